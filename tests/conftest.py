@@ -1,6 +1,6 @@
-"""What holds for every test, and for the processes that it starts.
+"""Settings of every test and of the processes that it starts.
 
-A service that it starts by itself has no Prometheus page, whose port others may have. Torch has one thread: the tests
+A service that a test starts has no page of metrics, whose port another test may have. Torch has one thread: the tests
 run side by side, and threads of small products spin on the cores of the others. Services of whole stacks are forks of
 processes that have imported torch once, and so are the loggers and predictors that tests start alone: see
 tests/support/forkserver.py. The container tests and README's commands start them as users do.
@@ -21,14 +21,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 process.spawn = forkserver.spawn
 
-# A run in the background ignores these, and so would every process that it starts.
+# A run in the background ignores these signals, and its processes would inherit that.
 for signum in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(signum) is signal.SIG_IGN:
         signal.signal(signum, signal.SIG_DFL)
 
 FULL = os.environ.get("FULL") == "1"
 
-# The time of an example says how busy the machine is. Another run has other examples.
+# The duration of an example depends on the load of the machine. Each run has other examples.
 settings.register_profile(
     "millrace",
     max_examples=100 if FULL else 25,
@@ -37,7 +37,7 @@ settings.register_profile(
 )
 settings.load_profile("millrace")
 
-# The files that take longest, longest first: with two workers, the last file to begin decides when a run ends.
+# The longest files, longest first: with two workers, the last file to begin decides when a run ends.
 LONGEST = (
     "slow/test_resume_under_load",
     "slow/test_roll",
@@ -90,12 +90,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _takes_usual_stack(item: pytest.Item) -> bool:
-    """Whether it takes the pool's stack with the bundled models, and its module makes none of other settings."""
+    """Whether the test uses the pool's stack with the bundled models, and its module no other stack."""
     module = getattr(item, "module", None)
     return "stack" in getattr(item, "fixturenames", ()) and not hasattr(module, "stack")
 
 
 def pytest_collection_finish() -> None:
-    """The collector of garbage leaves alone what the imports made: it looks at a fraction of the objects."""
+    """The garbage collector ignores the objects of imports, which are most of all objects."""
     gc.collect()
     gc.freeze()

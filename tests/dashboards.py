@@ -1,4 +1,4 @@
-"""Grafana's dashboards as their files say them, and the queries in them as Prometheus is asked."""
+"""Grafana's dashboards, read from their files, and their queries as Prometheus gets them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 GRAFANA = Path(__file__).parents[1] / "observability" / "grafana"
 DASHBOARDS = {path.stem: json.loads(path.read_text()) for path in sorted((GRAFANA / "dashboards").glob("*.json"))}
 
-# What is a metric's name in a query, and neither a function, a label nor a label's value.
+# Matches the name of a metric in a query, and neither a function, a label nor a label's value.
 _METRIC = re.compile(r"\b(?:millrace|gen_ai_(?:server|client)|rpc|otel_sdk|envoy|process)_\w+|\bALERTS\b|\bup\b")
 _LABELS = re.compile(r'"[^"]*"|\b(?:by|on) ?\([^)]*\)|\w+(?==~?"|!=")')
 _NAME_MATCHER = re.compile(r'__name__=~"([^"]*)"')
@@ -24,12 +24,12 @@ class Query(NamedTuple):
 
 
 def panels(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
-    """Those that show something: no rows."""
+    """The dashboard's panels, without rows."""
     return [panel for panel in dashboard["panels"] if panel["type"] != "row"]
 
 
 def queries() -> Iterator[Query]:
-    """Each query of each panel, as it is written."""
+    """Each query of each panel, unchanged."""
     for name, dashboard in DASHBOARDS.items():
         for panel in panels(dashboard):
             for target in panel["targets"]:
@@ -37,12 +37,12 @@ def queries() -> Iterator[Query]:
 
 
 def filled(expression: str, rate_interval: str, time_range: str) -> str:
-    """A query as Grafana sends it where every variable is left at "All"."""
+    """A query as Grafana sends it if every variable is "All"."""
     known = {"$__rate_interval": rate_interval, "$__range": time_range}
     return re.sub(r"\$\w+", lambda found: known.get(found[0], ".*"), expression)
 
 
 def metrics_of(expression: str) -> set[str]:
-    """The names of the metrics that a query asks for."""
+    """The names of the metrics in a query."""
     by_matcher = {name for names in _NAME_MATCHER.findall(expression) for name in names.split("|")}
     return by_matcher | set(_METRIC.findall(_LABELS.sub("", expression)))

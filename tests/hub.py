@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face hub: what `snapshot_download` asks for, served from local folders."""
+"""A fake of the Hugging Face hub for `snapshot_download`, served from local folders."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GATED = "somebody/gated"
 
 @contextmanager
 def serve_hub(models: Mapping[str, Path]) -> Iterator[str]:
-    """The address of a hub that holds these models by id, and a gated one."""
+    """The address of a hub with these models, by id, and a gated one."""
 
     class Hub(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

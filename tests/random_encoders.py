@@ -59,7 +59,7 @@ def save_random_encoder(kind: str, folder: Path) -> Any:
 
 
 def save_pooling(folder: Path, pooling: Mapping[str, Any], *more: str) -> None:
-    """Adds what sentence-transformers writes: a pooling's configuration, and further modules by class name."""
+    """Adds the files of sentence-transformers: the configuration of a pooling, and further modules by class name."""
     package = "sentence_transformers.models"
     steps = [("", "Transformer"), ("1_Pooling", "Pooling"), *((f"{i}_{name}", name) for i, name in enumerate(more, 2))]
     modules = [
@@ -71,7 +71,7 @@ def save_pooling(folder: Path, pooling: Mapping[str, Any], *more: str) -> None:
 
 
 def save_words_tokenizer(folder: Path, *words: str) -> Any:
-    """Adds a tokenizer that knows these words, with BERT's special tokens around each text, and returns it."""
+    """Adds a tokenizer of these words, with BERT's special tokens around each text, and returns it."""
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     vocabulary = {word: i for i, word in enumerate([*special, *words])}
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))

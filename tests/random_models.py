@@ -33,7 +33,7 @@ _T5 = {
     "eos_token_id": 2,
 }
 
-# Decoders that take an attention function.
+# Decoders that accept an attention function.
 PAGED: Mapping[str, Callable[[], Any]] = {
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_GROUPED)),
     "opt": lambda: hf.OPTForCausalLM(
@@ -111,7 +111,7 @@ def random_model(architecture: str, seed: int = 0) -> Any:
 
 
 def greedy(model: Any, prompt: list[int], length: int) -> list[int]:
-    """What transformers' `generate` gives: the oracle."""
+    """The ids from transformers' `generate`, the oracle."""
     ids = torch.tensor([prompt])
     generated = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, min_new_tokens=length, do_sample=False
@@ -121,7 +121,7 @@ def greedy(model: Any, prompt: list[int], length: int) -> list[int]:
 
 
 def save_random_model(architecture: str, folder: Path, seed: int = 0) -> Any:
-    """Makes such a model, saves it with a tokenizer, and returns it."""
+    """Makes a random model, saves it with a tokenizer, and returns it."""
     model = random_model(architecture, seed)
     model.save_pretrained(folder)
     for name in TOKENIZER_FILES:

@@ -1,7 +1,7 @@
-"""Triton's own client whose streams meet the death of a predictor: GATEWAY.
+"""Triton's own client during the death of a predictor: GATEWAY.
 
-Run in the clients' environment. Prints "begun" once each of its requests on one stream has begun to be answered, reads
-a line, which says that the predictor is dead, and prints "done" where every promise held.
+Run in the clients' environment. Prints "begun" once each of its requests on one stream has an answer, reads
+a line, which means that the predictor is dead, and prints "done" if every check passed.
 """
 
 import queue
@@ -46,7 +46,7 @@ def take():
         finals.add(response.id)
 
 
-# A user's own model, whose state nobody knows: its stream cannot go on elsewhere.
+# A user's own model has unknown state: its stream cannot be resumed elsewhere.
 client.async_stream_infer("chunks", [text_input("INPUT", "a")], request_id="own", parameters={"waits": True})
 for number in range(REQUESTS):
     client.async_stream_infer("storyteller", request_id=f"story {number}", **story(number))
@@ -62,7 +62,7 @@ assert texts["own"] == "a"
 (error,) = errors
 assert "predictor" in error, error
 
-# The stream itself is none the worse.
+# The stream itself still works.
 client.async_stream_infer("chunks", [text_input("INPUT", "after")], request_id="after", parameters={"size": 2})
 while "after" not in finals:
     take()

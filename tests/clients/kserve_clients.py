@@ -1,6 +1,6 @@
 """KServe's own gRPC and REST clients against the models of tests/conformance: GATEWAY.
 
-Run in the clients' environment; prints "done" where every promise held.
+Run in the clients' environment; prints "done" if every check passed.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ GATEWAY = sys.argv[1]
 URL = f"http://{GATEWAY}"
 PROMPT = "Once upon a time"
 GREEDY = {"temperature": "0", "max_tokens": 12, "ignore_eos": True}
-# The client logs what it raises as well.
+# The client also logs the errors that it raises.
 logging.disable(logging.CRITICAL)
 
 
@@ -48,7 +48,7 @@ def text_of(response):
 
 
 async def until_waiting(client, count):
-    """Returns once so many requests wait in the model for their callers to leave."""
+    """Waits until so many requests in the model wait for their callers to leave."""
     async with asyncio.timeout(30):
         while True:
             answer = await client.infer(text_request("chunks", "INPUT", "x", {"count": True}))

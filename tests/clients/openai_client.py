@@ -1,6 +1,6 @@
 """OpenAI's own client, unmodified, against the models of tests/system/test_openai.py: GATEWAY.
 
-Run in the clients' environment; prints "done" where every promise held.
+Run in the clients' environment; prints "done" if every check passed.
 """
 
 import asyncio
@@ -161,7 +161,7 @@ with raises(openai.BadRequestError, "context_length_exceeded", "input", "input 1
 async def in_parallel():
     async with openai.AsyncOpenAI(base_url=url, api_key="any", max_retries=0) as parallel:
 
-        async def tell():
+        async def story():
             text = ""
             stream = await parallel.completions.create(
                 model="storyteller", prompt=PROMPT, stream=True, max_tokens=30, temperature=0
@@ -170,18 +170,18 @@ async def in_parallel():
                 text += chunk.choices[0].text
             return text
 
-        told = await asyncio.gather(*(tell() for _ in range(20)))
-        assert set(told) == {complete(max_tokens=30, temperature=0).choices[0].text}
+        stories = await asyncio.gather(*(story() for _ in range(20)))
+        assert set(stories) == {complete(max_tokens=30, temperature=0).choices[0].text}
         with raises(openai.BadRequestError, "unsupported_parameter", "audio"):
             await parallel.chat.completions.create(model="storyteller", messages=MESSAGES, audio={"voice": "a"})
-        # A stream that is left in its middle leaves the connection, and the stack, fit for the next.
+        # After a cancelled stream the connection and the stack serve the next request.
         stream = await parallel.completions.create(
             model="storyteller", prompt=PROMPT, stream=True, max_tokens=900, extra_body={"ignore_eos": True}
         )
         async for _ in stream:
             break
         await stream.close()
-        assert await tell() == told[0]
+        assert await story() == stories[0]
 
 
 asyncio.run(in_parallel())

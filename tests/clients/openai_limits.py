@@ -1,6 +1,6 @@
 """OpenAI's own client, unmodified, with keys that have limits: GATEWAY KEY REQUESTS KEY REQUESTS TOKENS.
 
-The first key's client has made no call. Run in the clients' environment; prints "done" where every promise held.
+The first key's client has made no call. Run in the clients' environment; prints "done" if every check passed.
 """
 
 import re

@@ -1,7 +1,7 @@
 """Triton's own client against the models of tests/system/test_tensor_models.py: GATEWAY SOCKET.
 
-Run in the clients' environment; prints "done" where every promise held. Each request is let go on by
-bytes on its connection to SOCKET, so that a chunk is read before the model makes the next one.
+Run in the clients' environment; prints "done" if every check passed. Each request continues after
+bytes on its connection to SOCKET, so that a chunk is read before the model generates the next one.
 """
 
 import queue
@@ -40,7 +40,7 @@ for i in range(100):
     assert result.get_response().id == "counting"
     assert result.as_numpy("i").tolist() == [i]
     assert not result.get_response().parameters["triton_final_response"].bool_param
-    if i < 99:  # After the last one the end comes by itself.
+    if i < 99:  # The end follows the last one by itself.
         assert answers.empty()
         gate.sendall(b".")
 result, error = answers.get(timeout=60)

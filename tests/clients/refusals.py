@@ -1,10 +1,10 @@
-"""How a client of Triton's is refused."""
+"""Checks of refusals by Triton's clients."""
 
 from tritonclient.utils import InferenceServerException
 
 
 def refused(status, text, call, *arguments, **named):
-    """The call fails with a status, by its number or its name, and a message that has the text."""
+    """Checks that the call fails with a status, by its number or name, and a message with the text."""
     refusal = None
     try:
         call(*arguments, **named)

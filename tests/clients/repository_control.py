@@ -1,6 +1,6 @@
-"""Triton's own client against the predictor's face of tests/system/test_repository.py: GATEWAY.
+"""Triton's own client against the predictor of tests/system/test_repository.py: GATEWAY.
 
-Run in the clients' environment; prints "done" where every promise held.
+Run in the clients' environment; prints "done" if every check passed.
 """
 
 import queue
@@ -39,7 +39,7 @@ assert not client.is_model_ready("echo", "2")
 assert client.infer("echo", [tensor]).as_numpy("x").tolist() == [1, 2, 3]
 client.load_model("echo")
 assert client.infer("echo", [tensor]).as_numpy("x").tolist() == [1, 2, 3]
-# Since the last load.
+# Counted since the last load.
 assert client.get_inference_statistics("echo", "1").model_stats[0].inference_stats.success.count == 1
 
 answers = queue.Queue()

@@ -1,6 +1,6 @@
 """Triton's own gRPC client against the models of tests/conformance: GATEWAY.
 
-Run in the clients' environment; prints "done" where every promise held.
+Run in the clients' environment; prints "done" if every check passed.
 """
 
 import queue
@@ -23,7 +23,7 @@ def text_input(name, text):
 
 
 def until_waiting(count):
-    """Returns once so many requests wait in the model for their callers to leave."""
+    """Waits until so many requests in the model wait for their callers to leave."""
     end = time.monotonic() + 30
     while True:
         answer = client.infer("chunks", [text_input("INPUT", "x")], parameters={"count": True})
@@ -60,8 +60,8 @@ refused("NOT_FOUND", "no model 'nobody'", client.get_inference_statistics, "nobo
 
 # One answer to one request: text and tensors.
 def succeeded(model):
-    (told,) = client.get_inference_statistics(model).model_stats
-    return told.inference_stats.success.count
+    (model_statistics,) = client.get_inference_statistics(model).model_stats
+    return model_statistics.inference_stats.success.count
 
 
 before = succeeded("storyteller"), succeeded("identity")
@@ -96,7 +96,7 @@ assert error is None, error
 assert (result.get_response().id, result.as_numpy("INT8").tolist()) == ("later", sent["INT8"].tolist())
 assert (succeeded("storyteller") - before[0], succeeded("identity") - before[1]) == (2, 4)
 
-# What cannot be done is refused, by the right status, and the next call works.
+# Wrong calls are refused with the right status, and the next call works.
 refused("NOT_FOUND", "no model 'nobody'", client.infer, "nobody", inputs)
 refused("NOT_FOUND", "version '2'", client.infer, "storyteller", inputs, model_version="2")
 refused("INVALID_ARGUMENT", "unknown input", client.infer, "storyteller", inputs)
@@ -126,7 +126,7 @@ until_waiting(0)
 answer = client.infer("storyteller", [text_input("text_input", prompt)], parameters=greedy)
 assert answer.as_numpy("text_output")[0].decode() == story
 
-# Many requests on one stream, each matched by its id, and errors among them. Tokens that wait travel together: a short
+# Many requests on one stream, each matched by its id, and errors among them. Waiting tokens are sent together: a short
 # answer may be one message.
 longer = greedy | {"max_tokens": 48}
 answer = client.infer("storyteller", [text_input("text_input", prompt)], parameters=longer)
@@ -139,7 +139,7 @@ for number in range(8):
         "storyteller", text, request_id=f"text {number}", parameters=longer, enable_empty_final_response=number % 2 == 1
     )
     pieces = [text_input("INPUT", str(number) * number)]
-    # Who yields nothing has no answer to mark as the last one: its end is told where that is asked for.
+    # A generator that yields nothing has no answer to mark as the last one; its end is sent on request.
     client.async_stream_infer("chunks", pieces, request_id=f"chunks {number}", enable_empty_final_response=number == 0)
 bad = {"nobody": "no model 'nobody'", "chunks": "size must be positive"}
 for model in bad:
@@ -166,7 +166,7 @@ for number in range(8):
     assert finals[f"chunks {number}"] == (0 if number == 0 else 1)
 client.stop_stream()
 
-# A stream that is left, and one whose time is up, end what they carry.
+# A cancelled stream, and one past its deadline, end their requests.
 for leave in ("cancel", "deadline"):
     client.start_stream(
         callback=lambda result, error: answers.put((result, error)), stream_timeout=None if leave == "cancel" else 2

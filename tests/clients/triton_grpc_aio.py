@@ -1,6 +1,6 @@
 """Triton's own asyncio client against the models of tests/conformance: GATEWAY.
 
-Run in the clients' environment; prints "done" where every promise held.
+Run in the clients' environment; prints "done" if every check passed.
 """
 
 import asyncio
@@ -31,8 +31,8 @@ async def refused(status, text, call):
     assert text in refusal.message(), refusal
 
 
-def asked(model, name, text, id, **parameters):
-    """What stream_infer takes of a request."""
+def request_of(model, name, text, id, **parameters):
+    """The arguments of stream_infer for a request."""
     empty_final = parameters.pop("empty_final", False)
     inputs = [text_input(name, text)]
     return {
@@ -76,10 +76,12 @@ async def refusals(client):
 
 
 async def stream(client, story):
-    requests = [asked("storyteller", "text_input", PROMPT, f"text {i}", empty_final=i == 0, **GREEDY) for i in range(4)]
-    requests += [asked("chunks", "INPUT", "abc" * i, f"chunks {i}", size=2) for i in range(1, 4)]
-    requests += [asked("nobody", "INPUT", "x", "nobody"), asked("chunks", "INPUT", "x", "chunks", size=1001)]
-    requests.append(asked("chunks", "INPUT", "after", "after", size=9))
+    requests = [
+        request_of("storyteller", "text_input", PROMPT, f"text {i}", empty_final=i == 0, **GREEDY) for i in range(4)
+    ]
+    requests += [request_of("chunks", "INPUT", "abc" * i, f"chunks {i}", size=2) for i in range(1, 4)]
+    requests += [request_of("nobody", "INPUT", "x", "nobody"), request_of("chunks", "INPUT", "x", "chunks", size=1001)]
+    requests.append(request_of("chunks", "INPUT", "after", "after", size=9))
 
     async def each():
         for request in requests:
@@ -106,7 +108,7 @@ async def stream(client, story):
 
 async def cancelled(client):
     async def each():
-        yield asked("chunks", "INPUT", "a", "waits", waits=True)
+        yield request_of("chunks", "INPUT", "a", "waits", waits=True)
         await asyncio.Event().wait()
 
     responses = client.stream_infer(each())

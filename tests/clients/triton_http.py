@@ -1,6 +1,6 @@
-"""Triton's own HTTP client against the models of tests/conformance: GATEWAY. Tensors are v2_rest.py's.
+"""Triton's own HTTP client against the models of tests/conformance: GATEWAY. Tensors are tested in v2_rest.py.
 
-Run in the clients' environment; prints "done" where every promise held.
+Run in the clients' environment; prints "done" if every check passed.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Triton's own HTTP clients, sync and asyncio, against the models of tests/system/test_v2_rest.py: GATEWAY.
 
-Run in the clients' environment; prints "done" where every promise held.
+Run in the clients' environment; prints "done" if every check passed.
 """
 
 import asyncio
@@ -70,7 +70,7 @@ index = client.get_model_repository_index()
 assert {model["name"] for model in index} >= {"storyteller", "identity"}
 assert {model["state"] for model in index} == {"READY"}
 
-# Every datatype: all binary, all JSON that can be, and both mixed.
+# Every datatype: all in binary, all in JSON if possible, and both mixed.
 everything = list(ARRAYS)
 check(client.infer("identity", inputs_of(everything, True)), everything)
 outputs = [triton.InferRequestedOutput(name, binary_data=name in BINARY_ONLY) for name in everything]
@@ -106,7 +106,7 @@ for coding in ("gzip", "deflate"):
     )
     check(result, everything)
 
-# Sequence, priority and timeout are the scheduler's of another server; they do no harm.
+# Sequence, priority and timeout are for another server's scheduler; they are ignored.
 check(
     client.infer("identity", inputs_of(["INT8"], True), sequence_id=7, sequence_start=True, priority=1, timeout=1000),
     ["INT8"],

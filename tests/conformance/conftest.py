@@ -12,8 +12,8 @@ from tests.support.stacks import StackPool, pytest_runtest_makereport, stacks
 
 __all__ = ["pytest_runtest_makereport", "stack", "stacks"]
 
-# Cuts INPUT into pieces of `size`, an answer each; with `waits` it stays after the last one until its
-# caller leaves. With `count` it says how many wait so.
+# Cuts INPUT into pieces of `size`, an answer each; with `waits` it waits after the last one until its
+# caller leaves. With `count` it returns the number of such waiting requests.
 CHUNKS = """
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Clients of other projects, unmodified and in processes of their own, against the gateway.
+"""Clients of other projects, unmodified and in their own processes, against the gateway.
 
 OpenAI's client is in tests/system/test_openai.py, tensors by Triton's HTTP client are in test_v2_rest.py.
 """
@@ -28,7 +28,7 @@ GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 
 
 async def run(*command):
-    """What the command wrote; fails the test where it does not exit with 0."""
+    """The output of the command; fails the test unless it exits with 0."""
     done = await asyncio.to_thread(
         subprocess.run, [str(part) for part in command], capture_output=True, text=True, timeout=100
     )
@@ -41,12 +41,12 @@ async def test_a_python_client_works_unchanged(stack, script):
     await client_passes(script, stack.gateway, environment=ENVIRONMENTS[script])
 
 
-# ------------------------------------------------------------------ buf curl, which is to JSON what grpcurl is
+# ------------------------------------------------------------------ buf curl, which calls gRPC with JSON
 
 
 @pytest.fixture
 def buf(stack):
-    """Calls a method with messages as JSON, gives the answers, or an error's (code, message)."""
+    """Calls a method with messages as JSON; returns the answers, or an error's (code, message)."""
     where = f"{ROOT / '.tools/node_modules/.bin'}:{os.environ['PATH']}"
     found = shutil.which("buf", path=where)
     if found is None:
@@ -65,7 +65,7 @@ def buf(stack):
 
 
 def _documents(text):
-    """The JSON values that stand one after the other."""
+    """The JSON values of a concatenation."""
     decoder, text = json.JSONDecoder(), text.strip()
     while text:
         value, end = decoder.raw_decode(text)
@@ -86,7 +86,7 @@ def message(model, name, *items, id="r", datatype="BYTES", **parameters):
 
 
 def piece(response):
-    """The one element of a response's one output of bytes."""
+    """The only element of a response's only output of bytes."""
     (raw,) = response["rawOutputContents"]
     return base64.b64decode(raw)[4:].decode()
 
@@ -114,16 +114,16 @@ async def test_buf_calls_every_method_by_reflection(buf):
     assert (await buf("millrace.v1.PayloadLog/Get", {"recordId": "nothing"}))[0] == "not_found"
 
 
-async def test_buf_reads_the_same_text_by_every_method(buf):
-    told = await buf(
+async def test_buf_reads_the_same_text_from_every_method(buf):
+    responses = await buf(
         "millrace.v1.TextGeneration/Generate", {"model": "storyteller", "prompt": PROMPT, **_camel(GREEDY)}
     )
-    story = "".join(response.get("text", "") for response in told)
-    assert told[-1]["usage"]["completionTokens"] == GREEDY["max_tokens"]
-    asked = message("storyteller", "text_input", PROMPT, **GREEDY)
-    assert [piece(response) for response in await buf(f"{SERVICE}/ModelInfer", asked)] == [story]
+    story = "".join(response.get("text", "") for response in responses)
+    assert responses[-1]["usage"]["completionTokens"] == GREEDY["max_tokens"]
+    request = message("storyteller", "text_input", PROMPT, **GREEDY)
+    assert [piece(response) for response in await buf(f"{SERVICE}/ModelInfer", request)] == [story]
     texts = {"a": "", "b": "", "c": ""}
-    requests = [asked | {"id": id} for id in "ab"] + [
+    requests = [request | {"id": id} for id in "ab"] + [
         message("chunks", "INPUT", "xyz", id="c"),
         {"modelName": "nobody"},
     ]
@@ -137,10 +137,10 @@ async def test_buf_reads_the_same_text_by_every_method(buf):
 
 async def test_buf_speaks_grpc_web(buf):
     web = ("--protocol", "grpcweb", "--reflect-protocol", "grpc-v1")
-    asked = {"model": "storyteller", "prompt": PROMPT, **_camel(GREEDY)}
-    told = await buf("millrace.v1.TextGeneration/Generate", asked, options=web)
-    assert told[-1]["usage"]["completionTokens"] == GREEDY["max_tokens"]
-    refused = await buf("millrace.v1.TextGeneration/Generate", asked | {"model": "nobody"}, options=web)
+    request = {"model": "storyteller", "prompt": PROMPT, **_camel(GREEDY)}
+    responses = await buf("millrace.v1.TextGeneration/Generate", request, options=web)
+    assert responses[-1]["usage"]["completionTokens"] == GREEDY["max_tokens"]
+    refused = await buf("millrace.v1.TextGeneration/Generate", request | {"model": "nobody"}, options=web)
     assert refused == ("not_found", "no model 'nobody'")
     (answer,) = await buf(f"{SERVICE}/ModelInfer", message("chunks", "INPUT", "x"), options=web)
     assert piece(answer) == "x"
@@ -155,7 +155,7 @@ def _camel(fields):
 
 @pytest.fixture
 def curl(stack):
-    """Calls a path; gives the HTTP status and the body."""
+    """Calls a path; returns the HTTP status and the body."""
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")
 
@@ -188,8 +188,8 @@ async def test_curl_calls_every_path_of_v2(curl):
 
 
 async def test_curl_reads_the_same_text_on_every_path(curl):
-    asked = {"model": "storyteller", "prompt": PROMPT, **GREEDY}
-    status, text = await curl("/v1/completions", asked)
+    request = {"model": "storyteller", "prompt": PROMPT, **GREEDY}
+    status, text = await curl("/v1/completions", request)
     assert status == 200
     story = json.loads(text)["choices"][0]["text"]
 
@@ -198,7 +198,7 @@ async def test_curl_reads_the_same_text_on_every_path(curl):
             json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line not in ("", "data: [DONE]")
         ]
 
-    _, text = await curl("/v1/completions", asked | {"stream": True})
+    _, text = await curl("/v1/completions", request | {"stream": True})
     assert "".join(event["choices"][0]["text"] for event in events(text)) == story
     assert text.endswith("data: [DONE]\n\n")
     fields = {"text_input": PROMPT, **GREEDY}
@@ -206,15 +206,15 @@ async def test_curl_reads_the_same_text_on_every_path(curl):
     assert json.loads(text)["text_output"] == story
     _, text = await curl("/v2/models/storyteller/generate_stream", fields)
     assert "".join(event["text_output"] for event in events(text)) == story
-    _, text = await curl("/millrace/v1/generate", asked)
+    _, text = await curl("/millrace/v1/generate", request)
     assert "".join(line.get("text", "") for line in map(json.loads, text.splitlines())) == story
     status, text = await curl("/millrace/v1/payloads?model=storyteller&page_size=1")
     assert status == 200
-    # The record of what was just asked may still be on its way.
+    # The record of the last request may not be stored yet.
     assert all(json.loads(line)["model"] == "storyteller" for line in text.splitlines())
 
 
-async def test_curl_that_leaves_ends_its_request(stack, curl):
+async def test_a_curl_that_disconnects_ends_its_request(stack, curl):
     async def waiting():
         _, text = await curl("/v2/models/chunks/generate", {"INPUT": "x", "count": True})
         return int(json.loads(text)["OUTPUT"])

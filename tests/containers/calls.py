@@ -19,7 +19,7 @@ from tests.system.calls import ids_request, text_request
 
 DEADLINE_S = 60.0
 
-# A gateway that comes back is found at once; by default gRPC may wait for two minutes.
+# Reconnects at once to a restarted gateway; by default gRPC may wait for two minutes.
 _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -77,7 +77,7 @@ async def query(channel: grpc.aio.Channel) -> None:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of call, and the services whose death it may notice."""
+    """A kind of call, and the services whose death may fail it."""
 
     name: str
     call: Call
@@ -103,7 +103,7 @@ class Outcome:
 
 @dataclass
 class Load:
-    """What a load has seen so far."""
+    """The outcomes of a load so far."""
 
     outcomes: list[Outcome] = field(default_factory=list)
 
@@ -111,7 +111,7 @@ class Load:
         return [outcome for outcome in self.outcomes if outcome.kind in kinds and outcome.error is not None]
 
     def succeeded_since(self, moment: float, kinds: tuple[Kind, ...] = KINDS) -> bool:
-        """Whether a call of each kind that began after a moment went well."""
+        """Whether a call of each kind that began after `moment` succeeded."""
         return set(kinds) <= {o.kind for o in self.outcomes if o.error is None and o.began > moment}
 
 

@@ -1,6 +1,6 @@
 """One stack for all container tests, from a clean engine; a closing table of times and sizes.
 
-Where no engine answers, the tests are skipped and say so; with REQUIRE_ENGINE=1, as in CI, they fail.
+Without an engine the tests are skipped with a message; with REQUIRE_ENGINE=1, as in CI, they fail.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _stack: ComposeStack | None = None
 
 @pytest.fixture(scope="session")
 def engine() -> None:
-    """A Docker engine with Compose answers."""
+    """Checks that a Docker engine with Compose answers."""
     for command in (["docker", "info"], ["docker", "compose", "version"]):
         try:
             subprocess.run(command, check=True, capture_output=True, timeout=60)

@@ -1,6 +1,6 @@
-"""Stands in for Jaeger where its image cannot be had: takes OTLP on 4317, tells the spans' services on 16686.
+"""A replacement for Jaeger where its image is unavailable: takes OTLP on 4317, lists the spans' services on 16686.
 
-`GET /api/services` answers as Jaeger's own page asks: {"data": ["envoy-ingress", …]}.
+`GET /api/services` answers as Jaeger does: {"data": ["envoy-ingress", …]}.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> None:
     server.add_insecure_port("0.0.0.0:4317")
     server.start()
     page = ThreadingHTTPServer(("0.0.0.0", 16686), Page)
-    # From a thread of its own: `shutdown` waits for the loop that the signal interrupts.
+    # In a separate thread: `shutdown` waits for the loop that the signal interrupts.
     signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=page.shutdown).start())
     page.serve_forever()
     server.stop(1).wait()

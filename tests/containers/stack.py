@@ -1,7 +1,7 @@
-"""The stack of compose.yaml on a real Docker engine, under a project name and ports of its own.
+"""The stack of compose.yaml on a real Docker engine, with its own project name and ports.
 
-What differs from a user's stack is offline.yaml, the ports, and the tag of the images. Everything blocks
-but what is `async`, so that a load can run beside it.
+It differs from a user's stack by offline.yaml, the ports, and the tag of the images. All functions block
+except `async` ones, so that a load can run beside them.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ BASE_IMAGE = "python:3.11-slim-bookworm"
 _PROJECT = "millrace-test"
 FILES = ("compose.yaml", "tests/containers/offline.yaml")
 _COMMAND_TIMEOUT_S = 900
-_POLL_S = 0.2  # Asking the engine takes of the cores that the stack needs.
+_POLL_S = 0.2  # Calls of the engine use the cores that the stack needs.
 
 
 def docker(*arguments: str) -> str:
-    """What `docker …` prints; AssertionError with what it complains of."""
+    """The output of `docker …`; AssertionError with its error output."""
     return _output(["docker", *arguments])
 
 
 class Container:
-    """One container, by its id; every property asks the engine anew."""
+    """One container, by its id; every property calls the engine again."""
 
     def __init__(self, container_id: str) -> None:
         self.id = container_id
@@ -50,7 +50,7 @@ class Container:
         return [network["IPAddress"] for network in self.facts["NetworkSettings"]["Networks"].values()]
 
     def kill_9(self) -> Callable[[], Awaitable[bool]]:
-        """Kills the main process as a crash would; the answer asks whether it has been started again and is healthy.
+        """Kills the main process as a crash would; returns a check whether it has been restarted and is healthy.
 
         `docker kill` would count as a manual stop, on which no restart policy acts.
         """
@@ -66,11 +66,11 @@ class Container:
 
 
 class ComposeStack:
-    """`times` are the steps that were timed, in order; `sizes` those of the images, in MB over their base."""
+    """`times` has the durations of steps, in order; `sizes` the images' sizes in MB over their base."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder` is empty: it stands for a wheelhouse where this machine has none."""
-        # Ports that no client's own can take; which is whose does not matter.
+        """`folder` is empty: it replaces a wheelhouse if this machine has none."""
+        # Ports outside the ephemeral range; their assignment does not matter.
         ports = free_settings(folder)
         self.gateway = f"127.0.0.1:{ports.gateway_port}"
         self.management = f"127.0.0.1:{ports.management_port}"
@@ -91,13 +91,13 @@ class ComposeStack:
         }
 
     def compose(self, *arguments: str, files: tuple[str, ...] = FILES) -> str:
-        """What `docker compose …` prints; AssertionError with what it complains of."""
+        """The output of `docker compose …`; AssertionError with its error output."""
         named = [part for file in files for part in ("--file", file)]
         command = ["docker", "compose", "--project-directory", str(ROOT), *named, *arguments]
         return _output(command, env=self.environment)
 
     async def compose_beside(self, *arguments: str) -> str:
-        """`compose`, while the event loop goes on."""
+        """`compose` without blocking the event loop."""
         return await asyncio.to_thread(self.compose, *arguments)
 
     def containers(self, service: str) -> list[Container]:
@@ -113,7 +113,7 @@ class ComposeStack:
 
     @contextmanager
     def timed(self, step: str) -> Iterator[None]:
-        """Keeps the time of a step for the closing table."""
+        """Records the duration of a step for the closing table."""
         begun = time.monotonic()
         yield
         self.times.append((step, time.monotonic() - begun))

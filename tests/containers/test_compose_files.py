@@ -1,4 +1,4 @@
-"""compose.yaml and its overlays are what Docker Compose accepts, alone and together."""
+"""Docker Compose accepts compose.yaml and its overlays, alone and together."""
 
 import json
 from itertools import combinations
@@ -16,12 +16,12 @@ def compose(engine, tmp_path_factory) -> ComposeStack:
     return ComposeStack(tmp_path_factory.mktemp("wheelhouse"))
 
 
-def test_every_overlay_is_known_here():
+def test_every_overlay_is_tested():
     assert {path.name for path in ROOT.glob("compose.*.yaml")} == set(OVERLAYS)
 
 
 @pytest.mark.parametrize("files", SETS, ids="+".join)
-def test_compose_accepts_it(compose, files):
+def test_compose_accepts_each_combination(compose, files):
     services = json.loads(compose.compose("config", "--format", "json", files=files))["services"]
     assert {"envoy", "transformer", "predictor", "logger", "jaeger", "locust"} <= services.keys()
     on_gpu = "compose.gpu.yaml" in files
@@ -45,7 +45,7 @@ def test_compose_accepts_it(compose, files):
         assert "ports" not in services["locust-worker"]
 
 
-def test_offline_changes_nothing_but_the_collector_and_where_packages_come_from(compose):
+def test_offline_changes_only_the_collector_and_the_source_of_packages(compose):
     plain, offline = (
         json.loads(compose.compose("config", "--format", "json", files=files))
         for files in (("compose.yaml",), ("compose.yaml", "tests/containers/offline.yaml"))

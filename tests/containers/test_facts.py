@@ -1,4 +1,4 @@
-"""What `docker inspect` says of every container, and what this machine listens on."""
+"""The configuration of every container by `docker inspect`, and the listening ports of this machine."""
 
 import urllib.request
 
@@ -12,7 +12,7 @@ OURS = ("transformer", "predictor", "logger", "locust")
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_a_container_may_do_no_more_than_it_must(stack, service):
+def test_a_container_has_the_least_privileges(stack, service):
     facts = stack.container(service).facts
     host = facts["HostConfig"]
     assert facts["Config"]["User"] not in ("", "0", "root", "0:0")
@@ -30,15 +30,15 @@ def test_a_container_may_do_no_more_than_it_must(stack, service):
 
 
 @pytest.mark.parametrize("service", ["transformer", "predictor", "logger"])
-def test_health_is_asked_by_grpc(stack, service):
+def test_the_health_check_uses_grpc(stack, service):
     config = stack.container(service).facts["Config"]
     assert config["Healthcheck"]["Test"][:4] == ["CMD", "python", "-m", "millrace.rpc.health_check"]
-    # In exec form: no shell stands between SIGTERM and the service.
+    # In exec form: no shell is between SIGTERM and the service.
     assert config["Entrypoint"] == ["python", "-m", f"services.{service}"]
 
 
 @pytest.mark.parametrize("service", OURS)
-def test_an_image_holds_no_compiler_no_cache_and_no_package_of_another_service(stack, service):
+def test_an_image_contains_no_compiler_no_cache_and_no_package_of_another_service(stack, service):
     container = stack.container(service)
     wanted = {"predictor": {"torch", "transformers"}, "transformer": {"transformers"}}.get(service, set())
     script = (
@@ -64,7 +64,7 @@ def test_an_image_holds_no_compiler_no_cache_and_no_package_of_another_service(s
         ("predictor", "/var/lib/millrace"),
     ],
 )
-def test_a_service_can_write_to_its_volume_and_to_nothing_else(stack, service, folder):
+def test_a_service_can_write_only_to_its_volume(stack, service, folder):
     script = f"import os; print(*(os.access(path, os.W_OK) for path in ('{folder}', '/tmp', '/app', '/venv', '/etc')))"
     writable = docker("exec", stack.container(service).id, "python", "-c", script).split()
     assert writable == ["True", "True", "False", "False", "False"]
@@ -72,12 +72,12 @@ def test_a_service_can_write_to_its_volume_and_to_nothing_else(stack, service, f
 
 def test_the_gateway_reads_the_transformers_list_of_models_and_cannot_write_it(stack):
     envoy = stack.container("envoy").id
-    docker("exec", envoy, "cat", "/var/lib/routes/direct-models")  # Of the bundled models all take text.
+    docker("exec", envoy, "cat", "/var/lib/routes/direct-models")  # It is empty: all bundled models take text.
     with pytest.raises(AssertionError, match="cannot touch"):
         docker("exec", envoy, "touch", "/var/lib/routes/direct-models")
 
 
-def test_only_the_gateway_and_the_pages_are_published_and_on_loopback_alone(stack):
+def test_only_the_gateway_and_the_pages_are_published_and_on_loopback_only(stack):
     published = {}
     for service in SERVICES:
         for port, bindings in stack.container(service).facts["NetworkSettings"]["Ports"].items():
@@ -92,7 +92,7 @@ def test_only_the_gateway_and_the_pages_are_published_and_on_loopback_alone(stac
 
 
 @pytest.mark.parametrize(("service", "port"), [("transformer", 9101), ("predictor", 9100), ("logger", 9102)])
-def test_a_services_metrics_are_there_for_its_network(stack, service, port):
+def test_a_services_metrics_are_reachable_in_its_network(stack, service, port):
     for address in stack.container(service).addresses:
         with urllib.request.urlopen(f"http://{address}:{port}/metrics", timeout=10) as page:
             assert "\nmillrace_event_loop_lag_seconds" in page.read().decode()
@@ -103,13 +103,13 @@ def networks_of(stack, service):
     return {name.partition("_")[2] for name in names}
 
 
-def test_logger_and_predictor_have_no_way_out_and_do_not_see_each_other(stack):
+def test_logger_and_predictor_reach_neither_the_internet_nor_each_other(stack):
     assert networks_of(stack, "logger") == {"records"}
     assert networks_of(stack, "predictor") == {"models"}
     assert networks_of(stack, "transformer") == {"models", "records"}
     for network in ("records", "models"):
         assert docker("network", "inspect", "--format", "{{.Internal}}", f"millrace-test_{network}").strip() == "true"
-    # Not even to this machine's own way out: there is no route.
+    # There is no route, not even to this machine's default gateway.
     script = "print(sum(line.split()[1] == '00000000' for line in open('/proc/net/route')))"
     for service in ("logger", "predictor", "transformer"):
         assert docker("exec", stack.container(service).id, "python", "-c", script).strip() == "0"

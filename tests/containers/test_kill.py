@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root may kill -9
 
 
 def started_at(predictor) -> float:
-    """When the process began, as its page of metrics says."""
+    """The start time of the process, from its page of metrics."""
     with urllib.request.urlopen(f"http://{predictor.addresses[0]}:9100/metrics", timeout=10) as page:
         found = re.search(r"^process_start_time_seconds (\S+)", page.read().decode(), re.MULTILINE)
     assert found is not None
@@ -26,7 +26,7 @@ def started_at(predictor) -> float:
 
 
 @pytest.mark.parametrize("service", ["logger", "jaeger", "locust", "predictor", "transformer", "envoy"])
-async def test_it_returns_by_itself_and_only_its_own_calls_notice(stack, service):
+async def test_a_killed_container_is_restarted_and_only_its_own_calls_fail(stack, service):
     container = stack.container(service)
     before = started_at(container) if service == "predictor" else 0.0
     async with load(stack.gateway, KINDS) as seen, channel(stack.gateway) as open_channel:
@@ -43,20 +43,20 @@ async def test_it_returns_by_itself_and_only_its_own_calls_notice(stack, service
             await until(lambda: seen.succeeded_since(back), timeout_s=60)
 
     if service == "predictor":
-        # By this its restarts are counted (observability/alerts.yaml).
+        # observability/alerts.yaml counts restarts by this metric.
         assert started_at(container) > before
     mine = tuple(kind for kind in KINDS if service in kind.passes)
     ended = [outcome for outcome in seen.outcomes if outcome.began + outcome.seconds > killed]
     errors = [outcome for outcome in seen.outcomes if outcome.error is not None]
-    told = [(outcome.kind.name, outcome.began - killed, outcome.seconds, outcome.error) for outcome in errors]
-    assert all(outcome.kind in mine and outcome in ended for outcome in errors), told
+    seen = [(outcome.kind.name, outcome.began - killed, outcome.seconds, outcome.error) for outcome in errors]
+    assert all(outcome.kind in mine and outcome in ended for outcome in errors), seen
     ended_as = {grpc.StatusCode.UNAVAILABLE}
     if service == "transformer":
-        # Envoy resets a stream whose answer had begun, and has no other word for it than this.
+        # Envoy resets a stream whose answer had begun, with this status only.
         ended_as.add(grpc.StatusCode.INTERNAL)
-    assert {outcome.error.code() for outcome in errors} <= ended_as, told
+    assert {outcome.error.code() for outcome in errors} <= ended_as, seen
     assert max(outcome.seconds for outcome in ended) < HANGS_S
-    # A stream outlives its predictor: it goes on at the next one.
+    # A stream survives its predictor: the next one continues it.
     if GENERATE in mine and service != "predictor":
         assert isinstance(broken, grpc.aio.AioRpcError)
         assert broken.code() in ended_as, broken

@@ -1,4 +1,4 @@
-"""Locust in its container runs a load that its page's form has started."""
+"""Locust in its container runs a load that the form of its page starts."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ async def run_a_load(page: str) -> None:
     assert max(point["running"] or 0 for point in figures["course"]) > 0
 
 
-async def test_the_form_starts_a_load_against_envoy_by_name(stack):
+async def test_the_form_starts_a_load_against_envoy(stack):
     assert "Locust" in fetch(stack.locust_page)
     assert stats(stack.locust_page)["state"] == "ready", "it is idle until started"
     with stack.timed("Locust: five samples of every row"):
@@ -60,7 +60,7 @@ async def test_workers_share_the_load(stack):
         stack.compose("up", "--wait", "--no-build", "--remove-orphans")
 
 
-async def test_the_collector_has_seen_every_hop(stack):
+async def test_the_collector_has_spans_of_every_hop(stack):
     # Text does not pass the gateway's inner listener.
     hops = {"envoy-ingress", "millrace-transformer", "millrace-predictor"}
 

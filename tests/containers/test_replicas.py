@@ -1,4 +1,4 @@
-"""`--scale predictor=2` balances at once; a replica that is killed is missed by no unary call."""
+"""`--scale predictor=2` balances at once; the kill of a replica fails no unary call."""
 
 import asyncio
 import os
@@ -35,7 +35,7 @@ async def test_replicas_share_the_work_and_one_may_die(stack):
             counted = len(seen.outcomes)
             with stack.timed("kill -9 of one of two replicas: healthy again"):
                 await until(replicas[0].kill_9(), timeout_s=120)
-            # The other went on meanwhile, and it takes its share again.
+            # The other one served meanwhile, and the restarted one takes its share again.
             assert len(seen.outcomes) > counted + 100
             await until(all_serve, timeout_s=60)
         assert not seen.errors(*kinds), [(o.kind.name, o.error) for o in seen.errors(*kinds)]

@@ -1,4 +1,4 @@
-"""compose.roll.sh replaces predictor, transformer, logger and Envoy under load: nobody notices but the settings."""
+"""compose.roll.sh replaces predictor, transformer, logger and Envoy under load: no call fails."""
 
 import asyncio
 import subprocess
@@ -21,7 +21,7 @@ def roll(stack, **settings):
     )
 
 
-async def test_a_roll_under_load_costs_no_call_and_brings_the_present_settings(stack):
+async def test_a_roll_under_load_fails_no_call_and_applies_the_present_settings(stack):
     before = {service: stack.container(service).id for service in ROLLED}
     async with load(stack.gateway, KINDS, callers=2) as seen:
         with stack.timed("compose.roll.sh"):
@@ -40,7 +40,7 @@ async def test_a_roll_under_load_costs_no_call_and_brings_the_present_settings(s
     assert "reloaded: a new Envoy takes the calls" in stack.compose("logs", "--no-color", "envoy")
 
 
-async def test_a_successor_that_does_not_start_leaves_the_stack_as_it_was(stack):
+async def test_a_successor_that_does_not_start_leaves_the_stack_unchanged(stack):
     before = {service: stack.container(service).id for service in ROLLED}
     async with load(stack.gateway, KINDS) as seen:
         rolled = await asyncio.to_thread(roll, stack, PREDICTOR_LOG_LEVEL="LOUD")

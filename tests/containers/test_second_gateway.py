@@ -1,4 +1,4 @@
-"""What envoy/README.md says of a second gateway is what Docker Compose accepts, and differs in what it must."""
+"""Docker Compose accepts the second gateway of envoy/README.md, and it differs from the first where it must."""
 
 import json
 import re
@@ -8,15 +8,15 @@ import subprocess
 from tests.containers.stack import ROOT
 
 
-def test_the_second_gateway_of_the_readme(engine, tmp_path):
+def test_the_second_gateway_of_the_readme_works(engine, tmp_path):
     shutil.copy(ROOT / "compose.yaml", tmp_path)
     (override,) = re.findall(
         r"```yaml\n(# compose\.override\.yaml.*?)```", (ROOT / "envoy/README.md").read_text(), re.S
     )
     (tmp_path / "compose.override.yaml").write_text(override)
     command = ("docker", "compose", "config", "--format", "json")
-    told = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True, timeout=60).stdout
-    first, second = (json.loads(told)["services"][name] for name in ("envoy", "envoy-2"))
+    output = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True, timeout=60).stdout
+    first, second = (json.loads(output)["services"][name] for name in ("envoy", "envoy-2"))
     assert {key for key in first.keys() | second.keys() if first.get(key) != second.get(key)} == {"ports", "networks"}
     assert [port["published"] for port in second["ports"]] == ["8088"]
     assert second["networks"].keys() == first["networks"].keys()

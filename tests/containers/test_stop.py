@@ -1,5 +1,5 @@
-"""`docker compose stop` during streams: each ends as it should have, every process by itself, and what was answered is
-on record in the containers that come after them."""
+"""`docker compose stop` during streams: each ends regularly, every process by itself, and the answers are
+recorded in the next containers."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ STREAMS = 6
 TOKENS = 250
 
 
-async def test_streams_end_before_their_containers_do_and_records_outlive_them(stack):
+async def test_streams_end_before_their_containers_and_records_survive(stack):
     request_id = f"kept-{uuid.uuid4()}"
     body = {"model": "normalizer", "prompt": "date: 3 Mar 2021"}
     answer = await rest(stack.gateway, "POST", "/v1/completions", body, x_request_id=request_id)
@@ -28,7 +28,7 @@ async def test_streams_end_before_their_containers_do_and_records_outlive_them(s
         await asyncio.gather(*(event.wait() for event in started))
         with stack.timed(f"stop during {STREAMS} streams"):
             await stack.compose_beside("stop")
-        # Raises where a stream broke or lost its end.
+        # Raises if a stream broke or lost its end.
         await asyncio.gather(*streams)
     states = {service: container.facts["State"] for service, container in containers.items()}
     assert {service: state["ExitCode"] for service, state in states.items()} == dict.fromkeys(states, 0)

@@ -2,10 +2,10 @@
 
     python -m tests.fuzz.attacks NAME GATEWAY SECONDS
 
-runs one attack in a process of its own, at the lowest priority: the attacker's own work must not be taken for the
-stack's. It prints one JSON object: how many requests it began, what came of them, and the errors of honest calls that
-shared its connection. Requests are bounded in number and in time. What an attacker is answered does not matter here;
-what its neighbours see does: neighbours.py. Those made of frames and bytes are in floods.py.
+runs one attack in its own process, at the lowest priority: the attacker's own work must not count as the
+stack's. It prints one JSON object: the number of requests that it began, their outcomes, and the errors of honest calls
+that shared its connection. Requests are bounded in number and in time. The answers to an attacker do not matter here,
+but those to its neighbours: neighbours.py. Attacks with frames and bytes are in floods.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.system.calls import channel, text_request
 
 __all__ = ["ATTACKS", "UNREADABLE", "floods"]
 
-UNREADABLE = "unreadable"  # A model in the repository, whose tokenizer is no tokenizer.
+UNREADABLE = "unreadable"  # A model in the repository with a malformed tokenizer.
 _LARGEST = 57 * MEGABYTE  # Just below what the gateway passes on.
 _IDENTITY = "identity"
 _TEXT_MODEL = "storyteller"
@@ -45,7 +45,7 @@ _FRAME_HEAD = 5
 
 @attack
 async def malformed_timeouts(target: Target) -> None:
-    """`grpc-timeout` that gRPC cannot read, on connections to the services that everybody shares."""
+    """`grpc-timeout` that gRPC cannot read, on connections to the services, which all callers share."""
     values = ["abc", "-1S", "12345678901S", "", "1", "S", "1 S", "99999999H9", "0x1S", "१S".encode().decode("latin-1")]
     message = text_request(_TEXT_MODEL, "Once", max_tokens=1).SerializeToString()
     turn = iter(range(sys.maxsize))
@@ -61,7 +61,7 @@ async def malformed_timeouts(target: Target) -> None:
 
 @attack
 async def large_headers(target: Target) -> None:
-    """16 to 60 KB of headers, binary ones that are no base64 among them."""
+    """16 to 60 KB of headers, some of them binary ones that are not base64."""
     sizes = iter(range(sys.maxsize))
 
     async def call() -> str:
@@ -102,7 +102,7 @@ async def long_chats(target: Target) -> None:
 
 @attack
 async def huge_json_documents(target: Target) -> None:
-    """57 MB of JSON to each endpoint that takes a small document."""
+    """57 MB of JSON to each endpoint for small documents."""
     entries = b'"k":"v",' * (_LARGEST // 8)
     body = b"{" + entries + b'"a":1}'
     nested = b'{"parameters":{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}}"
@@ -132,7 +132,7 @@ async def huge_json_documents(target: Target) -> None:
 
 @attack
 async def stop_strings_that_almost_match(target: Target) -> None:
-    """Stop strings which the answer, that is the same each time, follows to their last character."""
+    """Stop strings that equal the answer, always the same one, up to their last character."""
     fields = {"model": _TEXT_MODEL, "prompt": "Once", "temperature": 0, "ignore_eos": True}
     request = millrace_pb2.GenerateRequest(**fields, max_tokens=min(200, int(20 * target.left_s)))
     opened = channel(target.gateway)
@@ -167,7 +167,7 @@ async def empty_strings(target: Target) -> None:
 
 @attack
 async def empty_fields(target: Target) -> None:
-    """Messages of 29 million fields that hold nothing, to the transformer, the predictor and the logger."""
+    """Messages of 29 million empty fields, to the transformer, the predictor and the logger."""
     field_7, field_5, field_8 = b"\x3a\x00", b"\x2a\x00", b"\x42\x00"
     count = _LARGEST // 2
     generate = millrace_pb2.GenerateRequest.DESCRIPTOR.fields_by_name["stop"].number
@@ -192,7 +192,7 @@ async def empty_fields(target: Target) -> None:
 
 @attack
 async def packed_numbers(target: Target) -> None:
-    """57 MB of packed one-byte numbers, which a parser makes eight times as large."""
+    """57 MB of packed one-byte numbers, which become eight times as large when they are parsed."""
     packed = bytes([1]) * (_LARGEST - 200)
     contents = b"\x1a" + _varint(len(packed)) + packed
     tensor = b"\x0a\x01x\x12\x05INT64\x1a\x01\x01\x2a" + _varint(len(contents)) + contents
@@ -224,18 +224,18 @@ def _varint(value: int) -> bytes:
     return bytes([*encoded, value])
 
 
-# ----------------------------------------------------------------------- what asks nothing, or never ends
+# ----------------------------------------------------------------------- idle and unfinished calls
 
 
 @attack
 async def idle_streams(target: Target) -> None:
-    """2,100 `ModelStreamInfer` calls on three connections that ask nothing."""
+    """2,100 idle `ModelStreamInfer` calls on three connections."""
     await _hold_open(target, 700, lambda opened: GRPCInferenceServiceStub(opened).ModelStreamInfer(_silence(target)))
 
 
 @attack
 async def idle_tails(target: Target) -> None:
-    """Tails of the payload log that nothing matches, more than there may be."""
+    """Tails of the payload log without matches, more than the limit."""
     request = millrace_pb2.TailPayloadsRequest(model="none")
     await _hold_open(target, 100, lambda opened: millrace_pb2_grpc.PayloadLogStub(opened).Tail(request))
 
@@ -279,14 +279,14 @@ async def _hold_open(target: Target, each: int, begin: Callable[[grpc.aio.Channe
 
 @attack
 async def unfinished_bodies(target: Target) -> None:
-    """24 REST bodies of 57 MB whose last byte never comes."""
+    """24 REST bodies of 57 MB whose last byte is never sent."""
     body = b'{"model":"' + b"a" * (_LARGEST - 20)
     await _hold_unfinished(target, lambda: target.post("/v1/completions", body, declared=_LARGEST))
 
 
 @attack
 async def unfinished_messages(target: Target) -> None:
-    """24 gRPC messages of 57 MB whose last byte never comes."""
+    """24 gRPC messages of 57 MB whose last byte is never sent."""
     body = b"\0" + _LARGEST.to_bytes(4, "big") + bytes(_LARGEST - 1)
     declared = _LARGEST + _FRAME_HEAD
     await _hold_unfinished(
@@ -379,7 +379,7 @@ async def _disturb(target: Target, deadline_s: float | None) -> None:
 
 @attack
 async def unreadable_models(target: Target) -> None:
-    """Loads of a model whose tokenizer cannot be read and of one that is not there, beside unloads of the same."""
+    """Loads of a model with an unreadable tokenizer and of a missing one, beside unloads of the same."""
     requests = iter(range(sys.maxsize))
 
     async def call() -> str:
@@ -387,13 +387,13 @@ async def unreadable_models(target: Target) -> None:
         verb, model = "unload" if number % 3 == 0 else "load", UNREADABLE if number % 2 else "none"
         return await target.post(f"/v2/repository/models/{model}/{verb}", b"{}")
 
-    await target.repeat(1, call)  # A load of what is loaded is a change that readiness shows.
-    await target.post(f"/v2/repository/models/{UNREADABLE}/unload", b"{}")  # Loaded, it has memory of its own.
+    await target.repeat(1, call)  # A load of a loaded model would show in readiness.
+    await target.post(f"/v2/repository/models/{UNREADABLE}/unload", b"{}")  # A loaded model keeps memory.
 
 
 @attack
 async def large_good_tensors(target: Target) -> None:
-    """Tensors of 48 MB that are right, more of them at a time than fit."""
+    """Valid tensors of 48 MB, more at a time than fit."""
     request = pb.ModelInferRequest(model_name=_IDENTITY)
     values = np.zeros(12 * MEGABYTE, np.float32)
     request.inputs.add(name="x", datatype="FP32", shape=[values.size])

@@ -1,8 +1,8 @@
-"""One request of a fuzz run, and what may come back.
+"""One request of a fuzz run, and its allowed outcomes.
 
-A case is made from a seed and its number alone, so that any of them can be made again. `must_fail` says
-that the request is wrong whatever the server thinks of it: then nothing but a refusal will do. Where it
-is false the change may have left a request that is right: it may be answered or refused.
+A case is made from a seed and its number alone, so that each can be generated again. `must_fail` means
+that the request is certainly wrong and must be refused. If it
+is false the change may have left a valid request, which may be answered or refused.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from random import Random
 
-# Statuses by which a wrong request is refused, of INTERFACE.md's table.
+# Statuses by which a wrong request is refused, of the table in docs/interface.md.
 REFUSED_GRPC = frozenset({"INVALID_ARGUMENT", "NOT_FOUND", "PERMISSION_DENIED", "UNIMPLEMENTED", "RESOURCE_EXHAUSTED"})
 REFUSED_HTTP = frozenset({400, 403, 404, 413, 501})
 
@@ -28,7 +28,7 @@ class GrpcCall:
 
 @dataclass(frozen=True)
 class HttpCall:
-    """One HTTP/1.1 request; with `web` the answer is gRPC-Web's, whose status is in its trailers."""
+    """One HTTP/1.1 request; with `web` the answer is that of gRPC-Web, with its status in the trailers."""
 
     path: str
     body: bytes = b""
@@ -39,18 +39,18 @@ class HttpCall:
 
 @dataclass(frozen=True)
 class Case:
-    """See the module; `what` names the change for whoever reads a failure."""
+    """See the module; `what` names the change, for failure messages."""
 
     what: str
     call: GrpcCall | HttpCall
     must_fail: bool = True
-    # A frame that is broken below the message: gRPC itself answers it, with INTERNAL and unsigned.
+    # A broken gRPC frame: gRPC itself answers it with INTERNAL, without a hop.
     broken_frame: bool = False
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came back: a gRPC status by name or an HTTP status, and what was wrong with how it was told."""
+    """The answer: a gRPC status by name or an HTTP status, and the faults of its form."""
 
     status: str
     accepted: bool
@@ -63,7 +63,7 @@ Maker = Callable[[Random], Case]
 
 
 def verdict(case: Case, outcome: Outcome) -> str | None:
-    """Why the outcome is not allowed, if it is not."""
+    """The reason if the outcome is not allowed, else None."""
     if outcome.faults:
         return "; ".join(outcome.faults)
     if outcome.accepted:

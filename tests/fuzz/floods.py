@@ -1,7 +1,7 @@
-"""Attacks by connections, frames and bytes: HTTP by hand, for no client library sends these.
+"""Attacks by connections, frames and bytes: HTTP by hand, since no client library sends these.
 
-An attacker must be cheap, or it takes the processor that it shares with the stack: frames are made once, answers are
-thrown away unread, and each flood has a pace.
+An attacker must be cheap, or it takes the processor that it shares with the stack: frames are built once, answers are
+discarded unread, and each flood has a pace.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.process.unfinished_calls import (
 CONTINUATION = 9
 HELD = 500  # Connections, or streams, that are held.
 _STREAMS = 50  # Of one connection.
-_OPENED_AT_ONCE = 25  # Connections, so that the kernel's queue of new ones is not the victim.
+_OPENED_AT_ONCE = 25  # Connections, so that the kernel's queue of new ones does not overflow.
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _CANCEL = (8).to_bytes(4)
 _METADATA = "/inference.GRPCInferenceService/ServerMetadata"
@@ -49,7 +49,7 @@ def _literal(fields: Fields) -> bytes:
 
 
 class Connection:
-    """One HTTP/2 connection, or one without any protocol; what comes is thrown away until it is closed."""
+    """One HTTP/2 or raw connection; received bytes are discarded until it is closed."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -76,7 +76,7 @@ class Connection:
         return self._next - 2
 
     async def send(self, data: bytes) -> None:
-        """Raises ConnectionError where the gateway has closed the connection."""
+        """Raises ConnectionError if the gateway has closed the connection."""
         self._writer.write(data)
         await self._writer.drain()
 
@@ -92,7 +92,7 @@ class Connection:
 
 
 async def _many(target: Target, count: int, one: Callable[[], Awaitable[None]]) -> None:
-    """Runs `one`, which opens what it holds, so many times side by side until the end; again where it has ended."""
+    """Runs `one` `count` times side by side until the end, and again whenever it has ended."""
     opening = asyncio.Semaphore(_OPENED_AT_ONCE)
 
     async def again_and_again() -> None:
@@ -110,7 +110,7 @@ async def _many(target: Target, count: int, one: Callable[[], Awaitable[None]]) 
 
 
 async def _drip(target: Target, connection: Connection, piece: Callable[[], bytes], every_s: float) -> None:
-    """Sends a piece every so many seconds until the end, or until the gateway closes; then closes."""
+    """Sends a piece every `every_s` seconds until the end, or until the gateway closes; then closes."""
     try:
         while connection.is_open and target.left_s:
             if data := piece():
@@ -127,7 +127,7 @@ async def _drip(target: Target, connection: Connection, piece: Callable[[], byte
 
 @attack
 async def slow_headers(target: Target) -> None:
-    """500 connections that send a header's byte each second, half of them by HTTP/2 (slow-loris)."""
+    """500 connections that send a header's byte each second, half of them over HTTP/2 (slow-loris)."""
     turn = iter(range(1 << 30))
 
     async def one() -> None:
@@ -144,7 +144,7 @@ async def slow_headers(target: Target) -> None:
 
 @attack
 async def slow_bodies(target: Target) -> None:
-    """500 REST requests whose body comes by a byte each second."""
+    """500 REST requests whose body arrives at one byte per second."""
     lines = ("POST /v1/completions HTTP/1.1", "host: gateway", "content-length: 4096", "", "")
     head = "\r\n".join(lines).encode()
 
@@ -166,7 +166,7 @@ async def silent_connections(target: Target) -> None:
 
 @attack
 async def slow_readers(target: Target) -> None:
-    """500 answers that are not read: streams with a window of no bytes, 10 of them generations."""
+    """500 unread answers: streams with a window of zero bytes, 10 of them generations."""
     request = millrace_pb2.GenerateRequest(model="storyteller", prompt="Once", max_tokens=64, ignore_eos=True)
     message = request.SerializeToString()
     data = b"\0" + len(message).to_bytes(4) + message
@@ -249,7 +249,7 @@ async def continuation_floods(target: Target) -> None:
 
 @attack
 async def control_frames(target: Target) -> None:
-    """Pings, settings and windows by the thousand, whose answers nobody needs."""
+    """Thousands of pings, settings and window updates."""
     ping, settings = frame(PING, 0, 0, bytes(8)), frame(SETTINGS, 0, 0, b"")
     window = frame(WINDOW_UPDATE, 0, 0, (1).to_bytes(4))
 
@@ -261,7 +261,7 @@ async def control_frames(target: Target) -> None:
 
 @attack
 async def many_calls(target: Target) -> None:
-    """1,000 small calls a second that nothing is wrong with, on 10 connections."""
+    """1,000 small valid calls a second, on 10 connections."""
 
     async def one() -> None:
         connection = await Connection.http2(target, window=1 << 20)

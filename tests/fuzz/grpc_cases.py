@@ -39,7 +39,7 @@ _GENERATE_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "top_logprobs": (5, 21, 2**32 - 1),
     "request_id": ("i" * 257, "i" * 100_000),
     "cache_salt": ("x" * 257,),
-    "messages": ([{"role": "user", "content": "x"}],),  # Beside the prompt.
+    "messages": ([{"role": "user", "content": "x"}],),  # Together with a prompt.
 }
 
 
@@ -64,7 +64,7 @@ def generate(random: Random) -> Case:
 
 
 def payload_query(random: Random) -> Case:
-    """`PayloadLog` by gRPC and REST; not `Tail`, which has nothing to say."""
+    """`PayloadLog` over gRPC and REST, except `Tail`, which does not end."""
     way = random.random()
     if way < 0.35:
         good = millrace_pb2.QueryPayloadsRequest(model="none", page_size=1).SerializeToString()
@@ -102,7 +102,7 @@ _QUERIES = (
 
 
 def repository(random: Random) -> Case:
-    """Calls about models and the server that must change nothing, by gRPC and REST."""
+    """Calls about models and the server that must change nothing, over gRPC and REST."""
     authority = random.choice(("", "predictor"))
     name = random.choice(
         ("nobody", "", "../../etc", "/etc/passwd", "a/b/c", "x" * 3000, "\x00", "storyteller/../identity")
@@ -111,7 +111,7 @@ def repository(random: Random) -> Case:
     match way:
         case "index":
             message: Message = pb.RepositoryIndexRequest(repository_name=random.choice(("x", "y" * 999)))
-            # The gateway's callers see one repository, whatever they call it.
+            # The gateway has one repository; its name is ignored.
             return Case(way, _about("RepositoryIndex", message, authority), must_fail=authority == "predictor")
         case "load":
             load = pb.RepositoryModelLoadRequest(model_name=name)
@@ -185,7 +185,7 @@ def _rest_repository(random: Random) -> Case:
 
 
 def grpc_web(random: Random) -> Case:
-    """gRPC-Web: frames that are no frames, and wrong messages in right ones."""
+    """gRPC-Web: malformed frames, and wrong messages in valid ones."""
     path, good, kind = random.choice(
         (
             (_GENERATE, text_message(), millrace_pb2.GenerateRequest),

@@ -1,7 +1,7 @@
-"""16 honest streams and 16 honest unary callers: what the neighbours of an attack see.
+"""16 honest streams and 16 honest unary callers: the neighbours of an attack.
 
-Streams are `Generate`, `ModelStreamInfer` and chat completions by server-sent events; unary calls are `ModelInfer` of a
-small tensor, whole completions and readiness. Each caller waits a little between its calls, so that the stack is busy
+Streams are `Generate`, `ModelStreamInfer` and streamed chat completions; unary calls are `ModelInfer` of a small tensor,
+whole completions and readiness. Each caller waits a little between its calls, so that the stack is busy
 and not full. gRPC callers share two connections, as callers behind a proxy do. Every answer is compared with the first
 one of its kind: greedy text is the same each time.
 """
@@ -29,13 +29,13 @@ from tests.system.calls import channel, each, text_request
 from tests.waiting import until
 
 _MODEL, _PROMPT, _TOKENS = "storyteller", "Once upon a time", 16
-_LIMIT_S = 30.0  # An honest caller's own patience.
+_LIMIT_S = 30.0  # An honest caller's timeout.
 _PAUSE_S = 0.3
 
 
 @dataclass
 class Figures:
-    """Of one phase: seconds of unary calls, to first tokens, and between pieces; errors as text."""
+    """The figures of one phase: seconds of unary calls, to first tokens, and between pieces; errors as text."""
 
     unary_s: list[float] = field(default_factory=list)
     first_s: list[float] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Figures:
 
 
 class Honest:
-    """The callers; an async context manager. `figures` is what the present phase collects."""
+    """The callers; an async context manager. `figures` has those of the present phase."""
 
     def __init__(self, gateway: str) -> None:
         self._channels = [channel(gateway), channel(gateway)]
@@ -61,12 +61,12 @@ class Honest:
         self.figures = Figures()
 
     def phase(self) -> Figures:
-        """Begins a new phase; returns the figures that it fills. Calls count where they end."""
+        """Begins a new phase; returns the figures that it fills. Calls count in the phase in which they end."""
         self.figures = Figures()
         return self.figures
 
     async def settled(self, phase: Figures) -> None:
-        """Returns when as many calls as there are callers have ended since; fails where that takes too long."""
+        """Waits until as many calls as there are callers have ended; fails if that takes too long."""
         begun = phase.answers + len(phase.errors)
         await until(lambda: phase.answers + len(phase.errors) >= begun + len(self._tasks), 2 * _LIMIT_S)
 

@@ -13,14 +13,14 @@ _NAN, _INF = float("nan"), float("inf")
 
 
 def model_infer(random: Random) -> Case:
-    """`ModelInfer` of what the gateway serves: text and tensors."""
+    """`ModelInfer` through the gateway: text and tensors."""
     if random.random() < 0.03:
         return Case("no message", GrpcCall(f"{INFERENCE}/ModelInfer", (), random.choice(("", "predictor"))))
     return _infer_case(random, f"{INFERENCE}/ModelInfer", "")
 
 
 def model_stream_infer(random: Random) -> Case:
-    """The same on a stream, a right request behind it now and then."""
+    """The same on a stream, sometimes followed by a valid request."""
     case = _infer_case(random, f"{INFERENCE}/ModelStreamInfer", "")
     call = case.call
     assert isinstance(call, GrpcCall)

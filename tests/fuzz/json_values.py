@@ -1,4 +1,4 @@
-"""JSON that is wrong: values as raw text, for much of it is nothing that a JSON library would write."""
+"""Wrong JSON: values as raw text, since a JSON library would not write most of it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def either(*makers: Wrong) -> Wrong:
 
 
 def nested(random: Random) -> str:
-    """Lists or objects, deeper than anybody means."""
+    """Deeply nested lists or objects."""
     depth = random.choice((40, 200, 900, 1100, 5000))
     return "[" * depth + "]" * depth if random.random() < 0.5 else '{"a":' * depth + "1" + "}" * depth
 
@@ -44,7 +44,7 @@ NO_TEXT = either(one_of("5", "1.5", "true", "[]", "{}", "[1]", '{"a":"b"}', '["a
 NO_OBJECT = one_of("5", "true", "[]", "[1]", '"x"', "1.5", '""')
 HUGE = whole(2**64, 2**200)
 
-# Of the sampling parameters that every front end takes.
+# Wrong values of the sampling parameters of every front end.
 SAMPLING: Mapping[str, Wrong] = {
     "temperature": either(NO_REAL, real(-1e6, -1e-3), real(100.1, 1e9)),
     "top_p": either(NO_REAL, real(-5, 0), real(1.0001, 9)),
@@ -72,7 +72,7 @@ def joined(fields: Mapping[str, str]) -> bytes:
 
 
 def is_object(body: bytes) -> bool:
-    """Whether a body is a JSON object, generously read."""
+    """Whether a body is a JSON object, by a lenient parser."""
     try:
         return isinstance(json.loads(body), dict)
     except (ValueError, RecursionError):
@@ -80,7 +80,7 @@ def is_object(body: bytes) -> bool:
 
 
 def broken_body(random: Random, good: bytes) -> tuple[str, bytes]:
-    """A body that is no JSON object any more, by what was done to it; never empty."""
+    """The name of a change, and a body that is no JSON object after it; never empty."""
     way = random.choice(_WAYS)
     for _ in range(20):
         body = way(random, good)
@@ -128,7 +128,7 @@ _WAYS = (_noise, _truncated, _invalid_utf8, _trailing, _other_value, _other_enco
 
 
 def bad_transport(random: Random, path: str, good: bytes, headers: Mapping[str, str]) -> Case:
-    """A right body that is sent in a wrong way."""
+    """A valid body with a wrong transport."""
     way = random.choice(("timeout", "method", "encoding", "gzip", "path", "grpc"))
     match way:
         case "timeout":
@@ -143,7 +143,7 @@ def bad_transport(random: Random, path: str, good: bytes, headers: Mapping[str, 
         case "gzip":
             whole_gzip = gzip.compress(good, mtime=0)
             noise = b"\x02" + random.randbytes(random.randint(1, 200))
-            # The last twelve bytes are a sum that nobody checks, and a bit of what it is the sum of.
+            # The last twelve bytes are a checksum, which is not checked, and a part of the data.
             cut = whole_gzip[: random.randrange(10, len(whole_gzip) - 12)]
             body = random.choice((noise, b"\x1f\x8b\x08\x00" + noise, cut, cut + b"\xff" * 10))
             return Case("body that is no gzip", HttpCall(path, body, {**headers, "content-encoding": "gzip"}))

@@ -1,7 +1,7 @@
-"""Right messages of each kind, and what can be done to their bytes.
+"""Valid messages of each kind, and changes of their bytes.
 
-A change of the bytes may leave a message that is right, or one that asks for something else. What
-protobuf's own parser says of it decides: what it cannot read, and what names a model that is not
+A change of the bytes may leave a valid message, possibly with another meaning.
+protobuf's own parser decides: unreadable messages, and those that name a model that is not
 served, must be refused.
 """
 
@@ -25,17 +25,17 @@ _WAYS: tuple[Callable[[Random, bytes], bytes], ...] = (
     lambda random, good: good[: random.randrange(len(good))],
     lambda random, good: _flipped(random, good),
     lambda random, good: good + random.randbytes(random.randint(1, 40)),
-    lambda random, good: good + b"\x0b" * random.choice((50, 500, 20_000)),  # Groups in groups, which nobody ends.
+    lambda random, good: good + b"\x0b" * random.choice((50, 500, 20_000)),  # Groups in groups, without an end.
     lambda random, good: good + b"\x0a\xff\xff\xff\xff\x0f",  # A name of four gigabytes.
     lambda random, good: good + b"\x0a" + b"\xff" * 11,  # A length without end.
-    lambda random, good: good + b"\x0a\x02\xc3\x28",  # A model's name that is no UTF-8.
+    lambda random, good: good + b"\x0a\x02\xc3\x28",  # A model's name that is not UTF-8.
     lambda random, good: good[1:],
     lambda random, good: random.choice((b'{"model":"storyteller"}', b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 99)),
 )
 
 
 def changed(random: Random, good: bytes) -> tuple[str, bytes]:
-    """The bytes after one of the ways to change them, and which one that was."""
+    """The name of a change, and the changed bytes."""
     way = random.randrange(len(_WAYS))
     return f"change {way}", _WAYS[way](random, good)
 
@@ -50,13 +50,13 @@ def _flipped(random: Random, good: bytes) -> bytes:
 def bytes_case(
     random: Random, path: str, good: bytes, kind: type[Message], name: str | None, authority: str = ""
 ) -> Case:
-    """A message whose bytes are changed; `name` is the field of the model's, where the method needs one."""
+    """A message whose bytes are changed; `name` is the field of the model's name, if the method needs one."""
     what, message = changed(random, good)
     return Case(what, GrpcCall(path, (message,), authority), must_fail=not is_served(message, kind, name))
 
 
 def is_served(data: bytes, kind: type[Message], name: str | None) -> bool:
-    """Whether a message can be read and names a model that is served: then it may be a right request."""
+    """Whether a message can be read and names a model that is served: then it may be a valid request."""
     try:
         message = kind.FromString(data)
     except DecodeError:
@@ -65,7 +65,7 @@ def is_served(data: bytes, kind: type[Message], name: str | None) -> bool:
 
 
 def text_message() -> bytes:
-    """A right GenerateRequest; the model's name comes last, so that a cut takes it first."""
+    """A valid GenerateRequest; the model's name is last, so that a cut removes it first."""
     short = millrace_pb2.GenerateRequest(max_tokens=1, prompt="Once upon a time")
     return short.SerializeToString() + millrace_pb2.GenerateRequest(model="storyteller").SerializeToString()
 

@@ -1,11 +1,11 @@
-"""`python -m tests.fuzz.neighbours`: each attack in turn beside honest callers, and what these see.
+"""`python -m tests.fuzz.neighbours`: each attack in turn beside honest callers, and its effect on them.
 
-For each attack of attacks.py: a quiet phase of honest.py's callers, then the attack for as long, then up to a minute in
-which memory has to come back. Held against it: no honest call fails or gets another answer; the 99th percentiles of the
+For each attack of attacks.py: a quiet phase of honest.py's callers, then the attack for the same time, then up to a
+minute in which memory must shrink again. Limits: no honest call fails or gets another answer; the 99th percentiles of the
 honest callers are at most twice the quiet ones plus 100 ms; no process is restarted or above its container's limit; a
-minute later each process is within 20 % of what it held before. A model with a pace (10 ms a step) stands for the GPU.
+minute later each process is within 20 % of its memory before. A model with a pace (10 ms a step) replaces the GPU.
 
-Writes one JSON object; exits with 1 where a limit is passed.
+Writes one JSON object; exits with 1 if a limit is exceeded.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _EVERY_S = 0.1
 
 @dataclass
 class Outcome:
-    """What one attack did to its neighbours; `failures` names each limit that it passed."""
+    """The effect of one attack on its neighbours; `failures` names each exceeded limit."""
 
     attack: str
     report: dict[str, Any]
@@ -65,7 +65,7 @@ class Outcome:
 
 
 def limits_mb() -> dict[str, int]:
-    """Each container's memory limit, as `.env.example` has it, by the kind of process."""
+    """Each container's memory limit, from `.env.example`, by the kind of process."""
     found = re.findall(
         r"^MEMORY_(ENVOY|TRANSFORMER|PREDICTOR|LOGGER)=(\S+)$", (ROOT / ".env.example").read_text(), re.MULTILINE
     )
@@ -75,7 +75,7 @@ def limits_mb() -> dict[str, int]:
 
 @asynccontextmanager
 async def attacked_stack(folder: Path) -> AsyncIterator[Stack]:
-    """The bundled models with a pace, and a repository with a model that cannot be read."""
+    """The bundled models with a pace, and a repository with an unreadable model."""
     broken = folder / "repository" / UNREADABLE
     shutil.copytree(ROOT / "models" / "storyteller", broken)
     (broken / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "Nonsense"}}')
@@ -100,7 +100,7 @@ async def attacked_stack(folder: Path) -> AsyncIterator[Stack]:
 
 
 async def _use_once(gateway: str) -> None:
-    """Has the transformer start its processes for bodies and templates: their memory is no attack's."""
+    """Lets the transformer start its processes for bodies and templates, so that their memory is not the attack's."""
     completions = "/v1/completions", "/v1/completions", "/v1/chat/completions"
     prompts: list[dict[str, Any]] = [{"prompt": "a" * size} for size in (2 * SMALL_BYTES, LARGE_BYTES + 1)]
     chat = {"messages": [{"role": "user", "content": "a"}] * 128}
@@ -112,7 +112,7 @@ async def _use_once(gateway: str) -> None:
 async def beside(
     stack: Stack, honest: Honest, name: str, seconds: float, comes_back_s: float = _COMES_BACK_S
 ) -> Outcome:
-    """One attack and what its neighbours saw; memory is held against its limit where it has time to come back."""
+    """Runs one attack beside honest callers; checks memory against its limit if there is time for it to shrink."""
     pids = _pids(stack)
     before = resident_mb(stack)
     quiet = await _phase(honest, seconds)
@@ -122,7 +122,7 @@ async def beside(
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.fuzz.attacks", name, stack.gateway, str(seconds)),
         stdout=asyncio.subprocess.PIPE,
-        start_new_session=True,  # Its niceness is for its session.
+        start_new_session=True,  # Its niceness applies to its session.
     )
     try:
         async with asyncio.timeout(seconds + _ENDS_WITHIN_S):
@@ -138,7 +138,7 @@ async def beside(
         await asyncio.gather(looking, return_exceptions=True)
     honest.phase()
     ended = time.monotonic()
-    with suppress(AssertionError):  # Then it is among the failures.
+    with suppress(AssertionError):  # The failure is recorded below.
         await until(lambda: _is_back(before, resident_mb(stack)), comes_back_s)
     later = resident_mb(stack)
     outcome = Outcome(
@@ -178,7 +178,7 @@ def _failures(outcome: Outcome) -> list[str]:
 
 
 def slow(outcome: Outcome) -> list[str]:
-    """The percentiles above their limits, which are for a machine that does nothing else."""
+    """The percentiles above their limits, which are for an otherwise idle machine."""
     return [
         f"p99 of {kind}: {outcome.attacked_p99_ms[kind]} ms, {quiet} ms when quiet"
         for kind, quiet in outcome.quiet_p99_ms.items()
@@ -187,7 +187,7 @@ def slow(outcome: Outcome) -> list[str]:
 
 
 def resident_mb(stack: Stack) -> dict[str, int]:
-    """What each process and its children hold now, in MiB; shared pages count once for each."""
+    """The resident memory of each process and its children, in MiB; shared pages count once for each."""
     found = {}
     for name in stack.names:
         with suppress(ProcessLookupError, psutil.NoSuchProcess):
@@ -220,7 +220,9 @@ async def _run(names: Sequence[str], seconds: float) -> list[Outcome]:
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="neighbours-") as folder:
         async with attacked_stack(Path(folder)) as stack, Honest(stack.gateway) as honest:
-            await _phase(honest, _WARM_UP_S)  # Not counted: what is loaded at first use is loaded, caches are full.
+            await _phase(
+                honest, _WARM_UP_S
+            )  # Not counted: this loads everything that is loaded at first use, and fills caches.
             for name in names:
                 outcome = await beside(stack, honest, name, seconds)
                 outcome.failures += slow(outcome)

@@ -1,4 +1,4 @@
-"""Sends cases through the gateway and tells what came back, within five seconds or not at all."""
+"""Sends cases through the gateway and returns their outcomes, with a limit of five seconds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.system.calls import channel, web_frames
 
 HANG_S = 5.0
 _CONNECTIONS = 32
-# What grpc.aio's client says where a call ends while it still writes; the server's status is lost then.
+# The error of grpc.aio's client if a call ends while it still writes; the server's status is lost then.
 _CUT_OFF = "Internal error from Core"
 _ATTEMPTS = 5
 _STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
@@ -53,7 +53,7 @@ class Sender:
         return Outcome(status, accepted, time.monotonic() - begun, message, tuple(faults))
 
     async def _grpc(self, call: GrpcCall, read_all: bool) -> tuple[str, bool, str, list[str]]:
-        # On the wire a method that gives one answer is one that gives a stream of them.
+        # On the wire a unary answer looks like a stream of one.
         opened = self._channels[call.authority]
         if len(call.messages) != 1:
             stream = opened.stream_stream(call.path)(_each(call.messages), metadata=call.metadata)
@@ -75,7 +75,7 @@ class Sender:
             return error.code().name, False, error.details() or "", ["no hop says that it failed"] if unsigned else []
         finally:
             stream.cancel()
-        # An error of one request on a stream, which goes on: the text is all that is told.
+        # An error of one request on a stream, which continues: the text is the only information.
         return ("INVALID_ARGUMENT", False, refusals[0], []) if refusals else ("OK", True, "", [])
 
     async def _rest(self, call: HttpCall) -> tuple[str, bool, str, list[str]]:
@@ -112,15 +112,15 @@ def _web_outcome(response: httpx2.Response, body: bytes) -> tuple[str, bool, str
         return str(response.status_code), False, body.decode(errors="replace")[:300], []
     if "text" in response.headers.get("content-type", ""):
         body = base64.b64decode(body)
-    told = dict(response.headers) | web_frames(body)[1]
-    status = _GRPC.get(told.get("grpc-status", ""), "none")
-    return status, status == "OK", told.get("grpc-message", ""), []
+    metadata = dict(response.headers) | web_frames(body)[1]
+    status = _GRPC.get(metadata.get("grpc-status", ""), "none")
+    return status, status == "OK", metadata.get("grpc-message", ""), []
 
 
 def _body_faults(call: HttpCall, body: bytes) -> list[str]:
-    """What is wrong with how an error is told, by the shape of the path's API."""
+    """The faults of an error's form, by the shape of the path's API."""
     if "%00" in call.path:
-        return []  # Envoy refuses such a path before it looks whose API it is, and without a body.
+        return []  # Envoy refuses such a path without a body, before it finds its API.
     try:
         error = orjson.loads(body)["error"]
     except (ValueError, TypeError, KeyError):

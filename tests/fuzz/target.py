@@ -1,4 +1,4 @@
-"""What an attack gets: the gateway, its time, and a report; and the attacks by name."""
+"""The arguments of an attack: the gateway, its time, and a report; and the attacks by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MEGABYTE = 1 << 20
 
 @dataclass
 class Report:
-    """What an attack did: requests begun, answers by status, and failures of honest calls on its own connections."""
+    """The counts of an attack: requests begun, answers by status, and failures of honest calls on its connections."""
 
     begun: int = 0
     answers: Counter[str] = field(default_factory=Counter)
@@ -36,7 +36,7 @@ class Target:
         return max(0.0, self.ends_at - time.monotonic())
 
     async def repeat(self, at_once: int, call: Callable[[], Awaitable[str]]) -> None:
-        """Has `at_once` callers make the call again and again until the end; a call that outlasts it is cancelled."""
+        """Repeats the call in `at_once` tasks until the end, which cancels running calls."""
 
         async def caller() -> None:
             while self.left_s:
@@ -61,9 +61,9 @@ class Target:
         declared: int | None = None,
         **headers: str,
     ) -> str:
-        """The HTTP status of one POST over HTTP/1.1 on a connection of its own; underscores in names become dashes.
+        """The HTTP status of one POST over HTTP/1.1 on a new connection; underscores in names become dashes.
 
-        A body of which more bytes are `declared` never ends: the connection is held until an answer comes.
+        If more bytes are `declared`, the body never ends: the connection is held until an answer arrives.
         """
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         reader, writer = await self.connect()
@@ -76,7 +76,7 @@ class Target:
                 "",
             ]
             writer.write("\r\n".join(lines).encode("latin-1"))
-            with suppress(ConnectionError):  # The answer to what is too large comes before all of it has been read.
+            with suppress(ConnectionError):  # The answer to a too large body comes before the whole body has been read.
                 for start in range(0, len(body), MEGABYTE):
                     writer.write(body[start : start + MEGABYTE])
                     await writer.drain()
@@ -86,7 +86,7 @@ class Target:
             writer.close()
 
     async def grpc_post(self, path: str, message: bytes, host: str = "gateway", **headers: str) -> str:
-        """The same for a gRPC message over HTTP/1.1, which lets any header through."""
+        """The same for a gRPC message over HTTP/1.1, which accepts any header."""
         framed = b"\0" + len(message).to_bytes(4, "big") + message
         return await self.post(path, framed, "application/grpc", host, te="trailers", **headers)
 

@@ -11,7 +11,7 @@ from tests.fuzz.json_values import NO_TEXT, Wrong, bad_transport, broken_body, e
 from tests.fuzz.text_cases import JSON
 
 _LENGTH = "inference-header-content-length"
-# A right input of each model, as raw JSON by field.
+# A valid input of each model, as raw JSON by field.
 _INPUTS: Mapping[str, Mapping[str, str]] = {
     "identity": {"name": '"x"', "datatype": '"INT16"', "shape": "[2,2]", "data": "[1,2,3,4]"},
     "declared": {"name": '"x"', "datatype": '"FP32"', "shape": "[1,3]", "data": "[1.5,2,3]"},
@@ -118,7 +118,7 @@ def infer_binary(random: Random) -> Case:
         data += random.randbytes(random.randint(1, 99))
     elif way == "shape":
         shape = random.choice(([count + 1], [-count], [count, 2], [2**62, 2**62], [0], [count, 0], "x"))
-    elif way == "bytes":  # What the raw contents cannot be.
+    elif way == "bytes":  # Impossible raw contents.
         datatype = random.choice(("BYTES", "BOOL"))
         data = b"\xff\xff\xff\x7f" + data if datatype == "BYTES" else bytes([2] * count)
         size, shape = len(data), [count]

@@ -1,4 +1,4 @@
-"""Wrong requests by the thousand: each is refused by its own status within five seconds, and harms nobody.
+"""Thousands of wrong requests: each is refused with its own status within five seconds, and affects no other call.
 
 100 a protocol, 10,000 with FULL=1. The same FUZZ_SEED makes the same requests; FUZZ_CASE=protocol/number sends one
 of them again and prints it.
@@ -30,7 +30,7 @@ SEED = os.environ.get("FUZZ_SEED", "1")
 ONE_CASE = os.environ.get("FUZZ_CASE", "")
 CASES = 10_000 if FULL else 100
 AT_ONCE = 16
-SHOWN = 20  # Failures told of one protocol.
+SHOWN = 20  # Printed failures of one protocol.
 
 PROTOCOLS = {
     "gRPC Generate": grpc_cases.generate,
@@ -79,13 +79,13 @@ async def stack(stacks, tmp_path_factory):
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-async def test_wrong_requests_are_refused_and_harm_nobody(stack, protocol):
+async def test_wrong_requests_are_refused_and_affect_no_other_call(stack, protocol):
     processes = {name: stack.pid(name) for name in stack.names}
     numbers = iter(range(CASES))
     if ONE_CASE:
         of, _, number = ONE_CASE.rpartition("/")
         if of != protocol:
-            pytest.skip(f"FUZZ_CASE={ONE_CASE} alone is asked for")
+            pytest.skip(f"FUZZ_CASE={ONE_CASE} selects another protocol")
         numbers = iter([int(number)])
     failures, statuses, begun, slowest = [], Counter(), time.monotonic(), 0.0
 
@@ -101,8 +101,8 @@ async def test_wrong_requests_are_refused_and_harm_nobody(stack, protocol):
                 if ONE_CASE:
                     print(case, outcome, sep="\n")
                 if reason := verdict(case, outcome):
-                    told = f"{outcome.status} {outcome.message[:160]!r}"
-                    failures.append(f"{reason}: {protocol}/{number} [{case.what}] → {told}")
+                    found = f"{outcome.status} {outcome.message[:160]!r}"
+                    failures.append(f"{reason}: {protocol}/{number} [{case.what}] → {found}")
 
         await asyncio.gather(*(work() for _ in range(AT_ONCE)))
     assert not failures, "\n".join(
@@ -114,16 +114,16 @@ async def test_wrong_requests_are_refused_and_harm_nobody(stack, protocol):
 
     assert {name: stack.pid(name) for name in stack.names} == processes
     await good_calls_work(stack)
-    await until(lambda: engine_rests(stack))
+    await until(lambda: engine_is_idle(stack))
     rate = sum(statuses.values()) / (time.monotonic() - begun)
     print(f"{protocol}: {dict(sorted(statuses.items()))}, the slowest {slowest:.3f} s, {rate:.0f} cases a second")
 
 
 async def good_calls_work(stack):
     """One right call on each protocol."""
-    gateway, asked = stack.gateway, {"model": "storyteller", "prompt": "Once", "max_tokens": 2}
-    assert text_of(await generate(gateway, **asked))
-    whole = await rest(gateway, "POST", "/v1/completions", asked)
+    gateway, fields = stack.gateway, {"model": "storyteller", "prompt": "Once", "max_tokens": 2}
+    assert text_of(await generate(gateway, **fields))
+    whole = await rest(gateway, "POST", "/v1/completions", fields)
     assert whole.json["choices"][0]["text"], whole.body
     messages = [{"role": "user", "content": "Hi"}]
     chat = await rest(gateway, "POST", "/v1/chat/completions", {"model": "storyteller", "messages": messages})
@@ -133,12 +133,12 @@ async def good_calls_work(stack):
     tensor = {"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1, 2, 3]}
     row = await rest(gateway, "POST", "/v2/models/declared/infer", {"inputs": [tensor]})
     assert row.json["outputs"][0]["data"] == [1, 2, 3], row.body
-    said = {"text_input": "Once", "max_tokens": 2}
-    assert (await rest(gateway, "POST", "/v2/models/storyteller/generate", said)).json["text_output"]
-    assert json.loads((await rest(gateway, "POST", "/v2/models/storyteller/generate_stream", said)).events[-1])[
-        "text_output"
-    ]
-    lines = (await rest(gateway, "POST", "/millrace/v1/generate", asked)).body.splitlines()
+    generate_fields = {"text_input": "Once", "max_tokens": 2}
+    assert (await rest(gateway, "POST", "/v2/models/storyteller/generate", generate_fields)).json["text_output"]
+    assert json.loads(
+        (await rest(gateway, "POST", "/v2/models/storyteller/generate_stream", generate_fields)).events[-1]
+    )["text_output"]
+    lines = (await rest(gateway, "POST", "/millrace/v1/generate", fields)).body.splitlines()
     assert json.loads(lines[-1])["finish_reason"] == "length"
     assert (await rest(gateway, "GET", "/v2/health/ready")).status == 200
     async with channel(gateway) as open_channel:
@@ -150,8 +150,8 @@ async def good_calls_work(stack):
         assert [record async for record in log.Query(millrace_pb2.QueryPayloadsRequest(page_size=1), timeout=10)]
 
 
-async def engine_rests(stack):
-    """Whether no step is made while nobody asks for one; the calls between the two looks take longer than a step."""
+async def engine_is_idle(stack):
+    """Whether the engine is idle: the calls between the two checks take longer than a step."""
     predictor = stack.addresses["predictor-0"]
     for model in ("storyteller", "normalizer"):
         before = (await statistics(predictor, model)).execution_count
@@ -163,7 +163,7 @@ async def engine_rests(stack):
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_case_is_made_of_its_seed_and_number_alone(protocol):
+def test_a_case_depends_only_on_its_seed_and_number(protocol):
     for number in range(50):
         case = case_of(protocol, number)
         assert isinstance(case.call, GrpcCall | HttpCall)

@@ -1,4 +1,4 @@
-"""Wrong requests to the front ends of text in JSON: OpenAI's, the generate extension, and our own."""
+"""Wrong requests to the front ends of text in JSON: OpenAI's, the generate extension, and Millrace's own."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ CHAT: Mapping[str, Wrong] = {
     "chat_template": one_of('"x"', "5"),
     "chat_template_kwargs": one_of("5", "[]", '"x"', '{"tokenize":true}'),
 }
-# The only model that embeds is taken where none is named.
+# Without a name the only embedding model is used.
 _OTHER_MODELS = one_of("5", "[]", "{}", '"nobody"', json.dumps("m" * 5000), '"a\\u0000"')
 EMBEDDING: Mapping[str, Wrong] = {
     "model": either(_OTHER_MODELS, one_of('"storyteller"', '"identity"', '"classifier"')),
@@ -114,7 +114,7 @@ GENERATE_EXTENSION: Mapping[str, Wrong] = {
     "triton_final_response": one_of("true", "1"),
     "id": either(NO_TEXT, one_of(json.dumps("i" * 300))),
 }
-# Envoy reads this one: protobuf's JSON takes numbers as text, and some text as numbers.
+# Envoy parses this one: protobuf's JSON accepts numbers as text, and some text as numbers.
 MILLRACE: Mapping[str, Wrong] = {
     "model": one_of('""', '"nobody"', "[]", "{}", '["a"]'),
     "prompt": one_of('""', "{}", "[]", '["a","b"]', _LONG),
@@ -176,7 +176,7 @@ _CONTENT_TYPES = (
 
 
 def _harmless(random: Random, path: str, good: Mapping[str, str]) -> Case:
-    """What looks odd and may well be answered."""
+    """An unusual but valid request."""
     if random.random() < 0.5:
         kind = random.choice(_CONTENT_TYPES)
         return Case(f"content-type {kind}", HttpCall(path, joined(good), {"content-type": kind}), must_fail=False)
@@ -194,14 +194,14 @@ def _openai(tail: str) -> Callable[[Random], str]:
 
 
 def _streamed(maker: Maker) -> Maker:
-    """The same with half of the bodies asking for a stream."""
+    """The same, with half of the bodies requesting a stream."""
 
     def make(random: Random) -> Case:
         case = maker(random)
         call = case.call
         if isinstance(call, HttpCall) and call.body.startswith(b'{"model"') and random.random() < 0.5:
             changed = call.body.replace(b'{"model"', b'{"stream":true,"model"', 1)
-            # With a stream its options are right.
+            # With a stream its options are valid.
             if b'"stream":' not in call.body and b"stream_options" not in call.body:
                 return Case(
                     f"{case.what}, streamed", HttpCall(call.path, changed, call.headers, call.method), case.must_fail

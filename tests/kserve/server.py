@@ -1,4 +1,4 @@
-"""KServe's own ModelServer by REST, with one model `echo`: `python server.py PORT`."""
+"""KServe's own ModelServer over REST, with one model `echo`: `python server.py PORT`."""
 
 import sys
 

@@ -1,7 +1,7 @@
 """KServe's own transformer before a predictor: `python transformer.py MODEL PREDICTOR…`; prints "done" for
 each predictor.
 
-A subclass of kserve.Model that calls its predictor as KServe has it (`--predictor_protocol=grpc-v2`).
+A subclass of kserve.Model that calls its predictor as KServe does (`--predictor_protocol=grpc-v2`).
 """
 
 import asyncio

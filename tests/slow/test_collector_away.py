@@ -1,4 +1,4 @@
-"""The collector stands still, then dies, while requests come: none fails, memory stays, and what is lost is counted."""
+"""The collector is stopped, then dies, under requests: none fails, memory stays, and lost spans are counted."""
 
 import asyncio
 import os
@@ -18,7 +18,7 @@ SERVICES = ("transformer", "predictor-0", "logger", "envoy")
 
 
 async def load(gateway):
-    """So many requests, all of which must be answered."""
+    """Sends requests, all of which must be answered."""
     room = asyncio.Semaphore(AT_ONCE)
 
     async def ask():
@@ -36,7 +36,7 @@ def resident(stack):
 
 
 async def lost(stack):
-    """Spans that the transformer has given up, as its page says."""
+    """The spans that the transformer has dropped, from its page of metrics."""
     [(_, port, path)] = stack.metrics_pages["transformer"]
     samples = await asyncio.to_thread(read_page, port, path)
     return sum(
@@ -47,7 +47,7 @@ async def lost(stack):
     )
 
 
-async def test_a_collector_that_stands_still_and_dies_costs_spans_alone(new_stack):
+async def test_a_collector_that_is_stopped_and_dies_loses_only_spans(new_stack):
     with receiver_process() as collector:
         exporting = {
             "OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint,

@@ -11,7 +11,7 @@ from tests.system.calls import channel, ids_request, infer, rest, text_of, text_
 from tests.waiting import until
 
 # Paced, the first stream takes eight seconds or more, and a reload four. The second reload begins when the first stream
-# ends, and the second stream goes on six seconds longer than that.
+# ends, and the second stream continues for six seconds after that.
 PACE = {"PACE_MS": "16"}
 FIRST_TOKENS, SECOND_TOKENS = 500, 900
 STREAM = {"model": "storyteller", "prompt": "Once upon a time", "ignore_eos": True, "temperature": 0}
@@ -19,7 +19,7 @@ CALLS_BETWEEN = 10
 
 
 class Stream:
-    """One `Generate` on a connection of its own, read in the background."""
+    """One `Generate` on its own connection, read in the background."""
 
     def __init__(self, gateway, tokens):
         self.responses = []
@@ -46,7 +46,7 @@ class Stream:
         return text_of(self.responses)
 
 
-async def test_two_reloads_under_load_cost_nothing(new_stack):
+async def test_two_reloads_under_load_fail_no_call(new_stack):
     stack = await new_stack(
         models="storyteller=models/storyteller",
         commands={"predictor": (sys.executable, "-m", "bench.paced_predictor")},
@@ -58,7 +58,7 @@ async def test_two_reloads_under_load_cost_nothing(new_stack):
     async def again_and_again(name, call):
         answered[name] = 0
         while not stop.is_set():
-            await call()  # What fails here fails the test.
+            await call()  # An error here fails the test.
             answered[name] += 1
 
     async def by_rest():
@@ -88,11 +88,11 @@ async def test_two_reloads_under_load_cost_nothing(new_stack):
         generations.append(stack.pid("envoy"))
         assert not first.has_ended
         await each_answers()
-        # By now the transformer's own connection to the gateway is one of the new Envoy's, too.
+        # By now the transformer's own connection to the gateway is one of the new Envoy too.
         second = Stream(stack.gateway, SECOND_TOKENS)
         await second.begun()
 
-        # The second one waits until the stream has ended that the first generation still has.
+        # The second reload waits for the end of the stream that the first generation still has.
         await stack.reload()
         generations.append(stack.pid("envoy"))
         assert first.has_ended

@@ -1,7 +1,7 @@
-"""The knee: found twice the same, twice as high with two predictors, and the page with a model of one's own.
+"""The knee: found twice the same, twice as high with two predictors; and the page with a user's own model.
 
-The model is paced and computes nothing: a predictor serves a batch of fixed size at a fixed pace, so that its capacity
-is known and hardly depends on what else the machine does.
+The model is paced and does not compute: a predictor serves a batch of fixed size at a fixed pace, so that its capacity
+is known and hardly depends on the machine's other load.
 """
 
 import json
@@ -16,15 +16,15 @@ pytestmark = pytest.mark.timeout(900)
 
 BATCH, PACE_MS, TOKENS = 8, 30, 12
 NEAR, TWICE = 0.10, 1.9
-# A search from 20 users a predictor, which carries about 40, to one of fifty: a coarser one could not tell 1.9 from 2.
+# A search from 20 users per predictor, which serves about 40, to fifty: a coarser one would not distinguish 1.9 and 2.
 USERS, PRECISION = 20, 2
-# Of the whole request: with more sequences than slots the engine lets them take turns, so that first tokens are early
-# and gaps long.
+# The limit is on the whole request: with more sequences than slots they take turns, so that first tokens are early
+# and gaps are long.
 OBJECTIVE = "whole <= 2500 ms"
 
 
 async def find_knee(new_stack, folder, predictors, *options):
-    """The report of a search on a stack of its own."""
+    """The report of a search on a new stack."""
     stack = await new_stack(
         models="storyteller=models/storyteller",
         predictors=predictors,
@@ -49,7 +49,7 @@ async def test_the_knee_is_found_twice_and_doubles_with_the_predictors(new_stack
     both = await find_knee(new_stack, tmp_path / "both", 2)
     assert first["bounded"]
     assert first["knee"] >= BATCH
-    # Two neighbouring numbers of users are as near as users can be.
+    # The results may differ by one user.
     assert abs(first["knee"] - second["knee"]) <= max(1, NEAR * first["knee"])
     one, two = first["at_knee"]["goodput"], both["at_knee"]["goodput"]
     assert two >= TWICE * one, f"{one} and {two} good requests a second"
@@ -59,7 +59,7 @@ async def test_the_knee_is_found_twice_and_doubles_with_the_predictors(new_stack
     assert (tmp_path / "first" / "knee.png").read_bytes().startswith(b"\x89PNG")
 
 
-async def test_the_knee_while_predictors_are_killed(new_stack, tmp_path):
+async def test_the_knee_is_found_while_predictors_are_killed(new_stack, tmp_path):
     kills = ("--kills-per-minute", "6", "--knee-most", "16", "--objective", "whole <= 30 s", "--knee-seconds", "30")
     found = await find_knee(new_stack, tmp_path / "killed", 2, *kills)
     assert found["knee"] == 16
@@ -68,7 +68,7 @@ async def test_the_knee_while_predictors_are_killed(new_stack, tmp_path):
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no browser here (Debian's package chromium)")
-async def test_the_page_with_a_model_of_ones_own(new_stack):
+async def test_the_page_accepts_a_users_own_model(new_stack):
     stack = await new_stack(models="mine=models/storyteller")
     async with locust_page(stack) as page:
         assert "window.streamsFigures" in await load_in_browser(page, "mine")

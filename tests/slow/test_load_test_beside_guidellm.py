@@ -1,4 +1,4 @@
-"""Locust's `ChatUser` measures what guidellm measures under the same closed load: first tokens, time between tokens.
+"""Locust's `ChatUser` agrees with guidellm under the same closed load: first tokens, time between tokens.
 
 The model is the bundled one at a fixed pace: each token is text that is shown at once. Skipped where guidellm is not
 installed, which takes 1.2 GB: `make .venv-tools/guidellm/.installed`.
@@ -72,7 +72,7 @@ async def guidellm_times(gateway, prompts, folder):
 
 
 async def locust_times(gateway, prompts, folder):
-    """The same of `ChatUser`. Its gaps are between messages; their sum, by tokens, is guidellm's measure."""
+    """The same for `ChatUser`. Its gaps are between messages; their sum divided by tokens is guidellm's measure."""
     report = folder / "report.html"
     run = LocustRun()
     fields = ("--prompts-file", str(prompts), "--think-time", "0", "--html", str(report), "--csv", str(folder / "run"))
@@ -93,7 +93,7 @@ async def locust_times(gateway, prompts, folder):
 
 
 async def test_first_tokens_and_times_between_tokens_agree(new_stack, tmp_path):
-    """One after the other, in turns; the median of the rounds."""
+    """Both run in turns; the median of the rounds counts."""
     stack = await new_stack(
         models="storyteller=models/storyteller",
         commands={"predictor": (sys.executable, "-m", "bench.paced_predictor")},

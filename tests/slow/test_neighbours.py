@@ -1,6 +1,6 @@
-"""An expensive wrong request costs its sender alone: attacks for two seconds each beside honest callers.
+"""Expensive wrong requests do not affect other callers: attacks for two seconds each beside honest callers.
 
-One attack on each resource; all of them with FULL=1.
+There is one attack on each resource; with FULL=1 all attacks run.
 `python -m tests.fuzz.neighbours` takes longer for each and measures: bench/results/neighbours.json.
 """
 
@@ -16,7 +16,7 @@ from tests.fuzz.honest import Honest
 from tests.fuzz.neighbours import attacked_stack, beside
 
 SECONDS = 2.0
-# What each exhausts if it can: the header table, a core in Python, a core in a template, an event loop, memory of the
+# The resources that they attack: the header table, a core in Python, a core in a template, an event loop, memory of the
 # gateway, memory of the predictor, idle calls, slots of a model; then connections, streams and frames.
 ONE_OF_A_KIND = (
     "malformed_timeouts",
@@ -34,7 +34,7 @@ ONE_OF_A_KIND = (
     "continuation_floods",
 )
 RUN = tuple(ATTACKS) if os.environ.get("FULL") == "1" else ONE_OF_A_KIND
-# Where health checks give up, and far above what an answer takes beside any attack on a machine that is busy.
+# The limit of health checks, far above the time of an answer beside any attack on a busy machine.
 SLOWEST_MS = 5000.0
 
 pytestmark = pytest.mark.timeout(300)

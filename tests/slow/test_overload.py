@@ -1,6 +1,6 @@
-"""`overload`: more callers at once than a stack can take are answered or refused, each by name, and all on record.
+"""`overload`: more callers at once than a stack can serve: each is answered or refused, and all are recorded.
 
-1,500 streams at once, a model that costs nothing: no call waits where nobody knows of it until gRPC cancels it.
+1,500 streams at once, a model without cost: no call waits unnoticed until gRPC cancels it.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ PAGE = 500
 
 
 @pytest.mark.timeout(180)
-async def test_of_1500_streams_at_once_each_is_answered_or_refused_and_on_record(new_stack):
+async def test_each_of_1500_streams_at_once_is_answered_or_refused_and_recorded(new_stack):
     stack = await new_stack(
         models="storyteller=models/storyteller",
         predictors=2,
@@ -50,8 +50,8 @@ async def test_of_1500_streams_at_once_each_is_answered_or_refused_and_on_record
         for channel in channels:
             await channel.close()
     print(dict(outcomes))
-    assert outcomes.keys() <= {"OK", "RESOURCE_EXHAUSTED, signed"}  # How many, the machine says.
-    assert outcomes["OK"] >= 2 * (32 + 128) * 0.5  # Places are used, however calls are dealt out.
+    assert outcomes.keys() <= {"OK", "RESOURCE_EXHAUSTED, signed"}  # Their numbers depend on the machine.
+    assert outcomes["OK"] >= 2 * (32 + 128) * 0.5  # Places are used, however calls are distributed.
 
     statuses = Counter()
 

@@ -1,8 +1,8 @@
-"""Any stream survives the death of its predictor: its caller sees a pause, and the answer it would have had.
+"""Any stream survives the death of its predictor: its caller sees only a pause, and gets the same answer.
 
 Streams of 200 tokens, greedy and sampled, in fp32, while predictors are killed, restarted one after the other, or
-stopped: 24 at a time for some seconds each, with FULL=1 64 for a minute. What is to come out was asked for before, of
-the same stack. Each test prints how long the pauses were.
+stopped: 24 at a time for some seconds each, with FULL=1 64 for a minute. The expected answers were recorded before,
+from the same stack. Each test prints the lengths of the pauses.
 """
 
 import asyncio
@@ -31,18 +31,18 @@ TOKENS = 200
 INNOCENTS = 32 if FULL else 16
 PREDICTORS = 3
 PACE_MS = 30
-POISON_ID = 3  # A mark that no text has.
+POISON_ID = 3  # A token that no text contains.
 SILENCE_LIMIT_S = 2
 BACK_S = 60
-# Of a rolling restart. The promise is a second, of a machine with a core for each predictor.
+# The longest pause of a rolling restart. The promise is a second, on a machine with a core for each predictor.
 MOST_PAUSE_S = 1 if FULL else 10
 
 pytestmark = pytest.mark.timeout(600 if FULL else 240)
 
 
 def arguments(folder):
-    """Of a stack whose model leaves the processor to the others, so that a restart takes no longer than it must."""
-    # Each has room for all streams: what is seen is no queue.
+    """Arguments of a stack whose paced model leaves the processor to others, so that restarts are fast."""
+    # Each predictor has room for all streams: the pauses are not those of a queue.
     room = {"PREDICTOR_MAX_RUNNING": str(CALLERS)}
     predictor = {"FAULTS": str(folder), "PACE_MS": str(PACE_MS), "POISON_ID": str(POISON_ID), **room}
     return {
@@ -51,7 +51,7 @@ def arguments(folder):
             "predictor": predictor,
             "transformer": {
                 "TRANSFORMER_SILENCE_LIMIT": str(SILENCE_LIMIT_S),
-                # On a busy machine all predictors take their time to come back.
+                # On a busy machine predictors restart slowly.
                 "TRANSFORMER_PREDICTOR_START_WAIT": "120",
             },
         },
@@ -67,7 +67,7 @@ async def stack(stacks, tmp_path_factory):
 
 @pytest_asyncio.fixture
 async def oracle(stack):
-    """What is right, known before the test does anything; and afterwards all predictors serve again."""
+    """The right answers, recorded before the test; all predictors serve then."""
     known = Oracle()
     await stack.wait_ready(BACK_S)
     async with Client(stack.gateway) as client:
@@ -83,7 +83,7 @@ async def serving(stack):
 
 
 def print_pauses(what, crowd):
-    """Prints them, and gives the one that one in a hundred is longer than."""
+    """Prints the longest pause and the 99th percentile; returns the latter."""
     pauses = crowd.pauses_s()
     most = pauses[int(0.99 * (len(pauses) - 1))]
     print(f"{what}: {len(pauses)} streams, longest pause {pauses[-1]:.2f} s, p99 {most:.2f} s")
@@ -91,11 +91,11 @@ def print_pauses(what, crowd):
 
 
 def gaps_s(crowd):
-    """The times between two pieces of an answer, of all answers, the shortest first."""
+    """The times between two pieces, of all answers, the shortest first."""
     return sorted(b.at - a.at for call in crowd.calls for a, b in pairwise(call.pieces))
 
 
-async def test_killing_predictors_again_and_again_costs_pauses_alone(stack, oracle):
+async def test_killing_predictors_again_and_again_causes_only_pauses(stack, oracle):
     end, kills = time.monotonic() + SECONDS, 0
     async with Client(stack.gateway) as client:
         async with Crowd(client, stories_of(TOKENS), CALLERS) as crowd:
@@ -109,7 +109,7 @@ async def test_killing_predictors_again_and_again_costs_pauses_alone(stack, orac
     print_pauses(f"{kills} kills", crowd)
 
 
-async def test_killing_predictors_costs_hedged_streams_hardly_a_pause(stack, oracle):
+async def test_killing_predictors_hardly_delays_hedged_streams(stack, oracle):
     hedged = [replace(story, sampling=(*story.sampling, ("hedge", 2))) for story in stories_of(TOKENS)]
     kills = 0
     async with Client(stack.gateway) as client:
@@ -120,7 +120,7 @@ async def test_killing_predictors_costs_hedged_streams_hardly_a_pause(stack, ora
             await until(crowd.all_have_moved, BACK_S)
             end = time.monotonic() + SECONDS
             while not kills or time.monotonic() < end:
-                # With all three there, a stream always has one that lives.
+                # With all three ready, a hedged stream always has a living one.
                 if len(able := await serving(stack)) == PREDICTORS:
                     await stack.kill(random.choice(able))
                     kills += 1
@@ -133,8 +133,8 @@ async def test_killing_predictors_costs_hedged_streams_hardly_a_pause(stack, ora
     print_pauses(f"hedged, {kills} kills", crowd)
 
 
-@pytest.mark.full  # In little: tests/system/test_resume.py, SIGTERM.
-async def test_the_restart_of_all_one_after_the_other_costs_no_error_and_hardly_a_pause(stack, oracle):
+@pytest.mark.full  # The short form: tests/system/test_resume.py, SIGTERM.
+async def test_restarting_all_predictors_one_by_one_causes_no_error_and_short_pauses(stack, oracle):
     end, rounds = time.monotonic() + SECONDS, 0
     async with Client(stack.gateway) as client:
         async with Crowd(client, stories_of(TOKENS), CALLERS) as crowd:
@@ -143,13 +143,13 @@ async def test_the_restart_of_all_one_after_the_other_costs_no_error_and_hardly_
                 rounds += 1
                 for name in [name for name in stack.names if name.startswith("predictor")]:
                     await stack.kill(name, signal.SIGTERM)
-                    # The gateway looks once a second who is back.
+                    # The gateway checks once a second which predictors are ready.
                     await stack.wait_ready(BACK_S)
         crowd.all_right(oracle)
     assert print_pauses(f"{rounds} rolling restarts", crowd) <= MOST_PAUSE_S
 
 
-async def test_the_streams_of_a_predictor_that_is_stopped_move_on_and_what_it_says_later_is_ignored(stack, oracle):
+async def test_the_streams_of_a_suspended_predictor_move_and_its_later_messages_are_ignored(stack, oracle):
     async with Client(stack.gateway) as client:
         async with Crowd(client, stories_of(TOKENS), CALLERS) as crowd:
             await until(crowd.all_have_moved, BACK_S)
@@ -168,7 +168,7 @@ async def test_the_streams_of_a_predictor_that_is_stopped_move_on_and_what_it_sa
     print_pauses("stopped", crowd)
 
 
-async def test_a_poisonous_request_is_refused_after_its_third_death_and_the_innocent_are_right(stack, oracle):
+async def test_a_poisonous_request_is_refused_after_its_third_death_and_others_get_their_answers(stack, oracle):
     poison = {"model": "storyteller", "prompt": [5, 6, POISON_ID], "max_tokens": 5}
     async with Client(stack.gateway) as client:
         async with Crowd(client, stories_of(TOKENS), INNOCENTS) as crowd:
@@ -184,12 +184,12 @@ async def test_a_poisonous_request_is_refused_after_its_third_death_and_the_inno
 
 
 def deaths(stack):
-    """How many engines of the predictors have died, together, while they had requests."""
+    """The number of engine deaths with requests, of all predictors."""
     names = [name for name in stack.names if name.startswith("predictor")]
     return sum(stack.log(name).count("the engine died with") for name in names)
 
 
-@pytest.mark.full  # In little: tests/system/test_resume.py.
+@pytest.mark.full  # The short form: tests/system/test_resume.py.
 async def test_with_one_predictor_the_pause_is_as_long_as_its_restart(new_stack, tmp_path):
     stack = await new_stack(models="storyteller=models/storyteller", **arguments(tmp_path))
     oracle, end, kills, longest = Oracle(), time.monotonic() + SECONDS, 0, 0.0

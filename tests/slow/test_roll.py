@@ -26,7 +26,7 @@ CALLS = 10
 
 
 class Load:
-    """Calls of every kind again and again, each on a connection of its own; what fails is kept."""
+    """Calls of every kind again and again, each on its own connection; errors are recorded."""
 
     def __init__(self, gateway):
         self._gateway = gateway
@@ -69,7 +69,7 @@ class Load:
                 assert record.record_id or record.gateway
 
     async def goes_on(self):
-        """Returns when each kind has been answered `CALLS` times more."""
+        """Waits until each kind has been answered `CALLS` times more."""
         goal = {name: count + CALLS for name, count in self.answered.items()}
         await until(lambda: all(self.answered[name] >= count for name, count in goal.items()), timeout_s=240)
 
@@ -79,8 +79,8 @@ class Load:
         assert self.failures == []
 
 
-async def tell(gateway, tokens=TOKENS):
-    """The text of one long `Generate`, which takes the likeliest tokens."""
+async def story_of(gateway, tokens=TOKENS):
+    """The text of one long `Generate`, which is greedy."""
     request = millrace_pb2.GenerateRequest(
         model="storyteller", prompt="Once upon a time", max_tokens=tokens, ignore_eos=True, temperature=0
     )
@@ -91,7 +91,7 @@ async def tell(gateway, tokens=TOKENS):
 
 
 def other_weights(folder):
-    """A copy of the bundled model that tells other stories."""
+    """A copy of the bundled model with other answers."""
     shutil.copytree("models/storyteller", folder)
     [path] = folder.glob("*.safetensors")
     weights, generator = load_file(path), torch.Generator().manual_seed(1)
@@ -102,7 +102,7 @@ def other_weights(folder):
     return folder
 
 
-@pytest.mark.full  # In little: tests/process/test_transformer_resume.py, with fingerprints.
+@pytest.mark.full  # The short form: tests/process/test_transformer_resume.py, with fingerprints.
 async def test_a_roll_to_other_weights_leaves_each_stream_to_the_model_that_began_it(new_stack, tmp_path):
     stack = await new_stack(
         models="storyteller=models/storyteller",
@@ -110,26 +110,26 @@ async def test_a_roll_to_other_weights_leaves_each_stream_to_the_model_that_bega
         commands={"predictor": (sys.executable, "-m", "bench.paced_predictor")},
         environment={"predictor": PACE},
     )
-    [before] = {await tell(stack.gateway, 100) for _ in range(2)}
-    told, rolled = [], asyncio.Event()
+    [before] = {await story_of(stack.gateway, 100) for _ in range(2)}
+    stories, rolled = [], asyncio.Event()
 
     async def again_and_again():
         while not rolled.is_set():
-            told.append(await tell(stack.gateway, 100))
+            stories.append(await story_of(stack.gateway, 100))
 
     async with asyncio.TaskGroup() as callers:
         for _ in range(MANY_STREAMS):
             callers.create_task(again_and_again())
-        await until(lambda: len(told) > MANY_STREAMS, timeout_s=240)
+        await until(lambda: len(stories) > MANY_STREAMS, timeout_s=240)
         models = f"storyteller={other_weights(tmp_path / 'other')}"
         await stack.roll(stack.settings.model_copy(update={"models": models}))
         rolled.set()
-    [after] = {await tell(stack.gateway, 100) for _ in range(2)}
+    [after] = {await story_of(stack.gateway, 100) for _ in range(2)}
     assert after != before
-    assert set(told) == {before, after}
+    assert set(stories) == {before, after}
 
 
-async def test_a_roll_under_load_costs_nothing_and_brings_the_present_settings(new_stack):
+async def test_a_roll_under_load_fails_no_call_and_applies_the_present_settings(new_stack):
     stack = await new_stack(
         models="storyteller=models/storyteller",
         commands={"predictor": (sys.executable, "-m", "bench.paced_predictor")},
@@ -138,7 +138,7 @@ async def test_a_roll_under_load_costs_nothing_and_brings_the_present_settings(n
     before = {name: stack.pid(name) for name in stack.names}
     load = Load(stack.gateway)
     await load.goes_on()
-    streams = [asyncio.create_task(tell(stack.gateway)) for _ in range(STREAMS)]
+    streams = [asyncio.create_task(story_of(stack.gateway)) for _ in range(STREAMS)]
 
     rolled = asyncio.create_task(
         stack.roll(stack.settings, {"predictor": PACE | {"PREDICTOR_MAX_CONTEXT": "700"}, "logger": {}})

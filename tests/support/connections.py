@@ -1,4 +1,4 @@
-"""TLS connections to a gateway, for tests: what the handshake says, and requests over it. They block, 10 s at most."""
+"""TLS connections to a gateway: handshakes, certificates and requests. They block, 10 s at most."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ TIMEOUT_S = 10.0
 
 
 def context(folder: Path, *, with_certificate: bool = False, trust: str = "authority.crt") -> ssl.SSLContext:
-    """What a client of `millrace certs` uses: it trusts the authority, and may show the client's certificate."""
-    made = ssl.create_default_context(cafile=str(folder / trust))
+    """The context of a client of `millrace certs`: it trusts the authority, and may send the client's certificate."""
+    tls = ssl.create_default_context(cafile=str(folder / trust))
     if with_certificate:
-        made.load_cert_chain(str(folder / "client.crt"), str(folder / "client.key"))
-    return made
+        tls.load_cert_chain(str(folder / "client.crt"), str(folder / "client.key"))
+    return tls
 
 
-def handshake(address: str, made: ssl.SSLContext) -> tuple[str | None, str | None]:
-    """The version and the protocol that were agreed on; raises OSError if the gateway or this client refuses."""
-    with connected(address, made) as connection:
+def handshake(address: str, tls: ssl.SSLContext) -> tuple[str | None, str | None]:
+    """The negotiated TLS version and protocol; raises OSError if the gateway or this client refuses."""
+    with connected(address, tls) as connection:
         return connection.version(), connection.selected_alpn_protocol()
 
 
 def certificate(address: str) -> bytes:
-    """The certificate that a new connection gets, whoever signed it."""
-    made = ssl.create_default_context()
-    made.check_hostname, made.verify_mode = False, ssl.CERT_NONE
-    with connected(address, made) as connection:
+    """The certificate that a new connection gets, unverified."""
+    tls = ssl.create_default_context()
+    tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
+    with connected(address, tls) as connection:
         return connection.getpeercert(binary_form=True) or b""
 
 
-def connected(address: str, made: ssl.SSLContext) -> ssl.SSLSocket:
+def connected(address: str, tls: ssl.SSLContext) -> ssl.SSLSocket:
     host, _, port = address.rpartition(":")
-    return made.wrap_socket(socket.create_connection((host, int(port)), TIMEOUT_S), server_hostname=host)
+    return tls.wrap_socket(socket.create_connection((host, int(port)), TIMEOUT_S), server_hostname=host)
 
 
 def request(
-    address: str, made: ssl.SSLContext, method: str, path: str, body: bytes = b"", **headers: str
+    address: str, tls: ssl.SSLContext, method: str, path: str, body: bytes = b"", **headers: str
 ) -> tuple[int, bytes]:
     """The status and the body of an answer over HTTP/1.1."""
-    connection = http.client.HTTPSConnection(address, timeout=TIMEOUT_S, context=made)
+    connection = http.client.HTTPSConnection(address, timeout=TIMEOUT_S, context=tls)
     try:
         connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
         response = connection.getresponse()

@@ -4,7 +4,7 @@ Starting a predictor takes eight seconds of a core, nearly all of it for imports
 fork runs the same `__main__` with the same environment; its pid, signals and exit code are its own. For each kind of
 service there are at most two such processes, one for each set of variables that libraries read when they are imported
 or the allocator when a process begins; a service with a third set is started as users start it. The workers of a run
-share them: whoever needs one first starts it, under a name that all of them know.
+share them: the first that needs one starts it, under a name that all of them can compute.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from runner import process
 from runner.process import Running
 from tests.support.zygote import MAX_REQUEST
 
-# What each service imports once its settings are read, see zygote.py; tests' and benches' own predictors, modules whose
-# names end with the word, import the same.
+# The modules that each service imports after its settings, see zygote.py; predictors of tests and benchmarks, modules
+# whose names end with that word, import the same.
 IMPORTS = {
     "logger": ("services.logger.__main__", "services.logger.servicer"),
     "transformer": (
@@ -50,22 +50,22 @@ IMPORTS = {
 _READ_EARLY = re.compile(
     r"(PYTHON|HF_|HUGGINGFACE_|TRANSFORMERS_|TORCH|PYTORCH_|CUDA_|NUMBA_|OMP_|MKL_|MALLOC_|GLIBC_|LD_|GRPC_|OTEL_PYTHON)"
 )
-_OF_THE_RUN = ("_service",)  # Kinds that are started with those of the run whatever they are given.
-_MOST_OF_A_KIND = 2  # Sets of such variables for each kind of service.
-# The process that outlives all workers of a run, and with which the zygotes end: pytest's own, or xdist's controller.
+_OF_THE_RUN = ("_service",)  # Kinds that are started with the variables of the run in any case.
+_MOST_OF_A_KIND = 2  # Sets of variables for each kind of service.
+# The process that outlives all workers of a run, with which the zygotes end: pytest's own, or xdist's controller.
 _RUN = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
 _known: dict[str, set[str]] = {}  # The zygotes' addresses, by kind.
-_started: list[subprocess.Popen[bytes]] = []  # By this worker.
+_started: list[subprocess.Popen[bytes]] = []  # Started by this worker.
 
 
 def address_of(kind: str, environment: Mapping[str, str]) -> str:
-    """The abstract socket address of the process that forks such services in this run."""
+    """The abstract socket address of the process that forks services of this kind in this run."""
     early = sorted((name, value) for name, value in environment.items() if _READ_EARLY.match(name))
     return f"\0millrace-tests-{_RUN}-{kind}-{hashlib.sha256(repr(early).encode()).hexdigest()[:16]}"
 
 
 def start_zygote(kind: str, address: str, environment: Mapping[str, str]) -> None:
-    """Starts it, unless another worker just has."""
+    """Starts the zygote, unless another worker has just started it."""
     # Only the zygote keeps the listener: connecting fails once that has ended.
     with socket.socket(socket.AF_UNIX) as listener:
         try:
@@ -83,7 +83,7 @@ def start_zygote(kind: str, address: str, environment: Mapping[str, str]) -> Non
                 cwd=Path(__file__).parents[2],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(listener.fileno(),),
-                start_new_session=True,  # What interrupts one worker ends no other's services.
+                start_new_session=True,  # An interrupt of one worker must not end another's services.
             )
         )
 
@@ -97,7 +97,7 @@ async def fork(
         raise ValueError("the environment is too large")
     connection = socket.socket(socket.AF_UNIX)
     try:
-        connection.connect(address)  # At once, on this machine: the kernel keeps what is not yet accepted.
+        connection.connect(address)  # This does not block: the kernel queues connections that are not accepted yet.
     except OSError:
         connection.close()
         raise
@@ -117,7 +117,7 @@ async def fork(
 
 
 class Fork:
-    """What `asyncio.subprocess.Process` is to its users here: `pid`, `returncode`, `wait`, `send_signal`."""
+    """Replaces `asyncio.subprocess.Process` for its users here: `pid`, `returncode`, `wait`, `send_signal`."""
 
     def __init__(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.pid = pid

@@ -1,4 +1,4 @@
-"""A client of HTTP/2 without TLS that does what libraries do not: it reads late, leaves, and goes on after a GOAWAY."""
+"""A client of HTTP/2 without TLS that can also read late, disconnect, and continue after a GOAWAY."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CONNECTION_WINDOW_BYTES = 1 << 28
 
 
 class Http2Stream:
-    """One request and what has come of its answer."""
+    """One request and the received part of its answer."""
 
     def __init__(self, client: Http2Client, number: int) -> None:
         self.number = number
@@ -45,7 +45,7 @@ class Http2Stream:
         return self
 
     async def send(self, data: bytes, end: bool = False) -> None:
-        """Sends a part of the body, without a look at the window."""
+        """Sends a part of the body, without regard to the window."""
         self._client.http2.send_data(self.number, data, end)
         await self._client.flush()
 
@@ -65,7 +65,7 @@ class Http2Stream:
         await self._client.flush()
 
     async def read_on(self) -> None:
-        """Opens the window for as much as has come."""
+        """Opens the window by the received bytes."""
         size, self._unread = self._unread, 0
         if size:
             self._client.http2.acknowledge_received_data(size, self.number)
@@ -86,7 +86,7 @@ class Http2Client:
         self.news = asyncio.Condition()
         self.is_closed = False
         self.gone_away: list[int] = []  # The last stream of each GOAWAY.
-        self.error: int | None = None  # Of the last one.
+        self.error: int | None = None  # The error code of the last GOAWAY.
         self._reader = reader
         self._reads = reads
         self._streams: dict[int, Http2Stream] = {}
@@ -99,7 +99,7 @@ class Http2Client:
         verb: str = "POST",
         end: bool = True,
     ) -> Http2Stream:
-        """Begins a request; without `end` its body goes on."""
+        """Begins a request; without `end` its body continues."""
         number = self.http2.get_next_available_stream_id()
         stream = self._streams[number] = Http2Stream(self, number)
         head = [(":method", verb), (":path", path), (":scheme", "http"), (":authority", "test"), *headers]
@@ -124,7 +124,7 @@ class Http2Client:
             await self.news.wait_for(lambda: self.is_closed)
 
     async def read(self) -> None:
-        """Until the connection ends."""
+        """Reads until the connection ends."""
         try:
             while data := await self._reader.read(_READ_BYTES):
                 await self._receive(data)
@@ -137,7 +137,7 @@ class Http2Client:
 
     async def _receive(self, data: bytes) -> None:
         while data:
-            # h2 reads nothing behind a GOAWAY: so a frame at a time, and without these.
+            # h2 reads nothing after a GOAWAY: it gets one frame at a time, without GOAWAYs.
             size = 9 + int.from_bytes(data[:3], "big")
             while len(data) < size:
                 data += await self._reader.readexactly(size - len(data))
@@ -173,7 +173,7 @@ class Http2Client:
 
 @asynccontextmanager
 async def connected(port: int, window: int = 1 << 20, reads: bool = True) -> AsyncIterator[Http2Client]:
-    """A connection; `window` is that of each stream, and with `reads` what comes is read at once."""
+    """A connection; `window` is that of each stream, and with `reads` data is read at once."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     client = Http2Client(reader, writer, window, reads)
     client.http2.initiate_connection()
@@ -181,7 +181,9 @@ async def connected(port: int, window: int = 1 << 20, reads: bool = True) -> Asy
     await client.flush()
     reading = asyncio.create_task(client.read())
     try:
-        await until(lambda: client.http2.outbound_flow_control_window > _READ_BYTES)  # The server's settings are there.
+        await until(
+            lambda: client.http2.outbound_flow_control_window > _READ_BYTES
+        )  # The server's settings have arrived.
         yield client
     finally:
         writer.close()

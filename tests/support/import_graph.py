@@ -1,4 +1,4 @@
-"""What modules of this repository import, read from their source: every `import`, those inside functions too."""
+"""The imports of this repository's modules, read from their source, including those inside functions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Import:
-    """`name` is a module of ours or of another library.
+    """`name` is a module of this repository or of a library.
 
-    One `inside` a function happens when that is called, and one under `if TYPE_CHECKING` never.
+    An import `inside` a function runs when the function is called, and one under `if TYPE_CHECKING` never.
     """
 
     name: str
@@ -25,20 +25,20 @@ class Import:
 
 @cache
 def modules(*packages: str) -> dict[str, Path]:
-    """The modules of packages of ours, by name."""
+    """The modules of packages of this repository, by name."""
     return {_name(file): file for package in packages for file in (ROOT / package.replace(".", "/")).rglob("*.py")}
 
 
 @cache
 def imports(module: str) -> tuple[Import, ...]:
-    """What a module of ours imports; of `from a import b` the module `a.b` where that is one, else `a`."""
+    """The imports of a module; `from a import b` imports `a.b` if that is a module, else `a`."""
     file = _file(module)
     assert file is not None, module
     return tuple(dict.fromkeys(_statements(ast.parse(file.read_text()))))
 
 
 def loaded_with(module: str) -> set[str]:
-    """Every module that comes with an import of one of ours, as far as our own modules go."""
+    """Every module that an import of `module` loads, followed through this repository's modules."""
     seen, waiting = {module}, [module]
     while waiting:
         for found in imports(waiting.pop()):
@@ -70,7 +70,7 @@ def _statements(node: ast.AST, inside: bool = False, for_types: bool = False) ->
 
 @cache
 def _module(name: str) -> str:
-    """`name` itself where it is a module, else what it is a name of."""
+    """`name` if it is a module, else its module."""
     parent = name.rpartition(".")[0]
     if not parent or _file(name) is not None or (_file(parent) is None and (ROOT / name.split(".")[0]).is_dir()):
         return name

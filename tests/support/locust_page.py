@@ -65,7 +65,7 @@ async def locust_page(stack: Stack, *options: str) -> AsyncIterator[str]:
 
 
 async def load_in_browser(address: str, model: str) -> str:
-    """Chooses class and fields, starts, watches the tab fill, follows a link to a record, stops; the report's text."""
+    """Chooses class and fields, starts, awaits the rows, follows a link to a record, stops; returns its report."""
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=CHROMIUM)
         try:
@@ -103,7 +103,7 @@ async def load_in_browser(address: str, model: str) -> str:
 
 async def _start(page: Page, model: str) -> None:
     """Four users of one class, with a model of the menu and an objective."""
-    await page.get_by_role("checkbox").first.uncheck()  # All classes.
+    await page.get_by_role("checkbox").first.uncheck()  # This unchecks all classes.
     await page.get_by_role("row").filter(has_text=re.compile(r"^StreamUser")).get_by_role("checkbox").check()
     await page.locator("[name=userCount]").fill("4")
     await page.locator("[name=spawnRate]").fill("4")

@@ -1,4 +1,4 @@
-"""Locust without its page: a run to its end, and what its HTML report draws."""
+"""Locust without its page: a run to its end, and the figures of its HTML report."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ FILES = "loadtest/locustfile.py,loadtest/knee_locustfile.py"
 
 
 def figures_of(report: Path) -> Any:
-    """What the section of Locust's HTML report draws."""
+    """The figures in the section of Locust's HTML report."""
     (text,) = re.findall(r"window\.streamsFigures = (.*?);</script>", report.read_text(encoding="utf-8"))
     return json.loads(text)
 
 
 class LocustRun:
-    """`output` and `processor_s`, the processor time that it used, are of the whole run."""
+    """`output` and `processor_s`, the used processor time, are those of the whole run."""
 
     def __init__(self) -> None:
         self.output = ""

@@ -1,4 +1,4 @@
-"""A payload logger as a process of its own, for tests that stop and kill it."""
+"""A payload logger in its own process, for tests that stop and kill it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.forkserver import spawn
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 on which nothing listens."""
+    """A port of 127.0.0.1 on which no process listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -39,7 +39,7 @@ class LoggerProcess:
         self._process: Running | None = None
 
     async def start(self) -> None:
-        """Returns when the logger says SERVING."""
+        """Waits until the logger's health is SERVING."""
         await self._spawn()
         async with grpc.aio.insecure_channel(self.target, (("grpc.max_reconnect_backoff_ms", 100),)) as channel:
             request = health_pb2.HealthCheckRequest(service="millrace.v1.PayloadLog")
@@ -47,7 +47,7 @@ class LoggerProcess:
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
     async def refuses(self) -> str:
-        """Its output if it ends at the start because of what it was given."""
+        """Starts the logger, which must end because of a wrong setting; returns its output."""
         await self._spawn()
         assert await self.wait() == os.EX_CONFIG
         return self._log.read_text()
@@ -65,7 +65,7 @@ class LoggerProcess:
         return code
 
     async def kill(self) -> None:
-        """Ends it as a crash would."""
+        """Kills it like a crash."""
         self.send(signal.SIGKILL)
         await self.wait()
 

@@ -1,4 +1,4 @@
-"""How long the event loop does not turn while a block runs."""
+"""How long the event loop is blocked while a block runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 
 class LoopLag:
-    """`longest_s` is the longest turn so far, in seconds of this process's processor: a busy machine does not count."""
+    """`longest_s` is the longest iteration so far, in CPU seconds of this process: other load does not count."""
 
     longest_s = 0.0
 
@@ -22,7 +22,7 @@ class LoopLag:
 
 @asynccontextmanager
 async def loop_lag() -> AsyncIterator[LoopLag]:
-    """Measures the turns of the running loop until the block ends."""
+    """Measures the iterations of the running loop until the block ends."""
     lag = LoopLag()
     watching = asyncio.create_task(lag._watch(), name="loop lag")
     try:

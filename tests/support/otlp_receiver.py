@@ -1,4 +1,4 @@
-"""A collector for tests: receives spans and metrics over OTLP/gRPC, on threads of its own.
+"""A collector for tests: receives spans and metrics over OTLP/gRPC, on its own threads.
 
     with OtlpReceiver() as receiver:
         ...  # export to receiver.endpoint

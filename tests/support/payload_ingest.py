@@ -1,4 +1,4 @@
-"""A payload log that takes records and keeps them, for tests of who sends them."""
+"""A fake payload log that keeps its records, for tests of their senders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OPTIONS = (("grpc.max_receive_message_length", -1),)
 
 
 class Ingest(millrace_pb2_grpc.PayloadIngestServicer):
-    """Takes records; acknowledges each while `acknowledging`, ends the call after `end_after` of them."""
+    """Accepts records; acknowledges each while `acknowledging`, ends the call after `end_after` of them."""
 
     target: str
 
@@ -25,7 +25,7 @@ class Ingest(millrace_pb2_grpc.PayloadIngestServicer):
         self.messages = 0
         self.acknowledging = True
         self.end_after = None
-        self.refuses = lambda request: None  # The status with which a record is refused.
+        self.refuses = lambda request: None  # The status that refuses a record, or None.
         self.changed = asyncio.Condition()
 
     async def Append(self, request_iterator, context):  # noqa: N802
@@ -57,7 +57,7 @@ class Ingest(millrace_pb2_grpc.PayloadIngestServicer):
 
     @property
     def requests(self):
-        """What came, in the order of the calls, each of a source's sequences once."""
+        """The received requests, in the order of the calls, each sequence of a source once."""
         requests = {}
         for call in self.calls:
             for request in call:
@@ -67,7 +67,7 @@ class Ingest(millrace_pb2_grpc.PayloadIngestServicer):
 
     @property
     def records(self):
-        """The records that came, each once."""
+        """The received records, each once."""
         return [request.record for request in self.requests]
 
 
@@ -87,14 +87,14 @@ async def listening(target=None):
 
 
 class Taps:
-    """Makes taps, and closes those that are open at the end."""
+    """Makes taps, and closes the open ones at the end."""
 
     def __init__(self, spool):
         self.spool = spool
         self._open = []
 
     def start(self, target=None, rules=None, **options):
-        """A started tap; without a target, of a logger that is away."""
+        """A started tap; without a target its logger is absent."""
         tap = PayloadTap(target or away(), rules, **{"spool": self.spool} | options)
         tap.start()
         self._open.append(tap)
@@ -110,7 +110,7 @@ class Taps:
 
 
 def away():
-    """An address where no logger is."""
+    """An address without a logger."""
     return f"127.0.0.1:{free_port()}"
 
 

@@ -1,7 +1,7 @@
 """Plain clients of grpc.aio and of httpx that measure first tokens and gaps, without any load test around them.
 
 `python -m tests.support.plain_clients grpc|events GATEWAY CLIENTS SECONDS` prints the times in milliseconds as JSON:
-{"ttft": […], "gap": […]}. A process of its own for each kind: a busy event loop would measure itself.
+{"ttft": […], "gap": […]}. Each kind has its own process: a busy event loop would measure itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Moments:
         self.gap: list[float] = []
 
     def note(self, times: list[float]) -> None:
-        """When a request was sent and its messages came; the first one of each client opens its connection."""
+        """Records the times of a request and of its messages; the first request of each client opens its connection."""
         self.ttft.append(1000 * (times[1] - times[0]))
         self.gap.extend(1000 * (later - earlier) for earlier, later in pairwise(times[1:]))
 

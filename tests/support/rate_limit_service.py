@@ -18,7 +18,7 @@ Status = RateLimitResponse.DescriptorStatus
 
 
 class RateLimitService(RateLimitServiceServicer):
-    """Counts what it is asked about, and answers while `answers` is set; `requests` are the clients, in order."""
+    """Counts requests, and answers while `answers` is set; `requests` are the clients, in order."""
 
     def __init__(self) -> None:
         self.hits: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Requests to an engine, whatever runs it."""
+"""Requests to any engine."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""A predictor of ours whose calls end as a test says: real gRPC, real messages, and tokens that are known beforehand.
+"""A fake Millrace predictor whose calls follow a script: real gRPC, real messages, and fixed tokens.
 
-Its models, only `teller` unless a test says otherwise, answer every prompt with `ANSWER`. A continuation gets what is
-left of it. Each submission to `PredictorSteps/Run`, and each call of `ModelStreamInfer`, takes the next action of the
-script; without one it answers to the end. An action is called with (predictor, call) and yields how many tokens are to
-be sent next, or raises what ends the call; `Broken` ends the whole connection of a submission. A submission is accepted
-with the first thing that its action yields.
+Its models, by default only `teller`, answer every prompt with `ANSWER`. A continuation gets the
+rest of it. Each submission to `PredictorSteps/Run`, and each call of `ModelStreamInfer`, takes the next action of the
+script; without one it answers to the end. An action is called with (predictor, call) and yields the number of tokens to
+send next, or raises the error that ends the call; `Broken` ends the whole connection of a submission. A submission is
+accepted with the first value that its action yields.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from tests.waiting import until
 MODEL = "teller"
 ANSWER = list(range(300, 320))
 BEAT_S = 0.05
-TOKEN_S = 0.5  # What its engine says that each token took.
+TOKEN_S = 0.5  # The engine's reported time of each token.
 _NOTHING, _RUNS_ALONE = -1, -2
 Metadata = pb.ModelMetadataResponse.TensorMetadata
 
 
 @dataclass
 class Call:
-    """One call or submission as it came in."""
+    """One received call or submission."""
 
     request: pb.ModelInferRequest | steps_pb2.Submission
     max_tokens: int = 0
@@ -46,7 +46,7 @@ class Call:
     was_cancelled: bool = False
     tells_end: bool = True
     is_leaving: bool = False
-    is_silent: bool = False  # Nothing comes any more, nor does the connection beat.
+    is_silent: bool = False  # No message is sent any more, nor heartbeats on the connection.
 
 
 class ScriptedPredictor(inference_pb2_grpc.GRPCInferenceServiceServicer, steps_pb2_grpc.PredictorStepsServicer):
@@ -57,13 +57,13 @@ class ScriptedPredictor(inference_pb2_grpc.GRPCInferenceServiceServicer, steps_p
         self.calls = []
         self.is_ready = True
         self.state = "READY"
-        self.fingerprint = ""  # Of the weights that answer from now on.
-        self.announced = None  # The fingerprint in the reports of its load, if another one.
+        self.fingerprint = ""  # That of the weights of later answers.
+        self.announced = None  # The fingerprint in the reports of its load, if it differs.
         self.has_model = True
-        self.is_mute = False  # Its connections do not beat.
+        self.is_mute = False  # Its connections send no heartbeats.
 
     async def wait_for_calls(self, count):
-        """Until so many have come in."""
+        """Waits until so many calls have been received."""
         await until(lambda: len(self.calls) >= count)
 
     async def ServerReady(self, request, context):  # noqa: N802
@@ -113,7 +113,7 @@ class ScriptedPredictor(inference_pb2_grpc.GRPCInferenceServiceServicer, steps_p
                         response.parameters["completion_tokens"].int64_param = len(call.output_ids)
                     yield pb.ModelStreamInferResponse(infer_response=response)
         except Broken:
-            # Without a signature, as the transport reports what it lost.
+            # Without a hop, as the transport reports a lost connection.
             await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
         except asyncio.CancelledError:
             call.was_cancelled = True
@@ -175,7 +175,9 @@ class ScriptedPredictor(inference_pb2_grpc.GRPCInferenceServiceServicer, steps_p
                     new, reason, logprobs = self._next(call, count)
                     if (new or reason) and not has_begun:
                         has_begun = True
-                        step.begun.add(number=number, cached_tokens=100 + len(self.calls))  # Another for each call.
+                        step.begun.add(
+                            number=number, cached_tokens=100 + len(self.calls)
+                        )  # A different number for each call.
                     step.numbers.extend([number] * len(new))
                     step.token_ids.extend(new)
                     made = len(call.output_ids) - len(call.request.output_ids)
@@ -212,7 +214,7 @@ class Broken(Exception):  # noqa: N818
 
 
 async def whole(predictor, call):
-    """Every token by itself, then, where all were given before, the end alone."""
+    """Every token by itself; only the end if all tokens were given before."""
     while True:
         left = len(predictor.answer) - len(call.output_ids)
         yield 1
@@ -231,7 +233,7 @@ def dies(after=0):
 
 
 def breaks_before_its_end(after):
-    """So many tokens come, and the connection breaks, be they all of the answer."""
+    """The connection breaks after so many tokens, even if these are the whole answer."""
 
     async def action(predictor, call):
         call.tells_end = False
@@ -258,7 +260,7 @@ def raises(error: MillraceError | Broken, after=0):
 
 
 def falls_silent(after=0):
-    """Nothing comes any more after so many tokens."""
+    """No message is sent after so many tokens."""
 
     async def action(predictor, call):
         for _ in range(after):
@@ -270,7 +272,7 @@ def falls_silent(after=0):
 
 
 def alone(action):
-    """The request's turn to run alone comes before the action."""
+    """The request's isolated turn begins before the action."""
 
     async def begins(predictor, call):
         yield _RUNS_ALONE
@@ -294,7 +296,7 @@ def is_accepted(action):
 
 
 def holds_until(released, after=0):
-    """Nothing but what says that the connection is alive until an event, then the rest of the answer."""
+    """Only heartbeats until an event, then the rest of the answer."""
 
     async def action(predictor, call):
         for _ in range(after):

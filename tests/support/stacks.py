@@ -1,4 +1,4 @@
-"""Real stacks for the tests: a pool of running ones by their settings, and as many of one's own as a test wants.
+"""Real stacks for the tests: a pool of running ones by their settings, and new ones for single tests.
 
 The conftest.py of each folder whose tests use stacks imports the fixtures from here.
 """
@@ -17,7 +17,7 @@ from runner.stack import Stack
 from tests.support.free_ports import start_stack
 
 _OF_STACK = ("environment", "commands", "change_gateway")
-_IDLE = 1  # As many stacks without a user stay up: each is four processes or more.
+_IDLE = 1  # This many stacks without a user stay up; each has four processes or more.
 _LOG_LINES = 40
 
 StackFactory = Callable[..., Awaitable[Stack]]
@@ -32,7 +32,7 @@ class _Pooled:
 class StackPool:
     """The running stacks of one test process, by their settings.
 
-    `settings` are fields of StackSettings, but for `environment`, `commands` and `change_gateway`, which are Stack's.
+    `settings` are fields of StackSettings, except `environment`, `commands` and `change_gateway`, which are Stack's.
     """
 
     def __init__(self, folders: pytest.TempPathFactory) -> None:
@@ -42,7 +42,7 @@ class StackPool:
 
     @asynccontextmanager
     async def use(self, **settings: Any) -> AsyncIterator[Stack]:
-        """A stack with these settings, which others may have used and will use: leave it as it was."""
+        """A stack with these settings, which other tests share: it must be left unchanged."""
         key = repr(sorted(settings.items()))
         if key not in self._pooled:
             self._pooled[key] = _Pooled(await self.start(settings))
@@ -52,11 +52,11 @@ class StackPool:
             yield pooled.stack
         finally:
             pooled.users -= 1
-            self._pooled[key] = self._pooled.pop(key)  # The youngest of those without a user.
+            self._pooled[key] = self._pooled.pop(key)  # The most recent one without a user.
             await self.stop_idle(_IDLE)
 
     async def stop_idle(self, keep: int = 0) -> None:
-        """Stops the stacks without a user, but for the `keep` that were used last."""
+        """Stops the stacks without a user, except the `keep` that were used last."""
         idle = [key for key, pooled in self._pooled.items() if not pooled.users]
         for key in idle[: max(0, len(idle) - keep)]:
             await self.stop(self._pooled.pop(key).stack)
@@ -70,7 +70,7 @@ class StackPool:
         return started
 
     async def stop(self, stack: Stack) -> None:
-        """Ends a stack that `start` has made."""
+        """Stops a stack of `start`."""
         self.running.remove(stack)
         await stack.stop()
 
@@ -92,7 +92,7 @@ async def stack(stacks: StackPool) -> AsyncIterator[Stack]:
 
 @pytest_asyncio.fixture
 async def mended_stack(stacks: StackPool) -> AsyncIterator[Stack]:
-    """The storyteller behind one predictor, for tests that end its processes: all are back when a test begins."""
+    """The storyteller behind one predictor, for tests that end its processes: all run again when a test begins."""
     async with stacks.use(models="storyteller=models/storyteller") as shared:
         await shared.wait_ready(timeout_s=60)
         yield shared
@@ -100,7 +100,7 @@ async def mended_stack(stacks: StackPool) -> AsyncIterator[Stack]:
 
 @pytest_asyncio.fixture
 async def new_stack(stacks: StackPool) -> AsyncIterator[StackFactory]:
-    """Makes stacks that end with the test, for tests that harm them for good: `await new_stack(predictors=2)`."""
+    """Makes stacks that end with the test, for tests that damage them permanently: `await new_stack(predictors=2)`."""
     own: list[Stack] = []
 
     async def start(**settings: Any) -> Stack:

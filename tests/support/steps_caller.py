@@ -12,7 +12,7 @@ SAMPLING = {"seed": 3, "max_tokens": 12, "ignore_eos": True, "temperature": 0.9}
 
 
 class StepsCaller:
-    """One steps call; collects what comes of each sequence."""
+    """One steps call; collects the messages of each sequence."""
 
     def __init__(self, channel, model="llama"):
         self._model = model
@@ -74,7 +74,7 @@ class StepsCaller:
         self._requests.put_nowait(steps_pb2.StepsRequest(cancelled=[number]))
 
     def load(self):
-        """The model's engine, as the predictor reported it last."""
+        """The model's engine, as last reported by the predictor."""
         return next(message.loads for message in reversed(self.messages) if message.HasField("loads")).models[0]
 
     async def end_of(self, number=1):
@@ -85,7 +85,7 @@ class StepsCaller:
         return (await self.end_of(number)).error
 
     async def status(self):
-        """How the call ends."""
+        """The status of the ended call."""
         try:
             await self._reader
         except grpc.aio.AioRpcError as error:

@@ -15,7 +15,7 @@ ISSUER, AUDIENCE = "https://issuer.example", "millrace"
 
 
 class SigningKey:
-    """An RSA key with an id, which signs by RS256."""
+    """An RSA key with an id, which signs with RS256."""
 
     def __init__(self, key_id: str) -> None:
         self._id = key_id
@@ -27,7 +27,7 @@ class SigningKey:
         return {"kty": "RSA", "alg": "RS256", "use": "sig", "kid": self._id, "n": n, "e": e}
 
     def token(self, **claims: Any) -> str:
-        """A token of alice, good for ten minutes; a claim that is None is left out."""
+        """A token of alice, valid for ten minutes; a claim that is None is left out."""
         every = {"iss": ISSUER, "aud": AUDIENCE, "sub": "alice", "exp": int(time.time()) + 600} | claims
         payload = {name: value for name, value in every.items() if value is not None}
         signed = f"{_base64(_json({'alg': 'RS256', 'kid': self._id}))}.{_base64(_json(payload))}"

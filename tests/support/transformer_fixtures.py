@@ -1,4 +1,4 @@
-"""A transformer without a process of its own, before any server of the protocol."""
+"""A transformer within the test's process, before any server of the protocol."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ async def transformer(
     protocol="grpc-v2",
     routes=None,
 ):
-    """Its gRPC stub and its catalogue, once a generation would work; `replicas` and `protocol` are as the settings
-    say."""
+    """Its gRPC stub and its catalogue, once a generation would work; `replicas` and `protocol` are as in the
+    settings."""
     bodies = BodyProcesses()
     if protocol == "v2":
         client, links = V2RestClient(predictor, bodies, wait_s), Links((), silence_limit_s)
     else:
         client, links = PredictorClient(predictor, wait_s), Links(replicas or (predictor,), silence_limit_s)
-    asked = Replicas(replicas, client)
+    predictors = Replicas(replicas, client)
     threads, work = ThreadPoolExecutor(1), WorkPool(2, 1, "processor")
     running = {source.name: RunningProcessor(source, work) for source in parse_processors(processors)}
-    catalogue = Catalogue(parse_models(models) if models else (), client, asked, threads, running)
+    catalogue = Catalogue(parse_models(models) if models else (), client, predictors, threads, running)
     await asyncio.to_thread(catalogue.load_all)
     for processor in running.values():
         await processor.load()
@@ -80,7 +80,7 @@ async def transformer(
     options = [("grpc.max_receive_message_length", 64 * 1024 * 1024), ("grpc.max_send_message_length", -1)]
     interceptor = CallInterceptor("transformer")
     server = grpc.aio.server(interceptors=(interceptor,), options=options)
-    servicer = InferenceServicer(inference, catalogue, router, client, asked)
+    servicer = InferenceServicer(inference, catalogue, router, client, predictors)
     servicer.add_to_server(server)
     http = HttpServer(interceptor, error_body)
     http.add(*http_methods(OpenAIServicer(pipeline, router, Embedder(router, client, tap), bodies)))
@@ -94,10 +94,10 @@ async def transformer(
         async with connected(http_port) as client:
             return await client.post(f"/millrace.rest.v1.OpenAI/{method}", body, headers)
 
-    async def tell(_):
+    async def ignore(_):
         pass
 
-    watch = asyncio.create_task(catalogue.watch(tell))
+    watch = asyncio.create_task(catalogue.watch(ignore))
     linking = asyncio.create_task(links.run())
     copying = asyncio.create_task(shadows.run())
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
@@ -106,7 +106,7 @@ async def transformer(
             await until(lambda: catalogue.ready)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
             stub = GRPCInferenceServiceStub(channel)
-            stub.channel, stub.router = channel, router  # For the other services, and for what a test asks of names.
+            stub.channel, stub.router = channel, router  # For tests of other services and of names.
             stub.openai = openai
             yield stub, catalogue
     finally:
@@ -120,7 +120,7 @@ async def transformer(
         await bodies.close()
         await asyncio.to_thread(tap.close)
         spool.cleanup()
-        await asked.close()
+        await predictors.close()
         await client.close()
         threads.shutdown()
         work.close()

@@ -1,4 +1,4 @@
-"""A process that has imported what a service imports, and forks instead of importing it anew: see forkserver.py.
+"""A process that has imported a service's modules, and forks instead of importing them again: see forkserver.py.
 
 `python -m tests.support.zygote RUN_PID SOCKET_FD IMPORT…`, an import being a module or the `module:function` that
 imports. Each connection to the socket asks for one service: a pickled (arguments, environment, folder) with the file
@@ -23,13 +23,13 @@ import sys
 from contextlib import suppress
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-MAX_REQUEST = 64 * 1024  # Less than a socket buffer, so that it comes whole.
+MAX_REQUEST = 64 * 1024  # Less than a socket buffer, so that it arrives whole.
 
 
 def main() -> None:
     run, listener, imports = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     try:
-        run_fd = os.pidfd_open(run)  # Readable once it has ended.
+        run_fd = os.pidfd_open(run)  # Readable once that process has ended.
     except ProcessLookupError:
         return
     for each in imports:
@@ -42,7 +42,7 @@ def main() -> None:
     os.environ.update(environment)
     reseed()
     sys.argv[:] = arguments
-    sys.modules.pop(f"{arguments[0]}.__main__", None)  # Else runpy warns.
+    sys.modules.pop(f"{arguments[0]}.__main__", None)  # Otherwise runpy warns.
     runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
 
 
@@ -70,11 +70,11 @@ def serve(listener: socket.socket, run_fd: int) -> tuple[tuple[str, ...], dict[s
                     raise SystemExit(0)
                 if key.fileobj is not listener:
                     os.read(woken, 4096)
-                    tell_ends(waiting)
+                    report_ends(waiting)
                     continue
                 connection = listener.accept()[0]
                 data, fds = received(connection)
-                if not data:  # The client is gone.
+                if not data:  # The client has disconnected.
                     connection.close()
                     continue
                 zygote, (arguments, environment, folder) = os.getpid(), pickle.loads(data)
@@ -92,11 +92,11 @@ def serve(listener: socket.socket, run_fd: int) -> tuple[tuple[str, ...], dict[s
                 connection.sendall(b"%d\n" % pid)
 
 
-def tell_ends(waiting: dict[int, socket.socket]) -> None:
+def report_ends(waiting: dict[int, socket.socket]) -> None:
     for pid in list(waiting):
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
-            with waiting.pop(pid) as connection, suppress(OSError):  # A stack that is gone does not wait for it.
+            with waiting.pop(pid) as connection, suppress(OSError):  # A stopped stack does not wait for it.
                 connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
 
 
@@ -109,7 +109,7 @@ def received(connection: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def become(zygote: int, folder: str, fds: list[int]) -> None:
-    """Makes the fork what a process is that was started."""
+    """Makes the fork equal to a started process."""
     os.setsid()
     die_with(zygote)
     signal.set_wakeup_fd(-1)
@@ -122,7 +122,7 @@ def become(zygote: int, folder: str, fds: list[int]) -> None:
 
 
 def reseed() -> None:
-    """Forks must not draw the same numbers; what is not imported has no state."""
+    """Seeds random generators: forks must not draw the same numbers. Modules that are not imported have no state."""
     random.seed()
     for name, seed in (("numpy.random", "seed"), ("torch", "seed")):
         if name in sys.modules:

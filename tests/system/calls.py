@@ -1,4 +1,4 @@
-"""Calls through the gateway, as a client without any of our helpers would make them."""
+"""Calls through the gateway, as a client without Millrace's code makes them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from millrace_protos import inference_pb2, millrace_pb2, millrace_pb2_grpc
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 
 _TRAILERS = 0x80
-_FRAME_HEAD = 5  # Of gRPC-Web: a byte of flags and four of the length.
+_FRAME_HEAD = 5  # The head of a gRPC-Web frame: a byte of flags and four of the length.
 
 
 def channel(gateway: str, authority: str | None = None, max_bytes: int = 4 << 20) -> grpc.aio.Channel:
-    """A connection of its own; `max_bytes` is how large an answer may be, gRPC's default."""
+    """A separate connection; `max_bytes` bounds an answer, by default as gRPC does."""
     options: list[tuple[str, Any]] = [
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.max_receive_message_length", max_bytes),
@@ -68,7 +68,7 @@ async def infer(gateway: str, request: inference_pb2.ModelInferRequest, authorit
 
 
 async def statistics(address: str, model: str) -> inference_pb2.ModelStatistics:
-    """What a predictor has counted."""
+    """A predictor's statistics of a model."""
     async with channel(address) as open_channel:
         request = inference_pb2.ModelStatisticsRequest(name=model)
         return (await GRPCInferenceServiceStub(open_channel).ModelStatistics(request)).model_stats[0]
@@ -79,7 +79,7 @@ async def each(item: Any) -> AsyncIterator[Any]:
 
 
 class Answer:
-    """One HTTP answer: status, headers, body, and when each of its pieces came (seconds since the request)."""
+    """One HTTP answer: status, headers, body, and the time of each piece (seconds since the request)."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -101,7 +101,7 @@ class Answer:
 
     @property
     def comments(self) -> list[str]:
-        """What the stream said beside its events."""
+        """The comments of the stream of events."""
         return [line for line in self._lines if line.startswith(":")]
 
     @property
@@ -121,7 +121,7 @@ def http_request(
 ) -> Answer:
     """A request over HTTP/1.1; blocks; `body` is sent as JSON unless it is bytes.
 
-    `on_piece` is told of each piece, `on_connection` of what another thread may break.
+    `on_piece` is called for each piece, `on_connection` with the connection, which another thread may break.
     """
     host, _, port = gateway.rpartition(":")
     connection = (
@@ -134,7 +134,7 @@ def http_request(
     data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
     answer, begun = Answer(), time.monotonic()
     try:
-        # The answer to a body that is too large comes before all of it has been read.
+        # The answer to a too large body comes before the whole body has been read.
         with suppress(ConnectionResetError, BrokenPipeError):
             connection.request(method, path, data, {"content-type": "application/json", **(headers or {})})
         response = connection.getresponse()
@@ -150,7 +150,7 @@ def http_request(
 
 
 def leave_http(gateway: str, path: str, body: Any) -> None:
-    """Posts a request for a stream over HTTP/1.1 and goes away after its first bytes; blocks."""
+    """Posts a request for a stream over HTTP/1.1 and disconnects after its first bytes; blocks."""
     host, _, port = gateway.rpartition(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=30)
     connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
@@ -161,7 +161,7 @@ def leave_http(gateway: str, path: str, body: Any) -> None:
 
 
 async def rest(gateway: str, method: str, path: str, body: Any = None, **headers: str) -> Answer:
-    """`http_request` beside the event loop; underscores in header names become dashes."""
+    """`http_request` in a thread; underscores in header names become dashes."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     return await asyncio.to_thread(http_request, gateway, method, path, body, named)
 

@@ -1,4 +1,4 @@
-"""Models whose ModelInfer calls the gateway sends straight to a predictor, which it learns within seconds."""
+"""Models whose ModelInfer calls the gateway sends directly to a predictor, which begins within seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.waiting import until
 
 
 async def hop_of(gateway: str, model: str) -> str:
-    """Who answers for the model: the service that says that it has no version 7."""
+    """The service that answers for the model: the hop of the error for its version 7, which does not exist."""
     async with channel(gateway) as open_channel:
         try:
             await GRPCInferenceServiceStub(open_channel).ModelInfer(

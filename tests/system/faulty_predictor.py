@@ -1,11 +1,11 @@
-"""The predictor with faults that a test can ask for, through files in the folder `FAULTS` and token ids.
+"""The predictor with faults that a test requests by files in the folder `FAULTS` and by token ids.
 
-It is the real service; only the model fails. While `hold` is there, no step is made, and while
-`hold_later` is, no fourth step of a request with the seed HOLDS_LATER; while `down` is there, the process
-does not start. `admitted` grows by a byte for each request that the engine or the Python model takes in.
+It is the real service; only the model fails. While `hold` exists, no step runs, and while
+`hold_later` exists, no fourth step of a request with the seed HOLDS_LATER; while `down` exists, the process
+does not start. `admitted` grows by a byte for each request that the engine or the Python model accepts.
 A request with the seed FAILS fails in its first step, one with the seed FAILS_LATER in its fourth.
 
-Where the environment names a token id, a request with it in its prompt is more than a request can be: with
+If the environment names a token id, a request with it in its prompt is fatal: with
 POISON_ID it kills the engine process (SIGKILL, as a segmentation fault would) in the first step that computes any of
 it, on every replica and after every restart; with HANGS_ID that step never ends, so that PREDICTOR_STEP_TIMEOUT
 must end the process. Both hold for the engines of all models. For a text model the id comes from its
@@ -24,7 +24,7 @@ from services.predictor import __main__
 FAILS, FAILS_LATER, HOLDS_LATER = 13, 14, 15
 _FAILS_AFTER = {FAILS: 0, FAILS_LATER: 3}
 _HOLDS_AFTER = {HOLDS_LATER: 3}
-_OWN = ("warm-up", "")  # The latter is the engine's probe.
+_OWN = ("warm-up", "")  # The empty one is the engine's probe.
 
 # A model that needs no text, with the same faults.
 PYTHON_MODEL = """
@@ -56,7 +56,7 @@ def wait_while(name: str) -> None:
 
 
 def prepare() -> None:
-    """In each engine process."""
+    """Installs the faults in each engine process."""
     from services.predictor.engine import build
     from services.predictor.engine.runners.paged import PagedRunner
     from services.predictor.engine.scheduler import Scheduler

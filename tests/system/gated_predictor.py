@@ -1,7 +1,7 @@
-"""The predictor with a gate before each step of its models, for tests that hold the model still.
+"""The predictor with a gate before each step of its models, for tests that stop the model between tokens.
 
 It is the real service with one model; only its runner waits. A test opens the gate by sending bytes to the Unix
-socket `GATE_SOCKET`: each lets one token of one sequence be made.
+socket `GATE_SOCKET`: each byte lets the model generate one token of one sequence.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from services.predictor import __main__
 
-UNGATED = ("warm-up", "")  # The latter is the engine's own probe.
+UNGATED = ("warm-up", "")  # The empty one is the engine's own probe.
 
 
 class Gate:
@@ -21,7 +21,7 @@ class Gate:
 
     def __init__(self, path: str) -> None:
         self._permits = threading.Semaphore(0)
-        Path(path).unlink(missing_ok=True)  # A process that was killed left it.
+        Path(path).unlink(missing_ok=True)  # A killed process may have left it.
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(path)
         threading.Thread(target=self._receive, name="gate", daemon=True).start()
@@ -35,7 +35,7 @@ class Gate:
 
 
 def prepare() -> None:
-    """In the engine process."""
+    """Installs the gate in the engine process."""
     from services.predictor.engine import build
     from services.predictor.engine.runners.paged import PagedRunner
 

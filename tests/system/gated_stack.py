@@ -1,4 +1,4 @@
-"""A stack whose model stands still until it is told to make tokens; see gated_predictor.py."""
+"""A stack whose model generates tokens only on request; see gated_predictor.py."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.support.free_ports import start_stack
 async def gated_stack(
     folder: Path, overrides: Mapping[str, Any] | None = None, **environment: dict[str, str]
 ) -> AsyncIterator[tuple[Stack, Callable[[int], object]]]:
-    """The stack, and what lets the model make so many tokens.
+    """The stack, and a function that lets the model generate so many tokens.
 
-    `overrides` are fields of StackSettings, `environment` is that of single services.
+    `overrides` are fields of StackSettings, `environment` the environment of single services.
     """
     path = str(folder / "gate")
     stack = await start_stack(

@@ -1,4 +1,4 @@
-"""Ways in by gRPC and by gRPC-Web."""
+"""Ways in over gRPC and gRPC-Web."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from millrace.oip.tensors import Tensor, add_input, bytes_tensor
 from millrace_protos import inference_pb2 as pb
 from millrace_protos import millrace_pb2, millrace_pb2_grpc
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from tests.system.ask import ON_STREAM, STREAM_LOST, Ask, Outcome, WayIn, in_thread, tensor_model
 from tests.system.calls import http_request, web_frames
+from tests.system.request_outcome import ON_STREAM, STREAM_LOST, Outcome, Request, WayIn, in_thread, tensor_model
 
 _GENERATE = "/millrace.v1.TextGeneration/Generate"
 _NO_LIMIT = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
@@ -37,15 +37,17 @@ def _grpc_outcome(error: grpc.aio.AioRpcError, begun: bool = False) -> Outcome:
     )
 
 
-def _generate_request(ask: Ask) -> millrace_pb2.GenerateRequest:
-    return millrace_pb2.GenerateRequest(model=ask.model, prompt=ask.prompt, **ask.parameters)
+def _generate_request(request: Request) -> millrace_pb2.GenerateRequest:
+    return millrace_pb2.GenerateRequest(model=request.model, prompt=request.prompt, **request.parameters)
 
 
-async def generate(gateway: str, ask: Ask) -> Outcome:
+async def generate(gateway: str, request: Request) -> Outcome:
     begun = False
     async with _channel(gateway, None) as channel:
         try:
-            call = millrace_pb2_grpc.TextGenerationStub(channel).Generate(_generate_request(ask), timeout=ask.timeout_s)
+            call = millrace_pb2_grpc.TextGenerationStub(channel).Generate(
+                _generate_request(request), timeout=request.timeout_s
+            )
             async for _ in call:
                 begun = True
         except grpc.aio.AioRpcError as error:
@@ -53,32 +55,32 @@ async def generate(gateway: str, ask: Ask) -> Outcome:
     return Outcome(grpc.StatusCode.OK, begun=begun)
 
 
-def text_request(ask: Ask) -> pb.ModelInferRequest:
-    return _infer_request(ask, ask.model, bytes_tensor("text_input", [ask.prompt.encode()]))
+def text_request(request: Request) -> pb.ModelInferRequest:
+    return _infer_request(request, request.model, bytes_tensor("text_input", [request.prompt.encode()]))
 
 
-def ids_request(ask: Ask) -> pb.ModelInferRequest:
+def ids_request(request: Request) -> pb.ModelInferRequest:
     # About as many ids as the text would make, all of them in any vocabulary.
-    ids = np.full(max(1, len(ask.prompt) // 5), 7, dtype=np.int64)
-    return _infer_request(ask, ask.model, Tensor("input_ids", "INT64", ids))
+    ids = np.full(max(1, len(request.prompt) // 5), 7, dtype=np.int64)
+    return _infer_request(request, request.model, Tensor("input_ids", "INT64", ids))
 
 
-def tensor_request(ask: Ask) -> pb.ModelInferRequest:
-    return _infer_request(ask, tensor_model(ask), bytes_tensor("x", [ask.prompt.encode()]))
+def tensor_request(request: Request) -> pb.ModelInferRequest:
+    return _infer_request(request, tensor_model(request), bytes_tensor("x", [request.prompt.encode()]))
 
 
-def _infer_request(ask: Ask, model: str, tensor: Tensor) -> pb.ModelInferRequest:
-    request = pb.ModelInferRequest(model_name=model, model_version=ask.version, id="r")
-    add_input(request, tensor)
-    set_parameters(request.parameters, ask.parameters)
-    return request
+def _infer_request(request: Request, model: str, tensor: Tensor) -> pb.ModelInferRequest:
+    message = pb.ModelInferRequest(model_name=model, model_version=request.version, id="r")
+    add_input(message, tensor)
+    set_parameters(message.parameters, request.parameters)
+    return message
 
 
-def model_infer(build: Callable[[Ask], pb.ModelInferRequest], authority: str | None = None) -> WayIn:
-    async def way_in(gateway: str, ask: Ask) -> Outcome:
+def model_infer(build: Callable[[Request], pb.ModelInferRequest], authority: str | None = None) -> WayIn:
+    async def way_in(gateway: str, request: Request) -> Outcome:
         async with _channel(gateway, authority) as channel:
             try:
-                await GRPCInferenceServiceStub(channel).ModelInfer(build(ask), timeout=ask.timeout_s)
+                await GRPCInferenceServiceStub(channel).ModelInfer(build(request), timeout=request.timeout_s)
             except grpc.aio.AioRpcError as error:
                 return _grpc_outcome(error)
         return Outcome(grpc.StatusCode.OK)
@@ -87,26 +89,26 @@ def model_infer(build: Callable[[Ask], pb.ModelInferRequest], authority: str | N
 
 
 def model_stream_infer(
-    build: Callable[[Ask], pb.ModelInferRequest], authority: str | None = None, as_status: bool = False
+    build: Callable[[Request], pb.ModelInferRequest], authority: str | None = None, as_status: bool = False
 ) -> WayIn:
     """Where an error is a response of the stream, another request on the same stream must be answered."""
 
-    async def way_in(gateway: str, ask: Ask) -> Outcome:
+    async def way_in(gateway: str, request: Request) -> Outcome:
         requests: asyncio.Queue[pb.ModelInferRequest | None] = asyncio.Queue()
-        requests.put_nowait(build(ask))
+        requests.put_nowait(build(request))
         errors: list[str] = []
         begun = False
         metadata = (("triton_grpc_error", "true"),) if as_status else ()
         async with _channel(gateway, authority) as channel:
             call = GRPCInferenceServiceStub(channel).ModelStreamInfer(
-                _each(requests), timeout=ask.timeout_s, metadata=metadata
+                _each(requests), timeout=request.timeout_s, metadata=metadata
             )
             try:
                 async for response in call:
                     if response.error_message:
                         errors.append(response.error_message)
                         assert response.infer_response.id == "r"
-                        requests.put_nowait(build(Ask()) if ask.goes_on and len(errors) == 1 else None)
+                        requests.put_nowait(build(Request()) if request.goes_on and len(errors) == 1 else None)
                     elif response.infer_response.parameters["triton_final_response"].bool_param:
                         requests.put_nowait(None)
                     elif not errors:
@@ -123,16 +125,16 @@ def model_stream_infer(
 
 
 async def _each(requests: asyncio.Queue[pb.ModelInferRequest | None]) -> AsyncIterator[pb.ModelInferRequest]:
-    while (request := await requests.get()) is not None:
-        yield request
+    while (message := await requests.get()) is not None:
+        yield message
 
 
 # ------------------------------------------------------------------ gRPC-Web
 
 
-async def grpc_web(gateway: str, ask: Ask) -> Outcome:
-    message = _generate_request(ask)
-    return await in_thread(grpc_web_call, gateway, _GENERATE, message, ask.timeout_s)
+async def grpc_web(gateway: str, request: Request) -> Outcome:
+    message = _generate_request(request)
+    return await in_thread(grpc_web_call, gateway, _GENERATE, message, request.timeout_s)
 
 
 def grpc_web_call(gateway: str, path: str, message: Message, timeout_s: float) -> Outcome:
@@ -145,8 +147,10 @@ def grpc_web_call(gateway: str, path: str, message: Message, timeout_s: float) -
     }
     answer = http_request(gateway, "POST", path, b"\0" + struct.pack(">I", len(data)) + data, headers)
     messages, trailers = web_frames(answer.body)
-    told = {**answer.headers, **trailers}
+    metadata = {**answer.headers, **trailers}
     assert answer.status == 200, (answer.status, answer.body)
-    status = next(code for code in grpc.StatusCode if code.value[0] == int(told["grpc-status"]))
-    message_text = unquote(told.get("grpc-message", ""))
-    return Outcome(status, told.get("x-failed-hop"), message_text, told.get("retry-after-ms"), begun=bool(messages))
+    status = next(code for code in grpc.StatusCode if code.value[0] == int(metadata["grpc-status"]))
+    message_text = unquote(metadata.get("grpc-message", ""))
+    return Outcome(
+        status, metadata.get("x-failed-hop"), message_text, metadata.get("retry-after-ms"), begun=bool(messages)
+    )

@@ -1,4 +1,4 @@
-"""Calls of every kind as clients with keys make them, by gRPC, gRPC-Web and REST, at a port with TLS or without."""
+"""Calls of every kind by clients with keys, over gRPC, gRPC-Web and REST, with TLS or without."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HTTP_STATUSES = {OK: 200, UNAUTHENTICATED: 401, PERMISSION_DENIED: 403, NOT_FOUN
 
 
 class Needs(Enum):
-    """What a call needs to be answered."""
+    """The permission that a call needs."""
 
     NOTHING = "nothing"
     KEY = "any key"
@@ -60,7 +60,7 @@ class Port:
 
 @dataclass(frozen=True)
 class Call:
-    """What a call needs, and how it is made; `status` returns the gRPC status's name, or the HTTP status."""
+    """The permission that a call needs, and the call; `status` returns its gRPC status by name, or its HTTP status."""
 
     needs: Needs
     status: Callable[[], Awaitable[str | int]]
@@ -73,11 +73,11 @@ _QUERY = millrace_pb2.QueryPayloadsRequest(page_size=1)
 
 
 def by_grpc(channel: grpc.aio.Channel, headers: Headers, record_id: str) -> Calls:
-    """Each kind of call of gRPC's clients; `record_id` is that of a record in the payload log."""
+    """Each kind of call over gRPC; `record_id` is that of a record in the payload log."""
     oip, text, log = (stub(channel) for stub in (GRPCInferenceServiceStub, TextGenerationStub, PayloadLogStub))
     health, reflection = health_pb2_grpc.HealthStub(channel), reflection_pb2_grpc.ServerReflectionStub(channel)
     options: dict[str, Any] = {"metadata": tuple(headers.items()), "timeout": TIMEOUT_S}
-    # An error of one request becomes the status of the stream.
+    # With this header an error of one request becomes the status of the stream.
     in_status = options | {"metadata": (*headers.items(), ("triton_grpc_error", "true"))}
     request = text_request(MODEL, "Once", max_tokens=2)
     listing = reflection_pb2.ServerReflectionRequest(list_services="")
@@ -106,7 +106,7 @@ def by_grpc(channel: grpc.aio.Channel, headers: Headers, record_id: str) -> Call
 
 
 def by_grpc_web(port: Port, headers: Headers, record_id: str) -> Calls:
-    """The same of a browser's, which has no streams of requests."""
+    """The same over gRPC-Web, which has no streams of requests."""
     oip, text, log = "/inference.GRPCInferenceService", "/millrace.v1.TextGeneration", "/millrace.v1.PayloadLog"
     sent: dict[str, tuple[Needs, str, Message]] = {
         "unary": (Needs.MODEL, f"{oip}/ModelInfer", text_request(MODEL, "Once", max_tokens=2)),
@@ -141,7 +141,7 @@ _REST_NEEDS = {
 
 
 def by_rest(port: Port, headers: Headers, record_id: str) -> Calls:
-    """The same of REST's, server-sent events and the playground's page among them."""
+    """The same over REST, including server-sent events and the playground's page."""
     sent: dict[str, tuple[str, str, Any]] = REST | {
         "index": ("POST", "/v2/repository/index", {}),
         "record": ("GET", f"/millrace/v1/payloads/{record_id}", None),

@@ -1,4 +1,4 @@
-"""A stack with keys: its clients, and what their tests share."""
+"""A stack with keys, its clients, and helpers of their tests."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def status_of(call: Callable[[], Awaitable[Any]]) -> str:
     """The gRPC status of a call.
 
     grpc.aio loses the status of a call that is refused before its client has sent the first message, and reports an
-    error of its own instead. Such a call is made again.
+    error of its own instead. Such a call is repeated.
     """
     for _ in range(MOST_ATTEMPTS):
         try:
@@ -89,7 +89,7 @@ async def last_of(responses: Any) -> Any:
 
 
 async def begun_streams(open_channel: grpc.aio.Channel, who: str, tokens: int) -> list[asyncio.Task[int]]:
-    """STREAMS calls of `Generate` by a client, each with its first token here; they give how many tokens came."""
+    """STREAMS calls of `Generate` by a client that have received a token; the tasks return the number of tokens."""
     started = asyncio.Semaphore(0)
 
     async def stream() -> int:

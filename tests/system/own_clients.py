@@ -1,4 +1,4 @@
-"""Clients of other makers, unchanged, in environments of their own: `make` installs them."""
+"""Unmodified clients of other projects, in their own environments, which `make` installs."""
 
 import asyncio
 import subprocess
@@ -17,7 +17,7 @@ def python_of(environment=".venv-clients"):
 
 
 async def client_passes(script, *arguments, environment=".venv-clients"):
-    """A script of tests/clients holds every promise: it prints `done`."""
+    """Runs a script of tests/clients, which prints `done` if all its checks pass."""
     command = [python_of(environment), str(ROOT / "tests" / "clients" / f"{script}.py"), *map(str, arguments)]
     done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=110)
     assert done.stdout == "done\n", done.stderr

@@ -18,7 +18,7 @@ async def query(gateway: str, **filters: Any) -> list[PayloadRecord]:
 
 
 async def records(gateway: str, count: int = 1, **filters: Any) -> list[PayloadRecord]:
-    """The services' records that pass the filters, once there are that many; what only the gateway tells of is none."""
+    """The services' records that pass the filters, once there are that many, without the gateway's own records."""
     found: list[PayloadRecord] = []
 
     async def enough() -> bool:

@@ -40,7 +40,7 @@ async def browser() -> AsyncIterator[Browser]:
 
 @pytest_asyncio.fixture
 async def open_page(browser: Browser) -> AsyncIterator[OpenPage]:
-    """Opens a gateway's page; fails the test where the page's scripts or policy complained.
+    """Opens a gateway's page; fails the test if the page's scripts or policy reported an error.
 
     Calls to `refused`, a pattern of addresses, get 503 until `page.unroute`.
     """
@@ -92,7 +92,7 @@ async def screenshot(page: Page, name: str) -> None:
 
 
 async def problems(page: Page) -> list[str]:
-    """What axe finds on the page that is serious or critical."""
+    """Serious and critical findings of axe on the page."""
     if not await page.evaluate("'axe' in window"):
         await page.evaluate(AXE.read_text())
     found = await page.evaluate("axe.run().then(({ violations }) => violations)")
@@ -104,13 +104,13 @@ async def problems(page: Page) -> list[str]:
 
 
 async def check_accessibility(page: Page, where: str) -> None:
-    """Fails where axe finds something; does nothing where it is not installed."""
+    """Fails if axe finds a problem; does nothing if axe is not installed."""
     if AXE.exists():
         assert await problems(page) == [], where
 
 
 async def is_served(stack: Stack) -> bool:
-    """Whether the gateway of a stack that starts takes connections."""
+    """Whether the gateway of a starting stack accepts connections."""
     host, _, port = stack.gateway.rpartition(":")
     try:
         _, writer = await asyncio.open_connection(host, int(port))
@@ -130,7 +130,7 @@ async def own_text(page: Page) -> str:
 
 
 async def copied_code(page: Page, language: str) -> str:
-    """What the button of the dialog with the code puts on the clipboard."""
+    """The text that the dialog with the code copies to the clipboard."""
     await page.locator(f"#code input[value={language}]").check(force=True)
     await page.click("#code button")
     await expect(page.locator("#code button")).to_have_text("Copied")
@@ -139,7 +139,7 @@ async def copied_code(page: Page, language: str) -> str:
 
 
 async def output_of(*command: str) -> str:
-    """The output of a command that ends well within a minute."""
+    """The output of a command that must succeed within a minute."""
     environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=environment

@@ -1,4 +1,4 @@
-"""A predictor as a process of its own, without a stack, for tests that ask it themselves and see how it ends."""
+"""A predictor in its own process, without a stack, for tests that call it directly and check its exit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 class PredictorProcess:
-    """`python -m MODULE`; `end` tells how it ended."""
+    """`python -m MODULE`; `end` returns its exit status."""
 
     def __init__(self, log: Path, target: str, running: Running) -> None:
         self.log = log
@@ -40,10 +40,10 @@ class PredictorProcess:
 async def predictor_process(
     log: Path, module: str = "services.predictor", **environment: str
 ) -> AsyncIterator[PredictorProcess]:
-    """Serving; killed at the end if it has not ended by itself."""
+    """A serving process; killed at the end if it has not ended by itself."""
     port = free_port()
     own = {"PREDICTOR_PORT": str(port), "PREDICTOR_DEVICE": "cpu", "PREDICTOR_THREADS": "1"}
-    # As in a stack, whose predictors are then forks of the same process.
+    # As in a stack: the predictors are forks of the same process.
     tuning = predictor_tuning(free_settings(log.parent))
     with log.open("wb") as output:
         running = await spawn(

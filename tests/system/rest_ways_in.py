@@ -1,4 +1,4 @@
-"""Ways in by REST: bodies of requests, and what an error's body must look like."""
+"""Ways in over REST: bodies of requests, and the shapes of errors."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from tests.system.ask import Ask, Outcome, WayIn, in_thread, tensor_model
 from tests.system.calls import Answer, http_request
+from tests.system.request_outcome import Outcome, Request, WayIn, in_thread, tensor_model
 
 
-def rest(path: str, body: Callable[[Ask], Any], shape: Callable[[Any], str], takes_tensors: bool = False) -> WayIn:
+def rest(path: str, body: Callable[[Request], Any], shape: Callable[[Any], str], takes_tensors: bool = False) -> WayIn:
     """`shape` checks an error's body and gives its message; bytes are JSON in one line, and binary data."""
 
-    async def way_in(gateway: str, ask: Ask) -> Outcome:
-        model = tensor_model(ask) if takes_tensors else ask.model
-        where = path.format(model=f"{model}/versions/{ask.version}" if ask.version else model)
-        written, headers = body(ask), {"x-timeout-ms": str(int(ask.timeout_s * 1000))}
+    async def way_in(gateway: str, request: Request) -> Outcome:
+        model = tensor_model(request) if takes_tensors else request.model
+        where = path.format(model=f"{model}/versions/{request.version}" if request.version else model)
+        written, headers = body(request), {"x-timeout-ms": str(int(request.timeout_s * 1000))}
         if isinstance(written, bytes):
             headers["inference-header-content-length"] = str(written.index(b"\n") + 1)
         return rest_outcome(await in_thread(http_request, gateway, "POST", where, written, headers), shape)
@@ -59,39 +59,39 @@ def v2_shape(body: Any) -> str:
     return body["error"]
 
 
-def completion_body(stream: bool) -> Callable[[Ask], Any]:
-    return lambda ask: {"model": ask.model, "prompt": ask.prompt, "stream": stream, **ask.parameters}
+def completion_body(stream: bool) -> Callable[[Request], Any]:
+    return lambda request: {"model": request.model, "prompt": request.prompt, "stream": stream, **request.parameters}
 
 
-def chat_body(stream: bool) -> Callable[[Ask], Any]:
-    def body(ask: Ask) -> Any:
-        messages = [{"role": "user", "content": ask.prompt}]
-        return {"model": ask.model, "messages": messages, "stream": stream, **ask.parameters}
-
-    return body
-
-
-def generate_body(ask: Ask) -> Any:
-    return {"model": ask.model, "prompt": ask.prompt, **ask.parameters}
-
-
-def fields_body(name: str) -> Callable[[Ask], Any]:
-    return lambda ask: {name: ask.prompt, "parameters": dict(ask.parameters)}
-
-
-def tensors_body(name: str) -> Callable[[Ask], Any]:
-    def body(ask: Ask) -> Any:
-        tensor = {"name": name, "datatype": "BYTES", "shape": [1], "data": [ask.prompt]}
-        return {"inputs": [tensor], "parameters": dict(ask.parameters)}
+def chat_body(stream: bool) -> Callable[[Request], Any]:
+    def body(request: Request) -> Any:
+        messages = [{"role": "user", "content": request.prompt}]
+        return {"model": request.model, "messages": messages, "stream": stream, **request.parameters}
 
     return body
 
 
-def binary_tensors_body(name: str) -> Callable[[Ask], bytes]:
-    def body(ask: Ask) -> bytes:
-        data = struct.pack("<I", len(ask.prompt)) + ask.prompt.encode()
+def generate_body(request: Request) -> Any:
+    return {"model": request.model, "prompt": request.prompt, **request.parameters}
+
+
+def fields_body(name: str) -> Callable[[Request], Any]:
+    return lambda request: {name: request.prompt, "parameters": dict(request.parameters)}
+
+
+def tensors_body(name: str) -> Callable[[Request], Any]:
+    def body(request: Request) -> Any:
+        tensor = {"name": name, "datatype": "BYTES", "shape": [1], "data": [request.prompt]}
+        return {"inputs": [tensor], "parameters": dict(request.parameters)}
+
+    return body
+
+
+def binary_tensors_body(name: str) -> Callable[[Request], bytes]:
+    def body(request: Request) -> bytes:
+        data = struct.pack("<I", len(request.prompt)) + request.prompt.encode()
         tensor = {"name": name, "datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": len(data)}}
-        parameters = {**ask.parameters, "binary_data_output": True}
+        parameters = {**request.parameters, "binary_data_output": True}
         return json.dumps({"inputs": [tensor], "parameters": parameters}).encode() + b"\n" + data
 
     return body

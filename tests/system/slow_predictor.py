@@ -1,6 +1,6 @@
-"""The predictor with slow models, so that a test can do something to it between two tokens.
+"""The predictor with slow models, so that a test can act between two tokens.
 
-It is the real service; only the runners wait, SLOW_MS after each step. While there is a file AWAY it does not start.
+It is the real service; only the runners wait, SLOW_MS after each step. While the file AWAY exists it does not start.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from services.predictor import __main__
 
 
 def prepare() -> None:
-    """In each engine process."""
+    """Slows the runners in each engine process."""
     from services.predictor.engine import build
     from services.predictor.engine.runners.paged import PagedRunner
     from services.predictor.engine.runners.t5 import T5Runner

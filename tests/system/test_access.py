@@ -1,4 +1,4 @@
-"""Who may do what: callers with every kind of key and token, by every protocol, at every port; no secret is shown."""
+"""Permissions of every kind of key and token, over every protocol, at every port; and no secret is shown."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ ENTRIES = [
     {"name": "bob", "key": KEYS["bob"], "models": ["normalizer"]},
 ]
 SIGNER = SigningKey("signer")
-NOBODY = dict.fromkeys((Needs.KEY, Needs.MODEL, Needs.OWNER, Needs.ADMIN), UNAUTHENTICATED)
+UNAUTHENTICATED_EVERYWHERE = dict.fromkeys((Needs.KEY, Needs.MODEL, Needs.OWNER, Needs.ADMIN), UNAUTHENTICATED)
 USER = {Needs.ADMIN: PERMISSION_DENIED}
-# What each caller sends, and how a call is refused that needs what it has not. The record is alice's.
+# The secret of each caller, and the refusals by missing permission. The record is alice's.
 CALLERS: dict[str, tuple[str, Mapping[Needs, str]]] = {
-    "no key": ("", NOBODY),
-    "an unknown key": (KEYS["stranger"], NOBODY),
-    "an expired token": (SIGNER.token(exp=int(time.time()) - 3600), NOBODY),
-    "a token for another audience": (SIGNER.token(aud="another"), NOBODY),
+    "no key": ("", UNAUTHENTICATED_EVERYWHERE),
+    "an unknown key": (KEYS["stranger"], UNAUTHENTICATED_EVERYWHERE),
+    "an expired token": (SIGNER.token(exp=int(time.time()) - 3600), UNAUTHENTICATED_EVERYWHERE),
+    "a token for another audience": (SIGNER.token(aud="another"), UNAUTHENTICATED_EVERYWHERE),
     "a user's key": (KEYS["alice"], USER),
     "a user's token": (SIGNER.token(sub="alice"), USER),
     "the key of another model": (KEYS["bob"], USER | {Needs.MODEL: PERMISSION_DENIED, Needs.OWNER: NOT_FOUND}),
@@ -62,7 +62,7 @@ EXPORTING = {"OTEL_BSP_SCHEDULE_DELAY": "100", "OTEL_METRIC_EXPORT_INTERVAL": "3
 
 @dataclass(frozen=True)
 class Guarded:
-    """A stack with keys, tokens and TLS, what it exports, and the id of a record of alice's."""
+    """A stack with keys, tokens and TLS, its exported telemetry, and the id of a record of alice's."""
 
     stack: Stack
     receiver: OtlpReceiver
@@ -107,7 +107,7 @@ async def guarded(stacks: StackPool, tmp_path_factory: pytest.TempPathFactory) -
 
 
 async def record_of(port: Port, headers: Headers) -> str:
-    """The id of a record that a caller has made."""
+    """The id of a record of a caller's request."""
     body = {"model": MODEL, "prompt": "Once", "max_tokens": 1}
     assert (await port.http("POST", "/v1/completions", body, headers)).status == 200
     found: list[str] = []
@@ -139,7 +139,7 @@ def expected(calls: Calls, caller: str) -> dict[str, str]:
     ("port", "header"),
     [("public", bearer), ("public", api_key), ("management", bearer), ("public with TLS", bearer)],
 )
-async def test_each_call_of_each_caller(
+async def test_each_call_of_each_caller_has_its_status(
     guarded: Guarded, port: str, caller: str, header: Callable[[str], Headers]
 ) -> None:
     headers, at = header(CALLERS[caller][0]), guarded.ports[port]

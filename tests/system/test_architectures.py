@@ -1,4 +1,4 @@
-"""Models of many architectures load by the same code and stream what `generate` gives."""
+"""Models of many architectures load by the same code and stream the output of `generate`."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ from tests.system.calls import channel, generate, ids_request, infer, text_of
 
 PROMPTS = [[5, 6, 7, 8], list(range(20, 52)), [300, 17, 1200, 44, 9, 81]]
 LENGTH = 16
-# Of each runner some; all are held against `generate` in tests/model/test_engine_exactness.py.
+# Some of each runner; tests/model/test_engine_exactness.py compares all with `generate`.
 RUNNERS = {
     "llama": "paged",
     "opt": "paged",
@@ -31,8 +31,8 @@ def models(tmp_path_factory):
     return {name: (folder / name, save_random_model(name, folder / name)) for name in RUNNERS}
 
 
-@pytest.mark.full  # In little: tests/model/test_engine_exactness.py, and every other system test.
-async def test_every_architecture_streams_what_generate_gives(models, new_stack):
+@pytest.mark.full  # The short form: tests/model/test_engine_exactness.py, and every other system test.
+async def test_every_architecture_streams_the_output_of_generate(models, new_stack):
     sources = ",".join(f"{name}={folder}" for name, (folder, _) in models.items())
     stack = await new_stack(models=sources)
 
@@ -52,10 +52,10 @@ async def test_every_architecture_streams_what_generate_gives(models, new_stack)
     for name, (_, model) in models.items():
         assert await runner(name) == RUNNERS[name]
         expected = [greedy(model, prompt, LENGTH) for prompt in PROMPTS]
-        # Else the comparison would hold for models that repeat one token, too.
+        # Otherwise the comparison would also hold for models that repeat one token.
         assert len({tuple(ids) for ids in expected}) == len(PROMPTS)
         assert any(len(set(ids)) > 4 for ids in expected)
-        # At the same time, so that their rows run side by side.
+        # Concurrently, so that their rows are batched.
         assert await asyncio.gather(*(generated(name, prompt) for prompt in PROMPTS)) == expected
 
         responses = await generate(

@@ -1,4 +1,4 @@
-"""A client that goes away stops the engine: no step more for its sequence, through two Envoy hops."""
+"""A client that disconnects stops the engine: no further step for its sequence, through two Envoy hops."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ LONG = {"model": "storyteller", "prompt": "Once", "max_tokens": 1000, "ignore_eo
 
 
 async def ended(stack):
-    """How many requests the engine is done with, however they ended."""
+    """The number of requests that have ended in the engine, in any way."""
     return (await statistics(stack.addresses["predictor-0"], "storyteller")).inference_stats.queue.count
 
 
@@ -33,7 +33,7 @@ async def by_http(gateway):
 
 
 @pytest.mark.parametrize("go_away", [by_grpc, by_http])
-async def test_a_cancelled_stream_makes_no_further_step(stack, go_away):
+async def test_a_cancelled_stream_gets_no_further_step(stack, go_away):
     ended_before, steps_before = await ended(stack), await steps(stack)
     await go_away(stack.gateway)
 
@@ -44,12 +44,12 @@ async def test_a_cancelled_stream_makes_no_further_step(stack, go_away):
     steps_at_end = await steps(stack)
     assert 1 <= steps_at_end - steps_before < 500
 
-    # The engine steps for the next request alone.
+    # The engine steps only for the next request.
     await generate(stack.gateway, model="storyteller", prompt="Once", max_tokens=5, ignore_eos=True)
     assert await steps(stack) == steps_at_end + 5
 
 
-async def test_a_hundred_streams_cancelled_at_once_leave_nothing_behind(stack):
+async def test_a_hundred_streams_cancelled_at_once_leave_no_requests_behind(stack):
     ended_before = await ended(stack)
 
     async def begin_and_cancel(open_channel):

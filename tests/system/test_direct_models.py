@@ -1,5 +1,5 @@
-"""A call of a model that needs nothing of the transformer goes straight to a predictor, and nobody can tell but by the
-time that it takes."""
+"""A call of a model that does not need the transformer goes directly to a predictor; a caller can notice only the
+shorter time."""
 
 import grpc
 import numpy as np
@@ -32,16 +32,16 @@ def request(model="identity", request_id="", numbers=(1, 2, 3)):
     return made
 
 
-async def infer(gateway, made, **options):
+async def infer(gateway, message, **options):
     async with channel(gateway) as open_channel:
-        return await GRPCInferenceServiceStub(open_channel).ModelInfer(made, timeout=60, **options)
+        return await GRPCInferenceServiceStub(open_channel).ModelInfer(message, timeout=60, **options)
 
 
 def numbers_of(response):
     return decode_outputs(response)["x"].array.tolist()
 
 
-async def test_its_record_is_the_predictors_and_there_is_one(stack):
+async def test_the_predictor_writes_its_only_record(stack):
     response = await infer(stack.gateway, request(request_id="straight"))
     assert numbers_of(response) == [[1, 2, 3]]
     (record,) = await records(stack.gateway, request_id="straight")
@@ -52,7 +52,7 @@ async def test_its_record_is_the_predictors_and_there_is_one(stack):
     assert record.trace_id
 
 
-async def test_what_is_recorded_follows_the_transformers_rules(stack):
+async def test_the_record_follows_the_transformers_rules(stack):
     await infer(stack.gateway, request("quiet", "unrecorded"))
     await infer(stack.gateway, request("summary", "summarised"))
     (record,) = await records(stack.gateway, request_id="summarised")
@@ -66,30 +66,30 @@ async def test_a_model_that_takes_text_goes_through_the_transformer(stack):
     assert response.outputs[0].name == "text_output"
 
 
-async def test_a_message_that_does_not_begin_with_the_models_name_is_answered_as_well(stack):
+async def test_a_message_that_does_not_begin_with_the_models_name_is_answered_too(stack):
     name = pb.ModelInferRequest(model_name="identity").SerializeToString()
     rest = request("").SerializeToString()
     async with channel(stack.gateway) as open_channel:
         raw = open_channel.unary_unary(METHOD, response_deserializer=pb.ModelInferResponse.FromString)
         assert numbers_of(await raw(rest + name, timeout=60)) == [[1, 2, 3]]
-        # A field that comes twice is what it was the last time: the predictor does not know this model.
+        # The last value of a repeated field counts: the predictor does not have this model.
         with pytest.raises(grpc.aio.AioRpcError, match="no model"):
             await raw(request().SerializeToString() + pb.ModelInferRequest(model_name="x").SerializeToString())
 
 
 @pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
-async def test_a_compressed_message_is_answered_as_well(stack, compression):
+async def test_a_compressed_message_is_answered_too(stack, compression):
     numbers = tuple(range(1000))
     response = await infer(stack.gateway, request(numbers=numbers), compression=compression)
     assert numbers_of(response) == [list(numbers)]
 
 
-async def test_a_message_that_comes_in_pieces_is_answered_as_well(stack):
+async def test_a_message_in_pieces_is_answered_too(stack):
     numbers = tuple(range(200_000))
     assert numbers_of(await infer(stack.gateway, request(numbers=numbers))) == [list(numbers)]
 
 
-async def test_the_gateways_mark_is_not_taken_from_a_caller(stack):
+async def test_the_gateways_mark_is_not_accepted_from_a_caller(stack):
     mark = (("x-millrace-direct", "true"),)
     async with channel(stack.gateway, "predictor") as open_channel:
         predictor = GRPCInferenceServiceStub(open_channel)
@@ -107,7 +107,7 @@ async def test_without_a_predictor_the_call_waits_for_one(new_stack):
     assert "OK" in {record.status for record in await records(stack.gateway, request_id="waited")}
 
 
-async def test_a_model_that_is_unloaded_is_not_found_and_found_again_once_it_is_loaded(stack):
+async def test_an_unloaded_model_is_not_found_until_it_is_loaded_again(stack):
     async with channel(stack.gateway) as open_channel:
         stub = GRPCInferenceServiceStub(open_channel)
         await stub.RepositoryModelUnload(pb.RepositoryModelUnloadRequest(model_name="quiet"), timeout=60)

@@ -1,4 +1,4 @@
-"""SIGTERM at a predictor: it says so, its streams go on elsewhere or end where they are, and nobody gets an error."""
+"""SIGTERM at a predictor: its health changes, its streams move or end there, and no caller gets an error."""
 
 import asyncio
 import json
@@ -62,7 +62,7 @@ def gate(tmp_path):
 
 
 @pytest.mark.parametrize("drain", ["hand-back", "finish"])
-async def test_a_stream_may_leave_or_ends_and_health_says_it_first(tmp_path, gate, drain):
+async def test_a_stream_may_move_or_ends_and_health_changes_first(tmp_path, gate, drain):
     path, make_tokens = gate
     environment = {"GATE_SOCKET": path, "MODELS": MODELS, "PREDICTOR_DRAIN": drain, "PREDICTOR_DRAIN_S": "30"}
     async with predictor_process(tmp_path / "log", GATED, **environment) as predictor, channel(predictor.target) as own:
@@ -70,8 +70,8 @@ async def test_a_stream_may_leave_or_ends_and_health_says_it_first(tmp_path, gat
 
         async def serving():
             names = ("", "ready", "inference.GRPCInferenceService")
-            told = [await health.Check(health_pb2.HealthCheckRequest(service=name)) for name in names]
-            answers = {answer.status == health_pb2.HealthCheckResponse.SERVING for answer in told}
+            checks = [await health.Check(health_pb2.HealthCheckRequest(service=name)) for name in names]
+            answers = {answer.status == health_pb2.HealthCheckResponse.SERVING for answer in checks}
             answers.add((await stub.ServerReady(ServerReadyRequest())).ready)
             answers.add((await stub.ModelReady(ModelReadyRequest(name="storyteller"))).ready)
             assert len(answers) == 1
@@ -89,7 +89,7 @@ async def test_a_stream_may_leave_or_ends_and_health_says_it_first(tmp_path, gat
         predictor.process.send_signal(signal.SIGTERM)
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         watch.cancel()
-        # It listens as long as somebody is at work.
+        # It listens as long as a stream runs.
         assert not await serving()
         refused = await Stream(stub).error()
         assert refused.code() is grpc.StatusCode.UNAVAILABLE
@@ -99,7 +99,7 @@ async def test_a_stream_may_leave_or_ends_and_health_says_it_first(tmp_path, gat
         if drain == "hand-back":
             await until(lambda: transformer.leaving)
         make_tokens(3 * TOKENS)
-        # Who has nowhere to go stays.
+        # A stream that cannot move stays.
         assert (await transformer.end_of(1)).finish_reason == "length"
         assert transformer.tokens[1] == await stays.end()
         assert len(transformer.tokens[1]) == TOKENS
@@ -108,7 +108,7 @@ async def test_a_stream_may_leave_or_ends_and_health_says_it_first(tmp_path, gat
         assert await predictor.end() == 0
 
 
-async def test_what_has_not_ended_at_the_end_of_a_drain_is_handed_back(tmp_path, gate):
+async def test_a_stream_that_outlasts_the_drain_is_handed_back(tmp_path, gate):
     path, make_tokens = gate
     environment = {"GATE_SOCKET": path, "MODELS": MODELS, "PREDICTOR_DRAIN_S": "1"}
     async with predictor_process(tmp_path / "log", GATED, **environment) as predictor, channel(predictor.target) as own:
@@ -120,11 +120,11 @@ async def test_what_has_not_ended_at_the_end_of_a_drain_is_handed_back(tmp_path,
         assert (await transformer.error_of(1)).class_name == "DrainingError"
         assert len(transformer.tokens[1]) == 3
         assert await transformer.status() == ENDS
-        # The engine waits in a step for the sequence that has gone.
+        # The engine waits in a step for the sequence that was handed back.
         assert await predictor.end() == 0
 
 
-async def test_what_outlasts_the_drain_of_the_transformer_is_on_record_as_its_caller_read_it(tmp_path):
+async def test_a_stream_that_outlasts_the_drain_of_the_transformer_is_recorded_as_its_caller_read_it(tmp_path):
     async with gated_stack(tmp_path, transformer={"TRANSFORMER_DRAIN_S": "1"}) as (stack, make_tokens):
         fields = {"model": "storyteller", "prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "temperature": 0}
         request = millrace_pb2.GenerateRequest(**fields, request_id="by gRPC")
@@ -139,7 +139,7 @@ async def test_what_outlasts_the_drain_of_the_transformer_is_on_record_as_its_ca
             call = millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=60)
             both = asyncio.gather(call.read(), came.wait())
             async with asyncio.timeout(60):
-                while not both.done():  # A call that comes late to the predictor misses the first tokens.
+                while not both.done():  # A call that reaches the predictor late misses the first tokens.
                     make_tokens(1)
                     await asyncio.wait((both,), timeout=0.1)
             assert all(both.result())
@@ -156,8 +156,8 @@ async def test_what_outlasts_the_drain_of_the_transformer_is_on_record_as_its_ca
             log = millrace_pb2_grpc.PayloadLogStub(open_channel)
             for request_id in ("by gRPC", "by REST"):
                 record = await recorded(log, request_id)
-                told = (record.status, record.message, record.failed_hop)
-                assert told == ("UNAVAILABLE", "the service is stopping", "transformer")
+                end = (record.status, record.message, record.failed_hop)
+                assert end == ("UNAVAILABLE", "the service is stopping", "transformer")
 
 
 async def rest_of(call):
@@ -167,7 +167,7 @@ async def rest_of(call):
 
 
 async def recorded(log, request_id):
-    """The record of a request, once it is there."""
+    """The record of a request, once it is stored."""
     found = []
 
     async def is_there():
@@ -179,7 +179,7 @@ async def recorded(log, request_id):
     return found[0]
 
 
-async def test_an_engine_that_died_ends_its_streams_as_a_death_and_is_replaced_behind_the_same_port(tmp_path, gate):
+async def test_a_dead_engine_ends_its_streams_with_its_error_and_is_replaced_behind_the_same_port(tmp_path, gate):
     path, make_tokens = gate
     environment = {"GATE_SOCKET": path, "MODELS": MODELS, "PREDICTOR_STEP_TIMEOUT": "1"}
     async with predictor_process(tmp_path / "log", GATED, **environment) as predictor, channel(predictor.target) as own:
@@ -203,12 +203,12 @@ async def test_an_engine_that_died_ends_its_streams_as_a_death_and_is_replaced_b
         assert await predictor.end() == 0
 
 
-@pytest.mark.full  # In little: SIGTERM in tests/system/test_resume.py.
-async def test_predictors_that_are_restarted_one_by_one_are_missed_by_nobody(new_stack):
+@pytest.mark.full  # The short form: SIGTERM in tests/system/test_resume.py.
+async def test_restarting_predictors_one_by_one_fails_no_request(new_stack):
     stack = await new_stack(
         predictors=2,
         models=MODELS,
-        # Slow models leave the processor to the one that starts.
+        # Slow models leave the processor to the starting predictor.
         commands={"predictor": (sys.executable, "-m", "tests.system.slow_predictor")},
         environment={"predictor": {"SLOW_MS": "30"}},
     )
@@ -219,19 +219,19 @@ async def test_predictors_that_are_restarted_one_by_one_are_missed_by_nobody(new
 
     undisturbed = await ids()
     stop = asyncio.Event()
-    told = 0
+    answers = 0
 
     async def client():
-        nonlocal told
+        nonlocal answers
         while not stop.is_set():
             assert await ids() == undisturbed
-            told += 1
+            answers += 1
 
     clients = [asyncio.create_task(client()) for _ in range(8)]
     try:
         for i in range(2):
-            before = told
-            await until(lambda before=before: told > before + 8)
+            before = answers
+            await until(lambda before=before: answers > before + 8)
             await stack.kill(f"predictor-{i}", signal.SIGTERM)
             await stack.wait_ready(timeout_s=60)
     finally:

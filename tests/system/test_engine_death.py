@@ -1,6 +1,6 @@
-"""An engine whose step hangs names its requests and ends with its process; its streams go on in the next one.
+"""An engine whose step hangs is reported with its requests, and its process ends; its streams continue in the next one.
 
-The predictor stays, with its port: only the engine's process is another one.
+The predictor stays, with its port: only the engine's process is replaced.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from tests.system.calls import channel, generate
 from tests.waiting import until
 
 
-async def test_a_stream_outlives_the_hanging_step_of_its_engine(new_stack, tmp_path):
+async def test_a_stream_survives_the_hanging_step_of_its_engine(new_stack, tmp_path):
     gate = tmp_path / "gate"
     stack = await new_stack(
         models="storyteller=models/storyteller",
@@ -37,7 +37,7 @@ async def test_a_stream_outlives_the_hanging_step_of_its_engine(new_stack, tmp_p
             first = await call.read()
             assert len(first.token_ids) == 1
             predictor = stack.pid("predictor-0")
-            # Nobody opens the gate for the second token: the step hangs.
+            # The gate stays closed for the second token: the step hangs.
             await until(lambda: "a step takes longer than 1 s; in flight: [" in stack.log("predictor-0"))
             opening = asyncio.create_task(_keep_open(gate))
             ids = list(first.token_ids)
@@ -50,7 +50,7 @@ async def test_a_stream_outlives_the_hanging_step_of_its_engine(new_stack, tmp_p
     assert ids == [token for response in undisturbed for token in response.token_ids]
 
 
-async def test_a_stream_outlives_the_kill_of_its_engine_and_the_predictor_stays(new_stack):
+async def test_a_stream_survives_the_kill_of_its_engine_and_the_predictor_stays(new_stack):
     stack = await new_stack(
         models="storyteller=models/storyteller",
         commands={"predictor": (sys.executable, "-m", "tests.system.slow_predictor")},
@@ -79,7 +79,7 @@ async def test_a_stream_outlives_the_kill_of_its_engine_and_the_predictor_stays(
 
 
 async def _keep_open(gate):
-    """Lets the model go on, in whichever process it is."""
+    """Lets the model continue, in whichever process it is."""
     while True:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as opener, suppress(OSError):
             opener.connect(str(gate))

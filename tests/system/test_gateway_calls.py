@@ -1,4 +1,4 @@
-"""Every call of a model and every refused one is on record once, whether it reached a service or not."""
+"""Every call of a model and every refused one is recorded once, whether it reached a service or not."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from tests.waiting import until
 
 
 async def the_record(stack, **filters):
-    """The one record that passes the filters, once what the gateway says of its call has come."""
+    """The only record that passes the filters, once it is joined with the gateway's line."""
 
     async def is_joined():
         found = await query(stack.gateway, **filters)
@@ -33,7 +33,7 @@ def new_id():
     return str(uuid.uuid4())
 
 
-async def test_a_grpc_call_s_record_says_what_the_gateway_saw(stack):
+async def test_the_record_of_a_grpc_call_has_the_gateways_fields(stack):
     request_id = new_id()
     await generate(stack.gateway, model="storyteller", prompt="Once", max_tokens=4, request_id=request_id)
     record = await the_record(stack, request_id=request_id)
@@ -45,19 +45,19 @@ async def test_a_grpc_call_s_record_says_what_the_gateway_saw(stack):
     assert [one.record_id for one in await query(stack.gateway, trace_id=record.trace_id)] == [record.record_id]
 
 
-async def test_a_rest_call_s_record_says_what_the_gateway_saw(stack):
+async def test_the_record_of_a_rest_call_has_the_gateways_fields(stack):
     request_id = new_id()
     body = {"model": "storyteller", "prompt": "Once", "max_tokens": 4, "stream": True}
     spoofed = {"x_request_id": request_id, "x_millrace_call_id": "mine", "x_millrace_client": "somebody"}
     assert (await rest(stack.gateway, "POST", "/v1/completions?key=secret", body, **spoofed)).status == 200
     record = await the_record(stack, request_id=request_id)
     assert (record.status, record.prompt, record.gateway.path) == ("OK", "Once", "/v1/completions")
-    # Who calls and which call it is, is not the caller's to say.
+    # A caller cannot set its own name or the call's id.
     assert record.client == ""
     assert len(record.call_id) == 36
 
 
-async def test_an_unknown_path_is_on_record(stack):
+async def test_an_unknown_path_is_recorded(stack):
     request_id = new_id()
     assert (await rest(stack.gateway, "GET", "/v1/nothing", x_request_id=request_id)).status == 404
     record = await the_record(stack, request_id=request_id)
@@ -67,18 +67,22 @@ async def test_an_unknown_path_is_on_record(stack):
     assert [json.loads(line)["gateway"]["http_status"] for line in lines] == [404]
 
 
-async def test_an_unknown_method_is_on_record(stack):
+async def test_an_unknown_method_is_recorded(stack):
     request_id = new_id()
     for authority in (None, "predictor"):
         async with channel(stack.gateway, authority) as open_channel:
-            call = open_channel.unary_unary("/nobody.Knows/This")
+            call = open_channel.unary_unary("/unknown.Service/Method")
             with pytest.raises(grpc.aio.AioRpcError):
                 await call(b"", metadata=(("x-request-id", request_id + str(authority)),))
         record = await the_record(stack, request_id=request_id + str(authority))
-        assert (record.status, record.failed_hop, record.protocol) == ("UNIMPLEMENTED", "gateway", "nobody.Knows/This")
+        assert (record.status, record.failed_hop, record.protocol) == (
+            "UNIMPLEMENTED",
+            "gateway",
+            "unknown.Service/Method",
+        )
 
 
-async def test_a_body_that_is_too_large_is_on_record(stack):
+async def test_a_too_large_body_is_recorded(stack):
     request_id = new_id()
     body = bytes((60 << 20) + 1)
     assert (await rest(stack.gateway, "POST", "/v1/completions", body, x_request_id=request_id)).status == 413
@@ -87,7 +91,7 @@ async def test_a_body_that_is_too_large_is_on_record(stack):
     assert record.gateway.http_status == 413
 
 
-async def test_a_call_that_the_gateway_cannot_read_is_on_record(stack):
+async def test_a_malformed_call_is_recorded(stack):
     request_id = new_id()
     answer = await rest(stack.gateway, "POST", "/v1/completions", b"{}", x_request_id=request_id, x_timeout_ms="soon")
     assert answer.status == 400
@@ -95,7 +99,7 @@ async def test_a_call_that_the_gateway_cannot_read_is_on_record(stack):
     assert (record.status, record.failed_hop) == ("INVALID_ARGUMENT", "gateway")
 
 
-async def test_a_caller_that_leaves_is_on_record_once(stack):
+async def test_a_caller_that_leaves_is_recorded_once(stack):
     request_id = new_id()
     async with channel(stack.gateway) as open_channel:
         request = millrace_pb2.GenerateRequest(
@@ -109,7 +113,7 @@ async def test_a_caller_that_leaves_is_on_record_once(stack):
     assert record.text
 
 
-async def test_a_call_straight_to_the_predictor_is_on_record(stack):
+async def test_a_direct_call_of_the_predictor_is_recorded(stack):
     request_id = new_id()
     request = ids_request("storyteller", Tensor("input_ids", "INT32", np.array([1, 2, 3], np.int32)), max_tokens=2)
     async with channel(stack.gateway, "predictor") as open_channel:
@@ -133,7 +137,7 @@ async def test_a_record_can_be_deleted_over_rest_for_good(stack):
     assert await query(stack.gateway, request_id=request_id) == []
 
 
-async def test_probes_and_readers_of_the_log_are_not_on_record(stack):
+async def test_probes_and_readers_of_the_log_are_not_recorded(stack):
     request_id = new_id()
     for path in ("/", "/v2/health/ready", "/v1/models", "/millrace/v1/payloads", "/millrace/v1/payloads?no_such=1"):
         await rest(stack.gateway, "GET", path, x_request_id=request_id)
@@ -143,7 +147,7 @@ async def test_probes_and_readers_of_the_log_are_not_on_record(stack):
     assert await query(stack.gateway, request_id=request_id) == []
 
 
-async def test_a_call_that_found_no_transformer_is_on_record(mended_stack):
+async def test_a_call_without_a_transformer_is_recorded(mended_stack):
     stack = mended_stack
     await stack.kill("transformer")
     refused = []
@@ -160,12 +164,12 @@ async def test_a_call_that_found_no_transformer_is_on_record(mended_stack):
     record = await the_record(stack, request_id=refused[0])
     assert (record.status, record.failed_hop) == ("UNAVAILABLE", "transformer")
     assert record.protocol == "millrace.rest.v1.OpenAI/Completions"
-    # After a health check has failed, and before: nobody listens, which is a 503 as well.
+    # After a failed health check, and before: no service listens, which is a 503 as well.
     assert record.gateway.response_flags in ("UH", "URX,UF")
     assert record.gateway.upstream == ""
 
 
-async def test_calls_go_on_while_the_logger_takes_nothing(mended_stack):
+async def test_calls_continue_while_the_logger_accepts_nothing(mended_stack):
     stack = mended_stack
     await stack.kill("logger", signal.SIGSTOP)
     try:

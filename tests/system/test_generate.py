@@ -1,4 +1,4 @@
-"""Text streams from the bundled models through Envoy, the same by every way in."""
+"""Text streams from the bundled models through Envoy, equal on every way in."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ PROMPT = "Once upon a time"
 INNER = "predictor"
 
 
-async def test_a_story_comes_word_by_word(stack):
+async def test_a_story_streams_word_by_word(stack):
     responses = []
     async with channel(stack.gateway) as open_channel:
         stub = millrace_pb2_grpc.TextGenerationStub(open_channel)
@@ -63,7 +63,7 @@ async def test_every_way_in_gives_the_same_text(stack):
         assert answer.json["usage"]["completion_tokens"] == 24
 
 
-async def test_the_same_seed_tells_the_same_story(stack):
+async def test_the_same_seed_gives_the_same_story(stack):
     async def tell(seed):
         return text_of(await generate(stack.gateway, model="storyteller", prompt=PROMPT, seed=seed, max_tokens=40))
 
@@ -80,7 +80,7 @@ async def test_a_stop_string_ends_the_text_before_it(stack):
     assert responses[-1].finish_reason == "stop"
 
 
-async def test_logprobs_and_larger_chunks_come_as_asked(stack):
+async def test_logprobs_and_larger_chunks_are_as_requested(stack):
     responses = await generate(
         stack.gateway, model="storyteller", prompt=PROMPT, max_tokens=20, ignore_eos=True, logprobs=True, chunk_tokens=7
     )
@@ -182,7 +182,7 @@ async def test_every_protocol_has_a_priority(stack):
         ("words to number: seven hundred twelve", "712"),
     ],
 )
-async def test_the_normalizer_answers_right(stack, prompt, answer):
+async def test_the_normalizer_gives_the_right_answer(stack, prompt, answer):
     assert text_of(await generate(stack.gateway, model="normalizer", prompt=prompt)).replace(
         "-", " "
     ) == answer.replace("-", " ")
@@ -208,7 +208,7 @@ async def test_chat_streams_server_sent_events(stack):
     assert usage["usage"]["completion_tokens"] == 120
 
 
-async def test_health_is_told_alike_by_every_protocol(stack):
+async def test_health_agrees_on_every_protocol(stack):
     assert (await rest(stack.gateway, "GET", "/v2/health/live")).json == {"live": True}
     ready = await rest(stack.gateway, "GET", "/v2/health/ready")
     assert (ready.status, ready.json) == (200, {"ready": True})

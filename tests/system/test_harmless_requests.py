@@ -1,4 +1,4 @@
-"""What a stranger sends through the real gateway harms nobody: no process grows beyond its bounds, all are served.
+"""Hostile requests through the real gateway: no process grows beyond its bounds, and other callers are served.
 
 Each case runs beside a caller whose short calls must all be answered.
 """
@@ -24,7 +24,7 @@ STOP = bytes([millrace_pb2.GenerateRequest.DESCRIPTOR.fields_by_name["stop"].num
 
 
 def texts():
-    """14 million empty texts, whose shape says so."""
+    """14 million empty texts, with a matching shape."""
     request = pb.ModelInferRequest(model_name="normalizer", raw_input_contents=[bytes(MESSAGE_BYTES // 4 * 4)])
     request.inputs.add(name="text", datatype="BYTES", shape=[MESSAGE_BYTES // 4])
     return request.SerializeToString()
@@ -66,7 +66,7 @@ def resident(stack):
 
 
 @pytest.mark.parametrize(("authority", "method", "message"), CASES.values(), ids=CASES)
-async def test_a_bomb(stack, authority, method, message):
+async def test_a_memory_bomb_is_refused(stack, authority, method, message):
     before, pids = resident(stack), {name: stack.pid(name) for name in stack.names}
     most = dict(before)
     data = message()
@@ -83,7 +83,7 @@ async def test_a_bomb(stack, authority, method, message):
     assert {name: stack.pid(name) for name in stack.names} == pids
 
 
-async def test_calls_that_ask_nothing(stack):
+async def test_idle_calls_block_no_other_caller(stack):
     before = resident(stack)
     async with (
         channel(stack.gateway) as first,
@@ -94,10 +94,10 @@ async def test_calls_that_ask_nothing(stack):
         for number in range(IDLE_CALLS):
             stub = GRPCInferenceServiceStub((first, second, third)[number % 3])
             idle.append(stub.ModelStreamInfer())
-            if number % 100 == 99:  # As fast as they are accepted.
+            if number % 100 == 99:  # They are sent as fast as they are accepted.
                 await stub.ServerLive(pb.ServerLiveRequest(), timeout=60)
         async with another_caller(stack):
-            # One of them asks late, behind all the others.
+            # One of them sends its request late, behind all the others.
             await idle[-1].write(text_request("storyteller", "Once", max_tokens=1))
             answer = await asyncio.wait_for(idle[-1].read(), 60)
             assert not answer.error_message

@@ -14,7 +14,7 @@ from tests.waiting import until
 __all__ = ["key_file", "keyed"]
 
 
-async def test_a_client_sees_the_models_alone_that_its_key_allows(keyed: tuple[Stack, Path]) -> None:
+async def test_a_client_sees_only_the_models_that_its_key_allows(keyed: tuple[Stack, Path]) -> None:
     stack, _ = keyed
     answer = await rest(stack.gateway, "GET", "/v1/models", None, **bearer("alice"))
     assert [card["id"] for card in answer.json["data"]] == [MODEL]
@@ -23,11 +23,11 @@ async def test_a_client_sees_the_models_alone_that_its_key_allows(keyed: tuple[S
         assert (await rest(stack.gateway, "GET", path, None, **bearer("root"))).status == 200
     index = await rest(stack.gateway, "POST", "/v2/repository/index", {}, **bearer("alice"))
     assert [model["name"] for model in index.json] == [MODEL]
-    # The only one that it may use needs no name.
+    # The only model that it may use needs no name.
     assert (await rest(stack.gateway, "POST", "/v1/completions", {"prompt": "Once"}, **bearer("alice"))).status == 200
 
 
-async def test_keys_change_under_streams(keyed: tuple[Stack, Path]) -> None:
+async def test_keys_change_during_streams(keyed: tuple[Stack, Path]) -> None:
     stack, path = keyed
 
     async def refused(name: str) -> bool:
@@ -42,7 +42,7 @@ async def test_keys_change_under_streams(keyed: tuple[Stack, Path]) -> None:
             while not await refused("alice"):
                 assert time.monotonic() - changed < 2
             assert not await refused("later")
-            # A file that is no list of keys changes nothing.
+            # A malformed file changes nothing.
             path.with_suffix(".new").write_text("- {name: alice")
             path.with_suffix(".new").replace(path)
             await until(lambda: "keys.yaml: is not YAML" in stack.log("transformer"))

@@ -1,4 +1,4 @@
-"""KServe's own transformer class works before our predictor and gateway, and ours before KServe's own server."""
+"""KServe's transformer class works before Millrace's predictor and gateway; Millrace's works before KServe's server."""
 
 import asyncio
 import socket
@@ -28,7 +28,7 @@ async def test_kserves_transformer_calls_the_predictor_and_the_gateway(new_stack
     assert done.stdout.splitlines()[-2:] == ["done", "done"], done.stderr
 
 
-async def test_the_transformer_calls_kserves_server_by_rest():
+async def test_the_transformer_calls_kserves_server_over_rest():
     python = python_of(".venv-kserve")
     with closing(socket.create_server(("127.0.0.1", 0))) as free:
         port = free.getsockname()[1]

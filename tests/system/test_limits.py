@@ -1,4 +1,4 @@
-"""Limits of keys before the whole stack: what many callers of one key get together, and what each answer says of it."""
+"""Limits of keys before the whole stack: the total of many callers with one key, and the limits in each answer."""
 
 from __future__ import annotations
 
@@ -46,25 +46,25 @@ __all__ = ["key_file", "keyed"]
 TEN_TOKENS = COMPLETION | {"max_tokens": 10, "ignore_eos": True}
 HUNDRED_TOKENS = COMPLETION | {"max_tokens": 100, "ignore_eos": True}
 CALLERS = 20
-CANCELLED_AFTER = 20  # Tokens, of CANCELLED_OF.
+CANCELLED_AFTER = 20  # Tokens, out of CANCELLED_OF.
 CANCELLED_OF = 400
 WORDS = ("limit", "remaining", "reset")
 
 
 def remaining_of(headers: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """What an answer's headers say of requests and of tokens: limit, remaining, reset."""
+    """An answer's headers for requests and tokens: limit, remaining, reset."""
     kinds = [kind for kind in ("requests", "tokens") if f"x-ratelimit-limit-{kind}" in headers]
     return {kind: tuple(headers[f"x-ratelimit-{word}-{kind}"] for word in WORDS) for kind in kinds}
 
 
 async def remaining_tokens(stack: Stack, who: str) -> int:
-    """By a call that takes none."""
+    """The remaining tokens, from a call that uses none."""
     answer = await rest(stack.gateway, "GET", "/v1/models", None, **bearer(who))
     return int(answer.headers["x-ratelimit-remaining-tokens"])
 
 
 async def logged_tokens(stack: Stack, who: str) -> int:
-    """Of prompts and completions, as the payload log counts them."""
+    """The tokens of prompts and completions in the payload log."""
     answer = await rest(stack.gateway, "GET", "/millrace/v1/usage?group=client", None, **bearer(who))
     return sum(int(group[kind]) for group in answer.json.get("groups", []) for kind in TOKEN_KINDS if kind in group)
 
@@ -73,7 +73,7 @@ TOKEN_KINDS = ("prompt_tokens", "completion_tokens")
 
 
 async def complete(stack: Stack, who: str) -> int | None:
-    """The tokens of a completion, None of one that the limit refuses."""
+    """The tokens of a completion, or None if the limit refuses it."""
     answer = await rest(stack.gateway, "POST", "/v1/completions", HUNDRED_TOKENS, **bearer(who))
     if answer.status == 200:
         return int(answer.json["usage"]["total_tokens"])
@@ -84,7 +84,7 @@ async def complete(stack: Stack, who: str) -> int | None:
 
 
 async def cancel(open_channel: grpc.aio.Channel, who: str) -> int:
-    """The tokens that a stream had brought when it was cancelled; 0 of one that the limit refuses."""
+    """The tokens that a stream had received when it was cancelled; 0 if the limit refuses it."""
     request = millrace_pb2.GenerateRequest(model=MODEL, prompt="Once", max_tokens=CANCELLED_OF, ignore_eos=True)
     options: dict[str, Any] = {"metadata": tuple(bearer(who).items()), "timeout": TIMEOUT_S}
     responses, received = TextGenerationStub(open_channel).Generate(request, **options), 0
@@ -98,10 +98,10 @@ async def cancel(open_channel: grpc.aio.Channel, who: str) -> int:
     return received
 
 
-async def test_what_a_key_allows_in_a_minute_is_not_exceeded_by_many_callers(keyed: tuple[Stack, Path]) -> None:
+async def test_many_callers_together_do_not_exceed_the_limit_of_their_key(keyed: tuple[Stack, Path]) -> None:
     stack, _ = keyed
     completed: list[int] = []
-    received: list[int] = []  # By streams that were cancelled.
+    received: list[int] = []  # The tokens of cancelled streams.
 
     async def caller(open_channel: grpc.aio.Channel) -> None:
         while True:
@@ -121,7 +121,7 @@ async def test_what_a_key_allows_in_a_minute_is_not_exceeded_by_many_callers(key
         return charged == await logged_tokens(stack, "metered")
 
     await until(is_settled)
-    # What cancelled streams have given back.
+    # The cancelled streams have given back the rest of their reservation.
     while (tokens := await complete(stack, "metered")) is not None:
         completed.append(tokens)
     used = METERED - await remaining_tokens(stack, "metered")
@@ -139,7 +139,7 @@ async def test_what_a_key_allows_in_a_minute_is_not_exceeded_by_many_callers(key
     await until(is_settled)
 
 
-async def test_limits_change_under_streams(keyed: tuple[Stack, Path]) -> None:
+async def test_limits_change_during_streams(keyed: tuple[Stack, Path]) -> None:
     stack, path = keyed
     others = [entry for entry in ENTRIES if entry["name"] != "changing"]
 
@@ -153,7 +153,7 @@ async def test_limits_change_under_streams(keyed: tuple[Stack, Path]) -> None:
         streams = await begun_streams(open_channel, "changing", 400)
         try:
             assert await limits_are(1000, 100_000)
-            # Less than the streams have already: it is of those that come.
+            # Less than the present streams use: the new limit applies to later calls.
             for requests, tokens, allowed in ((1, 10, False), (2000, 200_000, True)):
                 limits = {"requests_per_minute": requests, "tokens_per_minute": tokens}
                 write(path, [*others, {"name": "changing", "key": KEYS["changing"]} | limits])
@@ -171,7 +171,7 @@ async def test_limits_change_under_streams(keyed: tuple[Stack, Path]) -> None:
             await until(lambda: limits_are(1000, 100_000))
 
 
-async def test_every_answer_says_what_remains(keyed: tuple[Stack, Path]) -> None:
+async def test_every_answer_has_the_remaining_limits(keyed: tuple[Stack, Path]) -> None:
     stack, _ = keyed
     tokens = [COUNTED[1]]
     for name, (method, route, body) in REST.items():
@@ -202,12 +202,12 @@ async def test_every_answer_says_what_remains(keyed: tuple[Stack, Path]) -> None
         await unary
         for call in streams.values():
             await last_of(call)
-    # Of a client without such limits there is nothing to say.
+    # A client without limits gets no headers.
     answer = await rest(stack.gateway, "POST", "/v1/completions", COMPLETION, **bearer("narrow"))
     assert (answer.status, remaining_of(answer.headers)) == (200, {})
 
 
-async def test_a_rate_limit_service_counts_for_two_workers_and_without_it_each_counts_its_own(
+async def test_a_rate_limit_service_counts_for_two_workers_and_without_it_each_counts_alone(
     new_stack: StackFactory, tmp_path: Path
 ) -> None:
     path, service = tmp_path / "keys.yaml", RateLimitService()
@@ -222,7 +222,7 @@ async def test_a_rate_limit_service_counts_for_two_workers_and_without_it_each_c
     )
 
     async def answers(who: str) -> list[tuple[int, str | None]]:
-        """Status and failed hop of calls, each by a connection of its own."""
+        """Status and failed hop of calls, each on its own connection."""
         calls = [await rest(stack.gateway, "GET", "/v1/models", None, **bearer(who)) for _ in range(20)]
         return [(answer.status, answer.headers.get("x-failed-hop")) for answer in calls]
 
@@ -235,12 +235,12 @@ async def test_a_rate_limit_service_counts_for_two_workers_and_without_it_each_c
     assert without.count((200, None)) + without.count((429, "transformer")) == 20
 
 
-async def test_openais_own_client_sees_what_remains_and_when_to_retry(keyed: tuple[Stack, Path]) -> None:
+async def test_openais_own_client_sees_the_remaining_limits_and_the_retry_delay(keyed: tuple[Stack, Path]) -> None:
     stack, _ = keyed
     await client_passes("openai_limits", stack.gateway, KEYS["few"], FEW, KEYS["counted"], *COUNTED)
 
 
-async def test_the_month_of_a_key_is_that_of_the_log(keyed: tuple[Stack, Path]) -> None:
+async def test_a_keys_monthly_tokens_are_those_of_the_log(keyed: tuple[Stack, Path]) -> None:
     stack, _ = keyed
 
     async def statuses() -> list[int]:
@@ -259,7 +259,7 @@ async def test_the_month_of_a_key_is_that_of_the_log(keyed: tuple[Stack, Path]) 
     await until(is_counted)
 
 
-async def test_requests_of_a_key_at_once(keyed: tuple[Stack, Path]) -> None:
+async def test_requests_in_flight_of_a_key_are_limited(keyed: tuple[Stack, Path]) -> None:
     stack, _ = keyed
     request = millrace_pb2.GenerateRequest(model=MODEL, prompt="Once", max_tokens=500, ignore_eos=True)
     async with channel(stack.gateway) as open_channel:

@@ -1,4 +1,4 @@
-"""The load test is started from Locust's page, by its form and in a browser, and its users meet no failure.
+"""The load test is started from Locust's page, by its form and in a browser, and its users see no failure.
 
 A screenshot of the tab "Streams" is left in `.run/screenshots`. Without Chromium (Debian's package `chromium`)
 that test is skipped.
@@ -52,7 +52,7 @@ async def test_every_user_runs_without_failures_from_the_form(stack, page):
     assert all(row["num_failures"] == 0 for row in rows.values())
     assert rows["Generate TTFT"]["avg_response_time"] < rows["Generate"]["avg_response_time"]
     whole = [row for row in rows.values() if row["method"] in ("gRPC", "HTTP")]
-    # Both are of one answer of the page.
+    # Both values are from one answer of the page.
     assert rows["Aggregated"]["num_requests"] == sum(row["num_requests"] for row in whole)
     figures = await fetch_json(f"{page}/streams/figures")
     assert {row["row"] for row in figures["rows"]} >= {"Generate", "chat/completions"}

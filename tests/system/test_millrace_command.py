@@ -1,4 +1,4 @@
-"""The command `millrace` starts a stack with one model, talks to it, checks it, and shows its records and traces."""
+"""The command `millrace` starts a stack with one model, calls and checks it, and shows its records and traces."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Served:
         self.environment = os.environ | ports | own
         self.folder = folder
         self.gateway = settings.gateway
-        self.lines: list[str] = []  # Of `millrace serve`.
+        self.lines: list[str] = []  # The output of `millrace serve`.
 
     async def start(self, *arguments: str) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
@@ -46,18 +46,18 @@ class Served:
             stderr=asyncio.subprocess.PIPE,
         )
 
-    async def run(self, *arguments: str, given: str = "") -> tuple[int, str, str]:
+    async def run(self, *arguments: str, stdin: str = "") -> tuple[int, str, str]:
         """Exit code, output and errors of a command."""
         process = await self.start(*arguments)
-        output, errors = await asyncio.wait_for(process.communicate(given.encode()), TIMEOUT_S)
+        output, errors = await asyncio.wait_for(process.communicate(stdin.encode()), TIMEOUT_S)
         return process.returncode or 0, output.decode(), errors.decode()
 
-    def call(self, *arguments: str, given: str = "") -> tuple[int, str, str]:
-        """The same within this process, for what does not become another program: imports take a second."""
+    def call(self, *arguments: str, stdin: str = "") -> tuple[int, str, str]:
+        """The same within this process, for commands that do not start a program; this saves a second of imports."""
         code, output, errors = 0, io.StringIO(), io.StringIO()
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(errors):
             patch.setattr(os, "environ", self.environment)
-            patch.setattr(sys, "stdin", io.StringIO(given))
+            patch.setattr(sys, "stdin", io.StringIO(stdin))
             patch.chdir(self.folder)
             try:
                 main(list(arguments))
@@ -65,9 +65,9 @@ class Served:
                 code = int(end.code or 0)
         return code, output.getvalue(), errors.getvalue()
 
-    def output(self, *arguments: str, given: str = "") -> str:
+    def output(self, *arguments: str, stdin: str = "") -> str:
         """The output of a command, which must succeed."""
-        code, output, errors = self.call(*arguments, given=given)
+        code, output, errors = self.call(*arguments, stdin=stdin)
         assert (code, errors) == (0, "")
         return output
 
@@ -91,7 +91,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     assert process.returncode == 0
 
 
-async def test_what_is_ready_is_a_line_a_service_and_four_at_the_end(served: Served) -> None:
+async def test_each_ready_service_is_a_line_and_four_lines_follow(served: Served) -> None:
     assert any(line.startswith("gateway") and served.gateway in line for line in served.lines)
     [ready] = [number for number, line in enumerate(served.lines) if line.startswith("ready in")]
     assert [line.split()[0] for line in served.lines[ready + 1 :]] == ["playground", "call", "check", "logs"]
@@ -110,13 +110,13 @@ async def record_of(served: Served, text: str) -> dict[str, object]:
 
 
 async def test_a_prompt_is_answered_and_recorded(served: Served) -> None:
-    code, told, errors = await served.run("chat", "--max-tokens", "20", "--temperature", "0", "Tell me of a fox.")
+    code, answer, errors = await served.run("chat", "--max-tokens", "20", "--temperature", "0", "Tell me of a fox.")
     assert (code, errors) == (0, "")
-    again = served.output("chat", "--max-tokens", "20", "--temperature", "0", given="Tell me of a fox.\n")
-    assert told == again
-    assert len(told.split()) > 5
+    again = served.output("chat", "--max-tokens", "20", "--temperature", "0", stdin="Tell me of a fox.\n")
+    assert answer == again
+    assert len(answer.split()) > 5
     record = await record_of(served, "Tell me of a fox.")
-    assert str(record["text"]).strip() == told.strip()
+    assert str(record["text"]).strip() == answer.strip()
 
     line = (served.output("log", "-n", "1", "--request-id", str(record["request_id"]))).split()
     assert line[2:5] == ["teller", "OK", "length"]
@@ -128,7 +128,7 @@ async def test_a_prompt_is_answered_and_recorded(served: Served) -> None:
         assert "millrace.v1.TextGeneration/Generate: OK length" in shown
 
 
-async def test_usage_is_summed_up(served: Served) -> None:
+async def test_usage_is_shown(served: Served) -> None:
     served.output("chat", "--max-tokens", "3", "Tell me of a quiet heron.")
     await record_of(served, "Tell me of a quiet heron.")
     title, line = served.output("usage", "--since", "1h", "--model", "teller").splitlines()
@@ -139,13 +139,13 @@ async def test_usage_is_summed_up(served: Served) -> None:
     assert int(total["completion_tokens"]) >= 1
 
 
-async def test_the_log_is_followed(served: Served) -> None:
+async def test_the_log_can_be_followed(served: Served) -> None:
     process = await served.start("log", "--follow", "-n", "1", "--contains", "a small owl", "--json")
     assert process.stdout is not None
     following = asyncio.create_task(process.stdout.readline())
     try:
         async with asyncio.timeout(TIMEOUT_S):
-            while not following.done():  # Until the command has begun to follow.
+            while not following.done():  # until the command has begun to follow.
                 served.output("chat", "--max-tokens", "2", "Tell me of a small owl.")
                 await asyncio.wait({following}, timeout=1)
         assert json.loads(following.result())["model"] == "teller"
@@ -172,7 +172,7 @@ async def test_every_endpoint_is_checked(served: Served) -> None:
         (("serve", "./nothing"), "'./nothing' is not a folder"),
     ],
 )
-def test_what_is_wrong_is_one_line(served: Served, arguments: tuple[str, ...], message: str) -> None:
+def test_an_error_is_one_line(served: Served, arguments: tuple[str, ...], message: str) -> None:
     code, output, errors = served.call(*arguments)
     assert (code, output) == (1, "")
     assert errors.startswith(message)

@@ -1,5 +1,5 @@
-"""Routes of the whole stack: aliases on every way in, a canary that changes under streams, shadows, and what is on
-record of each."""
+"""Routes of the whole stack: aliases on every way in, a canary that changes during streams, shadows, and the
+records of each."""
 
 import asyncio
 import json
@@ -15,10 +15,10 @@ from millrace_protos import inference_pb2 as pb
 from millrace_protos import millrace_pb2
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from millrace_protos.millrace_pb2_grpc import TextGenerationStub
-from tests.system.ask import Ask
 from tests.system.calls import channel, each, rest
 from tests.system.direct import hop_of, until_direct
 from tests.system.payload_log import query, records
+from tests.system.request_outcome import Request
 from tests.system.ways_in import TEXT
 from tests.waiting import until
 
@@ -62,11 +62,11 @@ def numbers(model, request_id):
 @pytest.mark.parametrize("way", TEXT)
 async def test_an_alias_is_a_model_on_every_way_in(routed, way):
     stack, _ = routed
-    outcome = await TEXT[way](stack.gateway, Ask("chat"))
+    outcome = await TEXT[way](stack.gateway, Request("chat"))
     assert outcome.status in (200, grpc.StatusCode.OK)
 
 
-async def test_an_answer_has_the_name_that_was_asked_for_and_says_which_model_gave_it(routed):
+async def test_an_answer_has_the_requested_name_and_the_model_that_gave_it(routed):
     stack, _ = routed
     answers = [
         await rest(stack.gateway, "POST", "/v1/completions", completion(name)) for name in ("chat", "storyteller")
@@ -86,7 +86,7 @@ async def test_an_answer_has_the_name_that_was_asked_for_and_says_which_model_ga
     assert decode_outputs(answer)["x"].array.tolist() == [[1, 2, 3]]
 
 
-async def test_what_a_request_wants_of_a_route(routed):
+async def test_a_request_can_choose_a_model_of_a_route(routed):
     stack, _ = routed
     wanted = {"x-millrace-model": "second"}
     answer = await rest(stack.gateway, "POST", "/v1/completions", completion("canary"), **wanted)
@@ -98,7 +98,7 @@ async def test_what_a_request_wants_of_a_route(routed):
     )
 
 
-async def test_the_model_of_a_route_that_falls_back_is_on_record(routed):
+async def test_the_record_of_a_fallback_has_its_model(routed):
     stack, _ = routed
     answer = await rest(stack.gateway, "POST", "/v1/completions", completion("safe"), **{"x-request-id": "fell-back"})
     assert (answer.status, answer.headers["x-millrace-model"]) == (200, "second")
@@ -130,7 +130,7 @@ async def test_routes_are_listed(routed):
         assert not (await stub.ModelReady(pb.ModelReadyRequest(name="lost"), **OPTIONS)).ready
 
 
-async def test_a_copy_is_recorded_and_given_to_nobody(routed):
+async def test_a_copy_is_recorded_and_not_returned(routed):
     stack, _ = routed
     answer = await rest(
         stack.gateway, "POST", "/v1/completions", completion("shadowed"), **{"x-request-id": "copied-text"}
@@ -150,7 +150,7 @@ async def test_a_copy_is_recorded_and_given_to_nobody(routed):
     assert "twin" not in {group.get("model") for group in usage}
 
 
-async def test_a_canary_changes_under_streams(routed):
+async def test_a_canary_changes_during_streams(routed):
     stack, path = routed
     started, ids = asyncio.Semaphore(0), [f"stream-{number}" for number in range(STREAMS)]
 
@@ -189,7 +189,7 @@ async def test_a_canary_changes_under_streams(routed):
         assert (record.status, record.served_model) == ("OK", "storyteller")
 
 
-async def test_a_model_that_gets_a_route_is_not_called_past_it(routed):
+async def test_a_model_that_gets_a_route_is_no_longer_called_directly(routed):
     stack, path = routed
     await until_direct(stack.gateway, "identity")
     replace_file(path, json.dumps(ROUTES | {"identity": {"model": "identity", "shadow": "twin"}}))

@@ -1,4 +1,4 @@
-"""OpenAI's API through the gateway, as OpenAI's own client and plain HTTP use it."""
+"""OpenAI's API through the gateway, with OpenAI's own client and with plain HTTP."""
 
 import asyncio
 import base64
@@ -27,7 +27,7 @@ WORDS = ("the", "fox", "sat", "on", "a", "mat", "bird")
 
 @pytest.fixture(scope="module")
 def embedder(tmp_path_factory):
-    """A model that embeds, its tokenizer, and the folder of both."""
+    """An embedding model, its tokenizer, and the folder of both."""
     folder = tmp_path_factory.mktemp("models") / "bert"
     return save_random_encoder("bert", folder), save_words_tokenizer(folder, *WORDS), folder
 
@@ -68,7 +68,7 @@ async def test_curl_reads_the_stream(stack):
     assert {json.loads(event.removeprefix("data: "))["choices"][0]["index"] for event in events[:-2]} == {0, 1}
 
 
-async def test_each_choice_is_what_its_seed_alone_gives(stack):
+async def test_each_choice_depends_only_on_its_seed(stack):
     def texts(answer):
         return [choice["text"] for choice in answer.json["choices"]]
 
@@ -80,7 +80,7 @@ async def test_each_choice_is_what_its_seed_alone_gives(stack):
 
 
 async def test_ids_and_texts_are_the_same_prompt(stack):
-    # The ids of "date: 3 Mar 2021", which the model's tokenizer would make.
+    # The ids of "date: 3 Mar 2021", as from the model's tokenizer.
     from tokenizers import Tokenizer
 
     ids = Tokenizer.from_file(str(ROOT / "models/normalizer/tokenizer.json")).encode("date: 3 Mar 2021").ids
@@ -125,8 +125,8 @@ async def test_a_client_that_leaves_ends_every_choice(stack):
     predictor = stack.addresses["predictor-0"]
 
     async def cancelled():
-        told = (await statistics(predictor, "storyteller")).response_stats.values()
-        return sum(response.cancel.count for response in told)
+        tallies = (await statistics(predictor, "storyteller")).response_stats.values()
+        return sum(response.cancel.count for response in tallies)
 
     before = await cancelled()
 
@@ -150,14 +150,14 @@ async def test_a_client_that_leaves_ends_every_choice(stack):
     await until(all_are_cancelled)
 
 
-async def test_one_choice_that_cannot_be_made_refuses_the_request(stack):
+async def test_one_impossible_choice_refuses_the_request(stack):
     body = {**STORY, "prompt": ["Once", "once " * 1500]}
     for stream in (False, True):
         answer = await rest(stack.gateway, "POST", "/v1/completions", {**body, "stream": stream})
         assert (answer.status, answer.json["error"]["code"]) == (400, "context_length_exceeded")
 
 
-async def test_models_are_listed_that_the_api_serves(stack):
+async def test_only_models_of_the_api_are_listed(stack):
     for path in ("/v1/models", "/openai/v1/models"):
         listed = (await rest(stack.gateway, "GET", path)).json
         kinds = {model["id"]: model["kind"] for model in listed["data"]}
@@ -179,7 +179,7 @@ async def test_embeddings_are_those_of_the_model(stack, embedder):
     by_text = (await post(stack, "/v1/embeddings", {"model": "embedder", "input": texts})).json
     assert by_text["usage"] == dict.fromkeys(("prompt_tokens", "total_tokens"), sum(map(len, rows)))
     by_ids = (await post(stack, "/openai/v1/embeddings", {"model": "embedder", "input": rows})).json
-    # Which inputs share a batch depends on when they arrive, and with it the last bits of a number.
+    # The inputs of a batch depend on the time of their arrival, and so do the last bits of a number.
     vectors = [[row.pop("embedding") for row in answer["data"]] for answer in (by_ids, by_text)]
     assert by_ids == by_text
     np.testing.assert_allclose(*vectors, rtol=1e-4, atol=1e-5)
@@ -217,7 +217,7 @@ EMBEDDINGS = {
 
 
 @pytest.mark.parametrize("case", EMBEDDINGS)
-async def test_embeddings_refuse(stack, case):
+async def test_impossible_embeddings_are_refused(stack, case):
     change, status, text = EMBEDDINGS[case]
     headers = {"x_timeout_ms": "20"} if case == "deadline" else {}
     body = {"model": "embedder", "input": "fox", **change}

@@ -1,4 +1,4 @@
-"""Every request leaves one record, whatever became of it; and the stream never notices."""
+"""Every request leaves one record, whatever its end, without an effect on the stream."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ from tests.system.payload_log import query, records
 from tests.waiting import until
 
 
-async def test_an_answer_is_recorded_as_it_was_given(stack):
+async def test_an_answer_is_recorded_as_its_caller_got_it(stack):
     responses = await generate(stack.gateway, model="storyteller", prompt="Once", max_tokens=12, request_id="kept")
     (record,) = await records(stack.gateway, request_id="kept")
     assert (record.model, record.prompt, record.status) == ("storyteller", "Once", "OK")
@@ -30,7 +30,7 @@ async def test_an_answer_is_recorded_as_it_was_given(stack):
         assert (await stub.Get(millrace_pb2.GetPayloadRequest(record_id=record.record_id))).text == record.text
 
 
-async def test_a_refused_and_a_cancelled_request_are_recorded_as_what_they_are(stack):
+async def test_refused_and_cancelled_requests_are_recorded_with_their_status(stack):
     with pytest.raises(grpc.aio.AioRpcError):
         await generate(stack.gateway, model="storyteller", prompt="Once", temperature=-1, request_id="refused")
     (record,) = await records(stack.gateway, request_id="refused")
@@ -68,7 +68,7 @@ async def test_a_refused_and_a_cancelled_request_are_recorded_as_what_they_are(s
     assert record.usage.completion_tokens == sum(len(chunk.token_ids) for chunk in record.chunks) > 0
 
 
-async def test_usage_grows_by_what_an_answer_took(stack):
+async def test_usage_grows_by_the_tokens_of_an_answer(stack):
     async def usage(query="?group=model&model=storyteller"):
         answer = await rest(stack.gateway, "GET", f"/millrace/v1/usage{query}")
         assert answer.status == 200, answer.body
@@ -95,11 +95,11 @@ async def test_usage_grows_by_what_an_answer_took(stack):
         **dict.fromkeys(("seconds", "duration_seconds"), 0),
     }
     assert (await rest(stack.gateway, "GET", "/millrace/v1/usage?group=none")).status == 400
-    # Calls of the log are on no record.
+    # Calls of the log are not recorded.
     assert not [one for one in await query(stack.gateway, page_size=1000) if "usage" in one.gateway.path]
 
 
-async def test_the_database_is_its_owners_alone(stack):
+async def test_only_the_owner_may_read_the_database(stack):
     files = list(stack.settings.run_folder.glob("payloads.sqlite3*"))
     assert files
     assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files)
@@ -114,7 +114,7 @@ async def test_streams_do_not_need_the_logger_and_it_gets_every_record_later(new
     await stack.wait_ready(timeout_s=30)
 
     async def log_is_routed():
-        # The gateway probes the logger once a second: it may know of its return a little later than we do.
+        # The gateway probes the logger once a second: it may notice its return a little later than the test.
         try:
             await records(stack.gateway, 0, model="storyteller")
         except grpc.aio.AioRpcError as error:

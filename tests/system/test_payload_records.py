@@ -1,4 +1,4 @@
-"""What a record says: of every way in and every outcome, of tensors, and no more than the settings allow."""
+"""Contents of records: every way in and every outcome, tensors, and no more than the settings allow."""
 
 import asyncio
 import hashlib
@@ -16,10 +16,10 @@ from millrace.oip.tensors import Tensor, add_input
 from millrace_protos import inference_pb2 as pb
 from millrace_protos import millrace_pb2, millrace_pb2_grpc
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from tests.system.ask import Ask
 from tests.system.calls import channel, each, generate, infer, rest, text_of
 from tests.system.faulty_predictor import FAILS, FAILS_LATER, PYTHON_MODEL
 from tests.system.payload_log import query, records
+from tests.system.request_outcome import Request
 from tests.system.ways_in import RELAYED, STREAMS, TEXT
 
 OPENAI, V2, OIP = "millrace.rest.v1.OpenAI", "millrace.rest.v1.OpenInference", "inference.GRPCInferenceService"
@@ -40,7 +40,7 @@ PROTOCOLS = {
     "generate": f"{V2}/Generate",
     "generate_stream": f"{V2}/GenerateStream",
 }
-# Two answers of a model that gives many: FP32, of one element and of two.
+# Two answers of a decoupled model: FP32, of one element and of two.
 DECOUPLED_MODEL = """
 import numpy as np
 
@@ -63,7 +63,7 @@ def faults(tmp_path_factory):
 
 @pytest_asyncio.fixture(scope="module")
 async def stack(stacks, tmp_path_factory, faults):
-    """Whose transformer keeps small tensors and one header, and whose predictor fails on request."""
+    """A stack whose transformer keeps small tensors and one header, and whose predictor fails on request."""
     folder = tmp_path_factory.mktemp("models")
     for name, code in (("tensors", PYTHON_MODEL), ("many", DECOUPLED_MODEL)):
         (folder / name).mkdir()
@@ -85,8 +85,14 @@ async def stack(stacks, tmp_path_factory, faults):
 
 @pytest_asyncio.fixture(scope="module")
 async def strict_stack(stacks):
-    """Whose transformer keeps of each model something else, and no number of a card."""
-    modes = {"whole": "all", "asked": "request", "told": "response", "counted": "metadata", "quiet": "off"}
+    """A stack whose transformer has a mode for each model, and redacts numbers of cards."""
+    modes = {
+        "whole": "all",
+        "requests": "request",
+        "responses": "response",
+        "counted": "metadata",
+        "quiet": "off",
+    }
     async with stacks.use(
         models=",".join(f"{name}=models/storyteller" for name in modes),
         environment={
@@ -110,7 +116,7 @@ def now():
 # ---------------------------------------------------------------- ways in and outcomes
 
 OK, PARAMETERS = "OK", {"max_tokens": 2, "ignore_eos": True}
-# What is asked, and what the record says: the status, and the hop of text and of relayed tensors.
+# Outcome → parameters, model, and the record's status and hops of text and of relayed tensors.
 OUTCOMES = {
     "answered": (PARAMETERS, "storyteller", OK, ("", "")),
     "refused": (PARAMETERS | {"temperature": -1.0}, "storyteller", "INVALID_ARGUMENT", ("transformer", "predictor")),
@@ -123,23 +129,23 @@ OUTCOMES = {
 async def test_every_way_in_leaves_one_record_of_each_outcome(stack, outcome):
     parameters, model, status, hops = OUTCOMES[outcome]
     since = now()
-    ask = Ask(model=model, parameters=parameters, goes_on=False)
+    request = Request(model=model, parameters=parameters, goes_on=False)
     ways = TEXT | RELAYED
-    await asyncio.gather(*(way_in(stack.gateway, ask) for way_in in ways.values()))
+    await asyncio.gather(*(way_in(stack.gateway, request) for way_in in ways.values()))
     found = await records(stack.gateway, len(ways), since=since)
-    told = Counter((record.protocol, record.status, record.failed_hop) for record in found)
-    assert told == Counter((way_protocol(name), status, hops[name in RELAYED]) for name in ways)
+    statuses = Counter((record.protocol, record.status, record.failed_hop) for record in found)
+    assert statuses == Counter((way_protocol(name), status, hops[name in RELAYED]) for name in ways)
     assert all(record.span_id and record.trace_id and record.call_id and record.duration_ms > 0 for record in found)
     assert all(bool(record.message) == (status != OK) for record in found)
 
 
-async def test_a_deadline_that_passes_is_on_record_on_every_way_in(stack, faults):
+async def test_a_passed_deadline_is_recorded_on_every_way_in(stack, faults):
     since = now()
     (faults / "hold").touch()
     try:
-        ask = Ask(timeout_s=0.5, goes_on=False)
+        request = Request(timeout_s=0.5, goes_on=False)
         ways = TEXT | RELAYED
-        await asyncio.gather(*(way_in(stack.gateway, ask) for way_in in ways.values()))
+        await asyncio.gather(*(way_in(stack.gateway, request) for way_in in ways.values()))
     finally:
         (faults / "hold").unlink()
     found = await records(stack.gateway, len(ways), since=since)
@@ -149,10 +155,10 @@ async def test_a_deadline_that_passes_is_on_record_on_every_way_in(stack, faults
 
 
 @pytest.mark.parametrize("name", [name for name in STREAMS if name in TEXT])
-async def test_an_answer_that_breaks_off_is_recorded_as_far_as_it_came(stack, name):
+async def test_a_broken_answer_is_recorded_up_to_the_break(stack, name):
     since = now()
-    ask = Ask(parameters={"max_tokens": 20, "ignore_eos": True, "seed": FAILS_LATER}, goes_on=False)
-    outcome = await TEXT[name](stack.gateway, ask)
+    request = Request(parameters={"max_tokens": 20, "ignore_eos": True, "seed": FAILS_LATER}, goes_on=False)
+    outcome = await TEXT[name](stack.gateway, request)
     assert outcome.begun
     (record,) = await records(stack.gateway, since=since)
     assert (record.protocol, record.status, record.failed_hop) == (way_protocol(name), "INTERNAL", "predictor")
@@ -161,7 +167,7 @@ async def test_an_answer_that_breaks_off_is_recorded_as_far_as_it_came(stack, na
     assert not record.finish_reason
 
 
-async def test_what_a_client_leaves_is_recorded_as_cancelled(stack):
+async def test_a_request_whose_client_leaves_is_recorded_as_cancelled(stack):
     request = millrace_pb2.GenerateRequest(
         model="storyteller", prompt="Once", max_tokens=900, ignore_eos=True, request_id="left"
     )
@@ -174,7 +180,7 @@ async def test_what_a_client_leaves_is_recorded_as_cancelled(stack):
     assert record.chunks[0].text == first.text
 
 
-async def test_a_request_id_that_is_too_long_is_refused_and_on_record(stack):
+async def test_a_too_long_request_id_is_refused_and_recorded(stack):
     with pytest.raises(grpc.aio.AioRpcError, match="at most 256"):
         await generate(stack.gateway, model="storyteller", prompt="Once", request_id="x" * 300)
     (record,) = await records(stack.gateway, request_id="x" * 256)
@@ -184,19 +190,19 @@ async def test_a_request_id_that_is_too_long_is_refused_and_on_record(stack):
 # ---------------------------------------------------------------- contents
 
 
-async def test_log_probabilities_are_recorded_where_they_were_asked_for(stack):
+async def test_log_probabilities_are_recorded_if_they_were_requested(stack):
     fields = {"model": "storyteller", "prompt": "Once", "max_tokens": 4, "ignore_eos": True}
     responses = await generate(stack.gateway, **fields, logprobs=True, request_id="with")
     await generate(stack.gateway, **fields, request_id="without")
     (given,) = await records(stack.gateway, request_id="with")
     (bare,) = await records(stack.gateway, request_id="without")
-    told = [(list(chunk.token_ids), list(chunk.logprobs)) for chunk in given.chunks]
-    assert told == [(list(response.token_ids), list(response.logprobs)) for response in responses]
-    assert [len(ids) for ids, logprobs in told] == [len(logprobs) for ids, logprobs in told]
+    chunks = [(list(chunk.token_ids), list(chunk.logprobs)) for chunk in given.chunks]
+    assert chunks == [(list(response.token_ids), list(response.logprobs)) for response in responses]
+    assert [len(ids) for ids, logprobs in chunks] == [len(logprobs) for ids, logprobs in chunks]
     assert not any(chunk.logprobs for chunk in bare.chunks)
 
 
-async def test_of_the_callers_metadata_a_record_has_what_is_allowed(stack):
+async def test_a_record_has_the_allowed_metadata_of_its_caller(stack):
     body = {"model": "storyteller", "prompt": "Once", "max_tokens": 2}
     headers = {"x_user": "Ann", "x_other": "hidden", "authorization": "Bearer key", "x_request_id": "by-header"}
     await rest(stack.gateway, "POST", "/v1/completions", body, **headers)
@@ -217,11 +223,11 @@ async def test_tensors_are_recorded_by_shape_and_digest_and_small_ones_with_thei
         ("small", "INT64", [8], f"sha256:{hashlib.sha256(small.tobytes()).hexdigest()}", small.tobytes()),
         ("large", "FP32", [10, 20], f"sha256:{hashlib.sha256(large.tobytes()).hexdigest()}", b""),
     ]
-    for tensors in (record.inputs, record.outputs):  # The model gives back what it got.
+    for tensors in (record.inputs, record.outputs):  # The model returns its inputs.
         assert [(t.name, t.datatype, list(t.shape), t.digest, t.data) for t in tensors] == expected
 
 
-async def test_each_answer_of_a_model_that_gives_many_is_a_chunk_of_its_record(stack):
+async def test_each_answer_of_a_decoupled_model_is_a_chunk_of_its_record(stack):
     request = pb.ModelInferRequest(model_name="many", id="many")
     add_input(request, Tensor("x", "INT32", np.zeros(1, np.int32)))
     async with channel(stack.gateway) as open_channel:
@@ -230,7 +236,7 @@ async def test_each_answer_of_a_model_that_gives_many_is_a_chunk_of_its_record(s
     (record,) = await records(stack.gateway, request_id="many")
     shapes = [[list(output.shape) for output in answer.outputs] for answer in answers]
     assert [[list(output.shape) for output in chunk.outputs] for chunk in record.chunks] == shapes
-    assert [shape for told in shapes for shape in told] == [[1], [2]]
+    assert [shape for chunk in shapes for shape in chunk] == [[1], [2]]
     offsets = [chunk.offset_ms for chunk in record.chunks]
     assert offsets == sorted(offsets)
     assert offsets[0] > 0
@@ -239,34 +245,34 @@ async def test_each_answer_of_a_model_that_gives_many_is_a_chunk_of_its_record(s
 # ---------------------------------------------------------------- modes and redaction
 
 
-async def test_each_mode_keeps_what_it_says(strict_stack):
+async def test_each_mode_keeps_its_parts(strict_stack):
     await asyncio.gather(
         *(
             generate(strict_stack.gateway, model=model, prompt="A day", max_tokens=3, request_id=f"mode-{model}")
-            for model in ("whole", "asked", "told", "counted", "quiet")
+            for model in ("whole", "requests", "responses", "counted", "quiet")
         )
     )
     kept = {}
-    for model in ("whole", "asked", "told", "counted"):
+    for model in ("whole", "requests", "responses", "counted"):
         (record,) = await records(strict_stack.gateway, request_id=f"mode-{model}")
         kept[model] = (bool(record.prompt), bool(record.parameters), bool(record.text), bool(record.chunks))
         assert (record.status, record.usage.completion_tokens) == ("OK", 3)
         assert record.HasField("ttft_ms")
     assert kept == {
         "whole": (True, True, True, True),
-        "asked": (True, True, False, False),
-        "told": (False, False, True, True),
+        "requests": (True, True, False, False),
+        "responses": (False, False, True, True),
         "counted": (False, False, False, False),
     }
-    # It was asked at the same time as the others, whose records have come.
+    # Its request was sent together with the others, whose records have arrived.
     assert await query(strict_stack.gateway, model="quiet") == []
 
 
-async def test_what_is_redacted_reaches_neither_the_log_nor_the_disk(strict_stack):
+async def test_redacted_text_reaches_neither_the_log_nor_the_disk(strict_stack):
     prompt = f"Once upon a time with {CARD}"
     sampling = {"max_tokens": 80, "temperature": 0.0, "ignore_eos": True}
     responses = await generate(strict_stack.gateway, model="whole", prompt=prompt, request_id="redacted", **sampling)
-    assert "the " in text_of(responses).lower()  # The caller gets all of it.
+    assert "the " in text_of(responses).lower()  # The caller gets the unredacted text.
     (record,) = await records(strict_stack.gateway, request_id="redacted")
     assert record.prompt == "Once upon a time with [card]"
     assert record.text == "".join(chunk.text for chunk in record.chunks)

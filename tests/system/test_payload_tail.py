@@ -1,4 +1,4 @@
-"""The payload log by REST, and Tail by REST and gRPC: each record as it is committed, under the same filters."""
+"""The payload log over REST, and Tail over REST and gRPC: each record as it is committed, under the same filters."""
 
 import asyncio
 import http.client
@@ -35,7 +35,7 @@ def lines(answer):
     return [json.loads(line) for line in answer.body.splitlines()]
 
 
-async def test_query_and_get_by_rest_say_what_they_say_by_grpc(stack):
+async def test_query_and_get_agree_over_rest_and_grpc(stack):
     await generate(stack.gateway, model="storyteller", prompt="By REST", max_tokens=3, request_id="rest-log")
 
     async def query():
@@ -64,21 +64,21 @@ async def test_query_and_get_by_rest_say_what_they_say_by_grpc(stack):
         (f"{PAYLOADS}/nothing", 404, "logger", "no record has the record_id 'nothing'"),
     ],
 )
-async def test_what_the_log_refuses_it_refuses_in_words(stack, path, status, hop, message):
+async def test_refusals_of_the_log_have_a_message(stack, path, status, hop, message):
     answer = await rest(stack.gateway, "GET", path)
     assert (answer.status, answer.headers["x-failed-hop"]) == (status, hop)
     assert list(answer.json) == ["error"]
     assert message in answer.json["error"]
 
 
-async def test_tail_gives_each_record_that_passes_as_it_is_committed(stack):
+async def test_tail_sends_each_matching_record_as_it_is_committed(stack):
     by_rest = await asyncio.to_thread(RestTail, stack.gateway, "request_id=tailed&text_contains=seen")
     assert by_rest.response.getheader("content-type") == "application/x-ndjson"
     async with channel(stack.gateway) as open_channel:
         by_grpc = millrace_pb2_grpc.PayloadLogStub(open_channel).Tail(
             millrace_pb2.TailPayloadsRequest(request_id="tailed", text_contains="seen")
         )
-        await by_grpc.initial_metadata()  # It has begun.
+        await by_grpc.initial_metadata()  # The call has begun.
         for prompt in ("seen 1", "passed over", "seen 2"):
             await generate(stack.gateway, model="storyteller", prompt=prompt, max_tokens=2, request_id="tailed")
         async with asyncio.timeout(20):
@@ -90,7 +90,7 @@ async def test_tail_gives_each_record_that_passes_as_it_is_committed(stack):
     by_rest.close()
 
 
-async def test_a_tail_ends_with_a_reason_when_the_logger_goes(mended_stack):
+async def test_a_tail_ends_with_a_reason_when_the_logger_stops(mended_stack):
     stack = mended_stack
     by_rest = await asyncio.to_thread(RestTail, stack.gateway, "")
     async with channel(stack.gateway) as open_channel:

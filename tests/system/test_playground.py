@@ -1,5 +1,5 @@
-"""What the playground shows: it is opened before the stack is ready, streams, and stops; its predictor is killed, the
-record has the pause, and the call's code gives the same text; errors have an advice.
+"""The playground: it can be opened before the stack is ready, streams, and stops; its predictor is killed, the
+record has the pause, and the call's code gives the same text; errors come with advice.
 
 Of the four screens (wide or a phone, light or dark) `make test` takes one; FULL=1 all. Findings of axe fail a test
 where axe is installed. Screenshots are left in `.run/screenshots`.
@@ -60,9 +60,9 @@ async def demo(tmp_path_factory):
         await stack.stop()
 
 
-async def test_a_page_that_was_opened_too_early_comes_alive(demo, open_page):
+async def test_a_page_that_was_opened_too_early_recovers(demo, open_page):
     await until(lambda: is_served(demo))
-    # However soon the stack is ready, the page's first looks find that it is not.
+    # However soon the stack is ready, the page's first requests fail.
     page = await open_page(demo.gateway, is_ready=False, refused="**/v2/health/ready")
     await expect(page.locator("#state")).to_have_text(re.compile("loading|not reachable"))
     await expect(page.locator("#trouble")).to_contain_text(re.compile("starting|Not ready yet|does not answer"))
@@ -95,7 +95,7 @@ async def test_tokens_appear_one_by_one_and_their_record_in_the_log(demo, open_p
     trace_id = await trace.text_content()
     assert await trace.get_attribute("href") == f"http://traces.example/trace/{trace_id}"
 
-    # The record of it is in the log, with the trace that the page showed.
+    # Its record is in the log, with the trace that the page showed.
     await page.click("#tab-requests")
     row = page.locator("#records tr", has_text=(await own_text(page)).strip()).first
     await expect(row).to_contain_text("Once upon a time")
@@ -112,7 +112,7 @@ async def test_tokens_appear_one_by_one_and_their_record_in_the_log(demo, open_p
     assert await page.title() == "Millrace playground"
 
 
-async def test_stop_ends_the_generation_where_it_is_made(demo, open_page):
+async def test_stop_ends_the_generation_in_the_engine(demo, open_page):
     await demo.wait_ready(timeout_s=60)
     page = await open_page(demo.gateway)
     await page.fill("#prompt", "To be stopped")
@@ -130,7 +130,7 @@ async def test_stop_ends_the_generation_where_it_is_made(demo, open_page):
 
 
 async def kill_its_predictor(page):
-    """By the button, a third into the answer; returns the names in the mark."""
+    """Kills the predictor with the button, a third into the answer; returns the names in the mark."""
     await expect(figure(page, "tokens")).to_have_text(re.compile(r"^([89]|[12]\d)$"))
     await page.click("#kill")
     mark = page.locator(".answer").last.locator(".mark")
@@ -148,7 +148,7 @@ async def kill_its_predictor(page):
         pytest.param("phone-dark", PHONE, "dark", "messages", marks=pytest.mark.full),
     ],
 )
-async def test_a_slow_story_survives_its_predictor_and_its_code_gives_it_again(
+async def test_a_slow_story_survives_its_predictor_and_its_code_repeats_it(
     demo, open_page, name, viewport, scheme, kind
 ):
     await demo.wait_ready(timeout_s=60)
@@ -242,7 +242,7 @@ async def test_a_model_is_unloaded_and_loaded_again(demo, open_page):
     await expect(card).to_contain_text("2 of 2 predictors", timeout=60_000)
 
 
-async def test_errors_have_an_advice_whether_they_come_before_the_answer_or_within(demo, open_page):
+async def test_errors_before_and_within_the_answer_have_advice(demo, open_page):
     await demo.wait_ready(timeout_s=60)
     page = await open_page(demo.gateway)
     error = page.locator("#error")

@@ -1,4 +1,4 @@
-"""The playground before a stack as it starts by default, and before one that asks for keys."""
+"""The playground before a stack with default settings, and before one with keys."""
 
 import asyncio
 import re
@@ -22,9 +22,9 @@ KEYS = {
 pytestmark = needs_browser
 
 
-async def test_a_chat_has_turns_and_a_system_message_and_shows_what_the_model_sees(stack, open_page):
+async def test_a_chat_has_turns_and_a_system_message_and_shows_the_models_prompt(stack, open_page):
     page = await open_page(stack.gateway)
-    await expect(page.locator("#kill")).to_be_hidden()  # It needs DEVELOPMENT=true,
+    await expect(page.locator("#kill")).to_be_hidden()  # This needs DEVELOPMENT=true,
     await expect(page.locator("#usage")).to_be_hidden()  # and this a key.
     await page.locator("[name=kind][value=messages]").check(force=True)
     await page.fill("#system", "Be brief.")
@@ -47,7 +47,7 @@ async def test_a_chat_has_turns_and_a_system_message_and_shows_what_the_model_se
     await expect(rendered).to_contain_text("<|user|>And a third.<|assistant|>")
 
 
-async def test_sixteen_at_once_run_in_one_batch(stack, open_page):
+async def test_sixteen_requests_at_once_run_in_one_batch(stack, open_page):
     page = await open_page(stack.gateway)
     await page.fill("[name=max_tokens]", "20")
     await page.select_option("#pace", "20")
@@ -58,7 +58,7 @@ async def test_sixteen_at_once_run_in_one_batch(stack, open_page):
     await expect(page.locator("#generate")).to_be_enabled()
 
 
-async def test_reads_that_fail_leave_what_is_shown_and_no_call_open(stack, open_page):
+async def test_failed_reads_leave_the_page_unchanged_and_no_call_open(stack, open_page):
     page = await open_page(stack.gateway)
     young = {"record_id": "young", "time": datetime.now(UTC).isoformat(), "model": "storyteller", "status": "OK"}
     answers = iter([young, None, young])  # The second read, for the gateway's line, fails.
@@ -117,7 +117,7 @@ async def test_an_answer_ends_once_and_the_waterfall_of_a_long_one_is_bounded(st
 
 
 @pytest.mark.skipif(not AXE.exists(), reason="no axe-core here (npm package axe-core): accessibility is not checked")
-async def test_axe_finds_nothing_in_the_dark_and_what_is_planted(stack, open_page):
+async def test_axe_finds_no_problem_in_the_dark_theme_but_finds_a_planted_one(stack, open_page):
     page = await open_page(stack.gateway, PHONE, "dark")
     await page.click("#drawer-toggle")
     assert await problems(page) == []
@@ -127,7 +127,7 @@ async def test_axe_finds_nothing_in_the_dark_and_what_is_planted(stack, open_pag
 
 @pytest_asyncio.fixture(scope="module")
 async def keyed(tmp_path_factory, stacks):
-    """A stack that asks for keys."""
+    """A stack with keys."""
     entries = ", ".join(f"{{name: {name}, key: {key}, role: {role}}}" for name, (role, key) in KEYS.items())
     path = tmp_path_factory.mktemp("keys") / "keys.yaml"
     path.write_text(f"[{entries}]")
@@ -136,7 +136,7 @@ async def keyed(tmp_path_factory, stacks):
 
 
 @pytest.mark.parametrize("name", ["alice", "carol"])
-async def test_it_asks_for_a_key_once_and_shows_what_that_has_used(browser, keyed, name):
+async def test_the_page_asks_for_a_key_once_and_shows_its_usage(browser, keyed, name):
     (role, key), (_, other) = KEYS[name], KEYS["bob"]
     context = await browser.new_context()
     page = await context.new_page()

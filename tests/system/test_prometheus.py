@@ -1,4 +1,4 @@
-"""A real Prometheus reads every page of a real stack; every panel and every alert asks for what is there."""
+"""A real Prometheus reads every page of a real stack; every panel and every alert uses existing metrics."""
 
 import asyncio
 import re
@@ -29,14 +29,14 @@ ALERTS_TEST = ROOT / "observability" / "alerts_test.yaml"
 RULES = [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
 LONG = {"model": "storyteller", "prompt": "Once upon a time", "max_tokens": 1000, "ignore_eos": True}
 UNKNOWN_MODEL = "a-name-of-the-callers-own"
-NOBODY = "http://127.0.0.1:9"  # The discard port: nobody listens.
+UNREACHABLE = "http://127.0.0.1:9"  # The discard port: no server listens.
 EVERY_S, MIX_S = 0.5, 1.5
 
-# Counters that nothing moves in a healthy stack, which are absent until then: their names in the code.
+# Counters that are absent in a healthy stack, since nothing moves them; here are their names in the code.
 HAS_NOT_HAPPENED = {"millrace_log_dropped_total": "millrace.log.dropped"}
-# What Prometheus makes itself, and only while there is something to tell.
+# Series that Prometheus makes itself, only while alerts are active.
 OWN = {"ALERTS"}
-# Of Prometheus 3: it would take names as OpenTelemetry has them, dots included, where a page offers them.
+# Prometheus 3 would take OpenTelemetry's names, with dots, if a page offers them.
 ACCEPT_3 = (
     "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
     "application/openmetrics-text;version=0.0.1;q=0.4,text/plain;version=1.0.0;escaping=allow-utf-8;q=0.3,*/*;q=0.1"
@@ -52,7 +52,7 @@ pytestmark = [
 
 
 class Watched(NamedTuple):
-    """A stack that has had every kind of load between two Unix times, and who watched it."""
+    """A stack that had every kind of load between two Unix times, and its Prometheus."""
 
     stack: Stack
     prometheus: Prometheus
@@ -62,8 +62,8 @@ class Watched(NamedTuple):
 
 @pytest_asyncio.fixture(scope="module")
 async def watched(stacks: StackPool, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Watched]:
-    # Neither a collector nor a sink is there: what is lost or waits has to be seen too.
-    exporting = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": NOBODY, "OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
+    # There is neither a collector nor a sink: lost and waiting data must be visible too.
+    exporting = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": UNREACHABLE, "OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
     # A queue of one span: the second that ends while one is being exported is lost, however slow the machine.
     short_queue = {
         "OTEL_BSP_SCHEDULE_DELAY": "200",
@@ -71,10 +71,10 @@ async def watched(stacks: StackPool, tmp_path_factory: pytest.TempPathFactory) -
         "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "1",
     }
     environment = {
-        # On a busy machine a predictor takes its time to come back.
+        # On a busy machine a predictor restarts slowly.
         "transformer": exporting | short_queue | {"TRANSFORMER_PREDICTOR_START_WAIT": "120"},
         "predictor": exporting | short_queue,
-        "logger": exporting | {"LOGGER_SINKS": NOBODY},
+        "logger": exporting | {"LOGGER_SINKS": UNREACHABLE},
     }
     async with stacks.use(environment=environment) as stack:
         folder = tmp_path_factory.mktemp("prometheus")
@@ -89,7 +89,7 @@ async def watched(stacks: StackPool, tmp_path_factory: pytest.TempPathFactory) -
 
 
 async def mixed_load(gateway: str) -> None:
-    """Answers whole and streamed, by gRPC and by HTTP, calls that are cancelled and one that is refused."""
+    """Whole and streamed answers, over gRPC and HTTP, cancelled calls and a refused one."""
     end = time.monotonic() + MIX_S
     while time.monotonic() < end:
         body = {"model": "storyteller", "prompt": "Once", "max_tokens": 30, "ignore_eos": True}
@@ -118,7 +118,7 @@ def cancelled_by_http(gateway: str) -> None:
 
 
 async def predictor_dies_in_the_middle(stack: Stack) -> None:
-    """One stream meets it, and goes on."""
+    """Kills a predictor during a stream, which continues."""
     async with channel(stack.gateway) as open_channel:
         request = millrace_pb2.GenerateRequest(**LONG | {"max_tokens": 200})
         call = millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=150)
@@ -136,7 +136,7 @@ def promtool(*arguments: str) -> str:
     return done.stdout
 
 
-def test_prometheus_takes_configuration_and_rules_and_every_alert_is_tested():
+def test_prometheus_accepts_configuration_and_rules_and_every_alert_is_tested():
     assert "SUCCESS" in promtool("check", "config", "--lint-fatal", str(CONFIG))
     assert f"{len(RULES)} rules found" in promtool("check", "rules", "--lint-fatal", str(ALERTS))
     assert "SUCCESS" in promtool("test", "rules", str(ALERTS_TEST))
@@ -156,7 +156,7 @@ async def test_every_page_is_scraped_without_an_error(watched):
     assert {series.last for series in await watched.prometheus.query("up")} == {1.0}
 
 
-async def test_every_panel_shows_something(watched):
+async def test_every_panel_has_data(watched):
     empty = []
     for query in queries():
         expression = filled(query.expression, rate_interval="10s", time_range="5m")
@@ -166,7 +166,7 @@ async def test_every_panel_shows_something(watched):
     assert not empty
 
 
-async def test_every_metric_and_label_that_a_panel_or_an_alert_names_is_there(watched):
+async def test_every_metric_and_label_of_panels_and_alerts_exists(watched):
     expressions = [query.expression for query in queries()] + [rule["expr"] for rule in RULES]
     expressions = [expression.replace("instance:telemetry_lost:sum", "up") for expression in expressions]
     for metric in sorted(set().union(*map(metrics_of, expressions)) - OWN):
@@ -198,11 +198,11 @@ def in_the_code(name: str) -> bool:
     )
 
 
-async def test_what_happened_is_what_the_figures_say(watched):
-    """The load by both protocols, its cancels, the predictor's death, what nobody took."""
+async def test_the_metrics_show_what_happened(watched):
+    """The load by protocol, its cancels, the predictor's death, and data that no receiver took."""
 
     async def highest(expression: str) -> dict[str, float]:
-        """By the labels that an expression leaves."""
+        """The highest values of an expression, by its labels."""
         found = await watched.prometheus.query_range(expression, watched.begun, watched.ended)
         return {" ".join(series.labels.values()): max(series.finite) for series in found if series.finite}
 
@@ -220,16 +220,16 @@ async def test_what_happened_is_what_the_figures_say(watched):
     assert (await highest("max(millrace_sink_lag_seconds)"))[""] > 0
     assert (await highest("sum(instance:telemetry_lost:sum)"))[""] > 0
     assert (await highest("sum(millrace_kv_cache_utilization_ratio)"))[""] > 0
-    # Who died while it was scraped is counted where it is started again, and an alert says so.
+    # A predictor that died during the scrapes is counted after its restart, and an alert fires.
     assert "firing" in await highest('sum by (alertstate) (ALERTS{alertname="PredictorRestarted"})')
 
 
-async def test_no_label_holds_what_a_caller_wrote(watched):
+async def test_no_label_has_text_of_a_caller(watched):
     assert await watched.prometheus.query(f'{{__name__=~".+", gen_ai_request_model="{UNKNOWN_MODEL}"}}') == []
     assert await watched.prometheus.query('millrace_streams_total{gen_ai_request_model="_OTHER"}')
 
 
-async def test_names_are_the_same_to_a_prometheus_that_takes_dots(watched):
+async def test_names_are_the_same_for_a_prometheus_that_accepts_dots(watched):
     def page(host: str, port: int, path: str) -> str:
         request = urllib.request.Request(f"http://{host}:{port}{path}", headers={"accept": ACCEPT_3})
         with suppress(TimeoutError), urllib.request.urlopen(request, timeout=10) as answer:

@@ -1,4 +1,4 @@
-"""The commands of README and docs/, run as a new user would run them; `make up` and its end."""
+"""The commands of README and docs/, run as a new user would run them; the start and stop of `make up`."""
 
 import os
 import re
@@ -21,9 +21,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXT = "\n".join(page.read_text() for page in PAGES)
 BUF = ROOT / ".tools" / "node_modules" / ".bin"
 PATH = f"{BUF}{os.pathsep}{os.environ['PATH']}"
-# Not to be had, a download of gigabytes, containers, what the fixture runs with other ports, or what
-# tests/process/test_gateway_tls.py, tests/system/test_keys.py and tests/slow/test_knee.py run. Below, the load check
-# runs for seconds.
+# Unavailable, a download of gigabytes, containers, run by the fixture with other ports, or run by
+# tests/process/test_gateway_tls.py, tests/system/test_keys.py or tests/slow/test_knee.py. The load check below
+# runs for seconds only.
 NOT_RUN = (
     "make certs",
     "make key",
@@ -43,7 +43,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
 
 
-# With which the fixture's `make up` runs.
+# The settings of the fixture's `make up`.
 REDACTION = dict([shlex.split(next(block for block in blocks("sh") if "PAYLOAD_REDACT=" in block))[0].split("=", 1)])
 COMMANDS = [block for block in blocks("sh") if not block.startswith(NOT_RUN)]
 
@@ -59,7 +59,7 @@ class MakeUp:
         for name in files.stdout.splitlines():
             if (ROOT / name).is_file():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                # With its time, by which make knows that what is installed is up to date.
+                # With its time, by which make sees that the installed packages are up to date.
                 shutil.copy2(ROOT / name, folder / name)
         for compiled in {(ROOT / name).parent / "__pycache__" for name in files.stdout.splitlines()}:
             if compiled.is_dir():
@@ -76,7 +76,7 @@ class MakeUp:
         self._environment = os.environ | ports | REDACTION | {"DEVICE": "cpu"}
 
     def start(self) -> None:
-        """Runs `make up V=1` until it says that it is ready."""
+        """Runs `make up V=1` until it reports that it is ready."""
         begun = time.monotonic()
         self.output = self.folder / "output"
         with self.output.open("w") as output:
@@ -98,7 +98,7 @@ class MakeUp:
             raise
 
     def stop(self) -> float:
-        """Sends SIGTERM to make; how long it took until no process was left, in seconds."""
+        """Sends SIGTERM to make; returns the seconds until no process was left."""
         begun = time.monotonic()
         processes = [self.process, *self.process.children(recursive=True)]
         runner = next(p for p in processes if "runner" in p.cmdline())
@@ -114,7 +114,7 @@ class MakeUp:
 def make_up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeUp]:
     running = MakeUp(tmp_path_factory.mktemp("copy"))
     running.start()
-    # Something to find in the payload log.
+    # A record for the payload log.
     run(
         ["curl", "-sf", "http://127.0.0.1:8080/v1/completions", "-d", '{"model": "normalizer", "prompt": "a"}'], running
     )
@@ -124,8 +124,8 @@ def make_up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeUp]:
 
 
 def run(command: list[str], make_up: MakeUp) -> str:
-    for said, here in make_up.addresses.items():
-        command = [part.replace(said, here) for part in command]
+    for documented, actual in make_up.addresses.items():
+        command = [part.replace(documented, actual) for part in command]
     done = subprocess.run(
         command, cwd=make_up.folder, env=os.environ | {"PATH": PATH}, capture_output=True, text=True, timeout=60
     )
@@ -162,23 +162,23 @@ def test_the_commands_of_the_readme_work(make_up, command):
             output = run(["bash", "-c", command], make_up)
 
 
-def test_the_commands_of_the_readme_are_all_looked_at():
+def test_every_command_of_the_readme_is_run_or_listed_as_skipped():
     assert len(COMMANDS) == 9
     assert all(any(block.startswith(start) for block in blocks("sh")) for start in NOT_RUN)
 
 
-def test_the_load_check_of_the_documentation_holds(make_up):
+def test_the_load_check_of_the_documentation_works(make_up):
     command = next(block for block in blocks("sh") if block.startswith("make load-check"))
-    for said, here in ("-u 8 -r 8 -t 1m", "-u 2 -r 2 -t 3s"), ("TTFT <= 500 ms", "TTFT <= 5 s"):
-        assert said in command
-        command = command.replace(said, here)
+    for documented, actual in ("-u 8 -r 8 -t 1m", "-u 2 -r 2 -t 3s"), ("TTFT <= 500 ms", "TTFT <= 5 s"):
+        assert documented in command
+        command = command.replace(documented, actual)
     run(["bash", "-c", f"GATEWAY_PORT={make_up.gateway.split(':')[1]} {command}"], make_up)
 
 
 def test_the_redaction_of_the_readme_leaves_no_card_number_in_the_log(make_up):
     number = "4242424242424242"
-    asked = f'{{"model": "storyteller", "prompt": "Pay with {number}", "max_tokens": 2}}'
-    run(["curl", "-sf", "http://127.0.0.1:8080/v1/completions", "-d", asked], make_up)
+    body = f'{{"model": "storyteller", "prompt": "Pay with {number}", "max_tokens": 2}}'
+    run(["curl", "-sf", "http://127.0.0.1:8080/v1/completions", "-d", body], make_up)
     while "[card]" not in (log := run(["curl", "-sf", "http://127.0.0.1:8080/millrace/v1/payloads"], make_up)):
         time.sleep(0.05)  # Until the record is committed, or pytest's timeout.
     assert number not in log

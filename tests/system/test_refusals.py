@@ -1,6 +1,6 @@
-"""What cannot be served is refused at once, with its own status and the hop that says so; the next call works.
+"""Impossible requests are refused at once, with their own status and hop; the next call works.
 
-Which errors there are, and that they mean the same on every way in, is in test_error_table.py.
+test_error_table.py tests all errors, and that they mean the same on every way in.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ GENERATE = {
 
 
 @pytest.mark.parametrize("case", GENERATE)
-async def test_generate_refuses(stack, case):
+async def test_generate_refuses_wrong_requests(stack, case):
     change, status, text = GENERATE[case]
     fields = {"model": "storyteller", "prompt": "Once", **change}
     with pytest.raises(grpc.aio.AioRpcError) as raised:
@@ -57,7 +57,7 @@ PREDICTOR = {
 
 
 @pytest.mark.parametrize("case", PREDICTOR)
-async def test_the_predictor_refuses(stack, case):
+async def test_the_predictor_refuses_wrong_requests(stack, case):
     model, tensor, parameters, status, text = PREDICTOR[case]
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await infer(stack.gateway, ids_request(model, tensor, **parameters), authority="predictor")
@@ -74,7 +74,7 @@ async def test_a_tensor_whose_size_is_wrong_is_refused(stack):
     assert raised.value.code() is INVALID
 
 
-async def test_bytes_that_are_no_message_are_refused(stack):
+async def test_malformed_messages_are_refused(stack):
     async with channel(stack.gateway) as open_channel:
         for method in ("/inference.GRPCInferenceService/ModelInfer", "/millrace.v1.TextGeneration/Generate"):
             with pytest.raises(grpc.aio.AioRpcError) as raised:
@@ -84,7 +84,7 @@ async def test_bytes_that_are_no_message_are_refused(stack):
             assert dict(raised.value.trailing_metadata())["x-failed-hop"] == "transformer"
 
 
-async def test_a_refusal_as_long_as_a_book_harms_no_neighbour(stack):
+async def test_a_very_long_refusal_affects_no_other_call(stack):
     long = "9" * 100_000
 
     def with_parameter(name, value):
@@ -104,7 +104,7 @@ async def test_a_refusal_as_long_as_a_book_harms_no_neighbour(stack):
     assert [text_of(responses) for responses in await asyncio.gather(*neighbours)] == [alone] * 3
 
 
-async def test_sampling_parameters_nested_beyond_reason_are_refused(stack):
+async def test_deeply_nested_sampling_parameters_are_refused(stack):
     request = text_request("storyteller", "Once")
     add_input(request, bytes_tensor("sampling_parameters", [b"[" * 100_000]))
     with pytest.raises(grpc.aio.AioRpcError, match="sampling_parameters is not JSON"):
@@ -136,7 +136,7 @@ REST = {
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("case", REST)
-async def test_rest_refuses(stack, case, stream):
+async def test_rest_refuses_wrong_requests(stack, case, stream):
     path, body, status, text = REST[case]
     answer = await rest(stack.gateway, "POST", path, body | {"stream": stream} if isinstance(body, dict) else body)
     assert answer.status == status

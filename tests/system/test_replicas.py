@@ -1,7 +1,7 @@
-"""Several predictors share the work; one that is killed is missed by nobody for long, and comes back.
+"""Several predictors share the work; a killed one is replaced by the others and restarted.
 
-In development mode the predictor of a request can be killed by name; otherwise nobody can, nor is it listed. Without
-any predictor the answer is 503, and every word of readiness agrees.
+In development mode the predictor of a request can be killed by name; otherwise the method neither exists nor is
+listed. Without any predictor the answer is 503, and every kind of readiness agrees.
 """
 
 import asyncio
@@ -54,15 +54,15 @@ async def listed(gateway):
 
 async def test_work_is_shared(replicas):
     async def both_work():
-        # The gateway probes each of them once a second: it may know of the second one a little later than of the first.
+        # The gateway probes each predictor once a second: it may notice the second one a little later than the first.
         await asyncio.gather(*(tell(replicas) for _ in range(8)))
-        told = [await statistics(replicas.addresses[name], "storyteller") for name in PREDICTORS]
-        return all(model.inference_count > 0 for model in told)
+        models = [await statistics(replicas.addresses[name], "storyteller") for name in PREDICTORS]
+        return all(model.inference_count > 0 for model in models)
 
     await until(both_work)
 
 
-async def test_nobody_is_killed_by_accident(replicas):
+async def test_no_predictor_is_killed_by_accident(replicas):
     assert DEVELOPMENT in await listed(replicas.gateway)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await kill(replicas.gateway, "mine")
@@ -73,7 +73,7 @@ async def test_nobody_is_killed_by_accident(replicas):
     assert refused.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_the_predictor_that_has_the_request_dies_and_no_other_and_comes_back(replicas):
+async def test_only_the_predictor_with_the_request_dies_and_it_is_restarted(replicas):
     before = {name: replicas.pid(name) for name in PREDICTORS}
     async with channel(replicas.gateway) as open_channel:
         request = millrace_pb2.GenerateRequest(
@@ -85,7 +85,7 @@ async def test_the_predictor_that_has_the_request_dies_and_no_other_and_comes_ba
         answer = await rest(replicas.gateway, "POST", KILL, {"request_id": "mine"}, x_millrace_development="true")
         assert (answer.status, answer.json) == (200, {})
         stream.cancel()
-    # A stream on the dead predictor goes on at the other one.
+    # A stream of the dead predictor continues at the other one.
     for responses in await asyncio.gather(*others):
         assert responses[-1].usage.completion_tokens == 20
 
@@ -96,22 +96,22 @@ async def test_the_predictor_that_has_the_request_dies_and_no_other_and_comes_ba
             return False
 
     await until(started_again)
-    # The other one serves while the first is away.
+    # The other predictor serves while the first is away.
     assert await tell(replicas)
     await replicas.wait_ready(timeout_s=90)
     assert await tell(replicas)
 
 
-async def test_what_is_loaded_and_unloaded_by_the_predictors_own_name_concerns_each_of_them(replicas):
+async def test_loads_and_unloads_through_the_gateway_apply_to_each_predictor(replicas):
     await replicas.wait_ready(timeout_s=90)
 
     async def states():
-        told = set()
+        found = set()
         for name in PREDICTORS:
             async with channel(replicas.addresses[name]) as own:
                 index = await GRPCInferenceServiceStub(own).RepositoryIndex(pb.RepositoryIndexRequest())
-                told |= {model.state for model in index.models}
-        return told
+                found |= {model.state for model in index.models}
+        return found
 
     async with channel(replicas.gateway, "predictor") as open_channel:
         stub = GRPCInferenceServiceStub(open_channel)
@@ -123,7 +123,7 @@ async def test_what_is_loaded_and_unloaded_by_the_predictors_own_name_concerns_e
     assert await tell(replicas)
 
 
-async def test_without_development_mode_nobody_is_killed(stack):
+async def test_without_development_mode_no_predictor_is_killed(stack):
     assert DEVELOPMENT not in await listed(stack.gateway)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await kill(stack.gateway, "mine", MEANT)
@@ -139,7 +139,7 @@ async def test_without_development_mode_nobody_is_killed(stack):
 
 
 async def readiness(gateway, open_channel):
-    """What health, ServerReady, ModelReady and REST say of a generation, and health of the process."""
+    """Readiness by health, ServerReady, ModelReady and REST, and the health of the process."""
     stub, health = GRPCInferenceServiceStub(open_channel), health_pb2_grpc.HealthStub(open_channel)
     ready, process, server, model, rest_server, rest_model = await asyncio.gather(
         health.Check(health_pb2.HealthCheckRequest(service="ready")),
@@ -150,11 +150,11 @@ async def readiness(gateway, open_channel):
         rest(gateway, "GET", "/v2/models/storyteller/ready"),
     )
     serving = health_pb2.HealthCheckResponse.SERVING
-    told = {ready.status == serving, server.ready, model.ready, rest_server.status == 200, rest_model.status == 200}
-    return frozenset(told), process.status == serving
+    values = {ready.status == serving, server.ready, model.ready, rest_server.status == 200, rest_model.status == 200}
+    return frozenset(values), process.status == serving
 
 
-async def test_without_a_predictor_the_answer_is_503_once_the_wait_is_over_and_every_word_of_readiness_agrees(
+async def test_without_a_predictor_the_answer_is_503_after_the_wait_and_every_kind_of_readiness_agrees(
     new_stack, tmp_path
 ):
     away = tmp_path / "away"
@@ -170,19 +170,19 @@ async def test_without_a_predictor_the_answer_is_503_once_the_wait_is_over_and_e
 
     async with channel(stack.gateway) as open_channel:
 
-        async def is_told(ready):
-            told = await readiness(stack.gateway, open_channel)
-            # Six questions are not one moment: an answer counts that is given twice.
-            if told == await readiness(stack.gateway, open_channel):
-                seen.add(told)
-            return told[0] == {ready}
+        async def is_reported_ready(ready):
+            answers = await readiness(stack.gateway, open_channel)
+            # Six calls do not happen at one moment: answers count if they are the same twice.
+            if answers == await readiness(stack.gateway, open_channel):
+                seen.add(answers)
+            return answers[0] == {ready}
 
-        await until(lambda: is_told(True))
+        await until(lambda: is_reported_ready(True))
         away.touch()
         await stack.kill("predictor-0")
         answer, _ = await asyncio.gather(
             rest(stack.gateway, "POST", "/v1/completions", {"model": "storyteller", "prompt": "Once"}),
-            until(lambda: is_told(False), 60),
+            until(lambda: is_reported_ready(False), 60),
         )
         assert answer.status == 503
         assert answer.headers["x-failed-hop"] == "predictor"
@@ -191,13 +191,13 @@ async def test_without_a_predictor_the_answer_is_503_once_the_wait_is_over_and_e
         assert (ready.status, ready.json) == (503, {"ready": False})
         assert (await rest(stack.gateway, "GET", "/health")).status == 503
         away.unlink()
-        await until(lambda: is_told(True), 60)
+        await until(lambda: is_reported_ready(True), 60)
     # The transformer itself serves all the time.
     assert seen == {(frozenset({True}), True), (frozenset({False}), True)}
 
     await stack.wait_ready(timeout_s=30)
     assert await generate(stack.gateway, model="storyteller", prompt="Once", max_tokens=3)
-    # The only model need not be named.
+    # A request does not need the name of the only model.
     for body in ({"prompt": "Once"}, {"prompt": "Once", "model": ""}):
         answer = await rest(stack.gateway, "POST", "/v1/completions", {**body, "max_tokens": 2})
         assert (answer.status, answer.json["model"]) == (200, "storyteller")

@@ -1,4 +1,4 @@
-"""Models are loaded and unloaded through the gateway while others are served: gRPC clients of the predictor's face."""
+"""Models are loaded and unloaded through the gateway while others are served: gRPC clients of the predictor."""
 
 import asyncio
 import re
@@ -53,7 +53,7 @@ def hub():
 
 @pytest_asyncio.fixture(scope="module")
 async def stack(stacks, repository, hub, hub_folder):
-    # Loads go through the transformer, which fetches the tokenizer.
+    # Loads pass through the transformer, which fetches the tokenizer.
     from_hub = {"HF_ENDPOINT": hub, "HF_HOME": str(hub_folder)}
     settings = from_hub | {
         "PREDICTOR_MODEL_REPOSITORY": str(repository),
@@ -113,21 +113,21 @@ async def test_a_model_that_generates_is_loaded_used_counted_and_unloaded(stack,
     assert answer["output_ids"].array.size == 4
     streamed = [r async for r in predictor.ModelStreamInfer(each(ids("llama", max_tokens=4, ignore_eos=1)), timeout=60)]
     assert (await status_of(predictor.ModelInfer(ids("llama", max_tokens=-1))))[0] is grpc.StatusCode.INVALID_ARGUMENT
-    asked = pb.ModelStatisticsRequest(name="llama", version="1")
-    (told,) = (await predictor.ModelStatistics(asked, timeout=10)).model_stats
-    assert (told.inference_count, told.inference_stats.success.count, told.inference_stats.fail.count) == (2, 2, 1)
-    assert told.response_stats["0"].success.count == 2
-    assert told.response_stats["0"].fail.count == 1
-    assert sum(tally.success.count for tally in told.response_stats.values()) == 1 + len(streamed)
+    request = pb.ModelStatisticsRequest(name="llama", version="1")
+    (model,) = (await predictor.ModelStatistics(request, timeout=10)).model_stats
+    assert (model.inference_count, model.inference_stats.success.count, model.inference_stats.fail.count) == (2, 2, 1)
+    assert model.response_stats["0"].success.count == 2
+    assert model.response_stats["0"].fail.count == 1
+    assert sum(tally.success.count for tally in model.response_stats.values()) == 1 + len(streamed)
     config = (await predictor.ModelConfig(pb.ModelConfigRequest(name="llama"), timeout=10)).config
     assert config.model_transaction_policy.decoupled
     assert config.parameters["source"].string_value.endswith("/llama")
     await unload(predictor, "llama")
     assert (await status_of(predictor.ModelInfer(ids("llama"))))[0] is grpc.StatusCode.NOT_FOUND
-    assert (await status_of(predictor.ModelStatistics(asked)))[0] is grpc.StatusCode.NOT_FOUND
+    assert (await status_of(predictor.ModelStatistics(request)))[0] is grpc.StatusCode.NOT_FOUND
 
 
-async def test_statistics_of_a_version_that_is_not_there_are_not_found(predictor):
+async def test_statistics_of_an_unknown_version_are_not_found(predictor):
     for name in ("storyteller", ""):
         request = pb.ModelStatisticsRequest(name=name, version="2")
         assert (await status_of(predictor.ModelStatistics(request)))[0] is grpc.StatusCode.NOT_FOUND
@@ -135,7 +135,7 @@ async def test_statistics_of_a_version_that_is_not_there_are_not_found(predictor
     assert "storyteller" in [model.name for model in everything.model_stats]
 
 
-async def test_a_hub_model_is_fetched_at_the_start_and_served_and_of_its_files_safetensors_alone(stack, hub_folder):
+async def test_a_hub_model_is_fetched_at_the_start_with_only_its_safetensors_weights_and_served(stack, hub_folder):
     assert text_of(await generate(stack.gateway, model="story", prompt="Once upon a time", max_tokens=5))
     assert re.search(r"good/story: fetched [\d.]+ of 3\.\d MB", stack.log("predictor-0"))
     fetched = {path.name for path in hub_folder.rglob("snapshots/*/*")}
@@ -144,7 +144,7 @@ async def test_a_hub_model_is_fetched_at_the_start_and_served_and_of_its_files_s
 
 
 @pytest.mark.parametrize(("name", "source"), [("good/story", ""), ("tale", "good/story@main")])
-async def test_a_hub_model_that_is_allowed_is_loaded_by_its_id_or_another_name(predictor, name, source):
+async def test_an_allowed_hub_model_is_loaded_by_its_id_or_another_name(predictor, name, source):
     await load(predictor, name, **({"source": source} if source else {}))
     answer = decode_outputs(await predictor.ModelInfer(ids(name, max_tokens=2, ignore_eos=1), timeout=60))
     assert answer["output_ids"].array.size == 2
@@ -164,23 +164,23 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-async def test_what_cannot_be_loaded_is_refused_and_the_rest_is_served(predictor, name):
+async def test_impossible_loads_are_refused_and_other_models_are_served(predictor, name):
     code, text = REFUSED[name]
-    told = await status_of(load(predictor, name))
-    assert told[0] is code
-    assert text in told[1]
+    status = await status_of(load(predictor, name))
+    assert status[0] is code
+    assert text in status[1]
     assert (await predictor.ServerReady(pb.ServerReadyRequest(), timeout=10)).ready
     await predictor.ModelInfer(ids("storyteller", max_tokens=1), timeout=60)
 
 
 async def test_overrides_and_other_repositories_are_refused(predictor):
-    told = await status_of(load(predictor, "echo", config="{}"))
-    assert told[0] is grpc.StatusCode.INVALID_ARGUMENT
+    status = await status_of(load(predictor, "echo", config="{}"))
+    assert status[0] is grpc.StatusCode.INVALID_ARGUMENT
     request = pb.RepositoryModelLoadRequest(model_name="echo", repository_name="other")
     assert (await status_of(predictor.RepositoryModelLoad(request)))[0] is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_what_outlasts_the_drain_of_an_unload_ends_as_unavailable(predictor):
+async def test_a_request_that_outlasts_the_drain_of_an_unload_ends_as_unavailable(predictor):
     await load(predictor, "waits")
     call = predictor.ModelStreamInfer(each(pb.ModelInferRequest(model_name="waits", id="r")), timeout=60)
     first = await call.read()
@@ -194,7 +194,7 @@ async def test_what_outlasts_the_drain_of_an_unload_ends_as_unavailable(predicto
     await unloading
 
 
-async def test_requests_past_the_transformer_are_recorded_where_the_setting_says_so(stack, predictor):
+async def test_direct_requests_of_the_predictor_are_recorded_if_configured(stack, predictor):
     request = ids("storyteller", max_tokens=2)
     request.id = "past-the-transformer"
     await predictor.ModelInfer(request, timeout=60)
@@ -216,7 +216,7 @@ async def test_requests_that_the_transformer_records_are_recorded_once(stack, pr
     later = ids("storyteller", max_tokens=1)
     later.id = "later"
     await predictor.ModelInfer(later, timeout=60)
-    # What the predictor recorded later has arrived, so that what it recorded before has as well.
+    # The predictor's later record has arrived, so its earlier ones have as well.
     await records(stack.gateway, request_id="later")
     (record,) = await records(stack.gateway, request_id="through-the-transformer")
     assert record.protocol == "millrace.v1.TextGeneration/Generate"

@@ -1,4 +1,4 @@
-"""A predictor dies in the middle of many answers, and each goes on as if nothing had happened, on every way in."""
+"""A predictor dies in the middle of many answers, and each continues undisturbed, on every way in."""
 
 import asyncio
 import json
@@ -21,11 +21,11 @@ MODELS = "storyteller=models/storyteller,normalizer=models/normalizer"
 PROMPT, NUMBERS = "Once upon a time", "in 1984, 27 days, 3 hours and 15 minutes"
 TOKENS = 40
 SAMPLING = {"greedy": {"temperature": 0.0, "seed": 0}, "sampled": {"temperature": 1.0, "seed": 11}}
-# FULL=1: as often and as long as it is promised, with the comments as they are by default.
+# FULL=1: the promised number and duration, with the default interval of comments.
 FULL = os.environ.get("FULL") == "1"
 AWAY_S, KEEP_ALIVE = (90, {}) if FULL else (3, {"TRANSFORMER_SSE_KEEP_ALIVE": "0.5"})
 REPEATS = 2 if FULL else 1
-# Less than an answer takes: what can go nowhere meanwhile is handed back.
+# Less than an answer takes: an answer that cannot move meanwhile is handed back.
 SHORT_DRAIN = {"PREDICTOR_DRAIN_S": "0.5"}
 SLOW = {"predictor": (sys.executable, "-m", "tests.system.slow_predictor")}
 
@@ -35,11 +35,11 @@ SLOW = {"predictor": (sys.executable, "-m", "tests.system.slow_predictor")}
     params=[pytest.param(2, id="two predictors"), pytest.param(1, id="one predictor", marks=pytest.mark.full)],
 )
 async def slow_stack(request, stacks, tmp_path_factory):
-    """Predictors that take so long for a token that something can be done to them between two."""
+    """Predictors that are slow enough for a test to act between two tokens."""
     away = tmp_path_factory.mktemp("faults") / "away"
     environment = {
         "predictor": {"SLOW_MS": "40", "PREDICTOR_DTYPE": "fp32", "AWAY": str(away)} | SHORT_DRAIN,
-        # On a busy machine a predictor takes its time to come back.
+        # On a busy machine a predictor restarts slowly.
         "transformer": {"TRANSFORMER_PREDICTOR_START_WAIT": "120", "TRANSFORMER_SILENCE_LIMIT": "2"} | KEEP_ALIVE,
     }
     async with stacks.use(models=MODELS, predictors=request.param, commands=SLOW, environment=environment) as stack:
@@ -49,12 +49,12 @@ async def slow_stack(request, stacks, tmp_path_factory):
 
 @pytest_asyncio.fixture(scope="module")
 async def undisturbed(slow_stack):
-    """What each way in answers where nothing happens."""
-    return await ask_all(slow_stack, "first")
+    """The undisturbed answers of each way in."""
+    return await send_all(slow_stack, "first")
 
 
 async def generated(gateway, name, sampling, came, model="storyteller", prompt=PROMPT):
-    """By Generate: ids, text, reason and usage."""
+    """Over Generate: ids, text, finish reason and usage."""
     request = millrace_pb2.GenerateRequest(
         model=model, prompt=prompt, max_tokens=TOKENS, ignore_eos=True, logprobs=True, request_id=name, **sampling
     )
@@ -76,7 +76,7 @@ async def normalized(gateway, name, sampling, came):
 
 
 async def inferred(gateway, name, sampling, came):
-    """By ModelStreamInfer: text and reason."""
+    """Over ModelStreamInfer: text and finish reason."""
     request = text_request("storyteller", PROMPT, max_tokens=TOKENS, seed=sampling["seed"])
     request.id = name
     request.parameters["ignore_eos"].bool_param = True
@@ -91,7 +91,7 @@ async def inferred(gateway, name, sampling, came):
 
 
 async def chatted(gateway, name, sampling, came, comments=None):
-    """By server-sent events: text, reason and usage; how many comments there were goes into `comments`."""
+    """Over server-sent events: text, finish reason and usage; the number of comments is added to `comments`."""
     body = {"model": "storyteller", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": TOKENS}
     body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}, **sampling}
 
@@ -112,9 +112,9 @@ async def chatted(gateway, name, sampling, came, comments=None):
 WAYS_IN = {"Generate": generated, "ModelStreamInfer": inferred, "chat": chatted, "T5": normalized}
 
 
-async def ask_all(stack, prefix, came=None, comments=None):
-    """What each way in answers to each kind of request, several times, all at once."""
-    asked = [(way_in, kind, number) for way_in in WAYS_IN for kind in SAMPLING for number in range(REPEATS)]
+async def send_all(stack, prefix, came=None, comments=None):
+    """The answers of each way in to each kind of request, several times, all at once."""
+    keys = [(way_in, kind, number) for way_in in WAYS_IN for kind in SAMPLING for number in range(REPEATS)]
     came = Counter() if came is None else came
     answers = await asyncio.gather(
         *(
@@ -122,14 +122,14 @@ async def ask_all(stack, prefix, came=None, comments=None):
                 *(stack.gateway, f"{prefix} {way_in} {kind} {number}", SAMPLING[kind], came),
                 **({"comments": comments} if way_in == "chat" else {}),
             )
-            for way_in, kind, number in asked
+            for way_in, kind, number in keys
         )
     )
-    return dict(zip(asked, answers, strict=True))
+    return dict(zip(keys, answers, strict=True))
 
 
 async def is_chosen(stack):
-    """Whether the gateway gives the first predictor, which may just have come back, its share of what is asked."""
+    """Whether the gateway gives the first predictor, which may have just restarted, its share of the requests."""
     _, page, _ = stack.metrics_pages["predictor"][0]
 
     async def tokens():
@@ -142,19 +142,19 @@ async def is_chosen(stack):
     return await tokens() > before
 
 
-async def ask_while(stack, prefix, disturb, comments=None):
-    """The same with something done to the stack once every answer is under way."""
+async def send_all_while(stack, prefix, disturb, comments=None):
+    """The same, with `disturb` called once every answer has begun."""
     await until(lambda: is_chosen(stack))
     came = Counter()
-    asking = asyncio.create_task(ask_all(stack, prefix, came, comments))
+    sending = asyncio.create_task(send_all(stack, prefix, came, comments))
     await until(lambda: len(came) == len(WAYS_IN) * len(SAMPLING) * REPEATS and min(came.values()) >= 5, 60)
     await disturb()
-    assert not asking.done()
-    return await asking
+    assert not sending.done()
+    return await sending
 
 
 async def resumed_records(stack, prefix):
-    """The records of a round's answers that went on elsewhere, once there are some."""
+    """The records of a round's resumed answers, once there are some."""
     found = []
 
     async def are_there():
@@ -169,7 +169,7 @@ async def resumed_records(stack, prefix):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP], ids=lambda signum: signum.name)
-async def test_answers_go_on_whatever_becomes_of_their_predictor(slow_stack, undisturbed, signum):
+async def test_answers_continue_after_any_end_of_their_predictor(slow_stack, undisturbed, signum):
     prefix = f"while {signum.name}"
     process = slow_stack.pid("predictor-0")
     late = None
@@ -179,12 +179,12 @@ async def test_answers_go_on_whatever_becomes_of_their_predictor(slow_stack, und
         await slow_stack.kill("predictor-0", signum)
         late = asyncio.create_task(generated(slow_stack.gateway, "late", SAMPLING["greedy"], Counter()))
         if signum == signal.SIGSTOP:
-            # It wakes when what it had has been given up: what it says then is too late.
+            # It continues after its calls were given up: its messages are too late then.
             await until(lambda: "fell silent" in slow_stack.log("transformer"))
             await slow_stack.kill("predictor-0", signal.SIGCONT)
 
-    assert await ask_while(slow_stack, prefix, disturb) == undisturbed
-    # One that came while one less, or none, was there.
+    assert await send_all_while(slow_stack, prefix, disturb) == undisturbed
+    # A request that arrived while one predictor, or none, was ready.
     assert late is not None
     assert await late == undisturbed["Generate", "greedy", 0]
     # With two predictors, least-request balancing has sent about half of them to the one that died.
@@ -198,7 +198,7 @@ async def test_answers_go_on_whatever_becomes_of_their_predictor(slow_stack, und
 
 
 @pytest.mark.timeout(400)
-async def test_answers_outlive_a_long_absence_of_every_predictor(slow_stack, undisturbed):
+async def test_answers_survive_a_long_absence_of_every_predictor(slow_stack, undisturbed):
     comments, late = Counter(), None
 
     async def disturb():
@@ -210,8 +210,8 @@ async def test_answers_outlive_a_long_absence_of_every_predictor(slow_stack, und
         await asyncio.sleep(AWAY_S)
         slow_stack.away.unlink()
 
-    assert await ask_while(slow_stack, "away", disturb, comments) == undisturbed
-    # One that came while none was there.
+    assert await send_all_while(slow_stack, "away", disturb, comments) == undisturbed
+    # A request that arrived while no predictor was ready.
     assert late is not None
     assert await late == undisturbed["Generate", "greedy", 0]
     assert len(comments) == len(SAMPLING) * REPEATS, "each stream of events got some"

@@ -1,4 +1,4 @@
-"""`make smoke`: of each bundled model every endpoint answers or refuses as it must; what does not, is told."""
+"""`make smoke`: every endpoint of each bundled model answers or refuses as it must; failures are reported."""
 
 import asyncio
 import subprocess
@@ -43,7 +43,7 @@ async def test_a_bundled_model_passes(stack, capsys, model, kind):
     assert all(row.startswith("  pass") for row in rows)
 
 
-async def test_without_a_name_every_model_is_looked_at_for_what_it_is(new_stack, tmp_path, capsys):
+async def test_without_a_name_every_model_is_checked_by_its_kind(new_stack, tmp_path, capsys):
     save_random_encoder("bert", tmp_path / "embedder")
     save_words_tokenizer(tmp_path / "embedder", "the", "fox")
     save_random_encoder("bert-classifier", tmp_path / "classifier")
@@ -74,7 +74,7 @@ async def execute(request):
 """
 
 
-async def test_what_does_not_work_is_named_and_the_exit_code_is_1(new_stack):
+async def test_a_failing_endpoint_is_named_and_the_exit_code_is_1(new_stack):
     stack = await new_stack(
         models="storyteller=models/storyteller",
         commands={"transformer": (sys.executable, "-m", "tests.system.mute_transformer")},
@@ -82,12 +82,12 @@ async def test_what_does_not_work_is_named_and_the_exit_code_is_1(new_stack):
     done = await command("--gateway", stack.gateway, "--model", "storyteller")
     assert done.returncode == 1
     failed = [line for line in done.stdout.splitlines() if line.startswith("  FAIL")]
-    # An answer without text is none of them.
+    # An answer without text is not reported.
     assert len(failed) == 2
     assert all("POST /v1/chat/completions" in line and "500" in line for line in failed)
 
 
-async def test_no_stack_and_no_model_are_one_line_each(stack, tmp_path):
+async def test_a_missing_stack_and_a_missing_model_are_one_line_each(stack, tmp_path):
     nowhere, unknown = await asyncio.gather(
         command("--gateway", free_settings(tmp_path).gateway, "--model", "storyteller"),
         command("--gateway", stack.gateway, "--model", "nobody"),

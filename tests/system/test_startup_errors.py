@@ -1,6 +1,6 @@
-"""What keeps a stack from starting is said in one line, at once, with what to do.
+"""A stack that cannot start reports the reason in one line, at once, with advice.
 
-What may be wrong with a model: tests/model/test_loading.py.
+Errors of models: tests/model/test_loading.py.
 """
 
 import asyncio
@@ -38,13 +38,13 @@ RUNNER = {
 
 
 def one_of(cases):
-    """The first one; with FULL=1 the others too."""
+    """The first case; all of them with FULL=1."""
     first, *others = cases
     return [first, *(pytest.param(case, marks=pytest.mark.full) for case in others)]
 
 
 @pytest.mark.parametrize("case", one_of(SERVICES))
-async def test_a_setting_that_a_service_refuses_is_the_error_of_the_stack(tmp_path, case):
+async def test_a_setting_that_a_service_refuses_is_reported_by_the_stack(tmp_path, case):
     kind, settings, text = SERVICES[case]
     with pytest.raises(StartupError) as refused:
         await start_stack(tmp_path, {}, environment={kind: settings})
@@ -52,7 +52,7 @@ async def test_a_setting_that_a_service_refuses_is_the_error_of_the_stack(tmp_pa
 
 
 @pytest.mark.parametrize("case", one_of(MODELS))
-async def test_a_model_that_cannot_be_loaded_is_the_error_of_the_stack(tmp_path, case):
+async def test_a_model_that_cannot_be_loaded_is_reported_by_the_stack(tmp_path, case):
     models, text = MODELS[case]
     with pytest.raises(StartupError) as refused:
         await start_stack(tmp_path, {"models": models})
@@ -60,7 +60,7 @@ async def test_a_model_that_cannot_be_loaded_is_the_error_of_the_stack(tmp_path,
 
 
 @pytest.mark.parametrize("case", one_of(RUNNER))
-async def test_the_command_says_it_and_fails(tmp_path, case):
+async def test_the_command_reports_the_error_and_fails(tmp_path, case):
     settings, text = RUNNER[case]
     code, output = await up(tmp_path, **settings)
     assert code == 1, output
@@ -83,7 +83,7 @@ def assert_is_one_line(message: str, text: str) -> None:
 
 
 async def up(tmp_path, **environment: str) -> tuple[int, str]:
-    """`python -m runner up`, which must fail by itself: its exit code, and what it printed."""
+    """`python -m runner up`, which must fail by itself: its exit code and output."""
     settings = free_settings(tmp_path)
     own = {name: str(ports[0]) for name, ports in settings.ports().items()}
     process = await asyncio.create_subprocess_exec(

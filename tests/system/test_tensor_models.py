@@ -1,7 +1,7 @@
 """Models without text, through the gateway: a user's model.py, identity, classification and embeddings.
 
-Chunks are shown to come one by one without looking at a clock: the model makes the next one only
-when whoever reads the stream says so, through a Unix socket that the request names.
+That chunks arrive one by one is tested without a clock: the model generates the next one only
+when the reader of the stream requests it, through a Unix socket that the request names.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ async def stack(stacks, tmp_path_factory):
 
 
 class Gate:
-    """The socket's other end: how many generators have come, and how many have left."""
+    """The socket's other end: counts the generators that have connected and disconnected."""
 
     def __init__(self, path):
         self.path = str(path)
@@ -114,7 +114,7 @@ async def inference(stack, authority=None):
 
 
 async def stream(stack, *requests):
-    """Every response of one stream that carries these requests."""
+    """Every response of one stream with these requests."""
 
     async def all_requests():
         for request in requests:
@@ -151,7 +151,7 @@ async def test_text_and_tensors_mix_on_one_stream_and_answers_carry_their_ids(st
         "failing": "the model failed on this request",
     }
     answers = Counter(r.infer_response.id for r in responses if not r.error_message)
-    assert 1 <= answers.pop("text") <= 5  # Tokens that are made while nobody reads come together.
+    assert 1 <= answers.pop("text") <= 5  # Tokens that are generated while the client does not read arrive together.
     assert answers == {"embedding": 1, "echo": 1}
     by_id = {r.infer_response.id: r.infer_response for r in responses}
     assert all(by_id[id].parameters["triton_final_response"].bool_param for id in ("text", *answers))
@@ -225,12 +225,12 @@ async def test_identity_echoes_large_tensors_of_every_datatype(stack, authority)
             assert echoed[name].array.shape == tensor.array.shape
         assert list(response.raw_output_contents) == list(request.raw_input_contents)
 
-        # The same bytes on a stream, whose limits are others.
+        # The same bytes on a stream, which has other limits.
         streamed = [r async for r in stub.ModelStreamInfer(each(request), timeout=60)]
         assert list(streamed[0].infer_response.raw_output_contents) == list(request.raw_input_contents)
 
 
-async def test_identity_takes_typed_contents_empty_tensors_and_none(stack):
+async def test_identity_accepts_typed_contents_empty_tensors_and_no_tensor(stack):
     request = pb.ModelInferRequest(model_name="identity")
     tensor = request.inputs.add(name="typed", datatype="INT8", shape=[3])
     tensor.contents.int_contents.extend([-1, 0, 1])
@@ -245,15 +245,15 @@ async def test_classes_and_embeddings_are_the_models_own(stack, tmp_path):
     classifier = save_random_encoder("bert-classifier", tmp_path / "same-classifier")
     embedder = save_random_encoder("bert", tmp_path / "same-embedder")
 
-    async def asked(model, ids):
+    async def outputs_of(model, ids):
         request = pb.ModelInferRequest(model_name=model)
         add_input(request, Tensor("input_ids", "INT64", ids))
         (answer,) = (await infer(stack, request)).values()
         return answer.array
 
     rows = [np.arange(3, 3 + length) for length in (4, 17, 9, 30)]
-    logits = await asyncio.gather(*(asked("classifier", ids) for ids in rows))
-    vectors = await asyncio.gather(*(asked("embedder", ids) for ids in rows))
+    logits = await asyncio.gather(*(outputs_of("classifier", ids) for ids in rows))
+    vectors = await asyncio.gather(*(outputs_of("embedder", ids) for ids in rows))
     with torch.no_grad():
         for ids, scores, vector in zip(rows, logits, vectors, strict=True):
             tensor = torch.tensor(ids)[None]
@@ -261,7 +261,7 @@ async def test_classes_and_embeddings_are_the_models_own(stack, tmp_path):
             mean = embedder(tensor).last_hidden_state.mean(1).numpy()
             np.testing.assert_allclose(vector, mean, rtol=1e-4, atol=1e-5)
     with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await asked("classifier", np.array([5000]))
+        await outputs_of("classifier", np.array([5000]))
     assert raised.value.code() is INVALID
     assert "5000 is outside of 0 to 119" in raised.value.details()
     async with inference(stack) as stub:
@@ -269,7 +269,7 @@ async def test_classes_and_embeddings_are_the_models_own(stack, tmp_path):
     assert json.loads(config.parameters["labels"].string_value) == ["sad", "neutral", "glad"]
 
 
-async def test_a_model_of_tensors_is_no_text_model(stack):
+async def test_a_model_of_tensors_refuses_text(stack):
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await generate(stack.gateway, model="identity", prompt="Once")
     assert raised.value.code() is INVALID
@@ -280,7 +280,7 @@ async def test_a_model_of_tensors_is_no_text_model(stack):
     assert text_of(await generate(stack.gateway, model="storyteller", prompt="Once upon a time", max_tokens=3))
 
 
-async def test_a_relayed_request_leaves_a_record_of_what_became_of_it(stack, gate):
+async def test_a_relayed_request_leaves_a_record_with_its_outcome(stack, gate):
     await infer(stack, paced_request(gate, 1, id="went-well"))
     await stream(stack, paced_request(gate, 1, id="went-wrong", fail_at=0))
     (well,) = await records(stack.gateway, model="paced", request_id="went-well")

@@ -1,4 +1,4 @@
-"""What guidellm, genai-perf and lm-eval send, copied from them; `make test-tools` runs the tools themselves."""
+"""Requests as guidellm, genai-perf and lm-eval send them; `make test-tools` runs the tools themselves."""
 
 import json
 
@@ -24,7 +24,7 @@ async def post(stack, path, body, **headers):
     return answer
 
 
-async def test_guidellm_looks_for_health_and_reads_usage_in_every_event(stack):
+async def test_guidellm_checks_health_and_reads_usage_in_every_event(stack):
     health = await get(stack, "/health")
     assert (health.status, health.body) == (200, b"")
     options = {"include_usage": True, "continuous_usage_stats": True}
@@ -45,7 +45,7 @@ async def test_guidellm_looks_for_health_and_reads_usage_in_every_event(stack):
     assert json.loads(last)["usage"]["completion_tokens"] == 16
 
 
-async def test_genai_perf_streams_lists_of_prompts(stack):
+async def test_genai_perf_can_stream_lists_of_prompts(stack):
     body = {**MODEL, "prompt": ["RST LORD Ill keep you company"], "stream": True, "max_tokens": 16}
     assert (await post(stack, "/v1/completions", body)).events[-1] == "[DONE]"
 
@@ -56,7 +56,7 @@ async def test_lm_eval_generates_from_ids(stack):
 
 
 def lm_eval_parses(answer, lengths):
-    """As lm-eval reads the log likelihood of what follows a context: the sum, and whether it is greedy."""
+    """The log likelihood of the text after a context, and whether it is greedy, read as lm-eval does."""
     results = []
     for choice, length in zip(sorted(answer["choices"], key=lambda choice: choice["index"]), lengths, strict=True):
         values = choice["logprobs"]["token_logprobs"][length:-1]
@@ -167,7 +167,7 @@ async def test_refusals_have_openais_shape(stack, case):
     assert text in answer.json["error"]["message"]
 
 
-async def test_a_model_s_card_and_the_version_are_told(stack):
+async def test_a_model_s_card_and_the_version_are_served(stack):
     listed = (await get(stack, "/v1/models")).json["data"]
     assert {card["id"]: card["max_model_len"] for card in listed} == {"storyteller": 1024, "normalizer": 512}
     assert (await get(stack, "/version")).json == {"version": __version__}
@@ -187,7 +187,7 @@ async def test_fields_without_effect_are_named_in_a_header_and_the_record(stack,
     assert "x-ignored-fields" not in answer.headers
 
 
-async def test_what_stopped_an_answer_is_told(stack):
+async def test_an_answer_has_its_stop_reason(stack):
     body = {**MODEL, "prompt": "Once upon a time", "temperature": 0, "max_tokens": 8}
     (whole,) = (await post(stack, "/v1/completions", body)).json["choices"]
     assert (whole["finish_reason"], whole["stop_reason"]) == ("length", None)
@@ -213,7 +213,7 @@ MISSPELT = {
 
 
 @pytest.mark.parametrize("case", MISSPELT)
-async def test_generate_by_rest_refuses_what_it_does_not_know(stack, case):
+async def test_generate_over_rest_refuses_unknown_fields(stack, case):
     body, text = MISSPELT[case]
     body = {**MODEL, **body} if isinstance(body, dict) else body
     answer = await rest(stack.gateway, "POST", "/millrace/v1/generate", body)
@@ -221,7 +221,7 @@ async def test_generate_by_rest_refuses_what_it_does_not_know(stack, case):
     assert text in answer.json["error"]
 
 
-async def test_generate_by_rest_takes_both_spellings_of_a_field(stack):
+async def test_generate_over_rest_accepts_both_spellings_of_a_field(stack):
     for body in ({"max_tokens": 2, "request_id": "both"}, {"maxTokens": "2", "requestId": "both", "seed": None}):
         answer = await post(stack, "/millrace/v1/generate", {**MODEL, "prompt": "Once", **body})
         assert answer.headers["content-type"] == "application/x-ndjson"
@@ -230,6 +230,6 @@ async def test_generate_by_rest_takes_both_spellings_of_a_field(stack):
     assert {record.protocol for record in found} == {"millrace.rest.v1.TextGeneration/Generate"}
 
 
-async def test_a_large_generate_by_rest_is_read_beside_the_loop(stack):
+async def test_a_large_generate_over_rest_is_read_outside_the_event_loop(stack):
     answer = await rest(stack.gateway, "POST", "/millrace/v1/generate", {**MODEL, "prompt": "once " * 100_000})
     assert (answer.status, "context" in answer.json["error"]) == (400, True)

@@ -1,4 +1,4 @@
-"""No traceparent hides a call: whatever way it comes, the service counts it and writes its line."""
+"""No traceparent hides a call: on any way in, the service counts it and logs it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import pytest
 
 from runner.stack import Stack
 from tests.metrics_pages import read_page
-from tests.system.ask import in_thread
 from tests.system.calls import http_request
+from tests.system.request_outcome import in_thread
 from tests.waiting import until
 
 CRAFTED = (
-    "00-00000000000000000000000000000001-0000000000000001-00",  # What the services' own background calls have.
+    "00-00000000000000000000000000000001-0000000000000001-00",  # That of the services' background calls.
     "00-00000000000000000000000000000001-0000000000000001-01",
-    "00-00000000000000000000000000000002-0000000000000002-00",  # What a container's health check has: not sampled.
+    "00-00000000000000000000000000000002-0000000000000002-00",  # That of a container's health check: not sampled.
     "00-00000000000000000000000000000000-0000000000000000-00",
     "00-0AF7651916CD43DD8448EB211C80319C-B7AD6B7169203331-00",
     "ff-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00",
@@ -24,8 +24,8 @@ CRAFTED = (
 NAMES = ("traceparent", "x-caller-traceparent")
 BESIDE = {"tracestate": "millrace=1", "baggage": "trace_id=1"}
 GRPC = "/inference.GRPCInferenceService/ServerMetadata"
-EMPTY = bytes(5)  # A message without fields, framed as gRPC does it.
-# The way's service, the method that it counts, and the request.
+EMPTY = bytes(5)  # A message without fields, in gRPC's framing.
+# The service, the method that it counts, and the request of each way in.
 WAYS = {
     "gRPC": ("transformer", GRPC, ("POST", GRPC, EMPTY, {"content-type": "application/grpc", "te": "trailers"})),
     "gRPC, the predictor": (

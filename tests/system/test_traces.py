@@ -1,4 +1,4 @@
-"""Each way in and each outcome: the whole tree of spans, and by how much metrics moved, told to an OTLP receiver."""
+"""Each way in and each outcome: the whole tree of spans and the change of metrics, as an OTLP receiver gets them."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ import pytest_asyncio
 from tests.support.otlp_receiver import OtlpReceiver
 from tests.system.faulty_predictor import FAILS, FAILS_LATER, HOLDS_LATER
 from tests.system.payload_log import records
-from tests.system.traced_ways_in import MODEL, WAYS, TracedAsk, TracedWay
+from tests.system.traced_ways_in import MODEL, WAYS, TracedRequest, TracedWay
 from tests.waiting import until
 
 PREDICT = "millrace.v1.PredictorSteps/Run"
 TOKENS, PREDICTORS = 6, 2
 PROCESSES = {"millrace-transformer": 1, "millrace-predictor": PREDICTORS, "millrace-logger": 1}
 SERVER_FAULTS = ("INTERNAL", "DEADLINE_EXCEEDED", "UNAVAILABLE")
-_RESTART_S = 60  # What a predictor that was killed may take to come back, on a busy machine.
+_RESTART_S = 60  # The longest restart of a killed predictor, on a busy machine.
 GENERATION_EVENTS = ["queued", "prefill", "first_token", "generation_end"]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What becomes of a generation.
+    """The outcome of a generation.
 
-    `code` is the call's status, `called` whether a predictor is asked, `tokens` how many come; `name` is the metric's.
+    `code` is the call's status, `called` whether a predictor is called, `tokens` their number, `name` the label.
     """
 
     name: str
@@ -68,7 +68,7 @@ KILLED = [row(way, "killed") for way in ("Generate", "ModelStreamInfer", "chat, 
 
 
 class TracedStack:
-    """A stack whose predictors fail as they are told, and all that it exports."""
+    """A stack whose predictors fail on request, and its exported telemetry."""
 
     def __init__(self, stack, receiver, folders):
         self.stack = stack
@@ -83,15 +83,15 @@ class TracedStack:
                 (folder / "hold_later").unlink(missing_ok=True)
 
     def admitted(self):
-        """How many requests each predictor has taken in."""
+        """The number of requests that each predictor has accepted."""
         return [path.stat().st_size if path.exists() else 0 for path in (f / "admitted" for f in self.folders)]
 
     def latest(self):
-        """Every series, as it was exported last."""
+        """Every series, as of its last export."""
         return {point.series: point for point in self.receiver.metric_points()}
 
     async def measured(self):
-        """Every series as it is now: from an export of each process that began after this call."""
+        """Every present series: from an export of each process that began after this call."""
         now = time.time_ns()
 
         def all_exported():
@@ -102,7 +102,7 @@ class TracedStack:
         return self.latest()
 
     async def tree(self, trace_id, caller, least):
-        """The spans of a trace by their parents, once there are so many and no more come."""
+        """The spans of a trace by their parents, once there are `least` and no more arrive."""
         await until(lambda: len(self._own(trace_id)) >= least, _RESTART_S)
         await self.measured()
         spans = self._own(trace_id)
@@ -152,17 +152,17 @@ async def traced(stacks, tmp_path_factory):
 
 
 async def run(traced, way, outcome):
-    """Asks, and does to it what the outcome says; its ids, and what the answer's headers say."""
+    """Sends a request and causes the outcome; returns its ids, the answer's head and the metrics before it."""
     trace_id, caller = secrets.token_hex(16), secrets.token_hex(8)
     parameters = {"max_tokens": TOKENS, "ignore_eos": True, **OUTCOMES[outcome].parameters}
-    ask = TracedAsk(f"mine-{caller}", f"00-{trace_id}-{caller}-01", parameters, OUTCOMES[outcome].timeout_s)
+    request = TracedRequest(f"mine-{caller}", f"00-{trace_id}-{caller}-01", parameters, OUTCOMES[outcome].timeout_s)
     await traced.stack.wait_ready(_RESTART_S)
     before, admitted = await traced.measured(), traced.admitted()
     traced.hold(OUTCOMES[outcome].held)
     try:
-        asking = asyncio.create_task(way.ask(traced.stack.gateway, ask))
+        sending = asyncio.create_task(way.send(traced.stack.gateway, request))
         if OUTCOMES[outcome].held and outcome != "deadline":
-            # Where the model stands still, and all that it has made has come.
+            # The model waits now, and all its tokens so far have arrived.
             await until(lambda: moved(traced.latest(), before, "gen_ai.server.time_to_first_token") == 1)
             await until(lambda: moved(traced.latest(), before, "millrace.tokens", "value") == 3)
             await traced.measured()  # Since then the transformer has read them too.
@@ -170,19 +170,19 @@ async def run(traced, way, outcome):
             [index] = [i for i, count in enumerate(traced.admitted()) if count > admitted[i]]
             await traced.stack.kill(f"predictor-{index}")
         if OUTCOMES[outcome].leaves:
-            ask.leave()
+            request.leave()
         if outcome == "killed":
             traced.hold(False)
-        told = await asking
+        head = await sending
         if OUTCOMES[outcome].held:
             await until(lambda: traced.has_left(trace_id), _RESTART_S)
     finally:
         traced.hold(False)
-    return trace_id, caller, ask, told, before
+    return trace_id, caller, request, head, before
 
 
 def moved(after, before, name, of="count", service="millrace-", **attributes):
-    """By how much the series of a name have moved that have these attributes, over all processes of a service."""
+    """The change of the series with this name and these attributes, over all processes of a service."""
     wanted = {key.replace("__", "."): value for key, value in attributes.items()}
     return sum(
         getattr(point, of) - (getattr(before[series], of) if series in before else 0)
@@ -192,8 +192,8 @@ def moved(after, before, name, of="count", service="millrace-", **attributes):
 
 
 def expected_chain(way: TracedWay, outcome: Outcome):
-    """The spans from the gateway's first to the predictor's: service, kind, status, and the gRPC status it says."""
-    in_band = way.tells_status is False and outcome.code in ("INTERNAL", "INVALID_ARGUMENT")
+    """The spans from the gateway's first to the predictor's: service, kind, status, and gRPC status."""
+    in_band = way.has_status is False and outcome.code in ("INTERNAL", "INVALID_ARGUMENT")
     code = "OK" if in_band else outcome.code
     chain = [
         ("envoy-ingress", "SERVER", gateway_status(code), None),
@@ -208,9 +208,9 @@ def expected_chain(way: TracedWay, outcome: Outcome):
 
 
 def gateway_status(code):
-    """What Envoy makes of a gRPC status; None where it may see the call's end or its status first.
+    """Envoy's span status for a gRPC status; None where it may see the call's end or its status first.
 
-    A cancel that passes a gateway is the end of a stream to it, and no status.
+    For a gateway a cancel is the end of a stream without a status.
     """
     if code == "DEADLINE_EXCEEDED":
         return None
@@ -220,7 +220,7 @@ def gateway_status(code):
 
 
 def walk(children, caller, depth):
-    """The one path of a tree that does not branch."""
+    """The path of a tree without branches."""
     chain, at = [], caller
     for _ in range(depth):
         [span] = children[at]
@@ -243,14 +243,14 @@ def names(span):
 
 
 @pytest.mark.parametrize(("way", "outcome"), ROWS)
-async def test_the_tree_of_spans_and_what_is_measured(traced, way, outcome):
+async def test_spans_and_metrics_of_each_outcome(traced, way, outcome):
     way, expected = WAYS[way], OUTCOMES[outcome]
-    trace_id, caller, ask, told, before = await run(traced, way, outcome)
+    trace_id, caller, request, head, before = await run(traced, way, outcome)
 
     chain = expected_chain(way, expected)
     spans = walk(await traced.tree(trace_id, caller, len(chain)), caller, len(chain))
     check_chain(spans, chain)
-    assert {span.attributes["millrace.request_id"] for span in spans} == {ask.request_id}
+    assert {span.attributes["millrace.request_id"] for span in spans} == {request.request_id}
     check_transformer(way, expected, spans[1])
     if expected.called:
         client, predictor = spans[2], spans[3]
@@ -261,12 +261,12 @@ async def test_the_tree_of_spans_and_what_is_measured(traced, way, outcome):
             name for name in GENERATION_EVENTS if name != "first_token" or expected.tokens
         ]
         assert ("first_message" in names(client)) == bool(expected.tokens)
-    if told.headers and not expected.leaves:
-        assert told.headers["x-request-id"] == ask.request_id
-        assert told.headers["traceparent"].split("-")[1] == trace_id
+    if head.headers and not expected.leaves:
+        assert head.headers["x-request-id"] == request.request_id
+        assert head.headers["traceparent"].split("-")[1] == trace_id
     await check_commit(traced, trace_id, spans[1])
-    after = await traced.measured()  # Before the record is asked for, which is a call as well.
-    [record] = await records(traced.stack.gateway, request_id=ask.request_id)
+    after = await traced.measured()  # Before the query for the record, which is a call as well.
+    [record] = await records(traced.stack.gateway, request_id=request.request_id)
     check_metrics(way, expected, sum(bool(chunk.token_ids) for chunk in record.chunks), after, before)
 
 
@@ -300,13 +300,13 @@ async def check_commit(traced, trace_id, server):
 
 
 def check_metrics(way, expected, chunks, after, before):
-    told = {"gen_ai__request__model": MODEL, "millrace__protocol": way.protocol}
+    labels = {"gen_ai__request__model": MODEL, "millrace__protocol": way.protocol}
     failure = {"error__type": expected.code} if expected.code != "OK" else {}
 
     def by(name, of="count", **attributes):
         return moved(after, before, name, of, **attributes)
 
-    in_band = way.tells_status is False and expected.code in ("INTERNAL", "INVALID_ARGUMENT")
+    in_band = way.has_status is False and expected.code in ("INTERNAL", "INVALID_ARGUMENT")
     code = "OK" if in_band else expected.code
     called = int(expected.called)
     answered = int(expected.tokens > 0)
@@ -317,51 +317,51 @@ def check_metrics(way, expected, chunks, after, before):
     assert by("rpc.server.call.duration") == 1 + called
     assert by("rpc.client.call.duration") == called
     assert by("rpc.client.call.duration", rpc__method=PREDICT, rpc__response__status_code=expected.code) == called
-    assert by("millrace.streams", "value", millrace__outcome=expected.name, **told) == 1
+    assert by("millrace.streams", "value", millrace__outcome=expected.name, **labels) == 1
     assert by("millrace.streams", "value") == 1
     operation = {"gen_ai__operation__name": way.operation}
-    assert by("gen_ai.server.request.duration", **told, **failure, **operation) == 1
-    assert by("gen_ai.server.time_to_first_token", **told, **operation) == answered
-    assert by("gen_ai.server.time_per_output_token", **told, **operation) == answered
-    assert by("gen_ai.client.token.usage", "value", gen_ai__token__type="output", **told) == expected.tokens
+    assert by("gen_ai.server.request.duration", **labels, **failure, **operation) == 1
+    assert by("gen_ai.server.time_to_first_token", **labels, **operation) == answered
+    assert by("gen_ai.server.time_per_output_token", **labels, **operation) == answered
+    assert by("gen_ai.client.token.usage", "value", gen_ai__token__type="output", **labels) == expected.tokens
     assert answered <= chunks <= expected.tokens
-    assert by("millrace.inter_token_latency", **told) == chunks - answered
+    assert by("millrace.inter_token_latency", **labels) == chunks - answered
     assert by("millrace.queue.duration", gen_ai__request__model=MODEL) == called
-    # Whoever leaves while the model computes gets that token no more.
+    # A caller that leaves while the model computes does not get that token.
     late = int(expected.held)
     assert by("millrace.tokens", "value") == expected.tokens + late
     assert by("millrace.tokens_after_cancel", "value") == late
     assert by("millrace.stream.resumed", "value") == 0
 
 
-async def test_many_streams_cancelled_at_once_leave_every_span_ended(traced):
+async def test_many_streams_cancelled_at_once_end_every_span(traced):
     way = WAYS["Generate"]
     parameters = {"max_tokens": 1000, "ignore_eos": True}
-    asks = [
-        TracedAsk(f"mine-{number}", f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01", parameters)
+    requests = [
+        TracedRequest(f"mine-{number}", f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01", parameters)
         for number in range(8)
     ]
     await traced.stack.wait_ready(_RESTART_S)
     admitted = traced.admitted()
-    asking = [asyncio.create_task(way.ask(traced.stack.gateway, ask)) for ask in asks]
-    await until(lambda: sum(traced.admitted()) - sum(admitted) == len(asks), 60)
-    await until(lambda: any(ask.begun.is_set() for ask in asks), 60)
-    for ask in asks:
-        ask.leave()
-    await asyncio.gather(*asking)
+    sending = [asyncio.create_task(way.send(traced.stack.gateway, request)) for request in requests]
+    await until(lambda: sum(traced.admitted()) - sum(admitted) == len(requests), 60)
+    await until(lambda: any(request.begun.is_set() for request in requests), 60)
+    for request in requests:
+        request.leave()
+    await asyncio.gather(*sending)
     expected = expected_chain(way, OUTCOMES["cancel"])
-    for ask in asks:
-        _, trace_id, caller, _ = ask.traceparent.split("-")
+    for request in requests:
+        _, trace_id, caller, _ = request.traceparent.split("-")
         spans = walk(await traced.tree(trace_id, caller, len(expected)), caller, len(expected))
         check_chain(spans, expected)
 
 
 @pytest.mark.parametrize(("way", "outcome"), KILLED)
-async def test_a_stream_that_goes_on_elsewhere_stays_in_its_trace(traced, way, outcome):
+async def test_a_resumed_stream_stays_in_its_trace(traced, way, outcome):
     way, expected = WAYS[way], OUTCOMES[outcome]
     trace_id, caller, _, _, before = await run(traced, way, outcome)
 
-    # The killed predictor's own span dies with it.
+    # The killed predictor's own span is lost with it.
     children = await traced.tree(trace_id, caller, 2 + 1 + 2)
     [ingress] = children[caller]
     [server] = children[ingress.span_id]

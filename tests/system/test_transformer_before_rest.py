@@ -1,4 +1,4 @@
-"""A transformer with TRANSFORMER_PROTOCOL=v2, as a process of its own, before another Millrace's gateway."""
+"""A transformer with TRANSFORMER_PROTOCOL=v2, in its own process, before the gateway of another Millrace stack."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ from tests.waiting import until
 
 @asynccontextmanager
 async def transformer_process(predictor, folder):
-    """A stub of its only while it runs; nobody takes its records."""
+    """A stub of a running transformer; it has no logger."""
     with closing(socket.create_server(("127.0.0.1", 0))) as free:
         port = free.getsockname()[1]
     own = {
@@ -59,7 +59,7 @@ async def test_tensors_and_whole_texts_pass_both(new_stack, tmp_path):
         (response,) = [response async for response in stub.ModelStreamInfer(each(request))]
         assert response.infer_response.parameters["triton_final_response"].bool_param
 
-        # A text model of the other one is a model of tensors here.
+        # A text model of the other stack is a model of tensors here.
         text = await stub.ModelInfer(text_request("storyteller", "Once upon a time", max_tokens=5))
         assert decode_outputs(text)["text_output"].array[0]
         with pytest.raises(grpc.aio.AioRpcError, match="no model 'nobody'") as raised:

@@ -39,7 +39,7 @@ async def addresses(tmp_path_factory):
     own = {
         "LD_LIBRARY_PATH": ":".join(map(str, libraries)),
         "PYTHONPATH": str(PACKAGES),
-        # Its models' interpreter takes numpy from the first Python there; from another one, tensors come back empty.
+        # Its models' interpreter takes numpy from the first Python in PATH; with another one, tensors come back empty.
         "PATH": f"{ENVIRONMENT / 'bin'}:{os.environ['PATH']}",
     }
     command = (
@@ -74,7 +74,7 @@ def echo_request(**fields):
     return request
 
 
-async def test_tensors_are_relayed_and_its_own_words_come_back(triton):
+async def test_tensors_and_tritons_messages_are_relayed(triton):
     async with transformer(triton) as (stub, _):
         answers = await asyncio.gather(*(stub.ModelInfer(echo_request()) for _ in range(16)))
         assert all(decode_outputs(answer)["x"].array.tolist() == [0, 1, 2, 3, 4] for answer in answers)
@@ -110,7 +110,7 @@ async def test_text_is_generated_over_its_ids(triton):
         assert len(responses) > 3
 
 
-async def test_tensors_and_errors_pass_by_rest(addresses):
+async def test_tensors_and_errors_pass_over_rest(addresses):
     async with transformer(addresses[1], protocol="v2") as (stub, _):
         answers = await asyncio.gather(*(stub.ModelInfer(echo_request()) for _ in range(16)))
         assert all(decode_outputs(answer)["x"].array.tolist() == [0, 1, 2, 3, 4] for answer in answers)

@@ -1,4 +1,4 @@
-"""Models come and go at the predictors, and the gateway's callers see them at once: text, tensors and processors."""
+"""Models are loaded and unloaded at the predictors, and callers see them at once: text, tensors and processors."""
 
 import asyncio
 import io
@@ -70,9 +70,9 @@ async def test_a_loaded_text_model_takes_text_at_once_and_is_gone_once_unloaded(
     await load(stub, "teller")
     assert await ready(stub, "teller")
     assert (await states(stub))["teller"] == "READY"
-    asked = {"prompt": "Once upon a time", "max_tokens": 8, "seed": 5}
-    own = text_of(await generate(stack.gateway, model="storyteller", **asked))
-    answers = await asyncio.gather(*(generate(stack.gateway, model="teller", **asked) for _ in range(16)))
+    fields = {"prompt": "Once upon a time", "max_tokens": 8, "seed": 5}
+    own = text_of(await generate(stack.gateway, model="storyteller", **fields))
+    answers = await asyncio.gather(*(generate(stack.gateway, model="teller", **fields) for _ in range(16)))
     assert {text_of(answer) for answer in answers} == {own}
     metadata = await stub.ModelMetadata(pb.ModelMetadataRequest(name="teller"))
     assert metadata.inputs[0].name == "text_input"
@@ -90,13 +90,13 @@ async def test_every_replica_loads_and_their_counts_are_added_up(stack, stub):
     for _ in range(20):
         await stub.ModelInfer(request)
     own = [await statistics(stack.addresses[name], "echo") for name in ("predictor-0", "predictor-1")]
-    (told,) = (await stub.ModelStatistics(pb.ModelStatisticsRequest(name="echo"))).model_stats
+    (model,) = (await stub.ModelStatistics(pb.ModelStatisticsRequest(name="echo"))).model_stats
     assert [each.inference_count for each in own] != [20, 20]
-    assert told.inference_count == sum(each.inference_count for each in own) == 20
+    assert model.inference_count == sum(each.inference_count for each in own) == 20
     await unload(stub, "echo")
 
 
-async def test_a_model_that_is_loaded_past_the_gateway_appears(stack, stub):
+async def test_a_model_that_is_loaded_at_a_predictor_appears(stack, stub):
     for name in ("predictor-0", "predictor-1"):
         async with channel(stack.addresses[name]) as open_channel:
             await load(GRPCInferenceServiceStub(open_channel), "echo")
@@ -112,7 +112,7 @@ async def test_a_model_that_is_loaded_past_the_gateway_appears(stack, stub):
     async def disappears():
         return not await ready(stub, "echo")
 
-    # One of two has it: a call could reach the other.
+    # One of two predictors has it: a call could reach the other.
     await until(disappears)
     index = await stub.RepositoryIndex(pb.RepositoryIndexRequest())
     assert "1 of 2 replicas lack it" in next(entry.reason for entry in index.models if entry.name == "echo")
@@ -121,7 +121,7 @@ async def test_a_model_that_is_loaded_past_the_gateway_appears(stack, stub):
     await unload(stub, "echo")
 
 
-async def test_what_may_not_be_loaded_is_refused_and_disturbs_nothing(stub):
+async def test_forbidden_loads_are_refused_and_affect_no_model(stub):
     assert await refused(load(stub, "nobody")) is NOT_FOUND
     assert await refused(load(stub, "../storyteller")) is INVALID
     assert await ready(stub, "storyteller")
@@ -146,12 +146,12 @@ async def test_the_examples_processor_makes_a_label_of_an_image(stub, colour):
     assert outputs["size"].array.tolist() == [40, 30]
 
 
-async def test_what_is_no_image_is_refused(stub):
+async def test_bytes_that_are_no_image_are_refused(stub):
     assert await refused(stub.ModelInfer(image_request(b"no image"))) is INVALID
     assert await refused(stub.ModelInfer(image_request(image("red", (5000, 5000))))) is INVALID
 
 
-async def test_a_processor_stands_beside_the_model_that_it_calls(stub):
+async def test_a_processor_is_listed_beside_the_model_that_it_calls(stub):
     assert (await states(stub))["labels"] == "READY"
     request = pb.ModelInferRequest(model_name="pixels")
     add_input(request, Tensor("pixels", "FP32", np.zeros((2, 2, 3), dtype=np.float32)))
@@ -160,7 +160,7 @@ async def test_a_processor_stands_beside_the_model_that_it_calls(stub):
     assert config.parameters["model"].string_value == "pixels"
 
 
-async def test_every_method_of_the_protocol_answers_or_says_that_it_is_not_offered(stub):
+async def test_every_method_of_the_protocol_answers_or_is_reported_as_unsupported(stub):
     assert (await stub.ServerLive(pb.ServerLiveRequest())).live
     assert "model_repository" in (await stub.ServerMetadata(pb.ServerMetadataRequest())).extensions
     assert (await stub.ModelConfig(pb.ModelConfigRequest(name="storyteller"))).config.input[0].name == "text_input"
@@ -212,14 +212,14 @@ async def test_outputs_may_be_named_without_their_flags(stub):
 
 
 @pytest.mark.parametrize("value", ["0.5", "1e-1"])
-async def test_numbers_may_be_text(stub, value):
+async def test_numbers_can_be_given_as_text(stub, value):
     request = text_request("storyteller", "Once", max_tokens=2)
     request.parameters["temperature"].string_param = value
     request.parameters["top_k"].string_param = "5"
     assert await stub.ModelInfer(request)
 
 
-async def test_the_prompt_comes_first_where_it_is_not_excluded(stub):
+async def test_the_prompt_comes_first_if_it_is_not_excluded(stub):
     request = text_request("storyteller", "Once upon a time", max_tokens=4, seed=1)
     without = decode_outputs(await stub.ModelInfer(request))["text_output"].array[0]
     add_input(request, Tensor("exclude_input_in_output", "BOOL", np.array([False])))

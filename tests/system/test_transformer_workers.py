@@ -14,7 +14,7 @@ from tests.system.calls import channel, generate, text_of
 from tests.waiting import until
 
 MODELS = "storyteller=models/storyteller"
-_START_S = 60  # What a worker that was killed may take to come back, on a busy machine.
+_START_S = 60  # The longest restart of a killed worker, on a busy machine.
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -61,7 +61,7 @@ async def test_workers_share_the_port_and_replace_each_other(new_stack):
         for open_channel in open_channels:
             await open_channel.close()
 
-    # The page on the service's port has what both have done.
+    # The page on the service's port has the counts of both.
     [(_, page, _)] = stack.metrics_pages["transformer"]
     samples = await asyncio.to_thread(read_page, page)
     begun = {

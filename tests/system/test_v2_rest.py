@@ -16,7 +16,7 @@ from tests.system.payload_log import records
 from tests.waiting import until
 
 MODELS = {
-    # Declares what it takes and gives a response for each row.
+    # Declares its tensors and sends a response for each row.
     "rows": """
 import numpy as np
 from millrace.errors import InvalidRequestError
@@ -31,7 +31,7 @@ async def execute(request):
             raise RuntimeError("secret")
         yield {"row": row, "at": np.array([at])}
 """,
-    # Declares nothing and cuts its INPUT into pieces.
+    # Declares no tensors and cuts its INPUT into pieces.
     "chunks": """
 import numpy as np
 
@@ -41,7 +41,7 @@ async def execute(request):
     for start in range(0, len(text), size):
         yield {"OUTPUT": np.array([text[start:start + size]], dtype=object)}
 """,
-    # Yields 0, 1, 2 … for ever; each after the first once a byte has come through the socket `gate`.
+    # Yields 0, 1, 2 … for ever; each after the first one after a byte from the socket `gate`.
     "paced": """
 import asyncio
 import itertools
@@ -141,7 +141,7 @@ async def test_a_raw_binary_request_is_the_one_input_of_a_model(stack):
     assert raw in answer.body[length:]
 
 
-async def test_megabytes_of_json_come_back(stack):
+async def test_megabytes_of_json_are_answered(stack):
     values = list(range(500_000))
     answer = await infer(stack, "identity", {"inputs": [tensor("x", "INT32", [500_000], values)]})
     assert answer.status == 200
@@ -169,7 +169,7 @@ async def test_a_bad_request_is_400_in_the_protocols_shape(stack, case):
     answer = await infer(stack, "identity", body, **headers)
     assert (answer.status, list(answer.json)) == (400, ["error"])
     assert text in answer.json["error"]
-    # What one model gives is known to whoever runs it.
+    # A model's outputs depend on its code.
     assert answer.headers["x-failed-hop"] == ("predictor" if "output" in case else "transformer")
     good = await infer(stack, "identity", {"inputs": [tensor("x", "INT8", [1], [1])]})
     assert good.json["outputs"][0]["data"] == [1]
@@ -222,7 +222,7 @@ async def test_generate_answers_whole_and_generate_stream_in_pieces(stack, neste
     assert whole.headers["content-type"] == "application/json"
     assert (whole.json["model_name"], whole.json["model_version"]) == ("storyteller", "1")
     assert whole.json["finish_reason"] == "length"
-    options["pace"] = 20  # Slow enough that even a busy machine shows its pieces apart.
+    options["pace"] = 20  # Slow enough that even a busy machine sends separate pieces.
     body = {"text_input": "Once upon a time"} | ({"parameters": options} if nested else options)
     streamed = await rest(stack.gateway, "POST", "/v2/models/storyteller/versions/1/generate_stream", body)
     assert streamed.headers["content-type"].startswith("text/event-stream")
@@ -231,7 +231,7 @@ async def test_generate_answers_whole_and_generate_stream_in_pieces(stack, neste
     assert "".join(event["text_output"] for event in events) == whole.json["text_output"]
 
 
-async def test_inputs_of_a_text_model_may_stand_among_the_parameters(stack):
+async def test_inputs_of_a_text_model_may_be_among_the_parameters(stack):
     options = {"stream": False, "exclude_input_in_output": False, "max_tokens": 50, "seed": 5, "stop": [","]}
     body = {"text_input": "Once upon a time", "parameters": options}
     answer = await rest(stack.gateway, "POST", "/v2/models/storyteller/generate_stream", body)
@@ -268,7 +268,7 @@ async def test_an_error_after_the_first_event_is_an_event(stack):
 
 
 class Gate:
-    """The socket through which `paced` waits: how many generators have come, and how many have left."""
+    """The socket through which `paced` waits: counts the generators that have connected and disconnected."""
 
     def __init__(self):
         self.begun = self.ended = 0
@@ -282,7 +282,7 @@ class Gate:
         writer.close()
 
 
-async def test_events_come_one_by_one_and_who_leaves_stops_the_model(stack, tmp_path):
+async def test_events_arrive_one_by_one_and_a_caller_that_leaves_stops_the_model(stack, tmp_path):
     gate = Gate()
     server = await asyncio.start_unix_server(gate.serve, tmp_path / "gate")
     host, _, port = stack.gateway.rpartition(":")
@@ -292,10 +292,10 @@ async def test_events_come_one_by_one_and_who_leaves_stops_the_model(stack, tmp_
     writer.write(head.encode() + body)
     async with asyncio.timeout(60):
         for i in range(20):
-            # The next one is not made before this one is here.
+            # The next one is not generated before this one has arrived.
             event = await reader.readuntil(b"\n\n")
             assert json.loads(event[event.index(b"data: ") + 6 :])["i"] == i
-            await until(lambda: gate.writer)  # The event may come before this loop has taken the connection.
+            await until(lambda: gate.writer)  # The event may arrive before this loop has accepted the connection.
             gate.writer.write(b".")
         writer.close()
         await until(lambda: gate.ended == 1)
@@ -313,7 +313,7 @@ async def test_a_deadline_in_the_header_is_kept(stack):
     assert answer.status == 504
 
 
-async def test_what_was_asked_and_what_was_refused_is_on_record(stack):
+async def test_answered_and_refused_requests_are_recorded(stack):
     await rest(
         stack.gateway,
         "POST",
@@ -338,6 +338,6 @@ async def test_a_body_beyond_the_gateways_limit_is_413(stack):
         }
     )
     body = header.encode() + struct.pack("B", 100) * (50 << 20)
-    # As JSON this answer is larger than what was asked.
+    # As JSON this answer is larger than its request.
     answer = await infer(stack, "identity", body, inference_header_content_length=str(len(header)))
     assert (answer.status, answer.headers["x-failed-hop"]) == (413, "transformer")

@@ -1,4 +1,4 @@
-"""Replicas with different weights, as during a rolling update: no answer is of two models, and none fails."""
+"""Replicas with different weights, as during a rolling update: no answer mixes two models, and none fails."""
 
 import asyncio
 import shutil
@@ -37,14 +37,14 @@ async def stack(stacks, tmp_path_factory):
 
 
 def negate_weights(path):
-    """Flips the sign of each number of a file of bfloat16 alone."""
+    """Flips the sign of each number in a safetensors file with only bfloat16."""
     contents = path.read_bytes()
     begin = 8 + int.from_bytes(contents[:8], "little")  # The header's length, and the header.
     path.write_bytes(contents[:begin] + (np.frombuffer(contents[begin:], "<u2") ^ 0x8000).tobytes())
 
 
 async def generated(stack, name="", came=None):
-    """The ids of an answer to the one question."""
+    """The ids of an answer to the prompt."""
     request = millrace_pb2.GenerateRequest(
         model="storyteller", prompt="Once upon a time", max_tokens=TOKENS, ignore_eos=True, seed=3, request_id=name
     )
@@ -58,7 +58,7 @@ async def generated(stack, name="", came=None):
 
 
 async def disturbed(stack, prefix, disturb):
-    """What many streams answer of which some lose their predictor."""
+    """The answers of many streams, of which some lose their predictor."""
     came = Counter()
     names = [f"{prefix} {number}" for number in range(STREAMS)]
     asking = [asyncio.create_task(generated(stack, name, came)) for name in names]
@@ -69,7 +69,7 @@ async def disturbed(stack, prefix, disturb):
 
 
 async def records_of(stack, answers):
-    """The records of these requests, once they are there."""
+    """The records of these requests, once they are stored."""
     found = {}
 
     async def are_there():
@@ -85,16 +85,16 @@ async def records_of(stack, answers):
 
 async def fingerprint_of(target):
     async with channel(target) as open_channel:
-        asked = pb.ModelConfigRequest(name="storyteller")
-        answer = await GRPCInferenceServiceStub(open_channel).ModelConfig(asked)
+        request = pb.ModelConfigRequest(name="storyteller")
+        answer = await GRPCInferenceServiceStub(open_channel).ModelConfig(request)
     return answer.config.parameters["fingerprint"].string_value
 
 
-@pytest.mark.full  # In little: tests/process/test_transformer_resume.py, with fingerprints.
-async def test_a_stream_goes_on_with_the_weights_that_began_it_alone(stack):
+@pytest.mark.full  # The short form: tests/process/test_transformer_resume.py, with fingerprints.
+async def test_a_stream_continues_only_with_the_weights_that_began_it(stack):
     old, new, same = [await fingerprint_of(f"127.0.0.1:{port}") for port in stack.settings.predictor_ports]
     assert old == same != new
-    # What the two models answer where nothing happens, which they must not have in common.
+    # The undisturbed answers of the two models, which must differ.
     undisturbed = set(await asyncio.gather(*(generated(stack) for _ in range(STREAMS))))
     assert len(undisturbed) == 2
 
@@ -106,7 +106,7 @@ async def test_a_stream_goes_on_with_the_weights_that_began_it_alone(stack):
     assert by_fingerprint.keys() == {old, new}
     assert all(killed[record.request_id] == by_fingerprint[record.fingerprint] for record in records)
 
-    # Both that have the old ones at once: where nobody takes it, a stream ends where it is.
+    # Both predictors with the old weights at once: a stream that no other one can take ends there.
     await stack.wait_ready(timeout_s=60)
 
     async def drain():

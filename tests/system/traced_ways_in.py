@@ -1,4 +1,4 @@
-"""Ways into the stack for the tests of traces: each says who it is, and can leave after its first chunk."""
+"""Ways into the stack for the tests of traces: each sends its ids, and can leave after its first chunk."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from millrace.oip.parameters import set_parameters
 from millrace_protos import millrace_pb2
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from millrace_protos.millrace_pb2_grpc import TextGenerationStub
-from tests.system.ask import in_thread
 from tests.system.calls import channel, each, http_request, text_request
+from tests.system.request_outcome import in_thread
 
 MODEL, PROMPT = "storyteller", "Once upon a time"
 
 
 @dataclass
-class TracedAsk:
-    """A generation with its caller's ids; `begun` is set at its first chunk, of which a whole answer has none."""
+class TracedRequest:
+    """A generation with its caller's ids; `begun` is set at its first chunk, which a whole answer does not have."""
 
     request_id: str
     traceparent: str
@@ -38,7 +38,7 @@ class TracedAsk:
 
 
 @dataclass(frozen=True)
-class Told:
+class AnswerHead:
     """The headers of an answer, or its initial metadata."""
 
     headers: Mapping[str, str]
@@ -46,84 +46,86 @@ class Told:
 
 @dataclass(frozen=True)
 class TracedWay:
-    """`method` is the transformer's; `streams`: chunk by chunk; `tells_status`: every error is the call's own."""
+    """`method` is the transformer's; `streams`: chunk by chunk; `has_status`: every error is the call's status."""
 
     method: str
     protocol: str
-    ask: Callable[[str, TracedAsk], Awaitable[Told]]
+    send: Callable[[str, TracedRequest], Awaitable[AnswerHead]]
     streams: bool
-    tells_status: bool = True
+    has_status: bool = True
     operation: str = "text_completion"
 
 
-async def _generate(gateway: str, ask: TracedAsk) -> Told:
-    request = millrace_pb2.GenerateRequest(model=MODEL, prompt=PROMPT, **ask.parameters)
+async def _generate(gateway: str, request: TracedRequest) -> AnswerHead:
+    message = millrace_pb2.GenerateRequest(model=MODEL, prompt=PROMPT, **request.parameters)
     async with channel(gateway) as open_channel:
-        call = TextGenerationStub(open_channel).Generate(request, timeout=ask.timeout_s, metadata=ask.metadata)
-        return await _read(call, ask)
+        call = TextGenerationStub(open_channel).Generate(message, timeout=request.timeout_s, metadata=request.metadata)
+        return await _read(call, request)
 
 
-async def _stream_infer(gateway: str, ask: TracedAsk) -> Told:
-    async with channel(gateway) as open_channel:
-        stub = GRPCInferenceServiceStub(open_channel)
-        call = stub.ModelStreamInfer(each(_infer_request(ask)), timeout=ask.timeout_s, metadata=ask.metadata)
-        return await _read(call, ask)
-
-
-async def _infer(gateway: str, ask: TracedAsk) -> Told:
+async def _stream_infer(gateway: str, request: TracedRequest) -> AnswerHead:
     async with channel(gateway) as open_channel:
         stub = GRPCInferenceServiceStub(open_channel)
-        call = stub.ModelInfer(_infer_request(ask), timeout=ask.timeout_s, metadata=ask.metadata)
+        call = stub.ModelStreamInfer(
+            each(_infer_request(request)), timeout=request.timeout_s, metadata=request.metadata
+        )
+        return await _read(call, request)
+
+
+async def _infer(gateway: str, request: TracedRequest) -> AnswerHead:
+    async with channel(gateway) as open_channel:
+        stub = GRPCInferenceServiceStub(open_channel)
+        call = stub.ModelInfer(_infer_request(request), timeout=request.timeout_s, metadata=request.metadata)
         try:
-            ask.leave = call.cancel
+            request.leave = call.cancel
             await call
         except (grpc.aio.AioRpcError, asyncio.CancelledError):
-            return Told({})
-        return Told(dict(await call.initial_metadata()))
+            return AnswerHead({})
+        return AnswerHead(dict(await call.initial_metadata()))
 
 
-def _infer_request(ask: TracedAsk) -> Any:
-    request = text_request(MODEL, PROMPT)
-    request.id = ask.request_id
-    set_parameters(request.parameters, ask.parameters)
-    return request
+def _infer_request(request: TracedRequest) -> Any:
+    message = text_request(MODEL, PROMPT)
+    message.id = request.request_id
+    set_parameters(message.parameters, request.parameters)
+    return message
 
 
-async def _read(call: Any, ask: TracedAsk) -> Told:
-    ask.leave = call.cancel
+async def _read(call: Any, request: TracedRequest) -> AnswerHead:
+    request.leave = call.cancel
     try:
         async for _ in call:
-            ask.begun.set()
+            request.begun.set()
     except (grpc.aio.AioRpcError, asyncio.CancelledError):
-        return Told({})
-    return Told(dict(await call.initial_metadata()))
+        return AnswerHead({})
+    return AnswerHead(dict(await call.initial_metadata()))
 
 
-def _rest(path: str, body: Callable[[], Mapping[str, Any]]) -> Callable[[str, TracedAsk], Awaitable[Told]]:
-    async def ask_rest(gateway: str, ask: TracedAsk) -> Told:
+def _rest(path: str, body: Callable[[], Mapping[str, Any]]) -> Callable[[str, TracedRequest], Awaitable[AnswerHead]]:
+    async def send_rest(gateway: str, request: TracedRequest) -> AnswerHead:
         loop = asyncio.get_running_loop()
 
         def on_piece() -> None:
-            loop.call_soon_threadsafe(ask.begun.set)
+            loop.call_soon_threadsafe(request.begun.set)
 
-        headers = dict(ask.metadata) | {"x-timeout-ms": str(int(1000 * ask.timeout_s))}
-        written = {**body(), **ask.parameters}
+        headers = dict(request.metadata) | {"x-timeout-ms": str(int(1000 * request.timeout_s))}
+        written = {**body(), **request.parameters}
         connected: list[http.client.HTTPConnection] = []
 
         def leave() -> None:
             if connected[0].sock is not None:
                 connected[0].sock.shutdown(socket.SHUT_RDWR)
 
-        ask.leave = leave
+        request.leave = leave
         try:
             answer = await in_thread(
                 *(http_request, gateway, "POST", path, written, headers, on_piece), connected.append
             )
         except (http.client.HTTPException, OSError):
-            return Told({})
-        return Told(answer.headers)
+            return AnswerHead({})
+        return AnswerHead(answer.headers)
 
-    return ask_rest
+    return send_rest
 
 
 def _chat(streams: bool) -> Callable[[], Mapping[str, Any]]:
@@ -133,7 +135,7 @@ def _chat(streams: bool) -> Callable[[], Mapping[str, Any]]:
 WAYS: dict[str, TracedWay] = {
     "Generate": TracedWay("millrace.v1.TextGeneration/Generate", "grpc", _generate, streams=True),
     "ModelStreamInfer": TracedWay(
-        *("inference.GRPCInferenceService/ModelStreamInfer", "grpc", _stream_infer), streams=True, tells_status=False
+        *("inference.GRPCInferenceService/ModelStreamInfer", "grpc", _stream_infer), streams=True, has_status=False
     ),
     "ModelInfer": TracedWay("inference.GRPCInferenceService/ModelInfer", "grpc", _infer, streams=False),
     "chat, events": TracedWay(

@@ -1,12 +1,11 @@
-"""Every way into the stack: functions of the gateway's address and an `Ask`, which give its `Outcome`.
+"""Every way into the stack: functions of the gateway's address and a `Request`, which return its `Outcome`.
 
-Text goes to the model that an Ask names; ways that take no text send its ids to the predictor, or its
+Text goes to the model that a Request names; ways without text send its ids to the predictor, or its
 bytes to the Python model `tensors`.
 """
 
 from __future__ import annotations
 
-from tests.system.ask import WayIn
 from tests.system.grpc_ways_in import (
     generate,
     grpc_web,
@@ -16,6 +15,7 @@ from tests.system.grpc_ways_in import (
     tensor_request,
     text_request,
 )
+from tests.system.request_outcome import WayIn
 from tests.system.rest_ways_in import (
     binary_tensors_body,
     chat_body,
@@ -44,7 +44,7 @@ TEXT: dict[str, WayIn] = {
     "generate": rest("/v2/models/{model}/generate", fields_body("text_input"), v2_shape),
     "generate_stream": rest("/v2/models/{model}/generate_stream", fields_body("text_input"), v2_shape),
 }
-# Of a model that the transformer relays.
+# Ways to a model that the transformer relays.
 RELAYED: dict[str, WayIn] = {
     "ModelInfer, relayed": model_infer(tensor_request),
     "ModelStreamInfer, relayed": model_stream_infer(tensor_request),
@@ -55,15 +55,15 @@ RELAYED: dict[str, WayIn] = {
         "/v2/models/{model}/generate_stream", fields_body("x"), v2_shape, takes_tensors=True
     ),
 }
-DIRECT = ("ModelInfer, relayed",)  # Past the transformer, once it has listed the model.
-# Past the transformer.
+DIRECT = ("ModelInfer, relayed",)  # Directly to the predictor, once the transformer has listed the model.
+# Directly to the predictor.
 PREDICTOR: dict[str, WayIn] = {
     "ModelInfer, predictor": model_infer(ids_request, "predictor"),
     "ModelStreamInfer, predictor": model_stream_infer(ids_request, "predictor:8080"),
     "ModelStreamInfer with statuses, predictor": model_stream_infer(ids_request, "predictor", as_status=True),
 }
 WAYS_IN = TEXT | RELAYED | PREDICTOR
-# Those on which an error can come after some of the answer.
+# Ways on which an error can come after a part of the answer.
 REST_STREAMS = ("Generate by REST", "completions, events", "chat, events", "generate_stream")
 STREAMS = (
     *REST_STREAMS,

@@ -1,4 +1,4 @@
-"""One request and its outcome, in words that all ways into the stack share."""
+"""One request and its outcome, in terms that all ways into the stack share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TEXT_MODEL, TENSOR_MODEL = "storyteller", "tensors"
 
 
 @dataclass(frozen=True)
-class Ask:
+class Request:
     """A generation; `parameters` are sampling parameters. `goes_on`: whether the next request would be answered."""
 
     model: str = TEXT_MODEL
@@ -27,9 +27,9 @@ class Ask:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a client is told: `status` is gRPC's or HTTP's, or one of a stream; `retry_after` is the header's text.
+    """The outcome for a client: `status` is gRPC's, HTTP's or that of a stream; `retry_after` is the header's text.
 
-    `begun` says whether some of the answer had come before.
+    `begun`: whether a part of the answer came before.
     """
 
     status: grpc.StatusCode | int | str
@@ -39,12 +39,12 @@ class Outcome:
     begun: bool = False
 
 
-# An error among the responses of a stream, which goes on after it.
+# An error among the responses of a stream, which continues after it.
 ON_STREAM = "error_message"
 STREAM_LOST = "nor was the next request answered"
-WayIn = Callable[[str, Ask], Awaitable[Outcome]]
+WayIn = Callable[[str, Request], Awaitable[Outcome]]
 
-# Asyncio's own has a few threads only, and a call that is held takes one.
+# asyncio's own executor has few threads, and a blocked call takes one.
 _THREADS = ThreadPoolExecutor(64, thread_name_prefix="way-in")
 
 
@@ -52,5 +52,5 @@ async def in_thread(call: Callable[..., Any], *arguments: Any) -> Any:
     return await asyncio.get_running_loop().run_in_executor(_THREADS, call, *arguments)
 
 
-def tensor_model(ask: Ask) -> str:
-    return TENSOR_MODEL if ask.model == TEXT_MODEL else ask.model
+def tensor_model(request: Request) -> str:
+    return TENSOR_MODEL if request.model == TEXT_MODEL else request.model
