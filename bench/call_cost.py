@@ -1,4 +1,4 @@
-"""What a call pays for: microseconds of processor time of a `ModelInfer` of 64 bytes, by process and by cause.
+"""The cost of a call: microseconds of processor time of a `ModelInfer` of 64 bytes, by process and by cause.
 
 Stacks that differ in one thing each, running at the same time. The first is as `make up` starts it, everything on by
 default; each of the others leaves out one thing more than the one before it:
@@ -6,7 +6,7 @@ default; each of the others leaves out one thing more than the one before it:
     default         everything on
     payload log     TRANSFORMER_PAYLOAD_LOG=off
     access log      the gateway sends no line for each call to the logger
-    service spans   OTEL_TRACES_SAMPLER=always_off in the services; ids of traces go on
+    service spans   OTEL_TRACES_SAMPLER=always_off in the services; ids of traces continue
     gateway spans   GATEWAY_TRACE_PERCENT=0
     metrics         OTEL_SDK_DISABLED=true in the services: neither metrics nor ids of traces
     log lines       *_LOG_LEVEL=WARNING: no line for each call
@@ -50,7 +50,7 @@ _CLIENT_PROCESSES = 2
 _SETTLE_S, _IDLE_S = 2.0, 5.0
 _ACCESS_LOG = "envoy.access_loggers.open_telemetry"
 
-# What each stack leaves out in addition: settings of the services, and arguments of `running_stack`.
+# The additional omissions of each stack: settings of the services, and arguments of `running_stack`.
 _STEPS: dict[str, dict[str, dict[str, Any]]] = {
     "default": {},
     "payload log": {"transformer": {"TRANSFORMER_PAYLOAD_LOG": "off"}},
@@ -119,7 +119,7 @@ async def _measure(arguments: argparse.Namespace) -> Samples:
 
 @asynccontextmanager
 async def _stack(steps: Sequence[Mapping[str, Mapping[str, Any]]]) -> AsyncIterator[Server]:
-    """A stack without what the steps name."""
+    """A stack without the features that the steps name."""
     environment: dict[str, dict[str, Any]] = defaultdict(dict)
     for step in steps:
         for kind, values in step.items():
@@ -130,7 +130,7 @@ async def _stack(steps: Sequence[Mapping[str, Mapping[str, Any]]]) -> AsyncItera
 
 
 def _drop_access_log(config: Config) -> None:
-    """Removes the access log that goes to the logger."""
+    """Removes the access log for the logger."""
     for listener in config["static_resources"]["listeners"]:
         for chain in listener["filter_chains"]:
             for each in chain["filters"]:

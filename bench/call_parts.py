@@ -1,11 +1,11 @@
 """Single pieces of a service's code on the path of a call, each measured alone: microseconds of processor time.
 
 The pieces run as in a service, with telemetry and log lines set up in the same way, but without gRPC: the context of a
-call is a stand-in. Time is that of the whole process, so it includes a piece's work on other threads; that of an empty
+call is a fake. Time is that of the whole process, so it includes a piece's work on other threads; that of an empty
 task is subtracted. A call of the transformer runs each piece once, one of the predictor all but the client's side and
 the payload record.
 
-`python -m bench.call_parts` prints them as JSON; `parts` runs that in a process of its own.
+`python -m bench.call_parts` prints them as JSON; `parts` runs that in a separate process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from services.transformer.inference.request import InferRequest
 _CALLS = 1000
 _REPEATS = 7
 _REQUEST = CASES["tiny"].request("echo")
-# As the gateway sends them.
+# The metadata of the gateway.
 _METADATA = (
     ("user-agent", "grpc-python-asyncio/1.85.1 grpc-c/54.0.0 (linux; chttp2)"),
     ("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),
@@ -53,12 +53,12 @@ _METADATA = (
     ("grpc-accept-encoding", "identity, deflate, gzip"),
 )
 
-# One call of a piece; it runs in a context of its own, as the task of a call does.
+# One call of a piece; it runs in its own context, like the task of a call.
 Piece = Callable[[], Awaitable[Any]]
 
 
 class _Details(NamedTuple):
-    """Of a call, to a server's interceptor and to a client's."""
+    """Details of a call, for the interceptors of server and client."""
 
     method: str = INFER
     invocation_metadata: tuple[tuple[str, str], ...] = _METADATA
@@ -67,7 +67,7 @@ class _Details(NamedTuple):
 
 
 class _Context:
-    """A stand-in for gRPC's context of a call."""
+    """A fake of gRPC's context of a call."""
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         return _METADATA
@@ -86,7 +86,7 @@ class _Context:
 
 
 class _ClientCall:
-    """A stand-in for a client's call, which is over."""
+    """A fake of a client's call that has ended."""
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         callback(self)
@@ -96,12 +96,12 @@ class _ClientCall:
 
 
 async def parts() -> dict[str, float]:
-    """Each piece's microseconds for a call, the least of some repeats; raises RuntimeError if the process fails."""
+    """Each piece's microseconds for a call, the minimum of some repeats; raises RuntimeError if the process fails."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "bench.call_parts"),
         cwd=ROOT,
         stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,  # Log lines.
+        stderr=asyncio.subprocess.DEVNULL,  # It has the log lines.
     )
     output, _ = await process.communicate()
     if process.returncode:

@@ -152,7 +152,7 @@ class Connection(asyncio.Protocol):
 
 @dataclass
 class Load:
-    """What arrived within a measurement: tokens, times to the first token, gaps between pieces of an answer.
+    """The load within a measurement: tokens, times to the first token, gaps between pieces of an answer.
 
     A piece is what one read of the socket returns, one or more events.
     """
@@ -233,11 +233,11 @@ class Callers:
             raise failed[0]
 
     async def measure(self, seconds: float) -> Load:
-        """What arrives from now on within a time; raises the first error of a caller."""
+        """The load that arrives from now on within a time; raises the first error of a caller."""
         return await self.measure_during(asyncio.create_task(asyncio.sleep(seconds)))
 
     async def measure_during(self, work: asyncio.Task[Any]) -> Load:
-        """What arrives from now on until the end of other work."""
+        """The load that arrives from now on until the end of other work."""
         load = self._load = Load()
         started = time.perf_counter()
         try:

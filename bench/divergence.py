@@ -1,4 +1,4 @@
-"""Counts how often the batch changes an answer: alone against in a crowd of 32, and resumed from half.
+"""Counts how often the batch changes an answer: alone compared with a crowd of 32, and resumed from half.
 
 If the order of a product's sum depends on the batch, low-precision logits sometimes tie or change their order. `python
 -m bench.divergence` counts such answers, and writes bench/results/divergence.json.

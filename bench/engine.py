@@ -2,7 +2,7 @@
 
 Each contender is one process on the same core, with the same weights, loaded and warmed up before the first round. In a
 round every contender runs once, alone, with the same fresh random prompts, in a new random order; so the figures of a
-round are pairs. Ratios are those of pairs (bench/statistics.py). Cases that are not measured now keep their records in
+round are pairs. Ratios are those of pairs (bench/statistics.py). Cases that are not measured keep their records in
 the results file.
 """
 

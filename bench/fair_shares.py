@@ -1,4 +1,4 @@
-"""What a client with many streams costs one with few: milliseconds to the first token, in the engine.
+"""The effect of a client with many streams on one with few: milliseconds to the first token, in the engine.
 
 `light` has one request after another, prompts of 32 tokens and 16 tokens out, with a pause between. It is `quiet`
 (alone), `beside` 200 streams of another client of the same weight (32 tokens, 64 out, one after another), or part of

@@ -1,4 +1,4 @@
-"""The floor of a stack of two Python hops: gRPC servers that do nothing besides moving a request and its answer.
+"""The floor of a stack of two Python hops: gRPC servers that only move a request and its answer.
 
 `python -m bench.floor_server PORT` is the predictor: it parses a request of the Open Inference Protocol and answers
 with its tensors; a stream has `MESSAGES` answers to each request, the n-th with the number n. With `--forward

@@ -39,7 +39,7 @@ def instant_runner() -> type[Any]:
 
 
 def prepare() -> None:
-    """In each engine process."""
+    """Replaces the runner in each engine process."""
     from services.predictor.engine import build
 
     build.PagedRunner = instant_runner()  # type: ignore[misc]

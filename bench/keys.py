@@ -1,12 +1,12 @@
-"""What keys, TLS and limits cost a call, and what a client with many streams or calls costs one with few; through the
-gateway.
+"""The cost of keys, TLS and limits for a call, and the effect of a client with many streams or calls on one
+with few; through the gateway.
 
 `calls`: `ModelInfer` of 64 bytes by 16 callers, calls a second at a stack as `make up` starts it (`off`) and at one
-with TLS and a key that has limits it does not reach (`on`), both running, in turns. `first_token`: milliseconds to the
-first message of a `Generate` of the bundled model, one after another with a key of its own, alone (`quiet`) and
-`beside` 200 streams of another client of the same weight, which a process of its own keeps running. `flood`:
+with TLS and a key with limits that it does not reach (`on`), both running, in turns. `first_token`: milliseconds to the
+first message of a `Generate` of the bundled model, one after another with its own key, alone (`quiet`) and
+`beside` 200 streams of another client of the same weight, which a separate process keeps running. `flood`:
 milliseconds of `ModelInfer` of 64 bytes, one after another, `quiet` and `beside` 1,000 calls a second of a client whose
-key allows 100, which goes on whatever the answer is; its process is nice, for it stands for another machine.
+key allows 100, which ignores the answers; its process has a low priority, since it represents another machine.
 
 `python -m bench.keys` writes bench/results/keys.json; four minutes.
 """
@@ -184,7 +184,7 @@ async def _running(name: str, gateway: str, key: str) -> AsyncIterator[None]:
 
 
 async def _heavy(gateway: str, key: str) -> None:
-    """Streams one after another, until the process ends."""
+    """Sends streams one after another, until the process ends."""
     async with grpc.aio.insecure_channel(gateway) as channel:
         stub, metadata = TextGenerationStub(channel), (("authorization", f"Bearer {key}"),)
 
@@ -203,7 +203,7 @@ async def _heavy(gateway: str, key: str) -> None:
 
 
 async def _flooding(gateway: str, key: str) -> None:
-    """Calls at a pace that no answer changes, until the process ends."""
+    """Sends calls at a fixed pace, until the process ends."""
     os.nice(_NICENESS)
     async with grpc.aio.insecure_channel(gateway) as channel:
         call, request = channel.unary_unary(INFER), CASES[_CASE].request("echo")

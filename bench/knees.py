@@ -1,7 +1,7 @@
 """The knees of this machine: the most users at which each kind of call meets an objective; by model, and with kills.
 
 A search of the load test (loadtest/knee) for each row, one after the other, against a stack as `make up` starts it with
-the row's model: closed load without think time, so that users are requests at once, answers of 16 to 64 tokens. The
+the row's model: closed load without think time, so that users equal requests at once, answers of 16 to 64 tokens. The
 callers are on the same machine. A level holds if 95 % of its requests are good. `tensors` are calls of 262 KB that are
 answered with their input (docs/field-cases.md, "big tensors"). `kills`: two predictors, one of which is killed about
 once a minute while the load rises.
@@ -33,7 +33,7 @@ _TIMEOUT_S = 900.0
 
 
 class Row(NamedTuple):
-    """A stack, and what is asked of it; `users` are searched for one after the other, from `start` users on."""
+    """A stack and its load; the knee of each of `users` is searched, one after the other, from `start` users on."""
 
     model: str
     users: Sequence[str]

@@ -1,7 +1,7 @@
 """KServe's ModelServer with a model `echo`, run by the Python of .venv-kserve: `python -m bench.kserve_server …`.
 
 Its arguments are KServe's own. With `--predictor_host` it is a transformer that passes everything on, otherwise a
-predictor that answers with its inputs; both hand the tensors on undecoded, which is the least that KServe can do.
+predictor that answers with its inputs; neither decodes the tensors, which is the least work that KServe can do.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from runner.stack import Stack
 _STATE = ROOT / ".run" / "bench"
 _MODEL = "llama-10M"
 _STREAMS = 16
-_NEW_TOKENS = 2500  # So many that no stream ends before the prompt.
+_NEW_TOKENS = 2500  # Enough for no stream to end before the prompt.
 _SETTLE_S = 1.0
 _QUIET_S = 2.0
 

@@ -1,6 +1,6 @@
 """The payload log's capacity: records committed a second, and the first page of each query.
 
-A separate logger, with its own file on this machine. `append`: records of 4 KB, sent in the transformer's way and by as
+A separate logger, with its own file on this machine. `append`: records of 4 KB, sent as by the transformer, by as
 many senders, until the last is acknowledged; the aim is at least 5,000 a second, on two cores shared with the senders.
 `query`: a file of 1,000,000 small records, and for each filter alone the first page of 100, until its last record is at
 the client; the aim is at most 50 ms at the 95th percentile. `usage`: the sums of as many records of 100 clients, spread
@@ -192,11 +192,11 @@ async def _usage(count: int, queries: int) -> dict[str, Any]:
         await _send(channel, _requests("used", count, 0, _MONTH_US // count), count)
         stub = millrace_pb2_grpc.PayloadLogStub(channel)
         report: dict[str, Any] = {"records": count, "queries_by_each": queries}
-        for name, asked in _USAGE.items():
+        for name, fields in _USAGE.items():
             times = []
             for _ in range(queries):
                 started = time.monotonic()
-                groups = (await stub.Usage(UsageRequest(**asked))).groups
+                groups = (await stub.Usage(UsageRequest(**fields))).groups
                 times.append((time.monotonic() - started) * 1000)
             measured = {"median_ms": round(quantile(times, 0.5), 2), "p95_ms": round(quantile(times, 0.95), 2)}
             report[name] = {"groups": len(groups), **measured}

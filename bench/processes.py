@@ -2,8 +2,8 @@
 
 A process is named by its role: that of its parent and, if its command differs from the parent's, the last part of that
 command's module or file; else "fork". Threads have the kernel's names: `NAMED_THREADS` in a service's environment makes
-those the names that Python has. Threads of one process and name are counted together. `ended` is what a process has
-used besides: the time of threads that have ended.
+these the names in Python. Threads of one process and name are counted together. `ended` is the processor time that a
+process used in threads that have ended.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The number of callers beyond which throughput stops growing: big tensors by gRPC and by V2 REST as JSON.
+"""The number of callers beyond which throughput stops growing: big tensors over gRPC and over V2 REST with JSON.
 
 A real stack, a model that returns its input, tensors like a token model's: INT64 ids of 16 prompts of 2,048 tokens, 256
 KiB in raw form. Each level is a number of callers, each with one request at a time; at each level the protocols are

@@ -6,7 +6,7 @@ next request when an answer is complete. `millrace` is the stack as `make up` st
 round each is measured once with each number of callers, in random order, so other load on the machine affects all.
 Figures are medians over the rounds, ratios those of pairs (bench/statistics.py).
 
-The first run installs vLLM into an environment of its own: 2 to 5 minutes, 3 GB. `python -m bench.serving` writes
+The first run installs vLLM into its own environment: 2 to 5 minutes, 3 GB. `python -m bench.serving` writes
 bench/results/serving.json; 8 minutes.
 """
 

@@ -1,6 +1,6 @@
-"""What a predictor can carry: tokens a second through engine and front, with a model that computes nothing.
+"""The capacity of a predictor: tokens a second through engine and front, with a model that computes nothing.
 
-The predictor as `make up` starts it, with every setting by default but the number of running sequences, and a caller of
+The predictor as `make up` starts it, with default settings except the number of running sequences, and a caller of
 its steps call (protos/steps.proto) that counts the tokens and submits a sequence for each that ends: prompts of 32
 tokens, 64 tokens out, greedy. Engine, front and host have one core together, the caller has the others. `--model
 llama-10M` measures the same with that model, in bfloat16.
@@ -47,8 +47,8 @@ _FREE = "free"
 _PROMPT_TOKENS = 32
 _WARM_UP_S = 1.0
 _START_S = 120.0
-# Small enough that its pages are made in the first round. Until they are, each of 2 MiB takes about 3 ms to make: with
-# this model 17 µs a token.
+# Small enough that its pages are allocated in the first round. Until then each of 2 MiB takes about 3 ms, which with
+# this model costs 17 µs a token.
 _CACHE = "256MiB"
 _SAMPLING = {"max_tokens": 64, "temperature": 0, "ignore_eos": True, "seed": 1}
 _LEAST_US = 0.5
@@ -63,7 +63,7 @@ class Server(NamedTuple):
 
 
 class Caller:
-    """One steps call with `count` sequences in flight; `tokens` and `steps` count what has come."""
+    """One steps call with `count` sequences in flight; `tokens` and `steps` count the received ones."""
 
     def __init__(self, channel: grpc.aio.Channel, count: int, tokens: int) -> None:
         self.tokens = 0
@@ -73,11 +73,11 @@ class Caller:
         self._submitted = 0
         self._outgoing = steps_pb2.StepsRequest()
         self._due = asyncio.Event()
-        self._to_submit = count  # Once the model is ready.
+        self._to_submit = count  # Submitted once the model is ready.
         self._task = asyncio.create_task(self._read(steps_pb2_grpc.PredictorStepsStub(channel).Run(self._requests())))
 
     async def run(self, seconds: float) -> None:
-        """Waits; raises what has ended the call."""
+        """Waits; raises the error that has ended the call."""
         done, _ = await asyncio.wait([self._task], timeout=seconds)
         if done:
             self._task.result()

@@ -7,7 +7,7 @@ on the machine affects all of them. The model computes nothing (instant_predicto
 serving path, on cores shared with the callers.
 
 `streamed`: messages a second of 32 `Generate` streams of 128 tokens; a stream that is read slower than its tokens are
-generated gets more of them in each message. `unary`: answers a second of 16 callers of `ModelInfer`, a tensor of 64
+generated gets more tokens in each message. `unary`: answers a second of 16 callers of `ModelInfer`, a tensor of 64
 numbers to the model `identity` and back, through the transformer. The aims are ratios of `traced` to `untraced`, the
 median over the blocks of consecutive measurements: at least 0.95 streamed, 0.90 unary; with the 95 % interval. Also
 reported: the ratio to `off`, and the processor time of each process for a message or an answer.

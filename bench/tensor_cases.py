@@ -73,7 +73,7 @@ class Comparison:
         self._length = 0
 
     def is_right(self, answer: bytes) -> bool:
-        """Of a serialized ModelInferResponse, whose last field is the tensor."""
+        """Checks a serialized ModelInferResponse, whose last field is the tensor."""
         if not self._length:
             (raw,) = pb.ModelInferResponse.FromString(answer).raw_output_contents or (b"",)
             if raw != self._tensor:
@@ -86,11 +86,11 @@ class Comparison:
         )
 
     def is_right_json(self, answer: bytes) -> bool:
-        """Of a V2 REST answer, always whole."""
+        """Checks a V2 REST answer, always whole."""
         return self._json_data in answer
 
     def are_right(self, answers: Sequence[bytes]) -> bool:
-        """Of the serialized ModelStreamInferResponses of one request, always whole."""
+        """Checks the serialized ModelStreamInferResponses of one request, always whole."""
         return len(answers) == MESSAGES and all(
             answer.endswith(number.to_bytes(8, "little")) for number, answer in enumerate(answers)
         )

@@ -1,12 +1,12 @@
-"""The load of the transport benchmark: callers in processes of their own, the same for every contender.
+"""The load of the transport benchmark: callers in separate processes, the same for every contender.
 
     async with clients(2) as load_clients:
         load = await load_clients.measure(target, "tok", begin, end)
 
 Each of a case's callers sends its next request when it has an answer. Requests are serialized once; answers stay
-bytes, and each is compared with its request (tensor_cases.py). Callers start at once and end after `end`; counted is
-what ends from `begin` to `end`, both of the monotonic clock, which all processes share. A process has one gRPC channel,
-or one HTTP connection for each caller.
+bytes, and each is compared with its request (tensor_cases.py). Callers start at once and end after `end`; they count
+the calls that end from `begin` to `end`, both of the monotonic clock, which all processes share. A process has one gRPC
+channel, or one HTTP connection for each caller.
 
 `python -m bench.tensor_client` is such a process: a measurement as a line of JSON on stdin, its load on stdout.
 """
@@ -54,7 +54,7 @@ class Target(NamedTuple):
 
 @dataclass
 class Load:
-    """What ended within a measurement; `first_s` is the time to the first message of each stream."""
+    """The calls that ended within a measurement; `first_s` is the time to the first message of each stream."""
 
     took_s: list[float] = field(default_factory=list)
     first_s: list[float] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Clients:
         self._processes = processes
 
     async def measure(self, target: Target, case: str, begin: float, end: float) -> Load:
-        """Runs the callers of a case, shared out between the processes; raises RuntimeError if a process ends."""
+        """Runs the callers of a case, distributed over the processes; raises RuntimeError if a process ends."""
         total = CASES[case].callers
         count = min(len(self._processes), total)
         shares = [total // count + (number < total % count) for number in range(count)]
@@ -95,7 +95,7 @@ class Clients:
     async def measure_with_usage(
         self, target: Target, case: str, roots: Mapping[str, int], seconds: float
     ) -> tuple[Load, dict[str, float]]:
-        """As `measure`, after a warm-up; the processor time of the server's processes meanwhile too, by role."""
+        """Like `measure`, after a warm-up; also returns the processor time of the server's processes, by role."""
         processes = roles(roots)
         begin = time.monotonic() + _WARM_UP_S
         load = asyncio.create_task(self.measure(target, case, begin, begin + seconds))

@@ -11,7 +11,7 @@ from services.predictor import __main__
 
 
 def prepare() -> None:
-    """In each engine process."""
+    """Replaces the runner in each engine process."""
     from services.predictor.engine import build
     from services.predictor.engine.runners.paged import PagedRunner
 

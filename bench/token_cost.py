@@ -1,12 +1,12 @@
-"""What a streamed token costs: microseconds of processor time by process, by thread and by cause.
+"""The cost of a streamed token: microseconds of processor time by process, by thread and by cause.
 
 OpenAI's server-sent events through the whole stack as `make up` starts it, everything on by default, with 1, 8 and 32
-callers: prompts of 32 tokens, 64 tokens out, greedy. `llama-10M` is that model in bfloat16, or as `--dtype` says: a
-processor without instructions for bfloat16 takes 20 times as long over it. `free` is the same with a runner that
-computes nothing, which shows the most that the path of tokens can carry. Both stacks run all the time; in a round each
+callers: prompts of 32 tokens, 64 tokens out, greedy. `llama-10M` is that model in bfloat16, or in `--dtype`: a
+processor without instructions for bfloat16 needs 20 times as long for it. `free` is the same with a runner that
+computes nothing, which shows the capacity of the path of tokens. Both stacks run all the time; in a round each
 of them is measured once with each number of callers, in random order. Figures are medians over the rounds. Before the
-first one the KV cache, of 256 MiB, has been written once: until then its pages are made, which costs 17 µs a token with
-this model.
+first one the KV cache, of 256 MiB, has been written once: until then its pages are allocated, which costs 17 µs a
+token with this model.
 
 Processes are those of the stack and all their descendants, by role (bench/processes.py); the callers' own process is
 left out. `forward` is the processor time of the model's forward passes on the engine's thread, a part of the
@@ -149,7 +149,7 @@ async def _server(model: str, dtype: str) -> AsyncIterator[Server]:
 
 
 async def _write_cache(server: Server) -> None:
-    """Has each block of the KV cache written once."""
+    """Lets each block of the KV cache be written once."""
     tokens = 0
     async with Callers(server.stack.gateway, _MODEL, 32, _NEW_TOKENS) as calls:
         while tokens < _CACHE_TOKENS:

@@ -1,4 +1,4 @@
-"""What a tensor call costs beside peers: gRPC and JSON through a transformer to a predictor, and back.
+"""The cost of a tensor call, compared with peers: gRPC and JSON through a transformer to a predictor, and back.
 
 The model returns its input (`stream`: 64 small answers to each request). Cases: `tok` 262 KB of token ids, 16 callers;
 `tok-1` the same with one caller; `img` 2.4 MB of FP32; `tiny` 64 bytes; `stream` 16 streams. Contenders:
@@ -8,18 +8,18 @@ The model returns its input (`stream`: 64 small answers to each request). Cases:
     millrace-log-off    without the payload log
     millrace-trace-off  without traces: neither Envoy nor the services sample
     floor               Envoy with a minimal configuration before two bare grpc.aio servers (bench/floor_server.py)
-    kserve-grpc         KServe's ModelServer as transformer and predictor, no gateway, with our allocator settings
+    kserve-grpc         KServe's ModelServer as transformer and predictor, no gateway, the same allocator settings
     kserve-rest         the same with JSON
     triton              Triton's server with its Python backend: one hop
 
 All servers run all the time; in a round each contender is measured once with each case, in random order, so other load
-on the machine affects all. The callers are processes of their own on the same machine, the same for all
+on the machine affects all. The callers are separate processes on the same machine, the same for all
 (bench/tensor_client.py); every answer is compared with its request. Processor time is that of all processes of a
-contender, what it uses without calls included (`idle_core_share`: the part of a core, measured before the rounds);
+contender, including its use without calls (`idle_core_share`: the part of a core, measured before the rounds);
 `client_share` is the part of a core that each of the callers' processes uses, which must stay below 1. Figures are
 medians over the rounds, ratios those of pairs (bench/statistics.py).
 
-The first run installs KServe and Triton into environments of their own: 1 minute, 0.6 GB. `python -m bench.transport`
+The first run installs KServe and Triton into their own environments: 1 minute, 0.6 GB. `python -m bench.transport`
 writes bench/results/transport.json; 20 minutes.
 """
 
@@ -56,9 +56,9 @@ class Sample(NamedTuple):
     failures: dict[str, int]
 
 
-# Of each case and contender, one for each round.
+# The samples of each case and contender, one for each round.
 Samples = dict[tuple[str, str], list[Sample]]
-# Of each server, the part of a core that it uses without calls.
+# The part of a core that each server uses without calls.
 Idle = dict[str, float]
 
 

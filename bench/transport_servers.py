@@ -1,7 +1,7 @@
-"""The contenders of the transport benchmark and their servers, each started with what makes it fast.
+"""The contenders of the transport benchmark and their servers, each started with its fastest settings.
 
 A contender is a server, the names of its models, and a protocol. Two contenders may share a server: `millrace` and
-`millrace-processor` are models of the same stack. KServe and Triton are in environments of their own, which `make`
+`millrace-processor` are models of the same stack. KServe and Triton have their own environments, which `make`
 installs.
 """
 
@@ -35,8 +35,8 @@ _LOGS = ROOT / ".run" / "bench" / "logs"
 _MODELS = "echo=models/identity,stream=bench/tensor_models/stream"
 _PROCESSORS = "echo-processed=bench.tensor_processors:Echo,stream-processed=bench.tensor_processors:Stream"
 _START_TIMEOUT_S = 120.0
-_STREAM_INSTANCES = 16  # Of Triton's model: one for each caller.
-# As the services have them: without these each large tensor is mapped and unmapped.
+_STREAM_INSTANCES = 16  # Instances of Triton's model: one for each caller.
+# The services' allocator settings: without these each large tensor is mapped and unmapped.
 _ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": "268435456",
     "MALLOC_TRIM_THRESHOLD_": "1073741824",
@@ -179,7 +179,7 @@ async def _triton() -> AsyncIterator[Server]:
         environment = {
             "LD_LIBRARY_PATH": f"{packages / 'nvidia_pytriton.libs'}:{sysconfig.get_config_var('LIBDIR')}",
             "PYTHONPATH": str(packages),
-            # Its models take numpy from the first Python there; from another one, tensors come back empty.
+            # Its models take numpy from the first Python in PATH; with another one, tensors come back empty.
             "PATH": f"{ROOT / TRITON_ENVIRONMENT / 'bin'}:{os.environ['PATH']}",
         }
         async with server_process("Triton", command, _log("triton"), environment) as running:

@@ -92,7 +92,7 @@ class WorkerProcess:
         finally:
             timer.cancel()
         if not line:
-            words = self._log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
+            words = self._log.read_text(errors="replace").strip().splitlines() or ["no output"]
             raise ContenderError(f"the process ended, or was killed after {timeout_s:.0f} s: {words[-1]}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:

@@ -26,9 +26,9 @@ from services.predictor.engine.interface import Engine, GenerationRequest, Outpu
 from services.predictor.generation.loading import load_generation
 from services.predictor.settings import PredictorSettings
 
-_SETTLED_TOKENS = 16  # Of each stream, before gaps are measured.
-_QUIET_TOKENS = 64  # Of each stream, in the window without the long prompt.
-_AFTER_TOKENS = 2  # Of each stream, so that the gap in which the prefill ended is complete.
+_SETTLED_TOKENS = 16  # The tokens of each stream before gaps are measured.
+_QUIET_TOKENS = 64  # The tokens of each stream in the window without the long prompt.
+_AFTER_TOKENS = 2  # The later tokens of each stream, so that the gap in which the prefill ended is complete.
 _WINDOW_TIMEOUT_S = 120.0
 
 

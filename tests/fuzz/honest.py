@@ -1,6 +1,6 @@
 """16 honest streams and 16 honest unary callers: the neighbours of an attack.
 
-Streams are `Generate`, `ModelStreamInfer` and streamed chat completions; unary calls are `ModelInfer` of a small tensor,
+Streams are `Generate`, `ModelStreamInfer` and streamed chats; unary calls are `ModelInfer` of a small tensor,
 whole completions and readiness. Each caller waits a little between its calls, so that the stack is busy
 and not full. gRPC callers share two connections, as callers behind a proxy do. Every answer is compared with the first
 one of its kind: greedy text is the same each time.

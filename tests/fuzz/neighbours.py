@@ -1,7 +1,7 @@
 """`python -m tests.fuzz.neighbours`: each attack in turn beside honest callers, and its effect on them.
 
 For each attack of attacks.py: a quiet phase of honest.py's callers, then the attack for the same time, then up to a
-minute in which memory must shrink again. Limits: no honest call fails or gets another answer; the 99th percentiles of the
+minute in which memory must shrink again. Limits: no honest call fails or gets another answer; the 99th percentiles of
 honest callers are at most twice the quiet ones plus 100 ms; no process is restarted or above its container's limit; a
 minute later each process is within 20 % of its memory before. A model with a pace (10 ms a step) replaces the GPU.
 
