@@ -139,7 +139,7 @@ class Client:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {
             "content-type": "application/json",
-            "x-message-id": request.name,
+            "x-request-id": request.name,
             "x-timeout-ms": str(int(request.timeout_s * 1000)),
         }
         async with self._http.stream("POST", path, content=content, headers=headers) as response:

@@ -48,13 +48,13 @@ async def test_a_killed_container_is_restarted_and_only_its_own_calls_fail(stack
     mine = tuple(kind for kind in KINDS if service in kind.passes)
     ended = [outcome for outcome in seen.outcomes if outcome.began + outcome.seconds > killed]
     errors = [outcome for outcome in seen.outcomes if outcome.error is not None]
-    seen = [(outcome.kind.name, outcome.began - killed, outcome.seconds, outcome.error) for outcome in errors]
-    assert all(outcome.kind in mine and outcome in ended for outcome in errors), seen
+    details = [(outcome.kind.name, outcome.began - killed, outcome.seconds, outcome.error) for outcome in errors]
+    assert all(outcome.kind in mine and outcome in ended for outcome in errors), details
     ended_as = {grpc.StatusCode.UNAVAILABLE}
     if service == "transformer":
         # Envoy resets a stream whose answer had begun, with this status only.
         ended_as.add(grpc.StatusCode.INTERNAL)
-    assert {outcome.error.code() for outcome in errors} <= ended_as, seen
+    assert {outcome.error.code() for outcome in errors} <= ended_as, details
     assert max(outcome.seconds for outcome in ended) < HANGS_S
     # A stream survives its predictor: the next one continues it.
     if GENERATE in mine and service != "predictor":

@@ -236,7 +236,7 @@ async def test_each_answer_of_a_decoupled_model_is_a_chunk_of_its_record(stack):
     (record,) = await records(stack.gateway, request_id="many")
     shapes = [[list(output.shape) for output in answer.outputs] for answer in answers]
     assert [[list(output.shape) for output in chunk.outputs] for chunk in record.chunks] == shapes
-    assert [shape for chunk in shapes for shape in chunk] == [[1], [2]]
+    assert [shape for of_chunk in shapes for shape in of_chunk] == [[1], [2]]
     offsets = [chunk.offset_ms for chunk in record.chunks]
     assert offsets == sorted(offsets)
     assert offsets[0] > 0
