@@ -1,4 +1,4 @@
-"""The load test measures what plain clients measure beside it, keeps up with thousands of messages, and warns."""
+"""The load test agrees with plain clients beside it, handles thousands of messages a second, and warns beyond that."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ NEAR, NEAR_AT_THE_END = 0.05, 0.10
 
 
 async def plain(kind, gateway):
-    """What plain clients of one kind measure."""
+    """The measurements of plain clients of one kind."""
     clients = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.support.plain_clients", kind, gateway, str(USERS), str(SECONDS)),
         stdout=asyncio.subprocess.PIPE,
@@ -29,7 +29,7 @@ async def plain(kind, gateway):
 
 
 async def ratios_of(gateway, folder):
-    """(row, measure, percentile) → Locust's figure by that of as many plain clients beside it."""
+    """(row, measure, percentile) → Locust's figure divided by that of as many plain clients beside it."""
     report, prompts = folder / "report.html", folder / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": PROMPT, "max_tokens": TOKENS}))
     users = ("-u", str(2 * USERS), "-r", "10", "-t", f"{SECONDS}s", "--equal-weights", "StreamUser", "ChatUser")
@@ -62,7 +62,7 @@ async def test_first_tokens_and_gaps_agree_with_plain_clients(new_stack, tmp_pat
         assert abs(ratio - 1) <= (NEAR if percentile == "p50" else NEAR_AT_THE_END), (name, measure, percentile, ratios)
 
 
-async def test_a_process_carries_five_thousand_messages_a_second_and_warns_when_it_is_full(tmp_path):
+async def test_a_process_handles_five_thousand_messages_a_second_and_warns_when_it_is_saturated(tmp_path):
     server = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.support.streaming_server", "0.002"), stdout=asyncio.subprocess.PIPE
     )
@@ -81,7 +81,7 @@ async def test_a_process_carries_five_thousand_messages_a_second_and_warns_when_
     messages = row["messages"] * figures["window_s"]
     per_second = messages / run.processor_s
     print(f"{row['messages']:.0f} messages/s, {per_second:.0f} a second of processor time")
-    # The machine may be busy with other things: what counts is what a processor of its own would carry.
+    # The machine may be busy with other work: the figure is for a processor of its own.
     assert per_second >= 5000
     assert figures["full"] == ("no processor time left" in run.output)
     assert figures["full"], "nothing else held it back"
