@@ -66,10 +66,6 @@ class Histogram:
         values = {f"p{100 * share:g}": self.quantile(share) for share in shares}
         return {name: value for name, value in values.items() if value is not None}
 
-    @property
-    def mean(self) -> float | None:
-        return self.total / self.count if self.count else None
-
     def to_message(self) -> dict[str, Any]:
         """As values that msgpack and JSON carry."""
         pairs = [[bucket, count] for bucket, count in self.buckets.items()]
