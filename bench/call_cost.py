@@ -12,9 +12,9 @@ default; each of the others leaves out one thing more than the one before it:
     log lines       *_LOG_LEVEL=WARNING: no line for each call
     floor           the rest of Millrace: what remains is Envoy and two bare servers (bench/floor_server.py)
 
-In a round each is measured once, in random order, with 16 callers (bench/tensor_client.py). What a stack's processes
-use without calls, measured before the rounds, is subtracted. What a thing costs is the median difference between a
-stack and the one before it, of the same round, with its 95 % interval. `parts` are single pieces of a service's code,
+In a round each is measured once, in random order, with 16 callers (bench/tensor_client.py). The processor time that
+a stack's processes use without calls, measured before, is subtracted. The cost of a feature is the median difference
+between a stack and the one before it, of the same round, with its 95 % interval. `parts` are single pieces of a service's code,
 measured alone in one thread (bench/call_parts.py).
 
 `python -m bench.call_cost` writes bench/results/call_cost.json; 7 minutes, 8 GB of memory.

@@ -77,7 +77,7 @@ def faults(seed: int, lane: str, predictors: int) -> Iterator[Fault]:
 
 @dataclass
 class InjectedFault:
-    """A fault that was done; `until` is when its victim was back, infinite while it is not."""
+    """An injected fault; `until` is the time when its target was back, infinite while it is not."""
 
     fault: Fault
     since: float
@@ -89,7 +89,7 @@ class InjectedFault:
 
 
 class FaultInjector:
-    """Does the faults of one seed to a stack, as long as `run` is not cancelled.
+    """Injects the faults of one seed into a stack until `run` is cancelled.
 
     `folder` is the predictors' FAULTS, `disk` a small one under the spool where there is one; without it the faults
     of a full disk are left out.
@@ -105,7 +105,7 @@ class FaultInjector:
         self.begun = time.monotonic()
 
     def excuses(self) -> list[Span]:
-        """When the gateway or the transformer was away, or may have been; of a reload nobody may notice anything."""
+        """When the gateway or the transformer may have been away; a reload is no excuse."""
         return [
             injected.span
             for injected in self.injected
@@ -184,7 +184,7 @@ class FaultInjector:
             ballast.unlink(missing_ok=True)
 
     async def _watch(self, injected: InjectedFault) -> None:
-        """Notes when the victim is back, as those who call it see it."""
+        """Records when the target serves again, as seen by its callers."""
         target = injected.fault.target
         if target != "spool":
             by_gateway = target in ("envoy", "transformer")

@@ -147,7 +147,7 @@ async def test_a_continuation_that_is_complete_gets_the_end_that_was_lost(model_
     ("output_ids", "parameters"),
     [((10, END), {"ignore_eos": True}), ((10, END), {"min_tokens": 5}), ((10, 40), {"stop_token_ids": [41]})],
 )
-async def test_a_continuation_that_is_not_complete_goes_on(model_of, output_ids, parameters):
+async def test_an_incomplete_continuation_generates_the_rest(model_of, output_ids, parameters):
     responses = await read(model_of(FakeRunner()), output_ids=output_ids, **parameters)
     assert sum(len(ids_of(response)) for response in responses) == 10
 

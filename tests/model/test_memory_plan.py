@@ -30,7 +30,7 @@ def test_no_limit_differs_from_no_memory_left(tmp_path):
 
 
 @pytest.mark.parametrize(("left", "expected"), [(None, GIB), (8 * GIB, GIB), (GIB, GIB // 2)])
-def test_the_default_is_a_gibibyte_or_half_of_what_a_small_container_has_left(monkeypatch, left, expected):
+def test_the_default_is_a_gibibyte_or_half_of_a_small_containers_free_memory(monkeypatch, left, expected):
     monkeypatch.setattr(memory, "container_memory_left", lambda: left)
     assert cache_memory("m", CPU, PredictorSettings()) == expected
 

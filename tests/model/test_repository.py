@@ -144,7 +144,7 @@ async def test_a_folder_of_the_repository_is_loaded_and_unloaded_by_its_name(mod
         assert models.reported == [True]
 
 
-async def test_a_configured_model_comes_back_after_it_was_unloaded(models):
+async def test_a_configured_model_can_be_loaded_again_after_an_unload(models):
     async with models.serve("first") as repository:
         await repository.load_all()
         await repository.unload("first")

@@ -31,7 +31,7 @@ def storyteller(pool):
     return TextTokenizer("storyteller", MODELS / "storyteller", pool)
 
 
-async def test_short_and_long_prompts_are_tokenised_alike(storyteller):
+async def test_short_and_long_prompts_are_tokenised_equally(storyteller):
     text = "Once upon a time there was a fox. " * 400  # 13 KiB: longer than prompts that are tokenised in one piece.
     long = await storyteller.encode(text, 100_000)
     assert long == storyteller.backend.encode(text).ids

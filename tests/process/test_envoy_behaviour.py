@@ -214,7 +214,7 @@ async def test_the_trace_s_id_is_returned(gateway: Gateway) -> None:
 
 
 def trace_and_span(traceparent: str) -> tuple[str, str]:
-    """Of a traceparent that says that it is sampled."""
+    """The trace and span ids of a sampled traceparent."""
     version, trace, span, flags = traceparent.split("-")
     assert (version, len(trace), len(span), flags) == ("00", 32, 16, "01")
     return trace, span
@@ -253,7 +253,7 @@ async def test_a_grpc_client_gets_the_trace_s_id_too(gateway: Gateway) -> None:
 
 
 @pytest.mark.parametrize("path", ["/nothing", OPENAI])
-async def test_a_caller_s_trace_goes_on_and_is_not_sampled_against_its_wish(gateway: Gateway, path: str) -> None:
+async def test_a_caller_s_trace_is_continued_with_its_sampling_flag(gateway: Gateway, path: str) -> None:
     for flag in ("01", "00"):
         answer = await gateway.request("POST", path, b"{}", traceparent=f"00-{TRACE}-{CALLER}-{flag}")
         version, trace, span, flags = answer.headers["traceparent"].split("-")
@@ -265,7 +265,7 @@ async def test_a_caller_s_trace_goes_on_and_is_not_sampled_against_its_wish(gate
     "traceparent",
     ["junk", f"00-{'0' * 32}-{CALLER}-01", f"00-{TRACE}-{'0' * 16}-01", f"00-{TRACE.upper()}-{CALLER}-01"],
 )
-async def test_a_traceparent_that_is_none_leaves_no_request_without_a_trace(gateway: Gateway, traceparent: str) -> None:
+async def test_a_request_with_a_malformed_traceparent_gets_a_trace(gateway: Gateway, traceparent: str) -> None:
     answer = await gateway.request("POST", OPENAI, b"{}", traceparent=traceparent)
     trace, _ = trace_and_span(answer.headers["traceparent"])
     assert trace == answer.headers["x-trace-id"] == trace_and_span(answer.json["metadata"]["traceparent"])[0]
@@ -281,7 +281,7 @@ async def test_every_span_of_the_gateway_carries_the_request_s_id(gateway: Gatew
         await until(lambda trace=trace, wanted=wanted: spans_of(gateway, trace) == wanted)
 
 
-async def test_the_inner_listener_passes_the_request_s_id_on_and_traces_by_the_flag_alone(gateway: Gateway) -> None:
+async def test_the_inner_listener_passes_the_request_s_id_on_and_samples_only_by_the_flag(gateway: Gateway) -> None:
     # The second has the 15th digit of a gateway's own id for a call that is not sampled.
     ids = {"1" * 32: "mine", "2" * 32: "6b3d2d5a-0c1e-4b7a-9d57-3a1f7e0c9b11"}
     async with grpc.aio.insecure_channel(gateway.inner) as channel:
@@ -379,9 +379,7 @@ async def stream_one(gateway: Gateway, request_id: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("authority", "hop"), [(None, "transformer"), ("predictor", "predictor")])
-async def test_a_hop_that_is_away_is_named_to_grpc_clients(
-    lonely_gateway: Gateway, authority: str | None, hop: str
-) -> None:
+async def test_an_absent_hop_is_named_to_grpc_clients(lonely_gateway: Gateway, authority: str | None, hop: str) -> None:
     async with lonely_gateway.channel(authority) as channel:
         stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as failed:
@@ -393,7 +391,7 @@ async def test_a_hop_that_is_away_is_named_to_grpc_clients(
     assert error.message == f"no {hop} is ready"
 
 
-async def test_a_hop_that_is_away_is_named_to_rest_clients(lonely_gateway: Gateway) -> None:
+async def test_an_absent_hop_is_named_to_rest_clients(lonely_gateway: Gateway) -> None:
     openai = await lonely_gateway.post()
     assert openai.status == 503
     assert openai.json["error"]["message"] == "no transformer is ready"

@@ -393,7 +393,7 @@ def test_stalled_readers_cannot_use_up_a_connection(config: Config) -> None:
         assert seconds(http2["connection_keepalive"]["interval"]) >= 10  # What the services' servers allow.
 
 
-def test_the_inner_listener_traces_what_the_ingress_traced(config: Config) -> None:
+def test_the_inner_listener_samples_as_the_ingress_did(config: Config) -> None:
     extension = connection_manager(config, "inner")["request_id_extension"]["typed_config"]
     assert extension["use_request_id_for_trace_sampling"] is False
     assert "request_id_extension" not in connection_manager(config, "ingress")

@@ -99,7 +99,7 @@ async def test_a_successful_call_is_unchanged(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cls", CLASSES)
-async def test_every_class_comes_back_as_itself(cls, kind):
+async def test_every_error_class_is_kept(cls, kind):
     async with serving("predictor", raising(cls("what happened"))) as channel:
         with pytest.raises(cls) as caught:
             await call(channel, kind)

@@ -51,7 +51,7 @@ async def is_known(opened):
     return error.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_a_reload_costs_no_call_over_tls_and_no_token(stack, tmp_path):
+async def test_a_reload_fails_no_call_over_tls_and_refuses_no_token(stack, tmp_path):
     folder = tmp_path / "certificates"
     async with channel(stack, folder) as opened:
         await until(lambda: is_known(opened))

@@ -168,7 +168,7 @@ async def test_failures_are_reported_by_status_and_hop(gateway, tmp_path):
     assert "Generate TTFT" not in rows
 
 
-async def test_open_load_goes_on_while_answers_are_late_and_the_check_fails(gateway, tmp_path):
+async def test_open_load_continues_while_answers_are_late_and_the_check_fails(gateway, tmp_path):
     gateway.pause_s = 0.2
     options = ("--arrivals", "8", "--check", "--objective", "TTFT <= 1 ms", "StreamUser")
     status, rows, failures = await run_locust(gateway.host, tmp_path, {"Generate"}, *options)

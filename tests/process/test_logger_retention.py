@@ -93,7 +93,7 @@ async def test_refused_requests_displace_no_answered_ones(store):
     left = await numbers(store, limit=10_000)
     assert set(range(1, 501)) <= set(left)
     assert 0 < deleted < 4000
-    assert left[0] == 4999, "of what was refused the newest stays"
+    assert left[0] == 4999, "the newest refused record stays"
     assert not set(range(1000, 1000 + deleted)) & set(left)
 
 

@@ -177,7 +177,7 @@ async def test_without_tracing_commits_are_only_counted(tmp_path, monkeypatch):
     assert exported.committed == 1
 
 
-async def test_a_span_that_is_not_sampled_costs_no_links(monkeypatch):
+async def test_an_unsampled_span_gets_no_links(monkeypatch):
     exported = LoggerTelemetry(ALWAYS_OFF)
     monkeypatch.setattr("services.logger.telemetry._answering", lambda record: pytest.fail("built in vain"))
     requests = [request_of(1)]
@@ -241,7 +241,7 @@ async def test_the_lag_of_a_sink_lasts_from_its_failure_until_it_has_all_records
     await until(lambda: len(other.taken) == 2 * 499)
     await until(lambda: exported.lag("b") == 0)
     assert 100 <= exported.lag("a") < 200
-    assert len(a._ends) < 400, "what it has yet to read is in the store"
+    assert len(a._ends) < 400, "unread records are only in the store"
 
     await server.start()
     await until(lambda: exported.lag("a") < 100)

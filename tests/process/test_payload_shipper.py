@@ -215,7 +215,7 @@ async def test_ends_are_kept_when_the_spool_is_full(taps):
         recording.end("OK", message="m" * 400)
     await written(tap)
     lost = begin(tap, "too late")
-    assert await lost.flushed(), "nobody waits for room"
+    assert await lost.flushed(), "no request waits for room"
     assert not await tap.drain(0)
     async with listening(target) as ingest:
         assert await tap.drain(30)
@@ -274,7 +274,7 @@ async def test_the_parts_after_a_dropped_begin_leave_memory_without_another_push
     await written(tap)
     assert tap.dropped == {reason: 1}
     await taps.close(tap)
-    assert not folders(taps.spool), "nothing waits for the end of what was dropped"
+    assert not folders(taps.spool), "nothing waits for the end of a dropped record"
 
 
 VICTIM = """

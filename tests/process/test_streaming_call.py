@@ -1,4 +1,4 @@
-"""A call of gRPC by StreamingCall at a server of grpc.aio, and at peers that do not keep to the protocol."""
+"""A call of gRPC by StreamingCall with a server of grpc.aio, and with peers that break the protocol."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Service(grpc.GenericRpcHandler):
 
 
 class Caller:
-    """Opens calls and keeps what comes."""
+    """Opens calls and keeps their messages."""
 
     def __init__(self) -> None:
         self.messages: list[bytes] = []
@@ -105,7 +105,7 @@ async def server(service: Service) -> AsyncIterator[grpc.aio.Server]:
 async def peer(
     answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
 ) -> AsyncIterator[int]:
-    """The port of a server that is not one of gRPC."""
+    """The port of a server that does not speak gRPC."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(ConnectionError):
@@ -133,7 +133,7 @@ async def send(call: StreamingCall, message: bytes) -> None:
     call.send(message)
 
 
-async def test_messages_of_every_size_come_back_whole_and_in_order(server: grpc.aio.Server, caller: Caller) -> None:
+async def test_messages_of_every_size_are_received_whole_and_in_order(server: grpc.aio.Server, caller: Caller) -> None:
     messages = [
         bytes([number % 256]) * size for number, size in enumerate((0, 1, 5, 16_379, 16_384, 65_536, MIB, 20 * MIB, 3))
     ]
@@ -166,7 +166,7 @@ async def test_an_unknown_method_is_unimplemented(server: grpc.aio.Server, calle
     assert code is StatusCode.UNIMPLEMENTED
 
 
-async def test_a_call_goes_on_while_its_server_drains(server: grpc.aio.Server, caller: Caller) -> None:
+async def test_a_call_continues_while_its_server_drains(server: grpc.aio.Server, caller: Caller) -> None:
     async with caller.call(server.port, "Echo") as call:
         await send(call, b"before")
         await until(lambda: caller.messages)
@@ -212,7 +212,7 @@ async def test_a_server_that_does_not_read_stops_the_sender_until_it_reads(
         assert caller.drained > before
 
 
-async def test_what_receive_raises_ends_the_call(server: grpc.aio.Server, caller: Caller) -> None:
+async def test_an_error_of_the_receiver_ends_the_call(server: grpc.aio.Server, caller: Caller) -> None:
     caller.error = ValueError("not a step")
     async with caller.call(server.port, "Echo") as call:
         await send(call, b"anything")
@@ -226,9 +226,7 @@ async def test_without_a_server_no_call_begins(caller: Caller, server: grpc.aio.
         await StreamingCall.open(f"{HOST}:{server.port}", "/test/Echo", caller.receive, lambda: None)
 
 
-async def test_a_connection_that_does_not_come_about_has_a_limit(
-    caller: Caller, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_connection_attempt_has_a_time_limit(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming_call, "_CONNECT_S", 0.05)
 
     async def never(*_: object, **__: object) -> None:

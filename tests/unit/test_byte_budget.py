@@ -10,7 +10,7 @@ from millrace.rpc.byte_budget import ByteBudget
 from tests.waiting import until
 
 
-async def test_a_request_beyond_the_whole_budget_is_too_large_and_one_beyond_what_is_free_may_retry():
+async def test_a_request_beyond_the_whole_budget_is_too_large_and_one_beyond_the_free_part_may_retry():
     budget = ByteBudget(100)
     with pytest.raises(TooLargeError):
         budget.reserve(101)

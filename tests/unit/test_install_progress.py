@@ -7,7 +7,7 @@ from pathlib import Path
 from runner.install import Progress
 
 
-def test_the_line_follows_what_pip_does(tmp_path: Path) -> None:
+def test_the_line_shows_the_progress_of_pip(tmp_path: Path) -> None:
     wheel = tmp_path / "torch-2.13.0-cp311.whl"
     wheel.write_bytes(bytes(2_000_000))
     installed = 4

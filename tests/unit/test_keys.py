@@ -1,4 +1,4 @@
-"""The operator's key file, and what the gateway reads of it."""
+"""The operator's key file, and the gateway's view of it."""
 
 import hashlib
 import json

@@ -50,7 +50,7 @@ def root(tmp_path):
 
 @NOWHERE_ELSE
 @given(batches=st.lists(st.lists(st.binary(min_size=1, max_size=300), min_size=1)))
-def test_what_is_appended_is_read_in_order_and_numbered_from_one(root, batches):
+def test_appended_frames_are_read_in_order_and_numbered_from_one(root, batches):
     spool, orphans = open_spools(root, MAX_BYTES)
     assert not orphans
     reader, read = SpoolReader(spool), []
@@ -101,7 +101,7 @@ def test_a_spool_cut_off_at_any_byte_opens_with_every_frame_before_it(root, capl
 
 @NOWHERE_ELSE
 @given(data=st.data())
-def test_a_damaged_byte_costs_one_frame(root, caplog, data):
+def test_a_damaged_byte_loses_one_frame(root, caplog, data):
     payloads = [PAYLOAD_START + f"payload {number:02}".encode() * 2 for number in range(20)]
     crashed(root, payloads)
     paths = segments(root)

@@ -1,7 +1,7 @@
-"""Rooms lie on floors, and imports lead down: no circle of folders, no arrow up.
+"""The packages have layers of components, and no module imports from a higher layer or in a cycle.
 
-A room is a folder or a module. Of the rooms that fit a module the longest name is its own. A room may import from the
-rooms of lower floors, and from itself; rooms of one floor do not know of each other.
+A component is a folder or a module; a module belongs to the component with the longest matching name. It may import
+from components of lower layers and from its own; components of one layer do not import each other.
 """
 
 import pytest
@@ -71,7 +71,7 @@ LOGGER = (
 RUNNER = (("runner",), ("runner.smoke",), ("runner.command",))
 PACKAGES = {"millrace", "services", "runner"}
 SERVICES = {"services.transformer": TRANSFORMER, "services.predictor": PREDICTOR, "services.logger": LOGGER}
-FLOORS = {"millrace": MILLRACE, **SERVICES, "runner": RUNNER}
+LAYERS = {"millrace": MILLRACE, **SERVICES, "runner": RUNNER}
 
 # Planning and reading requests: tested without the libraries that run models.
 PURE = (
@@ -92,33 +92,33 @@ PURE = (
 )
 
 
-def room_of(module, floors):
-    """The module's floor and room; None for a module without one."""
+def component_of(module, layers):
+    """The index of the module's layer, and its component; None for a module without one."""
     fits = [
-        (len(room), floor, room)
-        for floor, rooms in enumerate(floors)
-        for room in rooms
-        if f"{module}.".startswith(f"{room}.")
+        (len(component), layer, component)
+        for layer, components in enumerate(layers)
+        for component in components
+        if f"{module}.".startswith(f"{component}.")
     ]
     return max(fits)[1:] if fits else None
 
 
-def arrows_up(package, floors):
-    """(module, what it imports) where that lies higher, or beside it. A folder's own file may be empty, and then has
-    no floor; whatever else has none is an arrow to nowhere."""
+def forbidden_imports(package, layers):
+    """(module, imported module) for each import of a higher layer or of another component of the same layer, and for
+    each module without a component that imports or is imported; only empty `__init__` files need none."""
     for module in modules(package):
-        own = room_of(module, floors)
+        own = component_of(module, layers)
         for found in imports(module):
             if not found.name.startswith(f"{package}."):
                 continue
-            other = room_of(found.name, floors)
+            other = component_of(found.name, layers)
             if own is None or other is None or other[0] > own[0] or (other[0] == own[0] and other[1] != own[1]):
                 yield module, found.name
 
 
-@pytest.mark.parametrize("package", FLOORS)
-def test_imports_lead_down(package):
-    assert list(arrows_up(package, FLOORS[package])) == []
+@pytest.mark.parametrize("package", LAYERS)
+def test_no_module_imports_from_a_higher_layer(package):
+    assert list(forbidden_imports(package, LAYERS[package])) == []
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,8 @@ def test_imports_lead_down(package):
         ("runner", {"millrace"}),
     ],
 )
-def test_packages_keep_apart(package, allowed):
-    strangers = {
+def test_packages_import_only_allowed_packages(package, allowed):
+    forbidden = {
         (module, found.name)
         for module in modules(package)
         for found in imports(module)
@@ -138,10 +138,10 @@ def test_packages_keep_apart(package, allowed):
         and not f"{found.name}.".startswith(f"{package}.")
         and found.name.split(".")[0] not in allowed
     }
-    assert strangers == set()
+    assert forbidden == set()
 
 
-@pytest.mark.parametrize("package", FLOORS)
+@pytest.mark.parametrize("package", LAYERS)
 def test_no_import_cycles(package):
     known = modules(package)
     done, path = set(), []
