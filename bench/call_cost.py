@@ -14,8 +14,8 @@ default; each of the others leaves out one thing more than the one before it:
 
 In a round each is measured once, in random order, with 16 callers (bench/tensor_client.py). The processor time that
 a stack's processes use without calls, measured before, is subtracted. The cost of a feature is the median difference
-between a stack and the one before it, of the same round, with its 95 % interval. `parts` are single pieces of a service's code,
-measured alone in one thread (bench/call_parts.py).
+between a stack and the one before it, of the same round, with its 95 % interval. `parts` are single pieces of a
+service's code, measured alone in one thread (bench/call_parts.py).
 
 `python -m bench.call_cost` writes bench/results/call_cost.json; 7 minutes, 8 GB of memory.
 """
