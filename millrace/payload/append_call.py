@@ -1,6 +1,6 @@
-"""One call of `PayloadIngest/Append` and its two threads: gRPC's own, which sends, and one that reads acknowledgements.
+"""One call of `PayloadIngest/Append`. gRPC's own thread sends; a second thread reads the acknowledgements.
 
-`send` and `close` belong to the owner's thread; the attributes are written by the reading thread alone.
+Only the owner's thread calls `send` and `close`; only the reading thread writes the attributes.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _JOIN_S = 0.5
 
 
 class OpenCall:
-    """A call that has begun; `changed` is set with each acknowledgement, and at its end."""
+    """A call that has begun; `changed` is set at each acknowledgement and at the end of the call."""
 
     def __init__(self, append: AppendCall, changed: threading.Event) -> None:
-        self.acknowledged = 0
-        self.ended: str | None = None  # Why it is over, and with which status; it is set last.
+        self.acknowledged = 0  # The highest acknowledged sequence.
+        self.ended: str | None = None  # Why the call ended, with its status; set after `code`.
         self.code: grpc.StatusCode | None = None
         self._changed = changed
-        self._requests: SimpleQueue[bytes | None] = SimpleQueue()  # At most what may be unacknowledged.
+        self._requests: SimpleQueue[bytes | None] = SimpleQueue()  # Bounded by the limit of unacknowledged records.
         self._call = append(iter(self._requests.get, None))
         self._thread = threading.Thread(target=self._read, name="payload-acks", daemon=True)
         self._thread.start()

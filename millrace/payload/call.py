@@ -1,8 +1,8 @@
-"""The record of one call: opened with what is known of the call, ended with its status.
+"""The record of one call: begins with the call's attributes, ends with its status.
 
-For every service that answers or forwards requests. A request that passes two services is recorded once: the service
-that forwards it sends the metadata `RECORDED`, which the gateway removes from requests that come from outside. Of the
-caller's own metadata a record holds what the rules allow.
+Every service that answers or forwards requests uses it. A request that passes two services is recorded once: the
+service that forwards it sends the metadata `RECORDED`, which the gateway removes from requests that come from outside.
+A record holds the caller's own metadata only as far as the rules allow.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def is_recorded(context: Context) -> bool:
 
 
 def is_direct(context: Context) -> bool:
-    """Whether the gateway has sent the request straight here."""
+    """Whether the gateway has sent the request directly to this service."""
     return DIRECT in call_metadata(context)
 
 
@@ -57,9 +57,9 @@ def begin(
 
 
 def _end_cancelled(recording: Recording, call: CallContext) -> None:
-    """Ends the record of a request that is being cancelled with the status that its caller gets.
+    """Ends the record of a cancelled request with the status that the caller gets.
 
-    gRPC cancels a call whose deadline passes: that is no cancel of the caller's.
+    gRPC also cancels a call whose deadline passes: the caller did not cancel that one.
     """
     if call.deadline.passed(DEADLINE_MARGIN_S):
         recording.end("DEADLINE_EXCEEDED", PASSED)
@@ -71,7 +71,7 @@ def _end_cancelled(recording: Recording, call: CallContext) -> None:
 def recorded(
     tap: PayloadTap, call: CallContext, model: str, *, prompt: str = "", parameters: str = "", inputs: Tensors = ()
 ) -> Iterator[Recording]:
-    """Records the request that the block answers, and how it ends."""
+    """Records the request that the `with` block answers, and its end."""
     with begin(tap, call, model, prompt=prompt, parameters=parameters, inputs=inputs) as recording:
         try:
             yield recording

@@ -1,4 +1,4 @@
-"""Counts what the payload log gives up, by reason, and warns about it at most once a minute.
+"""Counts the parts of payload records that are dropped, by reason, and warns at most once a minute for each reason.
 
 For any thread.
 """
@@ -12,21 +12,21 @@ from collections import Counter
 
 logger = logging.getLogger(__name__)
 
-# Why a part of a record was given up, or with its begin the whole record.
-FULL = "full"  # The spool holds all it may.
-DISK = "disk"  # It could not be written.
-MEMORY = "memory"  # Too much waits for the disk.
-FAILED = "failed"  # It could not be encoded.
-TOO_LARGE = "too_large"  # No message can take it.
+# Why a part of a record was dropped; where the part is the begin, the whole record is.
+FULL = "full"  # The spool has reached its maximum size.
+DISK = "disk"  # The part could not be written.
+MEMORY = "memory"  # The parts that wait for the disk have reached the maximum memory.
+FAILED = "failed"  # The part could not be encoded.
+TOO_LARGE = "too_large"  # The record does not fit into a message.
 DAMAGED = "damaged"  # The spool could not be read back.
-REFUSED = "refused"  # The logger refused it, again and again.
+REFUSED = "refused"  # The logger refused the record at every retry.
 REASONS = (FULL, DISK, MEMORY, FAILED, TOO_LARGE, DAMAGED, REFUSED)
 
 _WARN_EVERY_S = 60.0
 
 
 class Drops:
-    """How many parts were given up, by reason."""
+    """How many parts were dropped, by reason."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -34,12 +34,12 @@ class Drops:
         self._lock = threading.Lock()
 
     def so_far(self) -> dict[str, int]:
-        """How many parts were given up for each of the reasons."""
+        """How many parts were dropped, for every reason."""
         with self._lock:
             return {reason: self.counts[reason] for reason in REASONS}
 
     def count(self, reason: str, *, exc_info: bool = False) -> None:
-        """Counts one and warns, unless that was said within the last minute."""
+        """Counts a dropped part and warns, unless there was a warning of this reason within the last minute."""
         with self._lock:
             self.counts[reason] += 1
             count = self.counts[reason]

@@ -1,4 +1,4 @@
-"""UUIDs of version 7, whose order is the order in which they were made: RFC 9562, section 5.7.
+"""UUIDs of version 7, which sort in the order of their creation: RFC 9562, section 5.7.
 
 Python has `uuid.uuid7` from 3.14 on.
 """
@@ -10,13 +10,13 @@ import uuid
 
 
 def next_id(now_ms: int, previous: int) -> int:
-    """A number of 48 bits of Unix milliseconds and 74 random ones, above `previous` whatever the clock does."""
-    # Not a secret: the module's generator, which is seeded anew after a fork, takes no system call.
+    """A number of 48 bits of Unix milliseconds and 74 random bits, above `previous` even if the clock goes back."""
+    # Ids are no secret: the module's generator makes no system call, and Python seeds it anew after a fork.
     return max(now_ms << 74 | random.getrandbits(74), previous + 1)
 
 
 def as_uuid7(value: int) -> uuid.UUID:
-    """The 122 bits of `next_id` around version and variant; keeps their order."""
+    """The UUID with the 122 bits of `next_id`; it keeps their order."""
     return uuid.UUID(bytes=as_bytes(value))
 
 
@@ -27,6 +27,6 @@ def as_bytes(value: int) -> bytes:
 
 
 def as_text(uuid_bytes: bytes) -> str:
-    """What `str` makes of the UUID, at a fifth of its cost."""
+    """The text that `str` gives for the UUID, at a fifth of its cost."""
     text = uuid_bytes.hex()
     return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"

@@ -1,10 +1,10 @@
 """Parts of payload records on their way from the event loop to the writer thread.
 
-A part holds references to what a request or an answer is made of; nothing is copied or encoded before
-the writer thread does so. What is handed in must not change afterwards.
+A part holds references to the contents of a request or an answer; only the writer thread copies and encodes them. The
+contents must not change afterwards.
 
-`PartQueue` hands parts over without a lock: `begin`, `hurry`, `put`, `offer` and `has_room` belong to the event loop's
-thread, the rest to the writer's. Each counter has one thread that changes it.
+`PartQueue` passes parts without a lock. Only the event loop's thread calls `begin`, `hurry`, `put`, `offer` and
+`has_room`; only the writer thread calls the other methods. Each counter is changed by one thread alone.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import NamedTuple
 
 from millrace_protos.millrace_pb2 import Usage
 
-# What a part takes in memory beside the contents that are counted.
+# The memory that a part takes beside its contents.
 PART_BYTES = 400
 TOKEN_BYTES = 40
 _TENSOR_BYTES = 300
-_SMALL_BYTES = 4096  # A message that is so small costs less to keep than to take apart.
-# A begin has no more of the prompt and of the parameters than this; the rest follows once the request is answered, so
-# that what is refused never fills the disk.
+_SMALL_BYTES = 4096  # To keep a message of this size costs less than to parse it.
+# The most characters of the prompt, and of the parameters, in a begin. The rest is written once the request is
+# answered, so that refused requests never fill the disk.
 BEGIN_CHARACTERS = 16 << 10
 
 
 class RecordedTensor(NamedTuple):
     """A tensor of a request or an answer.
 
-    `data` are its raw contents, None where they are unknown or not kept; `size` is then their size, if that is known.
+    `data` are its raw contents, None if they are unknown or not kept; `size` is then their size, if it is known.
     """
 
     name: str
@@ -43,10 +43,10 @@ class RecordedTensor(NamedTuple):
 
 @dataclass(slots=True)
 class DeferredTensors:
-    """Tensors that the writer thread reads, by `read`; `size` is how many bytes the reference keeps in memory.
+    """Tensors that the writer thread reads with `read`; `size` is the bytes that the reference keeps in memory.
 
-    `described` has them without contents, where their sizes are known without reading them. `heads(most_bytes)` returns
-    them without contents of more bytes and without the reference; for the event loop.
+    `described` has the tensors without contents, if their sizes are known without reading them. `heads(most_bytes)`
+    returns them without contents larger than `most_bytes` and without the reference; for the event loop.
     """
 
     read: Callable[[], Sequence[RecordedTensor]]
@@ -59,7 +59,7 @@ Tensors = Sequence[RecordedTensor] | DeferredTensors
 
 
 def without_large(tensors: Tensors, most_bytes: int) -> Tensors:
-    """The tensors without contents of more bytes, which are not kept in memory either."""
+    """The tensors without contents larger than `most_bytes`, which are no longer kept in memory either."""
     if isinstance(tensors, DeferredTensors):
         if not most_bytes and tensors.described is not None:
             return tensors.described
@@ -82,7 +82,7 @@ Settled = Callable[[], asyncio.Future[None] | None]
 
 
 class Fields(NamedTuple):
-    """What is known of a request when it arrives; each is a field of PayloadRecord."""
+    """The attributes of a request that are known when it arrives; each is a field of PayloadRecord."""
 
     request_id: str
     model: str
@@ -97,15 +97,16 @@ class Fields(NamedTuple):
 
 
 def is_long(fields: Fields) -> bool:
-    """Whether a begin leaves out some of the request."""
+    """Whether the begin holds only the first characters of the prompt or of the parameters."""
     return len(fields.prompt) > BEGIN_CHARACTERS or len(fields.parameters) > BEGIN_CHARACTERS
 
 
 class BeginPart(NamedTuple):
-    """A request arrived; `settled` is called on the writer thread once the part lies on disk or was dropped.
+    """A request arrived.
 
-    It returns what is to be ended on the event loop, where an answer waits. `is_awaited` is whether one does. `arrived`
-    is a time of the monotonic clock.
+    The writer thread calls `settled` once the part is on disk or dropped. If an answer waits for that, `settled`
+    returns its future, to be resolved on the event loop. `is_awaited` is whether an answer waits. `arrived` is a time
+    of the monotonic clock.
     """
 
     record_id: bytes
@@ -119,7 +120,7 @@ class BeginPart(NamedTuple):
 
 
 class RequestPart(NamedTuple):
-    """The request is about to be answered: what of it the begin left out is written; `settled` as of a begin."""
+    """The answer is about to begin: the rest of a long request is to be written; `settled` as in a begin."""
 
     record_id: bytes
     cost: int
@@ -127,13 +128,15 @@ class RequestPart(NamedTuple):
 
 
 class InputsPart(NamedTuple):
+    """The tensors of the request."""
+
     record_id: bytes
     cost: int
     tensors: Tensors
 
 
 class ChunkPart(NamedTuple):
-    """What went to the client, `offset_ms` after the request arrived."""
+    """A chunk of the answer, sent to the client `offset_ms` after the request arrived."""
 
     record_id: bytes
     cost: int
@@ -145,7 +148,7 @@ class ChunkPart(NamedTuple):
 
 
 class EndPart(NamedTuple):
-    """What became of the request."""
+    """The outcome of the request."""
 
     record_id: bytes
     cost: int
@@ -170,7 +173,7 @@ LaterPart = RequestPart | InputsPart | ChunkPart | EndPart
 
 
 class PartQueue:
-    """Parts in their order; begins apart, so that none waits behind another request's tensors."""
+    """Parts in order; begins have a queue of their own, so that none waits behind another request's tensors."""
 
     __slots__ = (
         *("_capacity_bytes", "_put_bytes", "_taken_bytes"),
@@ -181,51 +184,51 @@ class PartQueue:
         self.begins: deque[BeginPart] = deque()
         self.parts: deque[LaterPart] = deque()
         self.wake = threading.Event()
-        self.polled = False  # Whether the writer looks by itself, so that a begin need not wake it,
-        self.looks_soon = False  # and so soon that an answer that waits need not either.
-        self.hurried = False  # Whether an answer waits for what has been put since the writer looked last,
-        self.are_parts_hurried = False  # and not only for a begin.
+        self.polled = False  # The writer polls: a begin need not wake it.
+        self.looks_soon = False  # The writer polls so often that a waiting answer need not wake it either.
+        self.hurried = False  # An answer waits for something that was put since the writer's last poll.
+        self.are_parts_hurried = False  # It waits for a later part than a begin.
         self._capacity_bytes = capacity_bytes
         self._put_bytes = 0
         self._taken_bytes = 0
 
     @property
     def waiting_bytes(self) -> int:
-        """What the parts take that the writer has yet to write."""
+        """The size of the parts that are not yet written or dropped."""
         return self._put_bytes - self._taken_bytes
 
     @property
     def empty(self) -> bool:
-        """Whether the writer has taken and dealt with every part."""
+        """Whether every part is written or dropped."""
         return self._put_bytes == self._taken_bytes
 
     def has_room(self, cost: int) -> bool:
-        """Whether a part of that cost is within the capacity."""
+        """Whether a part of this cost fits the capacity."""
         return self._put_bytes - self._taken_bytes + cost <= self._capacity_bytes
 
     def begin(self, part: BeginPart) -> None:
-        """Puts a begin; wakes the writer where it would not look soon."""
+        """Enqueues a begin; wakes the writer if it does not poll."""
         self._put_bytes += part.cost
         self.begins.append(part)
         if not self.polled:
             self.wake.set()
 
     def hurry(self, with_parts: bool) -> None:
-        """Has begins written, and with them what else was put, for an answer that waits for it."""
+        """Asks the writer to write the begins at once, because an answer waits; `with_parts`: the later parts too."""
         self.are_parts_hurried |= with_parts
         self.hurried = True
         if not self.looks_soon:
             self.wake.set()
 
     def put(self, part: LaterPart) -> None:
-        """Puts what follows a begin, whatever room there is; the writer finds it by itself within milliseconds."""
+        """Enqueues a part that follows a begin, even beyond the capacity; the writer polls within milliseconds."""
         self._put_bytes += part.cost
         self.parts.append(part)
 
     def offer(self, part: LaterPart) -> bool:
-        """Puts what follows a begin if there is room for it, and tells whether there was.
+        """Enqueues a part that follows a begin if it fits the capacity; returns whether it does.
 
-        `has_room` and `put` in one: of what a chunk costs the event loop, calls are the most.
+        It joins `has_room` and `put`, because function calls are most of a chunk's cost on the event loop.
         """
         put_bytes = self._put_bytes + part.cost
         if put_bytes - self._taken_bytes > self._capacity_bytes:
@@ -235,5 +238,5 @@ class PartQueue:
         return True
 
     def taken(self, cost: int) -> None:
-        """Tells that parts of that cost have been dealt with."""
+        """Notes that parts of this cost were written or dropped."""
         self._taken_bytes += cost

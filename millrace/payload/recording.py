@@ -1,7 +1,7 @@
-"""One request's record in the making; see payload/tap.py, which opens it.
+"""The recording of one request; payload/tap.py opens it.
 
-On the event loop's thread. Nothing but `begun` is awaited, and nothing raises, whatever it is given: what cannot be
-kept is counted and makes the record incomplete.
+On the event loop's thread. Only `flushed` is awaited. No method raises, whatever its arguments: a part that cannot be
+kept is counted as dropped and makes the record incomplete.
 """
 
 from __future__ import annotations
@@ -37,18 +37,17 @@ if TYPE_CHECKING:
 
 _BEGIN_WAIT_S = 1.0
 _MAX_PREDICTORS = 8
-_new_tuple = tuple.__new__  # A chunk's part is made without a call of Python's: it is what a stream pays.
+_new_tuple = tuple.__new__  # Makes a ChunkPart without a Python function call: every chunk of a stream pays for it.
 
 
 class Recording:
-    """One request's record in the making; its public numbers and names may be set until it ends.
+    """The recording of one request; its public numbers and names may be set until it ends.
 
-    `served_model` is the model that answers where a route led to it from the model of the request.
+    `served_model` is the model that answers, if a route chose another one than the request names.
 
-    An answer that is cut short, by its caller or an error, has a usage of `prompt_tokens` and its chunks' tokens.
+    If the caller or an error cuts an answer short, its usage is `prompt_tokens` and the tokens of its chunks.
 
-    As a context manager it ends with the block: an error as that error, anything else that has not
-    been ended as CANCELLED.
+    As a context manager it ends with the block: with the block's error, or as CANCELLED if the block did not end it.
     """
 
     def __init__(self, tap: PayloadTap, number: int) -> None:
@@ -68,18 +67,17 @@ class Recording:
         self._open = False
         self._incomplete = False
         self._keeps_answer = False
-        # Parts that an answer waits for, the begin and the rest of a long request, and those of them that are on disk
-        # or dropped: the event loop counts the first, the writer the second.
-        self._awaited = 0
-        self._settled = 0
+        # An answer waits for the begin and for the rest of a long request.
+        self._awaited = 0  # How many of these parts there are; the event loop counts them.
+        self._settled = 0  # How many of them are on disk or dropped; the writer counts them.
         self._is_short = False
         self._waiting: asyncio.Future[None] | None = None
         self._has_waited = False
 
     async def flushed(self) -> bool:
-        """Waits until the begin lies on disk or was dropped; False where that has not been within a second.
+        """Waits until the begin is on disk or dropped; False if it is not within a second.
 
-        To be awaited before each chunk leaves: only the first time may it wait.
+        Await it before each chunk is sent: only the first call may wait.
         """
         has_waited, self._has_waited = self._has_waited, True
         has_rest = self._is_short
@@ -89,7 +87,7 @@ class Recording:
             return self._is_settled()
         loop = asyncio.get_running_loop()
         self._waiting = waiting = loop.create_future()
-        if self._is_settled():  # The writer has not seen that somebody waits.
+        if self._is_settled():  # The writer may have settled it before it saw the future.
             return True
         self._queue.hurry(has_rest)
         timer = loop.call_later(_BEGIN_WAIT_S, end_waits, (waiting,))
@@ -98,13 +96,13 @@ class Recording:
         finally:
             timer.cancel()
         if not self._is_settled():
-            self._tap._give_up_waiting()
+            self._tap._stop_waiting()
         return self._is_settled()
 
     def chunk(
         self, text: str, token_ids: Sequence[int] = (), logprobs: Sequence[float] = (), outputs: Tensors = ()
     ) -> None:
-        """Adds what went to the client just now."""
+        """Adds the chunk that was sent to the client just now."""
         if not self._open:
             return
         try:
@@ -126,7 +124,7 @@ class Recording:
             self._miss(FAILED, exc_info=True)
 
     def answered_by(self, predictor: str) -> None:
-        """Notes that the next chunk is the first of a predictor; the last ones are kept."""
+        """Notes that the next chunk is the first one of this predictor; only the newest notes are kept."""
         self._predictors.append((predictor, (time.monotonic() - self._arrived) * 1000))
         del self._predictors[:-_MAX_PREDICTORS]
 
@@ -140,9 +138,9 @@ class Recording:
         text: str | None = None,
         outputs: Tensors = (),
     ) -> None:
-        """Closes the record; only the first call counts.
+        """Ends the record; only the first call has an effect.
 
-        `status` is the name of a gRPC status; `text` is the whole answer where that is not its chunks' texts.
+        `status` is the name of a gRPC status; `text` is the whole answer if it differs from the joined chunks.
         """
         if not self._open:
             return
@@ -158,7 +156,7 @@ class Recording:
         except Exception:
             self._miss(FAILED, exc_info=True)
             outputs, text, cost = (), None, PART_BYTES
-        # Not refused for want of room: there is one for each open request, and without it the record has no end.
+        # Enqueued even beyond the capacity: there is one end for each open request, and a record needs its end.
         self._queue.put(
             EndPart(
                 *(self._id, cost, status, message, failed_hop, finish_reason, usage, text, outputs),
@@ -170,7 +168,7 @@ class Recording:
         )
 
     def end_with(self, error: MillraceError) -> None:
-        """Closes the record with an error."""
+        """Ends the record with an error."""
         self.end(error.status.name, error.message, error.hop or self._tap.hop)
 
     def __enter__(self) -> Recording:
@@ -210,7 +208,7 @@ class Recording:
             self._miss(FAILED, exc_info=True)
 
     def _within_memory(self, tensors: Tensors) -> Tensors:
-        """What is kept of tensors; none where there is no room for them: the record matters more."""
+        """The tensors that are kept; none if the queue has no room for them: the record matters more."""
         tensors = self._without_large(tensors)
         if not tensors or self._queue.has_room(size_of(tensors)):
             return tensors
@@ -218,7 +216,7 @@ class Recording:
         return ()
 
     def _without_large(self, tensors: Tensors) -> Tensors:
-        """The tensors without what the writer would not look at."""
+        """The tensors without the contents that the writer would not read."""
         rules = self._tap.rules
         return tensors if rules.tensor_digest is not Digest.OFF else without_large(tensors, rules.tensor_bytes)
 
@@ -227,7 +225,7 @@ class Recording:
         self._tap._drops.count(reason, exc_info=exc_info)
 
     def _write_rest(self) -> None:
-        """Has the rest of a long request written, which is answered now; its end has it, where that has come."""
+        """Enqueues the rest of a long request when its answer begins; after the end, the end writes it."""
         self._is_short = False
         if self._open:
             self._awaited += 1
@@ -237,17 +235,17 @@ class Recording:
         return self._settled == self._awaited
 
     def _is_awaited(self) -> bool:
-        """For the writer's thread: whether an answer waits, which it says before it hurries the queue."""
+        """For the writer's thread: whether an answer waits; it is set before the queue is hurried."""
         return self._waiting is not None
 
     def _settle(self) -> asyncio.Future[None] | None:
-        """On the writer's thread: a part has been dealt with; returns what an answer waits for, if it does."""
+        """On the writer's thread: a part is on disk or dropped; returns the future of the answer that waits, if any."""
         self._settled += 1
         return self._waiting if self._is_settled() else None
 
 
 def end_waits(waits: Iterable[asyncio.Future[None]]) -> None:
-    """Ends what answers wait for; on the event loop."""
+    """Resolves the futures that answers wait for; on the event loop."""
     for wait in waits:
         if not wait.done():
             wait.set_result(None)

@@ -12,12 +12,12 @@ pattern ("[redacted]" unless given). Patterns are RE2's: their time is linear in
 - A path with a pattern covers the strings at the path, and all strings below it.
 
 Prompts that are JSON lists (messages, inputs of embeddings) are searched string by string, without JSON's escapes, and
-once more as they stand. A pattern cannot see the text of token ids: any pattern that covers prompts redacts a prompt of
+once more in raw form. A pattern cannot see the text of token ids: any pattern that covers prompts redacts a prompt of
 ids, and an answer loses the ids and log probabilities of its chunks up to the last one that a match touches (ids run
 ahead of their text, never behind it). A match may span chunks: its replacement is in the chunk where it begins.
 
-Parameters that cannot be read, because they were cut off, are redacted whole. Rules are parsed at start-up, from the
-settings; a wrong one raises ValueError with its number. `redact` belongs on the writer thread.
+Parameters that are no valid JSON, because they were cut off, are redacted whole. Rules are parsed at start-up, from the
+settings; an invalid rule raises ValueError with its number. `redact` is called on the writer thread.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 import re2
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from millrace.payload.answer_redaction import Match, replace, take_out
+from millrace.payload.answer_redaction import Match, replace, replace_all
 from millrace_protos.millrace_pb2 import PayloadRecord, PayloadTensor
 
 REDACTED = "[redacted]"
@@ -39,13 +39,13 @@ REDACTED = "[redacted]"
 _TEXTS = ("prompt", "text", "message", "request_id", "client")
 _TENSORS = ("inputs", "outputs")
 FIELDS = (*_TEXTS, "parameters", "metadata", *_TENSORS)
-_SEARCHED = ("prompt", "text", "parameters", "message", "metadata")  # By a pattern alone.
+_SEARCHED = ("prompt", "text", "parameters", "message", "metadata")  # By a pattern without a path.
 _PATH = re.compile(r"\$(\.[\w-]+)+")
 _TENSOR_FIELDS = ("name", "datatype", "digest", "data", "size")
 
 
 class _Rule(BaseModel):
-    """A rule as it is written."""
+    """The JSON form of a rule."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -70,7 +70,7 @@ class Redaction:
 
     @property
     def redacts_answers(self) -> bool:
-        """Whether it looks at texts of answers, which it has to see whole."""
+        """Whether the rule covers the texts of answers, which it must see whole."""
         return "text" in self._fields
 
     def redact(self, record: PayloadRecord) -> None:
@@ -103,11 +103,11 @@ class Redaction:
                 if changed != values:
                     text = changed if isinstance(changed, str) else _json(changed)
             except (ValueError, RecursionError):
-                pass  # A text like any other.
+                pass  # The prompt is plain text.
         return self._pattern.replaced(text)
 
     def _value(self, value: Any) -> Any:
-        """What stands for a JSON value."""
+        """The replacement of a JSON value."""
         if self._pattern is not None:
             return _mapped(value, self._pattern.replaced)
         return REDACTED if isinstance(value, str) else None
@@ -145,7 +145,7 @@ class Redaction:
 
     def _redact_answer(self, record: PayloadRecord) -> None:
         if self._pattern is None:
-            take_out(record.chunks, REDACTED)
+            replace_all(record.chunks, REDACTED)
         else:
             matches = self._pattern.matches("".join(chunk.text for chunk in record.chunks))
             replace(record.chunks, matches, self._pattern.replace)
@@ -162,7 +162,7 @@ class _Pattern:
         try:
             self._expression = re2.compile(pattern, options)
         except re2.error as error:
-            raise ValueError(f"{pattern!r} is no pattern of RE2: {_words(error)}") from None
+            raise ValueError(f"{pattern!r} is no pattern of RE2: {_message(error)}") from None
         if self._expression.search(""):
             raise ValueError(f"{pattern!r} matches where there is no text")
         self.replace = replace
@@ -173,7 +173,7 @@ class _Pattern:
         return [span for span in spans if span.start < span.end]
 
     def replaced(self, text: str) -> str:
-        """The text without what matches."""
+        """The text with its matches replaced."""
         text = text.encode(errors="replace").decode()  # Escapes of JSON can hold halves of surrogate pairs.
         pieces, at = [], 0
         for start, end in self.matches(text):
@@ -183,7 +183,7 @@ class _Pattern:
 
 
 class _FieldPath:
-    """A field of a record, and the names that lead on from there, through every element of a list."""
+    """A field of a record, and the names that follow it in the path, through every element of a list."""
 
     def __init__(self, path: str) -> None:
         if not _PATH.fullmatch(path):
@@ -206,11 +206,11 @@ def parse_redactions(text: str) -> tuple[Redaction, ...]:
         try:
             text = Path(text).read_text()
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"is neither a JSON list nor a file that can be read: {_words(error)}") from None
+            raise ValueError(f"is neither a JSON list nor a file that can be read: {_message(error)}") from None
     try:
         rules = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"the rules are not JSON: {_words(error)}") from None
+        raise ValueError(f"the rules are not JSON: {_message(error)}") from None
     if not isinstance(rules, list):
         raise ValueError("the rules must be a JSON list")
     return tuple(_redaction(number, rule) for number, rule in enumerate(rules, 1))
@@ -238,7 +238,7 @@ def _changed_at(value: Any, names: Sequence[str], change: Callable[[Any], Any]) 
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """A JSON value with all its strings changed, but for names."""
+    """A JSON value with all its strings changed, except the names in objects."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
@@ -249,7 +249,7 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _without_ids(value: Any) -> Any:
-    """A prompt's JSON value without lists of token ids."""
+    """A prompt's JSON value with its lists of token ids redacted."""
     if not isinstance(value, list):
         return value
     if value and all(type(item) is int for item in value):
@@ -262,7 +262,7 @@ def _keep(tensor: PayloadTensor, values: dict[str, Any]) -> None:
         tensor.ClearField("shape")
     for name in _TENSOR_FIELDS:
         if values.get(name) is None:
-            tensor.ClearField(name)  # type: ignore[arg-type]  # It is one of its fields.
+            tensor.ClearField(name)  # type: ignore[arg-type]  # The name is one of its fields.
         elif values[name] != getattr(tensor, name):
             setattr(tensor, name, values[name])
 
@@ -271,7 +271,7 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _words(error: Exception) -> str:
-    """The message of an error in one line; RE2 gives bytes."""
+def _message(error: Exception) -> str:
+    """The message of an error in one line; RE2's messages are bytes."""
     message = error.args[0].decode() if error.args and isinstance(error.args[0], bytes) else str(error)
     return " ".join(message.split()) or type(error).__name__

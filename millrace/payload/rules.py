@@ -1,12 +1,12 @@
-"""What of a request is recorded: modes per model, sampling, redaction, the caller's metadata, tensors' contents.
+"""What a record contains: modes per model, sampling, redaction, the caller's metadata, tensors' contents.
 
-Rules never change and any thread may ask them. `mode` takes microseconds; `redact` takes as long as its
-patterns need and belongs on the writer thread, before anything is written.
+Rules are immutable; any thread may use them. `mode` takes microseconds. `redact` takes as long as its patterns need:
+the writer thread calls it before anything is written.
 
-A mode keeps what comes in (prompt, parameters, inputs), what goes out (text, chunks, outputs), both or neither;
-status, usage, times and ids are kept by every mode but `off`. Sampling keeps or leaves out whole requests by a
-hash of their id, so that all records of one id, of whichever process, share their fate. What a client that has a
-key uses must be known: of its requests that are left out, the metadata is kept.
+A mode keeps the request (prompt, parameters, inputs), the answer (text, chunks, outputs), both or neither; every mode
+but `off` keeps status, usage, times and ids. Sampling selects whole requests by a hash of their id, so that either all
+records of an id are kept, in every process, or none. The usage of a client with a key must be known: for its requests
+that are not selected, a record keeps the metadata.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from millrace.payload.redaction import Redaction
 
 _HEADER = re.compile(r"[a-z0-9_.-]+")
-# What lets its bearer in is on no record.
+# Credentials are never recorded.
 _SECRET = frozenset({"authorization", "cookie", "proxy-authorization", "x-api-key"})
 
 
 class Mode(StrEnum):
-    """What is kept of a request and its answer."""
+    """Which contents of a request and its answer a record keeps."""
 
     ALL = "all"
     REQUEST = "request"
@@ -62,7 +62,7 @@ class Digest(StrEnum):
 
 @dataclass(frozen=True)
 class Modes:
-    """The mode of each model that is named, and of all others."""
+    """The modes of single models, and the default of all other models."""
 
     default: Mode = Mode.ALL
     models: Mapping[str, Mode] = field(default_factory=dict)
@@ -73,9 +73,10 @@ class Modes:
 
 @dataclass(frozen=True)
 class PayloadRules:
-    """See the module. `metadata` names what is kept of the caller's; `tensor_bytes` is the most of a tensor's contents.
+    """See the module. `metadata` are the names of the request headers that are kept.
 
-    `tensor_digest` is the digest that every tensor gets, however large; without one, large contents are not looked at.
+    `tensor_bytes` is the maximum size of contents that are kept. `tensor_digest` is the digest of every tensor, however
+    large; without a digest, larger contents are not read.
     """
 
     default: Mode = Mode.ALL
@@ -87,7 +88,7 @@ class PayloadRules:
     tensor_digest: Digest = Digest.OFF
 
     def mode(self, model: str, request_id: str, client: str = "") -> Mode:
-        """What is kept of a request; where it is sampled out METADATA of a named client's, OFF of others'."""
+        """The mode of a request; if it is not sampled, METADATA for a named client, else OFF."""
         mode = self.models.get(model, self.default)
         if mode is not Mode.OFF and self.sample < 1.0 and _fraction(request_id) >= self.sample:
             return Mode.METADATA if client else Mode.OFF
@@ -95,11 +96,11 @@ class PayloadRules:
 
     @property
     def redacts_answers(self) -> bool:
-        """Whether text of answers may only be written once it is whole."""
+        """Whether the text of an answer may be written only once it is complete."""
         return any(redaction.redacts_answers for redaction in self.redactions)
 
     def redact(self, record: PayloadRecord) -> None:
-        """Takes out of a part of a record what the rules say."""
+        """Applies the redaction rules to a part of a record, in place."""
         for redaction in self.redactions:
             redaction.redact(record)
 
@@ -145,6 +146,6 @@ def _mode(word: str) -> Mode:
 
 
 def _fraction(request_id: str) -> float:
-    """A number of [0, 1) that is the same for an id wherever it is asked."""
+    """A number in [0, 1) that is the same for an id in every process."""
     digest = hashlib.blake2b(request_id.encode(errors="replace"), digest_size=6).digest()
     return int.from_bytes(digest, "big") / 2**48

@@ -1,15 +1,16 @@
-"""Sends what lies in a spool to the payload logger, over `PayloadIngest/Append`.
+"""Sends the records of a spool to the payload logger, over `PayloadIngest/Append`.
 
-One source a call, and each record when its END is in the spool, its sequence that frame's number. What the logger
-has yet to acknowledge is kept, within a bound, to be sent again after a reconnect; beyond the bound nothing is read
-on, so a logger that is away costs no memory. A segment is deleted when no record that began in it is open or
-unacknowledged. One that open records alone keep is freed by writing those once more, as far as they have come, where
-they are a small part of the spool.
+A call carries one source. A record is sent once its END is in the spool; its sequence is the number of that frame.
+Unacknowledged records are kept in memory, up to a bound, to be sent again after a reconnect. At the bound nothing more
+is read from the spool.
 
-Where the logger refuses what it is sent, records go one at a time until those are through that were under way. One that
-is refused alone, again and again, is given up, counted and named in the log: it keeps no other from the logger.
+A segment is deleted when no record that began in it is open or unacknowledged. If only open records keep a segment, and
+they are a small part of the spool, their parts so far are copied to the spool's end, and the segment is deleted.
 
-A `SourceShipper` belongs to the thread that runs it; its properties, `wake` and the stop are for any thread.
+After the logger has refused a message, the unacknowledged records are sent one at a time. A record that is refused
+alone, at every retry, is dropped, counted and logged with its id: it must not block other records.
+
+A `SourceShipper` belongs to the thread that runs it; its properties, `wake`, `hurry` and the stop are for any thread.
 """
 
 from __future__ import annotations
@@ -37,15 +38,14 @@ logger = logging.getLogger(__name__)
 
 _MAX_UNACKNOWLEDGED = 1024
 _MAX_UNACKNOWLEDGED_BYTES = 16 << 20
-_MESSAGE_BYTES = 1 << 20  # Of the records that share a message.
+_MESSAGE_BYTES = 1 << 20  # The most that several records in one message take.
 _MAX_RECORD_BYTES = MAX_MESSAGE_BYTES - 1024  # Room for what an AppendRequest adds.
 _MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 2.0
 _LOOK_S = 1.0
-# Records that are sent and committed together cost a fraction of those that go one by one: where many come, they wait
-# for each other longer.
+# Sent and committed together, records cost a fraction of single ones: at high rates they wait longer for each other.
 _GATHER_S, _BUSY_GATHER_S, _BUSY_PER_S = 0.1, 0.5, 20
 _SLICE, _NAP_S = 64, 0.0002  # Frames: while they are read, the event loop does not run.
-# How often a record is refused, alone, before it is given up.
+# How often a record is refused, alone, before it is dropped.
 _MAX_REFUSALS = {
     grpc.StatusCode.INVALID_ARGUMENT: 3,
     grpc.StatusCode.OUT_OF_RANGE: 3,
@@ -53,7 +53,8 @@ _MAX_REFUSALS = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: 20,
     grpc.StatusCode.UNKNOWN: 20,
 }
-_COPY_SEGMENTS, _COPY_SHARE = 4, 3  # Open records are copied in a spool of so many segments, so many times theirs.
+# Open records are copied if the spool has at least this many segments, and is at least this many times their size.
+_COPY_SEGMENTS, _COPY_SHARE = 4, 3
 
 
 class _Sent(NamedTuple):
@@ -65,8 +66,7 @@ class _Sent(NamedTuple):
 class SourceShipper:
     """Ships one spool.
 
-    With `ends` the spool has no writer any more: open records are aborted, and `run` ends when the logger has it all.
-    `append` takes requests as they go over the wire.
+    With `ends` the spool has no writer any more: open records are aborted, and `run` ends once all is acknowledged.
     """
 
     def __init__(
@@ -90,11 +90,11 @@ class SourceShipper:
         self._frames: deque[tuple[int, bytes]] = deque()  # Read and not merged.
         self._unacknowledged: deque[_Sent] = deque()
         self._unacknowledged_bytes = 0
-        self._sent = 0  # How many of them, from the first, have been sent over this call.
-        self._alone_until = 0  # The last sequence of those that go one at a time.
-        self._refusals = 0  # Of the first one, when it was alone.
+        self._sent = 0  # How many unacknowledged records, from the first, were sent over this call.
+        self._alone_until = 0  # The last sequence that is sent alone.
+        self._refusals = 0  # How often the first unacknowledged record was refused when it was sent alone.
         self._acknowledged = 0  # The newest sequence that the logger has committed.
-        self._caught_up_at = 1  # All frames before this number have been dealt with.
+        self._caught_up_at = 1  # All frames before this number have been read and merged.
         self._changed = threading.Event()
         self._hurry = threading.Event()
         self._gather_s = _GATHER_S
@@ -107,12 +107,12 @@ class SourceShipper:
 
     @property
     def oldest_s(self) -> float:
-        """How long ago the oldest record ended that was sent and is not acknowledged; 0 where there is none."""
+        """Time since the end of the oldest record that was sent and is not acknowledged; 0 if there is none."""
         try:
             oldest = AppendRequest.FromString(self._unacknowledged[0].request)
         except IndexError:
             return 0.0
-        # By the wall clock: it may have been another process's.
+        # By the wall clock, because another process may have recorded it.
         return max(0.0, time.time() - ended_at(oldest.record))
 
     @property
@@ -121,48 +121,48 @@ class SourceShipper:
         return self._caught_up_at == self.spool.next_number and not self._unacknowledged
 
     def wake(self) -> None:
-        """Tells that there is something new in the spool, or that the stop has come."""
+        """Wakes the thread: the spool has new records, or the stop is set."""
         self._changed.set()
 
     def hurry(self) -> None:
-        """From now on nothing waits for what may come after it."""
+        """From now on sends records at once, without waiting for more of them."""
         self._hurry.set()
         self._changed.set()
 
     def run(self) -> None:
-        """Sends over calls one after the other, until the stop or the end of the spool."""
+        """Sends over one call after another, until the stop or the end of the spool."""
         backoff_s = _MIN_BACKOFF_S
         while not self._done():
             acknowledged = self._acknowledged
             try:
                 reason = self._ship_over_one_call()
             except Exception:
-                reason = "an error here"
+                reason = "internal error"
                 self._drops.warn("shipper", "shipping %s failed", self.spool.source, exc_info=True)
             if self._done():
                 return
             self._drops.warn("away", "the payload logger at %s is away (%s)", self._target, reason)
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S) if acknowledged == self._acknowledged else _MIN_BACKOFF_S
-            # Spread, so that several transformers do not come back in the same instant.
+            # Jitter, so that several transformers do not reconnect at the same moment.
             self._stopping.wait(backoff_s * random.uniform(0.5, 1.0))  # noqa: S311
 
     def _done(self) -> bool:
         return self._stopping.is_set() or (self._ends and self.idle)
 
     def _ship_over_one_call(self) -> str:
-        """Why the call is over."""
+        """Sends until the call ends; returns why it ended."""
         call = OpenCall(self._append, self._changed)
         try:
             self._sent = 0
             while True:
                 self._changed.clear()
-                ended = call.ended  # What was acknowledged before the end counts.
+                ended = call.ended  # Read first: acknowledgements from before the end are valid.
                 self._forget_acknowledged(call.acknowledged)
                 more = self._take_some()
                 self._send_unsent(call)
                 if ended is not None or self._done():
                     self._count_refusal(call)
-                    return ended or "it is not needed any more"
+                    return ended or "the call is not needed any more"
                 if more:
                     time.sleep(_NAP_S)
                 else:
@@ -173,14 +173,14 @@ class SourceShipper:
             call.close()
 
     def _gather(self) -> None:
-        """Waits for more records to go with those that have come."""
+        """Waits for more records, to send them together."""
         busy = self._gathered >= _BUSY_PER_S * self._gather_s
         self._gather_s, self._gathered = _BUSY_GATHER_S if busy else _GATHER_S, 0
         self._hurry.wait(self._gather_s)
 
     @property
     def _is_full(self) -> bool:
-        """Whether the logger must acknowledge something before more can be sent."""
+        """Whether the logger must acknowledge a record before another one may be sent."""
         return (
             len(self._unacknowledged) >= _MAX_UNACKNOWLEDGED
             or self._unacknowledged_bytes >= _MAX_UNACKNOWLEDGED_BYTES
@@ -189,11 +189,11 @@ class SourceShipper:
 
     @property
     def _goes_alone(self) -> bool:
-        """Whether the first of what is unacknowledged is sent before anything else is."""
+        """Whether the first unacknowledged record is sent alone."""
         return bool(self._unacknowledged) and self._unacknowledged[0].sequence <= self._alone_until
 
     def _send_unsent(self, call: OpenCall) -> None:
-        """Sends what is unacknowledged and was not sent over this call, many records in a message."""
+        """Sends the unacknowledged records that were not yet sent over this call, many in one message."""
         count = 1 if self._goes_alone else len(self._unacknowledged)
         unsent = [sent.request for sent in islice(self._unacknowledged, self._sent, count)]
         self._sent = max(self._sent, count)
@@ -202,12 +202,12 @@ class SourceShipper:
             while together < len(unsent) and (not together or size + len(unsent[together]) <= _MESSAGE_BYTES):
                 size += len(unsent[together])
                 together += 1
-            # Two messages one behind the other are one, merged.
+            # Protobuf merges concatenated messages.
             call.send(unsent[0] + Append(more=unsent[1:together]).SerializeToString())
             del unsent[:together]
 
     def _count_refusal(self, call: OpenCall) -> None:
-        """Where the call is over because the logger refused a record: finds out which, or gives it up."""
+        """After a refusal by the logger: sends records alone from now on, or drops a record that was sent alone."""
         if call.code not in _MAX_REFUSALS or not self._unacknowledged:
             return
         if not self._goes_alone:
@@ -217,14 +217,14 @@ class SourceShipper:
         if self._refusals >= _MAX_REFUSALS[call.code]:
             refused = AppendRequest.FromString(self._unacknowledged[0].request)
             logger.error(
-                "the payload logger refuses the record %s of the request %r, %d bytes, which is given up: %s",
+                "the payload logger refuses the record %s of the request %r, %d bytes, which is dropped: %s",
                 *(refused.record.record_id, refused.record.request_id, refused.ByteSize(), call.ended),
             )
             self._drops.count(REFUSED)
             self._forget_first()
 
     def _take_some(self) -> bool:
-        """Takes records of the frames that come next; whether there may be more that can be sent now."""
+        """Merges the next frames to records; returns whether there may be more to send now."""
         for _ in range(_SLICE):
             if self._is_full:
                 return False
@@ -241,7 +241,7 @@ class SourceShipper:
         return True
 
     def _catch_up(self) -> bool:
-        """Tells that all is read; whether there is more to be read after all."""
+        """Notes that every frame is read; returns whether open records were copied, which are frames to read again."""
         self._caught_up_at = self.spool.next_number if self._ends else self._reader.number
         self._delete()
         return not self._ends and self._copy_open_records()
@@ -273,7 +273,7 @@ class SourceShipper:
         self._refusals = 0
 
     def _delete(self) -> None:
-        """Deletes the segments that nothing needs any more."""
+        """Deletes the segments that hold no frame still needed."""
         needed = [sent.began for sent in self._unacknowledged]
         needed.append(self._frames[0][0] if self._frames else self._reader.number)
         if self._merger.first_began is not None:
@@ -284,17 +284,17 @@ class SourceShipper:
             self._drops.warn("delete", "a segment of the spool cannot be deleted: %s", error.strerror)
 
     def _copy_open_records(self) -> bool:
-        """Copies the open records that alone keep the oldest segment to the spool's end, where that is worth it."""
+        """Copies open records to the spool's end if only they keep the oldest segment and they are small beside it."""
         segments = self.spool.segments
-        worth_it = max(_COPY_SEGMENTS * self.spool.segment_bytes, _COPY_SHARE * self._merger.open_bytes)
-        if len(segments) < 2 or self.spool.size < worth_it:
+        least_size = max(_COPY_SEGMENTS * self.spool.segment_bytes, _COPY_SHARE * self._merger.open_bytes)
+        if len(segments) < 2 or self.spool.size < least_size:
             return False
         before = segments[1].first
         frames = self._merger.snapshots(before)
         if not frames or any(sent.began < before for sent in self._unacknowledged):
             return False
         try:
-            # Not if anything has been written meanwhile: the copies would lack it.
+            # Only if nothing was written meanwhile: the copies would lack it.
             return self.spool.append_at(self._reader.number, frames)
         except OSError:
-            return False  # The writer meets it too, and says so.
+            return False  # The writer gets the same error, and logs it.

@@ -1,6 +1,7 @@
-"""The threads that ship this process's spool and, one after the other, those of processes that are gone.
+"""Two threads: one ships this process's spool, the other the spools of ended processes, one after the other.
 
-A spool that was taken over is removed once the logger has it all. `start` and `close` belong to the owner's thread.
+A spool of an ended process is removed once the logger has all its records. Only the owner's thread calls `start` and
+`close`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class PayloadShipping:
     def __init__(self, target: str, own: Spool, orphans: Sequence[Spool], drops: Drops, hop: str) -> None:
         self._drops = drops
         self._stopping = threading.Event()
-        # Neither traced nor recorded: this belongs to no request.
+        # Neither traced nor recorded: the channel belongs to no request.
         self._channel = grpc.insecure_channel(target, options=channel_options(_KEEPALIVE_S, _KEEPALIVE_TIMEOUT_S))
         append: AppendCall = self._channel.stream_stream(_APPEND, response_deserializer=AppendResponse.FromString)
         self._own = SourceShipper(append, target, own, drops, hop, self._stopping, ends=False)
@@ -50,9 +51,9 @@ class PayloadShipping:
 
     @property
     def oldest_s(self) -> float:
-        """How long ago the oldest record ended that the logger has yet to commit; 0 where there is none.
+        """Time since the end of the oldest record that the logger has yet to commit; 0 if there is none.
 
-        Of spools that wait for another to be shipped nothing is known yet.
+        Spools that wait until another one is shipped are not included.
         """
         return max(source.oldest_s for source in (self._own, *self._orphans))
 
@@ -62,11 +63,11 @@ class PayloadShipping:
         return self._own.idle and not self._orphans
 
     def wake(self) -> None:
-        """Tells that a record has ended in the spool."""
+        """Wakes the thread of this process's spool: a record has ended there."""
         self._own.wake()
 
     def hurry(self) -> None:
-        """Tells that this process is about to end: what there is goes out at once."""
+        """Sends records at once from now on, because this process is about to end."""
         self._own.hurry()
 
     def start(self) -> None:
@@ -74,7 +75,7 @@ class PayloadShipping:
             thread.start()
 
     def close(self, *, remove: bool) -> None:
-        """Ends the threads and lets go of the spools; with `remove`, this process's own goes if all is shipped."""
+        """Ends the threads and releases the spools; `remove` deletes this process's spool if all of it is shipped."""
         self._stopping.set()
         for source in (self._own, *self._orphans):
             source.hurry()
@@ -82,7 +83,7 @@ class PayloadShipping:
             thread.join(_JOIN_S)
         self._channel.close()
         if any(thread.is_alive() for thread in self._threads):
-            return  # The disk hangs: the kernel lets go of the folders when the process ends.
+            return  # The disk hangs: the kernel releases the locks when the process ends.
         for orphan in self._orphans:
             orphan.spool.close()
         if remove and self._own.idle:
@@ -101,7 +102,7 @@ class PayloadShipping:
         try:
             spool.remove()
         except OSError as error:
-            # The next start ships it once more, which changes nothing, and tries again.
+            # The next process ships it again, which changes nothing, and retries the removal.
             self._drops.warn("remove", "the spool %s cannot be removed: %s", spool.source, error.strerror)
             with contextlib.suppress(OSError):
                 spool.close()

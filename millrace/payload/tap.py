@@ -1,14 +1,14 @@
-"""Records of requests and answers, taken beside the stream and sent to the payload logger by way of a spool on disk.
+"""Records requests and answers beside the stream, and sends the records to the payload logger through a spool on disk.
 
-`tap.begin(...)` opens a `Recording`; its methods take references, cost microseconds, never block and never raise, so
+`tap.begin(...)` opens a `Recording`. Its methods keep references, cost microseconds, never block and never raise, so
 that a fault here cannot stop the stream. Only `flushed` is awaited, for a second at most.
 
     event loop: Recording → PartQueue → thread payload-writer: Spool → thread payload-shipper: the logger
 
-The queue to the writer is bounded by `memory` bytes, the spool by `spool_max`. Beyond that parts are dropped and
-counted in `dropped` by reason: without its begin a record is dropped whole, without a chunk it is `incomplete`; the end
-of a record that began is never dropped. The spool survives this process: the next process with the same spool ships it,
-and closes its open records as ABORTED.
+The queue to the writer is bounded by `memory` bytes, the spool by `spool_max` bytes. Beyond these bounds parts are
+dropped, and counted in `dropped` by reason. Without its begin the whole record is dropped; without a chunk the record
+is `incomplete`; the end of a record that began is never dropped. The spool survives this process: the next process with
+the same spool folder ships it, and ends its open records as ABORTED.
 
 `start`, `begin`, `drain` and `Recording` belong to one event loop's thread.
 """
@@ -33,13 +33,13 @@ from millrace.payload.rules import PayloadRules
 from millrace.payload.settings import RecordingSettings
 from millrace.payload.shipping import PayloadShipping
 
-_LOOK_S = 0.01  # How often a drain looks whether it is done.
+_POLL_S = 0.01  # The interval at which a drain checks whether it is done.
 
 
 class PayloadTap:
-    """Opens recordings and ships them to the logger at `target` (host:port) through a folder of its own in `spool`.
+    """Opens recordings and ships them to the logger at `target` (host:port); its folder in `spool` is new.
 
-    `hop` signs the recorded errors that name no other hop.
+    `hop` is the failed hop of recorded errors that name none.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class PayloadTap:
         self._last_id = 0
         self._writer: PayloadWriter | None = None
         self._shipper: PayloadShipping | None = None
-        self._begins_answered = False  # Whether it is worth waiting for a begin.
+        self._begins_answered = False  # Whether the writer settles begins, so that answers wait for them.
 
     @classmethod
     def of(cls, settings: RecordingSettings, hop: str) -> PayloadTap:
-        """As a service's settings say."""
+        """A tap with a service's settings."""
         return cls(
             settings.logger,
             settings.payload_rules,
@@ -82,22 +82,22 @@ class PayloadTap:
 
     @property
     def dropped(self) -> Counter[str]:
-        """How many parts were given up, by reason."""
+        """How many parts were dropped, by reason."""
         return self._drops.counts
 
     @property
     def queued_bytes(self) -> int:
-        """What waits in memory for the disk."""
+        """The size of the parts that wait in memory for the disk."""
         return self._queue.waiting_bytes
 
     @property
     def spooled_bytes(self) -> int:
-        """What lies on disk."""
+        """The size of the records on disk."""
         return self._writer.spooled_bytes if self._writer else 0
 
     @property
     def spooled(self) -> int:
-        """How many records this process has written to disk whole."""
+        """How many records this process has written to disk from begin to end."""
         return self._writer.spooled if self._writer else 0
 
     @property
@@ -107,7 +107,7 @@ class PayloadTap:
 
     @property
     def oldest_s(self) -> float:
-        """How long ago the oldest record ended that the logger has not acknowledged; 0 for none, for any thread."""
+        """Time since the end of the oldest record that was sent and is not acknowledged; 0 if none; for any thread."""
         return self._shipper.oldest_s if self._shipper else 0.0
 
     @property
@@ -116,14 +116,14 @@ class PayloadTap:
         return self._shipper.unacknowledged if self._shipper else 0
 
     def start(self) -> None:
-        """Opens the spool and starts the threads; raises StartupError where the folder cannot be used."""
+        """Opens the spool and starts the threads; raises StartupError if the folder cannot be used."""
         loop = asyncio.get_running_loop()
 
         def settle(parts: Sequence[BeginPart | RequestPart]) -> bool:
             self._begins_answered = True
             waiting = [future for part in parts if (future := part.settled()) is not None]
             if waiting:
-                with contextlib.suppress(RuntimeError):  # The loop has been closed: no task waits any more.
+                with contextlib.suppress(RuntimeError):  # The loop is closed: no task waits any more.
                     loop.call_soon_threadsafe(end_waits, waiting)
             return bool(waiting)
 
@@ -166,31 +166,34 @@ class PayloadTap:
         return recording
 
     async def drain(self, timeout_s: float) -> bool:
-        """Ships what has ended until the logger has it all or the time is up; what it has not stays on disk."""
+        """Ships ended records until the logger has all of them or the timeout expires; the rest stays on disk.
+
+        Returns whether the logger has all of them.
+        """
         if self._writer is None or self._shipper is None:
             return self._queue.empty
         deadline = time.monotonic() + timeout_s
         while not (done := self._writer.idle and self._shipper.idle) and time.monotonic() < deadline:
             self._queue.wake.set()
             self._shipper.hurry()
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
         if not done:
             self._drops.warn("drain", "payload records are left in %s: the next start sends them", self._root)
         return done
 
     async def stop(self, timeout_s: float) -> None:
-        """Drains, and ends the threads."""
+        """Drains, then ends the threads."""
         await self.drain(timeout_s)
         await asyncio.to_thread(self.close)
 
     def close(self) -> None:
-        """Writes what waits and ends the threads, each within a second; not for the event loop's thread."""
+        """Writes the queued parts and ends the threads, each within a second; not for the event loop's thread."""
         self._begins_answered = False
         if self._writer is not None and self._shipper is not None:
             written = self._writer.close()
             self._shipper.close(remove=written)
 
-    def _give_up_waiting(self) -> None:
-        """Until the disk answers again, no request waits for it."""
+    def _stop_waiting(self) -> None:
+        """Lets answers go on without their begins on disk, until the writer settles a part again."""
         self._begins_answered = False
         self._drops.warn("stalled", "the disk of %s does not answer: requests go on without it", self._root)

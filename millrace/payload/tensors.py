@@ -1,15 +1,15 @@
 """The tensors of a message for its record: names, datatypes and shapes, and raw contents by reference.
 
-`DeferredTensors` are made on the event loop and cost nothing there: they keep the message, parsed or
-serialized. They are read on the writer thread, heads alone: raw contents are views of the message's bytes, for a
-parser would copy 60 MB while the event loop waits for the interpreter. Typed contents become raw ones piece by
-piece, so that a digest is the same either way.
+`DeferredTensors` are made on the event loop and cost nothing there: they keep the message, parsed or serialized. The
+writer thread parses only the heads (name, datatype, shape). Raw contents are views of the message's bytes, because a
+parser would copy 60 MB while the event loop waits for the interpreter lock. Typed contents are converted to raw ones
+piece by piece, so that the digest is the same for both forms.
 
-Where no digest is asked for, `heads` copies on the event loop what describes the tensors, in a few microseconds, and
-the message is not kept. The sizes of contents that are not in one piece on the wire follow from datatype and shape.
+If no digest is configured, `heads` copies the heads on the event loop, in a few microseconds, and the message is not
+kept. The size of typed contents is computed from datatype and shape.
 
-A tensor that is sent in another form than the protocol's common ones (unpacked numbers, more than MAX_FIELDS
-texts) has no contents here, and a message that cannot be read has no tensors: no record fails for them.
+A tensor in an unusual form (unpacked numbers, more than MAX_FIELDS texts) has no contents here, and a message that
+cannot be parsed has no tensors: no record fails because of them.
 
 Source of the format: protobuf's wire encoding; field numbers are those of inference.proto.
 """
@@ -31,7 +31,7 @@ from millrace.oip.wire_fields import fields
 from millrace.payload.parts import DeferredTensors, RecordedTensor, Tensors
 from millrace_protos import inference_pb2 as pb
 
-MAX_FIELDS = 1024  # Of one message that are looked at.
+MAX_FIELDS = 1024  # The most fields that are read of one message.
 
 _TENSORS = 5  # inputs of ModelInferRequest, outputs of ModelInferResponse.
 _RAW_INPUTS, _RAW_OUTPUTS = 7, 6
@@ -40,8 +40,8 @@ _MESSAGES: dict[int, type[pb.ModelInferRequest | pb.ModelInferResponse]] = {
     _RAW_OUTPUTS: pb.ModelInferResponse,
 }
 _STREAMED = 2  # infer_response of ModelStreamInferResponse.
-_HEAD, _CONTENTS = frozenset({1, 2, 3}), 5  # Of InferInputTensor, and of InferOutputTensor, which is the same.
-# Fields of InferTensorContents that lie in a message as raw contents do, and those that are varints there.
+_HEAD, _CONTENTS = frozenset({1, 2, 3}), 5  # Of InferInputTensor and InferOutputTensor, which have the same fields.
+# Fields of InferTensorContents whose encoding equals the raw contents, and fields that are varints.
 _PLAIN = {"BOOL": 1, "FP32": 6, "FP64": 7}
 _VARINTS = {
     "INT8": (2, "<i1"),
@@ -56,24 +56,24 @@ _VARINTS = {
 _BYTES_CONTENTS = 8
 _MAX_VARINT_BYTES = 10
 _PIECE_BYTES = 64 * 1024
-_MAX_HEAD_FIELDS = 64  # Of a message that the event loop looks at.
-_SMALL_BYTES = 1024  # A description of up to so many bytes is copied as it is.
+_MAX_HEAD_FIELDS = 64  # The most fields that the event loop reads of one message.
+_SMALL_BYTES = 1024  # A tensor's description of up to this size is copied whole.
 _ITEM_BYTES = {datatype: dtype_of("", datatype).itemsize for datatype in DATATYPES - {BYTES}}
 _MAX_DIMENSIONS = 64
 _MAX_SIZE = 2**63 - 1
 
 
 class _Head(NamedTuple):
-    """What describes a tensor, as it lies in the message, and the raw contents where they are kept."""
+    """A tensor's serialized description, and its raw contents if they are kept."""
 
     described: bytes
-    is_without_contents: bool  # Whether its contents are not in the description.
+    is_without_contents: bool  # Whether the description lacks the contents.
     data: bytes | None
-    size: int | None  # Of the raw contents, kept or not; None where they are typed.
+    size: int | None  # Of the raw contents, kept or not; None if they are typed.
 
 
 class _TooManyError(DecodeError):
-    """A message has more fields than are looked at."""
+    """A message has too many fields."""
 
 
 def request_tensors(request: bytes | pb.ModelInferRequest) -> DeferredTensors:
@@ -87,7 +87,7 @@ def answer_tensors(answer: bytes | pb.ModelInferResponse) -> DeferredTensors:
 
 
 def streamed_tensors(answer: bytes | pb.ModelInferResponse) -> DeferredTensors:
-    """The outputs of one of many answers; bytes are a serialized ModelStreamInferResponse."""
+    """The outputs of one answer of a stream; bytes are a serialized ModelStreamInferResponse."""
     if isinstance(answer, bytes):
         return DeferredTensors(partial(_streamed, answer), len(answer), partial(_heads, answer, _RAW_OUTPUTS, True))
     return answer_tensors(answer)
@@ -109,7 +109,7 @@ def _source(message: bytes | pb.ModelInferRequest | pb.ModelInferResponse, raw_f
 
 
 def _heads(message: bytes, raw_field: int, is_streamed: bool, most_bytes: int) -> Tensors:
-    """Copies the tensors' heads, and contents of at most `most_bytes`; keeps a message of very many fields as it is."""
+    """Copies the tensors' heads, and contents of at most `most_bytes`; keeps a message of too many fields whole."""
     view = memoryview(message)
     heads: list[_Head] = []
     try:
@@ -144,7 +144,7 @@ def _head(described: memoryview, raw: memoryview | None, most_bytes: int) -> _He
 
 
 def _without_contents(described: memoryview, most_bytes: int) -> bytes:
-    """What describes a tensor, without typed contents that are large."""
+    """A tensor's description, without typed contents if they are large."""
     if len(described) <= _SMALL_BYTES + _MAX_VARINT_BYTES * most_bytes:
         return bytes(described)
     head = [described[start:end] for field, start, _, end in islice(fields(described), MAX_FIELDS) if field in _HEAD]
@@ -164,7 +164,7 @@ def _tensor_of(head: _Head) -> RecordedTensor:
 
 
 def _parsed_heads(message: pb.ModelInferRequest | pb.ModelInferResponse) -> Sequence[RecordedTensor]:
-    """The heads of a parsed message, whose contents cannot be measured without a copy of them."""
+    """The heads of a parsed message; the contents are not read, because reading copies them."""
     tensors = message.inputs if isinstance(message, pb.ModelInferRequest) else message.outputs
     return [
         RecordedTensor(each.name, each.datatype, tuple(each.shape), None, _size(each.datatype, each.shape))
@@ -173,14 +173,14 @@ def _parsed_heads(message: pb.ModelInferRequest | pb.ModelInferResponse) -> Sequ
 
 
 def _memory_of(message: pb.ModelInferRequest | pb.ModelInferResponse, heads: Sequence[RecordedTensor]) -> int:
-    """The bytes of a parsed message: of a large one by its tensors' shapes, for protobuf measures it with a copy."""
+    """The size of a parsed message; of a large one by its tensors' shapes, because protobuf copies it to measure it."""
     sizes = [head.size for head in heads]
     described = sum(size for size in sizes if size is not None)
     return described if described > _SMALL_BYTES and None not in sizes else message.ByteSize()
 
 
 def _size(datatype: str, shape: Sequence[int]) -> int | None:
-    """The bytes of a tensor's raw contents; None for texts, and where no tensor has the shape."""
+    """The size of a tensor's raw contents; None for texts, and if the shape is invalid."""
     if datatype not in _ITEM_BYTES or len(shape) > _MAX_DIMENSIONS:
         return None
     size = _ITEM_BYTES[datatype] * math.prod(shape)
@@ -201,7 +201,7 @@ def _streamed(answer: bytes) -> list[RecordedTensor]:
 
 
 def _tensors_of(parsed: pb.ModelInferRequest | pb.ModelInferResponse) -> list[RecordedTensor] | None:
-    """The tensors of a small message, which protobuf parses sooner; None where their contents are not raw ones."""
+    """The tensors of a small message, which protobuf parses faster; None if their contents are not raw."""
     described: Any  # Inputs and outputs have the same fields.
     if isinstance(parsed, pb.ModelInferRequest):
         described, raw = parsed.inputs, parsed.raw_input_contents
@@ -228,12 +228,12 @@ def _tensors(message: memoryview, raw_field: int) -> list[RecordedTensor]:
     raw = found.get(raw_field, [])
     described = found.get(_TENSORS, [])
     if raw and len(raw) != len(described):
-        raw = []  # A request that will be refused: which tensor has which contents is unknown.
+        raw = []  # The request will be refused: it is unknown which contents belong to which tensor.
     return [_tensor(each, raw[number] if raw else None) for number, each in enumerate(described)]
 
 
 def _tensor(described: memoryview, raw: memoryview | None) -> RecordedTensor:
-    """One tensor, with its raw contents or those in its description."""
+    """One tensor, with its raw contents or the typed ones in its description."""
     head: list[memoryview] = []
     typed: memoryview = memoryview(b"")
     try:
@@ -247,15 +247,13 @@ def _tensor(described: memoryview, raw: memoryview | None) -> RecordedTensor:
         return RecordedTensor("", "", (), None)
     data: bytes | memoryview | None = raw
     if raw is None:
-        try:
+        with suppress(DecodeError):
             data = _as_raw(tensor_head.datatype, typed)
-        except DecodeError:
-            data = None
     return RecordedTensor(tensor_head.name, tensor_head.datatype, tuple(tensor_head.shape), data)
 
 
 def _as_raw(datatype: str, typed: memoryview) -> bytes | memoryview | None:
-    """Typed contents as raw ones; None where they are in a form that is not looked at."""
+    """Typed contents as raw ones; None if their form is not supported."""
     if datatype in _PLAIN:
         return b"".join(_contents_of(typed, {_PLAIN[datatype]}, only=True).get(_PLAIN[datatype], []))
     if datatype == BYTES:
@@ -268,7 +266,7 @@ def _as_raw(datatype: str, typed: memoryview) -> bytes | memoryview | None:
 
 
 def _integers(packed: list[memoryview], dtype: np.dtype[Any]) -> bytes | None:
-    """Varints as numbers of a fixed size, a piece at a time, so that no thread waits long for the interpreter lock."""
+    """Varints as numbers of fixed size, a piece at a time, so that no thread waits long for the interpreter lock."""
     pieces: list[bytes] = []
     for part in packed:
         data, at = np.frombuffer(part, np.uint8), 0
@@ -289,9 +287,9 @@ def _integers(packed: list[memoryview], dtype: np.dtype[Any]) -> bytes | None:
 def _contents_of(
     message: memoryview, wanted: set[int], *, only: bool = False, most: int = MAX_FIELDS
 ) -> dict[int, list[memoryview]]:
-    """The contents of the wanted fields, by field and in order; raises DecodeError, of too many fields as well.
+    """The contents of the wanted fields, by field and in order; raises DecodeError, also for too many fields.
 
-    With `only`, a field that is not length-delimited is another form of what is wanted.
+    With `only`, a field that is not length-delimited is an error: the contents have an unsupported form.
     """
     found: dict[int, list[memoryview]] = {}
     for count, (field, _, start, end) in enumerate(fields(message, only=only)):

@@ -81,7 +81,7 @@ async def test_the_cost_of_a_logger_that_does_not_answer_is_bounded(taps, ingest
     assert not await tap.drain(0.2)
     assert (len(ingest.calls[0]), tap.unacknowledged) == (1024, 1024)
     ingest.acknowledging = True
-    ingest.end_after = 0  # The next call shows that this one was given up.
+    ingest.end_after = 0  # The next call shows that this one has ended.
     await taps.close(tap)
     ingest.end_after = None
     assert await taps.start(ingest.target).drain(30)
@@ -473,7 +473,7 @@ async def test_a_record_that_the_logger_refuses_blocks_no_other(taps, ingest, mo
     assert await tap.drain(60)
     assert [record.request_id for record in ingest.records] == [f"r{n}" for n in range(12) if f"r{n}" not in poison]
     assert tap.dropped_so_far[REFUSED] == 3
-    assert sum("which is given up" in message for message in caplog.messages) == 3
+    assert sum("which is dropped" in message for message in caplog.messages) == 3
     begin(tap, "later").end("OK")
     assert await tap.drain(60)
     assert ingest.records[-1].request_id == "later"

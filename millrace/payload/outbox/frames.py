@@ -1,11 +1,11 @@
-"""Parts of records as frames of the spool (protos/spool.proto), as the rules say.
+"""Encodes parts of records as frames of the spool (protos/spool.proto), after the rules have redacted them.
 
-On the writer thread. A part that cannot be encoded, or not redacted, raises whatever it was: nothing of it
-may reach the disk. Where rules touch answers, which they must see whole, a chunk's frame has its offset alone and
-the END has all chunks once more. Chunks that are written together are one frame.
+On the writer thread. If a part cannot be encoded or redacted, the exception is raised: nothing of the part may reach
+the disk. Rules for answers must see the whole answer: with them a chunk's frame has only the offset, and the END has
+all chunks once more. Chunks that are written together are one frame.
 
-The BEGIN of a long request has the first characters of its prompt and parameters. All of them follow when an answer
-begins, or with the END; never where the request is refused.
+The BEGIN of a long request has the first characters of its prompt and parameters. The whole texts follow when the
+answer begins, or with the END; never if the request is refused.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ _STRINGS = ("request_id", "model", "prompt", "parameters", "trace_id", "span_id"
 
 
 class OpenRecord:
-    """What the writer knows of a record between its begin and its end."""
+    """The state of a record between its begin and its end."""
 
     def __init__(self, fields: Fields) -> None:
         self.fields = fields
-        self.is_short = False  # Whether what is written lacks the rest of a long prompt or of long parameters.
+        self.is_short = False  # Whether the rest of a long prompt, or of long parameters, is not written yet.
         self.is_answered = False
         self.incomplete = False
         self.dropped = False
         self.has_ttft = False
-        self.held: list[PayloadChunk] = []  # What the rules have yet to see.
+        self.held: list[PayloadChunk] = []  # Chunks that wait for the end, to be redacted.
         self.held_bytes = 0
 
 
 class FrameEncoder:
-    """Makes frames of parts; `held_max` is how many bytes of chunks may wait for the rules."""
+    """Encodes parts as frames; `held_max` is the most bytes of chunks that may wait to be redacted."""
 
     def __init__(self, rules: PayloadRules, held_max: int) -> None:
         self._rules = rules
@@ -69,12 +69,12 @@ class FrameEncoder:
         record = PayloadRecord(**_begin_fields(part, fields))
         self._rules.redact(record)
         if opened.is_short:
-            # Cut after the rules: what they take out may lie across the cut.
+            # Cut after redaction: a match may lie across the cut.
             record.prompt, record.parameters = _cut(record.prompt), _cut(record.parameters)
         return _frame(part.record_id, Frame.BEGIN, record)
 
     def request(self, record_id: bytes, opened: OpenRecord) -> bytes:
-        """The frame with all of a request of which the begin has the first characters."""
+        """The frame with the whole prompt and parameters of a long request."""
         record = PayloadRecord()
         _add_rest(record, opened)
         self._rules.redact(record)
@@ -88,9 +88,9 @@ class FrameEncoder:
         return _frame(part.record_id, Frame.CHUNK, record)
 
     def chunks(self, parts: Sequence[ChunkPart], record: OpenRecord) -> bytes:
-        """The frame of chunks of one record; marks it where the rules' memory has no room for their contents.
+        """The frame of chunks of one record; marks the record incomplete if `held_max` has no room for their contents.
 
-        Nothing has changed where it raises.
+        If it raises, it has changed nothing.
         """
         written = PayloadRecord()
         first = None if record.has_ttft else next((part for part in parts if len(part.token_ids)), None)
@@ -109,7 +109,7 @@ class FrameEncoder:
         return _frame(parts[0].record_id, Frame.CHUNK, written)
 
     def _hold(self, parts: Sequence[ChunkPart], record: OpenRecord) -> None:
-        """Keeps chunks for the end, where the rules see the whole answer."""
+        """Keeps chunks for the end, where the whole answer is redacted."""
         held = []
         held_bytes, incomplete = 0, False
         for part in parts:
@@ -136,7 +136,7 @@ class FrameEncoder:
         return _frame(part.record_id, Frame.END, ended, replaces_chunks=bool(record.held))
 
     def whole(self, begin: BeginPart, inputs: Sequence[InputsPart], end: EndPart) -> bytes:
-        """The one frame of a record that is not long and has no chunks."""
+        """The only frame of a record that is not long and has no chunks."""
         record = PayloadRecord(**_begin_fields(begin, begin.fields), **_end_fields(end))
         for part in inputs:
             self._add_tensors(part.tensors, record.inputs)
@@ -147,7 +147,7 @@ class FrameEncoder:
 
     @staticmethod
     def whole_without_contents(payload: bytes) -> bytes:
-        """The one frame of a record, without the contents of its tensors."""
+        """The only frame of a record, without the contents of its tensors."""
         frame = Frame.FromString(payload)
         record = PayloadRecord.FromString(frame.part[0])
         for tensor in (*record.inputs, *record.outputs):
@@ -161,7 +161,7 @@ class FrameEncoder:
         return _frame(part.record_id, Frame.END, ended)
 
     def forget(self, record: OpenRecord) -> None:
-        """Lets go of what a record held, at its end."""
+        """Releases the chunks that a record holds, at its end."""
         self._held_bytes -= record.held_bytes
         record.held.clear()
         record.held_bytes = 0
@@ -187,8 +187,8 @@ class FrameEncoder:
 
 
 def storable(text: str) -> str:
-    """The text as protobuf takes it: JSON can smuggle in halves of surrogate pairs, which UTF-8 has no bytes for."""
-    if str.isascii(text):  # A quarter of what encoding costs.
+    """The text as protobuf accepts it: JSON may contain halves of surrogate pairs, which UTF-8 cannot encode."""
+    if str.isascii(text):  # A quarter of the cost of encoding.
         return text
     try:
         text.encode()

@@ -1,7 +1,7 @@
-"""From parts of records in a queue to frames for the disk, a slice of them at a time.
+"""Turns queued parts of records into frames for the disk, one slice at a time.
 
-Belongs to the writer thread. A record whose begin and end are in one slice, and nothing but its request's tensors
-between, is one frame.
+Belongs to the writer thread. A record is one frame if its begin still waits when its end comes, with nothing but its
+request's tensors between them.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _HEAVY_BYTES = 1 << 20
 
 
 class Framed(NamedTuple):
-    """A frame on its way to the disk, and the part that it was made of."""
+    """A frame to be written, and its part."""
 
     payload: bytes
-    part: BeginPart | LaterPart  # The first, where several are written together.
+    part: BeginPart | LaterPart  # The first one, if the frame holds several.
     record: OpenRecord
     parts: int = 1
     ends_record: bool = False
 
 
 class Framing:
-    """See the module. `settle` gets parts of which nothing is written, for which requests may wait."""
+    """See the module. `settle` gets dropped parts for which answers may wait."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class Framing:
         drops: Drops,
         settle: Callable[[Sequence[BeginPart | RequestPart]], bool],
     ) -> None:
-        self.cost = 0  # Of the parts in the last slice, of all that is dealt with.
-        # Dropped ones too, until their ends come: what still comes of them fills the queue until somebody looks.
+        self.cost = 0  # Of the parts that the last slice took from the queue.
+        # Dropped records too, until their ends come: their later parts must still be taken from the queue.
         self.open: dict[bytes, OpenRecord] = {}
         self._queue = queue
         self._encoder = encoder
@@ -52,13 +52,13 @@ class Framing:
 
     @property
     def requests(self) -> int:
-        """Those whose ends have not come."""
+        """How many requests have not ended."""
         return len(self.open) + len(self._pending)
 
     def slice(self, is_last: bool, begins_alone: bool = False) -> list[Framed]:
-        """The frames of some of what waits; with `is_last` no begin waits for its end.
+        """The frames of the next queued parts; with `is_last` no begin waits for its end.
 
-        `begins_alone`: of what waits, only the begins for which answers wait.
+        `begins_alone`: only the begins for which answers wait.
         """
         self.cost = 0
         frames: list[Framed] = []
@@ -74,19 +74,19 @@ class Framing:
             if isinstance(part, ChunkPart):
                 chunks.setdefault(part.record_id, []).append(part)
                 continue
-            self._take_chunks(chunks.pop(part.record_id, ()), frames)  # Those before it.
+            self._take_chunks(chunks.pop(part.record_id, ()), frames)  # The earlier ones first.
             self._take(part, frames)
         for parts in chunks.values():
             self._take_chunks(parts, frames)
-        # The end of a begin that nobody waits for may be among the parts.
+        # Last, because the parts may hold the end of a begin that no answer waits for.
         now = -math.inf if begins_alone else math.inf if is_last else time.monotonic()
         for pending in self._pending.take_due(now):
             self._take_begin(pending, frames)
         return frames
 
     def _take_with_begin(self, part: LaterPart, frames: list[Framed]) -> bool:
-        """Takes a part of a record whose begin is not written together with it, or else writes the begin first."""
-        self._take_begins(frames)  # It may have been put after `_take_begins` ran.
+        """Takes a part whose begin still waits, together with that begin; otherwise writes the begin first."""
+        self._take_begins(frames)  # The begin may have been queued since the last call.
         if isinstance(part, InputsPart) and self._pending.add_inputs(part):
             return True
         pending = self._pending.take(part.record_id)
@@ -117,7 +117,7 @@ class Framing:
             self._take(inputs, frames)
 
     def _take_whole(self, pending: Pending, end: EndPart, frames: list[Framed]) -> bool:
-        """Encodes a record as one frame; where that fails, one part that cannot be encoded must cost no other."""
+        """Encodes a record as one frame; False if that fails: then each part is encoded alone."""
         begin = pending.begin
         try:
             payload = self._encoder.whole(begin, pending.inputs, end)
@@ -128,9 +128,9 @@ class Framing:
         return True
 
     def _take_chunks(self, parts: Sequence[ChunkPart], frames: list[Framed]) -> None:
-        """Encodes chunks of one record as one frame; one that cannot be encoded costs none of the others."""
+        """Encodes chunks of one record as one frame; a chunk that cannot be encoded is dropped alone."""
         if len(parts) > 1 and not (record := self.open[parts[0].record_id]).dropped:
-            with contextlib.suppress(Exception):  # Of which one, and why, is seen below.
+            with contextlib.suppress(Exception):  # The loop below finds and logs the bad one.
                 frames.append(Framed(self._encoder.chunks(parts, record), parts[0], record, len(parts)))
                 return
         for part in parts:

@@ -1,9 +1,9 @@
-"""Frames of a spool, in their order, merged to records; see protos/spool.proto. Pure: no I/O, no clock.
+"""Merges the frames of a spool, in order, to records; see protos/spool.proto. Pure: no I/O, no clock.
 
-An open record is kept as the serialized parts one behind the other, which is how protobuf merges messages. It grows
-no further than a message may: beyond that its chunks are left out.
+An open record is kept as its concatenated serialized parts, because protobuf merges concatenated messages. It grows up
+to the size of a message: further chunks are left out.
 
-Of a request that was refused, or that its caller left, before any of its answer, a record keeps the first
+If a request was refused, or its caller cancelled it, before any part of its answer, the record keeps the first
 `KEPT_CHARACTERS` of each text: refused requests must not fill the log.
 """
 
@@ -16,13 +16,13 @@ from google.protobuf.message import DecodeError
 from millrace_protos.millrace_pb2 import PayloadRecord
 from millrace_protos.spool_pb2 import Frame
 
-# Behind any frame, which it becomes a piece of.
+# Appended to a frame, with which protobuf merges it.
 INCOMPLETE = Frame(part=[PayloadRecord(incomplete=True).SerializeToString()]).SerializeToString()
 
 KEPT_CHARACTERS = 2048
 _KEPT_TENSORS = 16
 _KEPT_NAME = 256  # Characters of names: of the model, of tensors.
-# Of what fails for another reason everything is kept: it is what somebody will look into.
+# Records of requests that fail with another status keep everything, for the analysis of the failure.
 _CALLERS_OWN = frozenset(
     {
         "ALREADY_EXISTS",
@@ -40,7 +40,7 @@ _CALLERS_OWN = frozenset(
     }
 )
 
-# An aborted record has no END frame and so no number. This one is above all others, and the same at each reading.
+# An aborted record has no END frame and so no number. This number is above all frames', and the same at each reading.
 _ABORTED = 1 << 62
 
 
@@ -64,7 +64,7 @@ class _OpenRecord:
 
 
 class Merger:
-    """Takes one source's frames; `max_bytes` is what a record may grow to."""
+    """Takes one source's frames; `max_bytes` is the maximum size of a record."""
 
     def __init__(self, max_bytes: int, hop: str) -> None:
         self.open_bytes = 0
@@ -79,7 +79,7 @@ class Merger:
         return next((record.began for record in self._open.values()), None)
 
     def take(self, number: int, payload: bytes) -> EndedRecord | None:
-        """The record that the frame ends; where frames before it are missing, all that are open may lack some."""
+        """The record that the frame ends, if it ends one; after missing frames all open records are incomplete."""
         if number != self._next:
             for record in self._open.values():
                 record.incomplete = True
@@ -87,7 +87,7 @@ class Merger:
         try:
             frame = Frame.FromString(payload)
         except DecodeError:
-            return None  # Of a later release, perhaps.
+            return None  # Perhaps of a later release.
         part = b"".join(frame.part)
         if frame.kind == Frame.WHOLE:
             return EndedRecord(number, number, part)
@@ -106,7 +106,7 @@ class Merger:
         return None
 
     def abort(self) -> EndedRecord | None:
-        """Ends the first of the open records, whose process is gone; None where there is none."""
+        """Ends the first open record, whose process has ended; None if no record is open."""
         for record_id, opened in self._open.items():
             self._forget(record_id)
             message = "the service ended before the answer did"
@@ -118,7 +118,7 @@ class Merger:
         return None
 
     def snapshots(self, before: int) -> list[bytes]:
-        """BEGIN frames with all that is known of the open records that began before a frame."""
+        """The open records that began before a frame, each as one BEGIN frame with all its parts so far."""
         frames = []
         for record_id, opened in self._open.items():
             if opened.began >= before:
@@ -141,17 +141,17 @@ class Merger:
 
 
 def ended_at(record: PayloadRecord) -> float:
-    """When it ended, in seconds of the wall clock of the process that recorded it."""
+    """When the record ended, in seconds of the wall clock of the process that recorded it."""
     return record.time.seconds + record.time.nanos / 1e9 + record.duration_ms / 1000
 
 
 def is_callers_own(status: str) -> bool:
-    """Whether a request with this status, and without an answer, is kept in short."""
+    """Whether a request with this status, and without an answer, is shortened in the record."""
     return status in _CALLERS_OWN
 
 
 def fit(record: PayloadRecord, max_bytes: int) -> bool:
-    """Makes a record as small as a message may be, by leaving out what matters least; whether it is."""
+    """Shrinks a record to the size of a message, the least important fields first; returns whether it fits."""
     for leave_out in (_leave_out_tokens, _leave_out_chunks, _leave_out_tensors):
         if record.ByteSize() <= max_bytes:
             break
@@ -173,13 +173,13 @@ def _ended(opened: _OpenRecord, end: bytes, replaces_chunks: bool = False) -> Pa
 
 
 def shorten_refused(record: PayloadRecord) -> None:
-    """Leaves little of the record of a refused request."""
+    """Shortens the record of a refused request."""
     if was_refused(record):
         _keep_little(record)
 
 
 def was_refused(record: PayloadRecord) -> bool:
-    """Whether the record ended for its caller's own doing, or for want of room, before any of an answer."""
+    """Whether the request ended without an answer because of its caller or for lack of capacity."""
     has_answer = record.chunks or record.text or record.outputs or record.HasField("ttft_ms")
     return is_callers_own(record.status) and not has_answer
 

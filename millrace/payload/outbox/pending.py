@@ -1,6 +1,6 @@
-"""Begins of records that wait for their ends, so that a record whose request is answered at once is one frame.
+"""Begins of records that wait for their ends: a record whose request is answered at once becomes one frame.
 
-A begin waits no longer than `PENDING_S`, nor once an answer waits for it. Belongs to the writer thread.
+A begin waits for `PENDING_S` seconds at most, and not once an answer waits for it. Belongs to the writer thread.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ class Pending:
 
 
 class PendingBegins:
-    """See the module; in the order of their arrival."""
+    """See the module; in order of arrival."""
 
     def __init__(self) -> None:
         self._pending: dict[bytes, Pending] = {}
 
     def add(self, part: BeginPart) -> bool:
-        """Keeps a begin; not that of a long request, which is not written whole before its answer begins."""
+        """Keeps a begin and returns True; not of a long request, which is written whole only once its answer begins."""
         if is_long(part.fields):
             return False
         self._pending[part.record_id] = Pending(part)
         return True
 
     def add_inputs(self, part: InputsPart) -> bool:
-        """Keeps the tensors of a request whose begin is kept."""
+        """Keeps the tensors of a request, if its begin is kept; returns whether it is."""
         pending = self._pending.get(part.record_id)
         if pending is None:
             return False
@@ -46,11 +46,11 @@ class PendingBegins:
         return True
 
     def take(self, record_id: bytes) -> Pending | None:
-        """That of a record, which is kept no longer."""
+        """Removes and returns the begin of a record, if it is kept."""
         return self._pending.pop(record_id, None)
 
     def take_due(self, now: float) -> list[Pending]:
-        """Those that wait no longer."""
+        """Removes and returns the begins that are to be written now."""
         due = [one for one in self._pending.values() if one.begin.is_awaited() or now - one.begin.arrived >= PENDING_S]
         for one in due:
             del self._pending[one.begin.record_id]

@@ -1,9 +1,9 @@
-"""Segments of a spool: files of frames, and who reads them.
+"""Segments of a spool, which are files of frames, and their reader.
 
 A frame is the length of its payload and the payload's CRC-32, both of 4 bytes, little endian, and the payload, a
-`spool_pb2.Frame`, which begins with its record's id. A damaged frame is passed over, with a warning, and counted as
-one: the next is found by its length, or, where the length is what is damaged, by looking for whole frames. A torn frame
-at the end, at which a crash left off, is given up with a warning alone.
+`spool_pb2.Frame`, which begins with its record's id. A damaged frame is skipped with a warning, and counted as one
+frame. The next frame is found by the damaged one's length or, if the length itself is damaged, by a search for a whole
+frame. A torn frame at the end, where a crash interrupted a write, is discarded with a warning and not counted.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ logger = logging.getLogger(__name__)
 
 _HEADER = struct.Struct("<II")
 _READ_BYTES = 256 << 10
-# What every payload begins with: the tag and the length of the record's id.
+# The start of every payload: the tag and the length of the record's id.
 PAYLOAD_START = b"\n\x10"
-# Looking for a whole frame, so many bytes are checked at most: of what a caller sent anything may look like frames.
+# The most bytes that a search for a whole frame checks: contents that a caller sent may look like any number of frames.
 _MAX_CHECKED_BYTES = 256 << 20
 
 
 class Segment(NamedTuple):
-    """A file of frames: the number of the first, and the bytes that are whole."""
+    """A file of frames: the number of the first frame, and the size of the whole frames."""
 
     first: int
     size: int
 
 
 class Segments(Protocol):
-    """What a reader needs of a spool."""
+    """The part of a spool that a reader uses."""
 
     @property
     def segments(self) -> list[Segment]:
@@ -42,7 +42,7 @@ class Segments(Protocol):
         ...
 
     def path(self, segment: Segment) -> Path:
-        """Where a segment lies."""
+        """The file of a segment."""
         ...
 
 
@@ -57,7 +57,7 @@ class SpoolReader:
         self._offset = 0
 
     def read(self) -> list[tuple[int, bytes]]:
-        """Some of the frames that come next, numbered; none where it has caught up with the writer."""
+        """Some of the next frames, with their numbers; none once the reader has caught up with the writer."""
         while self._find_segment():
             payloads = self._read_segment()
             if payloads:
@@ -67,7 +67,7 @@ class SpoolReader:
         return []
 
     def _find_segment(self) -> bool:
-        """Turns to the segment that the next frame lies in, if there is one yet."""
+        """Moves to the segment of the next frame, if the frame is written."""
         for segment in self._spool.segments:
             if segment.first == self._segment.first and segment.size > self._offset:
                 self._segment = segment
@@ -83,7 +83,7 @@ class SpoolReader:
             if payloads:
                 self._offset += size
             else:
-                self._pass_over(self._read_ahead())
+                self._skip(self._read_ahead())
         except OSError as error:
             logger.warning("%s cannot be read: %s", self._spool.path(self._segment), error.strerror)
             self._offset = self._segment.size
@@ -91,21 +91,21 @@ class SpoolReader:
             return []
         return payloads
 
-    def _pass_over(self, ahead: bytes) -> None:
-        """Turns to what follows a damaged frame."""
+    def _skip(self, ahead: bytes) -> None:
+        """Moves behind a damaged frame."""
         path, offset = self._spool.path(self._segment), self._offset
         following = _next_whole(ahead)
         if following is None and self._is_torn(ahead):
             logger.warning("%s is damaged at byte %d: its end, %d bytes, is torn", path, offset, len(ahead))
         else:
             lost = len(ahead) if following is None else following
-            logger.warning("%s is damaged at byte %d: %d bytes are given up", path, offset, lost)
+            logger.warning("%s is damaged at byte %d: %d bytes are discarded", path, offset, lost)
             self._damaged()
         self._offset += len(ahead) if following is None else following
-        self.number += 1  # Of the frame that is lost: most often it is one.
+        self.number += 1  # Assumes that one frame is lost, which is the usual case.
 
     def _is_torn(self, ahead: bytes) -> bool:
-        """Whether the spool ends within the frame that lies ahead."""
+        """Whether the spool ends within the next frame."""
         is_last = self._spool.segments[-1].first == self._segment.first
         if not is_last or len(ahead) < _HEADER.size:
             return is_last
@@ -119,7 +119,7 @@ class SpoolReader:
             os.close(file)
 
     def _read_some(self) -> bytes:
-        """What lies ahead, at least the next frame."""
+        """The next bytes, at least the whole next frame."""
         ahead = self._segment.size - self._offset
         file = os.open(self._spool.path(self._segment), os.O_RDONLY)
         try:
@@ -131,15 +131,18 @@ class SpoolReader:
 
 
 def header(payload: bytes) -> bytes:
-    """What stands before a payload."""
+    """The header of a payload's frame."""
     return _HEADER.pack(len(payload), zlib.crc32(payload))
 
 
 def _next_whole(data: bytes) -> int | None:
-    """Where a whole frame begins behind the damaged one at the front, or the data ends; None where neither is found."""
+    """The offset of the first whole frame after the damaged one at the front; None if there is none.
+
+    It is the end of the data if the damaged frame's length leads there.
+    """
     view = memoryview(data)
     if len(data) >= _HEADER.size:
-        # First by its length: in its payload there may be what only looks like a frame.
+        # First by its length: its payload may hold bytes that only look like a frame.
         end: int = _HEADER.size + _HEADER.unpack_from(data)[0]
         if end > _HEADER.size and (end == len(data) or _whole_length(view, end)):
             return end
@@ -157,7 +160,7 @@ def _next_whole(data: bytes) -> int | None:
 
 
 def _whole_length(data: memoryview, at: int) -> int:
-    """The length of the payload of the whole frame at a place; 0 where there is none."""
+    """The length of the payload of the whole frame at an offset; 0 if there is none."""
     if len(data) - at < _HEADER.size:
         return 0
     length, checksum = _HEADER.unpack_from(data, at)
@@ -166,7 +169,10 @@ def _whole_length(data: memoryview, at: int) -> int:
 
 
 def _split(data: bytes) -> tuple[list[bytes], int]:
-    """The payloads of the whole frames at the front, and what they take; no payload is empty, as zeros would be."""
+    """The payloads of the whole frames at the front, and the size of the frames.
+
+    An empty payload is damage: zeros would look like one.
+    """
     payloads: list[bytes] = []
     at = 0
     while len(data) - at >= _HEADER.size:

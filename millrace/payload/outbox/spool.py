@@ -2,16 +2,16 @@
 
     ROOT/lock                     held during a search for folders without an owner
     ROOT/UUID/lock                held (flock) by the process that owns the folder; the UUID is the source
-    ROOT/UUID/NUMBER.segment      frames (outbox/segments.py); NUMBER, of 20 digits, is that of the first
-    ROOT/UUID/reserve             zeros: room on a disk that others may fill
+    ROOT/UUID/NUMBER.segment      frames (outbox/segments.py); NUMBER, of 20 digits, is the first frame's
+    ROOT/UUID/reserve             zeros: room that is kept on a disk which other programs may fill
 
 Frames are numbered from 1 without gaps.
 
-A process appends to its own new folder, and takes over folders without an owner to read them to their end. So no frame
+A process appends only to its new folder, and takes over folders without an owner to read them to their end. So no frame
 is ever written after the remains of a crash, and no number is used twice.
 
-A spool has one thread that appends and one that reads and deletes; each may use any method. Errors are OSError;
-an append that failed leaves nothing behind.
+One thread appends to a spool, another one reads and deletes; both may use any method. Errors are OSError; a failed
+append leaves no frame behind.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _SEGMENT_NAME = re.compile(r"\d{20}\.segment")
 _MAX_SEGMENT_BYTES = 8 << 20
-_SEGMENTS = 8  # Of a full spool, at least: it is given back by the segment.
+_SEGMENTS = 8  # The least in a full spool: space is freed one segment at a time.
 _ROOT_WAIT_S = 5.0
 _UNKNOWN = 1 << 62
 _RESERVE = "reserve"
@@ -52,7 +52,7 @@ class Spool:
         self._held = lock
         self._segments = list(segments)
         self._fsync = fsync
-        # The number of the next frame that is appended; how many the last segment of another's spool has is unknown.
+        # The number of the next frame. In a spool that is taken over it is unknown: the last segment is not read yet.
         self._next = 1 if not segments else _UNKNOWN
         self._file: int | None = None  # Of the newest segment, while frames may be appended to it.
         self._reserved = False
@@ -70,7 +70,7 @@ class Spool:
             return list(self._segments)
 
     def path(self, segment: Segment) -> Path:
-        """Where a segment lies."""
+        """The file of a segment."""
         return self._folder / f"{segment.first:020d}.segment"
 
     def append(self, payloads: Sequence[bytes]) -> None:
@@ -79,7 +79,7 @@ class Spool:
             self._append(payloads)
 
     def append_at(self, number: int, payloads: Sequence[bytes]) -> bool:
-        """Appends frames if the first gets that number; whether it did."""
+        """Appends frames if the first one gets this number; returns whether it did."""
         with self._lock:
             if self._next != number:
                 return False
@@ -87,7 +87,7 @@ class Spool:
             return True
 
     def reserve(self) -> bool:
-        """Keeps room on the disk for `release_reserve` to give; whether it is kept."""
+        """Keeps room on the disk until `release_reserve`; returns whether it is kept."""
         if not self._reserved:
             path = self._folder / _RESERVE
             try:
@@ -100,29 +100,29 @@ class Spool:
         return True
 
     def release_reserve(self) -> bool:
-        """Gives back the room that was kept; whether there was some."""
+        """Frees the room that `reserve` keeps; returns whether it kept any."""
         was_reserved, self._reserved = self._reserved, False
         if was_reserved:
             (self._folder / _RESERVE).unlink(missing_ok=True)
         return was_reserved
 
     def delete_before(self, number: int) -> None:
-        """Deletes the segments whose frames all have smaller numbers, but the one that is written."""
+        """Deletes the segments whose frames all have smaller numbers, except the one that is being written."""
         while (segment := self._drop_oldest(number)) is not None:
             self.path(segment).unlink(missing_ok=True)
 
     def end_segment(self) -> None:
-        """Lets the next frame begin a segment, so that the newest can be deleted too."""
+        """Makes the next frame begin a new segment, so that the newest one can be deleted too."""
         with self._lock:
             self._close_file()
 
     def close(self) -> None:
-        """Lets go of the folder; the next process may take it over."""
+        """Releases the folder; the next process may take it over."""
         self.end_segment()
         os.close(self._held)
 
     def remove(self) -> None:
-        """Deletes the folder with all there is in it."""
+        """Deletes the folder and its contents."""
         self.end_segment()
         with _locked(self._folder.parent):
             for segment in self.segments:
@@ -156,9 +156,9 @@ class Spool:
         return self._file
 
     def _cut_back(self, file: int) -> None:
-        """Takes away what a failed append left, and ends the segment: once shipped it makes room."""
+        """Removes the remains of a failed append, and ends the segment: it can be deleted once it is shipped."""
         segment = self._segments[-1]
-        with contextlib.suppress(OSError):  # Then what is torn stays at its end, where readers stop.
+        with contextlib.suppress(OSError):  # Then a torn frame stays at its end, where readers stop.
             os.ftruncate(file, segment.size)
         self._close_file()
         if segment.size == 0:
@@ -184,7 +184,7 @@ class Spool:
 
 
 def open_spools(root: Path, max_bytes: int, fsync: bool = False) -> tuple[Spool, list[Spool]]:
-    """A new spool to append to, and the spools without an owner; raises StartupError where `root` cannot be used."""
+    """A new spool to append to, and the spools without an owner; raises StartupError if `root` cannot be used."""
     segment_bytes = min(_MAX_SEGMENT_BYTES, max(1, max_bytes // _SEGMENTS))
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -232,7 +232,7 @@ def _take_over(folder: Path, segment_bytes: int) -> Spool | None:
 
 @contextlib.contextmanager
 def _locked(root: Path) -> Iterator[None]:
-    """Keeps others from looking through the root; raises TimeoutError where somebody does for long."""
+    """Locks the root against other processes; raises BlockingIOError if it stays locked for `_ROOT_WAIT_S`."""
     lock = _lock_file(root)
     deadline = time.monotonic() + _ROOT_WAIT_S
     try:
@@ -257,7 +257,7 @@ def _remove_empty(folder: Path, lock: int) -> None:
     for name in (_RESERVE, "lock"):
         (folder / name).unlink(missing_ok=True)
     os.close(lock)
-    with contextlib.suppress(OSError):  # Somebody has put something else there.
+    with contextlib.suppress(OSError):  # The folder holds a foreign file.
         folder.rmdir()
 
 

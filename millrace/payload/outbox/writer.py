@@ -1,16 +1,18 @@
 """The thread that writes records to the spool.
 
-It takes parts from the queue, encodes them by the rules (framing.py) and appends a batch with one write. Then it
-notifies the requests that wait for their begins. It polls every 30 ms while requests come; an answer that would leave
-before its begin is written wakes it, and so does the first begin. Where many requests are open, and such answers come
-faster than every 6 ms, it polls every 3 ms instead, and they are settled together. Between two polls it writes begins
-alone: the chunks of a record that are written together are one frame. Each wake-up costs more than its write, because
-it takes the interpreter lock from the event loop; for the same reason it works in slices with pauses between.
+It takes parts from the queue, redacts and encodes them (framing.py) and appends a batch with one write. Then it
+notifies the answers that wait for their begins.
 
-Room: spools together may hold `max_bytes`, and a little more for ends. A begin without room drops its record, a chunk
-without room makes its record incomplete, and a record in one frame loses its tensors' contents first; an end waits,
-and there are no more ends than open requests. After a failed write it retries twice a second at most, and ends use the
-room that the spool has reserved for them.
+It polls every 30 ms while requests come. An answer whose begin is not yet written wakes it, and so does the first begin
+after a pause. If many requests are open, and such answers come faster than every 6 ms, it polls every 3 ms instead and
+settles them together. When an answer wakes it between two polls, it writes begins only: chunks of a record that are
+written together are one frame. Each wake-up costs more than its write, because it takes the interpreter lock from the
+event loop; for the same reason it works in slices with pauses between them.
+
+Space: all spools together may hold `max_bytes`, and a little more for ends. Without space, a begin is dropped with its
+record; a chunk is dropped and its record is incomplete; a record in one frame loses its tensors' contents first; an end
+waits. No more ends wait than requests are open. After a failed write it retries twice a second at most, and ends use
+the space that the spool has reserved for them.
 """
 
 from __future__ import annotations
@@ -28,21 +30,21 @@ from millrace.payload.outbox.merge import INCOMPLETE
 from millrace.payload.outbox.spool import Spool
 from millrace.payload.parts import BeginPart, EndPart, PartQueue, RequestPart
 
-_LOOK_S = 0.03
+_POLL_S = 0.03
 _GATHER_S = 0.003
-_MANY = 4  # Records that are open; one caller after another need not wait for others.
+_MANY = 4  # Open requests from which on answers are settled together; sequential callers need not wait for each other.
 _IDLE_S = 1.0
 _RETRY_S = 0.5
 _JOIN_S = 1.0
 _NAP_S = 0.0002
-_RESERVE_SHARE = 16  # One part in so many above the maximum is for ends.
+_RESERVE_SHARE = 16  # Ends may exceed the maximum by this fraction of it (1/16).
 
 
 class PayloadWriter:
     """Owns the thread.
 
-    `orphans`: spools of ended processes, which this one ships. `settle` gets the parts for which requests may wait,
-    once they are on disk or dropped, and returns whether one does; `ended` is called when a record ended.
+    `orphans`: spools of ended processes, which this one ships. `settle` gets the parts for which answers may wait, once
+    they are on disk or dropped, and returns whether an answer waits; `ended` is called after the end of a record.
     """
 
     def __init__(
@@ -70,20 +72,20 @@ class PayloadWriter:
         self._retry_at = 0.0
         self._busy_until = 0.0
         self._due_at = 0.0  # When it writes more than begins.
-        self._settled = False  # Whether answers waited for what was written last,
-        self._settled_at = 0.0  # and when that was the case before.
+        self._settled = False  # Whether answers waited for the last write.
+        self._settled_at = 0.0  # When answers last waited for a write before that.
         self._spooled = 0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="payload-writer", daemon=True)
 
     @property
     def spooled_bytes(self) -> int:
-        """What lies on disk, of this process and of those before it."""
+        """The size of the records on disk, of this process and of earlier ones."""
         return self._spool.size + sum(orphan.size for orphan in self._orphans)
 
     @property
     def spooled(self) -> int:
-        """How many records have come to lie on disk from their begin to their end."""
+        """How many records were written from begin to end."""
         return self._spooled
 
     @property
@@ -95,7 +97,7 @@ class PayloadWriter:
         self._thread.start()
 
     def close(self) -> bool:
-        """Writes what waits and ends the thread; whether every record that began has ended on disk."""
+        """Writes the queued parts and ends the thread; returns whether every record on disk has its end."""
         self._stopping.set()
         self._queue.wake.set()
         self._thread.join(_JOIN_S)
@@ -105,7 +107,7 @@ class PayloadWriter:
 
     def _run(self) -> None:
         while True:
-            stopping = self._stopping.is_set()  # What was put before is written.
+            stopping = self._stopping.is_set()  # Read first: parts that were queued before the stop are written.
             is_due = stopping or self._queue.are_parts_hurried or time.monotonic() >= self._due_at
             try:
                 self._write_slice(begins_alone=not is_due)
@@ -118,11 +120,11 @@ class PayloadWriter:
                 return
             else:
                 if is_due:
-                    self._due_at = time.monotonic() + _LOOK_S
+                    self._due_at = time.monotonic() + _POLL_S
                 self._wait()
 
     def _wait(self) -> None:
-        """Until there may be something to write."""
+        """Waits until there may be a part to write."""
         queue, now = self._queue, time.monotonic()
         if self._framing.open or self._waiting_ends or not queue.empty:
             self._busy_until = now + _IDLE_S
@@ -141,7 +143,7 @@ class PayloadWriter:
         queue.wake.clear()
 
     def _write_slice(self, begins_alone: bool) -> None:
-        """Writes some of what waits."""
+        """Writes the next queued parts."""
         self._queue.hurried = False
         if not begins_alone:
             self._queue.are_parts_hurried = False
@@ -152,7 +154,7 @@ class PayloadWriter:
         if not frames and (failing or not self._waiting_ends):
             return
         ends, self._waiting_ends = self._waiting_ends, deque()
-        # While the disk has no room to keep for ends, it has none for anything else.
+        # A disk without room for the reserve has none for other frames.
         only_ends = failing or not self._spool.reserve()
         batch: list[Framed] = []
         room = self._max_bytes - self.spooled_bytes
@@ -161,10 +163,10 @@ class PayloadWriter:
             if frame.record.dropped:
                 continue
             if failing or (only_ends and not is_end):
-                self._give_up(frame, DISK)
+                self._drop(frame, DISK)
             elif len(frame.payload) > room + is_end * (self._max_bytes // _RESERVE_SHARE):
                 if (smaller := self._without_contents(frame, room)) is None:
-                    self._give_up(frame, FULL)
+                    self._drop(frame, FULL)
                 else:
                     batch.append(smaller)
                     room -= len(smaller.payload)
@@ -180,7 +182,7 @@ class PayloadWriter:
             self._settled = True
 
     def _without_contents(self, frame: Framed, room: int) -> Framed | None:
-        """A record in one frame that has no room, without the contents of its tensors; None if that has none either."""
+        """A record in one frame, without the contents of its tensors; None if it does not fit even so."""
         if not (frame.ends_record and isinstance(frame.part, BeginPart)):
             return None
         payload = self._encoder.whole_without_contents(frame.payload)
@@ -198,26 +200,27 @@ class PayloadWriter:
             self._drops.warn("write", "the spool %s cannot be written: %s", self._spool.source, error.strerror)
             for frame in batch:
                 if not frame.record.dropped:
-                    self._give_up(frame, DISK)
+                    self._drop(frame, DISK)
             self._use_reserve()
         else:
-            self._tell_ended(sum(frame.ends_record for frame in batch))
+            self._count_ended(sum(frame.ends_record for frame in batch))
 
     def _use_reserve(self) -> None:
-        """Writes the ends that wait: without them no segment could be deleted, and a full disk would stay full."""
+        """Writes the waiting ends: without them no segment could be deleted, and a full disk would stay full."""
         if not self._waiting_ends or not self._spool.release_reserve():
             return
         with contextlib.suppress(OSError):  # Already logged by `_append`; the ends stay queued.
             self._spool.append([_payload(frame) for frame in self._waiting_ends])
-            self._tell_ended(len(self._waiting_ends))
+            self._count_ended(len(self._waiting_ends))
             self._waiting_ends.clear()
 
-    def _tell_ended(self, records: int) -> None:
+    def _count_ended(self, records: int) -> None:
         if records:
             self._spooled += records
             self._ended()
 
-    def _give_up(self, frame: Framed, reason: str) -> None:
+    def _drop(self, frame: Framed, reason: str) -> None:
+        """Drops a frame; an end is queued for a retry instead."""
         if isinstance(frame.part, EndPart):
             self._waiting_ends.append(frame)
             return
@@ -230,8 +233,8 @@ class PayloadWriter:
 
 
 def _payload(frame: Framed) -> bytes:
-    """The frame as it is written.
+    """The bytes of a frame on disk.
 
-    Marks it if earlier parts of its record are missing: the process may be killed before the end is written.
+    They mark the record as incomplete if earlier parts are missing: its end may never be written.
     """
     return frame.payload + INCOMPLETE if frame.record.incomplete else frame.payload
