@@ -1,8 +1,8 @@
 """The call of one transformer: its submissions to the engines, their steps back to it.
 
 The bytes of an engine's steps pass unparsed. While the transformer does not read, steps are collected and sent as few
-messages of about 8 MiB at most: the concatenation of serialized messages is the serialization of their merger. What is
-collected is bounded by the tokens that the sequences in flight may have. Owned by the event loop.
+messages of about 8 MiB at most: the concatenation of serialized messages is the serialization of their merger. The
+collected steps are bounded by the tokens that the sequences in flight may have. Owned by the event loop.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from services.predictor.steps.sequence import SequenceCall, SequenceTelemetry, S
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
-# An acceptance waits so long for a step that takes it along: a message of its own would cost more than the rest of it.
+# How long an acceptance waits for a step to share its message: a separate message costs more than the acceptance.
 _ACCEPTANCE_S = 0.02
 _LOADS_S = 0.1  # The least time between two reports of the loads, unless a model becomes ready or stops being ready.
 _MESSAGE_BYTES = 8 * 1024 * 1024
@@ -51,7 +51,7 @@ class StepsCall:
         self._streams: dict[RemoteEngine, EngineStream] = {}
         self._sequences: dict[int, EngineStream] = {}  # In flight, by number.
         self._pending: deque[bytes] = deque()
-        self._accepted: asyncio.TimerHandle | None = None  # Sends acceptances that no step has taken along.
+        self._accepted: asyncio.TimerHandle | None = None  # Sends acceptances that no step's message has carried.
         # Sequences that run in isolation from now on: confirmed to the engine once the transformer has been sent the
         # notice.
         self._isolated: list[tuple[EngineStream, int]] = []
@@ -145,7 +145,7 @@ class StepsCall:
             call.end(status_of(failure))
 
     def _begin(self, call: SequenceCall, message: steps_pb2.Submission) -> None:
-        """Gives a sequence to its engine; raises what refuses it."""
+        """Submits a sequence to its engine; raises the MillraceError of a refusal."""
         serving = self._repository.get(message.model)
         if self._stopping.is_set():
             raise DrainingError("the predictor is stopping")
@@ -198,7 +198,7 @@ class StepsCall:
         return False
 
     def _message(self) -> bytes:
-        """What is to be sent now; empty: nothing."""
+        """The message to send now; empty if there is none."""
         now = self._loop.time()
         parts, size = [], 0
         while self._pending and size < _MESSAGE_BYTES:

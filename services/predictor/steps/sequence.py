@@ -1,6 +1,7 @@
-"""One sequence of a steps call: what a call of its own would have, from its submission to its end.
+"""One sequence of a steps call, from its submission to its end, with the telemetry of a separate call.
 
-It counts as a request of its model, has the predictor's span, a duration and a log line. Owned by the event loop.
+It is counted as a request of its model, and has the predictor's span, a duration and a log line. Owned by the event
+loop.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _LAST.parameters[FINAL].bool_param = True
 
 
 class SequenceTelemetry:
-    """What the spans and durations of sequences are made with; one for all of a steps call."""
+    """The tracer and the histogram of sequences' spans and durations; one object for each steps call."""
 
     def __init__(self) -> None:
         self.tracer = trace.get_tracer("millrace")
@@ -105,12 +106,12 @@ class StepsSequence:
         self._hand_back(error)
 
     def cancel(self) -> None:
-        """The caller has left; a caller whose deadline passes leaves too."""
+        """The caller has cancelled the sequence, or its deadline has passed."""
         is_late = self._deadline.passed(DEADLINE_MARGIN_S)
         self._end(asyncio.CancelledError(), StatusCode.DEADLINE_EXCEEDED if is_late else StatusCode.CANCELLED)
 
     def end(self, error: MillraceError | None, tokens: int) -> None:
-        """The sequence has ended after so many tokens."""
+        """The sequence has ended after `tokens` tokens."""
         if self._observed is not None:
             self._observed.add(tokens)
         self._end(error, status_of(error))

@@ -1,6 +1,6 @@
 """The size of the KV cache, and the context that fits it.
 
-In a container the container's limit counts, not the machine's memory. On CUDA the cache gets what is left of
+In a container the container's limit applies, not the machine's memory. On CUDA the cache gets what is left of
 `gpu_memory_share` after the weights: with N predictors on one GPU each gets its share, whatever the order in which they
 start.
 """

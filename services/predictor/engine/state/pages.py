@@ -38,7 +38,7 @@ class GrowingMemory:
         return self._bytes.view(dtype).view(shape)
 
     def expect(self, end: int) -> None:
-        """Has one more page made if there are few behind `end`, up to which bytes are written next; returns at once."""
+        """Starts to make one more page if few are made behind `end`, where the next writes end; returns at once."""
         page = max(self._next, end // _PAGE * _PAGE)
         if page < min(self._size, end + _AHEAD):
             self._next = page + _PAGE

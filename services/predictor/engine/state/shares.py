@@ -51,7 +51,7 @@ class _Account:
 
 
 class Shares:
-    """The accounts. The scheduler reports what becomes of each sequence: `arrive`, `start`, `preempt`, `leave`."""
+    """The accounts. The scheduler reports the events of each sequence: `arrive`, `start`, `preempt`, `leave`."""
 
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
