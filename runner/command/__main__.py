@@ -12,75 +12,10 @@ from typing import Any
 
 from millrace.errors import StartupError
 from runner import settings as stack_settings
-from runner.command import certificates, chat, keys, records, start, usage
+from runner.command import certificates, chat, help_texts, keys, records, start, usage
 from runner.command.gateway import Gateway
 from runner.report import short
 from runner.terminal import Painter, has_colours
-
-_UP = """Starts the whole stack as local processes, as `make up` does, and stops it at Ctrl-C.
-
-  millrace up
-  millrace up PREDICTORS=2 DEVICE=cpu
-  millrace up 'MODELS=a=./folder,b=organisation/name'
-
-docs/settings.md lists the settings; lines NAME=value of a file .env in the checkout are read too."""
-_SERVE = """Starts the whole stack with one model, and stops it at Ctrl-C.
-
-  millrace serve ./my-model                  a folder that save_pretrained wrote, or one with a model.py
-  millrace serve Qwen/Qwen3-0.6B             a model of the hub, downloaded once
-  millrace serve org/name@revision --name chat DEVICE=cuda"""
-_CHAT = """Talks to a text model of a running stack; the answer is printed as it comes.
-
-  millrace chat                              a conversation on the terminal
-  millrace chat "Tell me a story."           one answer
-  echo "Once upon a time" | millrace chat    one answer to what is piped in
-
-A model without a chat template continues each line."""
-_SMOKE = """Calls every endpoint that a model should answer, and those that it must refuse, on a running stack: a table
-of pass and FAIL, and exit code 1 where one fails. As `make smoke`."""
-_LOAD = """Puts load on a running stack with Locust. As `make load`, `make knee` and `make load-check`.
-
-  millrace load                                         Locust's page; Ctrl-C ends it
-  millrace load --knee -- StreamUser -u 4               the most users at which the objective is met, without the page
-  millrace load --check -- -u 8 -t 1m StreamUser        exit code 1 where the objective is not met
-  millrace load -- --processes 4                        behind --, options and users of Locust"""
-_KEY = """Makes a key for a client, adds the key's digest to the key file, and prints the key, which is not stored.
-A running gateway that has the file as GATEWAY_KEYS knows the key within two seconds.
-
-  millrace key alice
-  millrace key operator --role admin         may also load models, change settings and read every record
-  millrace key bob --models storyteller      may use only this model
-
-docs/security.md lists what else an entry can have, such as limits."""
-_CERTS = """Makes an authority, and by it certificates of the gateway and of a client, for development. As `make certs`.
-
-  millrace certs                             for localhost, 127.0.0.1 and ::1
-  millrace certs models.example.com          for this name too; list it in GATEWAY_HOSTS
-  millrace certs --ask-clients               the gateway accepts only clients that show a certificate
-
-A gateway with this folder uses the new certificate at once; it decides at its start
-or reload whether clients need a certificate."""
-_LOG = """Lists the newest records of the payload log, the newest last: time, model, status, prompt and answer tokens,
-milliseconds to the first token and in all, request id, prompt and answer.
-
-  millrace log -n 50 --model storyteller --since 1h
-  millrace log --status UNAVAILABLE
-  millrace log --follow
-  millrace log --json | jq .text
-  millrace log ID                            all of one record, by its own or its request's id"""
-_USAGE = """Shows the usage: numbers of requests and failures, their tokens, and the seconds that engines worked.
-
-  millrace usage                             for each client and model, since the log began
-  millrace usage --since 30d --group day
-  millrace usage --since 2026-05-01T00:00Z --client ann --group model
-  millrace usage --json | jq .completion_tokens
-
-Times are rounded to whole hours, outwards; days are those of UTC. With a user's key it is the usage of that client."""
-_TRACE = """Shows the calls of one trace with each hop's status and times, and the link to its spans.
-
-ID is the id of a trace, of a request (the answer's x-request-id) or of a record, or a traceparent. The spans are at a
-collector such as Jaeger: `docker compose up` has one; with `make up`, set OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, and
-GATEWAY_TRACE_PAGE for the link."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -129,8 +64,8 @@ def parser() -> argparse.ArgumentParser:
             own.add_argument("--gateway", default="", metavar="ADDRESS", help=text)
         return own
 
-    up = command("up", _up, "start the stack", _UP, calls=False)
-    serve = command("serve", _serve, "start the stack with one model", _SERVE, calls=False)
+    up = command("up", _up, "start the stack", help_texts.UP, calls=False)
+    serve = command("serve", _serve, "start the stack with one model", help_texts.SERVE, calls=False)
     serve.add_argument("model", metavar="MODEL", help="a folder, or a hub id with or without @revision")
     serve.add_argument("--name", default="", help="what clients call it; without it the last part of MODEL")
     for starting in (up, serve):
@@ -138,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
         starting.add_argument("-v", "--verbose", action="store_true", help="print every address and a call by gRPC")
     command("down", _down, "stop the stack of this checkout", "Stops the stack of this checkout.", calls=False)
 
-    talking = command("chat", _chat, "talk to a model", _CHAT)
+    talking = command("chat", _chat, "talk to a model", help_texts.CHAT)
     talking.add_argument("prompt", nargs="?", metavar="PROMPT", help="default: read from the terminal or the pipe")
     talking.add_argument("--model", default="", help="without it the first text model that is ready")
     talking.add_argument("--system", default="", metavar="TEXT", help="a system message, for models with a template")
@@ -146,27 +81,27 @@ def parser() -> argparse.ArgumentParser:
     talking.add_argument("--temperature", type=float, metavar="T", help="0 always takes the likeliest token")
     talking.add_argument("--seed", type=int, metavar="N", help="the same seed and prompt give the same answer")
 
-    smoke = command("smoke", _smoke, "check every endpoint", _SMOKE)
+    smoke = command("smoke", _smoke, "check every endpoint", help_texts.SMOKE)
     smoke.add_argument("model", nargs="?", default="", metavar="MODEL", help="without it every model that is ready")
-    load = command("load", _load, "put load on the stack", _LOAD)
+    load = command("load", _load, "put load on the stack", help_texts.LOAD)
     modes = load.add_mutually_exclusive_group()
     modes.add_argument("--knee", dest="mode", action="store_const", const="knee", help="search for the knee")
     modes.add_argument("--check", dest="mode", action="store_const", const="check", help="hold the objective")
     load.add_argument("locust", nargs="*", metavar="-- OPTION", help="for Locust, such as --objective 'TTFT <= 1 s'")
     load.set_defaults(mode="")
 
-    key = command("key", _key, "make a client's key", _KEY, calls=False)
+    key = command("key", _key, "make a client's key", help_texts.KEY, calls=False)
     key.add_argument("name", metavar="NAME", help="of the client")
     key.add_argument("--role", choices=("user", "admin"), default="user")
     key.add_argument("--models", default="", metavar="A,B", help="without it all models")
     key.add_argument("--file", type=Path, metavar="FILE", help="default: GATEWAY_KEYS, else keys/keys.yaml")
 
-    certs = command("certs", _certs, "make certificates for development", _CERTS, calls=False)
+    certs = command("certs", _certs, "make certificates for development", help_texts.CERTS, calls=False)
     certs.add_argument("names", nargs="*", metavar="NAME", help="host names and addresses of the gateway")
     certs.add_argument("--folder", type=Path, default=certificates.FOLDER, help="for GATEWAY_TLS (default .run/certs)")
     certs.add_argument("--ask-clients", action="store_true", help="write ca.crt too: clients need a certificate")
 
-    log = command("log", _log, "list the requests so far", _LOG)
+    log = command("log", _log, "list the requests so far", help_texts.LOG)
     log.add_argument("id", nargs="?", metavar="ID", help="show all of this record")
     log.add_argument("-n", "--number", type=_count, default=20, metavar="N", help="records (default 20, maximum 1000)")
     log.add_argument("-f", "--follow", action="store_true", help="then print each new record as it is written")
@@ -182,7 +117,7 @@ def parser() -> argparse.ArgumentParser:
         log.add_argument(f"--{name}", help=f"only records {text}")
     log.add_argument("--contains", dest="text_contains", metavar="TEXT", help="only records whose text contains it")
 
-    used = command("usage", _usage, "sum up tokens and requests", _USAGE)
+    used = command("usage", _usage, "sum up tokens and requests", help_texts.USAGE)
     used.add_argument("--since", type=_since, metavar="TIME", help="90s, 15m, 24h, 7d ago, or a time in ISO 8601")
     used.add_argument("--until", type=_since, metavar="TIME", help="before this time; as --since")
     used.add_argument("--client", help="only this client's")
@@ -191,7 +126,7 @@ def parser() -> argparse.ArgumentParser:
     used.add_argument("--group", metavar="NAMES", help=groups)
     used.add_argument("--json", action="store_true", help="print each group as a line of JSON")
 
-    trace = command("trace", _trace, "show one trace", _TRACE)
+    trace = command("trace", _trace, "show one trace", help_texts.TRACE)
     trace.add_argument("id", metavar="ID", help="of a trace, a request or a record, or a traceparent")
     return top
 
