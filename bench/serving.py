@@ -1,10 +1,10 @@
 """The whole server beside vLLM's: OpenAI's server-sent events, on the whole machine together with the callers.
 
-llama-10M in bfloat16, prompts of 32 tokens, 64 tokens out, greedy, with 1, 8 and 32 callers, each of which sends its
-next request when an answer is complete. `millrace` is the stack as `make up` starts it, everything on by default;
-`vllm` its CPU server with compiled graphs, the default, and `vllm-eager` without. All servers run all the time; in a
-round each is measured once with each number of callers, in random order, so other load on the machine affects all.
-Figures are medians over the rounds, ratios those of pairs (bench/statistics.py).
+llama-10M in bfloat16 or in `--dtype` (see token_cost.py), prompts of 32 tokens, 64 tokens out, greedy, with 1, 8 and 32
+callers, each of which sends its next request when an answer is complete. `millrace` is the stack as `make up` starts
+it, everything on by default; `vllm` its CPU server with compiled graphs, the default, and `vllm-eager` without. All
+servers run all the time; in a round each is measured once with each number of callers, in random order, so other load
+on the machine affects all. Figures are medians over the rounds, ratios those of pairs (bench/statistics.py).
 
 The first run installs vLLM into its own environment: 2 to 5 minutes, 3 GB. `python -m bench.serving` writes
 bench/results/serving.json; 8 minutes.
@@ -40,6 +40,7 @@ _VLLM_EAGER = "vllm-eager"
 _PEERS: dict[str, tuple[str, ...]] = {VLLM: (), _VLLM_EAGER: ("--enforce-eager",)}
 _NEW_TOKENS = 64
 _WARM_UP_S = 1.0
+_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # By our names, vLLM's.
 
 
 class Server(NamedTuple):
@@ -61,6 +62,7 @@ def main() -> None:
     )
     options.add_argument("--callers", type=int, nargs="+", default=(1, 8, 32))
     options.add_argument("--servers", nargs="+", choices=(MILLRACE, *_PEERS), default=(MILLRACE, *_PEERS))
+    options.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of the model's weights")
     arguments = options.parse_args()
     (_STATE / "logs").mkdir(parents=True, exist_ok=True)
     subprocess.run([sys.executable, "-m", "bench.models", str(_STATE / "models")], cwd=ROOT, check=True)
@@ -70,7 +72,7 @@ def main() -> None:
         measured = loop.run(_measure(arguments))
     report = {
         "machine": machine(),
-        "model": f"{_MODEL}, bf16",
+        "model": f"{_MODEL}, {arguments.dtype}",
         "new_tokens": _NEW_TOKENS,
         "rounds": arguments.rounds,
         "seconds": arguments.seconds,
@@ -83,7 +85,7 @@ def main() -> None:
 async def _measure(arguments: argparse.Namespace) -> Rounds:
     measured: Rounds = defaultdict(lambda: defaultdict(list))
     async with AsyncExitStack() as opened:
-        servers = {name: await _start(opened, name) for name in arguments.servers}
+        servers = {name: await _start(opened, name, arguments.dtype) for name in arguments.servers}
         cases = [(name, callers) for name in servers for callers in arguments.callers]
         for number in range(-1, arguments.rounds):
             for name, callers in random.sample(cases, len(cases)):
@@ -94,13 +96,13 @@ async def _measure(arguments: argparse.Namespace) -> Rounds:
     return measured
 
 
-async def _start(opened: AsyncExitStack, name: str) -> Server:
+async def _start(opened: AsyncExitStack, name: str, dtype: str) -> Server:
     folder = _STATE / "models" / _MODEL
     if name in _PEERS:
         log = _STATE / "logs" / f"serving-{name}.log"
-        server = await opened.enter_async_context(vllm_server(folder, _MODEL, log, *_PEERS[name]))
+        server = await opened.enter_async_context(vllm_server(folder, _MODEL, log, *_PEERS[name], dtype=_DTYPES[dtype]))
         return Server(server.address, {name: server.pid})
-    environment = {"predictor": {"PREDICTOR_DTYPE": "bf16"}}
+    environment = {"predictor": {"PREDICTOR_DTYPE": dtype}}
     stack = await opened.enter_async_context(running_stack(models=f"{_MODEL}={folder}", environment=environment))
     return Server(stack.gateway, {process: stack.pid(process) for process in stack.names})
 

