@@ -309,16 +309,16 @@ async def test_steps_merge_while_the_caller_does_not_read(predictor):
     # gRPC would open its window as it measures the connection, and could take all of the steps.
     async with grpc.aio.insecure_channel(predictor.target, options=[("grpc.http2.bdp_probe", 0)]) as channel:
         caller = StepsCaller(channel)
-        sampling = {**SAMPLING, "max_tokens": 240, "logprobs": True, "top_logprobs": 20}
-        for number in range(1, 17):
+        sampling = {**SAMPLING, "max_tokens": 120, "logprobs": True, "top_logprobs": 20}
+        for number in range(1, 9):
             caller.submit(number, [3, 4 + number], sampling)
         # The transport buffers some messages; the rest waits for the reader.
-        await until(lambda: predictor.engine.statistics.succeeded >= 16 and not predictor.engine.load.running)
+        await until(lambda: predictor.engine.statistics.succeeded >= 8 and not predictor.engine.load.running)
         caller.start()
-        for number in range(1, 17):
+        for number in range(1, 9):
             await caller.end_of(number)
-            assert len(caller.tokens[number]) == len(caller.logprobs[number]) == 240
-        assert max(len(message.numbers) for message in caller.messages) > 16
+            assert len(caller.tokens[number]) == len(caller.logprobs[number]) == 120
+        assert max(len(message.numbers) for message in caller.messages) > 8
 
 
 async def test_the_first_token_has_the_number_of_cached_prompt_tokens(caller):

@@ -1,12 +1,14 @@
 """The decisions of resume, without calls: how often, how long, and which requests are refused."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
 from millrace.deadline import Deadline
 from millrace.errors import DeadlineError, DrainingError, HopBrokenError, NotReadyError
 from millrace.sampling import SamplingParameters
+from services.transformer.predictors import retries as retries_module
 from services.transformer.predictors.crashes import (
     CrashCount,
     NextCall,
@@ -130,13 +132,16 @@ async def tries(backoff, count, retry_after_ms=None):
 
 @pytest.fixture
 def slept(monkeypatch):
-    """The requested pauses, which take no time."""
+    """The requested pauses, which take no time.
+
+    Only the tested module gets this `sleep`: the stacks of other tests run on the same event loop.
+    """
     pauses = []
 
     async def sleep(seconds):
         pauses.append(seconds)
 
-    monkeypatch.setattr(asyncio, "sleep", sleep)
+    monkeypatch.setattr(retries_module, "asyncio", SimpleNamespace(sleep=sleep))
     return pauses
 
 
