@@ -208,7 +208,7 @@ def from_metadata(code: StatusCode, message: str, metadata: Mapping[str, str], h
 
 
 def from_http_status(status: int, message: str, hop: str, retry_after_ms: int | None = None) -> MillraceError:
-    """The error that `hop` reported by HTTP; 499 means that a server has given up a request."""
+    """The error that `hop` reported by HTTP; 499 means that a server has abandoned a request."""
     if not 400 <= status < 600:
         return HopBrokenError(f"the {hop} answered {status}", hop=hop)
     cls = _BY_HTTP_STATUS.get(status, InvalidRequestError if status < 500 else RequestFailedError)

@@ -56,7 +56,7 @@ class IdleCalls:
         self._max_unfinished = max_unfinished
         self._unfinished_limit = max_unfinished
         self._settles_at = 0.0
-        self._looks = False
+        self._measures = False
         self._evicted = 0  # Calls that ended since memory was last below its limit.
 
     def __len__(self) -> int:
@@ -97,10 +97,10 @@ class IdleCalls:
         """Ends calls whose incomplete messages take too much memory; those that began to arrive last end first."""
         loop, self._look = asyncio.get_running_loop(), None
         if not any(call.may_arrive for kind in (self._open, self._unsent) for call, _ in kind.items()):
-            self._evicted, self._unfinished_limit, self._looks = 0, self._max_unfinished, False
+            self._evicted, self._unfinished_limit, self._measures = 0, self._max_unfinished, False
             return
-        if not self._looks:  # Not needed while every message arrives at once.
-            self._looks = True
+        if not self._measures:  # Not needed while every message arrives at once.
+            self._measures = True
             self.messages.begin()
         unfinished = self.messages.estimate()
         if unfinished > self._unfinished_limit:

@@ -1,10 +1,10 @@
 """The gRPC server that every service runs: start, health, reflection, orderly stop.
 
 Life of a service: `Server(...)`, register servicers, perhaps `add_port` for another protocol, `await run()`. `run`
-returns after SIGTERM or SIGINT, when health has said NOT_SERVING, what drains has drained, calls in flight have ended
-or used up the drain time, and every background task has been cancelled and awaited. After RETIRE (hand_over.py) it has
-no new calls, and returns when those in flight have ended, however long they take. An event loop that does not answer
-for `loop_timeout_s` meanwhile is the process's end, with every thread's traceback.
+returns after SIGTERM or SIGINT: health is NOT_SERVING, the drain has ended, calls in flight have ended or used up the
+drain time, and every background task has been cancelled and awaited. After RETIRE (hand_over.py) it accepts no new
+calls, and returns when those in flight have ended, however long they take. If the event loop does not answer for
+`loop_timeout_s`, the process ends with every thread's traceback.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from millrace_protos import reflection_v1_pb2
 
 logger = logging.getLogger(__name__)
 
-READY = "ready"  # Health name: a generation would work now. "" says only that the process serves.
+READY = "ready"  # Health name: a generation would work now. "" means only that the process serves.
 MAX_METADATA_BYTES = 64 * 1024  # Of one call's headers.
 _LEAST_S = 0.5  # What was ended at the end of the drain must still be sent.
 _CALLS_SHARE = 0.9  # Of that time.

@@ -75,8 +75,8 @@ class LoopWatchdog:
     ) -> None:
         self._loop = loop
         self._timeout_s = timeout_s
-        self._asked = self._answered = 0
-        self._watchdog = Watchdog("watchdog-loop", timeout_s, self._ping, stuck or self._give_up)
+        self._requested = self._answered = 0
+        self._watchdog = Watchdog("watchdog-loop", timeout_s, self._ping, stuck or self._end_process)
         self._watchdog.start()
 
     def close(self) -> None:
@@ -85,16 +85,16 @@ class LoopWatchdog:
         self._watchdog.join()
 
     def _ping(self) -> int:
-        if self._answered == self._asked:
-            self._asked += 1
+        if self._answered == self._requested:
+            self._requested += 1
             with suppress(RuntimeError):  # The loop has closed.
-                self._loop.call_soon_threadsafe(self._answer, self._asked)
-        return self._asked
+                self._loop.call_soon_threadsafe(self._answer, self._requested)
+        return self._requested
 
     def _answer(self, number: int) -> None:
         self._answered = number
 
-    def _give_up(self) -> None:
+    def _end_process(self) -> None:
         dump_tracebacks()
         # Not by the log: the stuck thread may hold its lock.
         os.write(2, f"the event loop has not answered for {self._timeout_s:g} s: the process ends\n".encode())

@@ -201,10 +201,10 @@ def _log(options: argparse.Namespace) -> None:
 
 def _usage(options: argparse.Namespace) -> None:
     names = ("since", "until", "client", "model", "group")
-    asked = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    query = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     if options.group == "all":
-        asked["group"] = ""
-    response = usage.usage(_gateway(options), asked)
+        query["group"] = ""
+    response = usage.usage(_gateway(options), query)
     if options.json:
         for group in response.groups:
             print(usage.as_json(group))

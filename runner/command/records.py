@@ -84,8 +84,8 @@ def trace_page(gateway: Gateway) -> str:
     """The address of traces in a browser, without the id; empty if the stack's settings have none."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        asked = urllib.request.Request(f"http://{gateway.address}/playground/settings.json", headers=headers())
-        with direct.open(asked, timeout=TIMEOUT_S) as answer:
+        request = urllib.request.Request(f"http://{gateway.address}/playground/settings.json", headers=headers())
+        with direct.open(request, timeout=TIMEOUT_S) as answer:
             page = json.load(answer)["trace_page"]
     except (OSError, ValueError, KeyError):
         return ""

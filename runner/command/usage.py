@@ -22,10 +22,10 @@ _TITLES = {
 _NAME = 40  # Characters of a client or a model.
 
 
-def usage(gateway: Gateway, asked: dict[str, Any]) -> pb.UsageResponse:
+def usage(gateway: Gateway, query: dict[str, Any]) -> pb.UsageResponse:
     """Usage as the fields of UsageRequest ask; raises StartupError."""
     with gateway.errors():
-        return gateway.log.Usage(pb.UsageRequest(**asked), timeout=TIMEOUT_S)  # type: ignore[no-any-return]
+        return gateway.log.Usage(pb.UsageRequest(**query), timeout=TIMEOUT_S)  # type: ignore[no-any-return]
 
 
 def as_json(group: pb.UsageGroup) -> str:

@@ -124,7 +124,7 @@ async def _serve(settings: TransformerSettings) -> None:
     if settings.development:
         development.add_to_server(replicas, server.grpc)
 
-    tell = partial(server.set_serving, READY)
+    report_ready = partial(server.set_serving, READY)
 
     async def load() -> None:
         await run_in_daemon_thread("load-tokenizers", catalogue.load_all)
@@ -135,7 +135,7 @@ async def _serve(settings: TransformerSettings) -> None:
 
     async def load_and_watch() -> None:
         await load()
-        await catalogue.watch(tell)
+        await catalogue.watch(report_ready)
 
     for name in ("", READY, *_OWN, _PAYLOAD_LOG):
         await server.set_serving(name, False)
@@ -156,7 +156,7 @@ async def _serve(settings: TransformerSettings) -> None:
     server.at_stop(bodies.close)
     if settings.listen == "take-over":
         await load()
-        server.own("watch", catalogue.watch(tell))
+        server.own("watch", catalogue.watch(report_ready))
         await catalogue.wait_ready(_WORKER_READY_S)
     else:
         # It listens while it loads, so that a long download can be distinguished from a hang.

@@ -11,7 +11,7 @@ from h2.events import ConnectionTerminated, Event
 from h2.settings import SettingCodes, Settings
 from hyperframe.frame import Frame, GoAwayFrame
 
-# As in envoy/envoy.yaml. The connection's window is that of all its streams: one that nobody reads stops no other.
+# As in envoy/envoy.yaml. The window of the connection is that of all its streams: one that is not read blocks no other.
 MAX_STREAMS = 256
 STREAM_WINDOW_BYTES = 256 * 1024
 _CONNECTION_WINDOW_BYTES = MAX_STREAMS * STREAM_WINDOW_BYTES

@@ -80,7 +80,7 @@ class Timeline:
 
     The engine writes each time once, before the reader can see the event; the reader only reads. `started` is the start
     of the first step that computes a part of the sequence; `first_token` the time of the first token generated here;
-    `ended` when the sequence gave up its slot for good. A preempted sequence gives up its slot and is computed again
+    `ended` when the sequence released its slot for good. A preempted sequence releases its slot and is computed again
     later: `preemptions` counts all of them, and the times of the latest are kept. `engine_s` grows: the sequence's part
     of the durations of its steps, see LoadMeter.
     """

@@ -80,6 +80,6 @@ class EngineConnection(asyncio.Protocol):
             self._first.set_exception(
                 StartupError(f"model {self._name}: its engine process ended while it loaded; see the log")
             )
-            self._first.exception()  # It may be that nobody waits for it.
+            self._first.exception()  # It may have no waiter.
         if self._lost is not None:
             self._lost()

@@ -59,8 +59,8 @@ class Catalogue:
         self._is_known = False  # Becomes true when the predictor has listed its models.
         self._is_complete = True  # False: the predictor has no index, and may serve other models too.
         self._models: dict[str, TextModel | RelayedModel] = {}
-        self._learned: set[str] = set()  # The models in `_models` whose description is current.
-        self._learning: dict[str, asyncio.Task[None]] = {}
+        self._described: set[str] = set()  # The models in `_models` whose description is current.
+        self._describing: dict[str, asyncio.Task[None]] = {}
         self._troubles: dict[str, str] = {}  # The last logged error of a model that cannot be added.
         self._looking = asyncio.Lock()
         self._tasks: asyncio.TaskGroup | None = None  # There while `watch` runs, and so is `_report_ready`.
@@ -173,7 +173,7 @@ class Catalogue:
         """Records the weights that answered a call; a model with new weights is described again."""
         known = self._models.get(name)
         if known is not None and known.fingerprint != fingerprint:
-            self._learned.discard(name)
+            self._described.discard(name)
 
     def why_unreadable(self, name: str) -> str | None:
         """Why a served model takes no text, if its files are the cause."""
@@ -184,10 +184,10 @@ class Catalogue:
         if self._tasks is None:
             raise NotReadyError("starting")
         self._texts.pop(reloaded, None)
-        self._learned.discard(reloaded)
+        self._described.discard(reloaded)
         await self._look()
-        if learning := tuple(self._learning.values()):
-            await asyncio.wait(learning)
+        if describing := tuple(self._describing.values()):
+            await asyncio.wait(describing)
             await self._look()
 
     async def _look(self) -> None:
@@ -212,26 +212,26 @@ class Catalogue:
             self._is_known = True
         except MillraceError:
             # It may return with other models; until then calls get its errors.
-            self._learned.clear()
+            self._described.clear()
             return False
-        for name in (*self._models, *self._learning):
+        for name in (*self._models, *self._describing):
             if self._state(name).state != READY:
                 self._forget(name)
             if self._state(name).state == UNAVAILABLE:
                 self._texts.pop(name, None)
         ready = [name for name, state_of_model in self._states.items() if state_of_model.state == READY]
         for name in ready:
-            if name not in self._learned and name not in self._learning and self._tasks is not None:
-                self._learning[name] = self._tasks.create_task(self._learn(name), name=f"learn-{name}")
+            if name not in self._described and name not in self._describing and self._tasks is not None:
+                self._describing[name] = self._tasks.create_task(self._describe(name), name=f"describe-{name}")
         # Other models stay ready while a new one is added.
-        known = self.ready or self._learned.issuperset(ready)
+        known = self.ready or self._described.issuperset(ready)
         return known and await self._predictor.ready()
 
     def _forget(self, name: str) -> None:
         self._models.pop(name, None)
         self._unreadable.pop(name, None)
-        self._learned.discard(name)
-        if task := self._learning.pop(name, None):
+        self._described.discard(name)
+        if task := self._describing.pop(name, None):
             task.cancel()
 
     async def _index(self) -> Mapping[str, ModelState]:
@@ -245,7 +245,7 @@ class Catalogue:
             name: ModelState(READY if is_ready else UNAVAILABLE) for name, is_ready in zip(wanted, ready, strict=True)
         }
 
-    async def _learn(self, name: str) -> None:
+    async def _describe(self, name: str) -> None:
         """Adds a model that the predictor serves; if that fails, the next update tries again."""
         try:
             described = await self._replicas.describe(name)
@@ -253,7 +253,7 @@ class Catalogue:
             if known is not None and known.fingerprint != described.fingerprint:
                 self._texts.pop(name, None)  # Other files may have another tokenizer.
             self._models[name] = model_of(name, described, await self._text_of(name, described))
-            self._learned.add(name)
+            self._described.add(name)
             self.notify()
             self._troubles.pop(name, None)
         except MillraceError as error:
@@ -266,8 +266,8 @@ class Catalogue:
                 logger.exception("model %s cannot be added", name)
             self._troubles[name] = repr(error)
         finally:
-            if self._learning.get(name) is asyncio.current_task():
-                del self._learning[name]
+            if self._describing.get(name) is asyncio.current_task():
+                del self._describing[name]
 
     async def _text_of(self, name: str, described: PredictorModel) -> ModelText:
         """The text side of a model; empty where it has none or it cannot be read."""

@@ -28,7 +28,7 @@ class Dialect:
 
 OURS = Dialect()
 
-# What a predictor of ours says of how it runs a model; passed on to callers.
+# How a predictor of ours runs a model, by its own report; passed on to callers.
 FACTS = ("architecture", "device", "dtype", "runner", "parameter_count", "weights_bytes", "cache_bytes")
 
 

@@ -197,7 +197,7 @@ class TokenStream:
     def _twin(self, calls: Sequence[LinkCall]) -> LinkCall | None:
         """A call beside others, at another predictor with the same weights, if there is one.
 
-        After the death of a predictor all of its answers need one, and nobody waits for these calls. So few of them
+        After the death of a predictor all of its answers need one, and no answer waits for these calls. So few of them
         catch up at a time: the steps of the streams beside them stay short.
         """
         links = [call.link for call in calls]

@@ -89,7 +89,7 @@ class Shadows:
                         pass
             outcome = "completed"
         except MillraceError:
-            pass  # Its record says why.
+            pass  # Its record has the error.
         except Exception:
             logger.exception("a copy of a request for %s failed", served)
         finally:

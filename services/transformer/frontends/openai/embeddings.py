@@ -34,7 +34,7 @@ from services.transformer.routing.router import Router
 from services.transformer.text.tokenizer import TextTokenizer, check_token_count
 
 _CALLS_AT_ONCE = 32
-_UNSTATED_LENGTH = 128 * 1024  # Tokens of an input where the predictor tells no limit: then it refuses what is longer.
+_UNSTATED_LENGTH = 128 * 1024  # Tokens of an input where the predictor reports no limit: it refuses longer ones.
 _ROWS_A_PIECE = 64  # Of the answer's JSON, so that writing it does not hold the event loop.
 
 Vector = NDArray[np.float32]

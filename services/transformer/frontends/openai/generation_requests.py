@@ -25,7 +25,7 @@ _PLAIN_TEXT = {"type": "text"}
 
 
 class StreamOptions(BaseModel):
-    """What a stream says of usage: at its end, and with vLLM's `continuous_usage_stats` in every event."""
+    """The usage in a stream: at its end, and with vLLM's `continuous_usage_stats` in every event."""
 
     model_config = ConfigDict(extra="allow")
 

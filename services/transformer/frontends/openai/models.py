@@ -1,4 +1,4 @@
-"""The models that OpenAI's API serves, and what it says of them."""
+"""The models that OpenAI's API serves, and their descriptions there."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """vLLM's `/tokenize`, `/detokenize` and `/tokenizer_info`: a model's tokenizer for those who have none of their own.
 
-A prompt longer than the context is tokenised too, to tell its length.
+A prompt longer than the context is tokenised too, so that its length is known.
 Source of the shapes: vLLM's OpenAI-compatible server.
 """
 
