@@ -124,3 +124,83 @@ async def test_an_unaccepted_call_is_to_blame_unless_its_predictor_had_hung_befo
             await suspect.read()
         with pytest.raises(NotReadyError):
             await later.read()
+
+
+class StalledCall:
+    """A StreamingCall whose transport takes one message, and the next one after `drain`."""
+
+    def __init__(self, drained):
+        self.ended = asyncio.get_running_loop().create_future()
+        self.can_send = True
+        self.sent = []
+        self._drained = drained
+
+    def send(self, message):
+        assert self.can_send
+        self.can_send = False
+        self.sent.append(pb.StepsRequest.FromString(message))
+
+    def drain(self):
+        self.can_send = True
+        self._drained()
+
+    def close(self):
+        self.ended.cancel()
+
+
+async def test_what_waits_to_be_sent_is_bounded_by_the_calls_in_flight(monkeypatch):
+    """Cancelled submissions are left out, and a message takes no submission beyond its size."""
+    calls = []
+
+    async def open_call(address, path, receive, drained):
+        calls.append(StalledCall(drained))
+        return calls[-1]
+
+    monkeypatch.setattr(module.StreamingCall, "open", open_call)
+    monkeypatch.setattr(module, "_MESSAGE_BYTES", 20)
+    async with links_at(monkeypatch, "127.0.0.1:1") as (links, _):
+        await until(lambda: calls)
+        (link,), (call,) = links.all, calls
+        first, cancelled, *others = (LinkCall(GENERATION, None, CallSpan()) for _ in range(5))
+        link.submit(first, submission())
+        await until(lambda: call.sent)
+        for waiting in (cancelled, *others):
+            link.submit(waiting, submission())
+        link.cancel(cancelled)
+        link.cancel(first)
+        for _ in range(3):
+            call.drain()
+    numbers = [[one.number for one in request.submissions] for request in call.sent]
+    assert numbers == [[first.number], *([other.number] for other in others)]
+    assert [list(request.cancelled) for request in call.sent] == [[], [first.number], [], []]
+
+
+async def test_a_predictor_that_breaks_the_protocol_is_not_called_again_at_once(monkeypatch):
+    opened_at, loop = [], asyncio.get_running_loop()
+
+    async def open_call(address, path, receive, drained):
+        opened_at.append(loop.time())
+        call = StalledCall(drained)
+        try:
+            receive(pb.Step(numbers=[1, 2], token_ids=[3]).SerializeToString())
+        except ValueError as error:
+            call.ended.set_exception(error)
+        return call
+
+    monkeypatch.setattr(module.StreamingCall, "open", open_call)
+    monkeypatch.setattr(module, "_FOREIGN_PAUSE_S", 0.5)
+    async with links_at(monkeypatch, "127.0.0.1:1"):
+        await until(lambda: len(opened_at) == 2)
+    assert opened_at[1] - opened_at[0] >= 0.5
+
+
+async def test_the_calls_of_a_link_that_is_closed_end(monkeypatch):
+    predictor = ScriptedPredictor(falls_silent())
+    async with serving(predictor) as address:
+        async with links_at(monkeypatch, address) as (links, _):
+            await until(lambda: can_choose(links))
+            call = LinkCall(GENERATION, None, CallSpan())
+            links.all[0].submit(call, submission())
+            await predictor.wait_for_calls(1)
+        with pytest.raises(PredictorLostError):
+            await call.read()

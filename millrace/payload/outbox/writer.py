@@ -97,7 +97,7 @@ class PayloadWriter:
         self._thread.start()
 
     def close(self) -> bool:
-        """Writes the queued parts and ends the thread; returns whether every record on disk has its end."""
+        """Has the thread write the queued parts, for 1 s at most; returns whether every record on disk has its end."""
         self._stopping.set()
         self._queue.wake.set()
         self._thread.join(_JOIN_S)
@@ -207,12 +207,11 @@ class PayloadWriter:
 
     def _use_reserve(self) -> None:
         """Writes the waiting ends: without them no segment could be deleted, and a full disk would stay full."""
-        if not self._waiting_ends or not self._spool.release_reserve():
-            return
         with contextlib.suppress(OSError):  # Already logged by `_append`; the ends stay queued.
-            self._spool.append([_payload(frame) for frame in self._waiting_ends])
-            self._count_ended(len(self._waiting_ends))
-            self._waiting_ends.clear()
+            if self._waiting_ends and self._spool.release_reserve():
+                self._spool.append([_payload(frame) for frame in self._waiting_ends])
+                self._count_ended(len(self._waiting_ends))
+                self._waiting_ends.clear()
 
     def _count_ended(self, records: int) -> None:
         if records:

@@ -5,7 +5,8 @@ on other threads, and wakes the event loop by a socket for each message. There i
 and no deadline here.
 
 `receive` gets each message as it comes and must not block; what it raises ends the call. `ended` has the status, or
-raises CallBrokenError.
+raises CallBrokenError or what `receive` raised; `close` cancels it. The owner calls `close` in every case: a call that
+has ended keeps its connection.
 
 Source: gRPC over HTTP/2 (grpc/grpc, doc/PROTOCOL-HTTP2.md); RFC 9113.
 """
@@ -42,6 +43,7 @@ class StreamingCall(asyncio.Protocol):
         self, authority: str, path: str, receive: Callable[[bytes], None], drained: Callable[[], None]
     ) -> None:
         self.ended: asyncio.Future[tuple[StatusCode, str]] = asyncio.get_running_loop().create_future()
+        self.ended.add_done_callback(_mark_retrieved)
         self._authority, self._path = authority, path
         self._receive, self._drained = receive, drained
         self._http2 = ClientState()
@@ -50,15 +52,15 @@ class StreamingCall(asyncio.Protocol):
         self._received = bytearray()  # The beginning of a message.
         self._headers: dict[str, str] = {}
         self._unsent = bytearray()
-        self._is_full = False  # The socket takes no more.
+        self._is_full = False  # The transport's buffer is above its limit.
 
     @classmethod
     async def open(
         cls, address: str, path: str, receive: Callable[[bytes], None], drained: Callable[[], None]
     ) -> StreamingCall:
-        """Connects to host:port and begins a call; `drained` is called when `send` may be called again.
+        """Connects to host:port. The call begins when the peer's settings have come, a wait that the caller must limit.
 
-        Raises CallBrokenError.
+        `drained` is called then, and each time `send` may be called again. Raises CallBrokenError.
         """
         host, _, port = address.rpartition(":")
         loop = asyncio.get_running_loop()
@@ -73,8 +75,8 @@ class StreamingCall(asyncio.Protocol):
 
     @property
     def can_send(self) -> bool:
-        """Whether all that was sent before has left the process."""
-        return self._has_begun and not self._unsent and not self._is_full
+        """Whether the call runs, and the transport has taken all that was sent before and takes more."""
+        return self._has_begun and not self._unsent and not self._is_full and not self.ended.done()
 
     def send(self, message: bytes) -> None:
         """Sends a message; only when `can_send`."""
@@ -82,13 +84,10 @@ class StreamingCall(asyncio.Protocol):
         self._write()
 
     def close(self) -> None:
-        """Cancels the call by closing its connection."""
+        """Cancels the call by closing its connection, without a wait for a peer that does not read."""
         self.ended.cancel()
         if self._transport is not None:
-            if self._is_full:
-                self._transport.abort()
-            else:
-                self._transport.close()
+            self._transport.abort()
 
     # ------------------------------------------------------------------ of the transport
 
@@ -187,9 +186,9 @@ class StreamingCall(asyncio.Protocol):
             self.ended.set_exception(error)
 
     def _write(self) -> None:
-        """Sends what the windows and the socket take."""
+        """Sends what the windows and the transport take."""
         http2, had_unsent = self._http2, bool(self._unsent)
-        while self._unsent and not self._is_full:
+        while self._unsent and not self._is_full and not self.ended.done():
             room = min(http2.local_flow_control_window(_STREAM), http2.max_outbound_frame_size)
             if room <= 0:
                 break
@@ -208,3 +207,9 @@ class StreamingCall(asyncio.Protocol):
         data = self._http2.data_to_send()
         if data and self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
+
+
+def _mark_retrieved(ended: asyncio.Future[tuple[StatusCode, str]]) -> None:
+    """A call whose owner was cancelled meanwhile has no reader of its error, which asyncio would report."""
+    if not ended.cancelled():
+        ended.exception()

@@ -1,10 +1,10 @@
 """One long call to each predictor of ours, over which all generations of this process go: see protos/steps.proto.
 
 A link is up from its first message on. When it breaks or is silent for too long, every call on it ends with
-PredictorLostError, which is treated as half a crash that the request may have caused (crashes.py). A call that was not
-accepted, and was submitted when a predictor that works would have sent something, ends with NotReadyError: the
-predictor had hung before it. The link then connects again, for ever. `Links` keeps one link for each address of a
-predictor and chooses among them.
+PredictorLostError, which is treated as half a crash that the request may have caused (crashes.py). Exception: if it was
+silent, a call that was not accepted, and was submitted more than 1.5 s after the last message, ends with NotReadyError:
+a working predictor sends every second, so it had hung before the call. The link then connects again, for ever. `Links`
+keeps one link for each address of a predictor and chooses among them.
 
 The gateway does not carry these calls: it would have nothing to balance or retry on a call that stays with one
 predictor, each message would pass one more process, and a reload of the gateway would cut every link.
@@ -37,6 +37,7 @@ _RESOLVE_INTERVAL_S = 1.0
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.02, 0.25
 # As a step's time grows with the number of prompts, so do the gaps of the streams beside them: twofold.
 _MOST_CATCHING_UP = 2
+_MESSAGE_BYTES = 8 * 1024 * 1024  # After which a message takes no further submission.
 _MOST_QUIET_S = 1.5  # Of a predictor that works: it sends something every second.
 _FOREIGN_PAUSE_S = 5.0  # A server that does not know the method.
 
@@ -59,7 +60,8 @@ class PredictorLink:
         self._numbers = count(1)
         self._submitted = 0  # Since the latest report of the load.
         self._heard_at = 0.0  # When the latest message came, by the event loop's clock.
-        self._outgoing = pb.StepsRequest()
+        self._unsent: dict[int, pb.Submission] = {}
+        self._cancelled: list[int] = []  # Of the calls that were sent.
         self._call: StreamingCall | None = None
         self._silence = asyncio.timeout(None)
         self._is_up = False  # A message has come in this session.
@@ -93,18 +95,20 @@ class PredictorLink:
         call.link, call.submitted_at = self, self._loop.time()
         self._calls[call.number] = call
         self._submitted += 1
-        self._outgoing.submissions.append(submission)
+        self._unsent[call.number] = submission
         self._send_soon()
 
     def cancel(self, call: LinkCall) -> None:
         """Ends a call at the predictor; does nothing for one that has ended."""
-        if self._calls.pop(call.number, None) is not None:
-            self._outgoing.cancelled.append(call.number)
+        if self._calls.pop(call.number, None) is not None and self._unsent.pop(call.number, None) is None:
+            self._cancelled.append(call.number)
             self._send_soon()
 
     async def close(self) -> None:
+        """Ends the link, and its calls with PredictorLostError."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+        self._end_calls(PredictorLostError("the link was closed", hop="predictor"), is_silent=False)
 
     async def _run(self) -> None:
         pause_s = _FIRST_PAUSE_S
@@ -124,6 +128,7 @@ class PredictorLink:
             except Exception:
                 logger.exception("the predictor at %s breaks the protocol", self.address)
                 error = PredictorLostError("the predictor breaks the protocol", hop="predictor")
+                self._is_up, pause_s = False, _FOREIGN_PAUSE_S
             finally:
                 was_up = self._is_up
                 self._down()
@@ -134,7 +139,7 @@ class PredictorLink:
 
     async def _session(self) -> StatusCode:
         """One call, to its end."""
-        self._outgoing = pb.StepsRequest()
+        self._unsent, self._cancelled = {}, []
         async with asyncio.timeout(self._silence_limit_s) as self._silence:
             call = await StreamingCall.open(self.address, _METHOD, self._receive, self._send)
             self._call = call
@@ -160,12 +165,17 @@ class PredictorLink:
             self._loop.call_soon(self._send)
 
     def _send(self) -> None:
-        """Sends what is to be sent, unless an earlier message is still on its way out: then once that has left."""
+        """Sends what is to be sent, unless the transport has not taken the earlier message: then once it has."""
         self._send_is_due = False
-        request = self._outgoing
-        if (request.submissions or request.cancelled) and self._call is not None and self._call.can_send:
-            self._outgoing = pb.StepsRequest()
-            self._call.send(request.SerializeToString())
+        if not (self._unsent or self._cancelled) or self._call is None or not self._call.can_send:
+            return
+        request, size = pb.StepsRequest(cancelled=self._cancelled), 0
+        self._cancelled = []
+        while self._unsent and size < _MESSAGE_BYTES:
+            submission = self._unsent.pop(next(iter(self._unsent)))
+            request.submissions.append(submission)
+            size += submission.ByteSize()
+        self._call.send(request.SerializeToString())
 
     def _take(self, step: pb.Step) -> None:
         """Distributes a message to the calls; raises ValueError if it breaks the protocol."""
@@ -229,7 +239,7 @@ class Links:
         self._addresses = addresses
         self._silence_limit_s = silence_limit_s
         self._links: dict[str, PredictorLink] = {}
-        # Set, and replaced, when the models of a predictor or their weights change, or it begins to leave.
+        # Set, and replaced, when a predictor reports other models or weights, or begins to leave; not when one is lost.
         self.changed = asyncio.Event()
 
     @property
@@ -296,6 +306,6 @@ class Links:
             if address not in self._links:
                 self._links[address] = PredictorLink(address, self._free_name(), self._silence_limit_s, self)
         for address in [address for address in self._links if address not in addresses]:
-            # A name may be missing for a moment; calls in flight continue.
+            # A name may be missing for a moment: a link that is up stays, and gets new calls too.
             if self._links[address].is_idle and not self._links[address].loads:
                 await self._links.pop(address).close()

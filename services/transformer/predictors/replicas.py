@@ -202,6 +202,6 @@ async def _resolve(address: str) -> list[str]:
     host, _, port = address.rpartition(":")
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, family=socket.AF_INET, type=socket.SOCK_STREAM)
-    except socket.gaierror:
+    except (socket.gaierror, UnicodeError):  # The latter for a name that no resolver takes.
         return []
     return sorted({f"{socket_address[0]!s}:{port}" for *_, socket_address in found})
