@@ -116,7 +116,7 @@ async def run_locust_for(seconds, host, folder, options):
         stderr=asyncio.subprocess.STDOUT,
     )
     output, _ = await process.communicate()
-    assert b"Traceback" not in output or CSV_CLOSED in output, output.decode()
+    assert output.count(b"Traceback") == output.count(CSV_CLOSED), output.decode()
     with (folder / "run_stats.csv").open() as file:
         rows = {row["Name"]: row for row in csv.DictReader(file)}
     with (folder / "run_failures.csv").open() as file:

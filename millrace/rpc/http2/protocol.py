@@ -6,7 +6,6 @@ import struct
 
 from h2.config import H2Configuration
 from h2.connection import H2Connection
-from h2.errors import ErrorCodes
 from h2.events import ConnectionTerminated, Event
 from h2.settings import SettingCodes, Settings
 from hyperframe.frame import Frame, GoAwayFrame
@@ -87,6 +86,5 @@ class ClientState(H2Connection):
 
 def _go_away(frame: GoAwayFrame) -> tuple[list[Frame], list[Event]]:
     event = ConnectionTerminated()
-    event.error_code = ErrorCodes(frame.error_code) if frame.error_code in list(ErrorCodes) else frame.error_code
     event.last_stream_id = frame.last_stream_id
     return [], [event]

@@ -116,8 +116,10 @@ class StreamingCall(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._is_full = False
-        self._write()
-        self._notify_drained()
+        if self._unsent:
+            self._write()
+        else:
+            self._notify_drained()
 
     # ------------------------------------------------------------------
 
