@@ -219,7 +219,7 @@ async def test_a_record_is_replayed_and_deleted(demo, open_page):
     assert (
         len({await each.evaluate("one => one.textContent") for each in await page.locator(".answer .text").all()}) == 1
     )
-    record = page.locator(".answer a:text('record')").last
+    record = page.locator(".answer").last.locator("a:text('record')")
     record_id = (await record.get_attribute("href")).removeprefix("#requests/")
     await record.click()
     await page.click("#record button:text('Delete')")
