@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from runner import process
 from tests.support import forkserver
+from tests.support.full import FULL
 
 os.environ |= {f"{prefix}_METRICS_PORT": "0" for prefix in ("PREDICTOR", "TRANSFORMER", "LOGGER")}
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -26,7 +27,6 @@ for signum in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(signum) is signal.SIG_IGN:
         signal.signal(signum, signal.SIG_DFL)
 
-FULL = os.environ.get("FULL") == "1"
 
 # The duration of an example depends on the load of the machine. Each run has other examples.
 settings.register_profile(

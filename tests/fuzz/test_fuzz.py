@@ -21,11 +21,11 @@ from tests.fuzz import grpc_cases, infer_cases, tensor_cases, text_cases
 from tests.fuzz.case import Case, GrpcCall, HttpCall, verdict
 from tests.fuzz.sending import Sender
 from tests.random_encoders import save_random_encoder, save_words_tokenizer
+from tests.support.full import FULL
 from tests.system.calls import channel, each, generate, rest, statistics, text_of, text_request
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
-FULL = os.environ.get("FULL") == "1"
 SEED = os.environ.get("FUZZ_SEED", "1")
 ONE_CASE = os.environ.get("FUZZ_CASE", "")
 CASES = 10_000 if FULL else 100

@@ -5,7 +5,6 @@
 
 import asyncio
 import math
-import os
 import random
 import threading
 import time
@@ -18,8 +17,9 @@ import torch
 
 from millrace.errors import DeadlineError, OverloadedError, RequestFailedError
 from tests.model.fakes import END, VOCABULARY, FakeRunner, make_engine, request
+from tests.support.full import FULL
 
-REQUESTS = 2000 if os.environ.get("FULL") == "1" else 500
+REQUESTS = 2000 if FULL else 500
 THREADS = 64
 BLOCKS = 1 + 60
 

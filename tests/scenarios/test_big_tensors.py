@@ -6,7 +6,6 @@ the status that names the hop that was too slow, see also tests/system/test_erro
 """
 
 import asyncio
-import os
 import time
 
 import grpc
@@ -20,8 +19,9 @@ from millrace.oip.tensors import Tensor, add_input, decode_outputs
 from millrace_protos import inference_pb2 as pb
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.chaos.memory import peaks
+from tests.support.full import FULL
 
-SECONDS = 60 if os.environ.get("FULL") == "1" else 4
+SECONDS = 60 if FULL else 4
 WARM_UP_S = max(3, SECONDS / 3)
 AT_ONCE = 64
 LEAST_TURNS = 2

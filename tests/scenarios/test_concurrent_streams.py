@@ -17,9 +17,9 @@ from tests.chaos.memory import CACHES, SMALL_CACHES, resident_bytes
 from tests.chaos.oracle import Oracle
 from tests.chaos.requests import Request
 from tests.scenarios.crowd import stories_of
+from tests.support.full import FULL
 from tests.waiting import until
 
-FULL = os.environ.get("FULL") == "1"
 STREAMS = 10_000 if FULL else 200
 WARM_UP = 500 if FULL else 0
 AT_ONCE = 200

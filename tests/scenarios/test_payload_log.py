@@ -16,11 +16,12 @@ import psutil
 import pytest
 
 from millrace_protos import millrace_pb2, millrace_pb2_grpc
+from tests.support.full import FULL
 from tests.support.logger_process import free_port
 from tests.system.calls import channel, generate, rest
 from tests.waiting import until
 
-REQUESTS = 20_000 if os.environ.get("FULL") else 300
+REQUESTS = 20_000 if FULL else 300
 AT_ONCE = 16
 SEED = int(os.environ.get("SEED", random.randrange(1 << 32)))
 MAX_GROWTH = 48 << 20

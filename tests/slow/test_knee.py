@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from tests.support.locust_page import CHROMIUM, load_in_browser, locust_page
+from tests.support.chromium import needs_browser
+from tests.support.locust_page import load_in_browser, locust_page
 from tests.support.locust_run import FILES, LocustRun
 
 pytestmark = pytest.mark.timeout(900)
@@ -67,7 +68,7 @@ async def test_the_knee_is_found_while_predictors_are_killed(new_stack, tmp_path
     assert all(level["failed"] == 0 for level in found["levels"]), "streams continue at the other predictor"
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no browser here (Debian's package chromium)")
+@needs_browser
 async def test_the_page_accepts_a_users_own_model(new_stack):
     stack = await new_stack(models="mine=models/storyteller")
     async with locust_page(stack) as page:

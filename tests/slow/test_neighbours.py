@@ -6,14 +6,13 @@ There is one attack on each resource; with FULL=1 all attacks run.
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import pytest_asyncio
 
 from tests.fuzz.attacks import ATTACKS
 from tests.fuzz.honest import Honest
 from tests.fuzz.neighbours import attacked_stack, beside
+from tests.support.full import FULL
 
 SECONDS = 2.0
 # The resources that they attack: the header table, a core in Python, a core in a template, an event loop, memory of the
@@ -33,7 +32,7 @@ ONE_OF_A_KIND = (
     "header_bombs",
     "continuation_floods",
 )
-RUN = tuple(ATTACKS) if os.environ.get("FULL") == "1" else ONE_OF_A_KIND
+RUN = tuple(ATTACKS) if FULL else ONE_OF_A_KIND
 # The limit of health checks, far above the time of an answer beside any attack on a busy machine.
 SLOWEST_MS = 5000.0
 

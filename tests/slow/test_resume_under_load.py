@@ -21,10 +21,10 @@ from tests.chaos.health import serves
 from tests.chaos.load import Client
 from tests.chaos.oracle import Oracle
 from tests.scenarios.crowd import Crowd, stories_of
+from tests.support.full import FULL
 from tests.system.calls import rest
 from tests.waiting import until
 
-FULL = os.environ.get("FULL") == "1"
 SECONDS = 60 if FULL else 6
 CALLERS = 64 if FULL else 24
 TOKENS = 200

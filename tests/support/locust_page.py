@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import shutil
 import socket
 import sys
 import urllib.parse
@@ -14,15 +13,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from playwright.async_api import Page, async_playwright, expect
+from playwright.async_api import Page, expect
 
 from runner.settings import ROOT
 from runner.stack import Stack
+from tests.support.chromium import SCREENSHOTS, WAIT_MS, started_browser
 from tests.support.locust_run import FILES
 from tests.waiting import until
-
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-SCREENSHOTS = ROOT / ".run" / "screenshots"
 
 
 def fetch(url: str, form: dict[str, str] | None = None) -> str:
@@ -66,38 +63,34 @@ async def locust_page(stack: Stack, *options: str) -> AsyncIterator[str]:
 
 async def load_in_browser(address: str, model: str) -> str:
     """Chooses class and fields, starts, awaits the rows, follows a link to a record, stops; returns its report."""
-    async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=CHROMIUM)
-        try:
-            page = await browser.new_page(viewport={"width": 1280, "height": 900})
-            page.set_default_timeout(15_000)
-            complaints: list[str] = []
-            page.on("pageerror", lambda error: complaints.append(str(error)))
-            await page.goto(address)
-            await _start(page, model)
-            await page.get_by_role("tab", name="Streams").click()
-            section = page.locator("#streams")
-            await expect(section.locator("tbody").first).to_contain_text("Generate")
-            await expect(section.get_by_role("link", name="record").first).to_be_visible()
-            first = section.locator("tbody tr").first.locator("td")
-            await expect(first.nth(7)).to_have_text(re.compile(r"[\d.]+ / [\d.]+ / [\d.]+"))
-            await expect(section).to_contain_text("running")
-            SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-            await page.screenshot(path=SCREENSHOTS / f"load-test-streams-{model}.png", full_page=True)
-            async with page.expect_popup() as popup:
-                await section.get_by_role("link", name="record").first.click()
-            [record] = json.loads(await (await popup.value).inner_text("body"))
-            assert record["model"] == model
-            await page.get_by_role("button", name="Stop").click()
-            await expect(page.get_by_role("button", name="New")).to_be_visible()
-            await page.get_by_role("tab", name="Download Data").click()
-            async with page.expect_popup() as popup:
-                await page.get_by_role("link", name="Download Report").click()
-            report = await popup.value
-            await expect(report.locator("#streams table").first).to_contain_text("Generate")
-            assert complaints == []
-        finally:
-            await browser.close()
+    async with started_browser() as browser:
+        page = await browser.new_page(viewport={"width": 1280, "height": 900})
+        page.set_default_timeout(WAIT_MS)
+        complaints: list[str] = []
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        await page.goto(address)
+        await _start(page, model)
+        await page.get_by_role("tab", name="Streams").click()
+        section = page.locator("#streams")
+        await expect(section.locator("tbody").first).to_contain_text("Generate")
+        await expect(section.get_by_role("link", name="record").first).to_be_visible()
+        first = section.locator("tbody tr").first.locator("td")
+        await expect(first.nth(7)).to_have_text(re.compile(r"[\d.]+ / [\d.]+ / [\d.]+"))
+        await expect(section).to_contain_text("running")
+        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+        await page.screenshot(path=SCREENSHOTS / f"load-test-streams-{model}.png", full_page=True)
+        async with page.expect_popup() as popup:
+            await section.get_by_role("link", name="record").first.click()
+        [record] = json.loads(await (await popup.value).inner_text("body"))
+        assert record["model"] == model
+        await page.get_by_role("button", name="Stop").click()
+        await expect(page.get_by_role("button", name="New")).to_be_visible()
+        await page.get_by_role("tab", name="Download Data").click()
+        async with page.expect_popup() as popup:
+            await page.get_by_role("link", name="Download Report").click()
+        report = await popup.value
+        await expect(report.locator("#streams table").first).to_contain_text("Generate")
+        assert complaints == []
     return await asyncio.to_thread(fetch, f"{address}/stats/report?download=1")
 
 

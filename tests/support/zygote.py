@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import gc
 import importlib
 import os
 import pickle
@@ -37,6 +38,9 @@ def main() -> None:
         imported = importlib.import_module(name)
         if function:
             getattr(imported, function)()
+    # Objects that no collection looks at stay shared with the forks.
+    gc.collect()
+    gc.freeze()
     arguments, environment = serve(socket.socket(fileno=listener), run_fd)
     os.environ.clear()
     os.environ.update(environment)

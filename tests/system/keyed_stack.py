@@ -16,11 +16,12 @@ import pytest_asyncio
 from millrace_protos import millrace_pb2
 from millrace_protos.millrace_pb2_grpc import TextGenerationStub
 from runner.stack import Stack
+from tests.support.full import FULL
 from tests.support.stacks import StackPool
 
 _NAMES = "root alice later metered monthly narrow counted few changing"
 KEYS = {name: "mr-" + secrets.token_urlsafe(32) for name in _NAMES.split()}
-METERED = 10_000  # Tokens in a minute.
+METERED = 10_000 if FULL else 4000  # Tokens in a minute.
 COUNTED = (1000, 50_000)  # Requests and tokens in a minute.
 FEW = 2  # Requests in a minute.
 ENTRIES: list[dict[str, Any]] = [
@@ -34,6 +35,7 @@ ENTRIES: list[dict[str, Any]] = [
     {"name": "changing", "key": KEYS["changing"], "requests_per_minute": 1000, "tokens_per_minute": 100_000},
 ]
 STREAMS = 64
+PACE = 20  # Tokens of a stream in a second, so that it lasts as long on every machine.
 MODEL = "storyteller"
 OK = "OK"
 TIMEOUT_S = 60
@@ -93,12 +95,11 @@ async def begun_streams(open_channel: grpc.aio.Channel, who: str, tokens: int) -
     started = asyncio.Semaphore(0)
 
     async def stream() -> int:
-        request = millrace_pb2.GenerateRequest(model=MODEL, prompt="Once", max_tokens=tokens, ignore_eos=True)
-        metadata = tuple(bearer(who).items())
-        responses, received = (
-            TextGenerationStub(open_channel).Generate(request, metadata=metadata, timeout=TIMEOUT_S),
-            0,
+        request = millrace_pb2.GenerateRequest(
+            model=MODEL, prompt="Once", max_tokens=tokens, ignore_eos=True, pace=PACE
         )
+        options: dict[str, Any] = {"metadata": tuple(bearer(who).items()), "timeout": TIMEOUT_S}
+        responses, received = TextGenerationStub(open_channel).Generate(request, **options), 0
         async for response in responses:
             if received == 0:
                 started.release()

@@ -8,34 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-import pytest
 import pytest_asyncio
-from playwright.async_api import Browser, Locator, Page, async_playwright, expect
+from playwright.async_api import Browser, Locator, Page, expect
 
 from runner.settings import ROOT
 from runner.stack import Stack
+from tests.support.chromium import SCREENSHOTS, WAIT_MS, started_browser
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 AXE = ROOT / ".tools" / "node_modules" / "axe-core" / "axe.min.js"
-SCREENSHOTS = ROOT / ".run" / "screenshots"
 WIDE, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
 TABS = ("play", "requests", "models", "connect")
-
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no browser here (Debian's package chromium)")
 
 OpenPage = Callable[..., Awaitable[Page]]
 
 
 @pytest_asyncio.fixture(scope="module")
 async def browser() -> AsyncIterator[Browser]:
-    async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=CHROMIUM)
+    async with started_browser() as browser:
         yield browser
-        await browser.close()
 
 
 @pytest_asyncio.fixture
@@ -53,7 +46,7 @@ async def open_page(browser: Browser) -> AsyncIterator[OpenPage]:
         allowed = ["clipboard-read", "clipboard-write"]
         contexts.append(await browser.new_context(viewport=viewport, color_scheme=scheme, permissions=allowed))
         page = await contexts[-1].new_page()
-        page.set_default_timeout(15_000)
+        page.set_default_timeout(WAIT_MS)
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on(
             "console",

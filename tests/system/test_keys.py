@@ -35,7 +35,7 @@ async def test_keys_change_during_streams(keyed: tuple[Stack, Path]) -> None:
         return bool(answer.status == 401)
 
     async with channel(stack.gateway) as open_channel:
-        streams = await begun_streams(open_channel, "alice", 200)
+        streams = await begun_streams(open_channel, "alice", 80)
         try:
             write(path, [*ENTRIES[:1], ENTRIES[1] | {"key": KEYS["later"]}])
             changed = time.monotonic()
@@ -47,7 +47,7 @@ async def test_keys_change_during_streams(keyed: tuple[Stack, Path]) -> None:
             path.with_suffix(".new").replace(path)
             await until(lambda: "keys.yaml: is not YAML" in stack.log("transformer"))
             assert not await refused("later")
-            assert await asyncio.gather(*streams) == [200] * STREAMS
+            assert await asyncio.gather(*streams) == [80] * STREAMS
         finally:
             write(path, ENTRIES)
 

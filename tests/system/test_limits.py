@@ -47,7 +47,7 @@ TEN_TOKENS = COMPLETION | {"max_tokens": 10, "ignore_eos": True}
 HUNDRED_TOKENS = COMPLETION | {"max_tokens": 100, "ignore_eos": True}
 CALLERS = 20
 CANCELLED_AFTER = 20  # Tokens, out of CANCELLED_OF.
-CANCELLED_OF = 400
+CANCELLED_OF = METERED // 25
 WORDS = ("limit", "remaining", "reset")
 
 
@@ -150,7 +150,7 @@ async def test_limits_change_during_streams(keyed: tuple[Stack, Path]) -> None:
         return (seen["requests"][0], seen["tokens"][0]) == (str(requests), str(tokens))
 
     async with channel(stack.gateway) as open_channel:
-        streams = await begun_streams(open_channel, "changing", 400)
+        streams = await begun_streams(open_channel, "changing", 100)
         try:
             assert await limits_are(1000, 100_000)
             # Less than the present streams use: the new limit applies to later calls.
@@ -165,7 +165,7 @@ async def test_limits_change_during_streams(keyed: tuple[Stack, Path]) -> None:
                 assert running > 0
                 answer = await rest(stack.gateway, "POST", "/v1/completions", TEN_TOKENS, **bearer("changing"))
                 assert (answer.status == 200) is allowed, answer.body
-            assert await asyncio.gather(*streams) == [400] * STREAMS
+            assert await asyncio.gather(*streams) == [100] * STREAMS
         finally:
             write(path, ENTRIES)
             await until(lambda: limits_are(1000, 100_000))

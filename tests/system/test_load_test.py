@@ -9,7 +9,8 @@ import importlib.util
 import pytest
 import pytest_asyncio
 
-from tests.support.locust_page import CHROMIUM, fetch_json, load_in_browser, locust_page
+from tests.support.chromium import needs_browser
+from tests.support.locust_page import fetch_json, load_in_browser, locust_page
 from tests.waiting import until
 
 # Not importorskip: importing locust patches the process for gevent.
@@ -63,7 +64,7 @@ async def test_every_user_runs_without_failures_from_the_form(stack, page):
     assert (await fetch_json(f"{page}/stop", {"stop": "1"}))["success"]
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no browser here (Debian's package chromium)")
+@needs_browser
 async def test_a_browser_starts_watches_and_stops_a_load(page):
     report = await load_in_browser(page, "storyteller")
     assert "window.streamsFigures" in report

@@ -156,7 +156,7 @@ async def test_a_canary_changes_during_streams(routed):
 
     async def stream(open_channel, request_id):
         request = millrace_pb2.GenerateRequest(
-            model="canary", prompt="Once", max_tokens=200, ignore_eos=True, request_id=request_id
+            model="canary", prompt="Once", max_tokens=80, ignore_eos=True, pace=20, request_id=request_id
         )
         tokens = 0
         async for response in TextGenerationStub(open_channel).Generate(request, **OPTIONS):
@@ -182,7 +182,7 @@ async def test_a_canary_changes_during_streams(routed):
 
         await until(is_changed)
         assert {await served() for _ in range(10)} == {"second"}
-        assert await asyncio.gather(*streams) == [200] * STREAMS
+        assert await asyncio.gather(*streams) == [80] * STREAMS
     replace_file(path, json.dumps(ROUTES))
     for request_id in ids:
         (record,) = await records(stack.gateway, request_id=request_id)

@@ -16,6 +16,7 @@ from playwright.async_api import expect
 
 from runner.settings import ROOT
 from runner.stack import Stack
+from tests.support.chromium import needs_browser
 from tests.support.free_ports import free_settings
 from tests.system.calls import generate
 from tests.system.playground_page import (
@@ -27,7 +28,6 @@ from tests.system.playground_page import (
     copied_code,
     figure,
     is_served,
-    needs_browser,
     open_page,
     output_of,
     own_text,

@@ -8,8 +8,9 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import expect
 
+from tests.support.chromium import WAIT_MS, needs_browser
 from tests.system.calls import rest
-from tests.system.playground_page import AXE, PHONE, browser, figure, needs_browser, open_page, problems, screenshot
+from tests.system.playground_page import AXE, PHONE, browser, figure, open_page, problems, screenshot
 
 __all__ = ["browser", "open_page"]  # Fixtures.
 
@@ -49,7 +50,7 @@ async def test_a_chat_has_turns_and_a_system_message_and_shows_the_models_prompt
 
 async def test_sixteen_requests_at_once_run_in_one_batch(stack, open_page):
     page = await open_page(stack.gateway)
-    await page.fill("[name=max_tokens]", "20")
+    await page.fill("[name=max_tokens]", "40")
     await page.select_option("#pace", "20")
     await page.click("#crowd")
     await expect(page.locator("#state-load")).to_have_text("16 running · 0 waiting")
@@ -140,7 +141,7 @@ async def test_the_page_asks_for_a_key_once_and_shows_its_usage(browser, keyed, 
     (role, key), (_, other) = KEYS[name], KEYS["bob"]
     context = await browser.new_context()
     page = await context.new_page()
-    page.set_default_timeout(15_000)
+    page.set_default_timeout(WAIT_MS)
     request = {"model": "storyteller", "prompt": "A dog", "max_tokens": 3}
     answer = await rest(keyed.gateway, "POST", "/v1/completions", request, authorization=f"Bearer {other}")
     assert answer.status == 200

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import signal
 import sys
 from collections import Counter
@@ -14,6 +13,7 @@ from millrace.oip.tensors import decode_outputs
 from millrace_protos import millrace_pb2, millrace_pb2_grpc
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.metrics_pages import read_page
+from tests.support.full import FULL
 from tests.system.calls import channel, each, generate, http_request, text_request
 from tests.waiting import until
 
@@ -22,7 +22,6 @@ PROMPT, NUMBERS = "Once upon a time", "in 1984, 27 days, 3 hours and 15 minutes"
 TOKENS = 40
 SAMPLING = {"greedy": {"temperature": 0.0, "seed": 0}, "sampled": {"temperature": 1.0, "seed": 11}}
 # FULL=1: the promised number and duration, with the default interval of comments.
-FULL = os.environ.get("FULL") == "1"
 AWAY_S, KEEP_ALIVE = (90, {}) if FULL else (3, {"TRANSFORMER_SSE_KEEP_ALIVE": "0.5"})
 REPEATS = 2 if FULL else 1
 # Less than an answer takes: an answer that cannot move meanwhile is handed back.

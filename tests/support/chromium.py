@@ -1,0 +1,30 @@
+"""Chromium, Debian's package, for the tests of pages; without it they are skipped."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from playwright.async_api import Browser, async_playwright, expect
+
+from runner.settings import ROOT
+
+SCREENSHOTS = ROOT / ".run" / "screenshots"
+WAIT_MS = 30_000  # A busy machine may take seconds for what a page does at once.
+
+_EXECUTABLE = shutil.which("chromium") or shutil.which("google-chrome")
+
+needs_browser = pytest.mark.skipif(_EXECUTABLE is None, reason="no browser here (Debian's package chromium)")
+expect.set_options(timeout=WAIT_MS)
+
+
+@asynccontextmanager
+async def started_browser() -> AsyncIterator[Browser]:
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=_EXECUTABLE)
+        try:
+            yield browser
+        finally:
+            await browser.close()
