@@ -15,13 +15,15 @@ from tests.support.locust_run import FILES, LocustRun
 
 pytestmark = pytest.mark.timeout(900)
 
-BATCH, PACE_MS, TOKENS = 8, 30, 12
+BATCH, PACE_MS = 8, 30
+# Answers of equal length fall into step: the same 40 users were all good in one run, and a quarter late in another.
+TOKENS = "8-16"
 NEAR, TWICE = 0.10, 1.9
-# A search from 20 users per predictor, which serves about 40, to fifty: a coarser one would not distinguish 1.9 and 2.
+# The search begins at 20 users per predictor, which serves about 38: a coarser one would not distinguish 1.9 and 2.
 USERS, PRECISION = 20, 2
 # The limit is on the whole request: with more sequences than slots they take turns, so that first tokens are early
 # and gaps are long.
-OBJECTIVE = "whole <= 2500 ms"
+OBJECTIVE = "whole <= 2300 ms"
 
 
 async def find_knee(new_stack, folder, predictors, *options):
@@ -33,7 +35,7 @@ async def find_knee(new_stack, folder, predictors, *options):
         commands={"predictor": (sys.executable, "-m", "bench.instant_predictor")},
         environment={"predictor": {"PACE_MS": str(PACE_MS), "PREDICTOR_MAX_RUNNING": str(BATCH)}},
     )
-    fields = ("--objective", OBJECTIVE, "--output-tokens", str(TOKENS), "--think-time", "0", "--knee-seconds", "20")
+    fields = ("--objective", OBJECTIVE, "--output-tokens", TOKENS, "--think-time", "0", "--knee-seconds", "20")
     precision = ("--knee-precision", str(PRECISION))
     run = LocustRun()
     start = ("-u", str(USERS * predictors), "--knee-folder", str(folder))
