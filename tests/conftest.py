@@ -27,7 +27,6 @@ for signum in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(signum) is signal.SIG_IGN:
         signal.signal(signum, signal.SIG_DFL)
 
-
 # The duration of an example depends on the load of the machine. Each run has other examples.
 settings.register_profile(
     "millrace",

@@ -7,7 +7,7 @@ import http.client
 import json
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -17,6 +17,9 @@ from millrace.oip.tensors import Tensor, add_input, bytes_tensor, decode_outputs
 from millrace_protos import inference_pb2, millrace_pb2, millrace_pb2_grpc
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 
+STREAMS = 64
+PACE = 20  # Tokens of a stream in a second, so that it lasts as long on every machine.
+TIMEOUT_S = 60
 _TRAILERS = 0x80
 _FRAME_HEAD = 5  # The head of a gRPC-Web frame: a byte of flags and four of the length.
 
@@ -37,6 +40,34 @@ async def generate(gateway: str, **fields: Any) -> list[millrace_pb2.GenerateRes
     async with channel(gateway) as open_channel:
         stub = millrace_pb2_grpc.TextGenerationStub(open_channel)
         return [response async for response in stub.Generate(millrace_pb2.GenerateRequest(**fields), timeout=60)]
+
+
+async def begun_streams(
+    open_channel: grpc.aio.Channel,
+    ids: Iterable[str] = ("",) * STREAMS,
+    metadata: tuple[tuple[str, str], ...] = (),
+    **fields: Any,
+) -> list[asyncio.Task[int]]:
+    """Paced calls of `Generate`, one for each request id, that have received a token.
+
+    `fields` are those of the requests. The tasks return the number of tokens.
+    """
+    started = asyncio.Semaphore(0)
+    stub = millrace_pb2_grpc.TextGenerationStub(open_channel)
+
+    async def stream(request_id: str) -> int:
+        request = millrace_pb2.GenerateRequest(request_id=request_id, ignore_eos=True, pace=PACE, **fields)
+        received = 0
+        async for response in stub.Generate(request, metadata=metadata, timeout=TIMEOUT_S):
+            if received == 0:
+                started.release()
+            received += len(response.token_ids)
+        return received
+
+    streams = [asyncio.create_task(stream(request_id)) for request_id in ids]
+    for _ in streams:
+        await asyncio.wait_for(started.acquire(), TIMEOUT_S)
+    return streams
 
 
 def text_of(responses: list[millrace_pb2.GenerateResponse]) -> str:

@@ -21,8 +21,8 @@ from millrace_protos import inference_pb2, millrace_pb2
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from millrace_protos.millrace_pb2_grpc import PayloadLogStub, TextGenerationStub
 from tests.support.connections import context
-from tests.system.calls import Answer, each, http_request, text_request, web_frames
-from tests.system.keyed_stack import MODEL, OK, REST, TIMEOUT_S, Headers, last_of, status_of
+from tests.system.calls import TIMEOUT_S, Answer, each, http_request, text_request, web_frames
+from tests.system.keyed_stack import MODEL, OK, REST, Headers, last_of, status_of
 
 UNAUTHENTICATED, PERMISSION_DENIED, NOT_FOUND = "UNAUTHENTICATED", "PERMISSION_DENIED", "NOT_FOUND"
 HTTP_STATUSES = {OK: 200, UNAUTHENTICATED: 401, PERMISSION_DENIED: 403, NOT_FOUND: 404}

@@ -13,11 +13,10 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from millrace_protos import millrace_pb2
-from millrace_protos.millrace_pb2_grpc import TextGenerationStub
 from runner.stack import Stack
 from tests.support.full import FULL
 from tests.support.stacks import StackPool
+from tests.system.calls import STREAMS, begun_streams
 
 _NAMES = "root alice later metered monthly narrow counted few changing"
 KEYS = {name: "mr-" + secrets.token_urlsafe(32) for name in _NAMES.split()}
@@ -34,11 +33,8 @@ ENTRIES: list[dict[str, Any]] = [
     {"name": "few", "key": KEYS["few"], "requests_per_minute": FEW},
     {"name": "changing", "key": KEYS["changing"], "requests_per_minute": 1000, "tokens_per_minute": 100_000},
 ]
-STREAMS = 64
-PACE = 20  # Tokens of a stream in a second, so that it lasts as long on every machine.
 MODEL = "storyteller"
 OK = "OK"
-TIMEOUT_S = 60
 LOST_STATUS, MOST_ATTEMPTS = "Internal error from Core", 100
 
 Headers = Mapping[str, str]
@@ -90,26 +86,10 @@ async def last_of(responses: Any) -> Any:
     return [response async for response in responses][-1:]
 
 
-async def begun_streams(open_channel: grpc.aio.Channel, who: str, tokens: int) -> list[asyncio.Task[int]]:
-    """STREAMS calls of `Generate` by a client that have received a token; the tasks return the number of tokens."""
-    started = asyncio.Semaphore(0)
-
-    async def stream() -> int:
-        request = millrace_pb2.GenerateRequest(
-            model=MODEL, prompt="Once", max_tokens=tokens, ignore_eos=True, pace=PACE
-        )
-        options: dict[str, Any] = {"metadata": tuple(bearer(who).items()), "timeout": TIMEOUT_S}
-        responses, received = TextGenerationStub(open_channel).Generate(request, **options), 0
-        async for response in responses:
-            if received == 0:
-                started.release()
-            received += len(response.token_ids)
-        return received
-
-    streams = [asyncio.create_task(stream()) for _ in range(STREAMS)]
-    for _ in streams:
-        await asyncio.wait_for(started.acquire(), TIMEOUT_S)
-    return streams
+async def streams_of(who: str, open_channel: grpc.aio.Channel, tokens: int) -> list[asyncio.Task[int]]:
+    """A client's STREAMS calls of `Generate`; see `begun_streams`."""
+    metadata = tuple(bearer(who).items())
+    return await begun_streams(open_channel, metadata=metadata, model=MODEL, prompt="Once", max_tokens=tokens)
 
 
 COMPLETION = {"model": MODEL, "prompt": "Once", "max_tokens": 2}

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 from runner.stack import Stack
-from tests.system.calls import channel, rest
-from tests.system.keyed_stack import ENTRIES, KEYS, MODEL, STREAMS, bearer, begun_streams, key_file, keyed, write
+from tests.system.calls import STREAMS, channel, rest
+from tests.system.keyed_stack import ENTRIES, KEYS, MODEL, bearer, key_file, keyed, streams_of, write
 from tests.waiting import until
 
 __all__ = ["key_file", "keyed"]
@@ -35,7 +35,7 @@ async def test_keys_change_during_streams(keyed: tuple[Stack, Path]) -> None:
         return bool(answer.status == 401)
 
     async with channel(stack.gateway) as open_channel:
-        streams = await begun_streams(open_channel, "alice", 80)
+        streams = await streams_of("alice", open_channel, 80)
         try:
             write(path, [*ENTRIES[:1], ENTRIES[1] | {"key": KEYS["later"]}])
             changed = time.monotonic()

@@ -17,7 +17,7 @@ from millrace_protos.millrace_pb2_grpc import PayloadLogStub, TextGenerationStub
 from runner.stack import Stack
 from tests.support.rate_limit_service import RateLimitService
 from tests.support.stacks import StackFactory
-from tests.system.calls import channel, each, rest, text_request
+from tests.system.calls import STREAMS, TIMEOUT_S, channel, each, rest, text_request
 from tests.system.keyed_stack import (
     COMPLETION,
     COUNTED,
@@ -28,14 +28,12 @@ from tests.system.keyed_stack import (
     MODEL,
     OK,
     REST,
-    STREAMS,
-    TIMEOUT_S,
     bearer,
-    begun_streams,
     key_file,
     keyed,
     last_of,
     status_of,
+    streams_of,
     write,
 )
 from tests.system.own_clients import client_passes
@@ -150,7 +148,7 @@ async def test_limits_change_during_streams(keyed: tuple[Stack, Path]) -> None:
         return (seen["requests"][0], seen["tokens"][0]) == (str(requests), str(tokens))
 
     async with channel(stack.gateway) as open_channel:
-        streams = await begun_streams(open_channel, "changing", 100)
+        streams = await streams_of("changing", open_channel, 100)
         try:
             assert await limits_are(1000, 100_000)
             # Less than the present streams use: the new limit applies to later calls.

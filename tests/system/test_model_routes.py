@@ -12,10 +12,8 @@ import pytest_asyncio
 from millrace.oip.tensors import Tensor, add_input, decode_outputs
 from millrace.watched_file import replace_file
 from millrace_protos import inference_pb2 as pb
-from millrace_protos import millrace_pb2
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from millrace_protos.millrace_pb2_grpc import TextGenerationStub
-from tests.system.calls import channel, each, rest
+from tests.system.calls import STREAMS, begun_streams, channel, each, rest
 from tests.system.direct import hop_of, until_direct
 from tests.system.payload_log import query, records
 from tests.system.request_outcome import Request
@@ -34,7 +32,6 @@ ROUTES = {
     "shadowed": {"model": "storyteller", "shadow": "second"},
     "same": {"model": "identity", "shadow": "twin"},
 }
-STREAMS = 64
 OPTIONS = {"timeout": 60}
 
 
@@ -152,18 +149,7 @@ async def test_a_copy_is_recorded_and_not_returned(routed):
 
 async def test_a_canary_changes_during_streams(routed):
     stack, path = routed
-    started, ids = asyncio.Semaphore(0), [f"stream-{number}" for number in range(STREAMS)]
-
-    async def stream(open_channel, request_id):
-        request = millrace_pb2.GenerateRequest(
-            model="canary", prompt="Once", max_tokens=80, ignore_eos=True, pace=20, request_id=request_id
-        )
-        tokens = 0
-        async for response in TextGenerationStub(open_channel).Generate(request, **OPTIONS):
-            if tokens == 0:
-                started.release()
-            tokens += len(response.token_ids)
-        return tokens
+    ids = [f"stream-{number}" for number in range(STREAMS)]
 
     async def served():
         answer = await rest(stack.gateway, "POST", "/v1/completions", completion("canary"))
@@ -171,9 +157,7 @@ async def test_a_canary_changes_during_streams(routed):
         return answer.headers["x-millrace-model"]
 
     async with channel(stack.gateway) as open_channel:
-        streams = [asyncio.create_task(stream(open_channel, request_id)) for request_id in ids]
-        for _ in streams:
-            await asyncio.wait_for(started.acquire(), 60)
+        streams = await begun_streams(open_channel, ids, model="canary", prompt="Once", max_tokens=80)
         split = [{"model": "storyteller", "weight": 0}, {"model": "second", "weight": 1}]
         replace_file(path, json.dumps(ROUTES | {"canary": {"split": split}}))
 
