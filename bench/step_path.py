@@ -28,7 +28,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-import grpc
 import uvloop
 
 from bench import forward_times
@@ -37,9 +36,11 @@ from bench.contenders import ROOT
 from bench.processes import NAMED_THREADS, Usage, roles, usage
 from bench.runs import machine, parser, write
 from bench.server_process import LOOPBACK, accepts, free_port, server_process, until
-from millrace_protos import steps_pb2, steps_pb2_grpc
+from millrace.rpc.http2.streaming_call import StreamingCall
+from millrace_protos import steps_pb2
 from runner.services import predictor_tuning
 from runner.settings import StackSettings
+from services.transformer.predictors.steps_call import open_steps_call
 
 _MODELS_FOLDER = ROOT / ".run" / "bench" / "models"
 _MODEL = "llama-10M"
@@ -63,51 +64,51 @@ class Server(NamedTuple):
 
 
 class Caller:
-    """One steps call with `count` sequences in flight; `tokens` and `steps` count the received ones."""
+    """A transformer's call with `count` sequences in flight; `tokens` and `steps` count the received ones."""
 
-    def __init__(self, channel: grpc.aio.Channel, count: int, tokens: int) -> None:
+    def __init__(self, count: int, tokens: int) -> None:
         self.tokens = 0
         self.steps = 0
         self._draw = random.Random(count)  # noqa: S311
         self._sampling = json.dumps(_SAMPLING | {"max_tokens": tokens}).encode()
         self._submitted = 0
         self._outgoing = steps_pb2.StepsRequest()
-        self._due = asyncio.Event()
         self._to_submit = count  # Submitted once the model is ready.
-        self._task = asyncio.create_task(self._read(steps_pb2_grpc.PredictorStepsStub(channel).Run(self._requests())))
+        self._call: StreamingCall | None = None
+
+    @asynccontextmanager
+    async def called(self, address: str) -> AsyncIterator[None]:
+        self._call = await open_steps_call(address, self._take, self._send)
+        self._send()
+        try:
+            yield
+        finally:
+            self._call.close()
 
     async def run(self, seconds: float) -> None:
         """Waits; raises the error that has ended the call."""
-        done, _ = await asyncio.wait([self._task], timeout=seconds)
-        if done:
-            self._task.result()
-            raise RuntimeError("the predictor has ended the call")
+        await asyncio.sleep(seconds)
+        if self._call is not None and self._call.ended.done():
+            raise RuntimeError(f"the predictor has ended the call: {self._call.ended.result()}")
 
-    async def close(self) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+    def _take(self, message: bytes) -> None:
+        step = steps_pb2.Step.FromString(message)
+        if self._to_submit and step.loads.models:
+            for _ in range(self._to_submit):
+                self._submit()
+            self._to_submit = 0
+        self.tokens += len(step.token_ids)
+        self.steps += bool(step.token_ids)
+        for ended in step.ended:
+            if ended.HasField("error"):
+                raise RuntimeError(f"a sequence has failed: {ended.error.message}")
+            self._submit()
+        self._send()
 
-    async def _read(self, call: Any) -> None:
-        try:
-            async for step in call:
-                if self._to_submit and step.loads.models:
-                    for _ in range(self._to_submit):
-                        self._submit()
-                    self._to_submit = 0
-                self.tokens += len(step.token_ids)
-                self.steps += bool(step.token_ids)
-                for ended in step.ended:
-                    if ended.HasField("error"):
-                        raise RuntimeError(f"a sequence has failed: {ended.error.message}")
-                    self._submit()
-        finally:
-            call.cancel()
-
-    async def _requests(self) -> AsyncIterator[steps_pb2.StepsRequest]:
-        while await self._due.wait():
-            self._due.clear()
-            request, self._outgoing = self._outgoing, steps_pb2.StepsRequest()
-            yield request
+    def _send(self) -> None:
+        if self._call is not None and self._call.can_send and self._outgoing.submissions:
+            outgoing, self._outgoing = self._outgoing, steps_pb2.StepsRequest()
+            self._call.send(outgoing.SerializeToString())
 
     def _submit(self) -> None:
         self._submitted += 1
@@ -119,7 +120,6 @@ class Caller:
             sampling=self._sampling,
             timeout_s=600.0,
         )
-        self._due.set()
 
 
 def main() -> None:
@@ -153,11 +153,11 @@ def main() -> None:
 
 async def _measure(arguments: argparse.Namespace) -> dict[int, list[dict[str, Any]]]:
     samples: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    async with _predictor(arguments) as server, grpc.aio.insecure_channel(server.address) as channel:
+    async with _predictor(arguments) as server:
         with _on_cores(os.sched_getaffinity(0) - {arguments.core} or {arguments.core}):
             for _ in range(arguments.rounds):
                 for callers in random.sample(arguments.callers, len(arguments.callers)):
-                    samples[callers].append(await _sample(server, channel, callers, arguments))
+                    samples[callers].append(await _sample(server, callers, arguments))
     return samples
 
 
@@ -190,11 +190,9 @@ async def _predictor(arguments: argparse.Namespace) -> AsyncIterator[Server]:
         yield Server(process.pid, f"{LOOPBACK}:{port}", folder / "forward-times")
 
 
-async def _sample(
-    server: Server, channel: grpc.aio.Channel, callers: int, arguments: argparse.Namespace
-) -> dict[str, Any]:
-    caller = Caller(channel, callers, arguments.new_tokens)
-    try:
+async def _sample(server: Server, callers: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    caller = Caller(callers, arguments.new_tokens)
+    async with caller.called(server.address):
         while not caller.tokens:
             await caller.run(0.1)
         await caller.run(_WARM_UP_S)
@@ -204,8 +202,6 @@ async def _sample(
         await caller.run(arguments.seconds)
         used, passes = usage(processes).since(before), forward_times.read(server.forward_times)
         tokens, steps, seconds = caller.tokens - tokens, caller.steps - steps, time.perf_counter() - started
-    finally:
-        await caller.close()
     return _sample_figures(tokens, steps, seconds, used, passes.cpu_s - passes_before.cpu_s)
 
 

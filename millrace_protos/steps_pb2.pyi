@@ -152,8 +152,13 @@ class Step(_message.Message):
     LOADS_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
+    PORT_FIELD_NUMBER: _builtins.int
     leaving: _builtins.bool
     """The predictor is about to stop: sequences may resume elsewhere."""
+    port: _builtins.int
+    """In the first message of a call at the port of gRPC: the port where the predictor serves these calls at less cost. The
+    caller calls again there, and stays where it is if it cannot.
+    """
     @_builtins.property
     def numbers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New tokens in order: token_ids[i] belongs to the sequence numbers[i]."""
@@ -199,10 +204,11 @@ class Step(_message.Message):
         loads: Global___EngineLoads | None = ...,
         leaving: _builtins.bool | None = ...,
         seconds: _abc.Iterable[_builtins.float] | None = ...,
+        port: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_leaving", b"_leaving", "_loads", b"_loads", "leaving", b"leaving", "loads", b"loads"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_leaving", b"_leaving", "_loads", b"_loads", "accepted", b"accepted", "alone", b"alone", "begun", b"begun", "ended", b"ended", "leaving", b"leaving", "loads", b"loads", "logprobs", b"logprobs", "numbers", b"numbers", "seconds", b"seconds", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_leaving", b"_leaving", "_loads", b"_loads", "accepted", b"accepted", "alone", b"alone", "begun", b"begun", "ended", b"ended", "leaving", b"leaving", "loads", b"loads", "logprobs", b"logprobs", "numbers", b"numbers", "port", b"port", "seconds", b"seconds", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__leaving: _TypeAlias = _typing.Literal["leaving"]  # noqa: Y015
     _WhichOneofArgType__leaving: _TypeAlias = _typing.Literal["_leaving", b"_leaving"]  # noqa: Y015

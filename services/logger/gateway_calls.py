@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto
@@ -83,13 +83,6 @@ _DEADLINE_MARGIN_MS = 10
 _Values = Mapping[str, str]
 
 
-class Observed(NamedTuple):
-    """A call as the gateway logged it, and whether a service may have recorded it."""
-
-    record: PayloadRecord
-    reached_a_recorder: bool
-
-
 class GatewayCalls:
     """Stores the gateway's access log; shows `tails` the calls that no service can have recorded."""
 
@@ -108,12 +101,12 @@ class GatewayCalls:
 
     async def _export(self, request: Any, context: Context) -> ExportLogsServiceResponse:
         await asyncio.sleep(self._hold_s)
-        observed: list[Observed] = []
+        calls: list[LoggedCall] = []
         failures: list[Exception] = []
         logs = (log for resource in request.resource_logs for scope in resource.scope_logs for log in scope.log_records)
         for number, log in enumerate(logs, 1):
             try:
-                observed.append(observe(log))
+                calls.append(LoggedCall(log))
             except Exception as error:
                 failures.append(error)
             if number % _TURN == 0:
@@ -121,48 +114,62 @@ class GatewayCalls:
         if failures:
             text = "%d lines of the gateway's access log cannot be read"
             logger.error(text, len(failures), exc_info=failures[0])
-        reached = {call.record.record_id for call in observed if call.reached_a_recorder}
-        alone = await self._store.add_calls([call.record for call in observed], reached)
-        self._tails.show([record for record in alone if record.record_id not in reached])
+        self._tails.show(await self._store.add_calls(calls))
         return ExportLogsServiceResponse()
 
 
-def observe(log: Any) -> Observed:
-    """Converts a log record, whose strings are bytes; raises ValueError if it has more or fewer values."""
-    body = log.body.string_value.decode(errors="replace").split("\n")
-    values: _Values = {name: value for name, value in zip(_VALUES, body, strict=True) if value != _MISSING}
-    response_flags = values.get("flags", "-")[:_MAX_ID]
-    flags = set(response_flags.split(",")) - {"", "-"}
-    gateway = GatewayCall(
-        path=values.get("path", "").partition("?")[0][:_MAX_CHARACTERS],
-        http_status=min(_number(values, "http_status"), _MAX_UINT32),
-        response_flags=response_flags,
-        details=values.get("details", "")[:_MAX_CHARACTERS],
-        duration_ms=_number(values, "duration_ms"),
-        request_bytes=_number(values, "request_bytes"),
-        response_bytes=_number(values, "response_bytes"),
-        upstream="" if flags & _NOT_REACHED else values.get("upstream", "")[:_MAX_ID],
-        peer=values.get("peer", "")[:_MAX_ID],
-    )
-    status = _status(values, flags, gateway)
-    seconds, nanos = divmod(log.time_unix_nano, 1_000_000_000)
-    record = PayloadRecord(
-        record_id=str(as_uuid7(next_id(log.time_unix_nano // 1_000_000, 0))),
-        time=Timestamp(seconds=seconds, nanos=nanos),
-        request_id=values.get("request_id", "")[:_MAX_ID],
-        protocol=_protocol(values, gateway.path),
-        status=status,
-        message="" if status == "OK" else f"{gateway.details} ({gateway.response_flags})",
-        failed_hop=_failed_hop(values, status, gateway),
-        duration_ms=gateway.duration_ms,
-        trace_id=log.trace_id.hex() if len(log.trace_id) == _TRACE_ID_BYTES else "",
-        span_id=log.span_id.hex() if len(log.span_id) == _SPAN_ID_BYTES else "",
-        client=values.get("client", "")[:_MAX_ID],
-        call_id=values.get("call_id", "")[:_MAX_ID],
-        gateway=gateway,
-    )
-    recorded_by_service = values.get("cluster") in _RECORDERS and bool(gateway.upstream)
-    return Observed(record, recorded_by_service and record.failed_hop != "gateway")
+class LoggedCall:
+    """A call as the gateway logged it; most need no record of their own, for a service has recorded them.
+
+    `log` is a log record whose strings are bytes; raises ValueError if it has more or fewer values.
+    """
+
+    def __init__(self, log: Any) -> None:
+        body = log.body.string_value.decode(errors="replace").split("\n")
+        values: _Values = {name: value for name, value in zip(_VALUES, body, strict=True) if value != _MISSING}
+        response_flags = values.get("flags", "-")[:_MAX_ID]
+        flags = set(response_flags.split(",")) - {"", "-"}
+        self.call_id = values.get("call_id", "")[:_MAX_ID]
+        self.gateway = GatewayCall(
+            path=values.get("path", "").partition("?")[0][:_MAX_CHARACTERS],
+            http_status=min(_number(values, "http_status"), _MAX_UINT32),
+            response_flags=response_flags,
+            details=values.get("details", "")[:_MAX_CHARACTERS],
+            duration_ms=_number(values, "duration_ms"),
+            request_bytes=_number(values, "request_bytes"),
+            response_bytes=_number(values, "response_bytes"),
+            upstream="" if flags & _NOT_REACHED else values.get("upstream", "")[:_MAX_ID],
+            peer=values.get("peer", "")[:_MAX_ID],
+        )
+        self._log = log
+        self._values = values
+        self._flags = flags
+
+    def record(self) -> PayloadRecord:
+        """The record of a call that no service has recorded."""
+        log, values, gateway = self._log, self._values, self.gateway
+        status = _status(values, self._flags, gateway)
+        seconds, nanos = divmod(log.time_unix_nano, 1_000_000_000)
+        return PayloadRecord(
+            record_id=str(as_uuid7(next_id(log.time_unix_nano // 1_000_000, 0))),
+            time=Timestamp(seconds=seconds, nanos=nanos),
+            request_id=values.get("request_id", "")[:_MAX_ID],
+            protocol=_protocol(values, gateway.path),
+            status=status,
+            message="" if status == "OK" else f"{gateway.details} ({gateway.response_flags})",
+            failed_hop=_failed_hop(values, status, gateway),
+            duration_ms=gateway.duration_ms,
+            trace_id=log.trace_id.hex() if len(log.trace_id) == _TRACE_ID_BYTES else "",
+            span_id=log.span_id.hex() if len(log.span_id) == _SPAN_ID_BYTES else "",
+            client=values.get("client", "")[:_MAX_ID],
+            call_id=self.call_id,
+            gateway=gateway,
+        )
+
+    def may_be_recorded(self, record: PayloadRecord) -> bool:
+        """Whether the call of this record has reached a service that records."""
+        reached = self._values.get("cluster") in _RECORDERS and bool(self.gateway.upstream)
+        return reached and record.failed_hop != "gateway"
 
 
 def _status(values: _Values, flags: set[str], gateway: GatewayCall) -> str:

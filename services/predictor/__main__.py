@@ -32,7 +32,7 @@ async def serve(settings: PredictorSettings, host: EngineHost) -> None:
     from services.predictor.generation.metrics import observe_engines
     from services.predictor.repository.repository import ModelRepository
     from services.predictor.servicer import InferenceServicer
-    from services.predictor.steps import servicer as steps
+    from services.predictor.steps.servicer import StepsServicer
 
     server = Server.of("predictor", settings, [_SERVICE])
 
@@ -44,7 +44,9 @@ async def serve(settings: PredictorSettings, host: EngineHost) -> None:
     servicer = InferenceServicer(repository, tap, settings.payload_addressed)
     add_GRPCInferenceServiceServicer_to_server(servicer, server.grpc)
 
-    steps.add_to_server(repository, server.stopping, server.grpc)
+    steps = StepsServicer(repository, server.stopping, settings.listen != "alone" and settings.steps_port != 0)
+    steps.add_to(server.grpc)
+    server.add_port(steps.own_port, settings.steps_port)
 
     if settings.development:
         development.add_to_server(repository, server.grpc)

@@ -27,7 +27,7 @@ from services.predictor.repository.repository import ModelRepository
 from services.predictor.servicer import InferenceServicer
 from services.predictor.settings import PredictorSettings
 from services.predictor.steps import sequence as steps_sequence
-from services.predictor.steps import servicer as steps_servicer
+from services.predictor.steps.servicer import StepsServicer
 from tests.random_models import save_random_model
 from tests.support.steps_caller import SAMPLING, StepsCaller
 from tests.waiting import until
@@ -36,9 +36,10 @@ from tests.waiting import until
 class Predictor:
     """A repository with one model behind a real port."""
 
-    def __init__(self, repository, target, stopping, admission):
+    def __init__(self, repository, target, steps_target, stopping, admission):
         self.repository = repository
         self.target = target
+        self.steps_target = steps_target
         self.stopping = stopping
         self.admission = admission
 
@@ -71,13 +72,16 @@ def predictor_of(engine_host, folder):
         interceptors = (CallInterceptor("predictor", admission, CallTelemetry()),)
         server = grpc.aio.server(interceptors=interceptors)
         inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(InferenceServicer(repository), server)
-        steps_servicer.add_to_server(repository, stopping, server)
+        steps = StepsServicer(repository, stopping)
+        steps.add_to(server)
+        steps_port = await steps.own_port.start("127.0.0.1", 0)
         port = server.add_insecure_port("127.0.0.1:0")
         await repository.load_all()
         await server.start()
         try:
-            yield Predictor(repository, f"127.0.0.1:{port}", stopping, admission)
+            yield Predictor(repository, f"127.0.0.1:{port}", f"127.0.0.1:{steps_port}", stopping, admission)
         finally:
+            await steps.own_port.stop(0)
             await server.stop(0)
             await repository.close()
 
@@ -92,7 +96,7 @@ async def predictor(predictor_of):
 
 @pytest.fixture
 async def caller(predictor):
-    async with grpc.aio.insecure_channel(predictor.target) as channel:
+    async with grpc.aio.insecure_channel(predictor.steps_target) as channel:
         yield StepsCaller(channel).start()
 
 
@@ -186,7 +190,7 @@ async def test_a_refused_sequence_ends_alone(predictor, caller, fields, error, t
 async def test_a_full_queue_refuses_with_a_retry_delay(predictor_of):
     async with (
         predictor_of(max_running=1, max_waiting=1) as predictor,
-        grpc.aio.insecure_channel(predictor.target) as channel,
+        grpc.aio.insecure_channel(predictor.steps_target) as channel,
     ):
         caller = StepsCaller(channel).start()
         caller.submit(1, sampling={**SAMPLING, "max_tokens": 200})
@@ -212,7 +216,7 @@ async def test_a_cancel_frees_the_blocks_and_its_neighbour_continues(predictor, 
 
 @pytest.mark.parametrize("how", ["leave", "half_close"])
 async def test_a_broken_call_cancels_its_sequences_and_a_half_closed_one_lets_them_end(predictor, how):
-    async with grpc.aio.insecure_channel(predictor.target) as channel:
+    async with grpc.aio.insecure_channel(predictor.steps_target) as channel:
         caller = StepsCaller(channel).start()
         caller.submit(1, sampling={**SAMPLING, "max_tokens": 100})
         await until(lambda: 1 in caller.begun)
@@ -228,7 +232,7 @@ async def test_a_broken_call_cancels_its_sequences_and_a_half_closed_one_lets_th
 
 @pytest.mark.parametrize("started", [True, False])
 async def test_the_death_of_an_engine_ends_its_sequences_and_the_call_continues(predictor_of, started):
-    async with predictor_of(max_running=1) as predictor, grpc.aio.insecure_channel(predictor.target) as channel:
+    async with predictor_of(max_running=1) as predictor, grpc.aio.insecure_channel(predictor.steps_target) as channel:
         caller = StepsCaller(channel).start()
         caller.submit(1, sampling={**SAMPLING, "max_tokens": 200})
         await until(lambda: 1 in caller.begun)
@@ -246,7 +250,7 @@ async def test_the_death_of_an_engine_ends_its_sequences_and_the_call_continues(
 
 
 async def test_loads_are_sent_at_once_and_after_every_second_of_silence(predictor):
-    async with grpc.aio.insecure_channel(predictor.target) as channel:
+    async with grpc.aio.insecure_channel(predictor.steps_target) as channel:
         caller = StepsCaller(channel)
         first = await caller.read_one()
         (load,) = first.loads.models
@@ -257,11 +261,23 @@ async def test_loads_are_sent_at_once_and_after_every_second_of_silence(predicto
         assert 0.5 < time.monotonic() - since < 5
         assert beat.HasField("loads")
         assert not beat.numbers
+        assert not first.port
+
+
+async def test_a_call_at_the_port_of_grpc_is_told_the_other_and_served(predictor):
+    async with grpc.aio.insecure_channel(predictor.target) as channel:
+        caller = StepsCaller(channel).start()
+        await until(lambda: caller.messages)
+        first = caller.messages[0]
+        assert f"127.0.0.1:{first.port}" == predictor.steps_target
+        assert [load.model for load in first.loads.models] == ["llama"]
         assert predictor.admission.idle == 0
+        caller.submit(1)
+        assert (await caller.end_of(1)).finish_reason == "length"
 
 
 async def test_an_unloaded_model_ends_its_sequences_and_leaves_the_loads(predictor_of):
-    async with predictor_of(drain_s=0.05) as predictor, grpc.aio.insecure_channel(predictor.target) as channel:
+    async with predictor_of(drain_s=0.05) as predictor, grpc.aio.insecure_channel(predictor.steps_target) as channel:
         caller = StepsCaller(channel).start()
         caller.submit(1, sampling={**SAMPLING, "max_tokens": 200})
         await until(lambda: 1 in caller.begun)
@@ -277,7 +293,7 @@ async def test_an_unloaded_model_ends_its_sequences_and_leaves_the_loads(predict
 
 @pytest.mark.parametrize("drain", ["hand-back", "finish"])
 async def test_a_drain_offers_then_hands_back_then_ends_the_call(predictor_of, drain):
-    async with predictor_of(drain=drain) as predictor, grpc.aio.insecure_channel(predictor.target) as channel:
+    async with predictor_of(drain=drain) as predictor, grpc.aio.insecure_channel(predictor.steps_target) as channel:
         caller = StepsCaller(channel).start()
         caller.submit(1, sampling={**SAMPLING, "max_tokens": 200})
         await until(lambda: 1 in caller.begun)
@@ -307,7 +323,7 @@ async def test_a_process_that_hands_over_its_port_ends_the_call_after_its_last_s
 
 async def test_steps_merge_while_the_caller_does_not_read(predictor):
     # gRPC would open its window as it measures the connection, and could take all of the steps.
-    async with grpc.aio.insecure_channel(predictor.target, options=[("grpc.http2.bdp_probe", 0)]) as channel:
+    async with grpc.aio.insecure_channel(predictor.steps_target, options=[("grpc.http2.bdp_probe", 0)]) as channel:
         caller = StepsCaller(channel)
         sampling = {**SAMPLING, "max_tokens": 120, "logprobs": True, "top_logprobs": 20}
         for number in range(1, 9):
@@ -330,7 +346,7 @@ async def test_the_first_token_has_the_number_of_cached_prompt_tokens(caller):
 
 
 async def test_a_handed_back_sequence_keeps_its_tokens_and_a_single_call_continues_it(predictor_of):
-    async with predictor_of(max_running=2) as predictor, grpc.aio.insecure_channel(predictor.target) as channel:
+    async with predictor_of(max_running=2) as predictor, grpc.aio.insecure_channel(predictor.steps_target) as channel:
         caller = StepsCaller(channel).start()
         own = asyncio.create_task(by_inference(predictor, [5, 6, 7], max_tokens=240))
         await until(lambda: predictor.engine.load.running)

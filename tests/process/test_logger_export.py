@@ -28,6 +28,7 @@ from services.logger.export.export import instant
 from services.logger.store import snapshot
 from services.logger.store.store import SqliteStore
 from services.logger.store.values import row
+from tests.process.test_logger_store import LoggedCall
 
 ROOT = Path(__file__).parents[2]
 SOURCE = str(uuid.uuid4())
@@ -80,7 +81,7 @@ def lines(path):
 async def test_a_line_of_json_holds_every_field_of_the_record(store, run, tmp_path):
     call = PayloadRecord(call_id="call-1", gateway=GatewayCall(path="/p", http_status=200, request_bytes=2**63))
     await store.append([full_request(1)])
-    await store.add_calls([call])
+    await store.add_calls([LoggedCall(call)])
     assert run("--format", "jsonl", "--output", str(tmp_path / "out.jsonl")) == 0
     (exported,) = lines(tmp_path / "out.jsonl")
     assert exported["time"] == "2026-01-31T12:00:00.123456Z"

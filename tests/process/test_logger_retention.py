@@ -9,7 +9,7 @@ from millrace.errors import InvalidRequestError
 from millrace_protos.millrace_pb2 import DeletePayloadsRequest, PayloadRecord
 from services.logger.store.retention import Retention
 from services.logger.store.store import SqliteStore
-from tests.process.test_logger_store import append_request, numbers, record_id
+from tests.process.test_logger_store import LoggedCall, append_request, numbers, record_id
 
 DAY_US = 24 * 3600 * 1_000_000
 NOW_US = 20_000 * DAY_US
@@ -217,7 +217,7 @@ async def test_a_record_that_is_deleted_before_it_arrives_is_dropped_on_arrival(
     # The gateway's line of the call is dropped, as for any deleted record.
     call = PayloadRecord(record_id=record_id(9), call_id="a")
     call.gateway.path = "/p"
-    assert await store.add_calls([call]) == []
+    assert await store.add_calls([LoggedCall(call)]) == []
     await store.close()
 
 

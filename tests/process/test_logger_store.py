@@ -20,6 +20,21 @@ from services.logger.store.store import SqliteStore
 SOURCE = str(uuid.uuid4())
 
 
+class LoggedCall:
+    """A line of the gateway's access log, whose own record is given."""
+
+    def __init__(self, record, may_be_recorded=False):
+        self.call_id, self.gateway = record.call_id, record.gateway
+        self._record, self._may_be_recorded = record, may_be_recorded
+
+    def record(self):
+        return self._record
+
+    def may_be_recorded(self, record):
+        assert record is self._record
+        return self._may_be_recorded
+
+
 def record_id(number):
     return str(uuid.UUID(int=number))
 

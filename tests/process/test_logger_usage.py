@@ -12,7 +12,7 @@ from services.logger.store import usage
 from services.logger.store.retention import Retention
 from services.logger.store.store import SqliteStore
 from services.logger.store.usage import UsageQuery
-from tests.process.test_logger_store import append_request, record_id, timestamp
+from tests.process.test_logger_store import LoggedCall, append_request, record_id, timestamp
 
 DAY_NS = 86_400 * 10**9
 HOUR_NS = 3600 * 10**9
@@ -117,12 +117,12 @@ async def test_the_gateway_s_line_of_a_call_adds_nothing(store, order):
     call.time.FromNanoseconds(START_NS)
     record = taken(1, call_id="c")
     if order == "call first":
-        await store.add_calls([call], {call.record_id})
+        await store.add_calls([LoggedCall(call, may_be_recorded=True)])
         assert await groups(store, group="") == [sums()]
         await store.append([record])
     else:
         await store.append([record])
-        await store.add_calls([call], {call.record_id})
+        await store.add_calls([LoggedCall(call, may_be_recorded=True)])
     assert await groups(store, group="") == [sums(1, 0, 10, 4, 3, 1.5)]
 
 

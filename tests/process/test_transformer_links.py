@@ -93,6 +93,33 @@ async def test_links_follow_the_addresses_and_a_change_wakes_waiting_requests(mo
             changed = links.changed
 
 
+async def test_a_link_uses_the_port_that_its_predictor_tells(monkeypatch):
+    known, told = ScriptedPredictor(), ScriptedPredictor()
+    async with serving(known) as address, serving(told) as own_address:
+        known.own_port = int(own_address.rpartition(":")[2])
+        async with links_at(monkeypatch, address) as (links, _):
+            await until(lambda: can_choose(links))
+            await until(lambda: (known.sessions, told.sessions) == (0, 1))
+            call = LinkCall(GENERATION, None, CallSpan())
+            links.choose(GENERATION, "").submit(call, submission())
+            await told.wait_for_calls(1)
+            assert [link.address for link in links.all] == [address]
+        await until(lambda: told.sessions == 0)
+    assert not known.calls
+
+
+async def test_a_link_stays_where_it_is_if_the_told_port_cannot_be_reached(monkeypatch, caplog):
+    predictor = ScriptedPredictor()
+    predictor.own_port = 1
+    async with serving(predictor) as address, links_at(monkeypatch, address) as (links, _):
+        await until(lambda: can_choose(links))
+        call = LinkCall(GENERATION, None, CallSpan())
+        links.choose(GENERATION, "").submit(call, submission())
+        await predictor.wait_for_calls(1)
+        assert predictor.sessions == 1
+    assert "cannot be reached at port 1" in caplog.text
+
+
 async def test_a_silent_predictor_is_away_until_its_next_message(monkeypatch):
     predictor = ScriptedPredictor()
     async with (
@@ -152,11 +179,11 @@ async def test_what_waits_to_be_sent_is_bounded_by_the_calls_in_flight(monkeypat
     """Cancelled submissions are left out, and a message takes no submission beyond its size."""
     calls = []
 
-    async def open_call(address, path, receive, drained):
+    async def open_call(address, receive, drained):
         calls.append(StalledCall(drained))
         return calls[-1]
 
-    monkeypatch.setattr(module.StreamingCall, "open", open_call)
+    monkeypatch.setattr(module, "open_steps_call", open_call)
     monkeypatch.setattr(module, "_MESSAGE_BYTES", 20)
     async with links_at(monkeypatch, "127.0.0.1:1") as (links, _):
         await until(lambda: calls)

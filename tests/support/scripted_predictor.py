@@ -61,6 +61,8 @@ class ScriptedPredictor(inference_pb2_grpc.GRPCInferenceServiceServicer, steps_p
         self.announced = None  # The fingerprint in the reports of its load, if it differs.
         self.has_model = True
         self.is_mute = False  # Its connections send no heartbeats.
+        self.own_port = 0  # Told in the first message of a steps call.
+        self.sessions = 0  # How many steps calls run.
 
     async def wait_for_calls(self, count):
         """Waits until so many calls have been received."""
@@ -123,12 +125,16 @@ class ScriptedPredictor(inference_pb2_grpc.GRPCInferenceServiceServicer, steps_p
 
     async def Run(self, requests, context):  # noqa: N802
         steps, running = asyncio.Queue(), {}
+        self.sessions += 1
+        if self.own_port:
+            steps.put_nowait(steps_pb2.Step(port=self.own_port))
         sessions = [asyncio.create_task(self._read(requests, steps, running)), asyncio.create_task(self._beat(steps))]
         try:
             while not isinstance(step := await steps.get(), Broken):
                 yield step
             await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
         finally:
+            self.sessions -= 1
             tasks = [*sessions, *(task for task, _ in running.values())]
             for task in tasks:
                 task.cancel()

@@ -1,1 +1,1 @@
-"""HTTP/2 without TLS for the gateway: REST by the same handlers as gRPC."""
+"""HTTP/2 without TLS: REST for the gateway by the same handlers as gRPC, and long calls between our services."""

@@ -38,6 +38,7 @@ from millrace.errors import (
 from millrace.rpc.handlers import Context
 from millrace.rpc.http2.methods import ErrorBody, MethodTable
 from millrace.rpc.http2.request import Pairs, RequestBody, read_head
+from millrace.rpc.http2.served_call import ServedCall
 from millrace.telemetry.identity import as_metadata
 
 if TYPE_CHECKING:
@@ -47,8 +48,6 @@ logger = logging.getLogger(__name__)
 
 _JSON = "application/json"
 _GRPC_STATUS = "grpc-status"
-# Written within one turn of the event loop at most: many small pieces of one answer must not hold it.
-_AT_ONCE_BYTES = 16 * 1024
 
 
 class Terms(NamedTuple):
@@ -58,31 +57,31 @@ class Terms(NamedTuple):
     error_body: ErrorBody
 
 
-class HttpCall:
-    """Owned by the event loop; `begin` starts its task, at whose end `HttpConnection.ended` is called."""
+class HttpCall(ServedCall):
+    """One request to one of the `methods`."""
 
     def __init__(
-        self, connection: HttpConnection, stream_id: int, terms: Terms, headers: Iterable[tuple[bytes, bytes]]
+        self,
+        connection: HttpConnection,
+        stream_id: int,
+        headers: Iterable[tuple[bytes, bytes]],
+        methods: MethodTable,
+        terms: Terms,
     ) -> None:
-        self.stream_id = stream_id
-        self.body = RequestBody(partial(connection.acknowledge, stream_id))
-        self._connection = connection
+        super().__init__(connection, stream_id)
+        self._body = RequestBody(partial(connection.acknowledge, stream_id))
+        self._methods = methods
         self._terms = terms
         self._request = read_head(headers)
         self._argument: bytes | None = None  # The message of a method that takes no body.
         timeout_s = self._request.timeout_s
         self._deadline_at = None if timeout_s is None else time.monotonic() + timeout_s  # Of the monotonic clock.
-        self._task: asyncio.Task[Any] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._ended_by: MillraceError | None = None  # Why the server has cancelled the task.
-        self._is_reset = False  # By the peer, or with the connection: nothing can be sent.
         # The answer.
         self._head: Pairs = ()
         self._has_begun = False
         self._code: StatusCode | None = None
         self._trailing: Pairs = ()
-        self._room: asyncio.Future[None] | None = None
-        self._unyielded = 0
 
     # ------------------------------------------------------------------ the context of a handler
 
@@ -106,20 +105,14 @@ class HttpCall:
         """The body, or the argument of a method that takes none; raises TooLargeError."""
         if self._argument is not None:
             return self._argument
-        return await self.body.read()
+        return await self._body.read()
 
     async def write(self, body: HttpBody) -> None:
         if self._is_reset:
             return
         if not self._has_begun:
             self._send_head(body.content_type)
-        data = body.data
-        size = len(data)
-        if self._unyielded + size > _AT_ONCE_BYTES or size > self._connection.room(self.stream_id):
-            await self._write_in_pieces(data)
-        elif size:
-            self._unyielded += size
-            self._connection.send_data(self.stream_id, data)
+        await self._write_bytes(body.data)
 
     async def abort(
         self, code: StatusCode, details: str = "", trailing_metadata: Iterable[tuple[str, str]] = ()
@@ -131,9 +124,13 @@ class HttpCall:
 
     # ------------------------------------------------------------------ the connection's side
 
-    def begin(self, methods: MethodTable) -> None:
+    @property
+    def body(self) -> RequestBody:
+        return self._body
+
+    def begin(self) -> None:
         """Starts the task; an unknown path is answered at once."""
-        target = methods.find(self._request.verb, self._request.path)
+        target = self._methods.find(self._request.verb, self._request.path)
         loop = asyncio.get_running_loop()
         if target is None:
             self._task = loop.create_task(self._refuse(), name="http-call")
@@ -147,46 +144,11 @@ class HttpCall:
             left_s = self._deadline_at - time.monotonic()
             self._timer = loop.call_later(left_s, self._cancel_for, DeadlineError(PASSED))
 
-    def wake(self) -> None:
-        """There may be room to write."""
-        if self._room is not None and not self._room.done():
-            self._room.set_result(None)
-
-    def reset(self) -> None:
-        """Cancels the task because the peer has reset the stream or closed the connection; nothing more is sent."""
-        self._is_reset = True
-        if self._task is not None:
-            self._task.cancel()
-
-    def cancel(self) -> None:
-        """Cancels the task because the server stops."""
-        self._cancel_for(NotReadyError("the service stops"))
-
     # ------------------------------------------------------------------
 
     async def _refuse(self) -> None:
         error = NotFoundError("unknown path or method")
         self._fail(error, error.trailing_metadata(self._terms.hop))
-
-    def _cancel_for(self, error: MillraceError) -> None:
-        if self._task is not None and not self._task.done():
-            self._ended_by = self._ended_by or error
-            self._task.cancel()
-
-    async def _write_in_pieces(self, data: bytes) -> None:
-        """Writes as the window opens, with a turn of the event loop after each piece."""
-        connection, stream_id, at = self._connection, self.stream_id, 0
-        while at < len(data) and not self._is_reset:
-            room = connection.room(stream_id)
-            if room > 0:
-                connection.send_data(stream_id, data[at : at + room])
-                at += room
-                await asyncio.sleep(0)
-                continue
-            self._room = asyncio.get_running_loop().create_future()
-            connection.wait_for_room(self)
-            await self._room
-        self._unyielded = 0
 
     def _send_head(self, content_type: str, end: bool = False) -> None:
         self._has_begun = True
@@ -231,7 +193,7 @@ class HttpCall:
 
     def _send_end(self) -> None:
         connection, stream_id = self._connection, self.stream_id
-        self.body.acknowledge()
+        self._body.acknowledge()
         if not self._has_begun:
             self._send_head("", end=True)
         elif self._code is None or not self._trailing:
@@ -240,5 +202,5 @@ class HttpCall:
             status = (_GRPC_STATUS, str(self._code.value[0]))
             trailers = [(name, as_metadata(value)) for name, value in self._trailing]
             connection.send_headers(stream_id, [status, *trailers], end=True)
-        if not self.body.is_complete:
+        if not self._body.is_complete:
             connection.reset_stream(stream_id, ErrorCodes.NO_ERROR)

@@ -24,11 +24,11 @@ from h2.errors import ErrorCodes
 from h2.exceptions import NoSuchStreamError, ProtocolError
 from hyperframe.frame import GoAwayFrame
 
-from millrace.rpc.http2.call import HttpCall
 from millrace.rpc.http2.protocol import ProtocolState
+from millrace.rpc.http2.served_call import ServedCall
 
 if TYPE_CHECKING:
-    from millrace.rpc.http2.server import HttpServer
+    from millrace.rpc.http2.server import Http2Server
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +44,13 @@ Headers = Sequence[tuple[str, str]]
 class HttpConnection(asyncio.Protocol):
     """Owned by the event loop."""
 
-    def __init__(self, server: HttpServer) -> None:
+    def __init__(self, server: Http2Server) -> None:
         self._server = server
         self._loop = asyncio.get_running_loop()
         self._http2 = ProtocolState()
         self._transport: asyncio.Transport | None = None  # While it is open.
-        self._calls: dict[int, HttpCall] = {}
-        self._waiting: set[HttpCall] = set()  # For room to write.
+        self._calls: dict[int, ServedCall] = {}
+        self._waiting: set[ServedCall] = set()  # For room to write.
         self._unsent = 0  # Bytes of calls since the last flush, about.
         self._flush_is_due = False
         self._is_full = False  # The socket takes no more.
@@ -142,11 +142,11 @@ class HttpConnection(asyncio.Protocol):
             self._http2.acknowledge_received_data(size, stream_id)
             self._flush_soon()
 
-    def wait_for_room(self, call: HttpCall) -> None:
+    def wait_for_room(self, call: ServedCall) -> None:
         """Has `call.wake` called when there may be room."""
         self._waiting.add(call)
 
-    def ended(self, call: HttpCall) -> None:
+    def ended(self, call: ServedCall) -> None:
         """The call's task has ended, and with it the call."""
         self._calls.pop(call.stream_id, None)
         self._waiting.discard(call)
@@ -228,9 +228,9 @@ class HttpConnection(asyncio.Protocol):
         if self._is_last:
             self.reset_stream(stream_id, ErrorCodes.REFUSED_STREAM)
             return
-        call = HttpCall(self, stream_id, self._server.terms, headers)
+        call = self._server.open_call(self, stream_id, headers)
         self._calls[stream_id] = call
-        call.begin(self._server.methods)
+        call.begin()
 
     def _wake_all(self) -> None:
         waiting, self._waiting = self._waiting, set()

@@ -1,4 +1,4 @@
-"""An HTTP/2 server without TLS for the gateway, with the life of a gRPC server.
+"""HTTP/2 servers without TLS, with the life of a gRPC server: for the gateway, and for calls between our services.
 
 `start` opens the port. `stop` sends GOAWAY on each connection and returns when their calls have ended; it cancels calls
 that are still running after `grace_s`. The port is exclusive unless `shares_port`: then several processes listen on it,
@@ -9,37 +9,38 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 
 from millrace.errors import StartupError
 from millrace.rpc.handlers import CallInterceptor
-from millrace.rpc.http2.call import Terms
+from millrace.rpc.http2.call import HttpCall, Terms
 from millrace.rpc.http2.connection import HttpConnection
+from millrace.rpc.http2.message_call import Behaviour, MessageCall
 from millrace.rpc.http2.methods import ErrorBody, HttpMethod, MethodTable
+from millrace.rpc.http2.served_call import ServedCall
 from millrace.rpc.listeners import reserved
 
 logger = logging.getLogger(__name__)
+
+Headers = Iterable[tuple[bytes, bytes]]
 
 MAX_CONNECTIONS = 1024  # As many as a gateway opens (envoy/envoy.yaml).
 _BACKLOG = 1024
 _LAST_ANSWERS_S = 0.5  # For the last bytes of calls that are cancelled.
 
 
-class HttpServer:
-    """Owned by the event loop."""
+class Http2Server:
+    """Owned by the event loop; `open_call` makes the calls."""
 
-    def __init__(self, interceptor: CallInterceptor, error_body: ErrorBody, shares_port: bool = False) -> None:
-        self.methods = MethodTable(interceptor)
-        self.terms = Terms(interceptor.hop, error_body)
+    def __init__(self, shares_port: bool = False) -> None:
+        self.port = 0  # Once it is open.
         self._shares_port = shares_port
         self._held = ExitStack()
         self._listening: asyncio.Server | None = None
         self._connections: set[HttpConnection] = set()
         self._are_closed = asyncio.Event()  # All connections.
         self._are_closed.set()
-
-    def add(self, *methods: HttpMethod) -> None:
-        self.methods.add(*methods)
 
     async def start(self, host: str, port: int) -> int:
         """Opens the port, 0 for any, and returns it; raises StartupError where it is taken."""
@@ -52,8 +53,8 @@ class HttpServer:
             )
         except OSError:
             raise StartupError(f"{host}:{port} cannot be listened on: is the port taken?") from None
-        bound: int = self._listening.sockets[0].getsockname()[1]
-        return bound
+        self.port = self._listening.sockets[0].getsockname()[1]
+        return self.port
 
     async def stop(self, grace_s: float) -> None:
         """Stops; a second call with less grace shortens the first."""
@@ -81,6 +82,10 @@ class HttpServer:
 
     # ------------------------------------------------------------------ of the connections
 
+    def open_call(self, connection: HttpConnection, stream_id: int, headers: Headers) -> ServedCall:
+        """The call that a stream begins with its headers."""
+        raise NotImplementedError
+
     def opened(self, connection: HttpConnection) -> bool:
         """Counts one more connection; False if there are too many."""
         if len(self._connections) >= MAX_CONNECTIONS or self._listening is None:
@@ -95,3 +100,34 @@ class HttpServer:
         self._connections.discard(connection)
         if not self._connections:
             self._are_closed.set()
+
+
+class HttpServer(Http2Server):
+    """REST by the same handlers as gRPC."""
+
+    def __init__(self, interceptor: CallInterceptor, error_body: ErrorBody, shares_port: bool = False) -> None:
+        super().__init__(shares_port)
+        self._methods = MethodTable(interceptor)
+        self._terms = Terms(interceptor.hop, error_body)
+
+    def add(self, *methods: HttpMethod) -> None:
+        self._methods.add(*methods)
+
+    def open_call(self, connection: HttpConnection, stream_id: int, headers: Headers) -> ServedCall:
+        return HttpCall(connection, stream_id, headers, self._methods, self._terms)
+
+
+class MessageServer(Http2Server):
+    """Bidirectional calls of gRPC, without its threads; `hop` signs the errors.
+
+    For calls that last as long as both of their processes and carry hundreds of small messages a second: grpc.aio needs
+    about three times as long to write one. There is no reflection, no deadline and no compression here.
+    """
+
+    def __init__(self, hop: str, methods: Mapping[str, Behaviour], shares_port: bool = False) -> None:
+        super().__init__(shares_port)
+        self._hop = hop
+        self._methods = methods
+
+    def open_call(self, connection: HttpConnection, stream_id: int, headers: Headers) -> ServedCall:
+        return MessageCall(connection, stream_id, headers, self._methods, self._hop)

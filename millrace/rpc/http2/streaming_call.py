@@ -14,7 +14,6 @@ Source: gRPC over HTTP/2 (grpc/grpc, doc/PROTOCOL-HTTP2.md); RFC 9113.
 from __future__ import annotations
 
 import asyncio
-import struct
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 from urllib.parse import unquote
@@ -23,12 +22,11 @@ from grpc import StatusCode
 from h2 import events
 from h2.exceptions import ProtocolError
 
-from millrace.rpc.byte_budget import MAX_MESSAGE_BYTES
+from millrace.rpc.http2.messages import MessageReader, with_prefix
 from millrace.rpc.http2.protocol import ClientState
 
 _CONNECT_S = 2.0
 _STREAM = 1
-_PREFIX = struct.Struct(">BL")  # Of each message: whether it is compressed, and its length.
 _STATUS = {str(code.value[0]): code for code in StatusCode}
 
 
@@ -49,7 +47,7 @@ class StreamingCall(asyncio.Protocol):
         self._http2 = ClientState()
         self._transport: asyncio.Transport | None = None
         self._has_begun = False
-        self._received = bytearray()  # The beginning of a message.
+        self._reader = MessageReader()
         self._headers: dict[str, str] = {}
         self._unsent = bytearray()
         self._is_full = False  # The transport's buffer is above its limit.
@@ -80,7 +78,7 @@ class StreamingCall(asyncio.Protocol):
 
     def send(self, message: bytes) -> None:
         """Sends a message; only when `can_send`."""
-        self._unsent += _PREFIX.pack(0, len(message)) + message
+        self._unsent += with_prefix(message)
         self._write()
 
     def close(self) -> None:
@@ -127,7 +125,8 @@ class StreamingCall(asyncio.Protocol):
         match event:
             case events.DataReceived():
                 self._http2.acknowledge_received_data(event.flow_controlled_length, _STREAM)
-                self._take(event.data)
+                for message in self._reader.receive(event.data):
+                    self._receive(message)
             case events.RemoteSettingsChanged():
                 if not self._has_begun:  # The settings are known now, and so is that the peer speaks HTTP/2.
                     self._begin()
@@ -156,22 +155,6 @@ class StreamingCall(asyncio.Protocol):
             ],
         )
         self._drained()
-
-    def _take(self, data: bytes) -> None:
-        """Hands whole messages to `receive`."""
-        received = self._received
-        received += data
-        at = 0
-        while len(received) - at >= _PREFIX.size:
-            is_compressed, size = _PREFIX.unpack_from(received, at)
-            if is_compressed or size > MAX_MESSAGE_BYTES:
-                raise ProtocolError("a message is compressed" if is_compressed else f"a message has {size} bytes")
-            start = at + _PREFIX.size
-            if len(received) - start < size:
-                break
-            at = start + size
-            self._receive(bytes(received[start:at]))
-        del received[:at]
 
     def _note(self, headers: Iterable[Any]) -> None:
         self._headers |= dict(headers)

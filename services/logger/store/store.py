@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +29,7 @@ from services.logger.store.deletions import Deletions
 from services.logger.store.filters import Filters
 from services.logger.store.readers import FREE_BYTES, Reader
 from services.logger.store.reading import Found, Place, Row, Stored
+from services.logger.store.writing import GatewayLine
 from services.logger.telemetry import Commits
 
 SEARCH_S = 5.0
@@ -95,13 +96,13 @@ class SqliteStore:
         with self._database.writing.begin() as connection:
             return writing.append(connection, requests, tables.now_us(), self._deletions, self._usage)
 
-    async def add_calls(self, calls: Sequence[PayloadRecord], reached: Collection[str] = ()) -> list[PayloadRecord]:
-        """Commits calls that the gateway logged: records with `gateway` and, if there is one, `call_id`.
+    async def add_calls(self, calls: Sequence[GatewayLine]) -> list[PayloadRecord]:
+        """Commits calls that the gateway logged.
 
         A call is joined to the services' records with its call_id. Without such a record it is a record of its own
-        until one arrives; these are returned. `reached` has the record_ids of calls that a service may record.
+        until one arrives. Returns those of calls that no service can record.
         """
-        return await self._database.write(writing.add_calls, calls, reached, tables.now_us()) if calls else []
+        return await self._database.write(writing.add_calls, calls, tables.now_us()) if calls else []
 
     async def get(
         self, record_id: str, lender: Reader | None = None, client: str | None = None

@@ -7,14 +7,14 @@ one parameter, a JSON list.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import sqlalchemy as sql
 
 from millrace.payload.outbox.merge import was_refused
-from millrace_protos.millrace_pb2 import AppendRequest, PayloadRecord
+from millrace_protos.millrace_pb2 import AppendRequest, GatewayCall, PayloadRecord
 from services.logger.store.deletions import Deletions
 from services.logger.store.filters import columns_of
 from services.logger.store.removing import take_no_more_of_calls
@@ -105,28 +105,44 @@ def _take_no_more_of(connection: sql.Connection, deleted: Iterable[PayloadRecord
         take_no_more_of_calls(connection, call_ids - set(column(connection, named, json.dumps(list(call_ids)))))
 
 
-def add_calls(
-    connection: sql.Connection, observed: Sequence[PayloadRecord], reached: Collection[str], now_us: int
-) -> list[PayloadRecord]:
-    """Adds the calls that are new; returns those that became records of their own."""
-    by_id = {record.call_id: record for record in reversed(observed) if record.call_id}
+class GatewayLine(Protocol):
+    """A call that the gateway logged; `call_id` is empty where it has none. `record` makes the call's own record."""
+
+    @property
+    def call_id(self) -> str: ...
+
+    @property
+    def gateway(self) -> GatewayCall: ...
+
+    def record(self) -> PayloadRecord: ...
+
+    def may_be_recorded(self, record: PayloadRecord) -> bool:
+        """Whether a service may record the call of this record."""
+        ...
+
+
+def add_calls(connection: sql.Connection, lines: Sequence[GatewayLine], now_us: int) -> list[PayloadRecord]:
+    """Adds the calls that are new; returns the records of those that no service can record."""
+    by_id = {line.call_id: line for line in reversed(lines) if line.call_id}
     call_ids = json.dumps(list(by_id))
     for call_id in column(connection, f"SELECT call_id FROM calls WHERE call_id IN {EACH}", call_ids):  # noqa: S608
         del by_id[call_id]
     _insert(
         connection,
         "calls (call_id, time_us, gateway)",
-        [(call_id, now_us, record.gateway.SerializeToString()) for call_id, record in by_id.items()],
+        [(call_id, now_us, line.gateway.SerializeToString()) for call_id, line in by_id.items()],
     )
     named = set(column(connection, f"SELECT call_id FROM records WHERE call_id IN {EACH}", call_ids))  # noqa: S608
-    alone = [
-        record
-        for record in observed
-        if not record.call_id or (by_id.get(record.call_id) is record and record.call_id not in named)
-    ]
-    kinds = (OF_CALL_FOR_NOW if record.record_id in reached else OF_CALL for record in alone)
-    _insert(connection, _RECORDS, [_row(record, kind) for record, kind in zip(alone, kinds, strict=True)])
-    return alone
+    rows, final = [], []
+    for line in lines:
+        if not line.call_id or (by_id.get(line.call_id) is line and line.call_id not in named):
+            record = line.record()
+            is_final = not line.may_be_recorded(record)
+            rows.append(_row(record, OF_CALL if is_final else OF_CALL_FOR_NOW))
+            if is_final:
+                final.append(record)
+    _insert(connection, _RECORDS, rows)
+    return final
 
 
 def _insert(connection: sql.Connection, into: str, rows: list[_Row]) -> None:

@@ -41,16 +41,16 @@ _LEAVING = steps_pb2.Step(leaving=True).SerializeToString()
 
 
 class StepsCall:
-    """See the module. `stopping` is set when the process accepts no new calls."""
+    """See the module. `stopping` is set when the process accepts no new calls; `port` is told to the transformer."""
 
-    def __init__(self, repository: ModelRepository, stopping: asyncio.Event) -> None:
+    def __init__(self, repository: ModelRepository, stopping: asyncio.Event, port: int = 0) -> None:
         self._repository = repository
         self._stopping = stopping
         self._telemetry = SequenceTelemetry()
         self._loop = asyncio.get_running_loop()
         self._streams: dict[RemoteEngine, EngineStream] = {}
         self._sequences: dict[int, EngineStream] = {}  # In flight, by number.
-        self._pending: deque[bytes] = deque()
+        self._pending: deque[bytes] = deque([steps_pb2.Step(port=port).SerializeToString()] if port else ())
         self._accepted: asyncio.TimerHandle | None = None  # Sends acceptances that no step's message has carried.
         # Sequences that run in isolation from now on: confirmed to the engine once the transformer has been sent the
         # notice.

@@ -4,7 +4,7 @@ A link is up from its first message on. When it breaks or is silent for too long
 PredictorLostError, which is treated as half a crash that the request may have caused (crashes.py). Exception: if it was
 silent, a call that was not accepted, and was submitted more than 1.5 s after the last message, ends with NotReadyError:
 a working predictor sends every second, so it had hung before the call. The link then connects again, for ever. `Links`
-keeps one link for each address of a predictor and chooses among them.
+keeps one link for each address of a predictor and chooses among them. steps_call.py opens the call.
 
 The gateway does not carry these calls: it would have nothing to balance or retry on a call that stays with one
 predictor, each message would pass one more process, and a reload of the gateway would cut every link.
@@ -28,11 +28,11 @@ from services.transformer.predictors.choosing import Candidate, choose, prefix_k
 from services.transformer.predictors.crashes import PredictorLostError
 from services.transformer.predictors.link_call import LinkCall
 from services.transformer.predictors.replicas import resolved_addresses
+from services.transformer.predictors.steps_call import open_steps_call
 from services.transformer.predictors.tokens import Generation
 
 logger = logging.getLogger(__name__)
 
-_METHOD = "/millrace.v1.PredictorSteps/Run"
 _RESOLVE_INTERVAL_S = 1.0
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.02, 0.25
 # As a step's time grows with the number of prompts, so do the gaps of the streams beside them: twofold.
@@ -141,7 +141,7 @@ class PredictorLink:
         """One call, to its end."""
         self._unsent, self._cancelled = {}, []
         async with asyncio.timeout(self._silence_limit_s) as self._silence:
-            call = await StreamingCall.open(self.address, _METHOD, self._receive, self._send)
+            call = await open_steps_call(self.address, self._receive, self._send)
             self._call = call
             try:
                 self._send()  # What was submitted before this task went on.
