@@ -114,6 +114,14 @@ def ids_of(chunks):
     return [token for chunk in chunks for token in chunk.token_ids]
 
 
+async def chunks_of(tokens, chunks):
+    """The next chunks, which have so many tokens; tokens that come at once share a chunk."""
+    made = []
+    while len(ids_of(made)) < tokens:
+        made.append(await anext(chunks))
+    return made
+
+
 def check_whole(chunks):
     assert ids_of(chunks) == ANSWER
     assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["stop"]
@@ -224,7 +232,7 @@ async def test_the_loss_of_a_predictor_is_half_a_death():
 async def test_a_third_death_in_a_row_ends_a_request_and_its_repetition_is_refused():
     async with resuming(dies(5), dies(), alone(dies())) as r:
         chunks = r.chunks()
-        assert ids_of([await anext(chunks) for _ in range(5)]) == ANSWER[:5]
+        assert ids_of(await chunks_of(5, chunks)) == ANSWER[:5]
         with pytest.raises(RequestFailedError):
             await anext(chunks)
         assert r.were_alone == [False, False, True]
@@ -350,7 +358,7 @@ async def test_a_stream_stays_at_its_predictor_until_another_can_continue_it():
         await until(lambda: links.can_resume(MODEL, ""))
         r = Resuming(leaving, client, links)
         chunks = r.chunks()
-        made = [await anext(chunks) for _ in range(7)]
+        made = await chunks_of(7, chunks)
         assert (len(leaving.calls), len(other.calls)) == (1, 0)
         other.announced, other.has_model = "b", True
         await until(lambda: links.can_resume(MODEL, "b"))
@@ -389,7 +397,7 @@ async def test_an_absent_predictor_is_waited_for():
             await until(lambda: links.can_resume(MODEL, ""))
             r = Resuming(predictor, client, links)
             chunks = r.chunks()
-            made = [await anext(chunks) for _ in range(3)]
+            made = await chunks_of(3, chunks)
         waiting = asyncio.create_task(anext(chunks))
         await asyncio.sleep(0.2)
         assert not waiting.done()
