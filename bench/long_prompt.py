@@ -1,9 +1,10 @@
 """A long prompt beside running streams: the time to its first token, and the gaps between tokens of the streams.
 
-llama-10M in bfloat16, 16 streams, prompts of 2,000 and 500 tokens, with several values of PREDICTOR_MAX_GAP_MS.
-`engine`: the engine alone, one process for each value on the same core. `stack`: through Envoy and the transformer, as
-OpenAI's server-sent events, on the whole machine with the callers. In each round every value is measured once, in
-random order; figures are medians. `quiet` is the same round before the prompt, `alone` the prompt without streams.
+llama-10M in bfloat16 or in `--dtype` (see token_cost.py), 16 streams, prompts of 2,000 and 500 tokens, with several
+values of PREDICTOR_MAX_GAP_MS. `engine`: the engine alone, one process for each value on the same core. `stack`:
+through Envoy and the transformer, as OpenAI's server-sent events, on the whole machine with the callers. In each round
+every value is measured once, in random order; figures are medians. `quiet` is the same round before the prompt, `alone`
+the prompt without streams.
 
 `python -m bench.long_prompt` writes bench/results/long_prompt.json; 10 minutes.
 """
@@ -45,21 +46,23 @@ Rounds = dict[tuple[float, int], dict[str, list[float]]]
 def main() -> None:
     options = parser(__doc__, "long_prompt")
     options.add_argument("--rounds", type=int, default=5)
-    options.add_argument("--gaps", type=float, nargs="+", default=(16, 20, 24, 30, 60), metavar="MS")
+    options.add_argument("--gaps", type=float, nargs="*", default=(16, 20, 24, 30, 60), metavar="MS")
     options.add_argument("--stack-gaps", type=float, nargs="*", default=(16, 20, 24, 30, 60), metavar="MS")
     options.add_argument("--prompts", type=int, nargs="+", default=(2000, 500), metavar="TOKENS")
+    options.add_argument("--dtype", default="bf16", help="of the model's weights: bf16, fp32")
     options.add_argument("--core", type=int, default=1, help="of the engine without a stack")
     arguments = options.parse_args()
     (_STATE / "logs").mkdir(parents=True, exist_ok=True)
     subprocess.run([sys.executable, "-m", "bench.models", str(_STATE / "models")], cwd=ROOT, check=True)
     report = {
         "machine": machine(),
-        "model": f"{_MODEL}, bf16",
+        "model": f"{_MODEL}, {arguments.dtype}",
         "streams": _STREAMS,
         "rounds": arguments.rounds,
-        "engine": _report(_measure_engine(arguments)),
     }
-    print(_table("engine", report["engine"]), flush=True)
+    if arguments.gaps:
+        report["engine"] = _report(_measure_engine(arguments))
+        print(_table("engine", report["engine"]), flush=True)
     if arguments.stack_gaps:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
             report["stack"] = _report(loop.run(_measure_stack(arguments)))
@@ -73,7 +76,7 @@ def _measure_engine(arguments: argparse.Namespace) -> Rounds:
     with ExitStack() as stack:
         workers = {}
         for gap_ms in arguments.gaps:
-            contender = Contender("millrace_engine", (f"max_gap_ms={gap_ms}",))
+            contender = Contender("millrace_engine", (f"max_gap_ms={gap_ms}", f"dtype={arguments.dtype}"))
             log = _STATE / "logs" / f"long-prompt-{gap_ms:g}.log"
             workers[gap_ms] = WorkerProcess(contender, _STATE / "models" / _MODEL, log, arguments.core)
             stack.callback(workers[gap_ms].stop)
@@ -103,7 +106,7 @@ async def _measure_stack(arguments: argparse.Namespace) -> Rounds:
     async with AsyncExitStack() as opened:
         stacks: dict[float, Stack] = {}
         for gap_ms in arguments.stack_gaps:
-            environment = {"PREDICTOR_DTYPE": "bf16", "PREDICTOR_MAX_GAP_MS": str(gap_ms)}
+            environment = {"PREDICTOR_DTYPE": arguments.dtype, "PREDICTOR_MAX_GAP_MS": str(gap_ms)}
             stacks[gap_ms] = await opened.enter_async_context(
                 running_stack(models=f"{_MODEL}={_STATE / 'models' / _MODEL}", environment={"predictor": environment})
             )

@@ -63,13 +63,13 @@ class MillraceEngine(Contender):
 
     def __init__(self, folder: str, *arguments: str) -> None:
         torch.set_num_threads(1)
-        changes: dict[str, Any] = dict(argument.split("=") for argument in arguments)
-        settings = PredictorSettings(device="cpu", dtype="bf16", threads=1, **changes)
+        changes: dict[str, Any] = {"dtype": "bf16"} | dict(argument.split("=") for argument in arguments)
+        settings = PredictorSettings(device="cpu", threads=1, **changes)
         path = Path(folder)
         self._engine: Engine = load_generation(path.name, path, True, settings, torch.device("cpu")).engine
         self._loop = asyncio.Runner(loop_factory=uvloop.new_event_loop)
         self._submitted = 0
-        self.settings = {"dtype": "bf16", "max_running": settings.max_running, **changes, **self._engine.description}
+        self.settings = {"max_running": settings.max_running, **changes, **self._engine.description}
 
     def own_commands(self) -> Mapping[str, Command]:
         return {"long_prompt": self.long_prompt, "outside_forward": self.outside_forward}
