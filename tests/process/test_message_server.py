@@ -16,6 +16,7 @@ from millrace.rpc.http2 import served_call
 from millrace.rpc.http2.protocol import STREAM_WINDOW_BYTES
 from millrace.rpc.http2.server import MessageServer
 from millrace.rpc.http2.streaming_call import StreamingCall
+from tests.process.test_streaming_call import send, send_until_full
 from tests.support.http2_client import connected
 from tests.waiting import until
 
@@ -87,11 +88,6 @@ async def streaming(server: MessageServer, method: str, received: list[bytes]) -
         yield call
     finally:
         call.close()
-
-
-async def send(call: StreamingCall, message: bytes) -> None:
-    await until(lambda: call.can_send)
-    call.send(message)
 
 
 @pytest.mark.parametrize("client", ["own", "grpc.aio"])
@@ -176,12 +172,7 @@ async def test_a_caller_that_is_not_read_waits(server: MessageServer, service: S
     service.may_read.clear()
     received: list[bytes] = []
     async with streaming(server, "Echo", received) as call:
-        sent = 0
-        while call.can_send:
-            call.send(b"x" * 100_000)
-            sent += 1
-            await asyncio.sleep(0)
-            assert sent < 1000, "no window and no buffer ends"
+        sent = await send_until_full(call)
         service.may_read.set()
         await until(lambda: len(received) == sent)
 

@@ -134,6 +134,17 @@ async def send(call: StreamingCall, message: bytes) -> None:
     call.send(message)
 
 
+async def send_until_full(call: StreamingCall) -> int:
+    """Sends until the peer, which does not read, takes no more; returns the number of messages."""
+    sent = 0
+    while call.can_send:
+        call.send(b"x" * 100_000)
+        sent += 1
+        await asyncio.sleep(0)
+        assert sent < 1000, "no window and no buffer ends"
+    return sent
+
+
 async def test_messages_of_every_size_are_received_whole_and_in_order(server: grpc.aio.Server, caller: Caller) -> None:
     messages = [
         bytes([number % 256]) * size for number, size in enumerate((0, 1, 5, 16_379, 16_384, 65_536, MIB, 20 * MIB, 3))
@@ -201,12 +212,7 @@ async def test_a_server_that_does_not_read_stops_the_sender_until_it_reads(
 ) -> None:
     async with caller.call(server.port, "Hold") as call:
         await until(lambda: caller.messages)
-        sent = 0
-        while call.can_send:
-            call.send(b"x" * 100_000)
-            sent += 1
-            await asyncio.sleep(0)
-            assert sent < 1000, "no window and no buffer ends"
+        sent = await send_until_full(call)
         before = caller.drained
         service.may_read.set()
         await until(lambda: call.can_send and len(service.received) == sent)
