@@ -31,14 +31,12 @@ class Service:
     def __init__(self) -> None:
         self.may_read = asyncio.Event()
         self.may_read.set()
-        self.received = 0
         self.written = 0
         self.ended: list[str] = []
 
     async def echo(self, messages: AsyncIterator[bytes], write: Write) -> None:
         try:
             async for message in messages:
-                self.received += len(message)
                 await self.may_read.wait()
                 await write(message)
         except asyncio.CancelledError:

@@ -55,13 +55,13 @@ from services.transformer.predictors.oip_call import OipCall
 from services.transformer.predictors.predictor import Predictor
 from services.transformer.predictors.progress import Progress
 from services.transformer.predictors.retries import Backoff
+from services.transformer.predictors.steps_call import METHOD
 from services.transformer.predictors.tokens import Generation, TokenChunk
 
 logger = logging.getLogger(__name__)
 
 Call: TypeAlias = LinkCall | HedgedCall | OipCall
 
-_METHOD = "/millrace.v1.PredictorSteps/Run"
 _REFUSED = "this request has crashed its predictor repeatedly; it is refused for ten minutes"
 
 
@@ -170,7 +170,7 @@ class TokenStream:
         """Begins a call at a predictor, which continues after the tokens so far."""
         generation, output_ids = self._generation, self._progress.output_ids
         timeout_s = self._backoff.deadline.left()
-        self._generator.spans.begin(_METHOD, timeout_s, span)
+        self._generator.spans.begin(METHOD, timeout_s, span)
         # A call that continues after earlier ids follows one whose first chunk had the prompt's log probabilities.
         scored = None if output_ids else generation.prompt_logprobs
         call = LinkCall(generation, scored, span)

@@ -15,7 +15,7 @@ from millrace_protos import steps_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
-_METHOD = "/millrace.v1.PredictorSteps/Run"
+METHOD = "/millrace.v1.PredictorSteps/Run"
 
 
 async def open_steps_call(address: str, receive: Callable[[bytes], None], drained: Callable[[], None]) -> StreamingCall:
@@ -31,14 +31,14 @@ async def open_steps_call(address: str, receive: Callable[[bytes], None], draine
             held.append(message)
             has_arrived.set()
 
-    call = await StreamingCall.open(address, _METHOD, arrive, drained)
+    call = await StreamingCall.open(address, METHOD, arrive, drained)
     try:
         call.ended.add_done_callback(lambda _: has_arrived.set())
         await has_arrived.wait()
         if held and (port := pb.Step.FromString(held[0]).port):
             own_address = f"{address.rpartition(':')[0]}:{port}"
             try:
-                own = await StreamingCall.open(own_address, _METHOD, receive, drained)
+                own = await StreamingCall.open(own_address, METHOD, receive, drained)
             except CallBrokenError as broken:
                 logger.warning("the predictor at %s cannot be reached at port %d: %s", address, port, broken)
             else:
