@@ -44,9 +44,9 @@ async def test_a_full_queue_of_one_client_has_a_place_for_another(engine_of):
     gate = Gate()
     runner = FakeRunner(gate)
     engine = engine_of(runner, max_running=2, max_waiting=4)
-    heavy = [engine.submit(request(f"heavy{i}", prompt_of(i), client="heavy")) for i in range(2)]
+    heavy = [engine.submit(request("heavy0", prompt_of(0), client="heavy"))]
     await until(lambda: runner.steps)
-    heavy += [engine.submit(request(f"heavy{i}", prompt_of(i), client="heavy")) for i in range(2, 6)]
+    heavy += [engine.submit(request(f"heavy{i}", prompt_of(i), client="heavy")) for i in range(1, 5)]
     with pytest.raises(OverloadedError):
         engine.submit(request("heavy", client="heavy"))
     light = engine.submit(request("light", client="light"))
@@ -54,4 +54,4 @@ async def test_a_full_queue_of_one_client_has_a_place_for_another(engine_of):
     answers = await asyncio.gather(*map(read_all, [light, *heavy]), return_exceptions=True)
     assert isinstance(answers[-1], OverloadedError)
     assert answers[-1].retry_after_ms is not None
-    assert [ids for ids, _ in answers[:-1]] == [expected((5, 6)), *(expected(prompt_of(i)) for i in range(5))]
+    assert [ids for ids, _ in answers[:-1]] == [expected((5, 6)), *(expected(prompt_of(i)) for i in range(4))]
