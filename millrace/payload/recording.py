@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 from millrace.errors import MillraceError
 from millrace.payload.drops import FAILED, MEMORY
 from millrace.payload.ids import as_bytes, as_text
+from millrace.payload.outbox.frames import whole_begin
+from millrace.payload.outbox.journal import Journal
 from millrace.payload.parts import (
     PART_BYTES,
     TOKEN_BYTES,
@@ -73,18 +75,23 @@ class Recording:
         self._is_short = False
         self._waiting: asyncio.Future[None] | None = None
         self._has_waited = False
+        self._begun: BeginPart | None = None  # Until the first wait.
+        self._journal: Journal | None = None  # The one that keeps the begin until it is settled.
 
     async def flushed(self) -> bool:
         """Waits until the begin is on disk or dropped; False if it is not within a second.
 
-        Await it before each chunk is sent: only the first call may wait.
+        Await it before each chunk is sent: only the first call may wait, and it does not if the journal has room.
         """
+        begun, self._begun = self._begun, None
         has_waited, self._has_waited = self._has_waited, True
         has_rest = self._is_short
         if has_rest:
             self._write_rest()
         if self._is_settled() or has_waited or not self._tap._begins_answered:
-            return self._is_settled()
+            return self._is_settled() or self._journal is not None
+        if begun is not None and self._put_in_journal(begun):
+            return True
         loop = asyncio.get_running_loop()
         self._waiting = waiting = loop.create_future()
         if self._is_settled():  # The writer may have settled it before it saw the future.
@@ -196,9 +203,10 @@ class Recording:
             if not self._queue.has_room(cost):
                 self._tap._drops.count(MEMORY)
                 return
-            self._queue.begin(
-                BeginPart(self._id, cost, time_us, self._arrived, protocol, fields, self._settle, self._is_awaited)
+            self._begun = BeginPart(
+                *(self._id, cost, time_us, self._arrived, protocol, fields, self._settle, self._is_awaited)
             )
+            self._queue.begin(self._begun)
             self._open, self._awaited = True, 1
             self._is_short = is_long(fields)
             if inputs:
@@ -231,6 +239,19 @@ class Recording:
             self._awaited += 1
             self._queue.put(RequestPart(self._id, PART_BYTES, self._settle))
 
+    def _put_in_journal(self, begun: BeginPart) -> bool:
+        """Puts the begin in the journal; returns whether it is there, or settled meanwhile."""
+        try:
+            journal = self._tap._journal_for(begun)
+            if journal is None or not journal.put(self._id, whole_begin(begun)):
+                return False
+        except Exception:  # The writer counts what cannot be encoded.
+            return False
+        self._journal = journal
+        if self._is_settled():  # The writer may have settled it before it saw the journal.
+            journal.free(self._id)
+        return True
+
     def _is_settled(self) -> bool:
         return self._settled == self._awaited
 
@@ -241,7 +262,11 @@ class Recording:
     def _settle(self) -> asyncio.Future[None] | None:
         """On the writer's thread: a part is on disk or dropped; returns the future of the answer that waits, if any."""
         self._settled += 1
-        return self._waiting if self._is_settled() else None
+        if not self._is_settled():
+            return None
+        if self._journal is not None:
+            self._journal.free(self._id)
+        return self._waiting
 
 
 def end_waits(waits: Iterable[asyncio.Future[None]]) -> None:

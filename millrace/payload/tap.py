@@ -1,7 +1,8 @@
 """Records requests and answers beside the stream, and sends the records to the payload logger through a spool on disk.
 
 `tap.begin(...)` opens a `Recording`. Its methods keep references, cost microseconds, never block and never raise, so
-that a fault here cannot stop the stream. Only `flushed` is awaited, for a second at most.
+that a fault here cannot stop the stream. Only `flushed` is awaited, for a second at most, and seldom: the spool's
+journal has most begins at once.
 
     event loop: Recording → PartQueue → thread payload-writer: Spool → thread payload-shipper: the logger
 
@@ -25,7 +26,8 @@ from pathlib import Path
 from millrace.payload.drops import Drops
 from millrace.payload.ids import next_id
 from millrace.payload.outbox.frames import FrameEncoder
-from millrace.payload.outbox.spool import open_spools
+from millrace.payload.outbox.journal import MAX_FRAME_BYTES, Journal
+from millrace.payload.outbox.spool import Spool, open_spools
 from millrace.payload.outbox.writer import PayloadWriter
 from millrace.payload.parts import BeginPart, Fields, PartQueue, RequestPart, Tensors
 from millrace.payload.recording import Recording, end_waits
@@ -63,6 +65,7 @@ class PayloadTap:
         self._drops = Drops()
         self._queue = PartQueue(memory)
         self._last_id = 0
+        self._spool: Spool | None = None
         self._writer: PayloadWriter | None = None
         self._shipper: PayloadShipping | None = None
         self._begins_answered = False  # Whether the writer settles begins, so that answers wait for them.
@@ -128,6 +131,7 @@ class PayloadTap:
             return bool(waiting)
 
         own, orphans = open_spools(self._root, self._spool_max, self._fsync)
+        self._spool = own
         self._shipper = PayloadShipping(self._target, own, orphans, self._drops, self.hop)
         self._writer = PayloadWriter(
             *(self._queue, own, orphans, self._drops, FrameEncoder(self.rules, self._memory)),
@@ -192,6 +196,12 @@ class PayloadTap:
         if self._writer is not None and self._shipper is not None:
             written = self._writer.close()
             self._shipper.close(remove=written)
+
+    def _journal_for(self, begin: BeginPart) -> Journal | None:
+        """The journal that may keep the begin as it is; none if rules may redact it, or it is surely too large."""
+        if self._spool is None or self.rules.redactions or begin.cost > MAX_FRAME_BYTES:
+            return None
+        return self._spool.journal
 
     def _stop_waiting(self) -> None:
         """Lets answers go on without their begins on disk, until the writer settles a part again."""

@@ -18,15 +18,25 @@ from millrace.errors import OverloadedError, StartupError
 from millrace.oip.tensors import Tensor, add_input
 from millrace.payload.drops import DISK, FAILED, MEMORY, TOO_LARGE
 from millrace.payload.ids import as_uuid7, next_id
+from millrace.payload.outbox import journal as payload_journal
 from millrace.payload.outbox import spool as payload_spool
+from millrace.payload.outbox.journal import MAX_FRAME_BYTES, read_journal
 from millrace.payload.parts import DeferredTensors, RecordedTensor
+from millrace.payload.redaction import Redaction
 from millrace.payload.rules import Digest, Mode, PayloadRules
 from millrace.payload.tap import PayloadTap
 from millrace.payload.tensors import request_tensors
 from millrace_protos.inference_pb2 import ModelInferRequest
 from millrace_protos.millrace_pb2 import Usage
-from tests.support.payload_ingest import away, begin, segments
+from tests.support.payload_ingest import away, begin, folders, segments
 from tests.waiting import until
+
+# With rules that may redact a request the journal is not used: answers wait for the writer.
+REDACTING = PayloadRules(redactions=[Redaction("$.parameters.absent", None)])
+
+
+def no_room(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 async def recorded(tap, ingest):
@@ -450,12 +460,53 @@ async def test_drops_are_logged_once_a_minute(taps, caplog):
 
 
 async def test_a_begin_is_on_disk_before_the_first_chunk_is_sent(taps):
-    tap = taps.start()
+    tap = taps.start(rules=REDACTING)
     for number in range(20):
         recording = begin(tap, prompt=f"prompt-{number}")
         assert await recording.flushed()
         assert await recording.flushed(), "asking again is free"
         assert f"prompt-{number}".encode() in segments(taps.spool)[-1].read_bytes()
+
+
+async def test_a_begin_in_the_journal_is_on_disk_without_the_writer_and_leaves_it_with_its_record(taps, monkeypatch):
+    write, writes = payload_spool.os.write, threading.Event()
+
+    def waiting(file, data):
+        writes.wait()
+        return write(file, data)
+
+    monkeypatch.setattr(payload_spool.os, "write", waiting)
+    tap = taps.start()
+    [folder] = folders(taps.spool)
+    recording = begin(tap, prompt="prompt")
+    try:
+        assert await recording.flushed()
+        assert await recording.flushed()
+        [frame] = read_journal(folder / "journal")
+        assert b"prompt" in frame
+        assert not any(path.stat().st_size for path in segments(taps.spool))
+    finally:
+        writes.set()
+    recording.end("OK")
+    await until(lambda: tap.queued_bytes == 0)
+    assert read_journal(folder / "journal") == []
+    assert b"prompt" in segments(taps.spool)[-1].read_bytes()
+
+
+@pytest.mark.parametrize("options", [{"fsync": True}, {"rules": REDACTING}, {}])
+async def test_what_the_journal_may_not_have_waits_for_the_writer(taps, monkeypatch, options):
+    if not options:
+        monkeypatch.setattr(payload_journal.os, "posix_fallocate", no_room)
+    tap = taps.start(**options)
+    assert await begin(tap, prompt="prompt").flushed()
+    assert not any(read_journal(folder / "journal") for folder in folders(taps.spool))
+    assert b"prompt" in segments(taps.spool)[-1].read_bytes()
+
+
+async def test_long_requests_wait_for_the_writer(taps):
+    tap = taps.start()
+    assert await begin(tap, prompt="x" * MAX_FRAME_BYTES).flushed()
+    assert b"x" * MAX_FRAME_BYTES in segments(taps.spool)[-1].read_bytes()
 
 
 async def test_answers_that_wait_for_their_begins_share_writes(taps, monkeypatch):
@@ -466,7 +517,7 @@ async def test_answers_that_wait_for_their_begins_share_writes(taps, monkeypatch
         append(spool, payloads)
 
     monkeypatch.setattr(payload_spool.Spool, "append", counted)
-    tap = taps.start()
+    tap = taps.start(rules=REDACTING)
 
     async def caller(name):
         for number in range(20):
@@ -481,15 +532,14 @@ async def test_answers_that_wait_for_their_begins_share_writes(taps, monkeypatch
     assert len(appends) < 200
 
 
-async def test_a_begin_that_cannot_be_written_delays_no_request(taps, ingest, monkeypatch):
-    def full(file, data):
-        raise OSError(28, "No space left on device")
-
-    tap = taps.start(ingest.target)
+@pytest.mark.parametrize("rules", [None, REDACTING])
+async def test_a_begin_that_cannot_be_written_delays_no_request(taps, ingest, monkeypatch, rules):
+    tap = taps.start(ingest.target, rules)
     with monkeypatch.context() as patch:
-        patch.setattr(payload_spool.os, "write", full)
+        patch.setattr(payload_spool.os, "write", no_room)
         lost = [begin(tap) for _ in range(3)]
         assert [await recording.flushed() for recording in lost] == [True] * 3
+        await until(lambda: tap.queued_bytes == 0)
     assert tap.dropped == {DISK: 3}
     for recording in lost:
         recording.chunk("x", [1])
@@ -505,16 +555,13 @@ async def test_a_begin_that_cannot_be_written_delays_no_request(taps, ingest, mo
 
 
 async def test_an_end_waits_for_a_disk_that_fails(taps, ingest, monkeypatch):
-    def full(file, data):
-        raise OSError(28, "No space left on device")
-
     tap = taps.start(ingest.target)
     recording = begin(tap)
     recording.chunk("kept", [1])
     assert await recording.flushed()
     await until(lambda: tap.queued_bytes == 0)
     with monkeypatch.context() as patch:
-        patch.setattr(payload_spool.os, "write", full)
+        patch.setattr(payload_spool.os, "write", no_room)
         recording.chunk("lost", [2])
         recording.end("OK")
         await until(lambda: tap.queued_bytes == 0)
@@ -532,7 +579,7 @@ async def test_a_hanging_disk_delays_one_request_for_a_second_and_the_next_not_a
         answers.wait()
         return write(file, data)
 
-    tap = taps.start()
+    tap = taps.start(rules=REDACTING)
     monkeypatch.setattr(payload_spool.os, "write", hanging)
     try:
         assert not await begin(tap).flushed()

@@ -163,3 +163,24 @@ def test_a_record_that_is_too_large_loses_its_least_important_parts():
         assert smaller.inputs[0].HasField("data") == contents
         assert smaller.text
     assert not fit(record(), 100)
+
+
+def test_begins_of_a_journal_are_aborted_unless_their_frames_have_come():
+    merger = Merger(HUGE, "here")
+    merger.take(1, frame(1, Frame.BEGIN, request_id="1"))
+    merger.take(2, frame(2, Frame.WHOLE, request_id="2", status="OK"))
+    merger.take(3, frame(3, Frame.BEGIN, request_id="3"))
+    merger.take(4, frame(3, Frame.END, status="OK"))
+    journal = [*(frame(number, Frame.BEGIN, request_id=str(number)) for number in range(1, 6)), b"\xff"]
+    merger.take_journal(journal)
+    aborted = []
+    while (ended := merger.abort()) is not None:
+        aborted.append(ended)
+    assert [(ended.record.request_id, ended.record.status) for ended in aborted] == [
+        (number, "ABORTED") for number in ("1", "4", "5")
+    ]
+    sequences = [ended.sequence for ended in aborted]
+    assert sequences == sorted(set(sequences))
+    assert sequences[-1] < 1 << 63
+    assert not any(ended.record.incomplete for ended in aborted)
+    assert merger.open_bytes == 0

@@ -48,6 +48,34 @@ def root(tmp_path):
     return tmp_path / "spool"
 
 
+def test_a_journal_alone_is_taken_over_and_an_empty_one_is_removed(root):
+    crashed(root, [])
+    killed, orphans = open_spools(root, MAX_BYTES)
+    assert not orphans
+    assert killed.journal.put(b"id", b"frame")
+    killed.close()
+    own, [orphan] = open_spools(root, MAX_BYTES)
+    assert (orphan.journaled(), read_all(orphan)) == ([b"frame"], [])
+    orphan.remove()
+    own.remove()
+    assert not folders(root)
+
+
+def test_a_journal_is_not_used_while_the_disk_fails(root, monkeypatch):
+    def full(file, data):
+        raise OSError(28, "No space left on device")
+
+    spool, _ = open_spools(root, MAX_BYTES)
+    with monkeypatch.context() as patch:
+        patch.setattr(payload_spool.os, "write", full)
+        with suppress(OSError):
+            spool.append([b"frame"])
+        assert spool.journal is None
+    spool.append([b"frame"])
+    assert spool.journal is not None
+    spool.remove()
+
+
 @NOWHERE_ELSE
 @given(batches=st.lists(st.lists(st.binary(min_size=1, max_size=300), min_size=1)))
 def test_appended_frames_are_read_in_order_and_numbered_from_one(root, batches):

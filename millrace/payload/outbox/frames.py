@@ -186,6 +186,11 @@ class FrameEncoder:
                 added.size = tensor.size
 
 
+def whole_begin(part: BeginPart) -> bytes:
+    """The first frame of a record, with the whole texts of a long request, and not redacted."""
+    return _frame(part.record_id, Frame.BEGIN, PayloadRecord(**_begin_fields(part, part.fields)))
+
+
 def storable(text: str) -> str:
     """The text as protobuf accepts it: JSON may contain halves of surrogate pairs, which UTF-8 cannot encode."""
     if str.isascii(text):  # A quarter of the cost of encoding.

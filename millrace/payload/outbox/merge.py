@@ -9,6 +9,9 @@ If a request was refused, or its caller cancelled it, before any part of its ans
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
@@ -42,6 +45,8 @@ _CALLERS_OWN = frozenset(
 
 # An aborted record has no END frame and so no number. This number is above all frames', and the same at each reading.
 _ABORTED = 1 << 62
+_NEWEST = 1024  # More than the journal has.
+_JOURNALED = 1 << 61  # Above all frames' numbers too: instead of the number that a begin in the journal does not have.
 
 
 class EndedRecord(NamedTuple):
@@ -72,6 +77,7 @@ class Merger:
         self._hop = hop
         self._open: dict[bytes, _OpenRecord] = {}  # In the order of their begins.
         self._next = 1  # The number of the frame that follows.
+        self._newest: deque[bytes] = deque(maxlen=_NEWEST)  # The last records that began.
 
     @property
     def first_began(self) -> int | None:
@@ -90,11 +96,11 @@ class Merger:
             return None  # Perhaps of a later release.
         part = b"".join(frame.part)
         if frame.kind == Frame.WHOLE:
+            self._newest.append(frame.record_id)
             return EndedRecord(number, number, part)
         if frame.kind == Frame.BEGIN:
             self._forget(frame.record_id)
-            self._open[frame.record_id] = _OpenRecord(number, part)
-            self.open_bytes += len(part)
+            self._begin(number, frame.record_id, part)
         elif (opened := self._open.get(frame.record_id)) is None:
             return None  # Its begin was shipped and deleted, or damaged.
         elif frame.kind == Frame.CHUNK:
@@ -104,6 +110,15 @@ class Merger:
             whole = _ended(opened, part, frame.replaces_chunks)
             return EndedRecord(number, opened.began, whole.SerializeToString())
         return None
+
+    def take_journal(self, payloads: Iterable[bytes]) -> None:
+        """Opens the records of a spool's journal, after its frames, except those whose begins are frames too."""
+        begun = {*self._newest, *self._open}
+        for number, payload in enumerate(payloads, _JOURNALED):
+            with contextlib.suppress(DecodeError):  # As in `take`.
+                frame = Frame.FromString(payload)
+                if frame.record_id not in begun:
+                    self._begin(number, frame.record_id, b"".join(frame.part))
 
     def abort(self) -> EndedRecord | None:
         """Ends the first open record, whose process has ended; None if no record is open."""
@@ -126,6 +141,11 @@ class Merger:
             payload = Frame(record_id=record_id, kind=Frame.BEGIN, part=[bytes(opened.parts)]).SerializeToString()
             frames.append(payload + INCOMPLETE if opened.incomplete else payload)
         return frames
+
+    def _begin(self, number: int, record_id: bytes, part: bytes) -> None:
+        self._newest.append(record_id)
+        self._open[record_id] = _OpenRecord(number, part)
+        self.open_bytes += len(part)
 
     def _extend(self, opened: _OpenRecord, part: bytes) -> None:
         if len(opened.parts) + len(part) > self._max_bytes:

@@ -3,6 +3,7 @@
     ROOT/lock                     held during a search for folders without an owner
     ROOT/UUID/lock                held (flock) by the process that owns the folder; the UUID is the source
     ROOT/UUID/NUMBER.segment      frames (outbox/segments.py); NUMBER, of 20 digits, is the first frame's
+    ROOT/UUID/journal             begins of records that are not in a segment yet (outbox/journal.py)
     ROOT/UUID/reserve             zeros: room that is kept on a disk which other programs may fill
 
 Frames are numbered from 1 without gaps.
@@ -28,6 +29,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from millrace.errors import StartupError
+from millrace.payload.outbox.journal import Journal, read_journal
 from millrace.payload.outbox.segments import Segment, header
 
 logger = logging.getLogger(__name__)
@@ -39,12 +41,16 @@ _ROOT_WAIT_S = 5.0
 _UNKNOWN = 1 << 62
 _RESERVE = "reserve"
 _RESERVE_BYTES = 64 << 10
+_JOURNAL = "journal"
 
 
 class Spool:
-    """One source's folder, held by this process until `close` or `remove`."""
+    """One source's folder, held by this process until `close` or `remove`; a new one without `taken_over`."""
 
-    def __init__(self, folder: Path, lock: int, segments: Sequence[Segment], segment_bytes: int, fsync: bool) -> None:
+    def __init__(
+        self, folder: Path, lock: int, segment_bytes: int, fsync: bool, taken_over: Sequence[Segment] | None = None
+    ) -> None:
+        segments = taken_over or ()
         self.source = folder.name
         self.size = sum(segment.size for segment in segments)
         self.segment_bytes = segment_bytes
@@ -53,10 +59,12 @@ class Spool:
         self._segments = list(segments)
         self._fsync = fsync
         # The number of the next frame. In a spool that is taken over it is unknown: the last segment is not read yet.
-        self._next = 1 if not segments else _UNKNOWN
+        self._next = 1 if taken_over is None else _UNKNOWN
         self._file: int | None = None  # Of the newest segment, while frames may be appended to it.
         self._reserved = False
         self._lock = threading.Lock()
+        self._journal: Journal | None = None
+        self._fails = False  # Whether the last append failed.
 
     @property
     def next_number(self) -> int:
@@ -72,6 +80,21 @@ class Spool:
     def path(self, segment: Segment) -> Path:
         """The file of a segment."""
         return self._folder / f"{segment.first:020d}.segment"
+
+    @property
+    def journal(self) -> Journal | None:
+        """The journal, while the disk works; None with `fsync`, which it does not fulfil."""
+        return None if self._fails else self._journal
+
+    def open_journal(self) -> None:
+        """Creates the journal; without room on the disk there is none."""
+        if not self._fsync:
+            with contextlib.suppress(OSError):
+                self._journal = Journal(self._folder / _JOURNAL)
+
+    def journaled(self) -> list[bytes]:
+        """The frames in the journal of a spool that is taken over; some may be in the segments too."""
+        return read_journal(self._folder / _JOURNAL)
 
     def append(self, payloads: Sequence[bytes]) -> None:
         """Appends frames, all or none."""
@@ -133,6 +156,14 @@ class Spool:
             self.size = 0
 
     def _append(self, payloads: Sequence[bytes]) -> None:
+        try:
+            self._append_all(payloads)
+        except OSError:
+            self._fails = True
+            raise
+        self._fails = False
+
+    def _append_all(self, payloads: Sequence[bytes]) -> None:
         data = b"".join(part for payload in payloads for part in (header(payload), payload))
         file = self._file_to_append_to()
         try:
@@ -200,8 +231,9 @@ def _create(folder: Path, segment_bytes: int, fsync: bool) -> Spool:
     folder.mkdir(mode=0o700)
     lock = _lock_file(folder)
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    spool = Spool(folder, lock, (), segment_bytes, fsync)
+    spool = Spool(folder, lock, segment_bytes, fsync)
     spool.reserve()
+    spool.open_journal()
     return spool
 
 
@@ -222,12 +254,12 @@ def _take_over(folder: Path, segment_bytes: int) -> Spool | None:
     (folder / _RESERVE).unlink(missing_ok=True)
     paths = sorted(path for path in folder.iterdir() if _SEGMENT_NAME.fullmatch(path.name))
     segments = [Segment(int(path.stem), path.stat().st_size) for path in paths]
-    if not any(segment.size for segment in segments):
+    if not any(segment.size for segment in segments) and not read_journal(folder / _JOURNAL):
         for path in paths:
             path.unlink()
         _remove_empty(folder, lock)
         return None
-    return Spool(folder, lock, segments, segment_bytes, fsync=False)
+    return Spool(folder, lock, segment_bytes, fsync=False, taken_over=segments)
 
 
 @contextlib.contextmanager
@@ -254,7 +286,7 @@ def _lock_file(folder: Path) -> int:
 
 
 def _remove_empty(folder: Path, lock: int) -> None:
-    for name in (_RESERVE, "lock"):
+    for name in (_RESERVE, _JOURNAL, "lock"):
         (folder / name).unlink(missing_ok=True)
     os.close(lock)
     with contextlib.suppress(OSError):  # The folder holds a foreign file.
