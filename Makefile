@@ -108,8 +108,8 @@ test-services: $(DEV_DEPENDENCIES) $(CLIENTS) $(NODE_TOOLS) ## test-process and 
 	$(PARALLEL_PROCESSES) --no-loadscope-reorder $(SYSTEM_TESTS) tests/process $(PYTEST)
 
 .PHONY: test-slow
-test-slow: $(KNEE_DEPENDENCIES) ## the long tests, under load and for minutes
-	$(PARALLEL) --dist loadfile --no-loadscope-reorder tests/slow $(PYTEST)
+test-slow: $(KNEE_DEPENDENCIES) ## the long tests, under load and for minutes, one at a time
+	$(VENV)/bin/python -m pytest tests/slow $(PYTEST)
 
 .PHONY: test-containers
 test-containers: $(DEV_DEPENDENCIES) $(CLIENTS) $(NODE_TOOLS) ## the container tests, on a real Docker engine

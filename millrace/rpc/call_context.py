@@ -77,15 +77,11 @@ class CallContext:
 
     def header(self, name: str) -> str:
         """The metadata's value by a name, several values joined by commas as in HTTP; "" for none."""
-        return ", ".join(value for key, value in self.metadata if key == name and isinstance(value, str))
+        return _header(self.metadata, name)
 
     def with_id(self, request_id: str) -> CallContext:
         """A copy with the id that the request itself has, if any; sets it for later spans and log lines of the task."""
-        if not request_id:
-            return self
-        request_id = request_id[:MAX_REQUEST_ID]
-        set_request_id(request_id)
-        return replace(self, request_id=request_id)
+        return replace(self, request_id=_known(request_id)) if request_id else self
 
 
 def call_context(context: Context, protocol: str, request_id: str = "") -> CallContext:
@@ -93,8 +89,20 @@ def call_context(context: Context, protocol: str, request_id: str = "") -> CallC
 
     The id is `request_id`, the caller's own, else the gateway's, else a new one.
     """
-    call = CallContext(protocol, "", call_metadata(context), deadline_of(context))
-    return call.with_id(request_id or call.header(REQUEST_ID_METADATA) or str(uuid.uuid4()))
+    metadata = call_metadata(context)
+    known = _known(request_id or _header(metadata, REQUEST_ID_METADATA) or str(uuid.uuid4()))
+    return CallContext(protocol, known, metadata, deadline_of(context))
+
+
+def _header(metadata: Sequence[tuple[str, str | bytes]], name: str) -> str:
+    return ", ".join([value for key, value in metadata if key == name and isinstance(value, str)])
+
+
+def _known(request_id: str) -> str:
+    """The id as it is kept; later spans and log lines of the task have it."""
+    kept = request_id[:MAX_REQUEST_ID]
+    set_request_id(kept)
+    return kept
 
 
 def check_request_id(given: str) -> None:

@@ -32,6 +32,9 @@ def test_the_file_has_exactly_the_frames_that_are_not_freed(tmp_path_factory, st
             assert journal.put(bytes([record]), frame)
             kept[record] = frame
         assert sorted(read_journal(path)) == sorted(kept.values())
+    for record in kept:
+        journal.free(bytes([record]))
+    assert not any(path.read_bytes()), "nothing that is freed stays on the disk"
 
 
 def test_it_refuses_what_it_has_no_slot_for(path, clock):

@@ -33,7 +33,7 @@ from millrace.payload.rules import PayloadRules
 from millrace_protos.millrace_pb2 import PayloadChunk, PayloadRecord, PayloadTensor, PredictorPart
 from millrace_protos.spool_pb2 import Frame
 
-_STRINGS = ("request_id", "model", "prompt", "parameters", "trace_id", "span_id", "client", "call_id", "shadow_of")
+_TEXTS = Fields._fields[:-1]
 
 
 class OpenRecord:
@@ -210,7 +210,8 @@ def _frame(record_id: bytes, kind: Frame.Kind.ValueType, part: PayloadRecord, re
 def _begin_fields(part: BeginPart, fields: Fields) -> dict[str, Any]:
     """The fields of a record that are known when its request arrives."""
     seconds, microseconds = divmod(part.time_us, 1_000_000)
-    named: dict[str, Any] = {name: storable(getattr(fields, name)) for name in _STRINGS}
+    texts: tuple[str, ...] = fields[:-1]  # Without `metadata`, the last one.
+    named: dict[str, Any] = {name: storable(text) for name, text in zip(_TEXTS, texts, strict=True) if text}
     named["record_id"] = as_text(part.record_id)
     named["time"] = Timestamp(seconds=seconds, nanos=microseconds * 1000)
     named["protocol"] = storable(part.protocol)

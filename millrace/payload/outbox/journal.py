@@ -21,7 +21,6 @@ import time
 from pathlib import Path
 
 _LENGTH = struct.Struct("<I")
-_FREE = _LENGTH.pack(0)
 _SLOT_BYTES = 8 << 10
 _SLOTS = 256
 # While the writer thread frees nothing for this long, the disk does not answer, and even a mapped page may have to wait
@@ -66,11 +65,13 @@ class Journal:
         return True
 
     def free(self, record_id: bytes) -> None:
-        """Forgets the frame of a record, if it has one here."""
+        """Overwrites the frame of a record with zeros, if it has one here."""
         slot = self._used.pop(record_id, None)
         if slot is not None:
             at = slot * _SLOT_BYTES
-            self._mapped[at : at + _LENGTH.size] = _FREE
+            (size,) = _LENGTH.unpack_from(self._mapped, at)
+            self._mapped[at : at + _LENGTH.size] = _LENGTH.pack(0)
+            self._mapped[at + _LENGTH.size : at + _LENGTH.size + size] = bytes(size)
             self._free.append(slot)
             self._freed_at = time.monotonic()
 
