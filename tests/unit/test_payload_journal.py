@@ -83,5 +83,9 @@ def test_a_damaged_file_has_no_frames(path, contents):
     assert read_journal(path) == []
 
 
-def test_without_a_file_there_are_no_frames(path):
+def test_without_a_file_there_are_no_frames(path, caplog):
     assert read_journal(path) == []
+    assert not caplog.records
+    path.mkdir()
+    assert read_journal(path) == []
+    assert "cannot be read: Is a directory" in caplog.text

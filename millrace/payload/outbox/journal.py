@@ -14,11 +14,14 @@ after the frame, so a slot that is used is whole.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import struct
 import time
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("<I")
 _SLOT_BYTES = 8 << 10
@@ -77,10 +80,13 @@ class Journal:
 
 
 def read_journal(path: Path) -> list[bytes]:
-    """The frames in a file, always in the same order; none if there is no file."""
+    """The frames in a file, always in the same order; none if there is no file, or it cannot be read."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
+        return []
+    except OSError as error:
+        logger.warning("%s cannot be read: %s", path, error.strerror)
         return []
     frames = []
     for at in range(0, len(data) - _SLOT_BYTES + 1, _SLOT_BYTES):

@@ -45,8 +45,8 @@ _CALLERS_OWN = frozenset(
 
 # An aborted record has no END frame and so no number. This number is above all frames', and the same at each reading.
 _ABORTED = 1 << 62
-_NEWEST = 1024  # More than the journal has.
 _JOURNALED = 1 << 61  # Above all frames' numbers too: instead of the number that a begin in the journal does not have.
+_NEWEST = 1024  # More than the journal has.
 
 
 class EndedRecord(NamedTuple):
