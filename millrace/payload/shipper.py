@@ -88,7 +88,7 @@ class SourceShipper:
         self._reader = SpoolReader(spool, lambda: drops.count(DAMAGED))
         self._merger = Merger(_MAX_RECORD_BYTES, hop)
         self._frames: deque[tuple[int, bytes]] = deque()  # Read and not merged.
-        self._journaled = spool.journaled() if ends else []  # Begins that follow the frames.
+        self._has_journal = ends  # Whether the begins of the spool's journal, which follow its frames, are not merged.
         self._unacknowledged: deque[_Sent] = deque()
         self._unacknowledged_bytes = 0
         self._sent = 0  # How many unacknowledged records, from the first, were sent over this call.
@@ -233,9 +233,9 @@ class SourceShipper:
                 self._frames.extend(self._reader.read())
             if self._frames:
                 ended = self._merger.take(*self._frames.popleft())
-            elif self._ends and self._journaled:
-                self._merger.take_journal(self._journaled)
-                self._journaled.clear()
+            elif self._has_journal:
+                self._has_journal = False
+                self._merger.take_journal(self.spool.journaled())
                 continue
             elif self._ends and (ended := self._merger.abort()) is not None:
                 pass

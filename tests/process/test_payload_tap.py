@@ -28,15 +28,11 @@ from millrace.payload.tap import PayloadTap
 from millrace.payload.tensors import request_tensors
 from millrace_protos.inference_pb2 import ModelInferRequest
 from millrace_protos.millrace_pb2 import Usage
-from tests.support.payload_ingest import away, begin, folders, segments
+from tests.support.payload_ingest import away, begin, folders, no_room, segments
 from tests.waiting import until
 
 # With rules that may redact a request the journal is not used: answers wait for the writer.
 REDACTING = PayloadRules(redactions=[Redaction("$.parameters.absent", None)])
-
-
-def no_room(*_):
-    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 async def recorded(tap, ingest):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from contextlib import asynccontextmanager
 
 import grpc
@@ -126,3 +127,8 @@ def folders(spool):
 def segments(spool):
     """The segments of all sources."""
     return sorted(spool.glob("*/*.segment"))
+
+
+def no_room(*_):
+    """A write to a full disk."""
+    raise OSError(errno.ENOSPC, "No space left on device")

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from millrace.payload.outbox import journal as payload_journal
 from millrace.payload.outbox.journal import MAX_FRAME_BYTES, Journal, read_journal
+from tests.support.payload_ingest import no_room
 
 
 @pytest.fixture
@@ -68,9 +69,6 @@ def test_it_is_not_used_while_nothing_is_freed(path, clock):
 
 
 def test_without_room_it_leaves_no_file(path, monkeypatch):
-    def no_room(*_):
-        raise OSError(28, "No space left on device")
-
     monkeypatch.setattr(payload_journal.os, "posix_fallocate", no_room)
     with pytest.raises(OSError, match="No space"):
         Journal(path)

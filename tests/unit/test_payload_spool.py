@@ -12,7 +12,7 @@ from millrace.errors import StartupError
 from millrace.payload.outbox import spool as payload_spool
 from millrace.payload.outbox.segments import PAYLOAD_START, SpoolReader, header
 from millrace.payload.outbox.spool import open_spools
-from tests.support.payload_ingest import folders, segments
+from tests.support.payload_ingest import folders, no_room, segments
 
 MAX_BYTES = 8 * 200  # So that a segment takes 200 bytes.
 NOWHERE_ELSE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -62,12 +62,9 @@ def test_a_journal_alone_is_taken_over_and_an_empty_one_is_removed(root):
 
 
 def test_a_journal_is_not_used_while_the_disk_fails(root, monkeypatch):
-    def full(file, data):
-        raise OSError(28, "No space left on device")
-
     spool, _ = open_spools(root, MAX_BYTES)
     with monkeypatch.context() as patch:
-        patch.setattr(payload_spool.os, "write", full)
+        patch.setattr(payload_spool.os, "write", no_room)
         with suppress(OSError):
             spool.append([b"frame"])
         assert spool.journal is None
@@ -237,11 +234,8 @@ def test_a_write_that_found_the_disk_full_can_be_repeated(root, monkeypatch):
     spool.delete_before(reader.number)
     assert len(segments(root)) == 1, "the one that is written stays"
 
-    def full(file, data):
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patch, suppress(OSError):
-        patch.setattr(payload_spool.os, "write", full)
+        patch.setattr(payload_spool.os, "write", no_room)
         spool.append([b"lost"])
     spool.delete_before(reader.number)
     assert (segments(root), spool.size) == ([], 0)
@@ -340,11 +334,8 @@ def test_room_on_the_disk_is_reserved_and_given_back(root, monkeypatch):
     assert not spool.release_reserve()
     assert not kept.exists()
 
-    def full(path, data):
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr(payload_spool.Path, "write_bytes", full)
+        patch.setattr(payload_spool.Path, "write_bytes", no_room)
         assert not spool.reserve()
     assert spool.reserve()
     spool.append([b"kept"])
