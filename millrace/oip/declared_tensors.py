@@ -10,7 +10,7 @@ from typing import Any
 
 from millrace.errors import InvalidRequestError
 from millrace.oip.model_description import TensorSpec
-from millrace.oip.tensors import DATATYPES, RawTensor
+from millrace.oip.tensors import DATATYPES, RawTensor, Tensor
 from millrace_protos import inference_pb2 as pb
 
 
@@ -46,7 +46,7 @@ def check_requested_outputs(request: pb.ModelInferRequest) -> None:
             )
 
 
-def check_inputs(tensors: Mapping[str, RawTensor], specs: Sequence[TensorSpec]) -> None:
+def check_inputs(tensors: Mapping[str, RawTensor | Tensor], specs: Sequence[TensorSpec]) -> None:
     """Refuses inputs that differ from the declared ones."""
     by_name = {spec.name: spec for spec in specs}
     for name, tensor in tensors.items():

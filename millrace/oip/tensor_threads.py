@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from millrace.deadline import Deadline
 from millrace.oip.tensors import BYTES, MAX_BYTES_ELEMENTS
 
 _FIXED = ("fp32_contents", "fp64_contents")  # Numbers of fixed size, which are decoded together.
@@ -21,11 +22,15 @@ _decoders = ThreadPoolExecutor(1, thread_name_prefix="decode-tensors")
 T = TypeVar("T")
 
 
-async def decoding(described: Iterable[Any], decode: Callable[[], T]) -> T:
-    """The result of `decode`, which decodes these inputs or outputs; cancelled, it runs to its end."""
+async def decoding(described: Iterable[Any], decode: Callable[[], T], deadline: Deadline) -> T:
+    """The result of `decode`, which decodes these inputs or outputs; cancelled, it runs to its end.
+
+    Raises DeadlineError if the deadline passes before.
+    """
     if elements_by_one(described) <= _AT_ONCE:
         return decode()
-    return await asyncio.get_running_loop().run_in_executor(_decoders, decode)
+    async with deadline.scope():
+        return await asyncio.get_running_loop().run_in_executor(_decoders, decode)
 
 
 def elements_by_one(described: Iterable[Any]) -> int:

@@ -14,7 +14,7 @@ import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ from millrace_protos import inference_pb2 as pb
 Array = NDArray[Any]
 DType = np.dtype[Any]
 Shape = tuple[int, ...]
+C = TypeVar("C", bytes, bytes | memoryview)
 
 BYTES = "BYTES"
 BF16 = "BF16"
@@ -62,6 +63,10 @@ class Tensor:
     datatype: str
     array: Array
 
+    @property
+    def shape(self) -> Shape:
+        return self.array.shape
+
 
 @dataclass(frozen=True)
 class RawTensor:
@@ -74,12 +79,24 @@ class RawTensor:
 
 def decode_inputs(request: pb.ModelInferRequest) -> dict[str, Tensor]:
     """The request's inputs by name."""
-    return _decode(request.inputs, request.raw_input_contents, "input")
+    return decode(request.inputs, request.raw_input_contents, "input")
 
 
 def decode_outputs(response: pb.ModelInferResponse) -> dict[str, Tensor]:
     """The response's outputs by name."""
-    return _decode(response.outputs, response.raw_output_contents, "output")
+    return decode(response.outputs, response.raw_output_contents, "output")
+
+
+def decode(described: Sequence[Any], raw_contents: Sequence[bytes | memoryview], kind: str) -> dict[str, Tensor]:
+    """Inputs or outputs by name, from their descriptions and raw contents; `kind` is their name in errors."""
+    tensors: dict[str, Tensor] = {}
+    for name, description, dtype, shape, raw in _described(described, raw_contents, kind):
+        if raw is None:
+            array = _from_typed(name, description.datatype, dtype, shape, description.contents)
+        else:
+            array = _from_raw(name, description.datatype, dtype, shape, raw)
+        tensors[name] = Tensor(name, description.datatype, array)
+    return tensors
 
 
 def raw_inputs(request: pb.ModelInferRequest) -> dict[str, RawTensor]:
@@ -147,27 +164,20 @@ def add_output(response: pb.ModelInferResponse, tensor: Tensor) -> None:
 def encode_raw(tensor: Tensor) -> bytes:
     if tensor.datatype == BYTES:
         return b"".join(_LENGTH.pack(len(item)) + item for item in map(_as_bytes, tensor.array.ravel()))
-    expected = dtype_of(tensor.name, tensor.datatype)
-    if tensor.array.dtype != expected:
-        raise InvalidRequestError(f"tensor {tensor.name!r}: {tensor.array.dtype} is not {tensor.datatype}")
+    check_dtype(tensor)
     return tensor.array.tobytes()
+
+
+def check_dtype(tensor: Tensor) -> None:
+    """Refuses an array whose numpy type is not the datatype's."""
+    if tensor.array.dtype != dtype_of(tensor.name, tensor.datatype):
+        raise InvalidRequestError(f"tensor {tensor.name!r}: {tensor.array.dtype} is not {tensor.datatype}")
 
 
 def bytes_tensor(name: str, values: Iterable[bytes]) -> Tensor:
     """A BYTES tensor of one dimension."""
     items = list(values)
     return Tensor(name, BYTES, _object_array(items, (len(items),)))
-
-
-def _decode(described: Sequence[Any], raw_contents: Sequence[bytes], kind: str) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for name, description, dtype, shape, raw in _described(described, raw_contents, kind):
-        if raw is None:
-            array = _from_typed(name, description.datatype, dtype, shape, description.contents)
-        else:
-            array = _from_raw(name, description.datatype, dtype, shape, raw)
-        tensors[name] = Tensor(name, description.datatype, array)
-    return tensors
 
 
 def _raw_tensors(described: Sequence[Any], raw_contents: Sequence[bytes], kind: str) -> dict[str, RawTensor]:
@@ -181,8 +191,8 @@ def _raw_tensors(described: Sequence[Any], raw_contents: Sequence[bytes], kind: 
 
 
 def _described(
-    described: Sequence[Any], raw_contents: Sequence[bytes], kind: str
-) -> Iterator[tuple[str, Any, DType, Shape, bytes | None]]:
+    described: Sequence[Any], raw_contents: Sequence[C], kind: str
+) -> Iterator[tuple[str, Any, DType, Shape, C | None]]:
     """Each tensor's name, description, type and shape, and its raw contents, which are None where they are typed."""
     if raw_contents and len(raw_contents) != len(described):
         raise InvalidRequestError(
@@ -207,8 +217,9 @@ def _described(
         yield name, description, dtype, shape, raw_contents[index] if raw_contents else None
 
 
-def _from_raw(name: str, datatype: str, dtype: DType, shape: Shape, raw: bytes) -> Array:
+def _from_raw(name: str, datatype: str, dtype: DType, shape: Shape, raw: bytes | memoryview) -> Array:
     if datatype == BYTES:
+        raw = bytes(raw)
         count = _bytes_count(name, shape)
         items = [raw[start:end] for start, end in _bytes_spans(name, raw, count)]
         if len(items) > count:

@@ -25,6 +25,14 @@ def channel_options(
     )
 
 
+def open_plain_channel(target: str) -> grpc.aio.Channel:
+    """A channel to `target` (host:port) without interceptors, for the methods of unary_method.py.
+
+    It shares the connection of the other channels to the same target.
+    """
+    return grpc.aio.insecure_channel(target, options=channel_options())
+
+
 def open_channel(target: str, hop: str) -> grpc.aio.Channel:
     """A channel to `target` (host:port) whose failed calls raise `MillraceError` signed `hop`."""
     # The first interceptor is the outermost: spans see the status before it is translated.

@@ -94,11 +94,7 @@ class ClientSpans:
         method = details.method.decode() if isinstance(details.method, bytes) else details.method
         if method.startswith(UNTOLD) or is_tracing_suppressed():
             return await continuation(_with_metadata(details, carried_headers()), request)
-        hook = _hooks.get()
-        span, end = self._begin(method, details.timeout, hook)
-        carried = carried_headers(trace.set_span_in_context(span))
-        if hook is not None and hook.follows:
-            carried[LINK] = hook.follows
+        carried, end = self.open(method, details.timeout)
         try:
             call = await continuation(_with_metadata(details, carried), request)
         except BaseException as error:
@@ -106,6 +102,15 @@ class ClientSpans:
             raise
         call.add_done_callback(lambda call: end(_code_of_done(call)))
         return call
+
+    def open(self, method: str, timeout_s: float | None) -> tuple[dict[str, str], Callable[[StatusCode], None]]:
+        """Begins the span of the next call; returns the metadata that carry its context, and what ends the span."""
+        hook = _hooks.get()
+        span, end = self._begin(method, timeout_s, hook)
+        carried = carried_headers(trace.set_span_in_context(span))
+        if hook is not None and hook.follows:
+            carried[LINK] = hook.follows
+        return carried, end
 
     def begin(self, method: str, timeout_s: float | None, hook: CallSpan) -> None:
         """Begins the span of a call that is carried by messages of another call; `hook` ends it."""

@@ -15,9 +15,10 @@ from opentelemetry.trace import StatusCode as SpanStatus
 
 from millrace.errors import DeadlineError, InvalidRequestError, RequestFailedError
 from millrace.rpc.call_telemetry import CallTelemetry
-from millrace.rpc.channel import open_channel
-from millrace.rpc.client_interceptors import CallSpan, telemetry_client_interceptors
+from millrace.rpc.channel import open_channel, open_plain_channel
+from millrace.rpc.client_interceptors import CallSpan, ClientSpans, telemetry_client_interceptors
 from millrace.rpc.handlers import CallInterceptor
+from millrace.rpc.unary_method import UnaryMethod
 from millrace.telemetry.identity import current_request_id, current_trace_id, set_request_id
 from millrace.telemetry.suppression import suppress_tracing
 from millrace_protos import inference_pb2, millrace_pb2
@@ -34,6 +35,9 @@ METHODS = {
     "written": f"{_LOG}/Query",
 }
 KINDS = tuple(METHODS)
+# A unary call without grpc.aio's interceptors, which is no call object.
+PLAIN = "plain"
+METHODS[PLAIN] = METHODS["unary"]
 FOREVER = 3600
 
 
@@ -77,12 +81,13 @@ class Methods(grpc.GenericRpcHandler):
 class Bench:
     """A server and a channel with the interceptors, and the ended spans of both."""
 
-    def __init__(self, methods, exporter, measured, channel, target):
+    def __init__(self, methods, exporter, measured, channel, target, plain):
         self.methods = methods
         self.measured = measured
         self.exporter = exporter
         self.channel = channel
         self.target = target
+        self.plain = plain
 
     def open(self, kind, **options):
         """The call object of a new call."""
@@ -94,6 +99,8 @@ class Bench:
         return self.channel.unary_stream(method)(b"x", **options)
 
     async def call(self, kind, **options):
+        if kind == PLAIN:
+            return [await self.plain(b"x", options.get("timeout"))]
         call = self.open(kind, **options)
         return [await call] if kind == "unary" else [response async for response in call]
 
@@ -127,8 +134,14 @@ async def bench(monkeypatch):
     client = telemetry_client_interceptors(tracer, measured.meter)
     monkeypatch.setattr("millrace.rpc.channel.telemetry_client_interceptors", lambda: client)
     methods = Methods()
-    async with served(methods, tracer, measured.meter) as (_, target), open_channel(target, "predictor") as channel:
-        yield Bench(methods, exporter, measured, channel, target)
+    async with (
+        served(methods, tracer, measured.meter) as (_, target),
+        open_channel(target, "predictor") as channel,
+        open_plain_channel(target) as bare,
+    ):
+        spans = ClientSpans(tracer, measured.meter, streams=False)
+        plain = UnaryMethod(bare, f"/{METHODS[PLAIN]}", "predictor", spans)
+        yield Bench(methods, exporter, measured, channel, target, plain)
     # Every call has ended by now, and no span may have ended twice.
     assert len(exporter.get_finished_spans()) <= 2
     provider.shutdown()
@@ -157,7 +170,7 @@ async def check(bench, kind, code, client_error, server_error):
         assert span.attributes["rpc.system.name"] == "grpc"
         assert span.attributes["rpc.method"] == METHODS[kind]
         assert span.attributes.get("error.type") == (code if in_error else None)
-        assert [event.name for event in span.events][-1:] == ([] if kind == "unary" else ["end"])
+        assert [event.name for event in span.events][-1:] == ([] if kind in ("unary", PLAIN) else ["end"])
         assert span.attributes["rpc.response.status_code"] == code
         assert span.status.status_code is (SpanStatus.ERROR if in_error else SpanStatus.UNSET)
     assert client.parent is None
@@ -168,14 +181,14 @@ async def check(bench, kind, code, client_error, server_error):
     assert bench.measured.count("rpc.server.call.duration", attributes | {"millrace.protocol": "grpc"}) == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, PLAIN])
 async def test_a_successful_call_has_two_spans_without_an_error(bench, kind):
     bench.methods.then = ends_well
     assert await bench.call(kind) == [b"x"]
     await check(bench, kind, "OK", client_error=False, server_error=False)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, PLAIN])
 async def test_a_refused_call_is_the_clients_error_and_not_the_servers(bench, kind):
     bench.methods.then = refuses
     with pytest.raises(InvalidRequestError):
@@ -183,7 +196,7 @@ async def test_a_refused_call_is_the_clients_error_and_not_the_servers(bench, ki
     await check(bench, kind, "INVALID_ARGUMENT", client_error=True, server_error=False)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, PLAIN])
 async def test_an_exception_is_an_error_on_both_sides(bench, kind):
     bench.methods.then = breaks
     with pytest.raises(RequestFailedError):
@@ -191,7 +204,7 @@ async def test_an_exception_is_an_error_on_both_sides(bench, kind):
     await check(bench, kind, "INTERNAL", client_error=True, server_error=True)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, PLAIN])
 async def test_a_cancelled_task_cancels_its_call(bench, kind):
     bench.methods.then = hangs
     task = asyncio.create_task(bench.call(kind))
@@ -223,7 +236,7 @@ async def test_a_call_that_is_cancelled_unread_ends_both_spans(bench, kind):
     await check(bench, kind, "CANCELLED", client_error=True, server_error=False)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, PLAIN])
 async def test_a_passed_deadline_is_an_error_on_both_sides(bench, kind):
     bench.methods.then = hangs
     with pytest.raises(DeadlineError):
@@ -242,7 +255,7 @@ async def test_a_missing_hop_gives_only_a_client_span(bench, kind):
     assert span.status.status_code is SpanStatus.ERROR
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, PLAIN])
 async def test_the_handler_runs_in_the_servers_span(bench, kind):
     seen = []
 
@@ -278,12 +291,13 @@ async def test_health_is_not_traced_by_the_server(bench):
     assert bench.measured.names == set()
 
 
-async def test_background_calls_of_a_service_are_neither_traced_nor_measured(bench):
+@pytest.mark.parametrize("kind", ["unary", PLAIN])
+async def test_background_calls_of_a_service_are_neither_traced_nor_measured(bench, kind):
     bench.methods.then = ends_well
 
     async def ask():
         suppress_tracing()
-        return await bench.call("unary")
+        return await bench.call(kind)
 
     assert await asyncio.create_task(ask()) == [b"x"]
     assert not bench.exporter.get_finished_spans()

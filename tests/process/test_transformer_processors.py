@@ -8,6 +8,7 @@ import grpc
 import numpy as np
 import pytest
 
+from millrace.deadline import NO_DEADLINE
 from millrace.errors import OverloadedError, StartupError
 from millrace.oip.tensors import Tensor, add_input, bytes_tensor, decode_outputs
 from millrace.processor import ProcessorRequest
@@ -157,7 +158,10 @@ async def test_an_undefined_step_of_a_processor_takes_no_thread(tmp_path):
     blocked = asyncio.create_task(pool.run(release.wait, 30))
     await asyncio.sleep(0)
     request = ProcessorRequest("", {"x": array}, {})
-    for passed in (await running.preprocess(request), await running.postprocess(request, {"x": array})):
+    for passed in (
+        await running.preprocess(request, NO_DEADLINE),
+        await running.postprocess(request, {"x": array}, NO_DEADLINE),
+    ):
         assert [(name, tensor.array.tolist()) for name, tensor in passed] == [("x", [1])]
     release.set()
     await blocked

@@ -6,17 +6,18 @@ model's answers are returned. The functions raise MillraceError, DeadlineError a
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import TypeVar
+from typing import NamedTuple
 
 from millrace.deadline import Deadline
 from millrace.errors import InvalidRequestError
 from millrace.oip.declared_tensors import check_inputs, check_requested_outputs
 from millrace.oip.model_description import ModelDescription
 from millrace.oip.parameters import read_parameters, set_parameters
+from millrace.oip.raw_contents import Contents, joined, raw_contents, split
 from millrace.oip.tensor_threads import decoding
-from millrace.oip.tensors import RawTensor, Tensor, add_input, add_output, add_raw_output, decode_raw, raw_inputs
+from millrace.oip.tensors import decode
 from millrace.processor import ProcessorRequest
 from millrace_protos import inference_pb2 as pb
 from services.transformer.inference.request import InferRequest
@@ -25,17 +26,15 @@ from services.transformer.predictors.answers import outputs_of, predictor_answer
 from services.transformer.predictors.relay import Relay
 
 _PLATFORM = "millrace_processor"
-_PASSED = "the deadline passed in the processor"
 
 
-async def infer(
-    model: ProcessedModel, request: InferRequest, relay: Relay, deadline: Deadline
-) -> pb.ModelInferResponse:
-    """The one answer to a request."""
+async def infer(model: ProcessedModel, request: InferRequest, relay: Relay, deadline: Deadline) -> bytes:
+    """The one answer to a request, a serialized ModelInferResponse."""
     outer, inner = await _preprocessed(model, request, deadline)
     answer = await relay.infer(inner, deadline)
-    async with deadline.scope(_PASSED):
-        return await _postprocessed(model, request, outer, _parsed(pb.ModelInferResponse(), answer))
+    with predictor_answers():
+        message, contents = split(pb.ModelInferResponse, answer)
+    return joined(*await _postprocessed(model, outer, message, contents, deadline))
 
 
 async def stream(
@@ -45,9 +44,10 @@ async def stream(
     outer, inner = await _preprocessed(model, request, deadline)
     async with aclosing(relay.stream(inner, deadline)) as answers:
         async for answer in answers:
-            parsed = _parsed(pb.ModelStreamInferResponse(), answer).infer_response
-            async with deadline.scope(_PASSED):
-                response = await _postprocessed(model, request, outer, parsed)
+            with predictor_answers():
+                message = pb.ModelStreamInferResponse.FromString(answer).infer_response
+            response, contents = await _postprocessed(model, outer, message, message.raw_output_contents, deadline)
+            response.raw_output_contents.extend(map(bytes, contents))
             yield response
 
 
@@ -57,63 +57,62 @@ def describe(model: ProcessedModel, is_decoupled: bool = False) -> ModelDescript
     return ModelDescription(_PLATFORM, inputs, outputs, is_decoupled, parameters={"model": model.processor.model})
 
 
-async def _preprocessed(
-    model: ProcessedModel, request: InferRequest, deadline: Deadline
-) -> tuple[ProcessorRequest, bytes]:
-    """The request as the processor has it, and the serialized request to the predictor's model."""
-    async with deadline.scope(_PASSED):
-        outer = await decoding(request.message.inputs, lambda: _decoded(model, request))
-        inner = pb.ModelInferRequest(model_name=model.processor.model, id=request.id)
-        for name, tensor in await model.processor.preprocess(outer):
-            if isinstance(tensor, Tensor):
-                add_input(inner, tensor)
-            else:
-                inner.inputs.add(name=name, datatype=tensor.datatype, shape=tensor.shape)
-                inner.raw_input_contents.append(tensor.data)
-        set_parameters(inner.parameters, outer.parameters)
-        return outer, inner.SerializeToString()
+class _Request(NamedTuple):
+    """A request as the processor has it, and the names of the outputs that its caller wants."""
+
+    read: ProcessorRequest
+    outputs: Sequence[str]
 
 
-def _decoded(model: ProcessedModel, request: InferRequest) -> ProcessorRequest:
-    check_requested_outputs(request.message)
-    raw = raw_inputs(request.message)
+async def _preprocessed(model: ProcessedModel, request: InferRequest, deadline: Deadline) -> tuple[_Request, bytes]:
+    """The request, and the serialized one to the predictor's model."""
+    message, contents = request.without_contents()
+    outer = await decoding(message.inputs, lambda: _decoded(model, request, message, contents), deadline)
+    tensors = await model.processor.preprocess(outer.read, deadline)
+    inner = pb.ModelInferRequest(model_name=model.processor.model, id=request.id)
+    for name, tensor in tensors:
+        inner.inputs.add(name=name, datatype=tensor.datatype, shape=tensor.shape)
+    set_parameters(inner.parameters, outer.read.parameters)
+    return outer, joined(inner, [raw_contents(tensor) for _, tensor in tensors])
+
+
+def _decoded(
+    model: ProcessedModel, request: InferRequest, message: pb.ModelInferRequest, contents: Sequence[Contents]
+) -> _Request:
+    check_requested_outputs(message)
+    tensors = decode(message.inputs, contents, "input")
     processor = model.processor
     if processor.inputs is not None:
-        check_inputs(raw, processor.inputs)
+        check_inputs(tensors, processor.inputs)
+    outputs = [output.name for output in message.outputs]
     if processor.outputs is not None:
         known = [each.name for each in processor.outputs]
-        for output in request.message.outputs:
-            if output.name not in known:
-                raise InvalidRequestError(f"unknown output {output.name!r}; the model gives {', '.join(known)}")
-    inputs = {name: decode_raw(name, tensor) for name, tensor in raw.items()}
-    return ProcessorRequest(request.id, inputs, read_parameters(request.parameters))
+        for name in outputs:
+            if name not in known:
+                raise InvalidRequestError(f"unknown output {name!r}; the model gives {', '.join(known)}")
+    inputs = {name: tensor.array for name, tensor in tensors.items()}
+    return _Request(ProcessorRequest(request.id, inputs, read_parameters(request.parameters)), outputs)
 
 
 async def _postprocessed(
-    model: ProcessedModel, request: InferRequest, outer: ProcessorRequest, answer: pb.ModelInferResponse
-) -> pb.ModelInferResponse:
-    """The answer to the caller, made from one of the model's."""
-    tensors = await decoding(answer.outputs, lambda: outputs_of(answer))
+    model: ProcessedModel,
+    outer: _Request,
+    answer: pb.ModelInferResponse,
+    contents: Sequence[Contents],
+    deadline: Deadline,
+) -> tuple[pb.ModelInferResponse, Sequence[Contents]]:
+    """The answer to the caller, made from one of the model's, and the raw contents of its outputs."""
+    tensors = await decoding(answer.outputs, lambda: outputs_of(answer, contents), deadline)
     outputs = {name: tensor.array for name, tensor in tensors.items()}
-    made = dict(await model.processor.postprocess(outer, outputs))
-    response = pb.ModelInferResponse(model_name=model.name, model_version=model.versions[-1], id=request.id)
-    for name in [output.name for output in request.message.outputs] or list(made):
-        if name not in made:
-            raise InvalidRequestError(f"unknown output {name!r}; the model gives {', '.join(made)}")
-        tensor = made[name]
-        if isinstance(tensor, RawTensor):
-            add_raw_output(response, name, tensor)
-        else:
-            add_output(response, tensor)
+    results = dict(await model.processor.postprocess(outer.read, outputs, deadline))
+    response = pb.ModelInferResponse(model_name=model.name, model_version=model.versions[-1], id=outer.read.id)
+    written: list[Contents] = []
+    for name in outer.outputs or list(results):
+        if name not in results:
+            raise InvalidRequestError(f"unknown output {name!r}; the model gives {', '.join(results)}")
+        tensor = results[name]
+        response.outputs.add(name=name, datatype=tensor.datatype, shape=tensor.shape)
+        written.append(raw_contents(tensor))
     for key, parameter in answer.parameters.items():
         response.parameters[key].CopyFrom(parameter)
-    return response
-
-
-M = TypeVar("M", pb.ModelInferResponse, pb.ModelStreamInferResponse)
-
-
-def _parsed(message: M, data: bytes) -> M:
-    with predictor_answers():
-        message.ParseFromString(data)
-    return message
+    return response, written

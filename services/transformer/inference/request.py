@@ -9,11 +9,12 @@ Source of the format: protobuf's wire encoding; every field of these messages is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from google.protobuf.message import DecodeError
 
 from millrace.errors import InvalidRequestError
+from millrace.oip.raw_contents import Contents, split
 from millrace.oip.wire_fields import fields
 from millrace.rpc.call_context import ServedModel
 from millrace_protos import inference_pb2 as pb
@@ -78,8 +79,17 @@ class InferRequest:
             try:
                 self._message = pb.ModelInferRequest.FromString(self._data or b"")
             except DecodeError:
-                raise InvalidRequestError("the request is not the message that the method takes") from None
+                raise _not_a_request() from None
         return self._message
+
+    def without_contents(self) -> tuple[pb.ModelInferRequest, Sequence[Contents]]:
+        """The parsed request, and the raw contents of its inputs; raises InvalidRequestError."""
+        if self._message is not None or self._data is None:
+            return self.message, self.message.raw_input_contents
+        try:
+            return split(pb.ModelInferRequest, self._data)
+        except DecodeError:
+            raise _not_a_request() from None
 
     @property
     def received_data(self) -> bytes | None:
@@ -92,3 +102,7 @@ class InferRequest:
         if self._data is None:
             self._data = self.message.SerializeToString()
         return self._data
+
+
+def _not_a_request() -> InvalidRequestError:
+    return InvalidRequestError("the request is not the message that the method takes")

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from millrace.deadline import Deadline
 from millrace.errors import MillraceError, RequestFailedError, StartupError
 from millrace.oip.declared_tensors import declared
 from millrace.oip.model_description import TensorSpec
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 # What a processor has inherited, which takes less than a change of threads.
 _PASSING_ON = (Processor.preprocess, Processor.postprocess)
+_PASSED = "the deadline passed in the processor"
 
 
 class RunningProcessor:
@@ -51,19 +53,26 @@ class RunningProcessor:
             logger.debug("processor %s: load() failed", self.name, exc_info=True)
             raise StartupError(f"processor {self.name}: load() failed: {_in_one_line(error)}") from None
 
-    async def preprocess(self, request: ProcessorRequest) -> list[tuple[str, Tensor | RawTensor]]:
+    async def preprocess(self, request: ProcessorRequest, deadline: Deadline) -> list[tuple[str, Tensor | RawTensor]]:
         """The named tensors that go to the model."""
-        return await self._tensors(self._processor.preprocess, request)
+        return await self._tensors(self._processor.preprocess, deadline, request)
 
     async def postprocess(
-        self, request: ProcessorRequest, outputs: Mapping[str, Array]
+        self, request: ProcessorRequest, outputs: Mapping[str, Array], deadline: Deadline
     ) -> list[tuple[str, Tensor | RawTensor]]:
         """The named tensors that go to the caller."""
-        return await self._tensors(self._processor.postprocess, request, outputs)
+        return await self._tensors(self._processor.postprocess, deadline, request, outputs)
 
-    async def _tensors(self, method: Callable[..., Any], *arguments: Any) -> list[tuple[str, Tensor | RawTensor]]:
+    async def _tensors(
+        self, method: Callable[..., Any], deadline: Deadline, *arguments: Any
+    ) -> list[tuple[str, Tensor | RawTensor]]:
         try:
-            result = as_mapping(await self._call(method, *arguments), "the processor")
+            if getattr(method, "__func__", None) in _PASSING_ON:
+                result = method(*arguments)
+            else:
+                async with deadline.scope(_PASSED):
+                    result = await self._call(method, *arguments)
+            result = as_mapping(result, "the processor")
             return [(name, as_tensor(name, value, "the processor")) for name, value in result.items()]
         except MillraceError:
             raise
@@ -75,8 +84,6 @@ class RunningProcessor:
             raise RequestFailedError("the processor failed on this request") from None
 
     async def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        if getattr(method, "__func__", None) in _PASSING_ON:
-            return method(*arguments)
         if inspect.iscoroutinefunction(method):
             return await method(*arguments)
         return await self._pool.run(_without_exits, method, *arguments)

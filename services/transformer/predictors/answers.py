@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from google.protobuf.message import DecodeError
 
 from millrace.errors import HopBrokenError, InvalidRequestError
-from millrace.oip.tensors import Tensor, decode_outputs
+from millrace.oip.raw_contents import Contents
+from millrace.oip.tensors import Tensor, decode
 from millrace_protos import inference_pb2
 
 
@@ -28,10 +29,10 @@ def predictor_answers() -> Iterator[None]:
         raise BrokenAnswerError("the predictor's answer is not the message that it must be", hop="predictor") from None
 
 
-def outputs_of(response: inference_pb2.ModelInferResponse) -> dict[str, Tensor]:
-    """The response's outputs by name."""
+def outputs_of(response: inference_pb2.ModelInferResponse, contents: Sequence[Contents]) -> dict[str, Tensor]:
+    """The response's outputs by name, from its raw contents."""
     with predictor_answers():
-        return decode_outputs(response)
+        return decode(response.outputs, contents, "output")
 
 
 def numbers_of(outputs: Mapping[str, Tensor], name: str, kinds: str) -> list[Any]:

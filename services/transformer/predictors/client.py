@@ -24,9 +24,10 @@ from millrace.errors import (
 from millrace.oip.joined_answers import JOINS_ANSWERS, separate
 from millrace.oip.wire_fields import fields
 from millrace.payload.call import RECORDED
-from millrace.rpc.channel import open_channel
+from millrace.rpc.channel import open_channel, open_plain_channel
 from millrace.rpc.client_interceptors import CallSpan
 from millrace.rpc.server import READY
+from millrace.rpc.unary_method import UnaryMethod
 from millrace_protos import inference_pb2, inference_pb2_grpc
 from services.transformer.predictors.oip_call import ERRORS_AS_STATUS, OipCall
 from services.transformer.predictors.predictor import PROBE_TIMEOUT_S, Predictor
@@ -55,15 +56,15 @@ class PredictorClient(Predictor):
             request_serializer=inference_pb2.ModelInferRequest.SerializeToString,
             response_deserializer=inference_pb2.ModelStreamInferResponse.FromString,
         )
+        self._plain_channel = open_plain_channel(target)
+        self._infer_bytes = UnaryMethod(self._plain_channel, f"{_SERVICE}/ModelInfer", "predictor")
         # Without serializers: messages as the bytes they are on the wire.
-        self._infer_bytes: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(
-            f"{_SERVICE}/ModelInfer"
-        )
         self._stream_bytes: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(
             f"{_SERVICE}/ModelStreamInfer"
         )
 
     async def close(self) -> None:
+        await self._plain_channel.close()
         await self._channel.close()
 
     @property
@@ -95,7 +96,7 @@ class PredictorClient(Predictor):
             return False
 
     async def infer_bytes(self, request: bytes, deadline: Deadline) -> bytes:
-        return await self._infer_bytes(request, timeout=deadline.left(), metadata=(RECORDED,))
+        return await self._infer_bytes(request, deadline.left(), (RECORDED,))
 
     async def stream_bytes(self, request: bytes, deadline: Deadline) -> AsyncGenerator[bytes, None]:
         """One call for each request. The predictor marks the last response, as the request asks."""
