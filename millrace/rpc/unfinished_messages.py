@@ -42,12 +42,17 @@ class UnfinishedMessages:
         self._read += size + _CALL_BYTES
 
     def begin(self) -> None:
-        """Starts to count: no message is incomplete now."""
+        """Starts to count: no message is incomplete now.
+
+        What the sockets have received is not read again within a second, because reading it takes a millisecond; the
+        messages that were read since then count as well.
+        """
+        now = time.monotonic()
         with suppress(OSError):
-            self._received = self._received_now()
             self._least = self._resident = resident_bytes()
-        self._read = self._unfinished = 0
-        self._looked_at = time.monotonic()
+            if now >= self._looked_at + _LOOK_S:
+                self._received, self._read, self._looked_at = self._received_now(), 0, now
+        self._unfinished = 0
 
     def estimate(self) -> int:
         """Estimates the bytes of incomplete messages."""
