@@ -16,7 +16,7 @@ from millrace.errors import StartupError
 from runner.replay import report
 from runner.replay.comparison import Difference
 from runner.replay.replay import Replay
-from runner.replay.results import Results
+from runner.replay.results import TROUBLE
 from runner.replay.selection import LoggedStream
 from runner.replay.sources import of_file, of_stack
 from runner.replay.target import FailedError, Target, open_channel
@@ -115,7 +115,7 @@ def run(options: argparse.Namespace, gateway: str) -> int:
         return asyncio.run(replay(options, gateway))
     except StartupError as error:
         sys.stderr.write(f"{error}\n")
-        return Results().exit_code
+        return TROUBLE
 
 
 def _about(options: argparse.Namespace, gateway: str, seconds: float) -> dict[str, object]:

@@ -7,7 +7,8 @@ is as long as there are workers, so that records are read no faster than they ar
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 
 from millrace_protos.millrace_pb2 import PayloadRecord
 from runner.replay.comparison import Difference, compare
@@ -30,20 +31,26 @@ class Replay:
         self._found = found
         self._queue: asyncio.Queue[LoggedStream | None] = asyncio.Queue(concurrency)
 
-    async def run(self, records: AsyncIterator[PayloadRecord]) -> Results:
-        """Reads and replays all records; raises what reading them raises."""
+    async def run(self, records: AsyncGenerator[PayloadRecord, None]) -> Results:
+        """Reads and replays all records, and closes `records`; raises what reading them raises."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 for number in range(self._concurrency):
                     tasks.create_task(self._work(), name=f"replay {number}")
-                tasks.create_task(self._read(records), name="read records")
+                tasks.create_task(self._read_all(records), name="read records")
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
         for model in self.results.fingerprints():
             self.results.weights[model] = await self._target.fingerprint(model)
         return self.results
 
-    async def _read(self, records: AsyncIterator[PayloadRecord]) -> None:
+    async def _read_all(self, records: AsyncGenerator[PayloadRecord, None]) -> None:
+        async with aclosing(records):
+            await self._read(records)
+        for _ in range(self._concurrency):
+            await self._queue.put(None)
+
+    async def _read(self, records: AsyncGenerator[PayloadRecord, None]) -> None:
         results, selected = self.results, 0
         async for record in records:
             stream = select(record, self._from_text)
@@ -52,12 +59,10 @@ class Replay:
                 continue
             if selected == self._limit:
                 results.limit_reached = True
-                break
+                return
             selected += 1
             results.add_weights(stream)
             await self._queue.put(stream)
-        for _ in range(self._concurrency):
-            await self._queue.put(None)
 
     async def _work(self) -> None:
         while (stream := await self._queue.get()) is not None:

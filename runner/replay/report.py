@@ -23,7 +23,8 @@ _SHOWN = 12  # Characters of a fingerprint.
 
 def found_lines(logged: LoggedStream, found: Difference | FailedError, paint: Painter) -> list[str]:
     """The lines about one stream that differs or has failed."""
-    names = f"record {logged.record_id}  request {one_line(logged.request_id, 64)}  model {logged.request.model}"
+    request_id, model = one_line(logged.request_id, 64), one_line(logged.request.model, 64)
+    names = f"record {one_line(logged.record_id, 64)}  request {request_id}  model {model}"
     if isinstance(found, FailedError):
         return [f"{paint(RED, 'failed')}     {names}", f"  {found.status}: {one_line(str(found), _WIDTH)}"]
     return [
@@ -107,7 +108,7 @@ def _count(name: str, number: int, parts: dict[str, int]) -> str:
 def _weights(fingerprints: dict[str, Any]) -> Iterable[str]:
     for model, sides in fingerprints.items():
         if set(sides["recorded"]) != {sides["replayed"]}:
-            recorded = ", ".join(f"{each[:_SHOWN]} ({count})" for each, count in sides["recorded"].items())
+            recorded = ", ".join(f"{printable(each[:_SHOWN])} ({count})" for each, count in sides["recorded"].items())
             yield f"weights of {model}: {recorded} on record, {sides['replayed'][:_SHOWN] or 'unknown'} now"
 
 

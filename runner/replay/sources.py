@@ -7,7 +7,7 @@ Lines are those of `python -m services.logger export --format jsonl`, of `GET /m
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,9 @@ _USAGE = ("prompt_tokens", "cached_tokens", "completion_tokens")  # Columns of a
 _NOT_READ = ("logprobs", "inputs", "outputs")  # Large, or with values that protobuf's JSON does not have.
 
 
-async def of_stack(channel: grpc.aio.Channel, since: datetime, model: str | None) -> AsyncIterator[PayloadRecord]:
+async def of_stack(
+    channel: grpc.aio.Channel, since: datetime, model: str | None
+) -> AsyncGenerator[PayloadRecord, None]:
     """The records that arrived from `since` until now; those of the replay itself are later."""
     query = QueryPayloadsRequest(page_size=PAGE, model=model)
     query.since.FromDatetime(since)
@@ -46,7 +48,7 @@ async def of_stack(channel: grpc.aio.Channel, since: datetime, model: str | None
         query.page_token = page[-1].page_token
 
 
-async def of_file(path: Path, since: datetime | None, model: str | None) -> AsyncIterator[PayloadRecord]:
+async def of_file(path: Path, since: datetime | None, model: str | None) -> AsyncGenerator[PayloadRecord, None]:
     """The records of a file that arrived from `since` on, of one model or of all."""
     for record in _read(path):
         arrived = record.time.ToDatetime(tzinfo=UTC)
