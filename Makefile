@@ -68,6 +68,11 @@ load-check: $(DEV_DEPENDENCIES) ## exit code 1 where a running stack does not me
 smoke: $(RUN_DEPENDENCIES) ## every endpoint of a model, against a running stack (MODEL=, GATEWAY_PORT=)
 	@exec $(VENV)/bin/python -m runner.smoke --model '$(MODEL)'
 
+.PHONY: replay
+replay: $(RUN_DEPENDENCIES) ## logged streams again at another stack, compared token by token (AGAINST=host:port, SINCE=, MODEL=, FROM=, OUT=)
+	@exec $(VENV)/bin/python -m runner.command replay '$(AGAINST)' $(if $(SINCE),--since '$(SINCE)') \
+	  $(if $(MODEL),--model '$(MODEL)') $(if $(FROM),--from '$(FROM)') $(if $(OUT),--out '$(OUT)') $(REPLAY)
+
 .PHONY: key
 key: $(RUN_DEPENDENCIES) ## a key for a client (NAME=alice ROLE=user|admin)
 	@exec $(VENV)/bin/python -m runner.command key '$(NAME)' $(if $(ROLE),--role '$(ROLE)')

@@ -83,6 +83,7 @@ class GenerateRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     PROMPT_FIELD_NUMBER: _builtins.int
     MESSAGES_FIELD_NUMBER: _builtins.int
+    PROMPT_IDS_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     TOP_P_FIELD_NUMBER: _builtins.int
@@ -107,7 +108,7 @@ class GenerateRequest(_message.Message):
     PACE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     prompt: _builtins.str
-    """Either this"""
+    """One of these three: text,"""
     max_tokens: _builtins.int
     temperature: _builtins.float
     """0 is greedy."""
@@ -142,7 +143,11 @@ class GenerateRequest(_message.Message):
     """Tokens a second at most, 5 or more; 0 is no limit."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """or these."""
+        """messages,"""
+
+    @_builtins.property
+    def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """or the prompt's token ids, special tokens included."""
 
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -158,6 +163,7 @@ class GenerateRequest(_message.Message):
         model: _builtins.str = ...,
         prompt: _builtins.str | None = ...,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
+        prompt_ids: _abc.Iterable[_builtins.int] | None = ...,
         max_tokens: _builtins.int | None = ...,
         temperature: _builtins.float | None = ...,
         top_p: _builtins.float | None = ...,
@@ -183,7 +189,7 @@ class GenerateRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_chunk_ms", b"_chunk_ms", "_chunk_tokens", b"_chunk_tokens", "_frequency_penalty", b"_frequency_penalty", "_hedge", b"_hedge", "_ignore_eos", b"_ignore_eos", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_pace", b"_pace", "_presence_penalty", b"_presence_penalty", "_priority", b"_priority", "_prompt", b"_prompt", "_repetition_penalty", b"_repetition_penalty", "_request_id", b"_request_id", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "cache_salt", b"cache_salt", "chunk_ms", b"chunk_ms", "chunk_tokens", b"chunk_tokens", "frequency_penalty", b"frequency_penalty", "hedge", b"hedge", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "pace", b"pace", "presence_penalty", b"presence_penalty", "priority", b"priority", "prompt", b"prompt", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_chunk_ms", b"_chunk_ms", "_chunk_tokens", b"_chunk_tokens", "_frequency_penalty", b"_frequency_penalty", "_hedge", b"_hedge", "_ignore_eos", b"_ignore_eos", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_pace", b"_pace", "_presence_penalty", b"_presence_penalty", "_priority", b"_priority", "_prompt", b"_prompt", "_repetition_penalty", b"_repetition_penalty", "_request_id", b"_request_id", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "cache_salt", b"cache_salt", "chunk_ms", b"chunk_ms", "chunk_tokens", b"chunk_tokens", "frequency_penalty", b"frequency_penalty", "hedge", b"hedge", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "messages", b"messages", "min_p", b"min_p", "min_tokens", b"min_tokens", "model", b"model", "pace", b"pace", "presence_penalty", b"presence_penalty", "priority", b"priority", "prompt", b"prompt", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_chunk_ms", b"_chunk_ms", "_chunk_tokens", b"_chunk_tokens", "_frequency_penalty", b"_frequency_penalty", "_hedge", b"_hedge", "_ignore_eos", b"_ignore_eos", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_pace", b"_pace", "_presence_penalty", b"_presence_penalty", "_priority", b"_priority", "_prompt", b"_prompt", "_repetition_penalty", b"_repetition_penalty", "_request_id", b"_request_id", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "cache_salt", b"cache_salt", "chunk_ms", b"chunk_ms", "chunk_tokens", b"chunk_tokens", "frequency_penalty", b"frequency_penalty", "hedge", b"hedge", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "messages", b"messages", "min_p", b"min_p", "min_tokens", b"min_tokens", "model", b"model", "pace", b"pace", "presence_penalty", b"presence_penalty", "priority", b"priority", "prompt", b"prompt", "prompt_ids", b"prompt_ids", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
     _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
@@ -624,6 +630,9 @@ class PayloadRecord(_message.Message):
     SHADOW_OF_FIELD_NUMBER: _builtins.int
     ENGINE_MS_FIELD_NUMBER: _builtins.int
     PREDICTORS_FIELD_NUMBER: _builtins.int
+    PROMPT_IDS_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
+    PROMPT_KIND_FIELD_NUMBER: _builtins.int
     record_id: _builtins.str
     """UUIDv7: the key, and the order of arrival."""
     request_id: _builtins.str
@@ -668,6 +677,12 @@ class PayloadRecord(_message.Message):
     """answer went to nobody. Both have the same request_id and client.
     Of a generation: how long engines worked for it, until its last token. Absent if no engine of ours answered.
     """
+    sampling: _builtins.str
+    """All sampling parameters that differ from the table's defaults, those that the"""
+    prompt_kind: _builtins.str
+    """server chose too (seed, max_tokens, the model's defaults), as JSON.
+    How `prompt` is written: "text", or as JSON "messages" or "ids".
+    """
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
@@ -691,6 +706,12 @@ class PayloadRecord(_message.Message):
     @_builtins.property
     def predictors(self) -> _containers.RepeatedCompositeFieldContainer[Global___PredictorPart]:
         """Of a generation: the predictors that answered, in order; a second one resumed the answer. Of many the last eight."""
+
+    @_builtins.property
+    def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of a generation that has begun, what it takes to repeat it exactly. Absent where the settings leave out or redact it.
+        The prompt's token ids.
+        """
 
     def __init__(
         self,
@@ -728,10 +749,13 @@ class PayloadRecord(_message.Message):
         shadow_of: _builtins.str = ...,
         engine_ms: _builtins.float | None = ...,
         predictors: _abc.Iterable[Global___PredictorPart] | None = ...,
+        prompt_ids: _abc.Iterable[_builtins.int] | None = ...,
+        sampling: _builtins.str = ...,
+        prompt_kind: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_engine_ms", b"_engine_ms", "_error", b"_error", "_gateway", b"_gateway", "_ttft_ms", b"_ttft_ms", "engine_ms", b"engine_ms", "error", b"error", "gateway", b"gateway", "time", b"time", "ttft_ms", b"ttft_ms", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_engine_ms", b"_engine_ms", "_error", b"_error", "_gateway", b"_gateway", "_ttft_ms", b"_ttft_ms", "call_id", b"call_id", "chunks", b"chunks", "client", b"client", "duration_ms", b"duration_ms", "engine_ms", b"engine_ms", "error", b"error", "failed_hop", b"failed_hop", "fingerprint", b"fingerprint", "finish_reason", b"finish_reason", "gateway", b"gateway", "incomplete", b"incomplete", "inputs", b"inputs", "message", b"message", "metadata", b"metadata", "model", b"model", "outputs", b"outputs", "page_token", b"page_token", "parameters", b"parameters", "predictors", b"predictors", "prompt", b"prompt", "protocol", b"protocol", "record_id", b"record_id", "request_id", b"request_id", "resumes", b"resumes", "served_model", b"served_model", "shadow_of", b"shadow_of", "span_id", b"span_id", "status", b"status", "text", b"text", "time", b"time", "trace_id", b"trace_id", "ttft_ms", b"ttft_ms", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_engine_ms", b"_engine_ms", "_error", b"_error", "_gateway", b"_gateway", "_ttft_ms", b"_ttft_ms", "call_id", b"call_id", "chunks", b"chunks", "client", b"client", "duration_ms", b"duration_ms", "engine_ms", b"engine_ms", "error", b"error", "failed_hop", b"failed_hop", "fingerprint", b"fingerprint", "finish_reason", b"finish_reason", "gateway", b"gateway", "incomplete", b"incomplete", "inputs", b"inputs", "message", b"message", "metadata", b"metadata", "model", b"model", "outputs", b"outputs", "page_token", b"page_token", "parameters", b"parameters", "predictors", b"predictors", "prompt", b"prompt", "prompt_ids", b"prompt_ids", "prompt_kind", b"prompt_kind", "protocol", b"protocol", "record_id", b"record_id", "request_id", b"request_id", "resumes", b"resumes", "sampling", b"sampling", "served_model", b"served_model", "shadow_of", b"shadow_of", "span_id", b"span_id", "status", b"status", "text", b"text", "time", b"time", "trace_id", b"trace_id", "ttft_ms", b"ttft_ms", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__engine_ms: _TypeAlias = _typing.Literal["engine_ms"]  # noqa: Y015
     _WhichOneofArgType__engine_ms: _TypeAlias = _typing.Literal["_engine_ms", b"_engine_ms"]  # noqa: Y015

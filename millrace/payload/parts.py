@@ -167,6 +167,9 @@ class EndPart(NamedTuple):
     incomplete: bool
     engine_ms: float | None
     predictors: Sequence[tuple[str, float]] = ()  # Each with the milliseconds until its first token.
+    prompt_ids: Sequence[int] = ()
+    sampling: str = ""
+    prompt_kind: str = ""
 
 
 LaterPart = RequestPart | InputsPart | ChunkPart | EndPart

@@ -45,7 +45,8 @@ _new_tuple = tuple.__new__  # Makes a ChunkPart without a Python function call: 
 class Recording:
     """The recording of one request; its public numbers and names may be set until it ends.
 
-    `served_model` is the model that answers, if a route chose another one than the request names.
+    `served_model` is the model that answers, if a route chose another one than the request names. `prompt_ids`,
+    `sampling` and `prompt_kind` are as in PayloadRecord; they are kept where the request is.
 
     If the caller or an error cuts an answer short, its usage is `prompt_tokens` and the tokens of its chunks.
 
@@ -57,6 +58,9 @@ class Recording:
         self.fingerprint = ""
         self.served_model = ""
         self.prompt_tokens = 0
+        self.prompt_ids: Sequence[int] = ()
+        self.sampling = ""
+        self.prompt_kind = ""
         self.engine_s: float | None = None
         self._predictors: list[tuple[str, float]] = []
         self._tokens = 0
@@ -69,6 +73,7 @@ class Recording:
         self._open = False
         self._incomplete = False
         self._keeps_answer = False
+        self._keeps_request = False
         # An answer waits for the begin and for the rest of a long request.
         self._awaited = 0  # How many of these parts there are; the event loop counts them.
         self._settled = 0  # How many of them are on disk or dropped; the writer counts them.
@@ -158,11 +163,11 @@ class Recording:
             usage = Usage(prompt_tokens=self.prompt_tokens, completion_tokens=self._tokens)
         duration_ms = (time.monotonic() - self._arrived) * 1000
         try:
-            outputs = self._within_memory(outputs)
-            cost = PART_BYTES + len(text or "") + size_of(outputs)
+            outputs, prompt_ids = self._within_memory(outputs), self._kept_ids()
+            cost = PART_BYTES + len(text or "") + size_of(outputs) + TOKEN_BYTES * len(prompt_ids)
         except Exception:
             self._miss(FAILED, exc_info=True)
-            outputs, text, cost = (), None, PART_BYTES
+            outputs, text, prompt_ids, cost = (), None, (), PART_BYTES
         # Enqueued even beyond the capacity: there is one end for each open request, and a record needs its end.
         self._queue.put(
             EndPart(
@@ -171,6 +176,8 @@ class Recording:
                 *(self.served_model, self._incomplete),
                 None if self.engine_s is None else 1000 * self.engine_s,
                 self._predictors,
+                prompt_ids,
+                *((self.sampling, self.prompt_kind) if self._keeps_request else ("", "")),
             )
         )
 
@@ -196,7 +203,7 @@ class Recording:
             mode = self._tap.rules.mode(fields.model, fields.request_id, fields.client)
             if mode is Mode.OFF:
                 return
-            self._keeps_answer = mode.keeps_response
+            self._keeps_answer, self._keeps_request = mode.keeps_response, mode.keeps_request
             if not mode.keeps_request:
                 fields, inputs = fields._replace(prompt="", parameters=""), ()
             cost = PART_BYTES + len(fields.prompt) + len(fields.parameters)
@@ -220,6 +227,15 @@ class Recording:
         tensors = self._without_large(tensors)
         if not tensors or self._queue.has_room(size_of(tensors)):
             return tensors
+        self._miss(MEMORY)
+        return ()
+
+    def _kept_ids(self) -> Sequence[int]:
+        """The prompt's ids; none if the queue has no room for them."""
+        if not self._keeps_request or len(self.prompt_ids) == 0:
+            return ()
+        if self._queue.has_room(TOKEN_BYTES * len(self.prompt_ids)):
+            return self.prompt_ids
         self._miss(MEMORY)
         return ()
 

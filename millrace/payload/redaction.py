@@ -16,6 +16,9 @@ once more in raw form. A pattern cannot see the text of token ids: any pattern t
 ids, and an answer loses the ids and log probabilities of its chunks up to the last one that a match touches (ids run
 ahead of their text, never behind it). A match may span chunks: its replacement is in the chunk where it begins.
 
+A record whose prompt or parameters a rule changes has no `prompt_ids` (outbox/frames.py). Paths into `parameters` cover
+`sampling` too.
+
 Parameters that are no valid JSON, because they were cut off, are redacted whole. Rules are parsed at start-up, from the
 settings; an invalid rule raises ValueError with its number. `redact` is called on the writer thread.
 """
@@ -79,7 +82,8 @@ class Redaction:
             if field == "text":
                 self._redact_answer(record)
             elif field == "parameters":
-                self._redact_parameters(record)
+                record.parameters = self._parameters(record.parameters)
+                record.sampling = self._parameters(record.sampling)
             elif field == "metadata":
                 self._redact_metadata(record)
             elif field in _TENSORS:
@@ -112,16 +116,15 @@ class Redaction:
             return _mapped(value, self._pattern.replaced)
         return REDACTED if isinstance(value, str) else None
 
-    def _redact_parameters(self, record: PayloadRecord) -> None:
-        if not record.parameters:
-            return
+    def _parameters(self, text: str) -> str:
+        """The parameters, as JSON, redacted."""
+        if not text:
+            return ""
         try:
-            values = json.loads(record.parameters)
-            record.parameters = _json(
-                self._value(values) if self._path is None else self._path.apply(values, self._value)
-            )
+            values = json.loads(text)
+            return _json(self._value(values) if self._path is None else self._path.apply(values, self._value))
         except (ValueError, RecursionError):
-            record.parameters = _json(REDACTED)
+            return _json(REDACTED)
 
     def _redact_metadata(self, record: PayloadRecord) -> None:
         values = dict(record.metadata)

@@ -16,9 +16,9 @@ KEY = "MILLRACE_KEY"
 _AUTHORIZATION = "authorization"
 
 
-def headers() -> dict[str, str]:
-    """The headers of a call; empty without a key."""
-    key = os.environ.get(KEY, "").strip()
+def headers(variable: str = KEY) -> dict[str, str]:
+    """The headers of a call with the key of an environment variable; empty without a key."""
+    key = os.environ.get(variable, "").strip()
     return {_AUTHORIZATION: f"Bearer {key}"} if key else {}
 
 

@@ -14,6 +14,7 @@ from millrace.errors import StartupError
 from runner import settings as stack_settings
 from runner.command import certificates, chat, help_texts, keys, records, start, usage
 from runner.command.gateway import Gateway
+from runner.replay import options as replay_options
 from runner.report import short
 from runner.terminal import Painter, has_colours
 
@@ -89,6 +90,11 @@ def parser() -> argparse.ArgumentParser:
     modes.add_argument("--check", dest="mode", action="store_const", const="check", help="hold the objective")
     load.add_argument("locust", nargs="*", metavar="-- OPTION", help="for Locust, such as --objective 'TTFT <= 1 s'")
     load.set_defaults(mode="")
+
+    replay = command("replay", _replay, "run logged streams again and compare", replay_options.HELP)
+    since_text = "90s, 15m, 24h, 7d ago, or a time in ISO 8601; default 1h, with --from all of the file"
+    replay.add_argument("--since", type=_since, metavar="TIME", help=since_text)
+    replay_options.add_options(replay)
 
     key = command("key", _key, "make a client's key", help_texts.KEY, calls=False)
     key.add_argument("name", metavar="NAME", help="of the client")
@@ -171,6 +177,15 @@ def _load(options: argparse.Namespace) -> None:
     gateway = _gateway(options)
     gateway.check()
     start.run_load(gateway.address, stack_settings.load(), options.mode, options.locust)
+
+
+def _replay(options: argparse.Namespace) -> None:
+    if options.since is None and options.file is None:
+        options.since = records.since("1h")
+    gateway = options.gateway or stack_settings.load().gateway
+    code = replay_options.run(options, gateway)
+    sys.stdout.flush()
+    raise SystemExit(code)
 
 
 def _key(options: argparse.Namespace) -> None:

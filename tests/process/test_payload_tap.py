@@ -96,6 +96,48 @@ async def test_fingerprint_and_resumes_may_be_set_until_the_end(taps, ingest):
     assert (record.resumes, record.fingerprint, record.engine_ms) == (2, "abc", 250)
 
 
+CARDS, SEED = Redaction(None, "[0-9]{16}"), Redaction("$.parameters.seed", None)
+
+
+@pytest.mark.parametrize(
+    ("rules", "prompt", "ids", "sampling"),
+    [
+        (PayloadRules(), "Once", [5, 6], '{"seed":7}'),
+        (PayloadRules(default=Mode.REQUEST), "Once", [5, 6], '{"seed":7}'),
+        (PayloadRules(default=Mode.RESPONSE), "Once", [], ""),
+        (PayloadRules(default=Mode.METADATA), "Once", [], ""),
+        (PayloadRules(redactions=[CARDS]), "Once", [5, 6], '{"seed": 7}'),
+        (PayloadRules(redactions=[CARDS]), "4242424242424242", [], '{"seed": 7}'),
+        (PayloadRules(redactions=[CARDS]), "Once" * 5000 + "4242424242424242", [], '{"seed": 7}'),
+        (PayloadRules(redactions=[CARDS]), "[5, 6]", [], '{"seed": 7}'),
+        (PayloadRules(redactions=[SEED]), "Once", [], '{"seed": null}'),
+    ],
+)
+async def test_what_repeats_a_generation_is_kept_as_the_request_is(taps, ingest, rules, prompt, ids, sampling):
+    tap = taps.start(ingest.target, rules)
+    recording = begin(tap, prompt=prompt, parameters='{"seed": 7}')
+    assert await recording.flushed()
+    recording.prompt_ids, recording.sampling, recording.prompt_kind = [5, 6], '{"seed":7}', "text"
+    recording.chunk("upon", [7])
+    recording.end("OK", finish_reason="stop")
+    [record] = await recorded(tap, ingest)
+    assert (list(record.prompt_ids), record.sampling) == (ids, sampling)
+    assert record.prompt_kind == ("text" if sampling else "")
+    assert "4242424242424242" not in record.prompt
+    assert not record.incomplete
+
+
+async def test_the_ids_of_a_prompt_that_find_no_room_are_left_out(taps, ingest):
+    tap = taps.start(ingest.target, memory=1 << 20)
+    recording = begin(tap)
+    assert await recording.flushed()
+    recording.prompt_ids = range(1 << 20)
+    recording.chunk("upon", [7])
+    recording.end("OK", finish_reason="stop")
+    [record] = await recorded(tap, ingest)
+    assert (len(record.prompt_ids), record.incomplete, record.text) == (0, True, "upon")
+
+
 @pytest.mark.parametrize("mode", [Mode.ALL, Mode.METADATA])
 async def test_an_interrupted_answer_has_the_usage_so_far(taps, ingest, mode):
     tap = taps.start(ingest.target, PayloadRules(default=mode))

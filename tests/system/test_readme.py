@@ -22,13 +22,14 @@ TEXT = "\n".join(page.read_text() for page in PAGES)
 BUF = ROOT / ".tools" / "node_modules" / ".bin"
 PATH = f"{BUF}{os.pathsep}{os.environ['PATH']}"
 # Unavailable, a download of gigabytes, containers, run by the fixture with other ports, or run by
-# tests/process/test_gateway_tls.py, tests/system/test_keys.py or tests/slow/test_knee.py. The load check below
-# runs for seconds only.
+# tests/process/test_gateway_tls.py, tests/system/test_keys.py, tests/system/test_replay.py or tests/slow/test_knee.py.
+# The load check below runs for seconds only.
 NOT_RUN = (
     "make certs",
     "make key",
     "make knee",
     "make load-check",
+    "make replay",
     'curl http://127.0.0.1:8080/v1/models -H "Authorization',
     "curl --cacert",
     "docker compose -f",

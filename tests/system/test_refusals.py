@@ -24,7 +24,9 @@ async def next_call_works(stack):
 
 GENERATE = {
     "empty prompt": ({"prompt": ""}, INVALID, "the prompt is empty"),
-    "neither prompt nor messages": ({"prompt": None}, INVALID, "give either a prompt or messages"),
+    "neither prompt nor messages": ({"prompt": None}, INVALID, "give one of a prompt, its ids and messages"),
+    "prompt and its ids": ({"prompt_ids": [5]}, INVALID, "give one of a prompt, its ids and messages"),
+    "ids too many": ({"prompt": None, "prompt_ids": [5] * 1500}, INVALID, "the context is 1024"),
     "prompt too long": ({"prompt": "once " * 1500}, INVALID, "the context is 1024"),
     "prompt of megabytes": ({"prompt": "x" * 3_000_000}, INVALID, "the prompt has 3000000 bytes"),
     "temperature": ({"temperature": -1}, INVALID, "temperature=-1"),
@@ -43,6 +45,12 @@ async def test_generate_refuses_wrong_requests(stack, case):
     assert raised.value.code() is status
     assert text in raised.value.details()
     assert dict(raised.value.trailing_metadata())["x-failed-hop"] == "transformer"
+
+
+async def test_generate_refuses_an_unknown_token_id(stack):
+    with pytest.raises(grpc.aio.AioRpcError, match="token id 1000005") as raised:
+        await generate(stack.gateway, model="storyteller", prompt_ids=[5, 1_000_005])
+    assert raised.value.code() is INVALID
 
 
 PREDICTOR = {

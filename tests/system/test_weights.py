@@ -1,18 +1,18 @@
 """Replicas with different weights, as during a rolling update: no answer mixes two models, and none fails."""
 
 import asyncio
-import shutil
 import signal
 import sys
 from collections import Counter
+from pathlib import Path
 
-import numpy as np
 import pytest
 import pytest_asyncio
 
 from millrace_protos import inference_pb2 as pb
 from millrace_protos import millrace_pb2, millrace_pb2_grpc
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from tests.support.weights import copy_with_other_weights
 from tests.system.calls import channel, rest
 from tests.waiting import until
 
@@ -25,8 +25,7 @@ OLD = "storyteller=models/storyteller"
 async def stack(stacks, tmp_path_factory):
     """Three predictors, the second of which has been updated."""
     folder = tmp_path_factory.mktemp("weights")
-    updated = shutil.copytree("models/storyteller", folder / "updated")
-    negate_weights(updated / "model.safetensors")
+    updated = copy_with_other_weights(Path("models/storyteller"), folder / "updated")
     environment = {
         "predictor": {"SLOW_MS": "40", "PREDICTOR_DTYPE": "fp32", "PREDICTOR_DRAIN_S": "60"},
         "predictor-1": {"MODELS": f"storyteller={updated}"},
@@ -34,13 +33,6 @@ async def stack(stacks, tmp_path_factory):
     commands = {"predictor": SLOW}
     async with stacks.use(models=OLD, predictors=3, commands=commands, environment=environment) as started:
         yield started
-
-
-def negate_weights(path):
-    """Flips the sign of each number in a safetensors file with only bfloat16."""
-    contents = path.read_bytes()
-    begin = 8 + int.from_bytes(contents[:8], "little")  # The header's length, and the header.
-    path.write_bytes(contents[:begin] + (np.frombuffer(contents[begin:], "<u2") ^ 0x8000).tobytes())
 
 
 async def generated(stack, name="", came=None):

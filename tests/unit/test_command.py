@@ -18,7 +18,7 @@ from runner.settings import ROOT, StackSettings
 from runner.terminal import Painter
 
 PLAIN = Painter(coloured=False)
-COMMANDS = ("up", "serve", "down", "chat", "smoke", "load", "key", "certs", "log", "usage", "trace")
+COMMANDS = ("up", "serve", "down", "chat", "smoke", "replay", "load", "key", "certs", "log", "usage", "trace")
 NOW = datetime(2026, 5, 4, 12, tzinfo=UTC)
 
 
@@ -58,6 +58,11 @@ def test_settings_and_options_may_be_mixed() -> None:
         ["log", "-n", "1001"],
         ["log", "--since", "soon"],
         ["usage", "--since", "soon"],
+        ["replay"],
+        ["replay", "nowhere"],
+        ["replay", "host:1", "--concurrency", "0"],
+        ["replay", "host:1", "--timeout", "-1"],
+        ["replay", "host:1", "--limit", "many"],
         ["trace"],
         ["trace", "x", "y"],
         ["up", "--all"],

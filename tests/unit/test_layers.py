@@ -68,7 +68,7 @@ LOGGER = (
     ("services.logger.gateway_calls", "services.logger.servicer"),
     ("services.logger.__main__",),
 )
-RUNNER = (("runner",), ("runner.smoke",), ("runner.command",))
+RUNNER = (("runner",), ("runner.replay", "runner.smoke"), ("runner.command",))
 PACKAGES = {"millrace", "services", "runner"}
 SERVICES = {"services.transformer": TRANSFORMER, "services.predictor": PREDICTOR, "services.logger": LOGGER}
 LAYERS = {"millrace": MILLRACE, **SERVICES, "runner": RUNNER}

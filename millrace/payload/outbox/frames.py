@@ -43,6 +43,7 @@ class OpenRecord:
         self.fields = fields
         self.is_short = False  # Whether the rest of a long prompt, or of long parameters, is not written yet.
         self.is_answered = False
+        self.is_redacted = False  # Whether rules have changed the prompt or the parameters.
         self.incomplete = False
         self.dropped = False
         self.has_ttft = False
@@ -68,6 +69,7 @@ class FrameEncoder:
                 fields = fields._replace(prompt=_cut(fields.prompt), parameters=_cut(fields.parameters))
         record = PayloadRecord(**_begin_fields(part, fields))
         self._rules.redact(record)
+        opened.is_redacted = bool(self._rules.redactions) and _is_changed(record, fields)
         if opened.is_short:
             # Cut after redaction: a match may lie across the cut.
             record.prompt, record.parameters = _cut(record.prompt), _cut(record.parameters)
@@ -132,6 +134,8 @@ class FrameEncoder:
             _add_rest(ended, record)
         self._add_tensors(part.outputs, ended.outputs)
         ended.chunks.extend(record.held)
+        if record.is_redacted:
+            ended.ClearField("prompt_ids")  # They would reveal what is redacted.
         self._rules.redact(ended)
         return _frame(part.record_id, Frame.END, ended, replaces_chunks=bool(record.held))
 
@@ -142,6 +146,8 @@ class FrameEncoder:
             self._add_tensors(part.tensors, record.inputs)
         self._add_tensors(end.outputs, record.outputs)
         self._rules.redact(record)
+        if self._rules.redactions and _is_changed(record, begin.fields):
+            record.ClearField("prompt_ids")
         shorten_refused(record)
         return _frame(begin.record_id, Frame.WHOLE, record)
 
@@ -237,12 +243,20 @@ def _end_fields(part: EndPart) -> dict[str, Any]:
         "engine_ms": part.engine_ms,
         "predictors": [PredictorPart(predictor=name, offset_ms=at_ms) for name, at_ms in part.predictors],
         "text": storable(part.text or ""),
+        "prompt_ids": part.prompt_ids,
+        "sampling": part.sampling,
+        "prompt_kind": part.prompt_kind,
     }
 
 
 def _add_rest(record: PayloadRecord, opened: OpenRecord) -> None:
     record.prompt, record.parameters = storable(opened.fields.prompt), storable(opened.fields.parameters)
     opened.is_short = False
+
+
+def _is_changed(record: PayloadRecord, fields: Fields) -> bool:
+    """Whether rules have changed the prompt, or parameters, which may be in the prompt's text too."""
+    return (record.prompt, record.parameters) != (fields.prompt, fields.parameters)
 
 
 def _cut(text: str) -> str:

@@ -227,6 +227,7 @@ def _leave_out_tokens(record: PayloadRecord) -> None:
     for chunk in record.chunks:
         chunk.ClearField("token_ids")
         chunk.ClearField("logprobs")
+    record.ClearField("prompt_ids")
 
 
 def _leave_out_chunks(record: PayloadRecord) -> None:

@@ -79,6 +79,9 @@ SCHEMA = pa.schema(
         "fingerprint": pa.string(),
         "served_model": pa.string(),
         "shadow_of": pa.string(),
+        "prompt_ids": pa.list_(pa.uint32()),
+        "sampling": pa.string(),
+        "prompt_kind": pa.string(),
         "gateway": _GATEWAY,
     }
 )

@@ -48,6 +48,9 @@ def row(record: PayloadRecord) -> dict[str, Any]:
         "fingerprint": record.fingerprint,
         "served_model": record.served_model,
         "shadow_of": record.shadow_of,
+        "prompt_ids": list(record.prompt_ids),
+        "sampling": record.sampling,
+        "prompt_kind": record.prompt_kind,
         "gateway": gateway and {name: getattr(gateway, name) for name in _GATEWAY},
     }
 

@@ -76,6 +76,7 @@ class Pipeline:
                     if served := self._router.answering(request.model, request.call):
                         recorded.served_by(served)
                         observed.served_by(served)
+                    recorded.begun(request.prompt_kind, begun.generation)
                     self._copy(request, recorded.record_id)
                     token_chunk = begun.first
                     while True:
@@ -135,7 +136,7 @@ class Pipeline:
             first = await tokens.read()
         # Once is enough: one set of weights generates the whole answer.
         self._router.answered_by(model.name, first.fingerprint)
-        return Begun(admitted, reservation, tokens, _assembler(request, model, generation), first)
+        return Begun(generation, admitted, reservation, tokens, _assembler(request, model, generation), first)
 
     def _copy(self, request: TextRequest, record_id: str) -> None:
         """Starts a shadow copy of the request if its route has a shadow."""
@@ -201,6 +202,7 @@ class Pipeline:
 class Begun(NamedTuple):
     """An answer whose first tokens have arrived."""
 
+    generation: Generation
     admitted: AdmittedGeneration
     reservation: Reservation
     tokens: TokenStream

@@ -21,6 +21,7 @@ from millrace.payload.tap import PayloadTap
 from millrace.sampling import MAX_STOP_TOKEN_IDS
 from services.transformer.generation.chunks import TextChunk
 from services.transformer.generation.requests import TextRequest
+from services.transformer.predictors.tokens import Generation
 
 MAX_RECORDED_CHARACTERS = 1024 * 1024
 _MAX_IDS = 128 * 1024
@@ -50,6 +51,13 @@ class RecordedGeneration:
     def served_by(self, model: str) -> None:
         """Records the model that a route chose."""
         self._recording.served_model = model
+
+    def begun(self, prompt_kind: str, generation: Generation) -> None:
+        """Records what it takes to repeat the generation."""
+        recording = self._recording
+        recording.prompt_ids, recording.prompt_kind = generation.prompt_ids, prompt_kind
+        # The salt decides what the cache shares, and not the answer.
+        recording.sampling = generation.sampling.model_dump_json(exclude_defaults=True, exclude={"cache_salt"})
 
     def chunk(self, chunk: TextChunk) -> None:
         """Adds a chunk."""

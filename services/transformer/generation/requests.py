@@ -51,10 +51,15 @@ class TextRequest:
     choices: int = 1
     prompt_only: bool = False
 
+    @property
+    def prompt_kind(self) -> str:
+        """Which of the three the prompt is: "text", "ids" or "messages"."""
+        return "text" if self.prompt is not None else "ids" if self.prompt_ids is not None else "messages"
+
     def check(self) -> None:
         """Validates the parts that do not depend on the model; raises InvalidRequestError."""
         check_stop(self.stop)
         if (self.prompt is not None) + (self.prompt_ids is not None) + bool(self.messages) != 1:
-            raise InvalidRequestError("give either a prompt or messages")
+            raise InvalidRequestError("give one of a prompt, its ids and messages")
         if self.prompt == "":
             raise InvalidRequestError("the prompt is empty")

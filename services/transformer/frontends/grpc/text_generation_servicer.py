@@ -24,7 +24,7 @@ from services.transformer.processes.body_processes import SMALL_BYTES, BodyProce
 
 _PROTOCOL = "millrace.v1.TextGeneration/Generate"
 _REST_PROTOCOL = "millrace.rest.v1.TextGeneration/Generate"
-_NOT_SAMPLING = {"model", "prompt", "messages", "stop", "stop_token_ids", "request_id"}
+_NOT_SAMPLING = {"model", "prompt", "messages", "prompt_ids", "stop", "stop_token_ids", "request_id"}
 
 
 class TextGenerationServicer(millrace_pb2_grpc.TextGenerationServicer):
@@ -53,6 +53,7 @@ class TextGenerationServicer(millrace_pb2_grpc.TextGenerationServicer):
             call=call,
             model=request.model,
             prompt=request.prompt if request.HasField("prompt") else None,
+            prompt_ids=request.prompt_ids or None,
             messages=[(message.role, message.content) for message in request.messages],
             sampling=_sampling(request),
             stop=tuple(request.stop),

@@ -1,0 +1,161 @@
+"""Which records can be replayed, and the request that repeats each; pure.
+
+A record can be replayed if it has the prompt's token ids, all sampling parameters with the seed, the weights'
+fingerprint, and every token of the answer. An answer that its caller or an error ended early is replayed up to its last
+token. A record that cannot be replayed has a reason, in a few words, by which the report counts it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from millrace.sampling import SamplingParameters
+from millrace_protos.millrace_pb2 import GenerateRequest, PayloadRecord
+
+# The id of a replayed request is this and the id of the record.
+PREFIX = "replay-"
+_REPLAY_ID = re.compile(PREFIX + r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+# Without influence on the tokens: a second predictor, a limit of speed, what the cache shares.
+_NOT_REPEATED = {"cache_salt", "hedge", "pace", "priority"}
+_LAST_PRIORITY = 2**31 - 1  # Other requests of the same client start first.
+_SEED_BITS = 2**64 - 1  # The sampler uses these bits of a seed, which may be negative.
+_WHOLE_TEXT = 1024 * 1024  # Longer prompts are cut off in records.
+
+REPLAY = "a replay"
+NOT_A_GENERATION = "not a generation"
+INCOMPLETE = "incomplete record"
+ABORTED = "its transformer was killed"
+NO_ANSWER = "answer not on record"
+NO_IDS = "token ids redacted or left out"
+NO_SAMPLING = "sampling parameters not on record"
+NO_PROMPT = "prompt redacted or left out"
+NO_FINGERPRINT = "answered by another server's model"
+OTHER_SAMPLING = "sampling parameters redacted or of another version"
+
+
+@dataclass(frozen=True)
+class LoggedStream:
+    """A recorded answer, and the request that repeats it.
+
+    `token_ids` are all of the answer's; empty where only its text is known, as in an export without chunks. Of an
+    answer that was not `is_whole` the replay must begin with them. `is_paced`: its duration is its caller's choice.
+    """
+
+    record_id: str
+    request_id: str
+    request: GenerateRequest
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+    is_whole: bool
+    is_paced: bool
+    ttft_ms: float | None
+    duration_ms: float
+    fingerprint: str
+
+
+def select(record: PayloadRecord, from_text: bool = False) -> LoggedStream | str:
+    """The stream to replay, or the reason why the record cannot be replayed.
+
+    `from_text`: the request has the prompt's text or messages, where the record has them whole, instead of its ids.
+    """
+    ids = tuple(token_id for chunk in record.chunks for token_id in chunk.token_ids)
+    if reason := _reason(record, ids):
+        return reason
+    try:
+        sampling = SamplingParameters.model_validate_json(record.sampling)
+        request = _request(record, sampling, from_text)
+    except (ValueError, TypeError, KeyError):  # A value of another type or name.
+        return OTHER_SAMPLING
+    if sampling.seed is None or sampling.max_tokens is None:
+        return OTHER_SAMPLING
+    is_whole = record.status == "OK" and bool(record.finish_reason)
+    if not is_whole:
+        request.max_tokens = len(ids)
+        request.min_tokens = min(request.min_tokens, len(ids))
+        request.ClearField("stop")  # None of them was in the text so far.
+    return LoggedStream(
+        record_id=record.record_id,
+        request_id=record.request_id,
+        request=request,
+        token_ids=ids,
+        text=record.text or "".join(chunk.text for chunk in record.chunks),
+        finish_reason=record.finish_reason,
+        is_whole=is_whole,
+        is_paced=sampling.pace > 0,
+        ttft_ms=record.ttft_ms if record.HasField("ttft_ms") else None,
+        duration_ms=record.duration_ms,
+        fingerprint=record.fingerprint,
+    )
+
+
+def _reason(record: PayloadRecord, ids: tuple[int, ...]) -> str:
+    """Why the record cannot be replayed; empty if nothing is missing."""
+    if _REPLAY_ID.fullmatch(record.request_id):
+        return REPLAY
+    if not (record.sampling or ids or record.HasField("engine_ms")):
+        return NOT_A_GENERATION
+    if record.incomplete:
+        return INCOMPLETE
+    if not record.HasField("ttft_ms"):
+        return f"no tokens ({record.status or 'no status'})"
+    if record.status == "ABORTED":
+        return ABORTED
+    return _missing(record, ids)
+
+
+def _missing(record: PayloadRecord, ids: tuple[int, ...]) -> str:
+    """What an answered record lacks; empty if nothing."""
+    tokens = record.usage.completion_tokens if record.HasField("usage") else len(ids)
+    text_only = not record.chunks and bool(record.text) and record.status == "OK"
+    if not record.chunks and not text_only:
+        return NO_ANSWER
+    if not text_only and (not ids or len(ids) != tokens):
+        return NO_IDS
+    if not record.sampling:
+        return NO_SAMPLING
+    if not record.prompt_ids:
+        return NO_PROMPT
+    return "" if record.fingerprint else NO_FINGERPRINT
+
+
+def _request(record: PayloadRecord, sampling: SamplingParameters, from_text: bool) -> GenerateRequest:
+    """The request with every parameter, so that defaults of the other stack have no effect."""
+    values = sampling.model_dump(exclude_none=True, exclude=_NOT_REPEATED)
+    values["seed"] = values.get("seed", 0) & _SEED_BITS
+    values["top_k"] = max(0, values["top_k"])
+    request = GenerateRequest(
+        model=record.served_model or record.model,
+        request_id=f"{PREFIX}{record.record_id}",
+        stop=_parameters(record).get("stop", ()),
+        priority=_LAST_PRIORITY,
+        **values,
+    )
+    if not (from_text and _add_text(request, record)):
+        request.prompt_ids.extend(record.prompt_ids)
+    return request
+
+
+def _add_text(request: GenerateRequest, record: PayloadRecord) -> bool:
+    """Adds the prompt's text or messages; False if the record does not have them as `Generate` takes them."""
+    if len(record.prompt) >= _WHOLE_TEXT or "chat_template_kwargs" in _parameters(record):
+        return False
+    if record.prompt_kind == "text":
+        request.prompt = record.prompt
+        return True
+    if record.prompt_kind != "messages":
+        return False
+    for message in json.loads(record.prompt):
+        request.messages.add(role=message["role"], content=message["content"])
+    return True
+
+
+def _parameters(record: PayloadRecord) -> dict[str, Any]:
+    """The parameters that the caller gave; raises ValueError."""
+    values = json.loads(record.parameters or "{}")
+    if not isinstance(values, dict):
+        raise ValueError("the parameters are not an object")
+    return values
