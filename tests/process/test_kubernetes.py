@@ -130,6 +130,13 @@ def test_every_variable_is_a_setting_of_a_container(rendered):
             assert [each for each in unknown if not OTHERS.match(each)] == []
 
 
+def test_the_playground_has_its_settings(base):
+    """Envoy writes a dash for a variable that is not there."""
+    read = set(re.findall(r"%ENVIRONMENT\((\w+)\)%", (ROOT / "envoy" / "envoy.yaml").read_text()))
+    assert read
+    assert read <= environment(base, containers(base)["envoy"]).keys()
+
+
 def test_the_wiring_is_that_of_compose(base):
     """Host names, ports and folders that compose fixes; the gateway drains longer, because an update waits for it."""
     for name in ("envoy", *SERVICES):
