@@ -123,7 +123,7 @@ def test_every_variable_is_a_setting_of_a_container(rendered):
     gateway = "\n".join(
         path.read_text() for path in (ROOT / "envoy").iterdir() if path.suffix in (".sh", ".lua", ".yaml")
     )
-    names |= set(re.findall(r"\b[A-Z]+_[A-Z_]+\b", gateway))
+    names |= set(re.findall(r'(?:getenv\("|list_of\("|\$\{?|%ENVIRONMENT\()([A-Z_]+)', gateway))
     for name, documents in rendered.items():
         for container in containers(documents).values() if name != "kserve" else ():
             unknown = environment(documents, container).keys() - names
@@ -164,9 +164,10 @@ def test_probes_ask_the_port_that_answers_them(rendered):
                 # Answered by Envoy alone: a gateway without predictors stays in its Service.
                 assert ready["httpGet"]["path"] == start["httpGet"]["path"] == "/"
                 manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
-                (host,) = manager["route_config"]["virtual_hosts"]
-                (page,) = (each for each in host["routes"] if each["match"].get("path") == "/")
-                assert page["direct_response"]["status"] == 200
+                routes = [each for host in manager["route_config"]["virtual_hosts"] for each in host["routes"]]
+                pages = [each for each in routes if each["match"].get("path") == "/"]
+                assert pages
+                assert all(each["direct_response"]["status"] == 200 for each in pages)
                 assert str(ENVOY["admin"]["address"]["socket_address"]["port_value"]) in live["exec"]["command"][-1]
                 continue
             own = environment(documents, container)
