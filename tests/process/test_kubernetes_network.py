@@ -33,7 +33,7 @@ IN_POD = {"envoy": "gateway", "transformer": "gateway"}  # Compose's services in
 @pytest.fixture(scope="module")
 def rendered(tmp_path_factory):
     """The base, and each component that connects or chooses pods."""
-    components = ("gateway-api", "keda", "observability", "scale", "tls")
+    components = ("gateway-api", "hub", "keda", "observability", "scale", "tls")
     found = {name: with_components(tmp_path_factory.mktemp(name), name) for name in components}
     return {"base": render(DEPLOY / "base"), **found}
 
@@ -78,6 +78,21 @@ def test_policies_allow_only_the_ports_that_are_called(rendered):
         each for each in of_kind(rendered["tls"], "NetworkPolicy")["gateway"]["spec"]["ingress"] if "from" not in each
     )
     assert [each["port"] for each in tls["ports"]] == [8443]
+
+
+def test_policies_deny_what_they_do_not_allow_and_lead_outside_for_names_alone(rendered):
+    """In both directions; the hub needs its component, and metrics theirs."""
+    deny = of_kind(rendered["base"], "NetworkPolicy")["default-deny"]["spec"]
+    assert deny == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
+    for name, documents in rendered.items():
+        outside = {"Ingress": set(), "Egress": set()}
+        for policy, document in of_kind(documents, "NetworkPolicy").items():
+            for way, peers in (("Ingress", "from"), ("Egress", "to")):
+                for rule in document["spec"].get(way.lower(), ()):
+                    inside = bool(rule.get(peers)) and all(each.keys() == {"podSelector"} for each in rule[peers])
+                    outside[way] |= set() if inside else {policy}
+        assert outside["Egress"] == {"dns"} | ({"hub"} if name == "hub" else set())
+        assert outside["Ingress"] == {"gateway"} | ({"scrapes"} if name == "observability" else set())
 
 
 def test_whatever_chooses_pods_chooses_some(rendered):
