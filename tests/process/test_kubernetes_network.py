@@ -84,6 +84,9 @@ def test_policies_deny_what_they_do_not_allow_and_lead_outside_for_names_alone(r
     """In both directions; the hub needs its component, and metrics theirs."""
     deny = of_kind(rendered["base"], "NetworkPolicy")["default-deny"]["spec"]
     assert deny == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
+    (names,) = of_kind(rendered["base"], "NetworkPolicy")["dns"]["spec"]["egress"]
+    assert names["to"]
+    assert {(each["protocol"], each["port"]) for each in names["ports"]} == {("UDP", 53), ("TCP", 53)}
     for name, documents in rendered.items():
         outside = {"Ingress": set(), "Egress": set()}
         for policy, document in of_kind(documents, "NetworkPolicy").items():
