@@ -21,7 +21,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXT = "\n".join(page.read_text() for page in PAGES)
 BUF = ROOT / ".tools" / "node_modules" / ".bin"
 PATH = f"{BUF}{os.pathsep}{os.environ['PATH']}"
-# Unavailable, a download of gigabytes, containers, run by the fixture with other ports, or run by
+# Unavailable, a download of gigabytes, containers, a cluster, run by the fixture with other ports, or run by
 # tests/process/test_gateway_tls.py, tests/system/test_keys.py, tests/system/test_replay.py or tests/slow/test_knee.py.
 # The load check below runs for seconds only.
 NOT_RUN = (
@@ -33,7 +33,10 @@ NOT_RUN = (
     'curl http://127.0.0.1:8080/v1/models -H "Authorization',
     "curl --cacert",
     "docker compose -f",
+    "docker compose build",
     "grpcurl",
+    "kubectl",
+    "{ printf",
     "MODELS=",
     "PREDICTORS=",
     "TRANSFORMER_PAYLOAD_REDACT=",
