@@ -30,7 +30,7 @@ from tests.support.kubernetes import (
     workloads,
 )
 
-pytestmark = pytest.mark.skipif(KUBECTL is None, reason="there is no kubectl: neither in .venv/bin nor in PATH")
+pytestmark = pytest.mark.skipif(KUBECTL is None, reason="there is no kubectl in PATH")
 
 VERSIONS = ("1.27", kubernetes_validate.latest_version())  # The oldest that is supported, by deploy/kubernetes/base.
 CUSTOM = {"PodMonitor", "ScaledObject", "HTTPRoute", "GRPCRoute", "InferenceService", "ServingRuntime"}

@@ -20,7 +20,7 @@ from tests.support.kubernetes import (
     workloads,
 )
 
-pytestmark = pytest.mark.skipif(KUBECTL is None, reason="there is no kubectl: neither in .venv/bin nor in PATH")
+pytestmark = pytest.mark.skipif(KUBECTL is None, reason="there is no kubectl in PATH")
 
 PAGE = (ROOT / "docs" / "kubernetes.md").read_text()
 

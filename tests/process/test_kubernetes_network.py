@@ -22,7 +22,7 @@ from tests.support.kubernetes import (
     workloads,
 )
 
-pytestmark = pytest.mark.skipif(KUBECTL is None, reason="there is no kubectl: neither in .venv/bin nor in PATH")
+pytestmark = pytest.mark.skipif(KUBECTL is None, reason="there is no kubectl in PATH")
 
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
 ENVOY = yaml.safe_load((ROOT / "envoy" / "envoy.yaml").read_text())
