@@ -52,6 +52,20 @@ CODE = """
 """
 
 
+LARGE = """
+    import numpy as np
+    from millrace.processor import Processor
+
+    class Halves(Processor):
+        model = "echo"
+
+        def preprocess(self, request):
+            raw, typed = request.inputs["raw"], request.inputs["typed"]
+            writeable = np.array([raw.flags.writeable, typed.flags.writeable])
+            return {"x": raw[:, ::2], "y": typed + 1, "writeable": writeable}
+"""
+
+
 @pytest.fixture
 def processor(tmp_path):
     path = tmp_path / "mine.py"
@@ -65,6 +79,26 @@ def word_request(word, *outputs, **fields):
     for name in outputs:
         request.outputs.add(name=name)
     return request
+
+
+async def test_large_tensors_pass_without_a_copy_that_a_processor_could_write(tmp_path):
+    (tmp_path / "large.py").write_text(textwrap.dedent(LARGE))
+    array = np.arange(90_000, dtype=np.float32).reshape(300, 300)
+    request = pb.ModelInferRequest(model_name="halves")
+    add_input(request, Tensor("raw", "FP32", array))
+    mixed = pb.ModelInferRequest(model_name="halves")
+    mixed.inputs.add(name="raw", datatype="FP32", shape=array.shape).contents.fp32_contents.extend(array.ravel())
+    mixed.inputs.add(name="typed", datatype="INT64", shape=[2]).contents.int64_contents.extend([1, 2])
+    add_input(request, Tensor("typed", "INT64", np.array([1, 2])))
+    processor = f"halves={tmp_path / 'large.py'}:Halves"
+    async with foreign_server(ForeignServer()) as address, transformer(address, processors=processor) as (stub, _):
+        for each_request in (request, mixed):
+            outputs = decode_outputs(await stub.ModelInfer(each_request))
+            assert np.array_equal(outputs["x"].array, array[:, ::2])
+            assert outputs["y"].array.tolist() == [2, 3]
+            assert outputs["writeable"].array.tolist() == [False, False]
+            (streamed,) = [response async for response in stub.ModelStreamInfer(each(each_request))]
+            assert np.array_equal(decode_outputs(streamed.infer_response)["x"].array, array[:, ::2])
 
 
 async def test_a_request_runs_through_both_and_the_model(processor):

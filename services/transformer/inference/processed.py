@@ -91,6 +91,9 @@ def _decoded(
             if name not in known:
                 raise InvalidRequestError(f"unknown output {name!r}; the model gives {', '.join(known)}")
     inputs = {name: tensor.array for name, tensor in tensors.items()}
+    for array in inputs.values():
+        if array.dtype != object:
+            array.flags.writeable = False  # As those of raw contents are.
     return _Request(ProcessorRequest(request.id, inputs, read_parameters(request.parameters)), outputs)
 
 
