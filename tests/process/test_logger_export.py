@@ -23,7 +23,7 @@ import pyarrow.parquet
 import pytest
 
 from millrace_protos.millrace_pb2 import AppendRequest, GatewayCall, PayloadRecord
-from services.logger.export import export
+from services.logger.export import batches, export
 from services.logger.export import lines as lines_module
 from services.logger.export.export import instant
 from services.logger.store import snapshot
@@ -179,7 +179,7 @@ async def test_filters_choose_the_exported_records(store, run, tmp_path):
 async def test_every_record_is_exported_once_oldest_first_over_any_number_of_pages(store, run, tmp_path, monkeypatch):
     monkeypatch.setattr(snapshot, "_ROWS", 7)
     monkeypatch.setattr(snapshot, "_BYTES", 2000)
-    monkeypatch.setattr(export, "_BATCH_ROWS", 10)
+    monkeypatch.setattr(batches, "_ROWS", 10)
     requests = [append_request(number, prompt="p" * (number % 5 * 400)) for number in range(1, 200)]
     for request in requests:
         # Many have the same time: the order is that of their commits.
@@ -194,7 +194,7 @@ async def test_several_row_groups_are_one_file(store, run, tmp_path, monkeypatch
     from services.logger.export import parquet
 
     monkeypatch.setattr(parquet, "_ROW_GROUP_BYTES", 1)
-    monkeypatch.setattr(export, "_BATCH_ROWS", 10)
+    monkeypatch.setattr(batches, "_ROWS", 10)
     await store.append([append_request(number) for number in range(1, 101)])
     assert run("--output", str(tmp_path / "out.parquet")) == 0
     file = pyarrow.parquet.ParquetFile(tmp_path / "out.parquet")

@@ -15,30 +15,26 @@ import argparse
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, TYPE_CHECKING
 
 from tqdm import tqdm
 
 from millrace.errors import StartupError
-from millrace_protos.millrace_pb2 import PayloadRecord, QueryPayloadsRequest
+from millrace_protos.millrace_pb2 import QueryPayloadsRequest
 from services.logger.command import database_of, private_file, run_command
+from services.logger.export.batches import batches
 from services.logger.export.lines import SHAPES, LinesWriter
 from services.logger.store.filters import Filters
 from services.logger.store.snapshot import Snapshot
 
+if TYPE_CHECKING:
+    from services.logger.export.parquet import ParquetWriter
+
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
-_BATCH_ROWS = 1000
-_BATCH_BYTES = 2 * 1024 * 1024
-
-
-class _Writer(Protocol):
-    def write(self, records: Sequence[PayloadRecord]) -> int: ...
-
-    def close(self) -> None: ...
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -52,8 +48,7 @@ def export(database: Path, file_format: str, output: str, filters: Filters) -> t
 
     Returns the number of records written, and of those that the format has no line for, by reason.
     """
-    with Snapshot(database, filters) as snapshot, _open(output) as file:
-        writer = _writer(file_format, file)
+    with Snapshot(database, filters) as snapshot, _open(output) as file, _writer(file_format, file) as writer:
         shown = sys.stderr.isatty()
         total = snapshot.count() if shown else None
         count = 0
@@ -61,22 +56,7 @@ def export(database: Path, file_format: str, output: str, filters: Filters) -> t
             for records in batches(snapshot.records()):
                 count += writer.write(records)
                 progress.update(len(records))
-        writer.close()
     return count, writer.left_out if isinstance(writer, LinesWriter) else Counter()
-
-
-def batches(records: Iterable[PayloadRecord]) -> Iterator[list[PayloadRecord]]:
-    """The records in batches of bounded number and size."""
-    batch: list[PayloadRecord] = []
-    size = 0
-    for record in records:
-        batch.append(record)
-        size += record.ByteSize()
-        if len(batch) == _BATCH_ROWS or size >= _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def instant(text: str, now: datetime | None = None) -> datetime:
@@ -94,6 +74,11 @@ def instant(text: str, now: datetime | None = None) -> datetime:
 
 def _run(options: argparse.Namespace) -> str:
     database = database_of(options.database)
+    if options.partition:
+        # pyarrow takes a second to import.
+        from services.logger.export.partitions import export_hours
+
+        return export_hours(database, options.output, options.since, datetime.now(UTC))
     count, left_out = export(database, options.format, options.output, _filters(options))
     lines = [f"{count} records"]
     lines += [f"left out {number}: {reason}" for reason, number in left_out.most_common()]
@@ -114,9 +99,18 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--model", help="this model's requests only")
     parser.add_argument("--output", required=True, metavar="FILE", help="the file to write, - for stdout")
     parser.add_argument(
+        "--partition",
+        choices=("hour",),
+        help="Parquet files by hour in the folder or URL (s3://bucket/prefix) that --output names: of hours that are "
+        "over, and only what is not there yet",
+    )
+    parser.add_argument(
         "--database", type=Path, metavar="FILE", help="the logger's database; default: LOGGER_DATABASE, as the logger"
     )
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.partition and (options.format != "parquet" or options.until or options.model or options.output == "-"):
+        parser.error("--partition goes with --format parquet, a folder as --output, and no filter but --since")
+    return options
 
 
 def _filters(options: argparse.Namespace) -> Filters:
@@ -130,7 +124,7 @@ def _filters(options: argparse.Namespace) -> Filters:
     return Filters(request)
 
 
-def _writer(file_format: str, file: IO[bytes]) -> _Writer:
+def _writer(file_format: str, file: IO[bytes]) -> LinesWriter | ParquetWriter:
     if file_format in SHAPES:
         return LinesWriter(file, SHAPES[file_format]())
     # pyarrow takes a second to import, and JSON lines do not need it.

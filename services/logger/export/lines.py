@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import IO, Any
 
 from millrace_protos.millrace_pb2 import PayloadRecord
@@ -42,6 +43,11 @@ class LinesWriter:
         self._file.writelines(lines)
         return len(lines)
 
-    def close(self) -> None:
-        """Writes buffered lines."""
-        self._file.flush()
+    def __enter__(self) -> LinesWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._file.flush()

@@ -8,6 +8,7 @@ group: memory is bounded for an export of any length.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import TracebackType
 from typing import IO
 
 import pyarrow as pa
@@ -93,7 +94,7 @@ _ROW_GROUP_BYTES = 32 * 1024 * 1024
 
 
 class ParquetWriter:
-    """Writes records to an open file; `close` completes the file."""
+    """Writes records to an open file; a block that succeeds completes it."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._writer = pq.ParquetWriter(file, SCHEMA, compression="zstd")
@@ -109,10 +110,18 @@ class ParquetWriter:
             self._write_row_group()
         return len(records)
 
-    def close(self) -> None:
-        """Writes buffered records and the footer."""
-        self._write_row_group()
-        self._writer.close()
+    def __enter__(self) -> ParquetWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._write_row_group()
+                self._writer.close()
+        finally:
+            self._writer.is_open = False  # Else pyarrow's finalizer would write to a file that is closed.
 
     def _write_row_group(self) -> None:
         if self._batches:
