@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+import signal
 import sqlite3
 import stat
 import subprocess
@@ -180,6 +181,25 @@ async def test_a_restore_that_fails_leaves_what_was_there(database, tmp_path, mo
     with pytest.raises(KeyboardInterrupt):
         restore(tmp_path / "copy", tmp_path / "new", False, interrupt)
     assert not (tmp_path / "new").exists()
+
+
+async def test_a_restore_that_is_killed_leaves_what_was_there(database, tmp_path):
+    await fill(database, 1, 1200)
+    backup(database, tmp_path / "copy")
+    await fill(database, 1201, 1203)
+    script = (
+        "import os, signal, sys; from pathlib import Path; from services.logger import backup\n"
+        "backup._PAGES = 50\n"
+        "def die(status, remaining, total):\n"
+        "    if remaining < total / 5: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "backup.restore(Path(sys.argv[1]), Path(sys.argv[2]), True, die)"
+    )
+    command = (sys.executable, "-c", script, str(tmp_path / "copy"), str(database))
+    done = await asyncio.to_thread(subprocess.run, command, cwd=ROOT)
+    assert done.returncode == -signal.SIGKILL
+    # It had begun to overwrite pages.
+    assert (tmp_path / "payloads.sqlite3-journal").stat().st_size > 100_000
+    assert numbers(database) == list(range(1, 1204))
 
 
 def damage(path):
