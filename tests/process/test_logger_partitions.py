@@ -158,6 +158,11 @@ async def test_a_url_is_one_of_pyarrows_file_systems(store, hours, tmp_path):
         hours(output="nowhere://lake")
 
 
+def test_messages_name_a_url_without_its_credentials():
+    assert folders.shown("s3://id:secret@bucket/prefix?endpoint_override=host") == "s3://bucket/prefix"
+    assert folders.shown("a/folder@home?") == "a/folder@home?"
+
+
 def test_an_upload_that_is_interrupted_leaves_no_object(tmp_path, monkeypatch):
     def interrupt(file, stream, size):
         stream.write(file.read(3))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -46,6 +47,11 @@ def open_folder(output: str) -> Iterator[Folder]:
     yield RemoteFolder(output, filesystem, path.rstrip("/"))
 
 
+def shown(output: str) -> str:
+    """The path or URL for messages: without credentials and options."""
+    return re.sub(r"://[^/@]*@", "://", output.partition("?")[0]) if "://" in output else output
+
+
 class LocalFolder:
     """A folder of this machine."""
 
@@ -69,7 +75,7 @@ class RemoteFolder:
     """A folder of one of pyarrow's file systems; `url` names it in errors."""
 
     def __init__(self, url: str, filesystem: fs.FileSystem, path: str) -> None:
-        self._url = url.partition("?")[0]
+        self._url = url
         self._filesystem = filesystem
         self._path = path
 
@@ -126,5 +132,5 @@ def _errors_of(output: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, NotImplementedError) as error:
-        description = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise StartupError(f"--output {output}: {description}") from None
+        description = getattr(error, "strerror", None) or " ".join(str(error).replace(output, shown(output)).split())
+        raise StartupError(f"--output {shown(output)}: {description}") from None

@@ -21,7 +21,7 @@ from pathlib import Path
 from millrace.errors import StartupError
 from millrace_protos.millrace_pb2 import QueryPayloadsRequest
 from services.logger.export.batches import batches
-from services.logger.export.folders import Folder, open_folder
+from services.logger.export.folders import Folder, open_folder, shown
 from services.logger.export.parquet import ParquetWriter
 from services.logger.store.filters import Filters
 from services.logger.store.snapshot import Part, Snapshot
@@ -43,7 +43,9 @@ def export_hours(database: Path, output: str, since: datetime | None, now: datet
             below = f"{datetime.fromtimestamp(hour * 3600, UTC):date=%Y-%m-%d/hour=%H}"
             exported = _exported(folder, below)
             if exported > snapshot.last_ever:
-                raise StartupError(f"--output {output}: it has records that {database} never had: name another folder")
+                raise StartupError(
+                    f"--output {shown(output)}: it has records that {database} never had: name another folder"
+                )
             count = _write(snapshot, Part(hour, exported, final), folder, below)
             records += count
             files += bool(count)
