@@ -1,12 +1,18 @@
-"""UUIDs of version 7, which sort in the order of their creation: RFC 9562, section 5.7.
+"""Ids of records, and of the requests that replay them.
 
-Python has `uuid.uuid7` from 3.14 on.
+Records have UUIDs of version 7, which sort in the order of their creation: RFC 9562, section 5.7. Python has
+`uuid.uuid7` from 3.14 on.
 """
 
 from __future__ import annotations
 
 import random
+import re
 import uuid
+
+# The id of a replayed request is this and the id of the record.
+REPLAY_PREFIX = "replay-"
+_REPLAY_ID = re.compile(REPLAY_PREFIX + r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 def next_id(now_ms: int, previous: int) -> int:
@@ -30,3 +36,8 @@ def as_text(uuid_bytes: bytes) -> str:
     """The text that `str` gives for the UUID, at a fifth of its cost."""
     text = uuid_bytes.hex()
     return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
+
+
+def is_replay(request_id: str) -> bool:
+    """Whether the request is a replay of a record."""
+    return _REPLAY_ID.fullmatch(request_id) is not None

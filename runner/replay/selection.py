@@ -8,16 +8,13 @@ token. A record that cannot be replayed has a reason, in a few words, by which t
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from typing import Any
 
+from millrace.payload.ids import REPLAY_PREFIX, is_replay
 from millrace.sampling import SamplingParameters
 from millrace_protos.millrace_pb2 import GenerateRequest, PayloadRecord
 
-# The id of a replayed request is this and the id of the record.
-PREFIX = "replay-"
-_REPLAY_ID = re.compile(PREFIX + r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 # Without influence on the tokens: a second predictor, a limit of speed, what the cache shares.
 _NOT_REPEATED = {"cache_salt", "hedge", "pace", "priority"}
 _LAST_PRIORITY = 2**31 - 1  # Other requests of the same client start first.
@@ -94,7 +91,7 @@ def select(record: PayloadRecord, from_text: bool = False) -> LoggedStream | str
 
 def _reason(record: PayloadRecord, ids: tuple[int, ...]) -> str:
     """Why the record cannot be replayed; empty if nothing is missing."""
-    if _REPLAY_ID.fullmatch(record.request_id):
+    if is_replay(record.request_id):
         return REPLAY
     if not (record.sampling or ids or record.HasField("engine_ms")):
         return NOT_A_GENERATION
@@ -129,7 +126,7 @@ def _request(record: PayloadRecord, sampling: SamplingParameters, from_text: boo
     values["top_k"] = max(0, values["top_k"])
     request = GenerateRequest(
         model=record.served_model or record.model,
-        request_id=f"{PREFIX}{record.record_id}",
+        request_id=f"{REPLAY_PREFIX}{record.record_id}",
         stop=_parameters(record).get("stop", ()),
         priority=_LAST_PRIORITY,
         **values,

@@ -1,4 +1,7 @@
-"""Starts the logger: the store, its gRPC services, retention, and health checks that reflect the state of the store."""
+"""Starts the logger: the store, its gRPC services, retention, and health checks that reflect the state of the store.
+
+With `export`, `backup` or `restore` as its first argument it runs that command instead.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +67,13 @@ async def _end_tails(server: Server, tails: Tails) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["export"]:
-        from services.logger.export.export import main
+    command, *arguments = sys.argv[1:] or ("",)
+    if command == "export":
+        from services.logger.export.export import main as export
 
-        sys.exit(main(sys.argv[2:]))
+        sys.exit(export(arguments))
+    if command in ("backup", "restore"):
+        from services.logger.backup import main as copy
+
+        sys.exit(copy(command, arguments))
     run_service("logger", LoggerSettings, serve)

@@ -23,7 +23,8 @@ import pyarrow.parquet
 import pytest
 
 from millrace_protos.millrace_pb2 import AppendRequest, GatewayCall, PayloadRecord
-from services.logger.export import export
+from services.logger.export import batches, export
+from services.logger.export import lines as lines_module
 from services.logger.export.export import instant
 from services.logger.store import snapshot
 from services.logger.store.store import SqliteStore
@@ -178,7 +179,7 @@ async def test_filters_choose_the_exported_records(store, run, tmp_path):
 async def test_every_record_is_exported_once_oldest_first_over_any_number_of_pages(store, run, tmp_path, monkeypatch):
     monkeypatch.setattr(snapshot, "_ROWS", 7)
     monkeypatch.setattr(snapshot, "_BYTES", 2000)
-    monkeypatch.setattr(export, "_BATCH_ROWS", 10)
+    monkeypatch.setattr(batches, "_ROWS", 10)
     requests = [append_request(number, prompt="p" * (number % 5 * 400)) for number in range(1, 200)]
     for request in requests:
         # Many have the same time: the order is that of their commits.
@@ -193,7 +194,7 @@ async def test_several_row_groups_are_one_file(store, run, tmp_path, monkeypatch
     from services.logger.export import parquet
 
     monkeypatch.setattr(parquet, "_ROW_GROUP_BYTES", 1)
-    monkeypatch.setattr(export, "_BATCH_ROWS", 10)
+    monkeypatch.setattr(batches, "_ROWS", 10)
     await store.append([append_request(number) for number in range(1, 101)])
     assert run("--output", str(tmp_path / "out.parquet")) == 0
     file = pyarrow.parquet.ParquetFile(tmp_path / "out.parquet")
@@ -223,7 +224,7 @@ async def test_the_file_is_private_and_appears_when_it_is_complete(store, run, t
         assert out.read_text() == "the one before"
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(export, "to_json", fail)
+    monkeypatch.setattr(lines_module, "to_json", fail)
     assert run("--format", "jsonl", "--output", str(out)) == 1
     assert [path.name for path in out.parent.iterdir()] == ["out.jsonl"]
     assert out.read_text() == "the one before"
@@ -345,3 +346,37 @@ def test_a_time_is_a_date_a_time_or_an_age(text, time):
 def test_malformed_times_are_refused(text):
     with pytest.raises(argparse.ArgumentTypeError):
         instant(text, BEGIN)
+
+
+def generation(number, **fields):
+    """A generation with a whole answer, as the transformer records it."""
+    whole = {"prompt": "Once", "prompt_kind": "text", "prompt_ids": [5, 6], "sampling": "{}", "finish_reason": "stop"}
+    request = append_request(number, **(whole | fields))
+    request.record.chunks.add(text=" upon", token_ids=[7])
+    request.record.usage.completion_tokens = 1
+    return request
+
+
+async def test_records_without_the_shape_of_a_format_are_counted_by_reason(store, run, tmp_path, capsys):
+    await store.append([generation(1), append_request(2), generation(3, finish_reason="length"), append_request(4)])
+    assert run("--format", "chat", "--output", str(tmp_path / "chat.jsonl")) == 0
+    assert lines(tmp_path / "chat.jsonl") == [{"prompt": "Once", "completion": " upon"}]
+    assert capsys.readouterr().err == (
+        "export: 1 records\n"
+        "export: left out 2: not generations\n"
+        "export: left out 1: answer cut off at its maximum of tokens\n"
+    )
+
+
+async def test_a_trace_begins_anew_with_each_export(store, run, tmp_path):
+    await store.append([generation(1), generation(3), generation(4, prompt_ids=[7])])
+    whole = [
+        {"timestamp": 0, "input_length": 2, "output_length": 1, "hash_ids": [0]},
+        {"timestamp": 120_000, "input_length": 2, "output_length": 1, "hash_ids": [0]},
+        {"timestamp": 180_000, "input_length": 1, "output_length": 1, "hash_ids": [1]},
+    ]
+    for _ in range(2):
+        assert run("--format", "mooncake", "--output", str(tmp_path / "trace.jsonl")) == 0
+        assert lines(tmp_path / "trace.jsonl") == whole
+    assert run("--format", "mooncake", "--since", "2026-01-31T12:04", "--output", str(tmp_path / "trace.jsonl")) == 0
+    assert lines(tmp_path / "trace.jsonl") == [{**whole[2], "timestamp": 0, "hash_ids": [0]}]

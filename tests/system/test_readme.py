@@ -158,6 +158,8 @@ def test_the_commands_of_the_readme_work(make_up, command):
         while '"groups"' not in output:  # Until a record is committed, or pytest's timeout.
             time.sleep(0.05)
             output = run(["bash", "-c", command], make_up)
+    elif "backup" in command:
+        assert (make_up.folder / "payloads.backup").stat().st_size > 1000
     elif "export" in command:
         assert (make_up.folder / "payloads.parquet").stat().st_size > 1000
     else:
@@ -167,7 +169,7 @@ def test_the_commands_of_the_readme_work(make_up, command):
 
 
 def test_every_command_of_the_readme_is_run_or_listed_as_skipped():
-    assert len(COMMANDS) == 9
+    assert len(COMMANDS) == 10
     assert all(any(block.startswith(start) for block in blocks("sh")) for start in NOT_RUN)
 
 

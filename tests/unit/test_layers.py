@@ -63,7 +63,8 @@ TRANSFORMER = (
 LOGGER = (
     ("services.logger.settings", "services.logger.telemetry"),
     ("services.logger.store",),
-    ("services.logger.export", "services.logger.sinks"),
+    ("services.logger.command",),
+    ("services.logger.backup", "services.logger.export", "services.logger.sinks"),
     ("services.logger.tails",),
     ("services.logger.gateway_calls", "services.logger.servicer"),
     ("services.logger.__main__",),

@@ -1,1 +1,1 @@
-"""Exports the payload log to a file: Parquet or JSON lines."""
+"""Exports the payload log to files: whole records, or the formats that other tools read."""

@@ -1,9 +1,10 @@
-"""`python -m services.logger export`: exports the payload log to a file, Parquet or JSON lines.
+"""`python -m services.logger export`: exports the payload log to a file, or to a folder with a file for each hour.
 
 Reads a database that a logger may be writing to, and never changes it. Records that are committed when the export
 begins are exported, oldest first, in short transactions, so that the logger is not blocked; records deleted during the
-export are missing. The file appears under its name once it is complete. Rows and their types:
-`services.logger.store.values`, `services.logger.export.parquet`.
+export are missing. A file appears under its name once it is complete. Rows and their types:
+`services.logger.store.values`, `services.logger.export.parquet`; other formats: `services.logger.export.lines`; a file
+for each hour: `services.logger.export.partitions`.
 
 Errors: StartupError, one line, if the database or the output cannot be used.
 """
@@ -11,90 +12,51 @@ Errors: StartupError, one line, if the database or the output cannot be used.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
-import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, TYPE_CHECKING
 
-from pydantic import ValidationError
 from tqdm import tqdm
 
 from millrace.errors import StartupError
-from millrace_protos.millrace_pb2 import PayloadRecord, QueryPayloadsRequest
-from services.logger.settings import LoggerSettings
+from millrace_protos.millrace_pb2 import QueryPayloadsRequest
+from services.logger.command import database_of, private_file, run_command
+from services.logger.export.batches import batches
+from services.logger.export.lines import SHAPES, LinesWriter
 from services.logger.store.filters import Filters
 from services.logger.store.snapshot import Snapshot
-from services.logger.store.values import row, to_json
+
+if TYPE_CHECKING:
+    from services.logger.export.parquet import ParquetWriter
 
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
-_BATCH_ROWS = 1000
-_BATCH_BYTES = 2 * 1024 * 1024
-_INTERRUPTED = 130  # A shell's exit code for SIGINT.
-
-
-class _Writer(Protocol):
-    def write(self, rows: Sequence[dict[str, Any]]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class JsonLinesWriter:
-    """Writes one JSON object in each line."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-
-    def write(self, rows: Sequence[dict[str, Any]]) -> None:
-        self._file.writelines(to_json(row) + b"\n" for row in rows)
-
-    def close(self) -> None:
-        """Writes buffered rows."""
-        self._file.flush()
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the export of the command line; returns the exit code."""
     options = _parse(arguments)
-    try:
-        count = export(options.database or _database(), options.format, options.output, _filters(options))
-    except StartupError as error:
-        sys.stderr.write(f"export: {error}\n")
-        return 1
-    except BrokenPipeError:
-        _leave_stdout()  # The reader has closed the pipe.
-        return 0
-    except KeyboardInterrupt:
-        _leave_stdout()
-        sys.stderr.write("export: interrupted\n")
-        return _INTERRUPTED
-    sys.stderr.write(f"export: {count} records\n")
-    return 0
+    return run_command("export", lambda: _run(options))
 
 
-def export(database: Path, file_format: str, output: str, filters: Filters) -> int:
-    """Writes the records that pass the filters to the file `output`, "-" for stdout; returns their number."""
-    with Snapshot(database, filters) as snapshot, _open(output) as file:
-        writer = _writer(file_format, file)
+def export(database: Path, file_format: str, output: str, filters: Filters) -> tuple[int, Counter[str]]:
+    """Writes the records that pass the filters to the file `output`, "-" for stdout.
+
+    Returns the number of records written, and of those that the format has no line for, by reason.
+    """
+    with Snapshot(database, filters) as snapshot, _open(output) as file, _writer(file_format, file) as writer:
         shown = sys.stderr.isatty()
         total = snapshot.count() if shown else None
         count = 0
         with tqdm(total=total, unit=" records", disable=not shown) as progress:
-            for rows in _batches(snapshot.records()):
-                writer.write(rows)
-                count += len(rows)
-                progress.update(len(rows))
-        writer.close()
-    return count
-
-
-def _leave_stdout() -> None:
-    """Detaches stdout: Python's flush at exit would fail on a closed pipe, or hang on a reader that has stopped."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            for records in batches(snapshot.records()):
+                count += writer.write(records)
+                progress.update(len(records))
+    return count, writer.left_out if isinstance(writer, LinesWriter) else Counter()
 
 
 def instant(text: str, now: datetime | None = None) -> datetime:
@@ -110,30 +72,45 @@ def instant(text: str, now: datetime | None = None) -> datetime:
         raise argparse.ArgumentTypeError(f"{text!r} is not a date, a time or an age such as 24h") from None
 
 
+def _run(options: argparse.Namespace) -> str:
+    database = database_of(options.database)
+    if options.partition:
+        # pyarrow takes a second to import.
+        from services.logger.export.partitions import export_hours
+
+        return export_hours(database, options.output, options.since, datetime.now(UTC))
+    count, left_out = export(database, options.format, options.output, _filters(options))
+    lines = [f"{count} records"]
+    lines += [f"left out {number}: {reason}" for reason, number in left_out.most_common()]
+    return "\n".join(lines)
+
+
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m services.logger export",
         description="Writes payload records to a file, oldest first. The logger may be running.",
-        epilog="TIME is a date (2026-01-31), a time (2026-01-31T12:00, UTC by default) or an age "
-        "(90s, 30m, 24h, 7d, 2w).",
+        epilog="parquet and jsonl have whole records. chat: examples for fine-tuning, with whole answers only. "
+        "mooncake: a trace of arrivals, without contents. guidellm: a dataset of prompts. "
+        "TIME is a date (2026-01-31), a time (2026-01-31T12:00, UTC by default) or an age (90s, 30m, 24h, 7d, 2w).",
     )
-    parser.add_argument("--format", choices=("parquet", "jsonl"), default="parquet", help="default: %(default)s")
+    parser.add_argument("--format", choices=("parquet", *SHAPES), default="parquet", help="default: %(default)s")
     parser.add_argument("--since", type=instant, metavar="TIME", help="requests that arrived then or later")
     parser.add_argument("--until", type=instant, metavar="TIME", help="requests that arrived before")
     parser.add_argument("--model", help="this model's requests only")
     parser.add_argument("--output", required=True, metavar="FILE", help="the file to write, - for stdout")
     parser.add_argument(
+        "--partition",
+        choices=("hour",),
+        help="Parquet files by hour in the folder or URL (s3://bucket/prefix) that --output names: of hours that are "
+        "over, and only what is not there yet",
+    )
+    parser.add_argument(
         "--database", type=Path, metavar="FILE", help="the logger's database; default: LOGGER_DATABASE, as the logger"
     )
-    return parser.parse_args(arguments)
-
-
-def _database() -> Path:
-    try:
-        return LoggerSettings().database
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise StartupError(f"LOGGER_{first['loc'][0]}: {first['msg']}; or name a file with --database") from None
+    options = parser.parse_args(arguments)
+    if options.partition and (options.format != "parquet" or options.until or options.model or options.output == "-"):
+        parser.error("--partition goes with --format parquet, a folder as --output, and no filter but --since")
+    return options
 
 
 def _filters(options: argparse.Namespace) -> Filters:
@@ -147,45 +124,22 @@ def _filters(options: argparse.Namespace) -> Filters:
     return Filters(request)
 
 
-def _writer(file_format: str, file: IO[bytes]) -> _Writer:
-    if file_format == "jsonl":
-        return JsonLinesWriter(file)
+def _writer(file_format: str, file: IO[bytes]) -> LinesWriter | ParquetWriter:
+    if file_format in SHAPES:
+        return LinesWriter(file, SHAPES[file_format]())
     # pyarrow takes a second to import, and JSON lines do not need it.
     from services.logger.export.parquet import ParquetWriter
 
     return ParquetWriter(file)
 
 
-def _batches(records: Iterable[PayloadRecord]) -> Iterator[list[dict[str, Any]]]:
-    rows: list[dict[str, Any]] = []
-    size = 0
-    for record in records:
-        rows.append(row(record))
-        size += record.ByteSize()
-        if len(rows) == _BATCH_ROWS or size >= _BATCH_BYTES:
-            yield rows
-            rows, size = [], 0
-    if rows:
-        yield rows
-
-
 @contextmanager
 def _open(output: str) -> Iterator[IO[bytes]]:
-    """The output file; it gets its name only if the block succeeds. Only its owner can read it: it contains prompts."""
+    """The output file; it gets its name only if the block succeeds."""
     if output == "-":
         if sys.stdout.isatty():
             raise StartupError("--output - is for a pipe, not for a terminal")
         yield sys.stdout.buffer
         return
-    path = Path(output)
-    try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            try:
-                yield file
-                file.flush()
-                Path(file.name).replace(path)
-            except BaseException:
-                Path(file.name).unlink(missing_ok=True)
-                raise
-    except OSError as error:
-        raise StartupError(f"--output {output}: {error.strerror}") from None
+    with private_file(Path(output), f"--output {output}") as file:
+        yield file

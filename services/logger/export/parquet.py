@@ -1,4 +1,4 @@
-"""Writes rows of `services.logger.store.values` to a Parquet file.
+"""Writes records to a Parquet file, as rows of `services.logger.store.values`.
 
 `SCHEMA` defines the types: times in UTC to the microsecond, lists of structs for chunks and tensors, a map for the
 caller's metadata, nullable numbers. Rows become Arrow batches as they arrive, and every 32 MiB of batches become a row
@@ -8,10 +8,14 @@ group: memory is bounded for an export of any length.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import IO, Any
+from types import TracebackType
+from typing import IO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from millrace_protos.millrace_pb2 import PayloadRecord
+from services.logger.store.values import row
 
 _TENSOR = pa.struct(
     {
@@ -90,24 +94,34 @@ _ROW_GROUP_BYTES = 32 * 1024 * 1024
 
 
 class ParquetWriter:
-    """Writes rows to an open file; `close` completes the file."""
+    """Writes records to an open file; a block that succeeds completes it."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._writer = pq.ParquetWriter(file, SCHEMA, compression="zstd")
         self._batches: list[pa.RecordBatch] = []
         self._bytes = 0
 
-    def write(self, rows: Sequence[dict[str, Any]]) -> None:
-        batch = pa.RecordBatch.from_pylist(list(rows), schema=SCHEMA)
+    def write(self, records: Sequence[PayloadRecord]) -> int:
+        """Adds the records; returns their number."""
+        batch = pa.RecordBatch.from_pylist([row(record) for record in records], schema=SCHEMA)
         self._batches.append(batch)
         self._bytes += batch.nbytes
         if self._bytes >= _ROW_GROUP_BYTES:
             self._write_row_group()
+        return len(records)
 
-    def close(self) -> None:
-        """Writes buffered rows and the footer."""
-        self._write_row_group()
-        self._writer.close()
+    def __enter__(self) -> ParquetWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._write_row_group()
+                self._writer.close()
+        finally:
+            self._writer.is_open = False  # Else pyarrow's finalizer would write to a file that is closed.
 
     def _write_row_group(self) -> None:
         if self._batches:

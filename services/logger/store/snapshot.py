@@ -4,6 +4,8 @@
         for record in snapshot.records(): ...
 
 Oldest first, by the records' times. Records committed later are not included; records deleted meanwhile are missing.
+`hours` and `Part` divide them, for exports that continue an earlier one.
+
 Rows are read in transactions that end before their records are returned, so a slow reader does not keep the logger from
 truncating its write-ahead log; at most 4 MiB, or one record, at a time.
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,14 +28,36 @@ from millrace.errors import StartupError
 from millrace_protos.millrace_pb2 import PayloadRecord
 from services.logger.store import reading, schema
 from services.logger.store.filters import Filters
-from services.logger.store.tables import records
+from services.logger.store.tables import OF_CALL_FOR_NOW, calls, now_us, records
 
 _ROWS = 500
 _BYTES = 4 * 1024 * 1024
+_HOUR_US = 3600 * 1_000_000
+
+
+@dataclass(frozen=True)
+class Part:
+    """The records of an hour, counted since 1970, with positions above `after` and up to `last`."""
+
+    hour: int
+    after: int
+    last: int
+
+    def clauses(self) -> list[sql.ColumnElement[bool]]:
+        begin_us = self.hour * _HOUR_US
+        return [
+            records.c.time_us >= begin_us,
+            records.c.time_us < begin_us + _HOUR_US,
+            records.c.position > self.after,
+            records.c.position <= self.last,
+        ]
 
 
 class Snapshot:
-    """The records of a file that pass the filters."""
+    """The records of a file that pass the filters.
+
+    `last` is the highest position of a record, `last_ever` that of all there were.
+    """
 
     def __init__(self, path: Path, filters: Filters) -> None:
         if not path.is_file():
@@ -46,18 +71,35 @@ class Snapshot:
                 raise StartupError(
                     f"{path} is not a payload log, or has an older schema: start this logger with it once"
                 )
-            last = connection.execute(sql.select(sql.func.max(records.c.position))).scalar_one() or 0
-        self._clauses = [records.c.position <= last, *filters.clauses(records)]
+            self.last: int = connection.execute(sql.select(sql.func.max(records.c.position))).scalar_one() or 0
+            self.last_ever: int = schema.last_position(connection)
+        self._clauses = [records.c.position <= self.last, *filters.clauses(records)]
 
     def count(self) -> int:
         with self._connect() as connection:
             statement = sql.select(sql.func.count()).select_from(records).where(*self._clauses)
             return int(connection.execute(statement).scalar_one())
 
-    def records(self) -> Iterator[PayloadRecord]:
-        """Yields each record with the gateway's part."""
+    def hours(self) -> list[int]:
+        """The hours since 1970 that have records, in order."""
+        hour = sql.literal_column(f"time_us / {_HOUR_US}", sql.BigInteger)
+        with self._connect() as connection:
+            statement = sql.select(hour).distinct().select_from(records).where(records.c.time_us >= 0, *self._clauses)
+            return sorted(connection.execute(statement).scalars())
+
+    def final_position(self) -> int:
+        """The position up to which no record will be replaced by a service's record of the same call."""
+        called = calls.c.time_us > now_us() - int(reading.RECORD_LATE_S * 1_000_000)
+        first = sql.select(sql.func.min(records.c.position)).join(calls, calls.c.call_id == records.c.call_id)
+        with self._connect() as connection:
+            found = connection.execute(first.where(called, records.c.of_call == OF_CALL_FOR_NOW)).scalar_one()
+        return self.last if found is None else min(self.last, int(found) - 1)
+
+    def records(self, part: Part | None = None) -> Iterator[PayloadRecord]:
+        """Yields each record with the gateway's part; with `part`, each record of that."""
+        clauses = [*self._clauses, *(part.clauses() if part else ())]
         last: reading.Place | None = None
-        while rows := self._page(last):
+        while rows := self._page(clauses, last):
             for row in rows:
                 if not reading.may_be_replaced(row):
                     yield reading.Found(row.body, row.gateway).record
@@ -71,8 +113,8 @@ class Snapshot:
     ) -> None:
         self._engine.dispose()
 
-    def _page(self, last: reading.Place | None) -> Sequence[Any]:
-        clauses = list(self._clauses)
+    def _page(self, clauses: list[sql.ColumnElement[bool]], last: reading.Place | None) -> Sequence[Any]:
+        clauses = list(clauses)
         if last is not None:
             # The first of the two is for the index.
             clauses.append(records.c.time_us >= last.time_us)

@@ -1,0 +1,74 @@
+"""What the logger's commands (export, backup, restore) share: the database, private files and exit codes.
+
+A command works on files and needs no running logger. Its result is one line on standard error, and so is each error.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from pydantic import ValidationError
+
+from millrace.errors import StartupError
+from services.logger.settings import LoggerSettings
+
+_INTERRUPTED = 130  # A shell's exit code for SIGINT.
+
+
+def run_command(name: str, work: Callable[[], str]) -> int:
+    """Runs a command, and writes the description that it returns; returns the exit code: 0, 1 for an error, 130."""
+    try:
+        description = work()
+    except StartupError as error:
+        sys.stderr.write(f"{name}: {error}\n")
+        return 1
+    except BrokenPipeError:
+        _leave_stdout()  # The reader has closed the pipe.
+        return 0
+    except KeyboardInterrupt:
+        _leave_stdout()
+        sys.stderr.write(f"{name}: interrupted\n")
+        return _INTERRUPTED
+    sys.stderr.write("".join(f"{name}: {line}\n" for line in description.splitlines()))
+    return 0
+
+
+def database_of(named: Path | None) -> Path:
+    """The database that the command line names, else that of the logger's settings; raises StartupError."""
+    if named is not None:
+        return named
+    try:
+        return LoggerSettings().database
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise StartupError(f"LOGGER_{first['loc'][0]}: {first['msg']}; or name a file with --database") from None
+
+
+@contextmanager
+def private_file(path: Path, described: str) -> Iterator[IO[bytes]]:
+    """A new file that gets its name, and replaces another one, only if the block succeeds.
+
+    Only its owner can read it: it contains prompts. Raises StartupError, which begins with `described`.
+    """
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            try:
+                yield file
+                file.flush()
+                Path(file.name).replace(path)
+            except BaseException:
+                Path(file.name).unlink(missing_ok=True)
+                raise
+    except OSError as error:
+        raise StartupError(f"{described}: {error.strerror}") from None
+
+
+def _leave_stdout() -> None:
+    """Detaches stdout: Python's flush at exit would fail on a closed pipe, or hang on a reader that has stopped."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,26 @@
+"""A record as an example for fine-tuning and evaluation; pure.
+
+The shape is that of OpenAI's fine-tuning files, `{"messages": [{"role", "content"}, …]}` with the answer as the last
+message (platform.openai.com/docs/guides/supervised-fine-tuning). A text prompt is `{"prompt", "completion"}`, the shape
+of OpenAI's completion models, which TRL reads too (huggingface.co/docs/trl/dataset_formats).
+
+Only whole answers that ended by themselves are examples: not those that redaction has changed, and not those that end
+at `max_tokens`, which would teach a model to stop anywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from millrace_protos.millrace_pb2 import PayloadRecord
+from services.logger.export.generations import answer_of, answered_whole, messages_of
+
+
+def example(record: PayloadRecord) -> dict[str, Any] | str:
+    """The example, or the reason why the record is none."""
+    if reason := answered_whole(record):
+        return reason
+    answer = answer_of(record)
+    if (messages := messages_of(record)) is None:
+        return {"prompt": record.prompt, "completion": answer}
+    return {"messages": [*messages, {"role": "assistant", "content": answer}]}

@@ -1,0 +1,182 @@
+"""The export's formats: the published shapes, and which records have none."""
+
+import json
+
+import pytest
+
+from millrace_protos import millrace_pb2 as pb
+from services.logger.export import generations
+from services.logger.export.chat import example
+from services.logger.export.guidellm import dataset_row
+from services.logger.export.mooncake import Trace
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "où?"}]
+
+
+def record(**changes):
+    """A recorded answer of three tokens, as the transformer records it, with changes; None leaves a field out."""
+    fields = {
+        "record_id": "019a0000-0000-7000-8000-000000000001",
+        "request_id": "mine",
+        "model": "storyteller",
+        "protocol": "millrace.v1.TextGeneration/Generate",
+        "prompt": "Once",
+        "prompt_kind": "text",
+        "prompt_ids": [5, 6],
+        "sampling": '{"seed":7,"max_tokens":20}',
+        "chunks": [pb.PayloadChunk(text=" upon", token_ids=[1]), pb.PayloadChunk(text=" a time", token_ids=[2, 3])],
+        "finish_reason": "stop",
+        "status": "OK",
+        "usage": pb.Usage(prompt_tokens=2, completion_tokens=3),
+        "ttft_ms": 10.0,
+        "engine_ms": 5.0,
+    }
+    return pb.PayloadRecord(**{name: value for name, value in (fields | changes).items() if value is not None})
+
+
+def chat(**changes):
+    return record(**{"prompt": json.dumps(MESSAGES), "prompt_kind": "messages"} | changes)
+
+
+# ---------------------------------------------------------------- chat
+
+
+def test_a_chat_is_its_messages_with_the_answer_as_the_last():
+    assert example(chat()) == {"messages": [*MESSAGES, {"role": "assistant", "content": " upon a time"}]}
+
+
+def test_a_text_is_a_prompt_with_its_completion():
+    assert example(record()) == {"prompt": "Once", "completion": " upon a time"}
+
+
+def test_the_text_of_the_record_is_the_answer_where_it_differs_from_its_chunks():
+    assert example(record(text=" upon a")) == {"prompt": "Once", "completion": " upon a"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"request_id": "replay-019a0000-0000-7000-8000-000000000001"}, generations.REPLAY),
+        ({"sampling": "", "chunks": [], "engine_ms": None}, generations.NOT_A_GENERATION),
+        ({"incomplete": True}, generations.INCOMPLETE),
+        ({"status": "CANCELLED", "finish_reason": ""}, "status CANCELLED"),
+        ({"status": ""}, "status unknown"),
+        ({"finish_reason": "length"}, generations.AT_MAX_TOKENS),
+        # Redaction removes the ids of an answer up to the last match, and those of a prompt.
+        ({"chunks": [pb.PayloadChunk(text="[card]"), pb.PayloadChunk(text=".", token_ids=[3])]}, generations.NO_ANSWER),
+        ({"chunks": [], "usage": pb.Usage(completion_tokens=3)}, generations.NO_ANSWER),
+        ({"prompt_ids": []}, generations.NO_PROMPT),
+        ({"prompt": ""}, generations.NO_PROMPT),
+        ({"prompt": "[5, 6]", "prompt_kind": "ids"}, generations.NO_TEXT),
+        ({"prompt": "[{", "prompt_kind": "messages"}, generations.NO_PROMPT),
+        ({"prompt": '[{"role": "user"}]', "prompt_kind": "messages"}, generations.NO_PROMPT),
+        ({"prompt": "a" * (generations.WHOLE_TEXT + 1)}, generations.CUT_PROMPT),
+    ],
+)
+def test_a_record_without_a_whole_answer_is_no_example(changes, reason):
+    assert example(record(**changes)) == reason
+
+
+def test_the_copy_for_a_shadow_is_an_example_of_its_model():
+    assert "completion" in example(record(shadow_of="019a0000-0000-7000-8000-000000000002"))
+
+
+# ---------------------------------------------------------------- mooncake
+
+
+def arrival(ms, token_ids, **changes):
+    arrived = record(prompt_ids=token_ids, **changes)
+    arrived.time.FromMilliseconds(1_780_000_000_000 + ms)
+    return arrived
+
+
+def lines(*records):
+    trace = Trace()
+    return [trace.line(one) for one in records]
+
+
+def test_a_line_has_the_four_fields_of_the_published_traces_and_nothing_else():
+    assert lines(arrival(7, range(513)), arrival(3059, range(600))) == [
+        {"timestamp": 0, "input_length": 513, "output_length": 3, "hash_ids": [0, 1]},
+        {"timestamp": 3052, "input_length": 600, "output_length": 3, "hash_ids": [0, 2]},
+    ]
+
+
+def test_equal_prefixes_share_ids_to_the_first_different_block():
+    a, b, c = ([number] * 512 for number in (1, 2, 3))
+    traced = lines(arrival(0, a + b), arrival(1, a + b + c), arrival(2, a + c + b), arrival(3, c + b), arrival(4, a))
+    # The same block after another prefix has an id of its own.
+    assert [line["hash_ids"] for line in traced] == [[0, 1], [0, 1, 2], [0, 3, 4], [5, 6], [0]]
+
+
+def test_every_512_tokens_begun_have_an_id():
+    lengths = [1, 511, 512, 513, 1024, 1025]
+    traced = lines(*(arrival(0, [7] * length) for length in lengths))
+    assert [len(line["hash_ids"]) for line in traced] == [1, 1, 1, 2, 2, 3]
+
+
+def test_the_block_at_the_end_of_a_prompt_is_not_the_longer_block_that_begins_with_it():
+    assert [line["hash_ids"] for line in lines(arrival(0, [1, 2]), arrival(1, [1, 2, 3]), arrival(2, [1, 2]))] == [
+        [0],
+        [1],
+        [0],
+    ]
+
+
+def test_models_have_ids_of_their_own():
+    traced = lines(arrival(0, [1]), arrival(1, [1], model="other"), arrival(2, [1], served_model="other"))
+    assert [line["hash_ids"] for line in traced] == [[0], [1], [1]]
+
+
+def test_an_answer_that_ended_early_counts_with_the_tokens_that_it_had():
+    (line,) = lines(arrival(0, [1], status="CANCELLED", finish_reason="", usage=None))
+    assert line["output_length"] == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"request_id": "replay-019a0000-0000-7000-8000-000000000001"}, generations.REPLAY),
+        ({"sampling": "", "chunks": [], "engine_ms": None}, generations.NOT_A_GENERATION),
+        ({"shadow_of": "019a0000-0000-7000-8000-000000000002"}, generations.SHADOW),
+        ({"incomplete": True}, generations.INCOMPLETE),
+        ({"prompt_ids": []}, generations.NO_PROMPT),
+        ({"chunks": [], "usage": None, "status": "UNAVAILABLE"}, generations.NO_TOKENS),
+    ],
+)
+def test_what_was_no_load_is_in_no_trace_and_no_dataset(changes, reason):
+    assert Trace().line(record(**changes)) == reason
+    assert dataset_row(record(**changes)) == reason
+
+
+def test_a_trace_begins_with_its_first_line():
+    assert lines(arrival(0, []), arrival(5, [1]), arrival(6, [1]))[1:] == [
+        {"timestamp": 0, "input_length": 1, "output_length": 3, "hash_ids": [0]},
+        {"timestamp": 1, "input_length": 1, "output_length": 3, "hash_ids": [0]},
+    ]
+
+
+# ---------------------------------------------------------------- guidellm
+
+
+def test_a_text_is_a_row_with_its_counts():
+    assert dataset_row(record()) == {
+        "prompt": "Once",
+        "messages": [{"role": "user", "content": "Once"}],
+        "prompt_tokens_count": 2,
+        "output_tokens_count": 3,
+    }
+
+
+def test_a_chat_is_a_row_of_the_same_columns():
+    assert dataset_row(chat()) == {
+        "prompt": "Be brief.\noù?",
+        "messages": MESSAGES,
+        "prompt_tokens_count": 2,
+        "output_tokens_count": 3,
+    }
+
+
+def test_prompts_without_text_are_no_rows():
+    assert dataset_row(record(prompt="[5, 6]", prompt_kind="ids")) == generations.NO_TEXT
+    assert Trace().line(record(prompt="[5, 6]", prompt_kind="ids"))["input_length"] == 2
