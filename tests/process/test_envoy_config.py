@@ -340,7 +340,11 @@ def test_predictors_elsewhere_are_the_same_in_the_container(tmp_path: Path) -> N
     settings = StackSettings(run_folder=tmp_path, predictors=0, predictor_endpoints=elsewhere)
     locally = envoy_config.derive(settings)
     assert endpoints(locally) == expected
-    assert validate("--config-yaml", json.dumps(locally)).returncode == 0
+    path = tmp_path / "whole.yaml"
+    for text in (yaml.safe_dump(locally), (tmp_path / "envoy.yaml").read_text()):
+        path.write_text(text.replace("/etc/envoy/", f"{envoy_config.ENVOY_FOLDER}/"))
+        result = validate("--config-path", str(path))
+        assert result.returncode == 0, result.stderr
     # A lost first packet is sent again after a second.
     for config in (in_container, locally):
         assert clusters(config)["predictor"]["connect_timeout"] == "3.5s"
