@@ -286,10 +286,8 @@ class Catalogue:
             text = await run_in_daemon_thread(f"tokenizer-{name}", partial(read_text, source, self._pool))
         except (StartupError, ValueError) as error:
             reason = str(error)
-            if name not in self._sources:
-                reason += (
-                    "; that is where the predictor has it: the transformer's MODELS must name a folder of its own host"
-                )
+            if name not in self._sources and not (source and source.is_local):
+                reason += "; it is what the predictor reads: if that is on another host, MODELS here must name a folder"
             logger.warning("model %s takes token ids but no text: %s", name, reason)
             self._unreadable[name] = reason
             return ModelText()
