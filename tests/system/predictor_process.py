@@ -41,7 +41,7 @@ async def predictor_process(
     log: Path, module: str = "services.predictor", address: str = "127.0.0.1", **environment: str
 ) -> AsyncIterator[PredictorProcess]:
     """A serving process, reached at `address`; killed at the end if it has not ended by itself."""
-    port = free_port()
+    port = environment.get("PREDICTOR_PORT") or free_port()
     own = {"PREDICTOR_PORT": str(port), "PREDICTOR_DEVICE": "cpu", "PREDICTOR_THREADS": "1"}
     # As in a stack: the predictors are forks of the same process.
     tuning = predictor_tuning(free_settings(log.parent))

@@ -19,7 +19,7 @@ from millrace.rpc.threads import run_in_daemon_thread
 logger = logging.getLogger(__name__)
 
 _WAIT_S = 2.0
-_UNKNOWN = (socket.EAI_NONAME, socket.EAI_NODATA)
+_UNKNOWN = (socket.EAI_NONAME, socket.EAI_NODATA, socket.EAI_ADDRFAMILY)
 
 
 class Resolver:
