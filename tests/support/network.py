@@ -57,12 +57,13 @@ class Host:
     """A network namespace; its `address` is reached from here, `gateway` is this machine for it.
 
     `namespace` is a path for `enter_namespace`. `delay_s` and `loss` (0 to 1) are those of each direction of the link,
-    and may be changed at any time; `seed` chooses the packets that are lost. A context manager. Raises OSError or
-    CalledProcessError if the system does not allow it.
+    and may be changed at any time; `seed` chooses the packets that are lost, whose number is `lost`. A context manager.
+    Raises OSError or CalledProcessError if the system does not allow it.
     """
 
     def __init__(self, seed: int = 1) -> None:
         self.delay_s = self.loss = 0.0
+        self.lost = 0
         self._random = random.Random(seed)
         self._descriptors: list[int] = []
         self._is_closed = threading.Event()
@@ -127,7 +128,9 @@ class Host:
                 for key, _ in selector.select(max(0.0, min(wait_s, _IDLE_S))):
                     with suppress(BlockingIOError):
                         packet = os.read(key.fd, _MAX_PACKET)
-                        if self._random.random() >= self.loss and len(under_way) < _MOST_HELD:
+                        if self._random.random() < self.loss or len(under_way) >= _MOST_HELD:
+                            self.lost += 1
+                        else:
                             sent += 1
                             heapq.heappush(under_way, (time.monotonic() + self.delay_s, sent, key.data, packet))
                 while under_way and under_way[0][0] <= time.monotonic():
