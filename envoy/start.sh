@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs Envoy in its container, with the arguments given and the configuration beside this file, into which
-# GATEWAY_ALLOWED_ORIGINS, GATEWAY_TLS, GATEWAY_JWKS and GATEWAY_RATE_LIMIT_SERVICE are written as runner/envoy_config.py
-# does it; refuses the settings that runner/ refuses. Envoy itself cuts every call at SIGTERM; here it takes no new ones, and those in flight have
+# PREDICTOR_ENDPOINTS, GATEWAY_ALLOWED_ORIGINS, GATEWAY_TLS, GATEWAY_JWKS and GATEWAY_RATE_LIMIT_SERVICE are written as
+# runner/envoy_config.py does it; refuses the settings that runner/ refuses. Envoy itself cuts every call at SIGTERM; here it takes no new ones, and those in flight have
 # DRAIN_S seconds first. At SIGHUP another Envoy, which reads all files anew, takes over its sockets, and the one before
 # goes on with the calls that it has, for RELOAD_PATIENCE_S. Bash alone: the image has no curl.
 set -euo pipefail
@@ -66,6 +66,33 @@ check_rate_limits() {
   fi
 }
 
+# Whether PREDICTOR_ENDPOINTS is as runner/settings.py has it.
+check_predictors() {
+  local endpoint='([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([1-9][0-9]{0,4})' items item
+  IFS=', ' read -ra items <<<"${PREDICTOR_ENDPOINTS:-}"
+  for item in "${items[@]}"; do
+    if ! [[ $item =~ ^$endpoint$ && ${BASH_REMATCH[2]} -le 65535 ]]; then
+      echo "PREDICTOR_ENDPOINTS=$PREDICTOR_ENDPOINTS: '$item' is not host:port" >&2
+      return 78
+    fi
+  done
+}
+
+# The configuration $1 with the predictors of PREDICTOR_ENDPOINTS beside those of the container's name.
+with_predictors() {
+  local text=$1 items item host lines=
+  IFS=', ' read -ra items <<<"${PREDICTOR_ENDPOINTS:-}"
+  for item in "${items[@]}"; do
+    host=${item%:*} host=${host#[} host=${host%]}
+    lines+=$'\n'"        - endpoint: {address: {socket_address: {address: \"$host\", port_value: ${item##*:}}}}"
+  done
+  if [ -n "$lines" ]; then
+    text=${text/'1s  # PREDICTOR_ENDPOINTS'/3.5s}
+    text=${text/'}}}  # PREDICTOR_ENDPOINTS'/"}}}$lines"}
+  fi
+  printf '%s\n' "$text"
+}
+
 # A file beside this one with the values of settings, whose letters mean nothing in YAML, and the lines behind their marks.
 filled() {
   local text name jwks_folder=
@@ -100,12 +127,13 @@ configuration() {
   matchers=${origins:+"{exact: \"${origins//,/'"}, {exact: "'}\"}"}
   check_access || return
   check_rate_limits || return
+  check_predictors || return
   if [ -n "${GATEWAY_TLS:-}" ]; then
     filled certificate.yaml >"$state/certificate.yaml" || return
     filled client_authority.yaml >"$state/client_authority.yaml" || return
   fi
   text=$(filled envoy.yaml) || return
-  printf '%s\n' "${text/'[]  # GATEWAY_ALLOWED_ORIGINS'/"[$matchers]"}"
+  with_predictors "${text/'[]  # GATEWAY_ALLOWED_ORIGINS'/"[$matchers]"}"
 }
 
 # What the admin page answers: ask METHOD PATH.
@@ -189,6 +217,8 @@ REST_BODIES_MIB=$((512 / workers))
 export REST_BODIES_MIB=$((REST_BODIES_MIB > 80 ? REST_BODIES_MIB : 80))
 # And the calls whose first message has yet to come (first_message.lua).
 export HELD_CALLS=$((4096 / workers))
+# A predictor elsewhere cannot send its records to the logger, so the transformer makes those of all calls.
+if [ -n "${PREDICTOR_ENDPOINTS:-}" ]; then export DIRECT_MODELS=; fi
 state=${TMPDIR:-/tmp}
 config=$state/envoy.yaml
 check_callers

@@ -1,9 +1,10 @@
 """Derives the local Envoy's configuration from `envoy/envoy.yaml`, and has Envoy validate it.
 
-It replaces the addresses of listeners, clusters and the admin page, adds one endpoint for each predictor, and sets the
-folder of referenced files, the percentage of traced requests, the origins whose pages may call, and TLS and JWT
-(gateway_access.py). Everything else, including every limit, is the same as with docker compose, unless a test passes a
-`Change`, which shortens limits that it cannot wait for. An unreadable file raises StartupError with one line.
+It replaces the addresses of listeners, clusters and the admin page, adds one endpoint for each predictor, with those on
+other hosts, and sets the folder of referenced files, the percentage of traced requests, the origins whose pages may
+call, and TLS and JWT (gateway_access.py). Everything else, including every limit, is the same as with docker compose,
+unless a test passes a `Change`, which shortens limits that it cannot wait for. An unreadable file raises StartupError
+with one line.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from runner.settings import LOOPBACK, ROOT, StackSettings
 
 ENVOY_FOLDER = ROOT / "envoy"
 NO_ORIGINS = "[]  # GATEWAY_ALLOWED_ORIGINS"
+_CONNECT_TIMEOUT = "connect_timeout: 1s  # PREDICTOR_ENDPOINTS"
+_CONNECT_TIMEOUT_ELSEWHERE = "connect_timeout: 3.5s"
 _CONTAINER_FOLDER = "/etc/envoy/"
 _CHECK_TIMEOUT_S = 30.0
 
@@ -49,6 +52,8 @@ def derive(settings: StackSettings, change: Change | None = None) -> Config:
 def _derive(settings: StackSettings, text: str) -> Config:
     origins = json.dumps(allowed_origins(settings.gateway_allowed_origins))
     text = gateway_access.fill(text, settings)
+    if settings.predictor_endpoints:
+        text = text.replace(_CONNECT_TIMEOUT, _CONNECT_TIMEOUT_ELSEWHERE)
     config: Config = _with_local_files(yaml.safe_load(text.replace(NO_ORIGINS, origins)))
     admin = (LOOPBACK, settings.gateway_admin_port)
     config["admin"]["address"] = _address(admin)
@@ -70,7 +75,7 @@ def _derive(settings: StackSettings, text: str) -> Config:
     endpoints: dict[str, Sequence[Address]] = {
         "transformer": [(LOOPBACK, settings.transformer_port)],
         "transformer_http": [(LOOPBACK, settings.transformer_http_port)],
-        "predictor": [(LOOPBACK, port) for port in settings.predictor_ports],
+        "predictor": [*((LOOPBACK, port) for port in settings.predictor_ports), *settings.remote_predictors],
         "logger": [(LOOPBACK, settings.logger_port)],
         "otel": [settings.otel_address],
         "admin": [admin],

@@ -30,29 +30,40 @@ class Readiness:
         self._admin = f"http://{LOOPBACK}:{settings.gateway_admin_port}"
         self._channels = {name: _channel(f"{LOOPBACK}:{port}") for name, port in services.items()}
         self._gateway = _channel(settings.gateway)
+        self._has_remote_predictors = bool(settings.predictor_endpoints)
 
     async def missing(self) -> tuple[str, ...]:
-        """Names of processes that are not ready; empty once a generation through the gateway would work."""
+        """Names of what is not ready, processes most of all; empty once a generation through the gateway would work."""
         serving = await asyncio.gather(*(_serves(channel, "") for channel in self._channels.values()))
         if not all(serving):
             return tuple(name for name, serves in zip(self._channels, serving, strict=True) if not serves)
-        if not await asyncio.to_thread(self._envoy_sees_all):
-            return ("envoy",)
+        if late := await asyncio.to_thread(self._late_by_envoy):
+            return (late,)
         return () if await _serves(self._gateway, READY) else ("transformer",)
 
     async def close(self) -> None:
         for channel in (*self._channels.values(), self._gateway):
             await channel.close()
 
-    def _envoy_sees_all(self) -> bool:
-        """Whether every host of every cluster passes Envoy's health checks."""
+    def _late_by_envoy(self) -> str:
+        """What does not pass Envoy's health checks: "" if every host of every cluster does.
+
+        Of predictors of which some are elsewhere, one is enough.
+        """
         try:
             with urllib.request.urlopen(f"{self._admin}/clusters?format=json", timeout=_TIMEOUT_S) as answer:  # noqa: S310
                 clusters: Iterable[dict[str, Any]] = json.load(answer)["cluster_statuses"]
         except (OSError, ValueError):
-            return False
-        statuses = [host["health_status"] for cluster in clusters for host in cluster.get("host_statuses", ())]
-        return bool(statuses) and all(status == {"eds_health_status": "HEALTHY"} for status in statuses)
+            return "envoy"
+        healthy = {
+            cluster["name"]: [
+                host["health_status"] == {"eds_health_status": "HEALTHY"} for host in cluster.get("host_statuses", ())
+            ]
+            for cluster in clusters
+        }
+        if self._has_remote_predictors and not any(healthy.pop("predictor", ())):
+            return "a predictor of PREDICTOR_ENDPOINTS"
+        return "" if any(healthy.values()) and all(map(all, healthy.values())) else "envoy"
 
 
 def _channel(target: str) -> grpc.aio.Channel:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import envoy
+from millrace.endpoints import parse_endpoints
 from runner.envoy_config import lua_path
 from runner.envoy_process import PREDECESSOR_LIFE_S
 from runner.process import ProcessSpec
@@ -117,6 +118,13 @@ def _predictor(settings: StackSettings, replica: int) -> Environment:
     }
 
 
+def _predictor_addresses(settings: StackSettings) -> list[str]:
+    return [
+        *(f"{LOOPBACK}:{port}" for port in settings.predictor_ports),
+        *parse_endpoints(settings.predictor_endpoints),
+    ]
+
+
 def direct_models(settings: StackSettings) -> Path:
     """The transformer's file of models whose calls the gateway sends straight to a predictor."""
     return settings.run_folder / "direct-models"
@@ -142,7 +150,7 @@ def predictor_tuning(settings: StackSettings) -> Environment:
             # Idle threads of the model sleep instead of spinning on cores that others need.
             "OMP_WAIT_POLICY": "passive",
             # Replicas share the machine's GPU.
-            "PREDICTOR_GPU_MEMORY_SHARE": f"{_GPU_MEMORY_SHARE / settings.predictors:.3f}",
+            "PREDICTOR_GPU_MEMORY_SHARE": f"{_GPU_MEMORY_SHARE / max(1, settings.predictors):.3f}",
         }
     )
 
@@ -155,7 +163,7 @@ def _transformer(settings: StackSettings) -> Environment:
         "TRANSFORMER_HTTP_PORT": str(settings.transformer_http_port),
         "TRANSFORMER_METRICS_PORT": str(settings.transformer_metrics_port),
         "TRANSFORMER_PREDICTOR": f"{LOOPBACK}:{settings.gateway_inner_port}",
-        "TRANSFORMER_PREDICTOR_REPLICAS": ",".join(f"{LOOPBACK}:{port}" for port in settings.predictor_ports),
+        "TRANSFORMER_PREDICTOR_REPLICAS": ",".join(_predictor_addresses(settings)),
         "TRANSFORMER_LOGGER": f"{LOOPBACK}:{settings.logger_port}",
         "TRANSFORMER_PAYLOAD_SPOOL": str(settings.run_folder / "spool"),
         "TRANSFORMER_DIRECT_MODELS": str(direct_models(settings)),
@@ -175,7 +183,8 @@ def gateway_environment(settings: StackSettings) -> Environment:
         "GATEWAY_ALLOWED_ORIGINS": settings.gateway_allowed_origins,
         "TRACE_PAGE": settings.gateway_trace_page,
         "DEVELOPMENT": _lower(settings.development),
-        "DIRECT_MODELS": str(direct_models(settings)),
+        # A predictor elsewhere cannot send its records to the logger, so the transformer makes those of all calls.
+        "DIRECT_MODELS": "" if settings.predictor_endpoints else str(direct_models(settings)),
         "KEY_DIGESTS": str(key_digests(settings) or ""),
         "GATEWAY_JWKS": settings.gateway_jwks,
         "GATEWAY_RATE_LIMIT_SERVICE": settings.gateway_rate_limit_service,

@@ -19,6 +19,7 @@ from dotenv import dotenv_values
 from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from millrace.endpoints import host_and_port, parse_endpoints
 from millrace.errors import StartupError
 from millrace.models.sources import DEFAULT_MODELS
 from millrace.service_links import drop_service_links
@@ -142,7 +143,18 @@ class StackSettings(BaseSettings):
     logger_metrics_port: MetricsPort = Field(9102, description="The logger's page. 0: none.")
     locust_port: Port = Field(8089, description="The page of `make load`.")
     models: str = Field(DEFAULT_MODELS, description="Comma list of name=folder-or-hub-id[@revision].")
-    predictors: int = Field(1, ge=1, le=64, description="Number of predictors.")
+    predictor_endpoints: str = Field(
+        "",
+        description="Comma list of host:port of predictors on other hosts, used beside the local ones; a name stands"
+        " for all its addresses (docs/production.md). Empty: only local ones.",
+    )
+    predictors: int = Field(
+        1,
+        ge=0,
+        le=64,
+        validate_default=True,
+        description="Number of predictors on this machine; 0 only with PREDICTOR_ENDPOINTS.",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto uses CUDA if there is a device.")
     development: bool = Field(
         False,
@@ -184,6 +196,30 @@ class StackSettings(BaseSettings):
             raise ValueError("must be host:port")
         return value
 
+    @field_validator("predictor_endpoints")
+    @classmethod
+    def _is_a_list_of_endpoints(cls, value: str) -> str:
+        return ",".join(parse_endpoints(value))
+
+    @field_validator("predictors")
+    @classmethod
+    def _is_zero_only_with_endpoints(cls, value: int, info: ValidationInfo) -> int:
+        endpoints, port = info.data.get("predictor_endpoints"), info.data.get("predictor_port")
+        if endpoints is None or port is None:
+            return value  # One of these is reported.
+        if not (value or endpoints):
+            raise ValueError("a stack without a local predictor needs PREDICTOR_ENDPOINTS")
+        own = {f"{host}:{number}" for host in (LOOPBACK, "localhost") for number in _replica_ports(port, value)}
+        for endpoint in endpoints.split(","):
+            if endpoint in own:
+                raise ValueError(f"{endpoint} of PREDICTOR_ENDPOINTS is the address of a local predictor")
+        return value
+
+    @property
+    def remote_predictors(self) -> tuple[tuple[str, int], ...]:
+        """PREDICTOR_ENDPOINTS as hosts and ports."""
+        return tuple(map(host_and_port, parse_endpoints(self.predictor_endpoints)))
+
     @property
     def key_file(self) -> Path | None:
         """GATEWAY_KEYS as a path; relative ones are those of the folder of `.env`."""
@@ -191,7 +227,7 @@ class StackSettings(BaseSettings):
 
     @property
     def predictor_ports(self) -> tuple[int, ...]:
-        return tuple(self.predictor_port + REPLICA_STRIDE * replica for replica in range(self.predictors))
+        return _replica_ports(self.predictor_port, self.predictors)
 
     @property
     def predictor_metrics_ports(self) -> tuple[int, ...]:
@@ -244,6 +280,10 @@ class StackSettings(BaseSettings):
         return {name: numbers for name, numbers in ports.items() if all(numbers)}
 
 
+def _replica_ports(first: int, count: int) -> tuple[int, ...]:
+    return tuple(first + REPLICA_STRIDE * replica for replica in range(count))
+
+
 def load() -> StackSettings:
     """The settings of `.env` and the environment; raises StartupError with one line."""
     for prefix in ("GATEWAY_", "TRANSFORMER_", "PREDICTOR_", "LOGGER_"):
@@ -264,7 +304,9 @@ def load() -> StackSettings:
 def environment() -> dict[str, str]:
     """The environment that services inherit: the runner's, and the services' own settings in `.env`."""
     own = {name: value for name, value in dotenv_values(_ENV_FILE).items() if value and name.startswith(_PASSED_ON)}
-    return own | dict(os.environ)
+    inherited = own | dict(os.environ)
+    inherited.pop("PREDICTOR_ENDPOINTS", None)  # Of the stack, unknown to the predictor.
+    return inherited
 
 
 def own_environment() -> dict[str, str]:

@@ -253,7 +253,7 @@ class Stack:
                 if time.monotonic() >= report_at:
                     report_at += _REPORT_S
                     for name in missing:
-                        line = self._processes[name].last_line()
+                        line = self._processes[name].last_line() if name in self._processes else ""
                         self._say(f"waiting for {name}{line and f': {line}'}")
                 await asyncio.sleep(_POLL_S)
             for name in (*sorted(waited_for), "envoy"):

@@ -8,22 +8,12 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
+from millrace.endpoints import parse_endpoints
 from millrace.payload.settings import RecordingSettings
 from millrace.settings import Models, Port, models_field, read_by
 from services.transformer.models.processor_sources import ProcessorSource, parse_processors
 
-
-def _addresses(text: str) -> tuple[str, ...]:
-    """A comma list of host:port."""
-    addresses = tuple(item.strip() for item in text.split(",") if item.strip())
-    for address in addresses:
-        host, _, port = address.rpartition(":")
-        if not host or "/" in host or not port.isdecimal():
-            raise ValueError(f"{address!r} is not host:port")
-    return addresses
-
-
-Addresses = Annotated[tuple[str, ...], NoDecode, read_by(_addresses)]
+Addresses = Annotated[tuple[str, ...], NoDecode, read_by(parse_endpoints)]
 Processors = Annotated[tuple[ProcessorSource, ...], NoDecode, read_by(parse_processors)]
 
 
@@ -157,7 +147,7 @@ class TransformerSettings(RecordingSettings):
     @field_validator("predictor")
     @classmethod
     def _is_address_of_rest(cls, predictor: str, info: ValidationInfo) -> str:
-        if info.data.get("protocol") == "v2" and _addresses(predictor) != (predictor,):
+        if info.data.get("protocol") == "v2" and parse_endpoints(predictor) != (predictor.lower(),):
             raise ValueError(f"{predictor!r} is not host:port")
         return predictor
 

@@ -324,6 +324,41 @@ def start(folder: Path, **settings: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def endpoints(config: Config) -> list[tuple[str, int]]:
+    groups = clusters(config)["predictor"]["load_assignment"]["endpoints"]
+    addresses = [host["endpoint"]["address"]["socket_address"] for group in groups for host in group["lb_endpoints"]]
+    return [(address["address"], address["port_value"]) for address in addresses]
+
+
+def test_predictors_elsewhere_are_the_same_in_the_container(tmp_path: Path) -> None:
+    elsewhere = "gpu-1.example:9000, 10.0.0.7:9001,[2001:db8::1]:9000"
+    expected = [("gpu-1.example", 9000), ("10.0.0.7", 9001), ("2001:db8::1", 9000)]
+    started = start(tmp_path, PREDICTOR_ENDPOINTS=elsewhere)
+    assert started.returncode == 0, started.stderr
+    in_container = yaml.safe_load((tmp_path / "envoy.yaml").read_text())
+    assert endpoints(in_container) == [("predictor", 9000), *expected]
+    settings = StackSettings(run_folder=tmp_path, predictors=0, predictor_endpoints=elsewhere)
+    locally = envoy_config.derive(settings)
+    assert endpoints(locally) == expected
+    path = tmp_path / "whole.yaml"
+    for text in (yaml.safe_dump(locally), (tmp_path / "envoy.yaml").read_text()):
+        path.write_text(text.replace("/etc/envoy/", f"{envoy_config.ENVOY_FOLDER}/"))
+        result = validate("--config-path", str(path))
+        assert result.returncode == 0, result.stderr
+    # A lost first packet is sent again after a second.
+    for config in (in_container, locally):
+        assert clusters(config)["predictor"]["connect_timeout"] == "3.5s"
+        assert clusters(config)["transformer"]["connect_timeout"] == "1s"
+    assert gateway_environment(settings)["DIRECT_MODELS"] == ""
+
+
+@pytest.mark.parametrize("text", ["gpu-1", "a:1, b", "a:0", "a:65536", "a:1}", "http://a:1"])
+def test_malformed_predictors_elsewhere_are_refused_in_the_container(tmp_path: Path, text: str) -> None:
+    refused = start(tmp_path, PREDICTOR_ENDPOINTS=text)
+    assert refused.returncode == 78
+    assert refused.stderr.startswith(f"PREDICTOR_ENDPOINTS={text}: ")
+
+
 def cors(config: Config) -> Config:
     hosts = connection_manager(config, "ingress")["route_config"]["virtual_hosts"]
     (public,) = [one for one in hosts if one["name"] == "public"]

@@ -55,3 +55,16 @@ def test_every_process_is_replaced_with_the_settings_of_the_command(runner: Runn
     assert all(
         process.environ()["LOGGER_LOG_LEVEL"] == "DEBUG" for process in runner.services() if process not in before
     )
+
+
+def test_predictors_elsewhere_can_be_added(runner: Runner) -> None:
+    before = runner.services()
+    rolled = command(runner, "roll", PREDICTOR_ENDPOINTS="predictor.invalid:9000")
+    assert rolled.returncode == 0, rolled.stderr
+    after = [process for process in runner.services() if process not in before]
+    environments = [process.environ() for process in after]
+    name = "TRANSFORMER_PREDICTOR_REPLICAS"
+    (replicas,) = [one[name] for one in environments if name in one]
+    assert replicas == f"127.0.0.1:{runner.settings.predictor_port},predictor.invalid:9000"
+    assert not any("PREDICTOR_ENDPOINTS" in one for one in environments)
+    assert "predictor.invalid" in (runner.settings.run_folder / "envoy.yaml").read_text()

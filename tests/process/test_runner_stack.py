@@ -5,6 +5,7 @@ The services are fakes that implement only gRPC health.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import resource
@@ -25,10 +26,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from millrace.errors import StartupError
 from runner import process
+from runner import stack as stack_module
 from runner.settings import ROOT
 from runner.stack import Stack
 from tests.process.fake_runner import FAKES, Runner, command, running
 from tests.support.free_ports import free_settings, start_stack
+from tests.support.logger_process import free_port
 from tests.waiting import until
 
 
@@ -66,6 +69,31 @@ async def test_a_killed_predictor_is_restarted_behind_the_gateway(tmp_path: Path
     assert time.monotonic() - started < 10
     assert gone(processes, within_s=0)
     assert all("did not stop" not in line for line in reports)
+
+
+async def test_a_stack_without_own_predictors_waits_for_one_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stack_module, "_REPORT_S", 0.5)
+    reports: list[str] = []
+    port = free_port()
+    settings = free_settings(tmp_path / "run", predictors=0, predictor_endpoints=f"127.0.0.1:{port},127.0.0.1:1")
+    stack = Stack(settings, commands=FAKES, say=reports.append)
+    await stack.start()
+    try:
+        assert stack.names == ("envoy", "transformer", "logger")
+        ready = asyncio.create_task(stack.wait_ready(timeout_s=60))
+        await until(lambda: "waiting for a predictor of PREDICTOR_ENDPOINTS" in reports)
+        assert not ready.done()
+        elsewhere = await start_stack(tmp_path / "elsewhere", {"predictor_port": port}, commands=FAKES)
+        try:
+            # One of the two is enough.
+            await ready
+            assert await check(stack.addresses["inner"]) == health_pb2.HealthCheckResponse.SERVING
+        finally:
+            await elsewhere.stop()
+    finally:
+        await stack.stop()
 
 
 async def test_a_stack_whose_folder_is_removed_continues(tmp_path: Path) -> None:

@@ -10,12 +10,12 @@ from millrace.rpc.client_interceptors import CallSpan
 from millrace.sampling import SamplingParameters
 from millrace_protos import steps_pb2 as pb
 from services.transformer.predictors import links as module
-from services.transformer.predictors import replicas
+from services.transformer.predictors import resolver
 from services.transformer.predictors.crashes import PredictorLostError
 from services.transformer.predictors.link_call import LinkCall
 from services.transformer.predictors.links import Links
 from services.transformer.predictors.tokens import Generation
-from tests.support.scripted_predictor import MODEL, ScriptedPredictor, falls_silent, serving
+from tests.support.scripted_predictor import MODEL, ScriptedPredictor, falls_silent, holds_until, serving
 from tests.waiting import until
 
 GENERATION = Generation(MODEL, "r", [1, 2, 3], SamplingParameters(max_tokens=5, seed=1))
@@ -29,7 +29,7 @@ async def links_at(monkeypatch, *addresses, silence_limit_s=10.0):
     async def resolve(address):
         return known
 
-    monkeypatch.setattr(replicas, "_resolve", resolve)
+    monkeypatch.setattr(resolver, "_resolve", resolve)
     monkeypatch.setattr(module, "_RESOLVE_INTERVAL_S", 0.02)
     links = Links(["predictor:9000"], silence_limit_s)
     running = asyncio.create_task(links.run())
@@ -91,6 +91,38 @@ async def test_links_follow_the_addresses_and_a_change_wakes_waiting_requests(mo
             known.clear()
             await until(lambda: not links._links)
             changed = links.changed
+
+
+async def test_a_predictor_whose_address_is_removed_gets_no_new_calls_and_its_link_ends_with_its_last(monkeypatch):
+    monkeypatch.setattr(module, "_UNLISTED_S", 0.2)
+    removed, other = ScriptedPredictor(holds_until(asyncio.Event())), ScriptedPredictor()
+    async with (
+        serving(removed) as first,
+        serving(other) as second,
+        links_at(monkeypatch, first, second) as (links, known),
+    ):
+        await until(lambda: len([link for link in links.all if link.loads]) == 2)
+        (link,) = (link for link in links.all if link.address == first)
+        call = LinkCall(GENERATION, None, CallSpan())
+        link.submit(call, submission())
+        await removed.wait_for_calls(1)
+        known.remove(first)
+        await until(lambda: call.is_leaving)
+        assert {links.choose(GENERATION, "").address for _ in range(20)} == {second}
+        # It comes back before its call has ended.
+        known.append(first)
+        await until(lambda: not call.is_leaving)
+        others = [one for one in links.all if one is not link]
+        assert links.choose(GENERATION, "", besides=others) is link
+        known.remove(first)
+        call.close()
+        await until(lambda: [link.address for link in links.all] == [second])
+        await until(lambda: not removed.sessions)
+        # Without any address the names are not known now: what is up goes on.
+        known.clear()
+        last = links.all[0].listed_at
+        await until(lambda: asyncio.get_running_loop().time() > last + 0.5)
+        assert links.choose(GENERATION, "").address == second
 
 
 async def test_a_link_uses_the_port_that_its_predictor_tells(monkeypatch):

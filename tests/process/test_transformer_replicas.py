@@ -10,6 +10,7 @@ from millrace.deadline import NO_DEADLINE
 from millrace.errors import HopBrokenError
 from millrace_protos import inference_pb2 as pb
 from services.transformer.predictors import replicas as module
+from services.transformer.predictors import resolver
 from services.transformer.predictors.client import PredictorClient
 from services.transformer.predictors.replicas import ModelState, Replicas, merged
 from services.transformer.predictors.statistics import summed
@@ -90,7 +91,7 @@ async def replicas_at(monkeypatch, *addresses):
         await asyncio.sleep(random.random() / 100)  # Like a name service, which answers in any order.
         return list(known)
 
-    monkeypatch.setattr(module, "_resolve", resolve)
+    monkeypatch.setattr(resolver, "_resolve", resolve)
     client = PredictorClient("127.0.0.1:1")
     replicas = Replicas(["predictor:9000"], client)
     try:

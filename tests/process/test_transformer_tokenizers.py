@@ -124,6 +124,16 @@ async def test_after_a_restart_a_model_with_an_unreadable_tokenizer_is_logged_an
         assert "cannot be read" in catalogue.why_unreadable("bad")
 
 
+async def test_a_folder_that_only_the_predictors_host_has_is_the_reason_why_a_model_takes_no_text(tmp_path):
+    server = Repository({"story": STORYTELLER, "elsewhere": tmp_path / "data" / "elsewhere"})
+    server.ready.update(("story", "elsewhere"))
+    async with foreign_server(server) as address, transformer(address) as (stub, catalogue):
+        assert stub.router.is_ready("story")
+        reason = catalogue.why_unreadable("elsewhere")
+    assert reason.startswith(f"'{tmp_path}/data/elsewhere' is not a folder; it is what the predictor reads: ")
+    assert "MODELS here must name a folder" in reason
+
+
 async def test_a_hub_model_that_is_called_by_its_id_takes_text(served):
     stub, _, _ = served
     await stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name="good/story"), timeout=30)

@@ -38,10 +38,10 @@ class PredictorProcess:
 
 @asynccontextmanager
 async def predictor_process(
-    log: Path, module: str = "services.predictor", **environment: str
+    log: Path, module: str = "services.predictor", address: str = "127.0.0.1", **environment: str
 ) -> AsyncIterator[PredictorProcess]:
-    """A serving process; killed at the end if it has not ended by itself."""
-    port = free_port()
+    """A serving process, reached at `address`; killed at the end if it has not ended by itself."""
+    port = environment.get("PREDICTOR_PORT") or free_port()
     own = {"PREDICTOR_PORT": str(port), "PREDICTOR_DEVICE": "cpu", "PREDICTOR_THREADS": "1"}
     # As in a stack: the predictors are forks of the same process.
     tuning = predictor_tuning(free_settings(log.parent))
@@ -49,7 +49,7 @@ async def predictor_process(
         running = await spawn(
             (sys.executable, "-m", module), {**tuning, **os.environ, **own, **environment}, _ROOT, output
         )
-    predictor = PredictorProcess(log, f"127.0.0.1:{port}", running)
+    predictor = PredictorProcess(log, f"{address}:{port}", running)
     try:
         async with grpc.aio.insecure_channel(predictor.target, (("grpc.max_reconnect_backoff_ms", 100),)) as channel:
             watch = health_pb2_grpc.HealthStub(channel).Watch(

@@ -9,6 +9,7 @@ import pytest
 
 from millrace.errors import StartupError
 from runner import settings as stack_settings
+from runner.services import plan
 from runner.settings import StackSettings
 
 
@@ -21,7 +22,24 @@ from runner.settings import StackSettings
         ("GATEWAY_BIND", "localhost", "GATEWAY_BIND=localhost: "),
         ("GATEWAY_BIND", "0.0.0.0", "GATEWAY_BIND=0.0.0.0: everyone who reaches this address could "),
         ("GATEWAY_HOSTS", "a.example, b", "GATEWAY_HOSTS=a.example, b: must be * or a comma list of host names"),
-        ("PREDICTORS", "0", "PREDICTORS=0: "),
+        ("PREDICTORS", "0", "PREDICTORS=0: a stack without a local predictor needs PREDICTOR_ENDPOINTS"),
+        ("PREDICTORS", "-1", "PREDICTORS=-1: "),
+        ("PREDICTOR_ENDPOINTS", "gpu-1", "PREDICTOR_ENDPOINTS=gpu-1: 'gpu-1' is not host:port"),
+        ("PREDICTOR_ENDPOINTS", "a:1,b:0", "PREDICTOR_ENDPOINTS=a:1,b:0: 'b:0' is not host:port"),
+        ("PREDICTOR_ENDPOINTS", "a:65536", "PREDICTOR_ENDPOINTS=a:65536: 'a:65536' is not host:port"),
+        ("PREDICTOR_ENDPOINTS", "10.0.0.300:9000", "PREDICTOR_ENDPOINTS=10.0.0.300:9000: '10.0.0.300:9000' is not"),
+        ("PREDICTOR_ENDPOINTS", "http://a:1", "PREDICTOR_ENDPOINTS=http://a:1: 'http://a:1' is not host:port"),
+        ("PREDICTOR_ENDPOINTS", "::1:9000", "PREDICTOR_ENDPOINTS=::1:9000: '::1:9000' is not host:port"),
+        (
+            "PREDICTOR_ENDPOINTS",
+            "gpu:9000, GPU:9000",
+            "PREDICTOR_ENDPOINTS=gpu:9000, GPU:9000: 'GPU:9000' is there twice",
+        ),
+        (
+            "PREDICTOR_ENDPOINTS",
+            "localhost:9000",
+            "PREDICTORS=1: localhost:9000 of PREDICTOR_ENDPOINTS is the address of",
+        ),
         ("DEVICE", "tpu", "DEVICE=tpu: "),
         ("OTEL_EXPORTER_OTLP_ENDPOINT", "jaeger", "OTEL_EXPORTER_OTLP_ENDPOINT=jaeger: is not http://host:port"),
     ],
@@ -34,6 +52,20 @@ def test_a_wrong_setting_is_refused_with_one_line(
         stack_settings.load()
     assert str(refused.value).startswith(message)
     assert "\n" not in str(refused.value)
+
+
+def test_predictors_elsewhere_stand_beside_local_ones_or_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PREDICTOR_ENDPOINTS", "GPU-1.example:9000, [2001:db8::1]:9000,")
+    for predictors, local in ((0, []), (2, ["127.0.0.1:9000", "127.0.0.1:9010"])):
+        monkeypatch.setenv("PREDICTORS", str(predictors))
+        settings = stack_settings.load()
+        assert settings.remote_predictors == (("gpu-1.example", 9000), ("2001:db8::1", 9000))
+        processes = plan(settings, tmp_path / "envoy.yaml", {}, {})
+        assert len(processes.predictors) == predictors
+        replicas = processes.transformer.environment["TRANSFORMER_PREDICTOR_REPLICAS"]
+        assert replicas.split(",") == [*local, "gpu-1.example:9000", "[2001:db8::1]:9000"]
+        # A predictor refuses settings that it does not know.
+        assert not any("PREDICTOR_ENDPOINTS" in process.environment for process in processes.predictors)
 
 
 def test_the_environment_wins_over_the_file(monkeypatch: pytest.MonkeyPatch) -> None:

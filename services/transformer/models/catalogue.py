@@ -285,8 +285,11 @@ class Catalogue:
             source = source or parse_location(name, described.source or "")
             text = await run_in_daemon_thread(f"tokenizer-{name}", partial(read_text, source, self._pool))
         except (StartupError, ValueError) as error:
-            logger.warning("model %s takes token ids but no text: %s", name, error)
-            self._unreadable[name] = str(error)
+            reason = str(error)
+            if name not in self._sources and not (source and source.is_local):
+                reason += "; it is what the predictor reads: if that is on another host, MODELS here must name a folder"
+            logger.warning("model %s takes token ids but no text: %s", name, reason)
+            self._unreadable[name] = reason
             return ModelText()
         self._texts[name] = text
         return text

@@ -27,13 +27,14 @@ from millrace_protos import steps_pb2 as pb
 from services.transformer.predictors.choosing import Candidate, choose, prefix_key
 from services.transformer.predictors.crashes import PredictorLostError
 from services.transformer.predictors.link_call import LinkCall
-from services.transformer.predictors.replicas import resolved_addresses
+from services.transformer.predictors.resolver import Resolver
 from services.transformer.predictors.steps_call import open_steps_call
 from services.transformer.predictors.tokens import Generation
 
 logger = logging.getLogger(__name__)
 
 _RESOLVE_INTERVAL_S = 1.0
+_UNLISTED_S = 10.0  # After which an address that its name has no more is treated as one of a predictor that leaves.
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.02, 0.25
 # As a step's time grows with the number of prompts, so do the gaps of the streams beside them: twofold.
 _MOST_CATCHING_UP = 2
@@ -52,7 +53,8 @@ class PredictorLink:
         self.address = address
         self.name = name
         self.loads: Mapping[str, pb.EngineLoad] = {}
-        self.is_leaving = False
+        self.listed_at = 0.0  # When its address was last behind a name, by the event loop's clock.
+        self._leaves = self._is_unlisted = False
         self._catching_up: list[LinkCall] = []
         self._silence_limit_s = silence_limit_s
         self._links = links
@@ -68,6 +70,11 @@ class PredictorLink:
         self._send_is_due = False
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.create_task(self._run(), name=f"link-{address}")
+
+    @property
+    def is_leaving(self) -> bool:
+        """Gets no new calls, and its streams move: the predictor is about to stop, or its address has been removed."""
+        return self._leaves or self._is_unlisted
 
     @property
     def is_idle(self) -> bool:
@@ -207,10 +214,18 @@ class PredictorLink:
             self._submitted = 0
             self._load(step.loads)
         if step.leaving:
-            if not self.is_leaving:
-                self.is_leaving = True
+            if not self._leaves:
+                self._leaves = True
                 self._links.notify()
             for call in tuple(calls.values()):
+                call.wake()
+
+    def set_unlisted(self, is_unlisted: bool) -> None:
+        """Notes whether no name has the address any more."""
+        if is_unlisted != self._is_unlisted:
+            self._is_unlisted = is_unlisted
+            self._links.notify()
+            for call in tuple(self._calls.values()):
                 call.wake()
 
     def _load(self, loads: pb.EngineLoads) -> None:
@@ -221,7 +236,7 @@ class PredictorLink:
             self._links.notify()
 
     def _down(self) -> None:
-        self.loads, self.is_leaving, self._is_up = {}, False, False
+        self.loads, self._leaves, self._is_up = {}, False, False
 
     def _end_calls(self, error: PredictorLostError, is_silent: bool) -> None:
         calls, self._calls = self._calls, {}
@@ -236,7 +251,7 @@ class Links:
     """The links to all predictors; `addresses` are host:port, a name standing for all its addresses."""
 
     def __init__(self, addresses: Sequence[str], silence_limit_s: float) -> None:
-        self._addresses = addresses
+        self._resolver = Resolver(addresses)
         self._silence_limit_s = silence_limit_s
         self._links: dict[str, PredictorLink] = {}
         # Set, and replaced, when a predictor reports other models or weights, or begins to leave; not when one is lost.
@@ -254,7 +269,7 @@ class Links:
                 await self._follow_addresses()
                 await asyncio.sleep(_RESOLVE_INTERVAL_S)
         finally:
-            await asyncio.gather(*(link.close() for link in self._links.values()))
+            await asyncio.gather(self._resolver.close(), *(link.close() for link in self._links.values()))
 
     def notify(self) -> None:
         """Wakes everything that waits for a change."""
@@ -301,11 +316,15 @@ class Links:
         return next(name for number in count() if (name := f"predictor-{number}") not in taken)
 
     async def _follow_addresses(self) -> None:
-        addresses = await resolved_addresses(self._addresses)
+        addresses = await self._resolver.addresses()
+        now = asyncio.get_running_loop().time()
         for address in addresses:
             if address not in self._links:
                 self._links[address] = PredictorLink(address, self._free_name(), self._silence_limit_s, self)
-        for address in [address for address in self._links if address not in addresses]:
-            # A name may be missing for a moment: a link that is up stays, and gets new calls too.
-            if self._links[address].is_idle and not self._links[address].loads:
+            self._links[address].listed_at = now
+        for address, link in tuple(self._links.items()):
+            # A name may be missing for a moment: a link that is up stays, and gets new calls too; without any address
+            # left, for as long as it is up.
+            link.set_unlisted(bool(addresses) and now - link.listed_at > _UNLISTED_S)
+            if address not in addresses and link.is_idle and (link.is_leaving or not link.loads):
                 await self._links.pop(address).close()

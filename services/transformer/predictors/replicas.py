@@ -2,15 +2,14 @@
 
 Tensors go through Envoy, which picks one replica for each call, and generations over links.py. What changes or reports
 a replica's state has to reach all: names of `addresses` are resolved at each call, and every address behind them is a
-replica. Without addresses there is one predictor, behind Envoy's inner listener. Envoy does not call replicas that are
-starting or unavailable; here they are used only if there is no other.
+replica (resolver.py). Without addresses there is one predictor, behind Envoy's inner listener. Envoy does not call
+replicas that are starting or unavailable; here they are used only if there is no other.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -25,6 +24,7 @@ from millrace_protos import inference_pb2 as pb
 from millrace_protos import inference_pb2_grpc
 from services.transformer.predictors.descriptions import PredictorModel, described
 from services.transformer.predictors.predictor import PROBE_TIMEOUT_S, Predictor, Stub, probe_errors
+from services.transformer.predictors.resolver import Resolver
 from services.transformer.predictors.statistics import summed
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ class Replicas:
 
     def __init__(self, addresses: Sequence[str], predictor: Predictor) -> None:
         self._addresses = addresses
+        self._resolver = Resolver(addresses)
         self._predictor = predictor
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._tasks: dict[object, asyncio.Task[None]] = {}  # Background tasks by purpose.
@@ -59,7 +60,7 @@ class Replicas:
     async def close(self) -> None:
         for task in tuple(self._tasks.values()):
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(self._resolver.close(), *self._tasks.values(), return_exceptions=True)
         for channel in self._channels.values():
             await channel.close()
 
@@ -141,7 +142,7 @@ class Replicas:
 
     async def _resolved(self) -> list[grpc.aio.Channel]:
         """A channel to each replica; one whose address is gone is closed when its calls have ended."""
-        targets = await resolved_addresses(self._addresses)
+        targets = await self._resolver.addresses()
         if not targets:
             raise NotReadyError("no predictor has an address", hop="predictor")
         # From here on nothing is awaited: another call may be here at any time, with other addresses.
@@ -190,18 +191,3 @@ def _worst(states: Sequence[ModelState]) -> ModelState:
         reason = f"{lacking} of {len(states)} replicas lack it" + (f": {worst.reason}" if worst.reason else "")
         return ModelState(worst.state, reason, worst.version)
     return worst
-
-
-async def resolved_addresses(addresses: Iterable[str]) -> list[str]:
-    """Every address behind each host:port, without repetition."""
-    return list(dict.fromkeys([target for address in addresses for target in await _resolve(address)]))
-
-
-async def _resolve(address: str) -> list[str]:
-    """Every IPv4 address behind host:port; empty where the name is not known, as of a service without replicas."""
-    host, _, port = address.rpartition(":")
-    try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, family=socket.AF_INET, type=socket.SOCK_STREAM)
-    except (socket.gaierror, UnicodeError):  # The latter for a name that no resolver takes.
-        return []
-    return sorted({f"{socket_address[0]!s}:{port}" for *_, socket_address in found})

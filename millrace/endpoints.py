@@ -1,0 +1,42 @@
+"""Lists of host:port in settings: a name, an IPv4 address, or an IPv6 address in brackets, and a port."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+
+_ENDPOINT = re.compile(r"([A-Za-z0-9_]([A-Za-z0-9._-]{0,252}[A-Za-z0-9_.])?|\[[0-9A-Fa-f:.]+\]):([1-9][0-9]{0,4})")
+_MAX_PORT = 65535
+
+
+def parse_endpoints(text: str) -> tuple[str, ...]:
+    """The items of a comma list in lower case, blanks and empty items left out.
+
+    Raises ValueError with the first item that is malformed or there twice.
+    """
+    endpoints: list[str] = []
+    for item in filter(None, map(str.strip, text.split(","))):
+        endpoint = _checked(item).lower()
+        if endpoint in endpoints:
+            raise ValueError(f"{item!r} is there twice")
+        endpoints.append(endpoint)
+    return tuple(endpoints)
+
+
+def host_and_port(endpoint: str) -> tuple[str, int]:
+    """The parts of an endpoint, an IPv6 address without its brackets."""
+    host, _, port = endpoint.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _checked(item: str) -> str:
+    if (found := _ENDPOINT.fullmatch(item)) is None or int(found[3]) > _MAX_PORT:
+        raise ValueError(f"{item!r} is not host:port")
+    host = found[1]
+    # A name's last part is never a number, so this is meant to be an address.
+    if host.startswith("[") or host.rpartition(".")[2].isdecimal():
+        try:
+            ipaddress.ip_address(host.strip("[]"))
+        except ValueError:
+            raise ValueError(f"{item!r} is not host:port: {host} is no address") from None
+    return item

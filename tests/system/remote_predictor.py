@@ -1,0 +1,12 @@
+"""The predictor with slow models (slow_predictor.py) on a host of its own: in the network namespace NAMESPACE."""
+
+from __future__ import annotations
+
+import os
+
+from services.predictor import __main__
+from tests.support.network import enter_namespace
+
+if __name__ == "__main__":
+    enter_namespace(os.environ["NAMESPACE"])
+    __main__.main(prepare="tests.system.slow_predictor:prepare")

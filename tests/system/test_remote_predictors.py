@@ -1,0 +1,313 @@
+"""Predictors on other hosts: a cut link is a dead predictor until it heals, a slow and lossy one is not.
+
+The stack has no predictor of its own. Each of the two runs in a network namespace, behind a link that the tests change.
+The stack knows both by one name, whose addresses the tests change too.
+"""
+
+import asyncio
+import re
+import sys
+import time
+import urllib.request
+from collections import Counter
+from contextlib import AsyncExitStack
+from functools import partial
+from itertools import count
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from millrace.oip.tensors import Tensor
+from millrace_protos import millrace_pb2, millrace_pb2_grpc
+from tests.support.full import FULL
+from tests.support.name_server import NAME, asked_by_envoy, name_server
+from tests.support.network import Host, why_not
+from tests.system.calls import channel, generate, ids_request, infer, rest, text_of
+from tests.system.payload_log import query, records
+from tests.system.predictor_process import predictor_process
+from tests.waiting import until
+
+MODELS = "storyteller=models/storyteller"
+PREDICTORS = ("predictor-0", "predictor-1")
+PORT = 9000
+SILENCE_LIMIT_S = 3
+START_WAIT_S = 3
+TOKENS = 40
+STREAMS = 8
+ROUNDS = 4 if FULL else 1
+SAMPLED = {"temperature": 1.0, "ignore_eos": True, "max_tokens": TOKENS}
+DELAY_S, LOSS = 0.1, 0.01
+BOUND_S = 20  # Within which a change of a name has an effect: 10 s and what a busy machine adds.
+# Of Envoy's cluster, while the links are slow.
+FAILURES = r"^cluster\.predictor\.(health_check\.failure|outlier_detection\.ejections_total|upstream_cx_connect_fail)$"
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    if reason := why_not():
+        pytest.skip(reason)
+    with Host(seed=1) as one, Host(seed=2) as other:
+        yield one, other
+
+
+@pytest.fixture(scope="module")
+def name_file(hosts, tmp_path_factory):
+    """The file with the addresses of the predictors' name."""
+    file = tmp_path_factory.mktemp("names") / "addresses"
+    file.write_text("\n".join(host.address for host in hosts))
+    return file
+
+
+@pytest_asyncio.fixture(scope="module")
+async def remote_stack(hosts, name_file, stacks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("predictors")
+    async with AsyncExitStack() as running:
+        for number, host in enumerate(hosts):
+            await running.enter_async_context(
+                predictor_process(
+                    folder / f"{number}.log",
+                    "tests.system.remote_predictor",
+                    host.address,
+                    NAMESPACE=host.namespace,
+                    PREDICTOR_HOST="0.0.0.0",
+                    PREDICTOR_PORT=str(PORT),
+                    PREDICTOR_DTYPE="fp32",
+                    SLOW_MS="40",
+                    MODELS=MODELS,
+                )
+            )
+        limits = {
+            "TRANSFORMER_SILENCE_LIMIT": str(SILENCE_LIMIT_S),
+            "TRANSFORMER_PREDICTOR_START_WAIT": str(START_WAIT_S),
+        }
+        names = await running.enter_async_context(name_server(name_file))
+        settings = {
+            "models": MODELS,
+            "predictors": 0,
+            "predictor_endpoints": f"{NAME}:{PORT}",
+            "environment": {"transformer": {"NAME_FILE": str(name_file), **limits}},
+            "commands": {"transformer": (sys.executable, "-m", "tests.system.named_transformer")},
+            "change_gateway": partial(asked_by_envoy, port=names),
+        }
+        started = await running.enter_async_context(stacks.use(**settings))
+        started.used = settings
+        yield started
+
+
+@pytest_asyncio.fixture
+async def second_stack(remote_stack, stacks):
+    """Another gateway, transformer and logger, with the same predictors."""
+    async with stacks.use(**remote_stack.used, gateway_trace_percent=0) as second:
+        yield second
+
+
+@pytest_asyncio.fixture
+async def links(hosts, remote_stack):
+    """The hosts behind links without faults, both in use at the beginning."""
+    yield hosts
+    for host in hosts:
+        host.delay_s = host.loss = 0.0
+    await until(lambda: are_used(remote_stack, PREDICTORS), 60)
+
+
+async def are_used(stack, names):
+    """Whether generations of the next moment go to exactly these predictors."""
+    answers = await asyncio.gather(
+        *(generate(stack.gateway, model="storyteller", prompt="Once", max_tokens=2) for _ in range(4)),
+        return_exceptions=True,
+    )
+    return {answer[0].predictor for answer in answers if isinstance(answer, list)} == {*names}
+
+
+def text_stream(stack, number, prefix, came, names):
+    """Starts a stream that counts its tokens in `came`, and whose predictors are in `names`; its result: ids, text."""
+
+    async def run():
+        ids, text = [], ""
+        request = millrace_pb2.GenerateRequest(
+            model="storyteller", prompt="Once upon a time", seed=number, request_id=f"{prefix} {number}", **SAMPLED
+        )
+        async with channel(stack.gateway) as open_channel:
+            async for response in millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=100):
+                ids += response.token_ids
+                text += response.text
+                came[number] += len(response.token_ids)
+                if response.predictor:
+                    names.setdefault(number, []).append(response.predictor)
+        return ids, text
+
+    return asyncio.create_task(run())
+
+
+async def undisturbed(stack):
+    streams = [text_stream(stack, number, f"reference {time.time_ns()}", Counter(), {}) for number in range(STREAMS)]
+    return await asyncio.gather(*streams)
+
+
+async def resumes(stack, request_id):
+    (record,) = await records(stack.gateway, request_id=request_id)
+    return record.resumes
+
+
+async def counters(stack, names):
+    """Envoy's counters of the predictors whose names match."""
+    address = f"http://127.0.0.1:{stack.settings.gateway_admin_port}/stats?filter={names}"
+    text = await asyncio.to_thread(lambda: urllib.request.urlopen(address, timeout=10).read().decode())
+    return dict(re.findall(r"(\S+): (\d+)", text))
+
+
+async def test_text_comes_from_predictors_elsewhere_and_the_work_is_shared(remote_stack):
+    assert not any(name.startswith("predictor") for name in remote_stack.names)
+    answer = await generate(remote_stack.gateway, model="storyteller", prompt="Once upon a time", max_tokens=8)
+    assert text_of(answer)
+    await until(lambda: are_used(remote_stack, PREDICTORS))
+    assert (await rest(remote_stack.gateway, "GET", "/v2/health/ready")).status == 200
+
+
+@pytest.mark.parametrize("lost", range(ROUNDS))
+async def test_the_streams_of_a_cut_off_predictor_continue_elsewhere_and_it_serves_again_when_it_is_back(
+    remote_stack, links, lost
+):
+    expected = await undisturbed(remote_stack)
+    came, names, prefix = Counter(), {}, f"cut {lost} {time.time_ns()}"
+    streams = [text_stream(remote_stack, number, prefix, came, names) for number in range(STREAMS)]
+    await until(lambda: all(came[number] >= 5 for number in range(STREAMS)))
+    cut = PREDICTORS[lost % 2]
+    links[lost % 2].loss = 1.0
+    on_it = [number for number in range(STREAMS) if names[number] == [cut]]
+    assert 0 < len(on_it) < STREAMS
+    began = time.monotonic()
+    assert await asyncio.gather(*streams) == expected
+    # The limit, the check of the link once more, and the answers, computed slowly.
+    assert time.monotonic() - began < SILENCE_LIMIT_S + 20
+    for number in range(STREAMS):
+        assert (await resumes(remote_stack, f"{prefix} {number}") > 0) == (number in on_it)
+        assert names[number][-1] != cut
+
+    for _ in range(3):
+        assert await are_used(remote_stack, {*PREDICTORS} - {cut})
+    links[lost % 2].loss = 0.0
+    await until(lambda: are_used(remote_stack, PREDICTORS))
+    assert await undisturbed(remote_stack) == expected
+
+
+async def test_a_slow_and_lossy_link_moves_no_stream_and_no_predictor_is_marked_dead(remote_stack, links):
+    expected = await undisturbed(remote_stack)
+    before, lines = await counters(remote_stack, FAILURES), remote_stack.log("transformer").count("\n")
+    assert before
+    for link in links:
+        link.delay_s, link.loss, link.lost = DELAY_S, LOSS, 0
+    for round_number in count():
+        if round_number >= ROUNDS and all(link.lost for link in links):
+            break
+        prefix = f"slow {round_number} {time.time_ns()}"
+        streams = [text_stream(remote_stack, number, prefix, Counter(), {}) for number in range(STREAMS)]
+        assert await asyncio.gather(*streams) == expected
+        assert [await resumes(remote_stack, f"{prefix} {number}") for number in range(STREAMS)] == [0] * STREAMS
+    assert (await rest(remote_stack.gateway, "GET", "/v2/health/ready")).status == 200
+    assert await counters(remote_stack, FAILURES) == before
+    new = remote_stack.log("transformer").splitlines()[lines:]
+    assert not [line for line in new if "has sent nothing" in line or "broke" in line]
+
+
+async def test_a_predictor_whose_address_its_name_loses_is_not_used_until_the_name_has_it_again(
+    remote_stack, hosts, links, name_file
+):
+    expected = await undisturbed(remote_stack)
+
+    async def in_gateway():
+        (count,) = (await counters(remote_stack, r"^cluster\.predictor\.membership_total$")).values()
+        return int(count)
+
+    async def has_both():
+        return await in_gateway() == 2
+
+    async def is_dropped():
+        listed = (await rest(remote_stack.gateway, "GET", "/millrace/v1/predictors")).json["predictors"]
+        return [predictor["name"] for predictor in listed] == [PREDICTORS[1]]
+
+    assert await has_both()
+    name_file.write_text(hosts[1].address)
+    try:
+        await until(is_dropped, BOUND_S)
+        for _ in range(3):
+            assert await are_used(remote_stack, PREDICTORS[1:])
+        assert await in_gateway() == 1
+        assert await undisturbed(remote_stack) == expected
+    finally:
+        name_file.write_text("\n".join(host.address for host in hosts))
+    await until(lambda: are_used(remote_stack, PREDICTORS), BOUND_S)
+    await until(has_both, BOUND_S)
+
+
+async def test_without_a_reachable_predictor_requests_wait_and_then_get_the_documented_error(remote_stack, links):
+    for link in links:
+        link.loss = 1.0
+    body = {"model": "storyteller", "prompt": "Once", "max_tokens": 2}
+
+    async def is_refused():
+        began = time.monotonic()
+        answer = await rest(remote_stack.gateway, "POST", "/v1/completions", body)
+        assert answer.status == 503
+        assert answer.headers["x-failed-hop"] == "predictor"
+        return START_WAIT_S <= time.monotonic() - began < START_WAIT_S + SILENCE_LIMIT_S + 10
+
+    assert await is_refused()
+    links[1].loss = 0.0
+    await until(lambda: are_used(remote_stack, PREDICTORS[1:]))
+
+
+@pytest.mark.full
+async def test_tensors_on_the_way_to_a_cut_off_predictor_are_late_and_correct(remote_stack, links):
+    request = ids_request("storyteller", Tensor("input_ids", "INT64", np.array([5, 6, 7])), max_tokens=2, seed=1)
+
+    async def ask():
+        outputs = await infer(remote_stack.gateway, request, authority="predictor")
+        return outputs["output_ids"].array.tolist()
+
+    expected = await ask()
+    assert [await ask() for _ in range(8)] == [expected] * 8
+    links[0].loss = 1.0
+    began = time.monotonic()
+    assert await asyncio.gather(*(ask() for _ in range(8))) == [expected] * 8
+    # The gateway's ping: every 30 s, to be answered within 10 s.
+    late_s = time.monotonic() - began
+    assert 1 < late_s < 45, late_s
+    began = time.monotonic()
+    assert [await ask() for _ in range(8)] == [expected] * 8
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.full
+async def test_two_stacks_share_the_predictors_and_nothing_else(remote_stack, second_stack, links):
+    both = (remote_stack, second_stack)
+    expected = await undisturbed(remote_stack)
+    prefix = f"shared {time.time_ns()}"
+    came = {stack: Counter() for stack in both}
+    streams = {
+        stack: [text_stream(stack, number, f"{prefix} {stack.gateway}", came[stack], {}) for number in range(STREAMS)]
+        for stack in both
+    }
+    await until(lambda: all(came[stack][number] >= 5 for stack in both for number in range(STREAMS)), 60)
+    links[0].loss = 1.0
+    for stack in both:
+        assert await asyncio.gather(*streams[stack]) == expected
+    links[0].loss = 0.0
+    for stack, other in (both, both[::-1]):
+        counts = [await resumes(stack, f"{prefix} {stack.gateway} {number}") for number in range(STREAMS)]
+        assert any(counts)
+        assert not await query(stack.gateway, request_id=f"{prefix} {other.gateway} 0")
+
+    async def is_ready(stack, wanted):
+        return (await rest(stack.gateway, "GET", "/v2/models/storyteller/ready")).status == (200 if wanted else 404)
+
+    for stack in both:
+        await until(lambda stack=stack: are_used(stack, PREDICTORS), 60)
+    # The models are the predictors': what one stack loads and unloads, the other follows.
+    unload, load = "/v2/repository/models/storyteller/unload", "/v2/repository/models/storyteller/load"
+    assert (await rest(second_stack.gateway, "POST", unload, {})).status == 200
+    await until(lambda: is_ready(remote_stack, False))
+    assert (await rest(remote_stack.gateway, "POST", load, {})).status == 200
+    await until(lambda: is_ready(second_stack, True))
+    assert await undisturbed(second_stack) == expected
