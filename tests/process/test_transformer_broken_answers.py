@@ -92,7 +92,7 @@ async def test_a_broken_answer_behind_a_processor_is_the_predictors_fault(respon
 @pytest.mark.parametrize("response", BROKEN.values(), ids=BROKEN)
 def test_a_broken_answer_with_tensors_is_the_predictors_fault(response):
     with pytest.raises(BrokenAnswerError) as raised:
-        outputs_of(response)
+        outputs_of(response, response.raw_output_contents)
     assert raised.value.hop == "predictor"
 
 
