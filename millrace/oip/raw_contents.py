@@ -22,8 +22,9 @@ RAW_INPUTS, RAW_OUTPUTS = 7, 6  # raw_input_contents of ModelInferRequest, raw_o
 Contents = bytes | memoryview
 M = TypeVar("M", pb.ModelInferRequest, pb.ModelInferResponse)
 
-# A smaller message is parsed as a whole, and so is one of more fields: the C parser is faster than the scan.
-_SMALL_BYTES, _MAX_SCANNED_FIELDS = 4096, 1024
+_SMALL_BYTES = 4096  # A message of this size is parsed as a whole.
+# Beyond so many fields the C parser is faster than a scan, and no message can block the event loop with one.
+MAX_SCANNED_FIELDS = 1024
 
 
 def split(kind: type[M], data: bytes) -> tuple[M, Sequence[Contents]]:
@@ -33,7 +34,7 @@ def split(kind: type[M], data: bytes) -> tuple[M, Sequence[Contents]]:
     view, rest, contents = memoryview(data), [], []
     raw_field = RAW_INPUTS if kind is pb.ModelInferRequest else RAW_OUTPUTS
     for count, (field, start, begin, end) in enumerate(fields(data)):
-        if count >= _MAX_SCANNED_FIELDS:
+        if count >= MAX_SCANNED_FIELDS:
             return _whole(kind, data)
         if field == raw_field:
             contents.append(view[begin:end])

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from millrace.oip.raw_contents import RAW_INPUTS, RAW_OUTPUTS
 from millrace.oip.tensors import BYTES, DATATYPES, dtype_of
 from millrace.oip.wire_fields import fields
 from millrace.payload.parts import DeferredTensors, RecordedTensor, Tensors
@@ -34,10 +35,9 @@ from millrace_protos import inference_pb2 as pb
 MAX_FIELDS = 1024  # The most fields that are read of one message.
 
 _TENSORS = 5  # inputs of ModelInferRequest, outputs of ModelInferResponse.
-_RAW_INPUTS, _RAW_OUTPUTS = 7, 6
 _MESSAGES: dict[int, type[pb.ModelInferRequest | pb.ModelInferResponse]] = {
-    _RAW_INPUTS: pb.ModelInferRequest,
-    _RAW_OUTPUTS: pb.ModelInferResponse,
+    RAW_INPUTS: pb.ModelInferRequest,
+    RAW_OUTPUTS: pb.ModelInferResponse,
 }
 _STREAMED = 2  # infer_response of ModelStreamInferResponse.
 _HEAD, _CONTENTS = frozenset({1, 2, 3}), 5  # Of InferInputTensor and InferOutputTensor, which have the same fields.
@@ -78,18 +78,18 @@ class _TooManyError(DecodeError):
 
 def request_tensors(request: bytes | pb.ModelInferRequest) -> DeferredTensors:
     """The inputs of a request; bytes are a serialized ModelInferRequest."""
-    return _source(request, _RAW_INPUTS)
+    return _source(request, RAW_INPUTS)
 
 
 def answer_tensors(answer: bytes | pb.ModelInferResponse) -> DeferredTensors:
     """The outputs of an answer; bytes are a serialized ModelInferResponse."""
-    return _source(answer, _RAW_OUTPUTS)
+    return _source(answer, RAW_OUTPUTS)
 
 
 def streamed_tensors(answer: bytes | pb.ModelInferResponse) -> DeferredTensors:
     """The outputs of one answer of a stream; bytes are a serialized ModelStreamInferResponse."""
     if isinstance(answer, bytes):
-        return DeferredTensors(partial(_streamed, answer), len(answer), partial(_heads, answer, _RAW_OUTPUTS, True))
+        return DeferredTensors(partial(_streamed, answer), len(answer), partial(_heads, answer, RAW_OUTPUTS, True))
     return answer_tensors(answer)
 
 
@@ -197,7 +197,7 @@ def _streamed(answer: bytes) -> list[RecordedTensor]:
         found = _contents_of(memoryview(answer), {_STREAMED})
     except DecodeError:
         return []
-    return [tensor for response in found.get(_STREAMED, []) for tensor in _tensors(response, _RAW_OUTPUTS)]
+    return [tensor for response in found.get(_STREAMED, []) for tensor in _tensors(response, RAW_OUTPUTS)]
 
 
 def _tensors_of(parsed: pb.ModelInferRequest | pb.ModelInferResponse) -> list[RecordedTensor] | None:

@@ -1,6 +1,6 @@
 """Unary calls of a channel without interceptors, as bytes, with span and errors like those of `open_channel`.
 
-grpc.aio makes a call with interceptors out of two call objects and two tasks, which costs about as much as the call.
+grpc.aio makes a call with interceptors out of two call objects and two tasks.
 """
 
 from __future__ import annotations

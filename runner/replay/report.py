@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from millrace.errors import StartupError
+from millrace.private_file import private_file
 from runner.replay.comparison import Difference
 from runner.replay.results import TROUBLE, Results
 from runner.replay.selection import LoggedStream
@@ -65,18 +65,8 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 
     Raises StartupError.
     """
-    try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            try:
-                json.dump(document, file, ensure_ascii=False, indent=1)
-                file.write("\n")
-                file.close()
-                os.replace(file.name, path)
-            except BaseException:
-                Path(file.name).unlink(missing_ok=True)
-                raise
-    except OSError as error:
-        raise StartupError(f"{path} cannot be written: {error.strerror}") from None
+    with private_file(path, f"{path} cannot be written") as file:
+        file.write(json.dumps(document, ensure_ascii=False, indent=1).encode() + b"\n")
 
 
 def check_writable(path: Path) -> None:

@@ -24,7 +24,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from millrace.errors import StartupError
-from services.logger.command import database_of, private_file, run_command
+from millrace.private_file import private_file
+from services.logger.command import database_of, run_command
 from services.logger.store.schema import BUSY_MS, SCHEMA_VERSION
 
 # Called after each step with SQLite's status, and the pages that remain and are there in all.

@@ -1,4 +1,4 @@
-"""What the logger's commands (export, backup, restore) share: the database, private files and exit codes.
+"""What the logger's commands (export, backup, restore) share: the database and exit codes.
 
 A command works on files and needs no running logger. Its result is one line on standard error, and so is each error.
 """
@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO
 
 from pydantic import ValidationError
 
@@ -48,25 +45,6 @@ def database_of(named: Path | None) -> Path:
     except ValidationError as error:
         first = error.errors()[0]
         raise StartupError(f"LOGGER_{first['loc'][0]}: {first['msg']}; or name a file with --database") from None
-
-
-@contextmanager
-def private_file(path: Path, described: str) -> Iterator[IO[bytes]]:
-    """A new file that gets its name, and replaces another one, only if the block succeeds.
-
-    Only its owner can read it: it contains prompts. Raises StartupError, which begins with `described`.
-    """
-    try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            try:
-                yield file
-                file.flush()
-                Path(file.name).replace(path)
-            except BaseException:
-                Path(file.name).unlink(missing_ok=True)
-                raise
-    except OSError as error:
-        raise StartupError(f"{described}: {error.strerror}") from None
 
 
 def _leave_stdout() -> None:

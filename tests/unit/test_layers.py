@@ -13,7 +13,7 @@ MILLRACE = (
     ("millrace.clients", "millrace.deadline", "millrace.sampling", "millrace.step_errors"),
     ("millrace.models",),
     ("millrace.telemetry",),
-    ("millrace.settings", "millrace.watched_file"),
+    ("millrace.private_file", "millrace.settings", "millrace.watched_file"),
     ("millrace.rpc",),
     ("millrace.oip",),
     ("millrace.processor", "millrace.python_tensors"),

@@ -22,7 +22,7 @@ from typing import IO, Protocol
 from pyarrow import fs
 
 from millrace.errors import StartupError
-from services.logger.command import private_file
+from millrace.private_file import private_file
 
 _PIECE_BYTES = 8 * 1024 * 1024
 

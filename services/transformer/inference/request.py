@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from google.protobuf.message import DecodeError
 
 from millrace.errors import InvalidRequestError
-from millrace.oip.raw_contents import Contents, split
+from millrace.oip.raw_contents import MAX_SCANNED_FIELDS, Contents, split
 from millrace.oip.wire_fields import fields
 from millrace.rpc.call_context import ServedModel
 from millrace_protos import inference_pb2 as pb
@@ -22,8 +22,6 @@ from millrace_protos import inference_pb2 as pb
 # model_name, model_version, id, parameters.
 _HEAD_FIELDS = frozenset({1, 2, 3, 4})
 _NO_VERSION = b"\x12\x00"  # Field 2, empty, which protobuf would not write.
-# Beyond so many fields the C parser is faster than this scan, and no request can block the event loop with it.
-_MAX_SCANNED_FIELDS = 1024
 
 
 class InferRequest:
@@ -39,7 +37,7 @@ class InferRequest:
         """A request as it came over the wire."""
         parts = []
         for count, (field, start, _, end) in enumerate(fields(data)):
-            if count >= _MAX_SCANNED_FIELDS:
+            if count >= MAX_SCANNED_FIELDS:
                 message = pb.ModelInferRequest.FromString(data)
                 return cls(message, data, message)
             if field in _HEAD_FIELDS:
