@@ -1,6 +1,8 @@
 """Locust's entry point: the users against the gateway at `--host`, their form fields, and the tab "Streams".
 
-gRPC must be patched for gevent before it opens anything; otherwise one waiting call blocks every user.
+gRPC must be patched for gevent before it opens anything; otherwise one waiting call blocks every user. Its streams
+then wait in threads of gevent's pool, one each: with the usual 10 threads, ten streams that wait for their first token
+would delay the messages of all others.
 """
 
 from __future__ import annotations
@@ -8,9 +10,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import gevent
 from grpc.experimental import gevent as grpc_gevent
 
 grpc_gevent.init_gevent()
+gevent.get_hub().threadpool.maxsize = 1000
 
 # Locust runs this file by its path: the repository's packages are one folder up.
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -25,11 +25,15 @@ ROOT = Path(__file__).parents[2]
 # Locust 2.47 may write its statistics once more after it has closed their file; they are whole by then.
 CSV_CLOSED = b"ValueError: I/O operation on closed file"
 TOKENS, PAUSE_S, TENSOR = 5, 0.02, 6
+GEVENT_THREADS = 10  # Of gevent's pool, unless someone asks for more.
 SLOWEST = 10  # Requests that a report lists.
 
 
 class Gateway(millrace_pb2_grpc.TextGenerationServicer):
-    """Streams `TOKENS` tokens with a pause before each, or refuses; checks the tensors."""
+    """Streams `TOKENS` tokens with a pause before each, or refuses; checks the tensors.
+
+    As many streams as `waiting` counts get nothing until `released` is set.
+    """
 
     def __init__(self):
         self.refuse = False
@@ -37,12 +41,17 @@ class Gateway(millrace_pb2_grpc.TextGenerationServicer):
         self.authorities = set()
         self.prompts = set()
         self.never = threading.Event()
+        self.waiting = threading.Semaphore(0)
+        self.released = threading.Event()
 
     def Generate(self, request, context):  # noqa: N802
         if self.refuse:
             context.set_trailing_metadata((("x-failed-hop", "predictor"),))
             context.abort(grpc.StatusCode.UNAVAILABLE, "no replica of 17")
         self.prompts.add(request.prompt)
+        if self.waiting.acquire(blocking=False):
+            context.add_callback(self.waiting.release)
+            self.released.wait()
         for token_id in range(TOKENS):
             self.never.wait(self.pause_s)
             finish_reason = "length" if token_id == TOKENS - 1 else None
@@ -92,6 +101,7 @@ def gateway():
     servicer.host = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     yield servicer
+    servicer.released.set()
     server.stop(None).wait()
 
 
@@ -178,3 +188,18 @@ async def test_open_load_continues_while_answers_are_late_and_the_check_fails(ga
     assert (status, failures) == (1, set()), "no request failed, and none was in time"
     # With closed load, four users would get an answer a second each.
     assert int(rows["Generate TTFT"]["Request Count"]) > 25
+
+
+async def test_streams_that_wait_for_their_first_token_delay_no_other(gateway, tmp_path):
+    gateway.waiting.release(2 * GEVENT_THREADS)
+    options = ("-u", str(2 * GEVENT_THREADS + 1), "-r", "100", "StreamUser")
+    _, rows, failures = await run_locust(gateway.host, tmp_path, {"Generate"}, *options)
+    assert failures == set()
+    assert int(rows["Generate"]["Request Count"]) > 1
+
+
+async def test_a_load_is_stopped_while_its_streams_wait_for_their_first_token(gateway, tmp_path):
+    gateway.waiting.release(20)
+    options = ("-u", "20", "-r", "100", "StreamUser", "CancelUser", "SlowReaderUser")
+    status, rows, failures = await asyncio.wait_for(run_locust_for(2, gateway.host, tmp_path, options), 60)
+    assert (status, failures, set(rows)) == (0, set(), {"Aggregated"})
