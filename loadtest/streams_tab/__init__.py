@@ -12,7 +12,9 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import gevent
 from flask import Blueprint, Response, jsonify, request, send_from_directory
+from locust.runners import STATE_CLEANUP, STATE_STOPPING
 
 from loadtest.gateway import GatewayError, parse_address
 from loadtest.options import parse
@@ -21,7 +23,8 @@ from loadtest.streams_tab.figures_json import live, whole
 
 _FOLDER = Path(__file__).parent
 _END = "</body>"
-_INDEX, _SWARM, _REPORT = "locust.index", "locust.swarm", "locust.stats_report"
+_INDEX, _SWARM, _STATISTICS, _REPORT = "locust.index", "locust.swarm", "locust.request_stats", "locust.stats_report"
+_STOP_POLL_S, _STOP_S = 0.05, 60.0
 
 
 def add_to(web_ui: Any, session: Session) -> None:
@@ -60,6 +63,14 @@ def add_to(web_ui: Any, session: Session) -> None:
         except ValueError as error:
             return jsonify({"success": False, "message": str(error), "host": session.environment.host})
         return None
+
+    @web_ui.app.before_request
+    def await_stop() -> None:
+        """A page that has read that a test is about to stop asks no more, and would show that for ever."""
+        if request.endpoint == _STATISTICS:
+            with gevent.Timeout(_STOP_S, False):
+                while session.environment.runner.state in (STATE_CLEANUP, STATE_STOPPING):
+                    gevent.sleep(_STOP_POLL_S)
 
     @web_ui.app.after_request
     def add_section(response: Response) -> Response:

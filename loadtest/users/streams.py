@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-
-import grpc
 
 from loadtest.users.base import GrpcUser, HttpUser
 from loadtest.users.call import Call, CallFailedError
@@ -43,8 +39,11 @@ class StreamUser(GenerateUser):
     def request(self, arrival: float, prompt: str, max_tokens: int) -> None:
         with self.measured(arrival) as call:
             stream = self.opened(call, prompt, max_tokens)
-            with _noted(call, stream):
+            try:
                 finished = self.read(call, stream)
+            finally:
+                stream.cancel()
+                _note_metadata(call, stream)
             if not call.started or not finished:
                 raise CallFailedError(_UNFINISHED)
 
@@ -77,12 +76,15 @@ class TritonStreamUser(GrpcUser):
             stream = self._stub.ModelStreamInfer(
                 iter([request]), timeout=self.options.deadline_s, metadata=self.metadata_of(call)
             )
-            with _noted(call, stream):
+            try:
                 for response in stream:
                     if response.error_message:
                         raise CallFailedError(response.error_message)
                     # Tokens are not counted in these messages; each has one at least, unless it is the empty last one.
                     call.message(1, response.ByteSize())
+            finally:
+                stream.cancel()
+                _note_metadata(call, stream)
             if not call.started:
                 raise CallFailedError("the stream ended without a message")
 
@@ -135,26 +137,8 @@ def _note_event(call: Call, event: dict[str, Any], size: int) -> None:
         call.more_tokens(max(0, usage["completion_tokens"] - call.tokens))
 
 
-@contextmanager
-def _noted(call: Call, stream: Any) -> Iterator[None]:
-    """Cancels the stream at the end, and notes its trace and the server's own time to the first token.
-
-    A stream whose user Locust stops is not asked for them: grpc has freed the queue that its next event would come
-    from, and to wait on it may never end.
-    """
-    try:
-        yield
-    except (CallFailedError, grpc.RpcError):
-        _note_metadata(call, stream)
-        raise
-    else:
-        _note_metadata(call, stream)
-    finally:
-        stream.cancel()
-
-
 def _note_metadata(call: Call, stream: Any) -> None:
+    """The trace and the server's own time to the first token."""
     call.trace_id = dict(stream.initial_metadata() or ()).get("x-trace-id", "")
-    # Before its end, as after an error message, a stream has no trailing metadata.
-    if stream.done() and (ttft := dict(stream.trailing_metadata() or ()).get("x-ttft-ms")) is not None:
+    if (ttft := dict(stream.trailing_metadata() or ()).get("x-ttft-ms")) is not None:
         call.server_ttft_ms = float(ttft)

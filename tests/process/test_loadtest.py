@@ -196,10 +196,3 @@ async def test_streams_that_wait_for_their_first_token_delay_no_other(gateway, t
     _, rows, failures = await run_locust(gateway.host, tmp_path, {"Generate"}, *options)
     assert failures == set()
     assert int(rows["Generate"]["Request Count"]) > 1
-
-
-async def test_a_load_is_stopped_while_its_streams_wait_for_their_first_token(gateway, tmp_path):
-    gateway.waiting.release(20)
-    options = ("-u", "20", "-r", "100", "StreamUser", "CancelUser", "SlowReaderUser")
-    status, rows, failures = await asyncio.wait_for(run_locust_for(2, gateway.host, tmp_path, options), 60)
-    assert (status, failures, set(rows)) == (0, set(), {"Aggregated"})

@@ -4,6 +4,7 @@ A screenshot of the tab "Streams" is left in `.run/screenshots`. Without Chromiu
 that test is skipped.
 """
 
+import asyncio
 import importlib.util
 
 import pytest
@@ -62,6 +63,25 @@ async def test_every_user_runs_without_failures_from_the_form(stack, page):
     assert max(point["running"] or 0 for point in figures["course"]) > 0
     assert max(point["cache"] or 0 for point in figures["course"]) > 0
     assert (await fetch_json(f"{page}/stop", {"stop": "1"}))["success"]
+
+
+async def test_the_page_reads_that_a_load_has_stopped_and_not_that_it_is_about_to(stack):
+    async with locust_page(stack, "--stop-timeout", "30") as page:
+        form = {"user_count": "2", "spawn_rate": "2", "user_classes": "StreamUser", "output_tokens": "450"}
+        assert (await fetch_json(f"{page}/swarm", form))["success"]
+
+        async def state():
+            return (await fetch_json(f"{page}/stats/requests"))["state"]
+
+        async def is_running():
+            return await state() == "running"
+
+        await until(is_running)
+        stop = asyncio.create_task(fetch_json(f"{page}/stop", {"stop": "1"}))  # Users finish their requests first.
+        while (seen := await state()) == "running":
+            pass
+        assert seen == "stopped"
+        assert (await stop)["success"]
 
 
 @needs_browser

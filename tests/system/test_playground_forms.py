@@ -31,6 +31,7 @@ async def test_a_chat_has_turns_and_a_system_message_and_shows_the_models_prompt
     await page.fill("#system", "Be brief.")
     await page.fill("[name=max_tokens]", "12")
     await page.check("#logprobs")
+    await page.select_option("#pace", "20")  # Tokens of one message are one mark.
     for turn in (1, 2):
         await page.fill("#prompt", f"Tell me story {turn}.")
         await page.click("#generate")
