@@ -126,8 +126,8 @@ until_waiting(0)
 answer = client.infer("storyteller", [text_input("text_input", prompt)], parameters=greedy)
 assert answer.as_numpy("text_output")[0].decode() == story
 
-# Many requests on one stream, each matched by its id, and errors among them. Waiting tokens are sent together: on a busy
-# machine an answer may be one message, unless its tokens are made slowly.
+# Many requests on one stream, each matched by its id, and errors among them. Waiting tokens are sent together: on a
+# busy machine an answer may be one message, unless its tokens are made slowly.
 longer = greedy | {"max_tokens": 48, "pace": 25}
 answer = client.infer("storyteller", [text_input("text_input", prompt)], parameters=longer)
 long_story = answer.as_numpy("text_output")[0].decode()
