@@ -46,7 +46,7 @@ _CALLS_SHARE = 0.9  # Of that time.
 _NEVER_S = 10.0**6  # Who retires a process bounds that.
 
 _LISTENERS = 8  # See listeners.py.
-_STREAM_WINDOW_BYTES = 256 * 1024  # What gRPC buffers of a message before it is read; as Envoy's.
+_STREAM_WINDOW_BYTES = 512 * 1024  # What gRPC buffers of a message before it is read; as Envoy's.
 MESSAGE_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

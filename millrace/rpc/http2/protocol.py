@@ -12,7 +12,7 @@ from hyperframe.frame import Frame, GoAwayFrame
 
 # As in envoy/envoy.yaml. The window of the connection is that of all its streams: one that is not read blocks no other.
 MAX_STREAMS = 256
-STREAM_WINDOW_BYTES = 256 * 1024
+STREAM_WINDOW_BYTES = 512 * 1024
 _CONNECTION_WINDOW_BYTES = MAX_STREAMS * STREAM_WINDOW_BYTES
 _DEFAULT_WINDOW_BYTES = 65_535  # Of a new connection, by the protocol.
 _MAX_HEADER_BYTES = 64 * 1024  # Of one request; what h2 keeps to by itself.
