@@ -21,7 +21,9 @@ from millrace.rpc.call_context import CallContext
 from services.transformer.generation.admission import Admission, AdmittedGeneration
 from services.transformer.generation.chunks import Assembler, TextChunk
 from services.transformer.generation.recording import recorded_generation
+from services.transformer.generation.repeating import RepeatedTokens
 from services.transformer.generation.requests import TextRequest
+from services.transformer.generation.resume_ids import ResumePoint
 from services.transformer.generation.telemetry import GenerationTelemetry
 from services.transformer.generation.token_quota import Reservation, TokenQuota
 from services.transformer.models.models import TextModel
@@ -94,6 +96,12 @@ class Pipeline:
                             return  # Closing cancels what the predictor would still generate.
                         token_chunk = await begun.tokens.read()
 
+    def resumes(self, model: str, resume: ResumePoint | None, call: CallContext) -> None:
+        """Has the model behind a route answer that began the answer; call it before anything of the model is used."""
+        if resume is not None:
+            links, fingerprint = self._generator.links, resume.fingerprint
+            self._router.keep_to(model, call, lambda name: links.can_resume(name, fingerprint))
+
     @contextmanager
     def recording_refusals(self, call: CallContext, model: str = "") -> Iterator[None]:
         """If the block raises, records the error as the refusal of a request, and raises it again."""
@@ -131,7 +139,12 @@ class Pipeline:
             await self._quota.check_month(call.client)
         reservation = held.enter_context(self._quota.reserved(call.client, *_size_of(generation)))
         wait_s = self._router.wait_s(request.model, call)
-        tokens = held.enter_context(closing(self._generator.open(generation, call.deadline, first_token, wait_s)))
+        resume = request.resume
+        weights = "" if resume is None else resume.fingerprint
+        opened = held.enter_context(
+            closing(self._generator.open(generation, call.deadline, first_token, wait_s, weights))
+        )
+        tokens = opened if resume is None else RepeatedTokens(opened, resume)
         async with first_token.in_time():
             first = await tokens.read()
         # Once is enough: one set of weights generates the whole answer.
@@ -140,7 +153,7 @@ class Pipeline:
 
     def _copy(self, request: TextRequest, record_id: str) -> None:
         """Starts a shadow copy of the request if its route has a shadow."""
-        served = self._router.shadow(request.model, request.call)
+        served = None if request.resume is not None else self._router.shadow(request.model, request.call)
         if served is None:
             return
         call = copied_call(request.call, served, record_id)
@@ -160,7 +173,7 @@ class Pipeline:
             model.name,
             request.call.request_id,
             prompt_ids,
-            sampling.resolved(model.limits.room(len(prompt_ids)), request.default_max_tokens),
+            sampling.resolved(model.limits.room(len(prompt_ids)), request.default_max_tokens, request.default_seed),
             model.dialect,
             model.resumes,
             request.prompt_logprobs,
@@ -205,7 +218,7 @@ class Begun(NamedTuple):
     generation: Generation
     admitted: AdmittedGeneration
     reservation: Reservation
-    tokens: TokenStream
+    tokens: TokenStream | RepeatedTokens
     assembler: Assembler
     first: TokenChunk
 
