@@ -148,6 +148,7 @@ async def test_events_have_ids_for_clients_that_ask_for_events_and_for_one_answe
             (BODY, [("accept", "application/json, text/event-stream;q=0.9")], True),
             (BODY, [], False),
             (BODY, [("accept", "*/*")], False),
+            (BODY, [("idempotency-key", "k")], False),
             (BODY | {"n": 2}, [ACCEPT], False),
             (BODY | {"prompt": ["a", "b"]}, [ACCEPT], False),
         ):

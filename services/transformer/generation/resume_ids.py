@@ -52,13 +52,20 @@ class ResumePoint:
 
 @dataclass(frozen=True)
 class AnswerIdentity:
-    """What one answer has in common with its repetitions. `created` is a Unix time; without `body`, a digest of
-    client and body, no ids can be made."""
+    """What one answer has in common with its repetitions.
+
+    `created` is a Unix time; `body` a digest of client and body, empty if the answer's messages have no ids.
+    """
 
     nonce: bytes
     created: int
     body: bytes = b""
     resume: ResumePoint | None = None
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether the answer's messages have ids."""
+        return bool(self.body)
 
     @property
     def seed(self) -> int:
@@ -96,7 +103,7 @@ async def identity_of(call: CallContext, body: bytes, resume_from: str = "", *, 
     nonce = _drawn()
     if key:
         nonce = hashlib.blake2b(digest + key.encode(), digest_size=_NONCE_BYTES, person=b"idempotency key").digest()
-    return AnswerIdentity(nonce, int(time.time()), digest)
+    return AnswerIdentity(nonce, int(time.time()), digest if has_ids else b"")
 
 
 class ResumeIds:
@@ -132,7 +139,7 @@ def checksum(token_ids: Sequence[int], before: int = 0) -> int:
 
 
 def _head(identity: AnswerIdentity, fingerprint: str) -> str:
-    if not identity.body or not _FINGERPRINT.fullmatch(fingerprint):
+    if not identity.has_ids or not _FINGERPRINT.fullmatch(fingerprint):
         return ""
     weights = bytes.fromhex(fingerprint)
     head = _HEAD.pack(identity.nonce, identity.created, weights, identity.digest(weights))

@@ -70,7 +70,8 @@ async def answer(
         continuous_usage = request.continuous_usage
         plain = _PlainEvents(head, usage, shape)
         # An id counts the tokens of one answer.
-        ids = ResumeIds(identity) if len(generations) == 1 and not generations[0].prompt_only else None
+        is_single = len(generations) == 1 and not generations[0].prompt_only
+        ids = ResumeIds(identity) if identity.has_ids and is_single else None
         running, last = len(generations), b""
         async for index, chunk in chunks:
             usages[index] = chunk.usage or usages[index]
