@@ -8,7 +8,9 @@ import http.client
 import json
 import random
 import signal
+from pathlib import Path
 
+import pytest
 import pytest_asyncio
 
 from millrace_protos import millrace_pb2, millrace_pb2_grpc
@@ -134,6 +136,25 @@ async def test_streams_continue_while_predictors_die(sides):
     await cut_at_random(sides, "killed", random.Random(3), kill)
 
 
+@pytest.mark.parametrize("kind", range(len(KINDS)))
+async def test_tokens_on_record_are_not_generated_again(sides, kind):
+    first, _ = sides
+    name = f"on record {kind}"
+    body = {"model": "storyteller", "prompt": "Once", "max_tokens": TOKENS, "stream": True, "pace": PACE}
+    body |= {"ignore_eos": True, **KINDS[kind]}
+    headers = {**EVENTS, "x-request-id": name, "idempotency-key": name}
+    part = await asyncio.to_thread(cut_stream, first.gateway, body, 4, headers)
+    id = read_events(part)[-1].id
+    await records(first.gateway, request_id=name)
+    headers = {"x-request-id": name, "last-event-id": id}
+    rest_of_it = await asyncio.to_thread(http_request, first.gateway, "POST", "/v1/completions", body, headers)
+    key = {"idempotency-key": name}
+    whole = await asyncio.to_thread(http_request, first.gateway, "POST", "/v1/completions", body, key)
+    assert answer_of([part, rest_of_it.body]) == answer_of([whole.body])
+    newest, oldest = await records(first.gateway, 2, request_id=name)
+    assert (newest.resumes, oldest.resumes) == (1, 0)
+
+
 async def test_generate_continues_at_another_gateway_by_grpc_and_by_rest(sides):
     first, second = sides
     fields = {"model": "storyteller", "prompt": "Once upon a time", "max_tokens": TOKENS, "ignore_eos": True}
@@ -176,8 +197,6 @@ async def was_cancelled(stack, request_id):
 
 
 async def test_an_answer_of_weights_that_are_gone_ends_with_a_clear_error(sides, new_stack, tmp_path_factory):
-    from pathlib import Path
-
     updated = copy_with_other_weights(Path("models/storyteller"), tmp_path_factory.mktemp("weights") / "updated")
     changed = await new_stack(
         models=f"storyteller={updated}",

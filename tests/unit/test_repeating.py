@@ -88,6 +88,18 @@ def test_the_rest_follows_exactly_after_each_chunk(ids, first, second, ends, sto
         assert last.usage.completion_tokens == whole[-1].usage.completion_tokens
 
 
+@given(sizes=SIZES, count=st.integers(1, len(STORY)), stop=st.sampled_from([[], ["a dog"], ["😃 and"]]))
+def test_the_rest_follows_known_tokens(sizes, count, stop):
+    whole = assembled(Tokens(STORY, sizes, ends_apart=True), stop)
+    total = len(contents(whole)[1])
+    count = min(count, total - 1)
+    ids, later = STORY[:count], Tokens(STORY[count:], sizes, ends_apart=True)
+    known = TokenChunk(ids, [float(i) for i in range(count)], [[(i, -0.5)] for i in ids], repeated=True)
+    came = assembled(RepeatedTokens(later, ResumePoint("", count, checksum(ids), ""), known), stop)
+    assert [chunk.repeated for chunk in came] == [True] + [False] * (len(came) - 1)
+    assert contents(came)[:2] == contents(whole)[:2]
+
+
 @pytest.mark.parametrize("stage", ["", "f"])
 @pytest.mark.parametrize(
     ("tokens", "sum_of"), [(3, [1, 2, 4]), (5, [1, 2, 3, 4, 5])], ids=["other tokens", "fewer tokens"]

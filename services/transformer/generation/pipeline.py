@@ -20,6 +20,7 @@ from millrace.payload.tap import PayloadTap
 from millrace.rpc.call_context import CallContext
 from services.transformer.generation.admission import Admission, AdmittedGeneration
 from services.transformer.generation.chunks import Assembler, TextChunk
+from services.transformer.generation.recorded_tokens import RecordedTokens
 from services.transformer.generation.recording import recorded_generation
 from services.transformer.generation.repeating import RepeatedTokens
 from services.transformer.generation.requests import TextRequest
@@ -53,6 +54,7 @@ class Pipeline:
         reports_cached_tokens: bool = False,
         quota: TokenQuota | None = None,
         shadows: Shadows | None = None,
+        recorded: RecordedTokens | None = None,
     ) -> None:
         self._router = router
         self._generator = generator
@@ -62,6 +64,7 @@ class Pipeline:
         self._admission = Admission()
         self._quota = quota or TokenQuota()
         self._shadows = shadows or Shadows()
+        self._recorded = recorded
         self._telemetry = GenerationTelemetry(router.lists)
 
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
@@ -138,18 +141,29 @@ class Pipeline:
             generation = await self._prepared(request, model)
             await self._quota.check_month(call.client)
         reservation = held.enter_context(self._quota.reserved(call.client, *_size_of(generation)))
-        wait_s = self._router.wait_s(request.model, call)
-        resume = request.resume
-        weights = "" if resume is None else resume.fingerprint
-        opened = held.enter_context(
-            closing(self._generator.open(generation, call.deadline, first_token, wait_s, weights))
-        )
-        tokens = opened if resume is None else RepeatedTokens(opened, resume)
+        tokens = await self._opened(request, generation, first_token, held)
         async with first_token.in_time():
             first = await tokens.read()
         # Once is enough: one set of weights generates the whole answer.
         self._router.answered_by(model.name, first.fingerprint)
         return Begun(generation, admitted, reservation, tokens, _assembler(request, model, generation), first)
+
+    async def _opened(
+        self, request: TextRequest, generation: Generation, first_token: FirstToken, held: ExitStack
+    ) -> TokenStream | RepeatedTokens:
+        """The tokens of a generation, those among them that the client has already."""
+        call, resume = request.call, request.resume
+        wait_s = self._router.wait_s(request.model, call)
+        if resume is None:
+            return held.enter_context(closing(self._generator.open(generation, call.deadline, first_token, wait_s)))
+        known = None if self._recorded is None else await self._recorded.find(request, generation)
+        output_ids = () if known is None else known.token_ids
+        tokens = held.enter_context(
+            closing(
+                self._generator.open(generation, call.deadline, first_token, wait_s, resume.fingerprint, output_ids)
+            )
+        )
+        return RepeatedTokens(tokens, resume, known)
 
     def _copy(self, request: TextRequest, record_id: str) -> None:
         """Starts a shadow copy of the request if its route has a shadow."""

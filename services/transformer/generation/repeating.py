@@ -16,13 +16,14 @@ from services.transformer.predictors.tokens import TokenChunk
 
 
 class RepeatedTokens:
-    """See the module; reads `tokens`, whose owner closes it."""
+    """See the module; reads `tokens`, whose owner closes it; these follow `known` ones, which are the client's."""
 
-    def __init__(self, tokens: TokenStream, resume: ResumePoint) -> None:
+    def __init__(self, tokens: TokenStream, resume: ResumePoint, known: TokenChunk | None = None) -> None:
         self._tokens = tokens
         self._resume = resume
-        self._left = resume.tokens  # Tokens that are still to be repeated.
+        self._left = resume.tokens if known is None else 0  # Tokens that are still to be repeated.
         self._checksum = 0
+        self._known = known
         self._rest: TokenChunk | None = None
 
     async def read(self) -> TokenChunk:
@@ -31,6 +32,9 @@ class RepeatedTokens:
             chunk, self._rest = self._rest, None
             return chunk
         chunk = await self._tokens.read()
+        if self._known is not None:  # Which are of no use before the rest follows.
+            known, self._known, self._rest = self._known, None, chunk
+            return known
         left, has_end = self._left, bool(self._resume.stage)
         if not (left or has_end):
             return chunk

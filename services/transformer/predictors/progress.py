@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from millrace.errors import (
     DrainingError,
@@ -22,10 +23,12 @@ logger = logging.getLogger(__name__)
 class Progress:
     """See the module; of one generation."""
 
-    def __init__(self, generation: Generation, crashes: CrashCount, fingerprint: str = "") -> None:
+    def __init__(
+        self, generation: Generation, crashes: CrashCount, fingerprint: str = "", output_ids: Sequence[int] = ()
+    ) -> None:
         self.generation = generation
         self.crashes = crashes
-        self.output_ids: list[int] = []
+        self.output_ids = list(output_ids)
         # Of the weights that have given the ids so far, or that must give them; "" for any, or if none is reported.
         self.fingerprint = fingerprint
         self._answering = ""  # Of those that answer the latest call.

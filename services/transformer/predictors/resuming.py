@@ -83,16 +83,18 @@ class ResumingGenerator:
         first_token: FirstToken,
         start_wait_s: float | None = None,
         fingerprint: str = "",
+        output_ids: Sequence[int] = (),
     ) -> TokenStream:
         """The tokens of a generation, `start_wait_s`: the longest wait for a predictor to begin it, None for the
-        default; `fingerprint`: of the weights that must generate it, "" for any.
+        default; `fingerprint`: of the weights that must generate it, "" for any; `output_ids`: tokens that they
+        have generated already, after which the answer continues.
 
         Raises RequestFailedError if the request is in quarantine.
         """
         if self.quarantine and self.quarantine.refuses(_fingerprint(generation)):
             raise RequestFailedError(_REFUSED)
         backoff = self.predictor.backoff(deadline, start_wait_s)
-        progress = Progress(generation, CrashCount(self._resume_limit), fingerprint)
+        progress = Progress(generation, CrashCount(self._resume_limit), fingerprint, output_ids)
         return TokenStream(self, generation, progress, backoff, first_token)
 
 
