@@ -99,8 +99,8 @@ class Pipeline:
                             return  # Closing cancels what the predictor would still generate.
                         token_chunk = await begun.tokens.read()
 
-    def resumes(self, model: str, resume: ResumePoint | None, call: CallContext) -> None:
-        """Has the model behind a route answer that began the answer; call it before anything of the model is used."""
+    def route_to_weights(self, model: str, resume: ResumePoint | None, call: CallContext) -> None:
+        """Routes a call to the model that began its answer, if there is one; before anything of the model is used."""
         if resume is not None:
             links, fingerprint = self._generator.links, resume.fingerprint
             self._router.keep_to(model, call, lambda name: links.can_resume(name, fingerprint))
@@ -141,8 +141,8 @@ class Pipeline:
             generation = await self._prepared(request, model)
             await self._quota.check_month(call.client)
         reservation = held.enter_context(self._quota.reserved(call.client, *_size_of(generation)))
-        tokens = await self._opened(request, generation, first_token, held)
         async with first_token.in_time():
+            tokens = await self._opened(request, generation, first_token, held)
             first = await tokens.read()
         # Once is enough: one set of weights generates the whole answer.
         self._router.answered_by(model.name, first.fingerprint)

@@ -50,8 +50,9 @@ class TextGenerationServicer(millrace_pb2_grpc.TextGenerationServicer):
             check_request_id(request.request_id)
             check_message_count(len(request.messages))
             check_stop_count(len(request.stop))
-            identity = await identity_of(call, _body(request), request.resume_from, has_ids=True)
-            self._pipeline.resumes(request.model, identity.resume, call)
+            body = _body(request)
+            identity = await identity_of(call, body, request.resume_from, has_ids=bool(body))
+            self._pipeline.route_to_weights(request.model, identity.resume, call)
         text_request = TextRequest(
             call=call,
             model=request.model,
@@ -110,7 +111,9 @@ def _sampling(request: pb.GenerateRequest) -> dict[str, Any]:
 
 
 def _body(request: pb.GenerateRequest) -> bytes:
-    """What two requests for the same answer have in common."""
+    """What two requests for the same answer have in common; empty for a request that is larger than any prompt."""
+    if request.ByteSize() > MAX_BODY_BYTES:
+        return b""
     common = pb.GenerateRequest()
     common.CopyFrom(request)
     common.ClearField("request_id")

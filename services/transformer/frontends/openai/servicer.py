@@ -201,7 +201,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
         has_ids = parsed.stream and EVENTS in call.header("accept")
         with self._pipeline.recording_refusals(call, parsed.model):
             identity = await identity_of(call, request.data, call.header(_LAST_EVENT_ID), has_ids=has_ids)
-            self._pipeline.resumes(parsed.model, identity.resume, call)
+            self._pipeline.route_to_weights(parsed.model, identity.resume, call)
         return identity
 
     async def _parsed(self, cls: type[RequestT], request: HttpBody, call: CallContext) -> RequestT:
