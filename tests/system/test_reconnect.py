@@ -8,12 +8,16 @@ import http.client
 import json
 import random
 import signal
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
+from millrace.rpc.call_context import CallContext
 from millrace_protos import millrace_pb2, millrace_pb2_grpc
+from services.transformer.generation.resume_ids import MAX_AGE_S, ResumeIds, identity_of
 from tests.support.events import read_events
 from tests.support.full import FULL
 from tests.support.weights import copy_with_other_weights
@@ -196,6 +200,24 @@ async def was_cancelled(stack, request_id):
     return [record.status for record in found] == ["CANCELLED"]
 
 
+async def test_ids_that_are_wrong_or_too_old_are_refused(sides):
+    _, second = sides
+    body = {"model": "storyteller", "prompt": "Once", "max_tokens": TOKENS, "stream": True}
+    identity = await identity_of(CallContext("", ""), json.dumps(body).encode(), has_ids=True)
+    ids = ResumeIds(replace(identity, created=int(time.time()) - 2 * MAX_AGE_S))
+    ids.take("0" * 32, [1])
+    old = ids.id().rpartition(".")[0] + ".0"
+    for id, other, status, code in (
+        (old, {}, 410, "failed_precondition"),
+        (old, {"top_k": 3}, 400, "invalid_argument"),
+        ("7", {}, 400, "invalid_argument"),
+    ):
+        answer = await rest(second.gateway, "POST", "/v1/completions", body | other, last_event_id=id)
+        assert (answer.status, answer.headers["x-failed-hop"]) == (status, "transformer")
+        assert answer.json["error"]["code"] == code
+        assert answer.json["error"]["type"] == "invalid_request_error"
+
+
 async def test_an_answer_of_weights_that_are_gone_ends_with_a_clear_error(sides, new_stack, tmp_path_factory):
     updated = copy_with_other_weights(Path("models/storyteller"), tmp_path_factory.mktemp("weights") / "updated")
     changed = await new_stack(
@@ -210,5 +232,3 @@ async def test_an_answer_of_weights_that_are_gone_ends_with_a_clear_error(sides,
     answer = await rest(changed.gateway, "POST", "/v1/completions", body, last_event_id=one.id)
     assert (answer.status, answer.headers["x-failed-hop"]) == (502, "predictor")
     assert "the model's weights have changed" in answer.json["error"]["message"]
-    for path, id, status in (("/v1/completions", "7", 400), ("/v1/completions", one.id[:-1] + "x", 400)):
-        assert (await rest(changed.gateway, "POST", path, body, last_event_id=id)).status == status

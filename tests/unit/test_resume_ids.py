@@ -49,6 +49,7 @@ async def test_ids_of_a_continued_answer_continue_it_again():
 @pytest.mark.parametrize("weights", ["", "v1", WEIGHTS.upper(), WEIGHTS + "0"])
 async def test_an_answer_of_unknown_weights_has_no_ids(weights):
     _, ids = await begun(weights=weights)
+    ids.take(weights, [1 << 40])  # No id of ours, but that of another server.
     assert (ids.id(), ids.line()) == ("", b"")
 
 

@@ -118,6 +118,8 @@ class ResumeIds:
     def take(self, fingerprint: str, token_ids: Sequence[int]) -> None:
         if self._head is None:
             self._head = _head(self._identity, fingerprint)
+        if not self._head:
+            return
         self._tokens += len(token_ids)
         self._checksum = checksum(token_ids, self._checksum)
 

@@ -80,11 +80,10 @@ async def answer(
             if ids is not None:
                 ids.take(chunk.fingerprint, chunk.token_ids)
             # Text that is held back makes no event of its own, unless its tokens have log probabilities to report.
+            # What is repeated makes none either, but is counted.
             if chunk.repeated:
                 begun.add(index)
-                await _written(
-                    chunk, shape.chunk, index, chunk, is_first
-                )  # What follows depends on what it has counted.
+                await _written(chunk, shape.chunk, index, chunk, is_first)
                 running -= chunk.finish_reason is not None
             elif not (is_first or continuous_usage or chunk.logprobs or chunk.finish_reason is not None):
                 if chunk.text:
