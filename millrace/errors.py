@@ -96,6 +96,13 @@ class NotImplementedMethodError(MillraceError):
     http_status = 501
 
 
+class GoneError(MillraceError):
+    """What a request refers to is too old."""
+
+    status = StatusCode.FAILED_PRECONDITION
+    http_status = 410
+
+
 class TooLargeError(MillraceError):
     """A body or message beyond the limit."""
 
@@ -154,6 +161,7 @@ _CLASSES: tuple[type[MillraceError], ...] = (
     ForbiddenError,
     NotFoundError,
     NotImplementedMethodError,
+    GoneError,
     TooLargeError,
     OverloadedError,
     RequestFailedError,

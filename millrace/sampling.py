@@ -115,8 +115,11 @@ class SamplingParameters(BaseModel):
                 f"{name}={reprlib.repr(first['input'])}: {first['msg'].removeprefix('Value error, ')}", param=name
             ) from None
 
-    def resolved(self, room: int, default_max_tokens: int = DEFAULT_MAX_TOKENS) -> SamplingParameters:
-        """With a seed, and with `max_tokens` within the `room` that the context has left for output."""
+    def resolved(
+        self, room: int, default_max_tokens: int = DEFAULT_MAX_TOKENS, default_seed: int | None = None
+    ) -> SamplingParameters:
+        """With a seed, if there is none `default_seed` or a random one, and `max_tokens` within the `room` that the
+        context has left for output."""
         if room < 1:
             raise ContextLengthError("the prompt fills the context: no room is left for output")
         if self.max_tokens is not None and self.max_tokens > room:
@@ -130,8 +133,9 @@ class SamplingParameters(BaseModel):
             )
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError(f"top_logprobs={self.top_logprobs} needs logprobs", param="top_logprobs")
-        # Not a secret: the module's generator takes no system call.
-        seed = random.getrandbits(63) if self.seed is None else self.seed
+        seed = default_seed if self.seed is None else self.seed
+        if seed is None:  # Not a secret: the module's generator takes no system call.
+            seed = random.getrandbits(63)
         return self.model_copy(update={"max_tokens": max_tokens, "seed": seed})
 
     @property

@@ -106,6 +106,7 @@ class GenerateRequest(_message.Message):
     HEDGE_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     PACE_FIELD_NUMBER: _builtins.int
+    RESUME_FROM_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     prompt: _builtins.str
     """One of these three: text,"""
@@ -141,6 +142,8 @@ class GenerateRequest(_message.Message):
     """Of a client's own waiting requests, the lowest is the first to start; default 0."""
     pace: _builtins.float
     """Tokens a second at most, 5 or more; 0 is no limit."""
+    resume_from: _builtins.str
+    """The resume_id of the last response that a broken call gave: this call, which"""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """messages,"""
@@ -186,10 +189,11 @@ class GenerateRequest(_message.Message):
         hedge: _builtins.int | None = ...,
         priority: _builtins.int | None = ...,
         pace: _builtins.float | None = ...,
+        resume_from: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_chunk_ms", b"_chunk_ms", "_chunk_tokens", b"_chunk_tokens", "_frequency_penalty", b"_frequency_penalty", "_hedge", b"_hedge", "_ignore_eos", b"_ignore_eos", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_pace", b"_pace", "_presence_penalty", b"_presence_penalty", "_priority", b"_priority", "_prompt", b"_prompt", "_repetition_penalty", b"_repetition_penalty", "_request_id", b"_request_id", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "cache_salt", b"cache_salt", "chunk_ms", b"chunk_ms", "chunk_tokens", b"chunk_tokens", "frequency_penalty", b"frequency_penalty", "hedge", b"hedge", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "pace", b"pace", "presence_penalty", b"presence_penalty", "priority", b"priority", "prompt", b"prompt", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_chunk_ms", b"_chunk_ms", "_chunk_tokens", b"_chunk_tokens", "_frequency_penalty", b"_frequency_penalty", "_hedge", b"_hedge", "_ignore_eos", b"_ignore_eos", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_pace", b"_pace", "_presence_penalty", b"_presence_penalty", "_priority", b"_priority", "_prompt", b"_prompt", "_repetition_penalty", b"_repetition_penalty", "_request_id", b"_request_id", "_resume_from", b"_resume_from", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "cache_salt", b"cache_salt", "chunk_ms", b"chunk_ms", "chunk_tokens", b"chunk_tokens", "frequency_penalty", b"frequency_penalty", "hedge", b"hedge", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "pace", b"pace", "presence_penalty", b"presence_penalty", "priority", b"priority", "prompt", b"prompt", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "resume_from", b"resume_from", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_chunk_ms", b"_chunk_ms", "_chunk_tokens", b"_chunk_tokens", "_frequency_penalty", b"_frequency_penalty", "_hedge", b"_hedge", "_ignore_eos", b"_ignore_eos", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_pace", b"_pace", "_presence_penalty", b"_presence_penalty", "_priority", b"_priority", "_prompt", b"_prompt", "_repetition_penalty", b"_repetition_penalty", "_request_id", b"_request_id", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "cache_salt", b"cache_salt", "chunk_ms", b"chunk_ms", "chunk_tokens", b"chunk_tokens", "frequency_penalty", b"frequency_penalty", "hedge", b"hedge", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "messages", b"messages", "min_p", b"min_p", "min_tokens", b"min_tokens", "model", b"model", "pace", b"pace", "presence_penalty", b"presence_penalty", "priority", b"priority", "prompt", b"prompt", "prompt_ids", b"prompt_ids", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_chunk_ms", b"_chunk_ms", "_chunk_tokens", b"_chunk_tokens", "_frequency_penalty", b"_frequency_penalty", "_hedge", b"_hedge", "_ignore_eos", b"_ignore_eos", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_pace", b"_pace", "_presence_penalty", b"_presence_penalty", "_priority", b"_priority", "_prompt", b"_prompt", "_repetition_penalty", b"_repetition_penalty", "_request_id", b"_request_id", "_resume_from", b"_resume_from", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "cache_salt", b"cache_salt", "chunk_ms", b"chunk_ms", "chunk_tokens", b"chunk_tokens", "frequency_penalty", b"frequency_penalty", "hedge", b"hedge", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "messages", b"messages", "min_p", b"min_p", "min_tokens", b"min_tokens", "model", b"model", "pace", b"pace", "presence_penalty", b"presence_penalty", "priority", b"priority", "prompt", b"prompt", "prompt_ids", b"prompt_ids", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "resume_from", b"resume_from", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
     _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
@@ -223,6 +227,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
     _WhichOneofReturnType__request_id: _TypeAlias = _typing.Literal["request_id"]  # noqa: Y015
     _WhichOneofArgType__request_id: _TypeAlias = _typing.Literal["_request_id", b"_request_id"]  # noqa: Y015
+    _WhichOneofReturnType__resume_from: _TypeAlias = _typing.Literal["resume_from"]  # noqa: Y015
+    _WhichOneofArgType__resume_from: _TypeAlias = _typing.Literal["_resume_from", b"_resume_from"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
@@ -265,6 +271,8 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__request_id) -> _WhichOneofReturnType__request_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__resume_from) -> _WhichOneofReturnType__resume_from | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
     @_typing.overload
@@ -346,6 +354,7 @@ class GenerateResponse(_message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     PREDICTOR_FIELD_NUMBER: _builtins.int
+    RESUME_ID_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """New text since the previous response."""
     finish_reason: _builtins.str
@@ -357,6 +366,10 @@ class GenerateResponse(_message.Message):
     another one has resumed the answer. Absent if the server behind is not Millrace's. A name is that of one transformer
     process: it stays with a predictor's address for as long as that process knows the address, and another process may
     give it to another predictor.
+    """
+    resume_id: _builtins.str
+    """For resume_from of a call that continues after this response, for 5 minutes. Absent if the server behind is not
+    Millrace's.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -385,10 +398,11 @@ class GenerateResponse(_message.Message):
         top_logprobs: _abc.Iterable[Global___TopLogprobs] | None = ...,
         error: _builtins.str | None = ...,
         predictor: _builtins.str | None = ...,
+        resume_id: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "_finish_reason", b"_finish_reason", "_predictor", b"_predictor", "_usage", b"_usage", "error", b"error", "finish_reason", b"finish_reason", "predictor", b"predictor", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "_finish_reason", b"_finish_reason", "_predictor", b"_predictor", "_resume_id", b"_resume_id", "_usage", b"_usage", "error", b"error", "finish_reason", b"finish_reason", "predictor", b"predictor", "resume_id", b"resume_id", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "_finish_reason", b"_finish_reason", "_predictor", b"_predictor", "_usage", b"_usage", "error", b"error", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "predictor", b"predictor", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error", b"_error", "_finish_reason", b"_finish_reason", "_predictor", b"_predictor", "_resume_id", b"_resume_id", "_usage", b"_usage", "error", b"error", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "predictor", b"predictor", "resume_id", b"resume_id", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__error: _TypeAlias = _typing.Literal["error"]  # noqa: Y015
     _WhichOneofArgType__error: _TypeAlias = _typing.Literal["_error", b"_error"]  # noqa: Y015
@@ -396,6 +410,8 @@ class GenerateResponse(_message.Message):
     _WhichOneofArgType__finish_reason: _TypeAlias = _typing.Literal["_finish_reason", b"_finish_reason"]  # noqa: Y015
     _WhichOneofReturnType__predictor: _TypeAlias = _typing.Literal["predictor"]  # noqa: Y015
     _WhichOneofArgType__predictor: _TypeAlias = _typing.Literal["_predictor", b"_predictor"]  # noqa: Y015
+    _WhichOneofReturnType__resume_id: _TypeAlias = _typing.Literal["resume_id"]  # noqa: Y015
+    _WhichOneofArgType__resume_id: _TypeAlias = _typing.Literal["_resume_id", b"_resume_id"]  # noqa: Y015
     _WhichOneofReturnType__usage: _TypeAlias = _typing.Literal["usage"]  # noqa: Y015
     _WhichOneofArgType__usage: _TypeAlias = _typing.Literal["_usage", b"_usage"]  # noqa: Y015
     @_typing.overload
@@ -404,6 +420,8 @@ class GenerateResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__finish_reason) -> _WhichOneofReturnType__finish_reason | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__predictor) -> _WhichOneofReturnType__predictor | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__resume_id) -> _WhichOneofReturnType__resume_id | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__usage) -> _WhichOneofReturnType__usage | None: ...
 

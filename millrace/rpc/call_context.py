@@ -21,6 +21,7 @@ from millrace.telemetry.identity import REQUEST_ID_METADATA, set_request_id
 
 MAX_REQUEST_ID = 256
 CALL_ID = "x-millrace-call-id"
+IDEMPOTENCY_KEY = "idempotency-key"
 _TIMEOUT_MS = "x-timeout-ms"
 FIRST_TOKEN_TIMEOUT_MS = "x-first-token-timeout-ms"  # noqa: S105
 _MAX_TIMEOUT_MS = 99_999_999  # gRPC's own limit of digits in a timeout.

@@ -62,6 +62,7 @@ async def _serve(settings: TransformerSettings) -> None:
     from services.transformer.frontends.v2_rest.servicer import OpenInferenceServicer
     from services.transformer.generation.month_budget import MonthBudget, used_by_log
     from services.transformer.generation.pipeline import Pipeline
+    from services.transformer.generation.recorded_tokens import RecordedTokens
     from services.transformer.generation.token_quota import TokenQuota
     from services.transformer.inference.infer import Inference
     from services.transformer.models.catalogue import Catalogue
@@ -101,10 +102,13 @@ async def _serve(settings: TransformerSettings) -> None:
     processors = {source.name: RunningProcessor(source, work) for source in settings.processors}
     catalogue = Catalogue(settings.models, predictor, replicas, pool, processors)
     generator = ResumingGenerator(links, predictor, settings.resume_limit)
-    quota = TokenQuota(MonthBudget(used_by_log(PayloadLogStub(log))))
+    log_stub = PayloadLogStub(log)
+    quota = TokenQuota(MonthBudget(used_by_log(log_stub)))
     router = Router(catalogue, settings.model_routes, lambda model: not linked or links.can_resume(model, ""))
     shadows = Shadows()
-    pipeline = Pipeline(router, generator, tap, bodies, settings.cached_tokens == "all", quota, shadows)
+    reports_cached = settings.cached_tokens == "all"
+    recorded = RecordedTokens(log_stub)
+    pipeline = Pipeline(router, generator, tap, bodies, reports_cached, quota, shadows, recorded)
     public = (*_OWN, _PAYLOAD_LOG, *development.services(settings.development))
     server = Server.of("transformer", settings, public, settings.max_calls)
     server.limits.add(quota.remaining)

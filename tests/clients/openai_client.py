@@ -80,6 +80,10 @@ assert texts == [choice.text for choice in whole.choices]
 assert offsets == [choice.logprobs.text_offset for choice in whole.choices]
 assert usage.total_tokens == whole.usage.total_tokens
 
+# Events with ids.
+stream = complete(stream=True, max_tokens=30, extra_headers={"Accept": "text/event-stream"})
+assert "".join(chunk.choices[0].text for chunk in stream) == complete(max_tokens=30).choices[0].text
+
 with raises(openai.NotFoundError, "model_not_found"):
     complete(model="nobody")
 with raises(openai.BadRequestError, "unsupported_parameter", "suffix", "suffix='x' is not supported"):

@@ -15,8 +15,10 @@ from millrace.payload.tap import PayloadTap
 from millrace.rpc.handlers import CallInterceptor
 from millrace.rpc.http2.server import HttpServer
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from millrace_protos.millrace_pb2_grpc import add_TextGenerationServicer_to_server
 from millrace_protos.rest_pb2_grpc import add_OpenInferenceServicer_to_server
 from services.transformer.frontends.grpc.inference_servicer import InferenceServicer
+from services.transformer.frontends.grpc.text_generation_servicer import TextGenerationServicer
 from services.transformer.frontends.openai.embeddings import Embedder
 from services.transformer.frontends.openai.http_methods import error_body, http_methods
 from services.transformer.frontends.openai.servicer import OpenAIServicer
@@ -82,6 +84,7 @@ async def transformer(
     server = grpc.aio.server(interceptors=(interceptor,), options=options)
     servicer = InferenceServicer(inference, catalogue, router, client, predictors)
     servicer.add_to_server(server)
+    add_TextGenerationServicer_to_server(TextGenerationServicer(pipeline), server)
     http = HttpServer(interceptor, error_body)
     http.add(*http_methods(OpenAIServicer(pipeline, router, Embedder(router, client, tap), bodies)))
     add_OpenInferenceServicer_to_server(OpenInferenceServicer(servicer, pipeline, bodies, links), server)

@@ -148,6 +148,10 @@ def test_the_commands_of_the_readme_work(make_up, command):
     elif "chat/completions" in command:
         assert output.count("data: {") >= 20
         assert output.rstrip().endswith("data: [DONE]")
+    elif "Last-Event-ID" in command:
+        assert output.startswith("id: ")
+        assert output.count("data: {") < 50  # Of 60 tokens.
+        assert output.rstrip().endswith("data: [DONE]")
     elif "normalizer" in command:
         assert '"text":"2021-03-03"' in output
     elif "/generate" in command:
@@ -169,7 +173,7 @@ def test_the_commands_of_the_readme_work(make_up, command):
 
 
 def test_every_command_of_the_readme_is_run_or_listed_as_skipped():
-    assert len(COMMANDS) == 10
+    assert len(COMMANDS) == 11
     assert all(any(block.startswith(start) for block in blocks("sh")) for start in NOT_RUN)
 
 

@@ -26,7 +26,7 @@ class TextChunk(NamedTuple):
     `logprobs` has one value for each id where the request asks for them, and `top_logprobs` the likeliest tokens at
     that position with their log probabilities, best first. `prompt_tokens` is the same in every chunk. `prompt` is in
     the first chunk where the request asks for it. `resumed` marks the first chunk after another predictor has resumed
-    the answer; `fingerprint` is that of the weights. `engine_s` and `predictor` are as of a TokenChunk.
+    the answer; `fingerprint` is that of the weights. `engine_s`, `predictor` and `repeated` are as of a TokenChunk.
     """
 
     text: str
@@ -43,6 +43,7 @@ class TextChunk(NamedTuple):
     fingerprint: str = ""
     engine_s: float | None = None
     predictor: str = ""
+    repeated: bool = False
 
     def without_output(self) -> TextChunk:
         """The chunk of an answer without tokens; a predictor generates at least one."""
@@ -128,4 +129,5 @@ class Assembler:
             chunk.fingerprint,
             chunk.engine_s,
             chunk.predictor,
+            chunk.repeated,
         )

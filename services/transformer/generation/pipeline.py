@@ -20,8 +20,11 @@ from millrace.payload.tap import PayloadTap
 from millrace.rpc.call_context import CallContext
 from services.transformer.generation.admission import Admission, AdmittedGeneration
 from services.transformer.generation.chunks import Assembler, TextChunk
+from services.transformer.generation.recorded_tokens import RecordedTokens
 from services.transformer.generation.recording import recorded_generation
+from services.transformer.generation.repeating import RepeatedTokens
 from services.transformer.generation.requests import TextRequest
+from services.transformer.generation.resume_ids import ResumePoint
 from services.transformer.generation.telemetry import GenerationTelemetry
 from services.transformer.generation.token_quota import Reservation, TokenQuota
 from services.transformer.models.models import TextModel
@@ -51,6 +54,7 @@ class Pipeline:
         reports_cached_tokens: bool = False,
         quota: TokenQuota | None = None,
         shadows: Shadows | None = None,
+        recorded: RecordedTokens | None = None,
     ) -> None:
         self._router = router
         self._generator = generator
@@ -60,6 +64,7 @@ class Pipeline:
         self._admission = Admission()
         self._quota = quota or TokenQuota()
         self._shadows = shadows or Shadows()
+        self._recorded = recorded
         self._telemetry = GenerationTelemetry(router.lists)
 
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
@@ -93,6 +98,12 @@ class Pipeline:
                         if chunk.finish_reason is not None:
                             return  # Closing cancels what the predictor would still generate.
                         token_chunk = await begun.tokens.read()
+
+    def route_to_weights(self, model: str, resume: ResumePoint | None, call: CallContext) -> None:
+        """Routes a call to the model that began its answer, if there is one; before anything of the model is used."""
+        if resume is not None:
+            links, fingerprint = self._generator.links, resume.fingerprint
+            self._router.keep_to(model, call, lambda name: links.can_resume(name, fingerprint))
 
     @contextmanager
     def recording_refusals(self, call: CallContext, model: str = "") -> Iterator[None]:
@@ -130,17 +141,33 @@ class Pipeline:
             generation = await self._prepared(request, model)
             await self._quota.check_month(call.client)
         reservation = held.enter_context(self._quota.reserved(call.client, *_size_of(generation)))
-        wait_s = self._router.wait_s(request.model, call)
-        tokens = held.enter_context(closing(self._generator.open(generation, call.deadline, first_token, wait_s)))
         async with first_token.in_time():
+            tokens = await self._opened(request, generation, first_token, held)
             first = await tokens.read()
         # Once is enough: one set of weights generates the whole answer.
         self._router.answered_by(model.name, first.fingerprint)
         return Begun(generation, admitted, reservation, tokens, _assembler(request, model, generation), first)
 
+    async def _opened(
+        self, request: TextRequest, generation: Generation, first_token: FirstToken, held: ExitStack
+    ) -> TokenStream | RepeatedTokens:
+        """The tokens of a generation, those among them that the client has already."""
+        call, resume = request.call, request.resume
+        wait_s = self._router.wait_s(request.model, call)
+        if resume is None:
+            return held.enter_context(closing(self._generator.open(generation, call.deadline, first_token, wait_s)))
+        known = None if self._recorded is None else await self._recorded.find(request, generation)
+        output_ids = () if known is None else known.token_ids
+        tokens = held.enter_context(
+            closing(
+                self._generator.open(generation, call.deadline, first_token, wait_s, resume.fingerprint, output_ids)
+            )
+        )
+        return RepeatedTokens(tokens, resume, known)
+
     def _copy(self, request: TextRequest, record_id: str) -> None:
         """Starts a shadow copy of the request if its route has a shadow."""
-        served = self._router.shadow(request.model, request.call)
+        served = None if request.resume is not None else self._router.shadow(request.model, request.call)
         if served is None:
             return
         call = copied_call(request.call, served, record_id)
@@ -160,7 +187,7 @@ class Pipeline:
             model.name,
             request.call.request_id,
             prompt_ids,
-            sampling.resolved(model.limits.room(len(prompt_ids)), request.default_max_tokens),
+            sampling.resolved(model.limits.room(len(prompt_ids)), request.default_max_tokens, request.default_seed),
             model.dialect,
             model.resumes,
             request.prompt_logprobs,
@@ -205,7 +232,7 @@ class Begun(NamedTuple):
     generation: Generation
     admitted: AdmittedGeneration
     reservation: Reservation
-    tokens: TokenStream
+    tokens: TokenStream | RepeatedTokens
     assembler: Assembler
     first: TokenChunk
 

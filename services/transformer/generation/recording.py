@@ -146,6 +146,8 @@ def _recorded_parameters(request: TextRequest) -> dict[str, Any]:
         given["stop"] = list(request.stop)
     if request.template_options:
         given["chat_template_kwargs"] = dict(request.template_options)
+    if request.resume is not None:
+        given["resumes_after"] = request.resume.tokens
     if request.ignored_fields:
         given["ignored_fields"] = list(request.ignored_fields)
     return given

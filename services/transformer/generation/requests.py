@@ -11,6 +11,7 @@ from millrace.errors import InvalidRequestError
 from millrace.rpc.call_context import CallContext
 from millrace.sampling import DEFAULT_MAX_TOKENS
 from services.transformer.calls import check_stop
+from services.transformer.generation.resume_ids import ResumePoint
 
 
 class SharedPrompt:
@@ -33,6 +34,8 @@ class TextRequest:
     `default_max_tokens` or the room left in the context, if that is less. `prompt_logprobs` asks for the prompt's own
     log probabilities, and for so many of the likeliest tokens at each position; `choices` is how many such requests
     make one answer. With `prompt_only` the answer has no token of its own. `ignored_fields` are names, for the record.
+    `default_seed` is the seed if `sampling` has none, None for a random one. The chunks that the client has, as
+    `resume` says, are `repeated`.
     """
 
     call: CallContext
@@ -50,6 +53,8 @@ class TextRequest:
     prompt_logprobs: int | None = None
     choices: int = 1
     prompt_only: bool = False
+    default_seed: int | None = None
+    resume: ResumePoint | None = None
 
     @property
     def prompt_kind(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from millrace.errors import (
     DrainingError,
@@ -22,12 +23,14 @@ logger = logging.getLogger(__name__)
 class Progress:
     """See the module; of one generation."""
 
-    def __init__(self, generation: Generation, crashes: CrashCount) -> None:
+    def __init__(
+        self, generation: Generation, crashes: CrashCount, fingerprint: str = "", output_ids: Sequence[int] = ()
+    ) -> None:
         self.generation = generation
         self.crashes = crashes
-        self.output_ids: list[int] = []
-        # Of the weights that have given the ids so far; "" while there are none, or the predictor reports none.
-        self.fingerprint = ""
+        self.output_ids = list(output_ids)
+        # Of the weights that have given the ids so far, or that must give them; "" for any, or if none is reported.
+        self.fingerprint = fingerprint
         self._answering = ""  # Of those that answer the latest call.
         self._cached_tokens: int | None = None
         self._engine_s = 0.0  # Of the latest call, and of those before it.
@@ -82,7 +85,7 @@ class Progress:
 
     def last_word(self, error: MillraceError) -> MillraceError:
         """The error of the request if no predictor takes it in time."""
-        if self.output_ids and isinstance(error, OtherWeightsError):
+        if isinstance(error, OtherWeightsError):
             return HopBrokenError(
                 "the model's weights have changed, and no predictor has the old ones", hop="predictor"
             )

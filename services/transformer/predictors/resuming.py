@@ -77,17 +77,25 @@ class ResumingGenerator:
         self._resume_limit = resume_limit
 
     def open(
-        self, generation: Generation, deadline: Deadline, first_token: FirstToken, start_wait_s: float | None = None
+        self,
+        generation: Generation,
+        deadline: Deadline,
+        first_token: FirstToken,
+        start_wait_s: float | None = None,
+        fingerprint: str = "",
+        output_ids: Sequence[int] = (),
     ) -> TokenStream:
         """The tokens of a generation, `start_wait_s`: the longest wait for a predictor to begin it, None for the
-        default.
+        default; `fingerprint`: of the weights that must generate it, "" for any; `output_ids`: tokens that they
+        have generated already, after which the answer continues.
 
         Raises RequestFailedError if the request is in quarantine.
         """
         if self.quarantine and self.quarantine.refuses(_fingerprint(generation)):
             raise RequestFailedError(_REFUSED)
         backoff = self.predictor.backoff(deadline, start_wait_s)
-        return TokenStream(self, generation, CrashCount(self._resume_limit), backoff, first_token)
+        progress = Progress(generation, CrashCount(self._resume_limit), fingerprint, output_ids)
+        return TokenStream(self, generation, progress, backoff, first_token)
 
 
 class TokenStream:
@@ -97,13 +105,13 @@ class TokenStream:
         self,
         generator: ResumingGenerator,
         generation: Generation,
-        crashes: CrashCount,
+        progress: Progress,
         backoff: Backoff,
         first_token: FirstToken,
     ) -> None:
         self._generator = generator
         self._generation = generation
-        self._progress = Progress(generation, crashes)
+        self._progress = progress
         self._backoff = backoff
         self._first_token = first_token
         self._call: Call | None = None

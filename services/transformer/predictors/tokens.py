@@ -37,7 +37,8 @@ class TokenChunk:
     `cached_tokens` is the number of prompt tokens that needed no computation, if it is known. `prompt` is in the first
     chunk with tokens, if requested. `fingerprint` is that of the weights. `resumed` marks the first chunk after another
     call has resumed the answer; this one and the very first have the name of their `predictor`. `engine_s` is how long
-    engines have worked for the answer so far, None if unknown.
+    engines have worked for the answer so far, None if unknown. `repeated`: the client has it, see
+    services/transformer/generation/repeating.py.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -51,3 +52,4 @@ class TokenChunk:
     resumed: bool = False
     predictor: str = ""
     engine_s: float | None = None
+    repeated: bool = False

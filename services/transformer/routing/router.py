@@ -26,7 +26,7 @@ from millrace.errors import (
     OverloadedError,
 )
 from millrace.rpc.admission import head_of_call
-from millrace.rpc.call_context import CallContext, Routed, ServedModel
+from millrace.rpc.call_context import IDEMPOTENCY_KEY, CallContext, Routed, ServedModel
 from millrace.telemetry.identity import MODEL, as_metadata
 from millrace.watched_file import WatchedFile
 from services.transformer.models.catalogue import Catalogue
@@ -91,7 +91,7 @@ class Router:
         if route is None:
             return await self._catalogue.wait_for(name, version, call)
         call.client.check_model(name)
-        candidates = _candidates(route, name, version, call.header(CHOSEN_MODEL))
+        candidates = _candidates(route, name, version, call)
         return await self._catalogue.found_in_time(lambda: self._choose(name, candidates, call), call)
 
     async def get(self, name: str, version: str, call: CallContext) -> TextModel:
@@ -172,6 +172,16 @@ class Router:
         if (routed := call.routed.get(name)) is not None:
             routed.others = ()
 
+    def keep_to(self, name: str, call: CallContext, serves: Callable[[str], bool]) -> None:
+        """Chooses the first model behind a route that `serves` accepts, without a fallback, if there is one."""
+        route = self._routes.get(name)
+        if route is None or name in call.routed:
+            return
+        call.client.check_model(name)
+        served = next((served for served in route.targets if serves(served.model)), None)
+        if served is not None:
+            call.routed[name] = Routed(served)
+
     def answered_by(self, model: str, fingerprint: str) -> None:
         self._catalogue.answered_by(model, fingerprint)
 
@@ -227,16 +237,19 @@ class Router:
         return name in self._routes or self._catalogue.lists(name)
 
 
-def _candidates(route: Route, name: str, version: str, wanted: str) -> list[ServedModel]:
+def _candidates(route: Route, name: str, version: str, call: CallContext) -> list[ServedModel]:
     """The models that may answer a call, in order: the one wanted, or one drawn by weight and those to fall back to."""
-    if wanted:
+    if wanted := call.header(CHOSEN_MODEL):
         found = next((served for served in route.targets if wanted in (served.model, str(served))), None)
         if found is None:
             raise InvalidRequestError(f"{CHOSEN_MODEL}: {wanted[:_SHOWN]!r} is none of the models behind {name!r}")
         return _of_version(name, version, [found])
     drawn = [target for target in route.split if version in ("", target.version or version)]
     if weights := [target.weight for target in drawn if target.weight]:
-        drawn = random.choices([target for target in drawn if target.weight], weights)  # noqa: S311
+        # A repeated request goes to the same model.
+        key = call.header(IDEMPOTENCY_KEY)
+        source = random.Random(f"{call.client.name}\0{key}") if key else random  # noqa: S311
+        drawn = source.choices([target for target in drawn if target.weight], weights)
     return _of_version(name, version, _served(*drawn, *route.fallback))
 
 

@@ -20,11 +20,12 @@ from services.transformer.frontends.grpc.generate_json import MAX_BODY_BYTES, re
 from services.transformer.generation.chunks import TextChunk
 from services.transformer.generation.pipeline import Pipeline
 from services.transformer.generation.requests import TextRequest
+from services.transformer.generation.resume_ids import ResumeIds, identity_of
 from services.transformer.processes.body_processes import SMALL_BYTES, BodyProcesses
 
 _PROTOCOL = "millrace.v1.TextGeneration/Generate"
 _REST_PROTOCOL = "millrace.rest.v1.TextGeneration/Generate"
-_NOT_SAMPLING = {"model", "prompt", "messages", "prompt_ids", "stop", "stop_token_ids", "request_id"}
+_NOT_SAMPLING = {"model", "prompt", "messages", "prompt_ids", "stop", "stop_token_ids", "request_id", "resume_from"}
 
 
 class TextGenerationServicer(millrace_pb2_grpc.TextGenerationServicer):
@@ -49,6 +50,9 @@ class TextGenerationServicer(millrace_pb2_grpc.TextGenerationServicer):
             check_request_id(request.request_id)
             check_message_count(len(request.messages))
             check_stop_count(len(request.stop))
+            body = _body(request)
+            identity = await identity_of(call, body, request.resume_from, has_ids=bool(body))
+            self._pipeline.route_to_weights(request.model, identity.resume, call)
         text_request = TextRequest(
             call=call,
             model=request.model,
@@ -57,15 +61,19 @@ class TextGenerationServicer(millrace_pb2_grpc.TextGenerationServicer):
             messages=[(message.role, message.content) for message in request.messages],
             sampling=_sampling(request),
             stop=tuple(request.stop),
+            default_seed=identity.seed,
+            resume=identity.resume,
         )
-        first = True
+        ids, first = ResumeIds(identity), True
         async with aclosing(self._pipeline.generate(text_request)) as chunks:
             async for chunk in chunks:
                 if first:
                     first = False
                     ttft = (TTFT_MS, f"{chunk.elapsed_s * 1000:.1f}")
                     context.set_trailing_metadata(((REQUEST_ID_METADATA, as_metadata(request_id)), ttft))
-                yield _response(chunk)
+                ids.take(chunk.fingerprint, chunk.token_ids)
+                if not chunk.repeated:
+                    yield _response(chunk, ids.id("" if chunk.finish_reason is None else "f"))
 
 
 class RestTextGenerationServicer(rest_pb2_grpc.TextGenerationServicer):
@@ -102,7 +110,18 @@ def _sampling(request: pb.GenerateRequest) -> dict[str, Any]:
     return given
 
 
-def _response(chunk: TextChunk) -> pb.GenerateResponse:
+def _body(request: pb.GenerateRequest) -> bytes:
+    """What two requests for the same answer have in common; empty for a request that is larger than any prompt."""
+    if request.ByteSize() > MAX_BODY_BYTES:
+        return b""
+    common = pb.GenerateRequest()
+    common.CopyFrom(request)
+    common.ClearField("request_id")
+    common.ClearField("resume_from")
+    return common.SerializeToString(deterministic=True)
+
+
+def _response(chunk: TextChunk, resume_id: str) -> pb.GenerateResponse:
     response = pb.GenerateResponse(text=chunk.text, token_ids=chunk.token_ids, logprobs=chunk.logprobs)
     for top in chunk.top_logprobs:
         response.top_logprobs.add(token_ids=[token_id for token_id, _ in top], logprobs=[value for _, value in top])
@@ -110,6 +129,8 @@ def _response(chunk: TextChunk) -> pb.GenerateResponse:
         response.finish_reason = chunk.finish_reason
     if chunk.predictor:
         response.predictor = chunk.predictor
+    if resume_id:
+        response.resume_id = resume_id
     if chunk.usage is not None:
         response.usage.CopyFrom(chunk.usage)
     return response

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import random
-import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, ParamSpec
 
 import orjson
@@ -16,11 +15,12 @@ from google.api.httpbody_pb2 import HttpBody
 from millrace_protos.millrace_pb2 import Usage
 from services.transformer.frontends.http import EVENTS, event, json_body
 from services.transformer.frontends.openai.answers import Format, usage_of, usage_so_far
-from services.transformer.frontends.openai.choices import generate_all
+from services.transformer.frontends.openai.choices import generate_all, seeded
 from services.transformer.frontends.openai.generation_requests import GenerationRequest
 from services.transformer.generation.chunks import TextChunk
 from services.transformer.generation.pipeline import Pipeline
 from services.transformer.generation.requests import TextRequest
+from services.transformer.generation.resume_ids import AnswerIdentity, ResumeIds
 
 _DONE = b"data: [DONE]\n\n"
 # Numbers of a scored prompt that are written at once; more of them take longer than others should wait.
@@ -38,11 +38,19 @@ async def _written(first: TextChunk, write: Callable[_P, dict[str, Any]], *given
 
 
 async def answer(
-    pipeline: Pipeline, generations: Sequence[TextRequest], request: GenerationRequest, shape: Format
+    pipeline: Pipeline,
+    generations: Sequence[TextRequest],
+    request: GenerationRequest,
+    shape: Format,
+    identity: AnswerIdentity,
 ) -> AsyncGenerator[HttpBody, None]:
-    """Runs the generations, one a choice, and writes what they make; closing the generator cancels them."""
-    answer_id = f"{shape.id_prefix}-{random.getrandbits(128):032x}"
-    head = {"id": answer_id, "created": int(time.time()), "model": request.model}
+    """Runs the generations, one a choice, and writes what they make; closing the generator cancels them.
+
+    Where the client has a part of the answer, only the rest is written.
+    """
+    head = {"id": f"{shape.id_prefix}-{identity.answer_id}", "created": identity.created, "model": request.model}
+    resume = identity.resume
+    generations = [replace(one, resume=resume) for one in seeded(generations, identity.seed)]
     async with aclosing(generate_all(pipeline, generations)) as chunks:
         if not request.stream:
             made: list[list[TextChunk]] = [[] for _ in generations]
@@ -61,27 +69,40 @@ async def answer(
         usage: dict[str, Any] = {"usage": None} if request.include_usage else {}
         continuous_usage = request.continuous_usage
         plain = _PlainEvents(head, usage, shape)
+        # An id counts the tokens of one answer.
+        is_single = len(generations) == 1 and not generations[0].prompt_only
+        ids = ResumeIds(identity) if identity.has_ids and is_single else None
         running, last = len(generations), b""
         async for index, chunk in chunks:
             usages[index] = chunk.usage or usages[index]
             completion_tokens[index] += len(chunk.token_ids)
             is_first = index not in begun
+            if ids is not None:
+                ids.take(chunk.fingerprint, chunk.token_ids)
             # Text that is held back makes no event of its own, unless its tokens have log probabilities to report.
-            if not (is_first or continuous_usage or chunk.logprobs or chunk.finish_reason is not None):
+            # What is repeated makes none either, but is counted.
+            if chunk.repeated:
+                begun.add(index)
+                await _written(chunk, shape.chunk, index, chunk, is_first)
+                running -= chunk.finish_reason is not None
+            elif not (is_first or continuous_usage or chunk.logprobs or chunk.finish_reason is not None):
                 if chunk.text:
-                    yield HttpBody(content_type=EVENTS, data=plain.event(index, chunk.text))
+                    line = b"" if ids is None else ids.line()
+                    yield HttpBody(content_type=EVENTS, data=line + plain.event(index, chunk.text))
             elif is_first or chunk.text or chunk.finish_reason is not None or chunk.logprobs:
                 begun.add(index)
                 choice = await _written(chunk, shape.chunk, index, chunk, is_first)
                 if continuous_usage:
                     usage["usage"] = usage_so_far(chunk.prompt_tokens, completion_tokens[index])
-                written = event(head | {"choices": [choice]} | usage)
+                line = b"" if ids is None else ids.line("" if chunk.finish_reason is None else "f")
+                written = line + event(head | {"choices": [choice]} | usage)
                 running -= chunk.finish_reason is not None
                 if running:
                     yield HttpBody(content_type=EVENTS, data=written)
                 else:
                     last = written  # It goes out together with what follows it at once.
-        if request.include_usage:
+        if request.include_usage and (resume is None or resume.stage != "u"):
+            last += b"" if ids is None else ids.line("u")
             last += event(head | {"choices": [], "usage": usage_of(usages, request.n)})
         yield HttpBody(content_type=EVENTS, data=last + _DONE)
 

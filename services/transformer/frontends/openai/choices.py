@@ -1,7 +1,7 @@
 """Several generations of one request, side by side: each choice is one, with a seed of its own.
 
 The first choice has the seed given, choice i of the others a hash of (seed, i), so that the same
-request gives the same choices. Without a seed every choice draws its own.
+request gives the same choices. Without a seed they have those of the answer's own.
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ def choices_of(request: TextRequest, n: int) -> list[TextRequest]:
     if n == 1 or not is_seed:  # What is none is refused later.
         return [request] * n
     return [replace(request, sampling={**request.sampling, "seed": choice_seed(seed, i)}) for i in range(n)]
+
+
+def seeded(requests: Sequence[TextRequest], seed: int) -> list[TextRequest]:
+    """The requests of an answer, those without a seed with one made of the answer's own."""
+    return [replace(request, default_seed=choice_seed(seed, index)) for index, request in enumerate(requests)]
 
 
 async def generate_all(

@@ -20,7 +20,7 @@ from millrace.rpc.admission import call_metadata
 from millrace.rpc.call_context import CallContext, call_context
 from millrace.rpc.handlers import Context
 from millrace_protos import rest_pb2, rest_pb2_grpc
-from services.transformer.frontends.http import JSON, PLAIN, Body, Header, KeepAlive, json_body, rest_errors
+from services.transformer.frontends.http import EVENTS, JSON, PLAIN, Body, Header, KeepAlive, json_body, rest_errors
 from services.transformer.frontends.openai.answers import ChatFormat, CompletionFormat, Echoes
 from services.transformer.frontends.openai.bodies import answer
 from services.transformer.frontends.openai.choices import choices_of
@@ -30,6 +30,7 @@ from services.transformer.frontends.openai.generation_requests import (
     COMPLETION_MAX_TOKENS,
     ChatCompletionRequest,
     CompletionRequest,
+    GenerationRequest,
 )
 from services.transformer.frontends.openai.models import Kind, OpenAIModels
 from services.transformer.frontends.openai.requests import IGNORED_FIELDS, MAX_BODY_BYTES, RequestT, parse, parse_large
@@ -37,9 +38,12 @@ from services.transformer.frontends.openai.text_requests import DetokenizeReques
 from services.transformer.frontends.openai.tokenizing import detokenize, tokenize, tokenizer_of
 from services.transformer.generation.pipeline import Pipeline
 from services.transformer.generation.requests import TextRequest
+from services.transformer.generation.resume_ids import AnswerIdentity, identity_of
 from services.transformer.processes.body_processes import SMALL_BYTES, BodyProcesses
 from services.transformer.routing.router import Router
 from services.transformer.text.tokenizer import TextTokenizer
+
+_LAST_EVENT_ID = "last-event-id"
 
 
 class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
@@ -85,6 +89,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
         parsed = await self._read(CompletionRequest, request, call, "generation")
         if ignored := parsed.ignored_fields():
             yield Header(IGNORED_FIELDS, ", ".join(ignored))
+        identity = await self._identity(call, request, parsed)
         if parsed.stream:
             yield KeepAlive(self._keep_alive_s)
         echoes = tokens = None
@@ -113,7 +118,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
             )
         ]
         shape = CompletionFormat(echoes, tokens)
-        async with aclosing(answer(self._pipeline, generations, parsed, shape)) as bodies:
+        async with aclosing(answer(self._pipeline, generations, parsed, shape, identity)) as bodies:
             async for body in bodies:
                 yield body
 
@@ -123,6 +128,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
         parsed = await self._read(ChatCompletionRequest, request, call, "generation")
         if ignored := parsed.ignored_fields():
             yield Header(IGNORED_FIELDS, ", ".join(ignored))
+        identity = await self._identity(call, request, parsed)
         if parsed.stream:
             yield KeepAlive(self._keep_alive_s)
         generations = choices_of(
@@ -140,7 +146,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
         )
         tokens = (await self._tokenizer(call, parsed.model)).token_bytes if parsed.logprobs else None
         shape = ChatFormat(tokens)
-        async with aclosing(answer(self._pipeline, generations, parsed, shape)) as bodies:
+        async with aclosing(answer(self._pipeline, generations, parsed, shape, identity)) as bodies:
             async for body in bodies:
                 yield body
 
@@ -185,6 +191,18 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
             parsed = await self._parsed(cls, request, call)
             parsed.model = self._models.resolve(parsed.model, kind, call.client)
             return parsed
+
+    async def _identity(self, call: CallContext, request: HttpBody, parsed: GenerationRequest) -> AnswerIdentity:
+        """The identity of the answer; one that the client has in part keeps to its model.
+
+        Events have ids for clients that ask for server-sent events by `Accept`, as those do that reconnect by
+        themselves. Many others take every line of a stream for data.
+        """
+        has_ids = parsed.stream and EVENTS in call.header("accept")
+        with self._pipeline.recording_refusals(call, parsed.model):
+            identity = await identity_of(call, request.data, call.header(_LAST_EVENT_ID), has_ids=has_ids)
+            self._pipeline.route_to_weights(parsed.model, identity.resume, call)
+        return identity
 
     async def _parsed(self, cls: type[RequestT], request: HttpBody, call: CallContext) -> RequestT:
         """The request in a body; see `parse`."""

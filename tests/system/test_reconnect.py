@@ -1,0 +1,234 @@
+"""A client whose stream was cut continues at another gateway and transformer: nothing is lost, nothing comes twice.
+
+The second stack has no predictor of its own, but those of the first.
+"""
+
+import asyncio
+import http.client
+import json
+import random
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from millrace.rpc.call_context import CallContext
+from millrace_protos import millrace_pb2, millrace_pb2_grpc
+from services.transformer.generation.resume_ids import MAX_AGE_S, ResumeIds, identity_of
+from tests.support.events import read_events
+from tests.support.full import FULL
+from tests.support.weights import copy_with_other_weights
+from tests.system.calls import channel, generate, http_request, rest, text_of
+from tests.system.payload_log import records
+from tests.waiting import until
+
+MODELS = "storyteller=models/storyteller"
+STREAMS = 200 if FULL else 12
+AT_ONCE = 16
+TOKENS, PACE = 40, 100
+EVENTS = {"accept": "text/event-stream"}
+KINDS = (
+    {"temperature": 0},
+    {"temperature": 1.3, "seed": 11},
+    {"temperature": 1.0},
+    {"temperature": 1.5, "stop": [" the", "."]},
+    {"temperature": 1.0, "logprobs": 2, "stream_options": {"include_usage": True}},
+)
+
+
+@pytest_asyncio.fixture(scope="module")
+async def sides(stacks):
+    """Two stacks with the same two predictors."""
+    one = {"models": MODELS, "predictors": 2, "environment": {"predictor": {"PREDICTOR_DTYPE": "fp32"}}}
+    async with stacks.use(**one) as first:
+        endpoints = ",".join(f"127.0.0.1:{port}" for port in first.settings.predictor_ports)
+        limits = {"transformer": {"TRANSFORMER_PREDICTOR_START_WAIT": "60"}}
+        async with stacks.use(models=MODELS, predictors=0, predictor_endpoints=endpoints, environment=limits) as second:
+            yield first, second
+
+
+def cut_stream(gateway, body, events, headers):
+    """The first events of a stream, whose connection then breaks; blocks."""
+    host, _, port = gateway.rpartition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=60)
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json", **headers})
+        response, came = connection.getresponse(), b""
+        while len(read_events(came)) < events and (piece := response.read1(512)):
+            came += piece
+        assert response.status == 200, came
+        return came
+    finally:
+        connection.close()
+
+
+def answer_of(bodies):
+    """Text, tokens of log probabilities, finish reason and end of an answer that came in several streams."""
+    text, tokens, ends, heads = "", [], [], set()
+    for event in [event for body in bodies for event in read_events(body)]:
+        if event.data == "[DONE]":
+            ends.append(event.data)
+            continue
+        chunk = json.loads(event.data)
+        heads.add((chunk["id"], chunk["created"]))
+        for choice in chunk["choices"]:
+            text += choice["text"]
+            logprobs = choice["logprobs"] or {"tokens": (), "token_logprobs": (), "text_offset": ()}
+            tokens += zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["text_offset"], strict=True)
+            ends += [choice["finish_reason"]] if choice["finish_reason"] else []
+        if not chunk["choices"]:
+            ends.append(chunk["usage"]["completion_tokens"])
+    assert len(heads) == 1
+    return text, tokens, ends
+
+
+async def cut_and_continued(sides, body, cuts, number):
+    """An answer whose connection breaks after so many events each time."""
+    headers, bodies = {**EVENTS, "idempotency-key": f"cut {number}"}, []
+    for times, count in enumerate(cuts):
+        side = sides[times % len(sides)]
+        bodies.append(await asyncio.to_thread(cut_stream, side.gateway, body, count, headers))
+        came = [event for body in bodies for event in read_events(body)]
+        if came and came[-1].data == "[DONE]":
+            return answer_of(bodies)
+        if came:
+            headers = {**EVENTS, "last-event-id": came[-1].id}
+    last = await asyncio.to_thread(http_request, sides[-1].gateway, "POST", "/v1/completions", body, headers)
+    assert last.status == 200, last.body
+    return answer_of([*bodies, last.body])
+
+
+async def cut_at_random(sides, prefix, source, disturb=None):
+    """Checks many streams, each cut at random events, against undisturbed ones with the same key."""
+    places = asyncio.Semaphore(AT_ONCE)
+
+    async def check(number):
+        body = {"model": "storyteller", "prompt": f"Once upon a time {number}", "max_tokens": TOKENS, "stream": True}
+        body |= {"pace": PACE, "ignore_eos": True, **KINDS[number % len(KINDS)]}
+        cuts = [source.randrange(1, TOKENS // 2) for _ in range(source.randint(1, 3))]
+        async with places:
+            came = await cut_and_continued(sides, body, cuts, f"{prefix} {number}")
+            key = {"idempotency-key": f"cut {prefix} {number}"}
+            whole = await asyncio.to_thread(http_request, sides[0].gateway, "POST", "/v1/completions", body, key)
+        assert came == answer_of([whole.body]), (number, cuts)
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(STREAMS):
+            group.create_task(check(number))
+        if disturb is not None:
+            group.create_task(disturb())
+
+
+async def test_streams_cut_at_random_continue_exactly_at_another_transformer(sides):
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    await cut_at_random(sides, "quiet", random.Random(seed))
+
+
+async def test_streams_continue_while_predictors_die(sides):
+    first, _ = sides
+
+    async def kill():
+        for name in ("predictor-0", "predictor-1"):
+            await asyncio.sleep(0.5)
+            await first.kill(name, signal.SIGKILL)
+            await first.wait_ready(timeout_s=60)
+
+    await cut_at_random(sides, "killed", random.Random(3), kill)
+
+
+@pytest.mark.parametrize("kind", range(len(KINDS)))
+async def test_tokens_on_record_are_not_generated_again(sides, kind):
+    first, _ = sides
+    name = f"on record {kind}"
+    body = {"model": "storyteller", "prompt": "Once", "max_tokens": TOKENS, "stream": True, "pace": PACE}
+    body |= {"ignore_eos": True, **KINDS[kind]}
+    headers = {**EVENTS, "x-request-id": name, "idempotency-key": name}
+    part = await asyncio.to_thread(cut_stream, first.gateway, body, 4, headers)
+    id = read_events(part)[-1].id
+    await records(first.gateway, request_id=name)
+    headers = {"x-request-id": name, "last-event-id": id}
+    rest_of_it = await asyncio.to_thread(http_request, first.gateway, "POST", "/v1/completions", body, headers)
+    key = {"idempotency-key": name}
+    whole = await asyncio.to_thread(http_request, first.gateway, "POST", "/v1/completions", body, key)
+    assert answer_of([part, rest_of_it.body]) == answer_of([whole.body])
+    newest, oldest = await records(first.gateway, 2, request_id=name)
+    assert (newest.resumes, oldest.resumes) == (1, 0)
+
+
+async def test_generate_continues_at_another_gateway_by_grpc_and_by_rest(sides):
+    first, second = sides
+    fields = {"model": "storyteller", "prompt": "Once upon a time", "max_tokens": TOKENS, "ignore_eos": True}
+    fields |= {"temperature": 1.2, "logprobs": True, "pace": PACE}
+    ids, text, logprobs = [], "", []
+    async with channel(first.gateway) as open_channel:
+        request = millrace_pb2.GenerateRequest(request_id="cut", **fields)
+        stream = millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=60)
+        async for response in stream:
+            ids += response.token_ids
+            logprobs += response.logprobs
+            text += response.text
+            if len(ids) >= 10:
+                break
+        stream.cancel()
+    count, resume_id = len(ids), response.resume_id
+    rest_of_it = await generate(second.gateway, request_id="continued", resume_from=resume_id, **fields)
+    ids += [token_id for response in rest_of_it for token_id in response.token_ids]
+    logprobs += [value for response in rest_of_it for value in response.logprobs]
+    assert len(ids) == len(logprobs) == TOKENS
+    assert rest_of_it[-1].usage.completion_tokens == TOKENS
+
+    answer = await rest(second.gateway, "POST", "/millrace/v1/generate", fields | {"resume_from": resume_id})
+    lines = [json.loads(line) for line in answer.body.splitlines()]
+    assert [i for line in lines for i in line.get("token_ids", ())] == ids[count:]
+    assert "".join(line.get("text", "") for line in lines) == text_of(rest_of_it)
+
+    # The record has what was computed: replay compares it token by token.
+    [record] = await records(second.gateway, request_id="continued")
+    assert [i for chunk in record.chunks for i in chunk.token_ids] == ids
+    assert record.text == text + text_of(rest_of_it)
+    assert json.loads(record.parameters)["resumes_after"] == count
+    # The client of the first call left, which cancelled it.
+    await until(lambda: was_cancelled(first, "cut"))
+
+
+async def was_cancelled(stack, request_id):
+    found = await records(stack.gateway, request_id=request_id)
+    return [record.status for record in found] == ["CANCELLED"]
+
+
+async def test_ids_that_are_wrong_or_too_old_are_refused(sides):
+    _, second = sides
+    body = {"model": "storyteller", "prompt": "Once", "max_tokens": TOKENS, "stream": True}
+    identity = await identity_of(CallContext("", ""), json.dumps(body).encode(), has_ids=True)
+    ids = ResumeIds(replace(identity, created=int(time.time()) - 2 * MAX_AGE_S))
+    ids.take("0" * 32, [1])
+    old = ids.id().rpartition(".")[0] + ".0"
+    for id, other, status, code in (
+        (old, {}, 410, "failed_precondition"),
+        (old, {"top_k": 3}, 400, "invalid_argument"),
+        ("7", {}, 400, "invalid_argument"),
+    ):
+        answer = await rest(second.gateway, "POST", "/v1/completions", body | other, last_event_id=id)
+        assert (answer.status, answer.headers["x-failed-hop"]) == (status, "transformer")
+        assert answer.json["error"]["code"] == code
+        assert answer.json["error"]["type"] == "invalid_request_error"
+
+
+async def test_an_answer_of_weights_that_are_gone_ends_with_a_clear_error(sides, new_stack, tmp_path_factory):
+    updated = copy_with_other_weights(Path("models/storyteller"), tmp_path_factory.mktemp("weights") / "updated")
+    changed = await new_stack(
+        models=f"storyteller={updated}",
+        environment={
+            "predictor": {"PREDICTOR_DTYPE": "fp32"},
+            "transformer": {"TRANSFORMER_PREDICTOR_START_WAIT": "1"},
+        },
+    )
+    body = {"model": "storyteller", "prompt": "Once", "max_tokens": TOKENS, "stream": True, "pace": PACE}
+    [one, *_] = read_events(await asyncio.to_thread(cut_stream, sides[0].gateway, body, 1, EVENTS))
+    answer = await rest(changed.gateway, "POST", "/v1/completions", body, last_event_id=one.id)
+    assert (answer.status, answer.headers["x-failed-hop"]) == (502, "predictor")
+    assert "the model's weights have changed" in answer.json["error"]["message"]
