@@ -66,6 +66,7 @@ LOGGER = (
     ("services.logger.command",),
     ("services.logger.backup", "services.logger.export", "services.logger.sinks"),
     ("services.logger.tails",),
+    ("services.logger.shared_tails",),
     ("services.logger.gateway_calls", "services.logger.servicer"),
     ("services.logger.__main__",),
 )
