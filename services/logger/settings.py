@@ -74,6 +74,17 @@ class LoggerSettings(ServiceSettings):
             "Comma list of http(s) URLs that receive every record as CloudEvents; write a comma in a URL as %2C."
         ),
     )
+    gen_ai_url: str = Field(
+        "",
+        pattern=r"^((grpcs?://[^/?#]+)|(https?://.+))?$",
+        description=(
+            "OTLP receiver of every generation as a span with `gen_ai.*` attributes, prompts and answers included: "
+            "`grpc://host:4317`, `grpcs://host:4317` with TLS, or the URL of an HTTP receiver, `https://host/v1/traces`."
+        ),
+    )
+    gen_ai_headers: SecretStr = Field(
+        SecretStr(""), description="Headers for that receiver, as in OTEL_EXPORTER_OTLP_HEADERS: `name=value,…`."
+    )
     sink_from: Literal["now", "beginning"] = Field(
         "now", description="Start of a sink without a position: now, or beginning for the oldest record."
     )

@@ -1,6 +1,6 @@
 """Sinks: receivers of every record of the store, each at its own pace.
 
-`runner.py` delivers records to a sink; `cloud_events.py` implements one.
+`runner.py` delivers records to a sink; `cloud_events.py` and `otlp.py` implement sinks.
 """
 
 from __future__ import annotations
@@ -55,6 +55,11 @@ def _sinks(settings: LoggerSettings) -> Iterator[Sink]:
             timeout_s=settings.sink_timeout_s,
             connections=settings.sink_concurrency,
         )
+    if settings.gen_ai_url:
+        from services.logger.sinks.otlp import otlp_sink
+
+        headers = settings.gen_ai_headers.get_secret_value()
+        yield otlp_sink(settings.gen_ai_url, headers, settings.sink_timeout_s, settings.sink_concurrency)
 
 
 def observe_sinks(sinks: Mapping[str, SinkRunner], meter: Meter | None = None) -> None:
