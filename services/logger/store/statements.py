@@ -55,7 +55,7 @@ def each(connection: sql.Connection, values: Iterable[int | str]) -> Any:
     return list(values) if is_postgresql(connection) else json.dumps(list(values))
 
 
-def insert(connection: sql.Connection, into: sql.Table, columns: Sequence[str], rows: Sequence[Row]) -> None:
+def insert(connection: sql.Connection, into: sql.Table, columns: tuple[str, ...], rows: Sequence[Row]) -> None:
     """Inserts rows in their order, many in one statement.
 
     SQLite's driver reacquires the interpreter's lock after each statement, which can take long while the event loop is
@@ -66,31 +66,34 @@ def insert(connection: sql.Connection, into: sql.Table, columns: Sequence[str], 
     if is_postgresql(connection):
         _insert_lists(connection, into, columns, rows)
         return
-    row = f"({', '.join('?' * len(columns))})"
     begin = 0
     for size in _SIZES:
         while len(rows) - begin >= size:
             some = rows[begin : begin + size]
             begin += size
-            values = ", ".join([row] * size)
-            statement = f"INSERT INTO {into.name} ({', '.join(columns)}) VALUES {values}"  # noqa: S608
-            connection.exec_driver_sql(statement, tuple(chain.from_iterable(some)))
+            connection.exec_driver_sql(_insert_rows(into.name, columns, size), tuple(chain.from_iterable(some)))
 
 
 def upsert(
-    connection: sql.Connection, into: sql.Table, columns: Sequence[str], rows: Sequence[Row], on_conflict: str
+    connection: sql.Connection, into: sql.Table, columns: tuple[str, ...], rows: Sequence[Row], on_conflict: str
 ) -> None:
     """Inserts rows, at least one, with different keys, or does what `on_conflict` says with the row that is there."""
     if is_postgresql(connection):
         _insert_lists(connection, into, columns, rows, on_conflict)
         return
-    values = ", ".join("?" * len(columns))
-    statement = f"INSERT INTO {into.name} ({', '.join(columns)}) VALUES ({values}) {on_conflict}"  # noqa: S608
-    connection.exec_driver_sql(statement, list(rows))
+    connection.exec_driver_sql(_insert_rows(into.name, columns, 1, on_conflict), list(rows))
+
+
+@lru_cache
+def _insert_rows(into: str, columns: tuple[str, ...], count: int, on_conflict: str = "") -> str:
+    """SQLite's statement for a number of rows."""
+    row = f"({', '.join('?' * len(columns))})"
+    values = ", ".join([row] * count)
+    return f"INSERT INTO {into} ({', '.join(columns)}) VALUES {values} {on_conflict}"  # noqa: S608
 
 
 def _insert_lists(
-    connection: sql.Connection, into: sql.Table, columns: Sequence[str], rows: Sequence[Row], on_conflict: str = ""
+    connection: sql.Connection, into: sql.Table, columns: tuple[str, ...], rows: Sequence[Row], on_conflict: str = ""
 ) -> None:
     lists = ", ".join(f"%s::{_type_of(into.c[name])}" for name in columns)
     statement = f"INSERT INTO {into.name} ({', '.join(columns)}) SELECT * FROM unnest({lists}) {on_conflict}"  # noqa: S608
