@@ -20,8 +20,9 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, Instr
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
 
+from millrace.payload.records import answer_of
 from millrace_protos.millrace_pb2 import PayloadRecord
-from services.logger.export.generations import answer_of, output_tokens
+from services.logger.export.generations import output_tokens
 
 Value: TypeAlias = str | int | float | Sequence[str]
 
