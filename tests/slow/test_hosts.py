@@ -61,10 +61,9 @@ class Predictor:
             async with started as self._running:
                 self.serves.set()
                 await self._running.process.wait()
-                self.serves.clear()
 
     async def kill(self):
-        await asyncio.wait_for(self.serves.wait(), BACK_S)
+        self.serves.clear()
         self._running.process.send_signal(signal.SIGKILL)
 
 
