@@ -208,7 +208,7 @@ async def test_cached_prefixes_are_shared_within_a_client_only(engine):
 
 
 async def test_the_fingerprint_is_another_engines(loaded):
-    assert loaded.engine.description["engine"].startswith("vllm ")
+    assert loaded.engine.description["runner"].startswith("vllm ")
     assert len(loaded.fingerprint) == 32
     assert loaded.fingerprint != fingerprint_of(FOLDER, loaded.dtype, True)
 

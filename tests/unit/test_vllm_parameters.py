@@ -82,6 +82,8 @@ def test_arguments_follow_from_the_settings_and_may_replace_them():
         "max_num_seqs": 7,
         "max_num_batched_tokens": 16,
         "gpu_memory_utilization": 0.85,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
         "max_model_len": 99,
         "kv_cache_memory_bytes": 1 << 20,
     }

@@ -17,6 +17,8 @@ from services.predictor.engine_process.lineage import die_with
 
 def main(connection: socket.socket, parent: int) -> None:
     die_with(parent)
+    # It was inherited; a process that held it too would hide the end of this one.
+    connection.set_inheritable(False)
     if importlib.util.find_spec("vllm") is None:
         error = f"{sys.executable} has no vLLM: install it there, or set PREDICTOR_VLLM_PYTHON"
         connection.sendall(framed(engine_pb2.EngineFrame(startup_error=error).SerializeToString()))

@@ -175,6 +175,7 @@ class VllmComputer:
                 sequence.cached_tokens = min(request.cached_tokens, len(sequence.request.input_ids))
                 statistics.cached_tokens += sequence.cached_tokens
             scores = _prompt_logprobs(sequence, request.prompt)
+            request.prompt = []
         tokens = 1 if sequence.request.sampling.pace else len(request.tokens)
         for number in range(tokens):
             token = request.tokens.popleft()

@@ -40,6 +40,7 @@ _ENVIRONMENT = {
     "VLLM_DO_NOT_TRACK": "1",
     "VLLM_CONFIGURE_LOGGING": "0",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # This process has threads.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "HF_HUB_OFFLINE": "1",
 }
@@ -70,9 +71,7 @@ def load_vllm(launch: engine_pb2.EngineLaunch, flush: Callable[[], None]) -> Loa
     config = read_config(folder, "config.json")
     if config.get("is_encoder_decoder"):
         raise StartupError(f"model {name}: the engine vllm serves decoders only; set PREDICTOR_ENGINE for this model")
-    backend = settings.vllm_arguments.get("distributed_executor_backend")
-    eager = _EAGER if settings.vllm_arguments.get("enforce_eager") else {}
-    for variable, value in (_ENVIRONMENT | eager | (_ONE_HOST if backend != "ray" else {})).items():
+    for variable, value in _environment(settings.vllm_arguments).items():
         os.environ.setdefault(variable, value)
     if settings.log_level != "DEBUG":
         logging.getLogger("vllm").setLevel(logging.WARNING)
@@ -111,7 +110,8 @@ def load_vllm(launch: engine_pb2.EngineLaunch, flush: Callable[[], None]) -> Loa
         settings.step_timeout,
         flush,
     )
-    engine.description |= {"engine": version, "engine_arguments": json.dumps(settings.vllm_arguments, sort_keys=True)}
+    given = json.dumps(settings.vllm_arguments, sort_keys=True)
+    engine.description["engine_arguments"] = given
     dtype = str(facts.dtype).removeprefix("torch.")
     logger.info("model %s: %s, %s on %s, context %d, %d blocks", name, version, dtype, device, context, blocks)
     return LoadedGeneration(
@@ -122,8 +122,13 @@ def load_vllm(launch: engine_pb2.EngineLaunch, flush: Callable[[], None]) -> Loa
         defaults_of(generation, is_encoder_decoder=False),
         engine,
         # Other arguments may mean other numbers: another quantisation, another order of sums on several devices.
-        fingerprint_of(folder, dtype, launch.is_local, sampler=f"{version} {engine.description['engine_arguments']}"),
+        fingerprint_of(folder, dtype, launch.is_local, sampler=f"{version} {given}"),
     )
+
+
+def _environment(arguments: dict[str, Any]) -> dict[str, str]:
+    several_hosts = arguments.get("distributed_executor_backend") == "ray" or "nnodes" in arguments
+    return _ENVIRONMENT | (_EAGER if arguments.get("enforce_eager") else {}) | ({} if several_hosts else _ONE_HOST)
 
 
 def _start(name: str, folder: Path, arguments: dict[str, Any]) -> Any:
@@ -131,9 +136,7 @@ def _start(name: str, folder: Path, arguments: dict[str, Any]) -> Any:
     import vllm
 
     try:
-        args = vllm.EngineArgs(
-            model=str(folder), served_model_name=name, skip_tokenizer_init=True, disable_log_stats=True, **arguments
-        )
+        args = vllm.EngineArgs(model=str(folder), served_model_name=name, skip_tokenizer_init=True, **arguments)
         return vllm.LLMEngine.from_engine_args(args)
     except ValidationError as error:
         first = error.errors()[0]

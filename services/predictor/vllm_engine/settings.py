@@ -54,6 +54,8 @@ def engine_arguments(
         "max_num_seqs": settings.max_running,
         "max_num_batched_tokens": max(settings.step_tokens, settings.max_running),
         "gpu_memory_utilization": max(0.0, settings.gpu_memory_share - memory_elsewhere),
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
     }
     if settings.max_context:
         arguments["max_model_len"] = settings.max_context
