@@ -168,11 +168,11 @@ $(RUN_DEPENDENCIES): pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing into $(VENV), once: about 2 minutes, 1.9 GB on disk"
 	@$(PIP) torch --no-index --no-deps '$(TORCH)' 2>/dev/null \
 	  || $(PIP) torch --no-deps $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
-	@$(PIP) packages -c constraints.txt -e '.[transformer,predictor,logger,runner]'
+	@$(PIP) packages -c constraints.txt -e '.[transformer,predictor,logger,postgres,runner]'
 	@touch $@
 
 $(DEV_DEPENDENCIES): $(RUN_DEPENDENCIES)
-	@$(PIP) "packages for development" -c constraints.txt -e '.[transformer,predictor,logger,runner,loadtest,dev]'
+	@$(PIP) "packages for development" -c constraints.txt -e '.[transformer,predictor,logger,postgres,runner,loadtest,dev]'
 	@touch $@
 
 # matplotlib draws the knee's picture.

@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BeforeValidator, ByteSize, Field, ValidationError
+from pydantic import BeforeValidator, ByteSize, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from millrace.errors import StartupError
@@ -117,7 +117,12 @@ def load(cls: type[SettingsT], program: str) -> SettingsT:
         first = error.errors()[0]
         field = str(first["loc"][0]) if first["loc"] else ""
         name = field if field in known else f"{prefix}{field}".upper()
-        raise StartupError(f"{name}={first['input']}: {first['msg'].removeprefix('Value error, ')}") from None
+        given = "" if field in cls.model_fields and _is_secret(cls.model_fields[field].annotation) else first["input"]
+        raise StartupError(f"{name}={given}: {first['msg'].removeprefix('Value error, ')}") from None
+
+
+def _is_secret(annotation: Any) -> bool:
+    return annotation is SecretStr or any(map(_is_secret, get_args(annotation)))
 
 
 def _environment_names(cls: type[ServiceSettings]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""`python3 requirements_of.py EXTRA < pyproject.toml`: what one extra needs, a requirement a line.
+"""`python3 requirements_of.py EXTRA… < pyproject.toml`: what the extras need, a requirement a line.
 
 For the Dockerfiles, which install the packages before there is any code.
 """
@@ -9,7 +9,8 @@ import tomllib
 
 def main() -> None:
     project = tomllib.load(sys.stdin.buffer)["project"]
-    for requirement in (*project["dependencies"], *project["optional-dependencies"][sys.argv[1]]):
+    extras = project["optional-dependencies"]
+    for requirement in (*project["dependencies"], *(one for name in sys.argv[1:] for one in extras[name])):
         sys.stdout.write(f"{requirement}\n")
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.payload.ids import REPLAY_PREFIX, is_replay
+from millrace.payload.records import answer_of, was_generated
 from millrace.sampling import SamplingParameters
 from millrace_protos.millrace_pb2 import GenerateRequest, PayloadRecord
 
@@ -79,7 +80,7 @@ def select(record: PayloadRecord, from_text: bool = False) -> LoggedStream | str
         request_id=record.request_id,
         request=request,
         token_ids=ids,
-        text=record.text or "".join(chunk.text for chunk in record.chunks),
+        text=answer_of(record),
         finish_reason=record.finish_reason,
         is_whole=is_whole,
         is_paced=sampling.pace > 0,
@@ -93,7 +94,7 @@ def _reason(record: PayloadRecord, ids: tuple[int, ...]) -> str:
     """Why the record cannot be replayed; empty if nothing is missing."""
     if is_replay(record.request_id):
         return REPLAY
-    if not (record.sampling or ids or record.HasField("engine_ms")):
+    if not was_generated(record):
         return NOT_A_GENERATION
     if record.incomplete:
         return INCOMPLETE

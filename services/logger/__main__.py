@@ -15,9 +15,11 @@ from millrace_protos import millrace_pb2_grpc
 from services.logger.gateway_calls import GatewayCalls
 from services.logger.servicer import PAYLOAD_LOG, PayloadIngestServicer, PayloadLogServicer
 from services.logger.settings import LoggerSettings
+from services.logger.shared_tails import SharedTails
 from services.logger.sinks import observe_sinks, start_sinks
+from services.logger.store.opening import open_store
 from services.logger.store.retention import Retention
-from services.logger.store.store import SqliteStore
+from services.logger.store.store import Store
 from services.logger.tails import Tails
 
 _PROBE_S = 5.0
@@ -26,9 +28,9 @@ _PROBE_S = 5.0
 async def serve(settings: LoggerSettings) -> None:
     """Serves the payload log until SIGTERM."""
     server = Server.of("logger", settings, [PAYLOAD_LOG])
-    store = SqliteStore(settings.database, settings.fsync)
+    store = open_store(settings)
     server.at_stop(store.close)
-    tails = Tails()
+    tails = _tails(server, store)
     ingest = PayloadIngestServicer(store, tails, server.stopping)
     PayloadLogServicer(store, tails).add_to(server.grpc)
     millrace_pb2_grpc.add_PayloadIngestServicer_to_server(ingest, server.grpc)
@@ -45,7 +47,15 @@ async def serve(settings: LoggerSettings) -> None:
     await server.run()
 
 
-async def _report_health(server: Server, store: SqliteStore) -> None:
+def _tails(server: Server, store: Store) -> Tails:
+    if not store.is_shared:
+        return Tails()
+    tails = SharedTails()
+    server.own("following of other loggers", tails.follow(store))
+    return tails
+
+
+async def _report_health(server: Server, store: Store) -> None:
     try:
         await store.check()
         answers = True
@@ -55,7 +65,7 @@ async def _report_health(server: Server, store: SqliteStore) -> None:
         await server.set_serving(name, answers)
 
 
-async def _probe(server: Server, store: SqliteStore) -> None:
+async def _probe(server: Server, store: Store) -> None:
     while True:
         await asyncio.sleep(_PROBE_S)
         await _report_health(server, store)

@@ -164,6 +164,9 @@ def _write_through(folder: Path) -> None:
 
 def _run(command: str, options: argparse.Namespace) -> str:
     database = database_of(options.database)
+    if not isinstance(database, Path):
+        tool = "pg_dump --format=custom" if command == "backup" else "pg_restore"
+        raise StartupError(f"the logger's database is PostgreSQL: use {tool}; or name an SQLite file with --database")
     with tqdm(unit=" pages", disable=not sys.stderr.isatty()) as shown:
 
         def show(_: int, remaining: int, total: int) -> None:

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from millrace.errors import StartupError
 from services.logger.settings import LoggerSettings
+from services.logger.store.opening import Location
 
 _INTERRUPTED = 130  # A shell's exit code for SIGINT.
 
@@ -36,12 +37,13 @@ def run_command(name: str, work: Callable[[], str]) -> int:
     return 0
 
 
-def database_of(named: Path | None) -> Path:
+def database_of(named: Path | None) -> Location:
     """The database that the command line names, else that of the logger's settings; raises StartupError."""
     if named is not None:
         return named
     try:
-        return LoggerSettings().database
+        settings = LoggerSettings()
+        return settings.database_url or settings.database
     except ValidationError as error:
         first = error.errors()[0]
         raise StartupError(f"LOGGER_{first['loc'][0]}: {first['msg']}; or name a file with --database") from None

@@ -33,7 +33,7 @@ from opentelemetry.proto.resource.v1 import resource_pb2
 from millrace.payload.ids import as_uuid7, next_id
 from millrace.rpc.handlers import Context
 from millrace_protos.millrace_pb2 import GatewayCall, PayloadRecord
-from services.logger.store.store import SqliteStore
+from services.logger.store.store import Store
 from services.logger.tails import Tails
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ _Values = Mapping[str, str]
 class GatewayCalls:
     """Stores the gateway's access log; shows `tails` the calls that no service can have recorded."""
 
-    def __init__(self, store: SqliteStore, tails: Tails, hold_s: float = _HOLD_S) -> None:
+    def __init__(self, store: Store, tails: Tails, hold_s: float = _HOLD_S) -> None:
         self._store = store
         self._tails = tails
         self._hold_s = hold_s
@@ -129,7 +129,8 @@ class LoggedCall:
         values: _Values = {name: value for name, value in zip(_VALUES, body, strict=True) if value != _MISSING}
         response_flags = values.get("flags", "-")[:_MAX_ID]
         flags = set(response_flags.split(",")) - {"", "-"}
-        self.call_id = values.get("call_id", "")[:_MAX_ID]
+        # PostgreSQL has no NUL, which no gateway of ours sends.
+        self.call_id = values.get("call_id", "")[:_MAX_ID].replace("\0", "")
         self.gateway = GatewayCall(
             path=values.get("path", "").partition("?")[0][:_MAX_CHARACTERS],
             http_status=min(_number(values, "http_status"), _MAX_UINT32),

@@ -37,7 +37,7 @@ from millrace_protos.millrace_pb2 import (
 )
 from services.logger.store.filters import Filters
 from services.logger.store.readers import Readers, caller_of
-from services.logger.store.store import SqliteStore
+from services.logger.store.store import Store
 from services.logger.store.usage import UsageQuery
 from services.logger.tails import OpenTail, Tails
 
@@ -64,7 +64,7 @@ class PayloadLogServicer:
     on the wire: so the loan for its memory lasts until it has been sent.
     """
 
-    def __init__(self, store: SqliteStore, tails: Tails, readers: Readers | None = None) -> None:
+    def __init__(self, store: Store, tails: Tails, readers: Readers | None = None) -> None:
         self._store = store
         self._tails = tails
         self._readers = readers or Readers()
@@ -180,7 +180,7 @@ class PayloadIngestServicer(millrace_pb2_grpc.PayloadIngestServicer):
     that has arrived; the tap sends the rest to the next process.
     """
 
-    def __init__(self, store: SqliteStore, tails: Tails, stopping: asyncio.Event) -> None:
+    def __init__(self, store: Store, tails: Tails, stopping: asyncio.Event) -> None:
         self._store = store
         self._tails = tails
         self._stopping = stopping

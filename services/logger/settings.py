@@ -5,11 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import ByteSize, Field, HttpUrl
+import sqlalchemy as sql
+from pydantic import AfterValidator, ByteSize, Field, HttpUrl, SecretStr
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from millrace.settings import Port, ServiceSettings, read_by
 
+
+def _check_url(url: SecretStr) -> SecretStr:
+    try:
+        parsed = sql.make_url(url.get_secret_value())
+    except (sql.exc.ArgumentError, ValueError):
+        parsed = None
+    if parsed is None or parsed.drivername not in ("postgresql", "postgres") or not parsed.database:
+        # Without the text, which has a password.
+        raise ValueError("not postgresql://user:password@host:5432/database")
+    return url
+
+
+DatabaseUrl = Annotated[SecretStr, AfterValidator(_check_url)]
 Sinks = Annotated[tuple[HttpUrl, ...], NoDecode, read_by(lambda text: text.split(","))]
 
 
@@ -22,8 +36,19 @@ class LoggerSettings(ServiceSettings):
         ByteSize(384 << 20), gt=0, description=f"{ServiceSettings.model_fields['request_memory'].description}"
     )
     database: Path = Field(Path(".run/payloads.sqlite3"), description="SQLite file; created if missing.")
+    database_url: DatabaseUrl | None = Field(
+        None,
+        description=(
+            "PostgreSQL instead of an SQLite file: `postgresql://user:password@host:5432/database`. Several loggers "
+            "may write to one database."
+        ),
+    )
     fsync: bool = Field(
-        True, description="Write acknowledged records through to the disk, so that they survive a power failure."
+        True,
+        description=(
+            "Write acknowledged records through to the disk, so that they survive a power failure. For SQLite: "
+            "PostgreSQL has `synchronous_commit`."
+        ),
     )
     retention_days: float = Field(
         7.0,
@@ -48,6 +73,17 @@ class LoggerSettings(ServiceSettings):
         description=(
             "Comma list of http(s) URLs that receive every record as CloudEvents; write a comma in a URL as %2C."
         ),
+    )
+    gen_ai_url: str = Field(
+        "",
+        pattern=r"^((grpcs?://[^/?#]+)|(https?://.+))?$",
+        description=(
+            "OTLP receiver of every generation as a span with `gen_ai.*` attributes, prompts and answers included: "
+            "`grpc://host:4317`, `grpcs://host:4317` with TLS, or the URL of an HTTP receiver, `https://host/v1/traces`."
+        ),
+    )
+    gen_ai_headers: SecretStr = Field(
+        SecretStr(""), description="Headers for that receiver, as in OTEL_EXPORTER_OTLP_HEADERS: `name=value,…`."
     )
     sink_from: Literal["now", "beginning"] = Field(
         "now", description="Start of a sink without a position: now, or beginning for the oldest record."

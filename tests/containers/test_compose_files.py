@@ -7,13 +7,7 @@ import pytest
 
 from tests.containers.stack import ROOT, ComposeStack
 
-OVERLAYS = (
-    "compose.gpu.yaml",
-    "compose.observability.yaml",
-    "compose.tls.yaml",
-    "compose.vllm.yaml",
-    "compose.workers.yaml",
-)
+OVERLAYS = tuple(f"compose.{name}.yaml" for name in ("gpu", "observability", "postgres", "tls", "vllm", "workers"))
 SETS = [("compose.yaml", *some) for count in range(len(OVERLAYS) + 1) for some in combinations(OVERLAYS, count)]
 
 
@@ -44,6 +38,11 @@ def test_compose_accepts_each_combination(compose, files):
         if with_metrics
         else not {"prometheus", "grafana"} & services.keys()
     )
+    with_postgres = "compose.postgres.yaml" in files
+    assert ("postgres" in services) == with_postgres
+    assert bool(services["logger"]["environment"]["LOGGER_DATABASE_URL"]) == with_postgres
+    # The logger keeps the network of those that send to it.
+    assert set(services["logger"]["networks"]) == {"records", *(["database"] if with_postgres else [])}
     published = {(port["host_ip"], port["target"]) for port in services["envoy"]["ports"]}
     with_tls = "compose.tls.yaml" in files
     assert published == {("127.0.0.1", port) for port in (8080, 8081, *([8443] if with_tls else []))}

@@ -1,5 +1,11 @@
 """Fixtures of the payload log."""
 
-from tests.support.payload_fixtures import ingest, payload_log, store, taps
+from tests.support.payload_fixtures import ingest, on_both_databases, payload_log, postgresql, store, taps
 
-__all__ = ["ingest", "payload_log", "store", "taps"]
+__all__ = ["ingest", "payload_log", "postgresql", "store", "taps"]
+
+_STORES = ("store", "usage", "retention", "clients", "readers", "gateway_calls", "sinks_runner")
+
+
+def pytest_generate_tests(metafunc):
+    on_both_databases(metafunc, {f"test_logger_{name}" for name in _STORES})

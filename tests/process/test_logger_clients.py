@@ -22,6 +22,7 @@ from services.logger.servicer import PayloadLogServicer
 from services.logger.store.store import SqliteStore
 from services.logger.tails import Tails
 from tests.process.test_logger_store import append_request, numbers, record_id
+from tests.support.payload_fixtures import only_sqlite
 
 ANN = (("x-millrace-client", "ann"), ("x-millrace-policy", "{}"))
 ADMIN = (("x-millrace-client", "root"), ("x-millrace-policy", '{"role": "admin"}'))
@@ -139,6 +140,7 @@ async def test_a_client_deletes_its_own_records(store, served, key, deleted, lef
     assert await numbers(store) == left
 
 
+@only_sqlite
 async def test_a_client_s_deletion_covers_its_own_late_records_and_no_other_s(store, served, tmp_path):
     stub, _ = served
     await stub.Delete(DeletePayloadsRequest(request_id="same"), metadata=ANN)

@@ -17,6 +17,7 @@ from services.logger.store import reading
 from services.logger.store.filters import Filters
 from services.logger.tails import Tails
 from tests.process.test_logger_store import append_request, record_id, stored
+from tests.support.payload_fixtures import only_sqlite
 
 STARTED_NS = 1_700_000_000_123_456_789
 GENERATE = "/millrace.v1.TextGeneration/Generate"
@@ -268,6 +269,7 @@ async def test_values_of_callers_need_not_be_utf8(store, logger):
     assert record.request_id == "a��b!"
 
 
+@only_sqlite
 async def test_records_of_calls_expire_with_their_lines(store, logger, tmp_path):
     stub, _, _ = logger
     await stub.Export(export_request({}, {}))

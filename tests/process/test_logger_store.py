@@ -16,6 +16,7 @@ from services.logger.store import schema
 from services.logger.store.filters import Filters
 from services.logger.store.schema import SCHEMA_VERSION
 from services.logger.store.store import SqliteStore
+from tests.support.payload_fixtures import only_sqlite
 
 SOURCE = str(uuid.uuid4())
 
@@ -257,6 +258,7 @@ def test_a_file_that_is_no_database_is_refused_in_one_line(tmp_path):
         SqliteStore(text / "payloads.sqlite3")
 
 
+@only_sqlite
 async def test_writing_waits_outside_the_event_loop_and_reading_does_not_wait(store, tmp_path):
     await store.append([append_request(1)])
     other = sqlite3.connect(tmp_path / "payloads.sqlite3", isolation_level=None)
@@ -302,6 +304,7 @@ async def test_readers_see_every_committed_record_while_others_are_written(store
     await asyncio.gather(write(), *(read(1000) for _ in range(6)))
 
 
+@only_sqlite
 async def test_a_failing_database_is_reported_as_not_ready(store, tmp_path):
     with sqlite3.connect(tmp_path / "payloads.sqlite3") as connection:
         connection.execute("ALTER TABLE records RENAME TO gone")
@@ -336,6 +339,7 @@ async def test_a_token_of_another_version_is_refused(store):
         await anext(store.query(Filters(QueryPayloadsRequest()), "AZ" * 11, 1))
 
 
+@only_sqlite
 @pytest.mark.parametrize("removed", ["", "-wal"])
 async def test_a_removed_database_is_created_again_and_nothing_in_it_is_acknowledged(store, tmp_path, removed, caplog):
     path = tmp_path / "payloads.sqlite3"
@@ -354,6 +358,7 @@ async def test_a_removed_database_is_created_again_and_nothing_in_it_is_acknowle
     await again.close()
 
 
+@only_sqlite
 async def test_a_removed_database_is_created_again_as_soon_as_that_is_possible(store, tmp_path, monkeypatch):
     await store.append([append_request(n) for n in range(1, 4)])
 
@@ -373,6 +378,7 @@ async def test_a_removed_database_is_created_again_as_soon_as_that_is_possible(s
     assert await numbers(store) == [4]
 
 
+@only_sqlite
 async def test_a_new_database_that_cannot_continue_the_positions_accepts_no_record(store, tmp_path, monkeypatch):
     await store.append([append_request(n) for n in range(1, 4)])
 

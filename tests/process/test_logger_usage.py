@@ -13,6 +13,7 @@ from services.logger.store.retention import Retention
 from services.logger.store.store import SqliteStore
 from services.logger.store.usage import UsageQuery
 from tests.process.test_logger_store import LoggedCall, append_request, record_id, timestamp
+from tests.support.payload_fixtures import only_sqlite
 
 DAY_NS = 86_400 * 10**9
 HOUR_NS = 3600 * 10**9
@@ -126,6 +127,7 @@ async def test_the_gateway_s_line_of_a_call_adds_nothing(store, order):
     assert await groups(store, group="") == [sums(1, 0, 10, 4, 3, 1.5)]
 
 
+@only_sqlite
 async def test_neither_deletion_nor_retention_changes_the_usage(store, tmp_path):
     await store.append([taken(1), taken(2)])
     await store.delete(client="ann")
@@ -150,6 +152,7 @@ async def test_sums_are_deleted_at_their_own_age(store, monkeypatch):
     assert [(group["client"], group["requests"]) for group in kept] == [("ann", 2), ("bob", 2), ("cy", 2)]
 
 
+@only_sqlite
 async def test_unknown_models_add_no_rows(store, tmp_path):
     await store.append([taken(n, model=f"made up {n}", status="NOT_FOUND", tokens=(0, 0, 0)) for n in range(1, 50)])
     await store.append([taken(50), taken(51, status="NOT_FOUND")])
@@ -216,6 +219,7 @@ async def test_an_admin_can_ask_for_its_own_usage(store, payload_log):
         await payload_log.Usage(UsageRequest(own=True, client="ann"), metadata=admin)
 
 
+@only_sqlite
 async def test_a_client_s_month_is_one_range_of_the_key(store, tmp_path):
     await store.append([taken(1)])
     with sqlite3.connect(tmp_path / "payloads.sqlite3") as connection:

@@ -76,7 +76,7 @@ def config_map(documents: tuple[Document, ...], name: str) -> Document:
 
 
 def environment(documents: tuple[Document, ...], container: Document) -> dict[str, str]:
-    """A container's variables; one with a value of the cluster has 1."""
+    """A container's variables; one with a value of the cluster has 1, or a URL."""
     variables: dict[str, str] = {}
     for source in container.get("envFrom", ()):
         variables |= of_kind(documents, "ConfigMap")[source["configMapRef"]["name"]]["data"]
@@ -84,7 +84,8 @@ def environment(documents: tuple[Document, ...], container: Document) -> dict[st
         if key := each.get("valueFrom", {}).get("configMapKeyRef"):
             variables[each["name"]] = of_kind(documents, "ConfigMap")[key["name"]]["data"][key["key"]]
         else:
-            variables[each["name"]] = each.get("value", "1")
+            of_cluster = "postgresql://user@host/log" if each["name"] == "LOGGER_DATABASE_URL" else "1"
+            variables[each["name"]] = each.get("value", of_cluster)
     return variables
 
 

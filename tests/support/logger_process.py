@@ -40,7 +40,7 @@ class LoggerProcess:
 
     async def start(self) -> None:
         """Waits until the logger's health is SERVING."""
-        await self._spawn()
+        await self.spawn()
         async with grpc.aio.insecure_channel(self.target, (("grpc.max_reconnect_backoff_ms", 100),)) as channel:
             request = health_pb2.HealthCheckRequest(service="millrace.v1.PayloadLog")
             answer = await health_pb2_grpc.HealthStub(channel).Check(request, wait_for_ready=True, timeout=60)
@@ -48,7 +48,7 @@ class LoggerProcess:
 
     async def refuses(self) -> str:
         """Starts the logger, which must end because of a wrong setting; returns its output."""
-        await self._spawn()
+        await self.spawn()
         assert await self.wait() == os.EX_CONFIG
         return self._log.read_text()
 
@@ -69,7 +69,8 @@ class LoggerProcess:
         self.send(signal.SIGKILL)
         await self.wait()
 
-    async def _spawn(self) -> None:
+    async def spawn(self) -> None:
+        """Starts it without waiting for it."""
         with self._log.open("ab") as log:
             self._process = await spawn(self.COMMAND, self.environment, self.ROOT, log)
 

@@ -2,19 +2,43 @@
 
 import grpc
 import pytest
+from pydantic import SecretStr
 
 from millrace.rpc.channel import open_channel
 from millrace.rpc.handlers import CallInterceptor
 from millrace_protos import millrace_pb2_grpc
 from services.logger.servicer import PayloadLogServicer
+from services.logger.store.postgresql import PostgresqlStore
 from services.logger.store.store import SqliteStore
 from services.logger.tails import Tails
+from tests.support import postgresql as postgresql_server
 from tests.support.payload_ingest import Taps, listening
+
+# For tests that look into the file.
+only_sqlite = pytest.mark.parametrize("store", ["sqlite"], indirect=True)
+
+
+def on_both_databases(metafunc, modules):
+    """Parametrizes the tests of some modules that take `store`; for `pytest_generate_tests`."""
+    chosen = metafunc.module.__name__.rpartition(".")[2] in modules and "store" in metafunc.fixturenames
+    if chosen and not any("store" in mark.args[:1] for mark in metafunc.definition.iter_markers("parametrize")):
+        metafunc.parametrize("store", ["sqlite", "postgresql"], indirect=True)
+
+
+@pytest.fixture(scope="session")
+def postgresql():
+    """A server that the tests of this process share; none stops it."""
+    with postgresql_server.running() as server:
+        yield server
 
 
 @pytest.fixture
-async def store(tmp_path):
-    store = SqliteStore(tmp_path / "payloads.sqlite3")
+async def store(request, tmp_path):
+    """A store in SQLite; of tests that `on_both_databases` parametrizes, in PostgreSQL too."""
+    if getattr(request, "param", "sqlite") == "sqlite":
+        store = SqliteStore(tmp_path / "payloads.sqlite3")
+    else:
+        store = PostgresqlStore(SecretStr(request.getfixturevalue("postgresql").database()))
     yield store
     await store.close()
 

@@ -119,6 +119,21 @@ def test_services_of_the_overlay_are_hardened_limited_and_published_on_loopback_
                 assert target.startswith("/")
 
 
+def test_the_database_of_the_overlay_is_hardened_and_reached_by_the_logger_alone():
+    overlay = yaml.safe_load((ROOT / "compose.postgres.yaml").read_text())
+    postgres = overlay["services"]["postgres"]
+    # The server's socket needs a folder in memory too.
+    assert {**COMPOSE["x-hardened"], "tmpfs": None}.items() <= {**postgres, "tmpfs": None}.items()
+    assert set(COMPOSE["x-hardened"]["tmpfs"]) < set(postgres["tmpfs"])
+    assert re.search(r":\d+\.\d+$", postgres["image"])
+    assert "ports" not in postgres
+    assert overlay["networks"] == {"database": {"internal": True}}
+    assert [name for name, service in overlay["services"].items() if "database" in service["networks"]] == [
+        "logger",
+        "postgres",
+    ]
+
+
 def test_no_page_of_metrics_is_published():
     published = [port for service in COMPOSE["services"].values() for port in service.get("ports", ())]
     assert not [port for port in published if re.search(r":(91\d\d|8090|9901)$", port)]

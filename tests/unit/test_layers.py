@@ -65,8 +65,10 @@ LOGGER = (
     ("services.logger.settings", "services.logger.telemetry"),
     ("services.logger.store",),
     ("services.logger.command",),
-    ("services.logger.backup", "services.logger.export", "services.logger.sinks"),
+    ("services.logger.backup", "services.logger.export"),
+    ("services.logger.sinks",),
     ("services.logger.tails",),
+    ("services.logger.shared_tails",),
     ("services.logger.gateway_calls", "services.logger.servicer"),
     ("services.logger.__main__",),
 )

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from millrace.payload.records import answer_of
 from millrace_protos.millrace_pb2 import PayloadRecord
-from services.logger.export.generations import answer_of, answered_whole, messages_of
+from services.logger.export.generations import answered_whole, messages_of
 
 
 def example(record: PayloadRecord) -> dict[str, Any] | str:

@@ -30,6 +30,7 @@ from services.logger.command import database_of, run_command
 from services.logger.export.batches import batches
 from services.logger.export.lines import SHAPES, LinesWriter
 from services.logger.store.filters import Filters
+from services.logger.store.opening import Location
 from services.logger.store.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     return run_command("export", lambda: _run(options))
 
 
-def export(database: Path, file_format: str, output: str, filters: Filters) -> tuple[int, Counter[str]]:
+def export(database: Location, file_format: str, output: str, filters: Filters) -> tuple[int, Counter[str]]:
     """Writes the records that pass the filters to the file `output`, "-" for stdout.
 
     Returns the number of records written, and of those that the format has no line for, by reason.
@@ -106,7 +107,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "over, and only what is not there yet",
     )
     parser.add_argument(
-        "--database", type=Path, metavar="FILE", help="the logger's database; default: LOGGER_DATABASE, as the logger"
+        "--database",
+        type=Path,
+        metavar="FILE",
+        help="the logger's SQLite file; default: LOGGER_DATABASE_URL or LOGGER_DATABASE, as the logger",
     )
     options = parser.parse_args(arguments)
     if options.partition and (options.format != "parquet" or options.until or options.model or options.output == "-"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 
 from millrace.payload.ids import is_replay
+from millrace.payload.records import answer_of, token_count, was_generated
 from millrace_protos.millrace_pb2 import PayloadRecord
 
 WHOLE_TEXT = 1024 * 1024  # Characters; the transformer cuts off longer prompts, and says so in the prompt itself.
@@ -32,7 +33,7 @@ def answered_whole(record: PayloadRecord) -> str:
         return f"status {record.status or 'unknown'}"
     if record.finish_reason == "length":
         return AT_MAX_TOKENS
-    if not answer_of(record) or _token_count(record) != record.usage.completion_tokens:
+    if not answer_of(record) or token_count(record) != record.usage.completion_tokens:
         return NO_ANSWER
     return _no_text(record)
 
@@ -53,14 +54,9 @@ def sent_text(record: PayloadRecord) -> str:
     return sent_load(record) or _no_text(record)
 
 
-def answer_of(record: PayloadRecord) -> str:
-    """The answer's text."""
-    return record.text or "".join(chunk.text for chunk in record.chunks)
-
-
 def output_tokens(record: PayloadRecord) -> int:
     """The number of tokens that the answer had at its end, however it ended."""
-    return record.usage.completion_tokens if record.HasField("usage") else _token_count(record)
+    return record.usage.completion_tokens if record.HasField("usage") else token_count(record)
 
 
 def messages_of(record: PayloadRecord) -> list[dict[str, str]] | None:
@@ -73,7 +69,7 @@ def messages_of(record: PayloadRecord) -> list[dict[str, str]] | None:
 def _no_generation(record: PayloadRecord) -> str:
     if is_replay(record.request_id):
         return REPLAY
-    if not (record.sampling or _token_count(record) or record.HasField("engine_ms")):
+    if not was_generated(record):
         return NOT_A_GENERATION
     return INCOMPLETE if record.incomplete else ""
 
@@ -90,7 +86,3 @@ def _no_text(record: PayloadRecord) -> str:
     except (ValueError, TypeError, KeyError):
         return NO_PROMPT
     return CUT_PROMPT if length > WHOLE_TEXT else ""
-
-
-def _token_count(record: PayloadRecord) -> int:
-    return sum(len(chunk.token_ids) for chunk in record.chunks)

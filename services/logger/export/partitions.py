@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import re
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 from millrace.errors import StartupError
 from millrace_protos.millrace_pb2 import QueryPayloadsRequest
@@ -24,6 +23,7 @@ from services.logger.export.batches import batches
 from services.logger.export.folders import Folder, open_folder, shown
 from services.logger.export.parquet import ParquetWriter
 from services.logger.store.filters import Filters
+from services.logger.store.opening import Location, name_of
 from services.logger.store.snapshot import Part, Snapshot
 
 _HOUR = timedelta(hours=1)
@@ -31,7 +31,7 @@ _SETTLED = timedelta(minutes=1)  # After its end an hour is over: the gateway's 
 _NAME = re.compile(r"payloads-(\d+)\.parquet")
 
 
-def export_hours(database: Path, output: str, since: datetime | None, now: datetime) -> str:
+def export_hours(database: Location, output: str, since: datetime | None, now: datetime) -> str:
     """Writes the records that are not in the folder yet, of hours that are over; returns a description.
 
     `since` is rounded down to a whole hour.
@@ -44,7 +44,7 @@ def export_hours(database: Path, output: str, since: datetime | None, now: datet
             exported = _exported(folder, below)
             if exported > snapshot.last_ever:
                 raise StartupError(
-                    f"--output {shown(output)}: it has records that {database} never had: name another folder"
+                    f"--output {shown(output)}: it has records that {name_of(database)} never had: name another folder"
                 )
             count = _write(snapshot, Part(hour, exported, final), folder, below)
             records += count

@@ -1,11 +1,11 @@
 """Sinks: receivers of every record of the store, each at its own pace.
 
-`runner.py` delivers records to a sink, `cloud_events.py` implements one.
+`runner.py` delivers records to a sink; `cloud_events.py` and `otlp.py` implement sinks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from opentelemetry import metrics
@@ -14,41 +14,52 @@ from opentelemetry.metrics import CallbackOptions, Meter, Observation
 from millrace.errors import StartupError
 from millrace.rpc.server import Server
 from services.logger.settings import LoggerSettings
-from services.logger.store.store import SqliteStore
+from services.logger.store.store import Store
 
 if TYPE_CHECKING:
-    from services.logger.sinks.runner import SinkRunner
+    from services.logger.sinks.runner import Sink, SinkRunner
 
 SINK = "millrace.sink"
 OUTCOME = "millrace.outcome"
 
 
-async def start_sinks(settings: LoggerSettings, store: SqliteStore, server: Server) -> Mapping[str, SinkRunner]:
+async def start_sinks(settings: LoggerSettings, store: Store, server: Server) -> Mapping[str, SinkRunner]:
     """Starts sending to every sink of the settings, until the server stops; returns the runners by sink name."""
-    if not settings.sinks:
-        return {}
-    # These import an HTTP client, which only loggers with sinks need.
-    from services.logger.sinks.cloud_events import CloudEventsSink
-    from services.logger.sinks.runner import SinkRunner
-
     runners: dict[str, SinkRunner] = {}
-    for url in settings.sinks:
-        sink = CloudEventsSink(
-            str(url),
-            source=settings.sink_source,
-            namespace=settings.sink_namespace,
-            timeout_s=settings.sink_timeout_s,
-            connections=settings.sink_concurrency,
-        )
+    for sink in _sinks(settings):
+        # These import an HTTP client, which only loggers with sinks need.
+        from services.logger.sinks.runner import SinkRunner
+
         if sink.name in runners:
             raise StartupError(f"LOGGER_SINKS: {sink.name} is listed twice; remove one")
         from_beginning = settings.sink_from == "beginning"
         runner = SinkRunner(sink, store, concurrency=settings.sink_concurrency, from_beginning=from_beginning)
         runners[sink.name] = runner
         server.at_stop(runner.close)
-        await runner.start()
-        server.own(f"sink {sink.name}", runner.run())
+        if store.is_shared:
+            server.own(f"sink {sink.name}", runner.run_alone())
+        else:
+            await runner.start()
+            server.own(f"sink {sink.name}", runner.run())
     return runners
+
+
+def _sinks(settings: LoggerSettings) -> Iterator[Sink]:
+    for url in settings.sinks:
+        from services.logger.sinks.cloud_events import CloudEventsSink
+
+        yield CloudEventsSink(
+            str(url),
+            source=settings.sink_source,
+            namespace=settings.sink_namespace,
+            timeout_s=settings.sink_timeout_s,
+            connections=settings.sink_concurrency,
+        )
+    if settings.gen_ai_url:
+        from services.logger.sinks.otlp import otlp_sink
+
+        headers = settings.gen_ai_headers.get_secret_value()
+        yield otlp_sink(settings.gen_ai_url, headers, settings.sink_timeout_s, settings.sink_concurrency)
 
 
 def observe_sinks(sinks: Mapping[str, SinkRunner], meter: Meter | None = None) -> None:

@@ -76,7 +76,7 @@ class CloudEventsSink:
     """
 
     def __init__(self, url: str, *, source: str, namespace: str, timeout_s: float, connections: int) -> None:
-        self.name = _without_credentials(url)
+        self.name = without_credentials(url)
         self._url = url
         self._source = source.rstrip("/")
         self._namespace = namespace
@@ -118,7 +118,7 @@ class CloudEventsSink:
         answer = f"it answered {response.status_code}"
         if 400 <= response.status_code < 500 and response.status_code not in (408, 429):
             raise RefusedError(answer)
-        raise TryAgainError(answer, _retry_after_s(response.headers.get("retry-after", "")))
+        raise TryAgainError(answer, retry_after_s(response.headers.get("retry-after", "")))
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -175,7 +175,7 @@ async def _skim(response: httpx2.Response) -> None:
             return
 
 
-def _retry_after_s(value: str) -> float:
+def retry_after_s(value: str) -> float:
     """Parses a Retry-After header, a number of seconds or a date, to seconds; 0 if it is unreadable."""
     if value.isascii() and value.isdigit():
         wait_s = float(value)
@@ -189,6 +189,7 @@ def _retry_after_s(value: str) -> float:
     return min(max(wait_s, 0.0), _MAX_RETRY_AFTER_S)
 
 
-def _without_credentials(url: str) -> str:
+def without_credentials(url: str) -> str:
+    """The URL for messages and cursors."""
     parts = urlsplit(url)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

@@ -18,6 +18,8 @@ A sink without a cursor in the store starts at the current end, or at the beginn
     task = create_task(runner.run())
     task.cancel(); await runner.close()
 
+Where several loggers have the store, `run_alone` does all of it in one of them at a time.
+
 Owned by the event loop, except `lag_s`; records are converted to events on a thread.
 """
 
@@ -29,15 +31,15 @@ import math
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 from millrace.errors import NotReadyError
 from millrace.payload.outbox.merge import ended_at
 from millrace_protos.millrace_pb2 import PayloadRecord
-from services.logger.sinks.cloud_events import CloudEventsSink, Event, RefusedError, TryAgainError
-from services.logger.store.store import SqliteStore
+from services.logger.sinks.cloud_events import Event, RefusedError, TryAgainError
+from services.logger.store.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ _POLL_S = 5.0  # The interval of reads without a notice of a commit.
 _SAVE_EVERY_S = 0.1  # Saving the cursor after each record would cost the store a commit each time.
 _MIN_DELAY_S, _MAX_DELAY_S = 0.2, 10.0
 _STORE_DELAY_S = 1.0
+_ALONE_S = 2.0
 _MAX_FAILURES = 10  # Attempts of an event on which the sink fails unexpectedly.
 _RESTART_DELAY_S = 5.0
 _OUTCOMES = ("delivered", "retried", "refused", "failed")
@@ -58,10 +61,24 @@ Arguments = ParamSpec("Arguments")
 T = TypeVar("T")
 
 
+class Sink(Protocol):
+    """A receiver of records; `name` identifies its cursor."""
+
+    name: str
+
+    def events(self, record: PayloadRecord) -> Sequence[Event]:
+        """The record's events in the order of sending, the same every time; called on any thread."""
+
+    async def send(self, event: Event) -> None:
+        """Returns when the sink has accepted the event; raises TryAgainError or RefusedError."""
+
+    async def close(self) -> None: ...
+
+
 class SinkRunner:
     """Sends the store's records to `sink`, at most `concurrency` at a time."""
 
-    def __init__(self, sink: CloudEventsSink, store: SqliteStore, *, concurrency: int, from_beginning: bool) -> None:
+    def __init__(self, sink: Sink, store: Store, *, concurrency: int, from_beginning: bool) -> None:
         self.counts: Counter[str] = Counter()
         self._sink = sink
         self._store = store
@@ -78,6 +95,7 @@ class SinkRunner:
         self._progress = asyncio.Event()
         self._next_warning = 0.0
         self._is_unavailable = False
+        store.on_append(self._news.set)
 
     @property
     def lag_s(self) -> float:
@@ -105,7 +123,6 @@ class SinkRunner:
             position = 0 if self._from_beginning else await self._store.last_position()
             await self._store.move_cursor(self._sink.name, position)
         self._finished = self._saved = position
-        self._store.on_append(self._news.set)
 
     async def run(self) -> None:
         """Sends until it is cancelled; called once."""
@@ -115,9 +132,34 @@ class SinkRunner:
             except ExceptionGroup:
                 logger.exception("sending to the sink %s failed; it is restarted", self._sink.name)
             await asyncio.sleep(_RESTART_DELAY_S)
-            # Records that were in flight are sent again.
-            self._records = self._bytes = 0
-            self._ends.clear()
+            self._forget()
+
+    async def run_alone(self) -> None:
+        """Sends, until it is cancelled, while no other logger sends to this sink."""
+        while True:
+            async with self._store.alone(f"sink {self._sink.name}") as is_alone:
+                with suppress(NotReadyError):
+                    await self.start()
+                    await self._run_while(is_alone)
+
+    async def _run_while(self, is_alone: Callable[[], bool]) -> None:
+        sending = asyncio.create_task(self.run(), name="sink of all loggers")
+        try:
+            while await asyncio.to_thread(is_alone):  # noqa: ASYNC110  # the server decides
+                await asyncio.sleep(_ALONE_S)
+            logger.warning("the sink %s is left to other loggers: the database was away", self._sink.name)
+            # Another logger may be ahead.
+            self._saved = self._finished
+        finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+            self._forget()
+
+    def _forget(self) -> None:
+        """Forgets the records in flight, which will be sent again."""
+        self._records = self._bytes = 0
+        self._ends.clear()
+        self._newest_end = math.inf
 
     async def _run(self) -> None:
         window: asyncio.Queue[_Begun] = asyncio.Queue(_WINDOW)

@@ -5,6 +5,8 @@ deletion covers, besides the records in the store, every later record with its k
 deletion. Deletions are kept for as long as sequences (`removing.forget_some`), up to a maximum number. A client's own
 deletion covers only its own records, and above the maximum it displaces no deletion of a client with fewer.
 
+In PostgreSQL other loggers add deletions too; by the column `number`, in their order, `refresh` reads the new ones.
+
 Belongs to the writer's thread.
 """
 
@@ -12,11 +14,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from typing import Any
 
 import sqlalchemy as sql
 
 from millrace_protos.millrace_pb2 import PayloadRecord
 from services.logger.store.filters import columns_of
+from services.logger.store.statements import is_postgresql, run
 
 MAX_DELETIONS = 100_000
 _MAX_KEPT = 63  # Characters: fewer than a digest has.
@@ -33,30 +37,46 @@ class Deletions:
         # The time of each request, oldest first, by the client whose records are covered; "" covers all clients.
         self._times: dict[str, dict[_Key, int]] = {}
         self._count = 0
+        self._read_up_to = 0
 
     def load(self, connection: sql.Connection) -> None:
-        self._times, self._count = {}, 0
-        for row in connection.exec_driver_sql("SELECT key, value, time_us FROM deletions ORDER BY time_us"):
-            key, _, client = row.key.partition(_OF)
-            self._put(client, (key, row.value), row.time_us)
+        self._times, self._count, self._read_up_to = {}, 0, 0
+        if is_postgresql(connection):
+            self.refresh(connection)
+            return
+        for row in run(connection, "SELECT key, value, time_us FROM deletions ORDER BY time_us"):
+            self._put_row(row)
+
+    def refresh(self, connection: sql.Connection) -> None:
+        """Reads the deletions that other loggers have added since; only this one writes to an SQLite file."""
+        if is_postgresql(connection):
+            new = "SELECT key, value, time_us, number FROM deletions WHERE number > ? ORDER BY number"
+            for row in run(connection, new, self._read_up_to):
+                self._put_row(row)
+                self._read_up_to = row.number
 
     def add(self, connection: sql.Connection, key: str, value: str, client: str, now_us: int) -> None:
         """Adds a deletion for a client, or for all if it is empty; above the maximum an old one is dropped."""
+        self.refresh(connection)
         value = _kept(value)
         self._put(client, (key, value), now_us)
-        connection.exec_driver_sql(
-            "INSERT OR REPLACE INTO deletions (key, value, time_us) VALUES (?, ?, ?)",
-            (_column(key, client), value, now_us),
-        )
+        # Not replaced in place: a new row has a new number.
+        run(connection, "DELETE FROM deletions WHERE key = ? AND value = ?", _column(key, client), value)
+        new = "INSERT INTO deletions (key, value, time_us) VALUES (?, ?, ?)"
+        run(connection, new, _column(key, client), value, now_us)
         if self._count > MAX_DELETIONS:
             most = max(self._times, key=lambda one: len(self._times[one]))
             key, value = next(iter(self._times[most]))
             self._drop(most, (key, value))
-            connection.exec_driver_sql("DELETE FROM deletions WHERE key = ? AND value = ?", (_column(key, most), value))
+            run(connection, "DELETE FROM deletions WHERE key = ? AND value = ?", _column(key, most), value)
 
     def cover(self, record: PayloadRecord) -> bool:
         """Whether a record that arrives now was deleted before it arrived."""
         return any(_covers(self._times[client], record) for client in {"", record.client} if client in self._times)
+
+    def _put_row(self, row: sql.Row[Any]) -> None:
+        key, _, client = row.key.partition(_OF)
+        self._put(client, (key, row.value), row.time_us)
 
     def _put(self, client: str, key: _Key, time_us: int) -> None:
         self._drop(client, key)
@@ -82,5 +102,5 @@ def _column(key: str, client: str) -> str:
 
 
 def _kept(value: str) -> str:
-    """The stored form of a key: its digest if it is long, because callers choose the length."""
-    return value if len(value) <= _MAX_KEPT else hashlib.sha256(value.encode()).hexdigest()
+    """The stored form of a key: its digest if it is long, because callers choose the length, or has a NUL."""
+    return value if len(value) <= _MAX_KEPT and "\0" not in value else hashlib.sha256(value.encode()).hexdigest()

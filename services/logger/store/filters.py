@@ -76,7 +76,7 @@ class Filters:
 
 def columns_of(record: PayloadRecord) -> dict[str, Any]:
     """The values of a record's own columns by name, always in the same order."""
-    ttft_ms = record.ttft_ms if record.HasField("ttft_ms") else None
+    ttft_ms = record.ttft_ms if record.HasField("ttft_ms") and not math.isnan(record.ttft_ms) else None
     return {
         "record_id": record.record_id,
         "time_us": _microseconds(record.time, record.time.nanos // 1_000),
@@ -86,7 +86,8 @@ def columns_of(record: PayloadRecord) -> dict[str, Any]:
         "client": record.client,
         "status": record.status,
         "finish_reason": record.finish_reason,
-        "duration_ms": record.duration_ms,
+        # SQLite keeps no NaN; in PostgreSQL it would be above every bound.
+        "duration_ms": None if math.isnan(record.duration_ms) else record.duration_ms,
         "duration_class": class_of(record.duration_ms),
         "ttft_ms": ttft_ms,
         "ttft_class": None if ttft_ms is None else class_of(ttft_ms),

@@ -14,7 +14,6 @@ Pure except for the connection that the functions take.
 from __future__ import annotations
 
 import base64
-import json
 import struct
 import uuid
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ from google.protobuf.message_factory import GetMessageClass
 from millrace.errors import DeadlineError, InvalidRequestError
 from millrace_protos.millrace_pb2 import PayloadRecord
 from services.logger.store.filters import Filters
+from services.logger.store.statements import column, in_each, is_postgresql
 from services.logger.store.tables import NOT_OF_CALL, OF_CALL_FOR_NOW, calls, now_us, records
 
 # This many rows are looked up and sorted in a few milliseconds.
@@ -92,7 +92,7 @@ def read(connection: sql.Connection, filters: Filters, rows: Sequence[Row]) -> S
     shown = [row.position for row in rows if not may_be_replaced(row)]
     if not shown:
         return [None] * len(rows)
-    chosen = whole_rows().where(records.c.position.in_(each_of(shown)))
+    chosen = whole_rows().where(in_each(records.c.position, shown))
     # Without an order, which would make SQLite hold all of them.
     bodies = {row.position: row for row in connection.execute(chosen)}
     return [_found(filters, row, bodies.get(row.position)) for row in rows]
@@ -119,7 +119,7 @@ def page_statement(
     """The statement of `page`; `positions` are all candidates, if they are few."""
     clauses = filters.clauses(records)
     if positions is not None:
-        clauses.append(records.c.position.in_(each_of(positions)))
+        clauses.append(in_each(records.c.position, positions))
     if before is not None:
         # The first of the two is for the index.
         clauses.append(records.c.time_us <= before.time_us)
@@ -141,7 +141,11 @@ def by_record_id(record_id: str, client: str | None) -> sql.Select[Any]:
 
 def after(connection: sql.Connection, position: int, limit: int) -> list[Stored]:
     """The services' records after a position, in the order of commit; fewer than the limit where they are large."""
-    clauses = (records.c.position > position, records.c.of_call == NOT_OF_CALL)
+    return _after(connection, position, limit, records.c.of_call == NOT_OF_CALL)
+
+
+def _after(connection: sql.Connection, position: int, limit: int, shown: sql.ColumnElement[bool]) -> list[Stored]:
+    clauses = (records.c.position > position, shown)
     chosen = sql.select(records.c.position, records.c.body).where(*clauses).order_by(records.c.position).limit(limit)
     page: list[Stored] = []
     size = 0
@@ -151,6 +155,24 @@ def after(connection: sql.Connection, position: int, limit: int) -> list[Stored]
         if size >= _BYTES_PER_READ:
             break
     return page
+
+
+def shown_after(connection: sql.Connection, position: int, limit: int) -> list[Stored]:
+    """As `after`, and with the records of calls that no service can have recorded."""
+    return _after(connection, position, limit, records.c.of_call != OF_CALL_FOR_NOW)
+
+
+def last_position(connection: sql.Connection) -> int:
+    """The highest position ever used; 0 if there was no record."""
+    if is_postgresql(connection):
+        last = "SELECT CASE WHEN is_called THEN last_value ELSE 0 END FROM records_position_seq"
+        return int(column(connection, last)[0])
+    return int(next(iter(column(connection, "SELECT seq FROM sqlite_sequence WHERE name = 'records'")), 0))
+
+
+def newest_position(connection: sql.Connection) -> int:
+    """The highest position of a record; 0 if there is none."""
+    return connection.execute(sql.select(sql.func.max(records.c.position))).scalar_one() or 0
 
 
 def may_be_replaced(row: Row) -> bool:
@@ -201,11 +223,6 @@ def _has_text(filters: Filters, body: bytes) -> bool:
     """Whether a record contains the text; protobuf stores strings unchanged, so most records need no parsing."""
     text = filters.text
     return not text or (text.encode() in body and filters.has_text(_Texts.FromString(body)))
-
-
-def each_of(values: Sequence[int | str]) -> sql.ScalarSelect[Any]:
-    """Any number of values as one parameter, because SQLite limits the number of parameters."""
-    return sql.select(sql.func.json_each(json.dumps(values)).table_valued("value").c.value).scalar_subquery()
 
 
 def lookups(filters: Filters) -> list[sql.Select[Any]]:

@@ -1,4 +1,4 @@
-"""Removes records from the tables of tables.py (deletion, expiry, forgetting), and returns the file's free space.
+"""Removes records from the tables of tables.py (deletion, expiry, forgetting), and returns an SQLite file's free space.
 
 Each function does a bounded part of its work, so that other writes can run in between, and returns whether it did any.
 The first three run within the transaction of their connection.
@@ -6,14 +6,14 @@ The first three run within the transaction of their connection.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import sqlalchemy as sql
 
 from services.logger.store.schema import BUSY_MS
-from services.logger.store.tables import EACH, column, now_us, records
+from services.logger.store.statements import IN_EACH, column, each, is_postgresql, run, upsert
+from services.logger.store.tables import BESIDES_BODY, calls, now_us, records
 
 _RECORDS = 200
 _SEQUENCES = 10_000
@@ -47,7 +47,14 @@ def delete_some(connection: sql.Connection, chosen: sql.ColumnElement[bool]) -> 
 def take_no_more_of_calls(connection: sql.Connection, call_ids: Iterable[str]) -> None:
     """Marks calls so that the gateway's later lines for them are ignored."""
     if tombstones := [(call_id, now_us()) for call_id in call_ids]:
-        connection.exec_driver_sql("INSERT OR REPLACE INTO calls (call_id, time_us) VALUES (?, ?)", tombstones)
+        forgotten = "ON CONFLICT (call_id) DO UPDATE SET time_us = excluded.time_us, gateway = NULL"
+        upsert(connection, calls, ("call_id", "time_us"), tombstones, forgotten)
+
+
+def named_by_records(connection: sql.Connection, call_ids: Collection[str]) -> set[str]:
+    """Those of the calls that records name."""
+    named = f"SELECT call_id FROM records WHERE call_id {IN_EACH}"  # noqa: S608
+    return set(column(connection, named, each(connection, call_ids)))
 
 
 def expire_some(connection: sql.Connection, before_us: int | None, max_bytes: int | None) -> list[int]:
@@ -62,8 +69,10 @@ def expire_some(connection: sql.Connection, before_us: int | None, max_bytes: in
         rows = connection.execute(_OLDEST.where(records.c.time_us < before_us)).all()
     if not rows and max_bytes is not None and (excess := _bytes_used(connection) - max_bytes) > 0:
         chosen = _first_to_go(connection, max_bytes)
-        rows = _first(connection.execute(_OLDEST.where(*chosen)).all(), excess)
-        rows = rows or _first(connection.execute(_OLDEST).all(), excess)
+        # What PostgreSQL's excess counts besides bodies; of SQLite's pages only bodies are known.
+        besides = BESIDES_BODY if is_postgresql(connection) else 0
+        rows = _first(connection.execute(_OLDEST.where(*chosen)).all(), excess, besides)
+        rows = rows or _first(connection.execute(_OLDEST).all(), excess, besides)
     _delete(connection, rows)
     return [0 if row.of_call else row.position for row in rows]
 
@@ -78,21 +87,22 @@ def forget_some(connection: sql.Connection, before_us: int) -> int:
         first = "SELECT sequence, time_us FROM appended WHERE source_id = ? ORDER BY sequence LIMIT ?"
         sequences = column(
             connection,
-            f"SELECT sequence FROM ({first}) WHERE time_us < ?",  # noqa: S608
+            f"SELECT sequence FROM ({first}) AS oldest WHERE time_us < ?",  # noqa: S608
             *(source_id, _SEQUENCES, before_us),
         )
         if sequences:
             forgotten += len(sequences)
-            connection.exec_driver_sql(
-                f"DELETE FROM appended WHERE source_id = ? AND sequence IN {EACH}",  # noqa: S608
-                (source_id, json.dumps(sequences)),
-            )
-    connection.exec_driver_sql("DELETE FROM sources WHERE source_id NOT IN (SELECT source_id FROM appended)")
+            received = f"DELETE FROM appended WHERE source_id = ? AND sequence {IN_EACH}"  # noqa: S608
+            run(connection, received, source_id, each(connection, sequences))
+    run(
+        connection,
+        "DELETE FROM sources WHERE NOT EXISTS (SELECT 1 FROM appended WHERE appended.source_id = sources.source_id)",
+    )
     deleted = "SELECT call_id FROM calls WHERE gateway IS NULL AND time_us < ? LIMIT ?"
     call_ids = column(connection, deleted, before_us, _SEQUENCES)
-    connection.exec_driver_sql(f"DELETE FROM calls WHERE call_id IN {EACH}", (json.dumps(call_ids),))  # noqa: S608
-    connection.exec_driver_sql("DELETE FROM shares WHERE bytes <= 0")
-    connection.exec_driver_sql("DELETE FROM deletions WHERE time_us < ?", (before_us,))
+    _delete_calls(connection, call_ids)
+    run(connection, "DELETE FROM shares WHERE bytes <= 0")
+    run(connection, "DELETE FROM deletions WHERE time_us < ?", before_us)
     return forgotten + len(call_ids)
 
 
@@ -116,17 +126,16 @@ def empty_log(engine: sql.Engine) -> None:
 
 def _delete(connection: sql.Connection, rows: _Rows) -> list[str]:
     """Deletes records, and the gateway's lines of calls that no record names any more; returns these calls' ids."""
-    positions = json.dumps([row.position for row in rows])
-    connection.exec_driver_sql(f"DELETE FROM records WHERE position IN {EACH}", (positions,))  # noqa: S608
-    call_ids = json.dumps([row.call_id for row in rows if row.call_id is not None])
-    unnamed: list[str] = column(
-        connection,
-        "SELECT DISTINCT value FROM json_each(?)"
-        " WHERE NOT EXISTS (SELECT 1 FROM records WHERE call_id = value AND call_id IS NOT NULL)",
-        call_ids,
-    )
-    connection.exec_driver_sql(f"DELETE FROM calls WHERE call_id IN {EACH}", (json.dumps(unnamed),))  # noqa: S608
+    positions = each(connection, [row.position for row in rows])
+    run(connection, f"DELETE FROM records WHERE position {IN_EACH}", positions)  # noqa: S608
+    call_ids = {row.call_id for row in rows if row.call_id is not None}
+    unnamed = list(call_ids - named_by_records(connection, call_ids))
+    _delete_calls(connection, unnamed)
     return unnamed
+
+
+def _delete_calls(connection: sql.Connection, call_ids: Collection[str]) -> None:
+    run(connection, f"DELETE FROM calls WHERE call_id {IN_EACH}", each(connection, call_ids))  # noqa: S608
 
 
 def _first_to_go(connection: sql.Connection, max_bytes: int) -> Sequence[sql.ColumnElement[bool]]:
@@ -139,16 +148,19 @@ def _first_to_go(connection: sql.Connection, max_bytes: int) -> Sequence[sql.Col
     return [records.c.client == client for client in column(connection, _LARGEST)]
 
 
-def _first(rows: _Rows, excess: int) -> _Rows:
-    """The first rows that have `excess` bytes together."""
+def _first(rows: _Rows, excess: int, besides: int) -> _Rows:
+    """The first rows that have `excess` bytes together, each with some besides its body."""
     for count, row in enumerate(rows):
         if excess <= 0:
             return rows[:count]
-        excess -= row.bytes
+        excess -= row.bytes + besides
     return rows
 
 
 def _bytes_used(connection: sql.Connection) -> int:
+    if is_postgresql(connection):
+        # Its files do not shrink when records are deleted.
+        return int(column(connection, "SELECT coalesce(sum(bytes), 0) FROM shares")[0])
     pages = _pragma(connection, "page_count") - _pragma(connection, "freelist_count")
     return pages * _pragma(connection, "page_size")
 

@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from millrace.errors import NotReadyError
-from services.logger.store.store import SqliteStore
+from services.logger.store.store import Store
 from services.logger.store.tables import now_us
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class Retention:
 
     def __init__(
         self,
-        store: SqliteStore,
+        store: Store,
         days: float,
         max_bytes: int,
         sinks: Sequence[str] = (),

@@ -19,7 +19,7 @@ from sqlalchemy.exc import DatabaseError
 
 from millrace.errors import StartupError
 from services.logger.store.filters import class_of
-from services.logger.store.tables import TRIGGERS, column, metadata, now_us, records, usage
+from services.logger.store.tables import TRIGGERS, metadata, now_us, records, usage
 
 logger = logging.getLogger(__name__)
 
@@ -79,17 +79,28 @@ def open_for_reading(path: Path, connections: int) -> sql.Engine:
     return engine
 
 
+def open_for_export(path: Path) -> sql.Engine:
+    """A read-only engine on a file with the current schema."""
+    if not path.is_file():
+        raise StartupError(f"{path}: no such database; LOGGER_DATABASE or --database names the logger's")
+    engine = open_for_reading(path, 1)
+    try:
+        with engine.connect() as connection:
+            version = connection.exec_driver_sql("PRAGMA user_version").scalar_one()
+    except DatabaseError as error:
+        raise StartupError(f"{path}: {error.orig}") from None
+    check_version(path, version)
+    if version < SCHEMA_VERSION:
+        raise StartupError(f"{path} is not a payload log, or has an older schema: start this logger with it once")
+    return engine
+
+
 def files_of(path: Path) -> tuple[int, ...]:
     """Identifies the files of an open database, which may be replaced under the same names; empty if one is missing."""
     try:
         return tuple(os.stat(f"{path}{suffix}").st_ino for suffix in ("", "-wal"))
     except FileNotFoundError:
         return ()
-
-
-def last_position(connection: sql.Connection) -> int:
-    """The highest position ever used; 0 if there was no record."""
-    return next(iter(column(connection, "SELECT seq FROM sqlite_sequence WHERE name = 'records'")), 0)
 
 
 def go_on_after(connection: sql.Connection, position: int) -> None:

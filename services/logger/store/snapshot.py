@@ -1,6 +1,6 @@
 """A snapshot of a database's records, read without its logger, which may be running.
 
-    with Snapshot(path, filters) as snapshot:
+    with Snapshot(database, filters) as snapshot:
         for record in snapshot.records(): ...
 
 Oldest first, by the records' times. Records committed later are not included; records deleted meanwhile are missing.
@@ -9,7 +9,7 @@ Oldest first, by the records' times. Records committed later are not included; r
 Rows are read in transactions that end before their records are returned, so a slow reader does not keep the logger from
 truncating its write-ahead log; at most 4 MiB, or one record, at a time.
 
-Errors: StartupError if the file cannot be read.
+Errors: StartupError if the database cannot be read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -26,8 +25,10 @@ from sqlalchemy.exc import DatabaseError
 
 from millrace.errors import StartupError
 from millrace_protos.millrace_pb2 import PayloadRecord
-from services.logger.store import reading, schema
+from services.logger.store import reading
 from services.logger.store.filters import Filters
+from services.logger.store.opening import Location, name_of, open_for_export
+from services.logger.store.statements import in_each
 from services.logger.store.tables import OF_CALL_FOR_NOW, calls, now_us, records
 
 _ROWS = 500
@@ -54,25 +55,17 @@ class Part:
 
 
 class Snapshot:
-    """The records of a file that pass the filters.
+    """The records of a database that pass the filters.
 
     `last` is the highest position of a record, `last_ever` that of all there were.
     """
 
-    def __init__(self, path: Path, filters: Filters) -> None:
-        if not path.is_file():
-            raise StartupError(f"{path}: no such database; LOGGER_DATABASE or --database names the logger's")
-        self._path = path
-        self._engine = schema.open_for_reading(path, 1)
+    def __init__(self, database: Location, filters: Filters) -> None:
+        self._database = database
+        self._engine = open_for_export(database)
         with self._connect() as connection:
-            version = connection.exec_driver_sql("PRAGMA user_version").scalar_one()
-            schema.check_version(path, version)
-            if version < schema.SCHEMA_VERSION:
-                raise StartupError(
-                    f"{path} is not a payload log, or has an older schema: start this logger with it once"
-                )
-            self.last: int = connection.execute(sql.select(sql.func.max(records.c.position))).scalar_one() or 0
-            self.last_ever: int = schema.last_position(connection)
+            self.last: int = reading.newest_position(connection)
+            self.last_ever: int = reading.last_position(connection)
         self._clauses = [records.c.position <= self.last, *filters.clauses(records)]
 
     def count(self) -> int:
@@ -125,7 +118,7 @@ class Snapshot:
         with self._connect() as connection:
             rows: Sequence[Any] = connection.execute(sizes.order_by(*order).limit(_ROWS)).all()
             chosen = [row.position for row in rows[: max(1, reading.fitting(rows, _BYTES))]]
-            whole = reading.whole_rows().where(records.c.position.in_(reading.each_of(chosen)))
+            whole = reading.whole_rows().where(in_each(records.c.position, chosen))
             return connection.execute(whole.order_by(*order)).all()
 
     @contextmanager
@@ -134,4 +127,4 @@ class Snapshot:
             with self._engine.connect() as connection:
                 yield connection
         except DatabaseError as error:
-            raise StartupError(f"{self._path}: {error.orig}") from None
+            raise StartupError(f"{name_of(self._database)}: {' '.join(str(error.orig).split())}") from None

@@ -1,4 +1,4 @@
-"""The store of payload records: by key, by filter and in the order of commit, in the file of schema.py; and usage.
+"""The store of payload records: by key, by filter and in the order of commit, in SQLite or PostgreSQL; and usage.
 
 `append` returns after the commit; a (source, sequence) or record_id that has arrived before has no effect, even if its
 record was deleted. Reads return the newest first, by the records' times, except `after`, which reads in the order of
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from pathlib import Path
@@ -23,18 +24,23 @@ from typing import NamedTuple
 import sqlalchemy as sql
 
 from millrace_protos.millrace_pb2 import AppendRequest, PayloadRecord, UsageResponse
-from services.logger.store import reading, removing, schema, tables, usage, writing
+from services.logger.store import reading, removing, tables, usage, writing
 from services.logger.store.database import Database
 from services.logger.store.deletions import Deletions
 from services.logger.store.filters import Filters
 from services.logger.store.readers import FREE_BYTES, Reader
 from services.logger.store.reading import Found, Place, Row, Stored
+from services.logger.store.sqlite import SqliteDatabase
+from services.logger.store.statements import run
 from services.logger.store.writing import GatewayLine
 from services.logger.telemetry import Commits
 
 SEARCH_S = 5.0
 
 _ROWS_PER_READ = 100
+_MOVE_CURSOR = (
+    "INSERT INTO cursors (name, position) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET position = excluded.position"
+)
 _BYTES_PER_BATCH = 1024 * 1024
 
 
@@ -46,24 +52,28 @@ class _Batch(NamedTuple):
     is_followed: bool
 
 
-class SqliteStore:
-    """One SQLite file that only its owner can read.
+class Store(ABC):
+    """The records of a database, which a subclass opens."""
 
-    With `fsync` commits survive a power failure; without it, only the death of the process.
-    """
-
-    def __init__(
-        self, path: Path, fsync: bool = True, search_s: float = SEARCH_S, commits: Commits | None = None
-    ) -> None:
-        self._commits = commits or Commits()
+    def __init__(self, search_s: float, commits: Commits) -> None:
+        self._commits = commits
         self._search_s = search_s
         self._deletions = Deletions()
         self._usage = usage.UsageSums()
-        self._database = Database(path, fsync, self._load, self._commits.count_lost_database)
+        self._database = self._open()
         self._notices: list[Callable[[], None]] = []
         self._gathered: list[AppendRequest] = []
         self._next_commit: asyncio.Task[set[int]] | None = None
         self._committing = asyncio.Lock()
+
+    @abstractmethod
+    def _open(self) -> Database:
+        """Opens the database, of which `_load` reads a part; `__init__` calls it."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other loggers may write to the database too."""
+        return self._database.is_shared
 
     def _load(self, connection: sql.Connection) -> None:
         """Reads what is kept in memory too."""
@@ -93,7 +103,7 @@ class SqliteStore:
         return {id(request) for request in new}
 
     def _add(self, requests: Sequence[AppendRequest]) -> Sequence[AppendRequest]:
-        with self._database.writing.begin() as connection:
+        with self._database.begin() as connection:
             return writing.append(connection, requests, tables.now_us(), self._deletions, self._usage)
 
     async def add_calls(self, calls: Sequence[GatewayLine]) -> list[PayloadRecord]:
@@ -185,17 +195,24 @@ class SqliteStore:
         """
         return await self._database.read(reading.after, position, limit)
 
+    async def shown_after(self, position: int, limit: int) -> list[Stored]:
+        """As `after`, and with the records of calls that no service can have recorded."""
+        return await self._database.read(reading.shown_after, position, limit)
+
     async def last_position(self) -> int:
         """The position of the newest commit, even if deleted; 0 if there was none."""
-        return await self._database.read(schema.last_position)
+        return await self._database.read(reading.last_position)
+
+    async def newest_position(self) -> int:
+        """The position of the newest record; 0 if there is none."""
+        return await self._database.read(reading.newest_position)
 
     async def cursors(self) -> dict[str, int]:
         return {row.name: row.position for row in await self._database.select(sql.select(tables.cursors))}
 
     async def move_cursor(self, name: str, position: int) -> None:
         """Saves a reader's position under its name; returns after the commit."""
-        statement = sql.text("INSERT OR REPLACE INTO cursors (name, position) VALUES (:name, :position)")
-        await self._database.write(sql.Connection.execute, statement, {"name": name, "position": position})
+        await self._database.write(run, _MOVE_CURSOR, name, position)
 
     def on_append(self, notice: Callable[[], None]) -> None:
         """Registers a callback that runs on the event loop after each commit of services' records."""
@@ -220,20 +237,38 @@ class SqliteStore:
             pass
 
     async def give_back(self) -> None:
-        """Returns deleted records' space to the file system, and removes their contents from the write-ahead log."""
-        while await self._database.run_writing(removing.give_back_some, self._database.writing):
-            pass
-        await self._database.run_writing(removing.empty_log, self._database.writing)
+        """Returns deleted records' space to the file system, where this is the logger's task."""
+        await self._database.give_back()
 
     async def check(self) -> None:
         """Raises NotReadyError unless the store answers."""
-        await self._database.run_writing(lambda: None)
-        await self._database.select(sql.select(tables.records.c.position).limit(1))
+        await self._database.check()
+
+    def alone(self, name: str) -> AbstractAsyncContextManager[Callable[[], bool]]:
+        """Of a shared store: waits until no other logger has this name; gives a check, which blocks, that it is so."""
+        return self._database.alone(name)
 
     async def close(self) -> None:
         """Ends the threads after their current work and closes the database."""
         async with self._committing:
             await self._database.close()
+
+
+class SqliteStore(Store):
+    """One SQLite file that only its owner can read.
+
+    With `fsync` commits survive a power failure; without it, only the death of the process.
+    """
+
+    def __init__(
+        self, path: Path, fsync: bool = True, search_s: float = SEARCH_S, commits: Commits | None = None
+    ) -> None:
+        self._path = path
+        self._fsync = fsync
+        super().__init__(search_s, commits or Commits())
+
+    def _open(self) -> Database:
+        return SqliteDatabase(self._path, self._fsync, self._load, self._commits.count_lost_database)
 
 
 def _loan(lender: Reader | None, size: int) -> AbstractAsyncContextManager[None]:

@@ -1,4 +1,4 @@
-"""The tables of the payload log's SQLite file.
+"""The tables of the payload log.
 
 `records` holds each record as its serialized protobuf beside the columns that queries filter by. `position` is the
 order of commit, never reused. Every index ends in `time_us` and, like all of SQLite's, in `position`: matches are in
@@ -16,7 +16,6 @@ Times are whole microseconds since 1970, hours whole hours since then.
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import sqlalchemy as sql
 
@@ -124,7 +123,7 @@ usage = sql.Table(
     sql.Column("engine_us", sql.BigInteger, nullable=False, server_default="0"),
     sqlite_with_rowid=False,
 )
-# 600 is an estimate of a record's space besides its body: columns and index entries.
+BESIDES_BODY = 600  # An estimate of a record's space besides its body: columns and index entries.
 TRIGGERS = (
     "CREATE TRIGGER IF NOT EXISTS share_more AFTER INSERT ON records BEGIN"
     " INSERT INTO shares (client, refused, bytes) VALUES (new.client, new.refused, length(new.body) + 600)"
@@ -133,15 +132,6 @@ TRIGGERS = (
     " UPDATE shares SET bytes = bytes - length(old.body) - 600"
     " WHERE client = old.client AND refused = old.refused; END",
 )
-
-
-# Any number of keys as one parameter, a JSON list.
-EACH = "(SELECT value FROM json_each(?))"
-
-
-def column(connection: sql.Connection, statement: str, *parameters: Any) -> list[Any]:
-    """The first column of a statement's result."""
-    return list(connection.exec_driver_sql(statement, parameters).scalars())
 
 
 def now_us() -> int:

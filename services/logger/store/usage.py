@@ -14,7 +14,6 @@ before, otherwise under "": callers cannot add an unlimited number of rows.
 from __future__ import annotations
 
 import math
-import sqlite3
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from sqlalchemy.exc import OperationalError
 
 from millrace.errors import DeadlineError, InvalidRequestError
 from millrace_protos.millrace_pb2 import PayloadRecord, UsageGroup, UsageRequest, UsageResponse
+from services.logger.store.statements import IN_EACH, column, each, is_postgresql, run, upsert
 from services.logger.store.tables import usage
 
 HOUR_S = 3600
@@ -41,9 +41,10 @@ _MAX_DURATION_US = 10**15
 _NOT_FAILED = frozenset({"OK", "CANCELLED"})
 
 _SUMS = tuple(column.name for column in usage.columns if not column.primary_key)
+_COLUMNS_WRITTEN = ("client", "hour", "model", *_SUMS)
 _ADD = (
-    f"INSERT INTO usage (client, hour, model, {', '.join(_SUMS)}) VALUES (?, ?, ?{', ?' * len(_SUMS)})"  # noqa: S608
-    f" ON CONFLICT DO UPDATE SET {', '.join(f'{name} = {name} + excluded.{name}' for name in _SUMS)}"
+    "ON CONFLICT (client, hour, model) DO UPDATE"
+    f" SET {', '.join(f'{name} = usage.{name} + excluded.{name}' for name in _SUMS)}"
 )
 # Every client that has rows, each found by one look into the key.
 _CLIENTS = (
@@ -57,7 +58,7 @@ _COLUMNS = {"client": "usage.client", "model": "usage.model", "day": _DAY}
 _FORGET = (
     # Begins with DELETE, by which the driver knows that it writes.
     f"DELETE FROM usage WHERE (client, hour, model) IN ({_CLIENTS} SELECT usage.client, usage.hour, usage.model"  # noqa: S608
-    " FROM clients CROSS JOIN usage ON usage.client = clients.client WHERE usage.hour < ? LIMIT ?)"
+    " FROM clients {join} usage ON usage.client = clients.client WHERE usage.hour < ? LIMIT ?)"
 )
 
 
@@ -74,10 +75,11 @@ class UsageSums:
         self._models: set[str] = set()  # Those that have answered.
 
     def load(self, connection: sql.Connection) -> None:
-        self._models = set(connection.exec_driver_sql("SELECT DISTINCT model FROM usage").scalars())
+        self._models = set(column(connection, "SELECT DISTINCT model FROM usage"))
 
     def add(self, connection: sql.Connection, records: Sequence[PayloadRecord]) -> None:
         """Adds records that have not been added before."""
+        self._refresh(connection, records)
         sums: dict[_Key, list[int]] = {}
         for record in records:
             if record.shadow_of:
@@ -86,7 +88,13 @@ class UsageSums:
             for index, value in enumerate(_taken(record)):
                 total[index] += value
         if sums:
-            connection.exec_driver_sql(_ADD, [(*key, *values) for key, values in sums.items()])
+            upsert(connection, usage, _COLUMNS_WRITTEN, [(*key, *values) for key, values in sums.items()], _ADD)
+
+    def _refresh(self, connection: sql.Connection, records: Sequence[PayloadRecord]) -> None:
+        """Looks up whether unknown models have answered at other loggers; only this one writes to an SQLite file."""
+        if is_postgresql(connection) and (unknown := {record.model for record in records} - self._models):
+            answered = f"SELECT DISTINCT model FROM usage WHERE model {IN_EACH}"  # noqa: S608
+            self._models.update(column(connection, answered, each(connection, unknown)))
 
     def _key(self, record: PayloadRecord) -> _Key:
         model = record.model
@@ -144,7 +152,7 @@ class UsageQuery:
             group,
         )
 
-    def statement(self) -> sql.TextClause:
+    def statement(self, join: str = "CROSS JOIN") -> sql.TextClause:
         """The groups in order, one more than may be."""
         columns = [_COLUMNS[name] for name in self.group]
         clauses = {
@@ -153,10 +161,10 @@ class UsageQuery:
             "model": "usage.model = :model",
         }
         where = [clause for name, clause in clauses.items() if getattr(self, name) is not None]
-        sums = [f"coalesce(sum(usage.{name}), 0) AS {name}" for name in _SUMS]
+        sums = [f"CAST(coalesce(sum(usage.{name}), 0) AS BIGINT) AS {name}" for name in _SUMS]
         text = (
             f"{_CLIENTS if self.client is None else _ONE_CLIENT} SELECT {', '.join([*columns, *sums])}"  # noqa: S608
-            " FROM clients CROSS JOIN usage ON usage.client = clients.client"
+            f" FROM clients {join} usage ON usage.client = clients.client"
         )
         if where:
             text += f" WHERE {' AND '.join(where)}"
@@ -172,7 +180,7 @@ class UsageQuery:
 def select(connection: sql.Connection, query: UsageQuery, limit_s: float) -> UsageResponse:
     """The usage of a query; raises InvalidRequestError above MAX_GROUPS, DeadlineError if it takes too long."""
     with _limited(connection, limit_s):
-        rows = connection.execute(query.statement(), query.parameters()).all()
+        rows = connection.execute(query.statement(_join(connection)), query.parameters()).all()
     if len(rows) > MAX_GROUPS:
         raise InvalidRequestError(f"more than {MAX_GROUPS} groups: choose a shorter period or fewer groups")
     response = UsageResponse(groups=[_group(query.group, row) for row in rows])
@@ -184,7 +192,13 @@ def select(connection: sql.Connection, query: UsageQuery, limit_s: float) -> Usa
 
 def forget_some(connection: sql.Connection, before_us: int) -> int:
     """Deletes some of the sums of hours that ended before a time; returns their number."""
-    return connection.exec_driver_sql(_FORGET, (before_us // HOUR_US, _FORGOTTEN_AT_ONCE)).rowcount
+    statement = _FORGET.format(join=_join(connection))
+    return run(connection, statement, before_us // HOUR_US, _FORGOTTEN_AT_ONCE).rowcount
+
+
+def _join(connection: sql.Connection) -> str:
+    """SQLite needs to be shown the order of the tables, in which PostgreSQL's planner is free."""
+    return "JOIN" if is_postgresql(connection) else "CROSS JOIN"
 
 
 def _group(names: Sequence[str], row: sql.Row[Any]) -> UsageGroup:
@@ -212,11 +226,13 @@ def _hour(seconds: int) -> int:
 @contextmanager
 def _limited(connection: sql.Connection, limit_s: float) -> Iterator[None]:
     """Interrupts statements of the block after a time: DeadlineError."""
-    driver = connection.connection.driver_connection
-    if not isinstance(driver, sqlite3.Connection):
-        raise TypeError("the database is not SQLite's")
     give_up_at = time.monotonic() + limit_s
-    driver.set_progress_handler(lambda: time.monotonic() >= give_up_at, _STEPS)
+    driver: Any = connection.connection.driver_connection
+    if is_postgresql(connection):
+        # Until the end of the transaction; 0 would be no limit.
+        run(connection, f"SET LOCAL statement_timeout = {max(1, round(1000 * limit_s))}")
+    else:
+        driver.set_progress_handler(lambda: time.monotonic() >= give_up_at, _STEPS)
     try:
         yield
     except OperationalError:
@@ -224,4 +240,5 @@ def _limited(connection: sql.Connection, limit_s: float) -> Iterator[None]:
             raise
         raise DeadlineError(f"the usage was not summed within {limit_s:g} s: choose a shorter period") from None
     finally:
-        driver.set_progress_handler(None, 0)
+        if not is_postgresql(connection):
+            driver.set_progress_handler(None, 0)

@@ -1,0 +1,364 @@
+"""The payload log in PostgreSQL: the same promises as in SQLite, while the server dies and several loggers write."""
+
+import asyncio
+import contextlib
+import sys
+from collections import Counter
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from pydantic import SecretStr
+
+from millrace.errors import NotReadyError
+from millrace.rpc.channel import open_channel
+from millrace_protos import millrace_pb2_grpc
+from millrace_protos.millrace_pb2 import QueryPayloadsRequest, TailPayloadsRequest
+from services.logger.backup import main as copy
+from services.logger.export.export import main as export
+from services.logger.shared_tails import SharedTails
+from services.logger.store.filters import Filters
+from services.logger.store.postgresql import PostgresqlStore
+from services.logger.store.tables import metadata
+from tests.process.sink_server import SinkServer
+from tests.process.test_logger_store import append_request, numbers, record_id
+from tests.support import postgresql as postgresql_server
+from tests.support.logger_process import LoggerProcess
+from tests.support.payload_ingest import begin
+from tests.waiting import until
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+@pytest.fixture
+def mortal_postgresql():
+    """A server of this test alone, which may stop it."""
+    with postgresql_server.running() as server:
+        yield server
+
+
+@pytest.fixture
+async def logger(tmp_path, mortal_postgresql):
+    async with LoggerProcess(tmp_path) as process:
+        process.environment["LOGGER_DATABASE_URL"] = mortal_postgresql.database()
+        yield process
+
+
+@pytest.fixture
+async def stores(postgresql):
+    """Makes stores of one database, as several loggers have them."""
+    url = SecretStr(postgresql.database())
+    async with contextlib.AsyncExitStack() as closing:
+
+        async def make():
+            store = await asyncio.to_thread(PostgresqlStore, url)
+            closing.push_async_callback(store.close)
+            return store
+
+        yield make
+
+
+async def health(target):
+    """The logger's health now; None if it does not answer."""
+    async with open_channel(target, "logger") as channel:
+        request = health_pb2.HealthCheckRequest(service="millrace.v1.PayloadLog")
+        try:
+            return (await health_pb2_grpc.HealthStub(channel).Check(request, timeout=10)).status
+        except NotReadyError:
+            return None
+
+
+async def request_ids(target):
+    """How often the log has a record of each request."""
+    found = Counter()
+    async with open_channel(target, "logger") as channel:
+        token = ""
+        while True:
+            request = QueryPayloadsRequest(page_size=1000, page_token=token)
+            page = [one async for one in millrace_pb2_grpc.PayloadLogStub(channel).Query(request, timeout=30)]
+            found.update(one.request_id for one in page)
+            if len(page) < 1000:
+                return found
+            token = page[-1].page_token
+
+
+@pytest.mark.parametrize(
+    ("count", "away_s"), [(200, 3), pytest.param(2000, 20, marks=[pytest.mark.full, pytest.mark.timeout(300)])]
+)
+async def test_each_request_has_one_record_though_the_database_was_away(logger, mortal_postgresql, taps, count, away_s):
+    await logger.start()
+    tap = taps.start(logger.target)
+
+    async def ask(numbers, apart_s=0.005):
+        for number in numbers:
+            record = begin(tap, f"request-{number}")
+            await asyncio.sleep(apart_s)
+            record.end("OK")
+
+    before, during = asyncio.create_task(ask(range(count // 2))), None
+    await until(lambda: request_ids_include(logger.target, "request-0"))
+    mortal_postgresql.stop("immediate")
+    during = asyncio.create_task(ask(range(count // 2, count), away_s / count))
+    await until(lambda: health_is_not(logger.target, SERVING))
+    await asyncio.sleep(away_s)
+    # The logger dies too, with what it holds; its successor starts without the database.
+    await logger.kill()
+    await logger.spawn()
+    await until(lambda: health_is(logger.target, health_pb2.HealthCheckResponse.NOT_SERVING))
+    mortal_postgresql.start()
+    await asyncio.gather(before, during)
+    await until(lambda: health_is(logger.target, SERVING))
+    await until(lambda: request_ids_are(logger.target, count), timeout_s=60)
+    assert set((await request_ids(logger.target)).values()) == {1}
+
+
+async def request_ids_include(target, request_id):
+    return request_id in await request_ids(target)
+
+
+async def request_ids_are(target, count):
+    return len(await request_ids(target)) == count
+
+
+async def health_is(target, status):
+    return await health(target) == status
+
+
+async def health_is_not(target, status):
+    return await health(target) != status
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda url, _: url.replace("geheim", "wrong"), "password authentication failed"),
+        (lambda url, _: url + "_missing", "does not exist"),
+        (lambda url, _: url.replace("millrace:", "nobody:"), "password authentication failed"),
+        (lambda _, server: server.database("ENCODING 'LATIN1' LOCALE 'C' TEMPLATE template0"), "encoding LATIN1"),
+        (lambda url, server: newer(url, server), "schema version 9999, this logger knows"),
+        (lambda *_: "mysql://user:geheim@host/log", "not postgresql://"),
+        (lambda *_: "postgresql://user:geheim@host", "not postgresql://"),
+    ],
+    ids=["password", "database", "user", "encoding", "newer", "kind", "no database"],
+)
+async def test_a_database_that_cannot_be_used_ends_the_start_with_one_line(tmp_path, postgresql, change, text):
+    async with LoggerProcess(tmp_path) as logger:
+        logger.environment["LOGGER_DATABASE_URL"] = change(postgresql.database(), postgresql)
+        output = await logger.refuses()
+    assert text in output
+    assert output.startswith("logger: LOGGER_DATABASE_URL") or text.startswith(("encoding", "schema"))
+    assert output.count("\n") == 1
+    assert "geheim" not in output
+
+
+def newer(url, server):
+    server.execute(url, "CREATE TABLE alembic_version AS SELECT '9999' AS version_num")
+    return url
+
+
+async def test_a_missing_driver_is_named(tmp_path, postgresql):
+    hidden = "sys.modules['psycopg'] = None"
+    script = f"import sys, runpy; {hidden}; runpy.run_module('services.logger', run_name='__main__')"
+    environment = LoggerProcess(tmp_path).environment | {"LOGGER_DATABASE_URL": postgresql.database()}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", script), cwd=LoggerProcess.ROOT, env=environment, stderr=asyncio.subprocess.PIPE
+    )
+    _, stderr = await process.communicate()
+    assert process.returncode == 78
+    assert "psycopg: pip install 'millrace[logger,postgres]'" in stderr.decode()
+
+
+async def test_loggers_that_start_together_migrate_the_database_once(stores):
+    first, second, third = await asyncio.gather(stores(), stores(), stores())
+    await first.append([append_request(1)])
+    assert await numbers(second) == await numbers(third) == [1]
+
+
+async def test_the_migrations_make_the_tables_that_statements_expect(postgresql, stores):
+    await stores()
+    url = postgresql.last_url
+    rows = postgresql.execute(url, "SELECT table_name, column_name FROM information_schema.columns")
+    for table in metadata.tables.values():
+        assert {(table.name, column.name) for column in table.columns} <= set(rows)
+
+
+async def test_what_two_loggers_receive_at_once_is_there_once_in_one_order(stores):
+    loggers = [await stores(), await stores()]
+
+    def requests(first):
+        return [append_request(number, time_ns=number * 1000) for number in range(first, first + 20)]
+
+    new = await asyncio.gather(*(store.append(requests(first)) for first in range(1, 182, 10) for store in loggers))
+    assert sorted(record.record_id for records in new for record in records) == [record_id(n) for n in range(1, 201)]
+    assert await numbers(loggers[0]) == list(range(200, 0, -1))
+    in_order = await loggers[1].after(0, 1000)
+    assert [one.position for one in in_order] == sorted(one.position for one in in_order)
+    assert len(in_order) == 200
+
+
+async def test_no_reader_in_the_order_of_commit_misses_a_record_of_another_logger(stores):
+    loggers, reader = [await stores(), await stores()], await stores()
+    seen, position = [], 0
+
+    async def write(store, first):
+        for number in range(first, first + 100):
+            await store.append([append_request(number, source=str(first))])
+
+    writing = asyncio.gather(write(loggers[0], 1), write(loggers[1], 1001))
+    while not writing.done() or await reader.after(position, 1):
+        for stored in await reader.after(position, 7):
+            seen.append(stored.record.record_id)
+            position = stored.position
+    await writing
+    assert len(seen) == len(set(seen)) == 200
+
+
+async def test_a_deletion_at_one_logger_covers_what_arrives_late_at_another(stores):
+    first, second = await stores(), await stores()
+    await first.append([append_request(1, request_id="mine")])
+    assert await second.delete(request_id="mine") == 1
+    await first.append([append_request(2, request_id="mine"), append_request(3, request_id="other")])
+    assert await numbers(first) == [3]
+
+
+async def test_a_model_that_has_answered_at_one_logger_is_known_at_another(stores, postgresql):
+    first, second = await stores(), await stores()
+    await first.append([append_request(1, model="m", status="OK")])
+    await second.append(
+        [append_request(number, model=model, status="INTERNAL") for number, model in ((2, "m"), (3, "x"))]
+    )
+    rows = postgresql.execute(postgresql.last_url, "SELECT model, requests FROM usage ORDER BY model")
+    assert rows == [("", 1), ("m", 2)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a\0b", "x" * 100_000, "\0" * 5000, "é" * 3000, "%s ? '"],
+    ids=["nul", "long", "long nul", "umlauts", "placeholders"],
+)
+async def test_any_text_is_stored_and_found(stores, text):
+    store = await stores()
+    other = text[:-1] + "?"
+    fields = dict.fromkeys(("model", "request_id", "trace_id", "client", "status", "finish_reason", "call_id"), text)
+    await store.append([append_request(1, source=text, prompt=text, **fields), append_request(2, request_id=other)])
+    assert await numbers(store, request_id=text) == [1]
+    assert await numbers(store, model=text, client=text, text_contains=text) == [1]
+    assert await numbers(store, request_id=other) == [2]
+    assert (await anext(store.query(Filters(QueryPayloadsRequest(request_id=text)), None, 1))).record.prompt == text
+    assert await store.delete(client=text) == 1
+    await store.append([append_request(3, client=text)])
+    assert await numbers(store) == [2]
+
+
+async def test_a_restart_of_the_server_costs_no_reader_an_error(mortal_postgresql):
+    store = await asyncio.to_thread(PostgresqlStore, SecretStr(mortal_postgresql.database()))
+    await store.append([append_request(1)])
+    assert await numbers(store) == [1]
+    mortal_postgresql.stop("immediate")
+    mortal_postgresql.start()
+    assert await numbers(store) == [1]
+    await store.append([append_request(1), append_request(2)])
+    assert await numbers(store) == [2, 1]
+    await store.close()
+
+
+async def test_exports_read_the_database_of_the_settings(stores, postgresql, tmp_path, monkeypatch, capsys):
+    store = await stores()
+    await store.append([append_request(number, time_ns=number * 3600 * 10**9, prompt="p") for number in range(1, 6)])
+    monkeypatch.setenv("LOGGER_DATABASE_URL", postgresql.last_url)
+    assert await asyncio.to_thread(export, ("--format", "jsonl", "--output", str(tmp_path / "log.jsonl"))) == 0
+    assert (tmp_path / "log.jsonl").read_text().count('"prompt":"p"') == 5
+    assert await asyncio.to_thread(export, ("--partition", "hour", "--output", str(tmp_path / "lake"))) == 0
+    assert len(list((tmp_path / "lake").rglob("*.parquet"))) == 5
+    for command, tool in (("backup", "pg_dump"), ("restore", "pg_restore")):
+        assert copy(command, (str(tmp_path / "copy"),)) == 1
+        assert tool in capsys.readouterr().err
+    monkeypatch.setenv("LOGGER_DATABASE_URL", postgresql.database())
+    assert await asyncio.to_thread(export, ("--output", str(tmp_path / "none"))) == 1
+    error = capsys.readouterr().err
+    assert "start this logger with it once" in error
+    assert "geheim" not in error
+
+
+async def test_unreachable_exports_are_one_line(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("LOGGER_DATABASE_URL", "postgresql://u:geheim@127.0.0.1:1/log")
+    assert export(("--output", str(tmp_path / "none"))) == 1
+    error = capsys.readouterr().err
+    assert "refused" in error
+    assert error.count("\n") == 1
+    assert "geheim" not in error
+
+
+async def test_the_size_limit_is_that_of_the_records(stores):
+    store = await stores()
+    await store.append([append_request(number, time_ns=number, prompt="x" * 1000) for number in range(1, 101)])
+    while await store.expire(None, 50_000):
+        pass
+    kept = await numbers(store)
+    assert kept == list(range(100, 100 - len(kept), -1))
+    assert 20 < len(kept) < 35
+
+
+async def test_a_tail_shows_the_records_of_all_loggers(stores):
+    first, second = await stores(), await stores()
+    tails = SharedTails()
+    following = asyncio.create_task(tails.follow(first))
+    try:
+        await first.append([append_request(1)])
+        with tails.open(Filters(TailPayloadsRequest())) as tail:
+            await second.append([append_request(2)])
+            tails.show(await first.append([append_request(3)]))
+            shown = []
+            async with asyncio.timeout(20):
+                while record_id(3) not in shown:
+                    shown.append((await tail.next()).record.record_id)
+        # The one before may be shown too.
+        assert [one for one in shown if one != record_id(1)] == [record_id(2), record_id(3)]
+    finally:
+        following.cancel()
+
+
+async def test_a_sink_gets_each_record_from_one_logger_and_another_takes_over(tmp_path, mortal_postgresql):
+    server = SinkServer()
+    await server.start()
+    url = mortal_postgresql.database()
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+    async with LoggerProcess(tmp_path / "a") as first, LoggerProcess(tmp_path / "b") as second:
+        for logger in (first, second):
+            logger.environment |= {"LOGGER_DATABASE_URL": url, "LOGGER_SINKS": server.url}
+            logger.environment["LOGGER_SINK_FROM"] = "beginning"
+            await logger.start()
+        try:
+            await append_to(first.target, range(1, 51))
+            await append_to(second.target, range(51, 101))
+            await until(lambda: len(sink_ids(server)) == 100)
+            assert len(server.keys) == len(set(server.keys))
+            await first.kill()
+            await append_to(second.target, range(101, 121))
+            await until(lambda: len(sink_ids(server)) == 120, timeout_s=30)
+            mortal_postgresql.stop("immediate")
+            mortal_postgresql.start()
+            await until(lambda: is_appended(second.target, range(121, 131)))
+            await until(lambda: len(sink_ids(server)) == 130, timeout_s=30)
+        finally:
+            await server.kill()
+
+
+async def append_to(target, sequences):
+    async with open_channel(target, "logger") as channel:
+        requests = (append_request(number, prompt="p", text="t", status="OK") for number in sequences)
+        async for _ in millrace_pb2_grpc.PayloadIngestStub(channel).Append(requests):
+            pass
+
+
+async def is_appended(target, sequences):
+    """Sends again later, as a spool does, what a logger without its database refuses."""
+    try:
+        await append_to(target, sequences)
+    except NotReadyError:
+        return False
+    return True
+
+
+def sink_ids(server):
+    return {one for _, one in server.keys}
