@@ -9,9 +9,11 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import pytest_asyncio
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from millrace.errors import DeadlineError, HopBrokenError, InvalidRequestError, OverloadedError, StartupError
 from millrace.sampling import SamplingParameters
@@ -42,9 +44,9 @@ def settings(**given):
     return PredictorSettings(**{"vllm_arguments": ARGUMENTS, **usual, **given})
 
 
-async def launched(python=PYTHON, **given):
-    host = InterpreterHost(python, "services.predictor.vllm_engine", threads=1)
-    return await launch_engine(host, "storyteller", FOLDER, True, settings(**given))
+async def launched(folder=FOLDER, **given):
+    host = InterpreterHost(PYTHON, "services.predictor.vllm_engine", threads=1)
+    return await launch_engine(host, "storyteller", folder, True, settings(**given))
 
 
 @pytest_asyncio.fixture(scope="module")
@@ -161,8 +163,9 @@ async def test_a_cancel_frees_the_place_and_a_deadline_ends_an_answer(engine):
 
 
 async def test_a_full_queue_refuses(engine):
-    slots = [engine.submit(request(max_tokens=400)) for _ in range(12)]
-    await until(lambda: (engine.load.running, engine.load.waiting) == (4, 8))
+    slots = [engine.submit(request(max_tokens=400)) for _ in range(4)]
+    await until(lambda: engine.load.running == 4)
+    slots += [engine.submit(request(max_tokens=400)) for _ in range(8)]
     with pytest.raises(OverloadedError):
         await read_all(engine.submit(request()))
     for slot in slots:
@@ -226,6 +229,25 @@ async def test_wrong_arguments_are_one_line_at_start(arguments, message):
     with pytest.raises(StartupError, match=message) as raised:
         await launched(vllm_arguments={**ARGUMENTS, **arguments}, max_context=0)
     assert "\n" not in str(raised.value)
+
+
+async def test_two_processes_compute_one_model_and_end_with_the_engines_own(tmp_path):
+    shape = {"vocab_size": 1536, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    config = LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    expected = load_generation("half", tmp_path, True, settings(), torch.device("cpu"))
+    loaded = await launched(tmp_path, vllm_arguments={**ARGUMENTS, "tensor_parallel_size": 2})
+    ids, _, _ = await answer(loaded.engine)
+    assert ids == (await answer(expected.engine))[0]
+    expected.engine.close()
+    processes = psutil.Process(loaded.engine.pid).children(recursive=True)
+    assert len(processes) >= 2
+    os.kill(loaded.engine.pid, signal.SIGKILL)
+    with pytest.raises(EngineProcessError):
+        await asyncio.wait_for(loaded.engine.died(), 10)
+    _, alive = await asyncio.to_thread(psutil.wait_procs, processes, 60)
+    assert alive == []
 
 
 async def test_the_death_of_the_process_is_that_of_its_answers():
