@@ -7,7 +7,7 @@ import pytest
 
 from tests.containers.stack import ROOT, ComposeStack
 
-OVERLAYS = tuple(f"compose.{name}.yaml" for name in ("gpu", "observability", "postgres", "tls", "workers"))
+OVERLAYS = tuple(f"compose.{name}.yaml" for name in ("gpu", "observability", "postgres", "tls", "vllm", "workers"))
 SETS = [("compose.yaml", *some) for count in range(len(OVERLAYS) + 1) for some in combinations(OVERLAYS, count)]
 
 
@@ -29,6 +29,9 @@ def test_compose_accepts_each_combination(compose, files):
     assert services["predictor"]["build"]["args"]["TORCH_INDEX"].endswith("cu130" if on_gpu else "cpu")
     devices = services["predictor"].get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices", [])
     assert [device["capabilities"] for device in devices] == ([["gpu"]] if on_gpu else [])
+    with_vllm = "compose.vllm.yaml" in files
+    assert services["predictor"]["build"].get("target") == ("vllm" if with_vllm else None)
+    assert services["predictor"]["image"].endswith("-vllm") == with_vllm
     with_metrics = "compose.observability.yaml" in files
     assert (
         services.keys() >= {"prometheus", "grafana"}

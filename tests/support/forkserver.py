@@ -40,6 +40,7 @@ IMPORTS = {
     ),
     "predictor": (
         "services.predictor.__main__",
+        "services.predictor.engine_process.own_loading",
         "services.predictor.engine_process.worker",  # The service forks the host of its engines from itself then.
         "services.predictor.engine_process.rehearsal:rehearse",
         "services.predictor.repository.repository",

@@ -25,6 +25,8 @@ PATH = f"{BUF}{os.pathsep}{os.environ['PATH']}"
 # tests/process/test_gateway_tls.py, tests/system/test_keys.py, tests/system/test_replay.py or tests/slow/test_knee.py.
 # The load check below runs for seconds only.
 NOT_RUN = (
+    "PREDICTOR_ENGINE=",
+    "make .venv-bench-vllm",
     "make certs",
     "make key",
     "make knee",

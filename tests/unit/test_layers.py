@@ -42,6 +42,7 @@ PREDICTOR = (
     ("services.predictor.models", "services.predictor.telemetry"),
     ("services.predictor.generation", "services.predictor.tensor_models"),
     ("services.predictor.engine_process",),
+    ("services.predictor.vllm_engine",),
     ("services.predictor.repository",),
     ("services.predictor.development", "services.predictor.servicer", "services.predictor.steps"),
     ("services.predictor.__main__",),

@@ -13,6 +13,7 @@ from services.predictor.engine.load.queue_estimate import QueueEstimate
 from services.predictor.engine.runners.interface import ModelRunner
 from services.predictor.engine.scheduler import Scheduler
 from services.predictor.engine.state.sequence import Sequence
+from services.predictor.engine.step import StepComputer
 
 
 class Ending:
@@ -20,7 +21,7 @@ class Ending:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: ModelRunner | StepComputer,
         scheduler: Scheduler,
         guard: threading.Condition,
         statistics: EngineStatistics,

@@ -21,6 +21,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import count
 
 import torch
@@ -46,7 +47,7 @@ from services.predictor.engine.scheduler import Scheduler
 from services.predictor.engine.state.in_flight import queue_full
 from services.predictor.engine.state.sequence import Row, Sequence
 from services.predictor.engine.state.slot import MergingSlot, Reader, SequenceOutput, wake
-from services.predictor.engine.step import Result, StepRunner
+from services.predictor.engine.step import Outcome, Result, StepComputer, StepRunner
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class ContinuousBatchingEngine:
     def __init__(
         self,
         name: str,
-        runner: ModelRunner,
+        runner: ModelRunner | StepComputer,
         scheduler: Scheduler,
         pace: PrefillPace,
         limits: EngineLimits,
@@ -87,7 +88,7 @@ class ContinuousBatchingEngine:
         self._step_timeout_s = step_timeout_s
         self._passes = count()
         self._step_under_way: int | None = None  # The number of the current pass.
-        self._step_runner = StepRunner(runner, self.statistics, self._make_room, self._begin_pass)
+        self._compute = self._computation(runner)
         self._thread = threading.Thread(target=self._run, name=f"engine-{name}", daemon=True)
         self._watchdog = Watchdog(f"watchdog-{name}", step_timeout_s, lambda: self._step_under_way, self._hang)
         self._thread.start()
@@ -132,6 +133,11 @@ class ContinuousBatchingEngine:
         # The thread has ended all requests, unless its step hangs.
         self._end_all()
         self._watchdog.join()
+
+    def _computation(self, runner: ModelRunner | StepComputer) -> Callable[[list[Row]], Outcome]:
+        if isinstance(runner, StepComputer):
+            return partial(runner.compute, statistics=self.statistics)
+        return StepRunner(runner, self.statistics, self._make_room, self._begin_pass).run
 
     def _queue(self, sequence: Sequence) -> None:
         """Queues a sequence, unless it would miss a deadline in the queue or while it runs."""
@@ -195,7 +201,7 @@ class ContinuousBatchingEngine:
         served: set[Sequence] = set()
         if rows:
             started = time.perf_counter()
-            results, failed = self._step_runner.run(rows)
+            results, failed = self._compute(rows)
             self._meter.end(rows, time.perf_counter() - started)
             self._publish(results)
             for sequence, error in failed:

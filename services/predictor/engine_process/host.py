@@ -37,6 +37,7 @@ def main(control: socket.socket, parent: int) -> NoReturn:
     # Libraries ask for devices while they are imported; the driver itself must not be initialised here.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     from services.predictor.engine_process import worker
+    from services.predictor.engine_process.own_loading import load_own
     from services.predictor.engine_process.rehearsal import rehearse
 
     rehearse()
@@ -48,7 +49,7 @@ def main(control: socket.socket, parent: int) -> NoReturn:
     with suppress(ConnectionError):
         connection = _serve(control)
         if connection is not None:
-            worker.run(connection)
+            worker.run(connection, load_own)
     os._exit(os.EX_OK)
 
 

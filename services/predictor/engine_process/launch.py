@@ -6,18 +6,18 @@ import asyncio
 import socket
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from millrace.errors import StartupError
 from millrace.sampling import SamplingParameters
 from millrace_protos import engine_pb2
 from services.predictor.engine_process.connection import EngineConnection
-from services.predictor.engine_process.engine_host import EngineHost
 from services.predictor.engine_process.remote_engine import RemoteEngine
 from services.predictor.generation.loaded_model import LoadedModel
 from services.predictor.settings import PredictorSettings
 
 # Of the settings.
-_NOT_OF_ENGINES = {"models", "model_repository", "hub_allow"} | {
+_NOT_OF_ENGINES = {"engine", "vllm_python", "models", "model_repository", "hub_allow"} | {
     name for name in PredictorSettings.model_fields if name.startswith("payload_")
 }
 _LOAD_S = 3600.0  # The longest that loading weights takes.
@@ -25,8 +25,17 @@ _SILENCE_S = 10.0  # A process that is alive sends a frame every half second.
 _SEND_BUFFER_BYTES = 4 * 1024 * 1024  # Or what the system allows.
 
 
+class EngineStarter(Protocol):
+    """Starts engine processes."""
+
+    prepare: str  # A `module:function` that each of them calls before it loads its model, or nothing.
+
+    async def start_engine(self, connection: socket.socket) -> int:
+        """Starts an engine process that serves a socket; returns its process id; raises StartupError."""
+
+
 async def launch_engine(
-    host: EngineHost, name: str, folder: Path, is_local: bool, settings: PredictorSettings, device_memory: int = 0
+    host: EngineStarter, name: str, folder: Path, is_local: bool, settings: PredictorSettings, device_memory: int = 0
 ) -> LoadedModel:
     """Returns the model, loaded by an engine process of its own; raises StartupError.
 

@@ -1,5 +1,7 @@
 """The engine process: loads one generation model and runs its engine until the predictor's front closes the socket.
 
+How the model is loaded is the caller's: own_loading.py, or vllm_engine/loading.py in an interpreter that has vLLM.
+
 Threads: the engine's own and its watchdog; the main thread, which reads commands; and a reporter, which sends the state
 while no step does, so that silence means that the process hangs, and ends the process when the engine has died. The
 first frame from here is `ready` or `startup_error`.
@@ -14,9 +16,8 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Iterator
-from pathlib import Path
-from typing import NoReturn
+from collections.abc import Callable, Iterator
+from typing import NoReturn, Protocol
 
 import torch
 
@@ -29,23 +30,28 @@ from services.predictor.engine.engine import ContinuousBatchingEngine
 from services.predictor.engine.interface import GenerationRequest
 from services.predictor.engine_process.framing import framed, messages
 from services.predictor.engine_process.step_frames import Key, StepFrames, state_message
-from services.predictor.generation.loading import LoadedGeneration, load_generation
+from services.predictor.generation.running_model import LoadedGeneration
 from services.predictor.models.startup_errors import as_startup_error
-from services.predictor.models.weights import prepare_torch
-from services.predictor.settings import PredictorSettings
 
 logger = logging.getLogger(__name__)
 
 REPORT_S = 0.5  # The longest time between two frames.
 
 
-def run(connection: socket.socket) -> NoReturn:
+class Loader(Protocol):
+    """Loads a model and starts its engine."""
+
+    def __call__(self, launch: engine_pb2.EngineLaunch, flush: Callable[[], None]) -> LoadedGeneration:
+        """Raises any error; for `flush` see engine/engine.py."""
+
+
+def run(connection: socket.socket, load: Loader) -> NoReturn:
     """Serves the engine's socket; ends the process."""
     status = os.EX_SOFTWARE
     try:
         frames = messages(connection)
         launch = engine_pb2.EngineLaunch.FromString(next(frames))
-        _serve(connection, frames, launch)
+        _serve(connection, frames, launch, load)
         status = os.EX_OK
     except StartupError as error:
         _send(connection, framed(engine_pb2.EngineFrame(startup_error=str(error)).SerializeToString()))
@@ -59,15 +65,15 @@ def run(connection: socket.socket) -> NoReturn:
         os._exit(status)
 
 
-def _serve(connection: socket.socket, commands: Iterator[bytes], launch: engine_pb2.EngineLaunch) -> None:
-    settings = PredictorSettings(**json.loads(launch.settings))
-    set_up_logging("predictor", settings.log_level, settings.log_format)
+def _serve(connection: socket.socket, commands: Iterator[bytes], launch: engine_pb2.EngineLaunch, load: Loader) -> None:
+    settings = json.loads(launch.settings)
+    set_up_logging("predictor", settings["log_level"], settings["log_format"])
     frames = StepFrames(lambda frame: _send(connection, frame))
     if launch.prepare:
         module, _, function = launch.prepare.partition(":")
         getattr(importlib.import_module(module), function)()
     with as_startup_error(launch.model):
-        loaded = _load(launch, settings, frames)
+        loaded = load(launch, frames.flush)
     # What was loaded stays: a collection that looks at all of it would hold up every stream.
     gc.collect()
     gc.freeze()
@@ -78,14 +84,6 @@ def _serve(connection: socket.socket, commands: Iterator[bytes], launch: engine_
     threading.Thread(target=_report, args=(engine, frames), name=f"report-{launch.model}", daemon=True).start()
     for message in commands:
         _obey(engine_pb2.EngineCommands.FromString(message), engine, frames)
-
-
-def _load(launch: engine_pb2.EngineLaunch, settings: PredictorSettings, frames: StepFrames) -> LoadedGeneration:
-    device = prepare_torch(settings)
-    if launch.device_memory_elsewhere and device.type == "cuda":
-        elsewhere = launch.device_memory_elsewhere / torch.cuda.mem_get_info(device)[1]
-        settings = settings.model_copy(update={"gpu_memory_share": max(0.0, settings.gpu_memory_share - elsewhere)})
-    return load_generation(launch.model, Path(launch.folder), launch.is_local, settings, device, frames.flush)
 
 
 def _facts(loaded: LoadedGeneration) -> engine_pb2.EngineFacts:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +18,12 @@ from millrace.errors import StartupError
 from millrace.models.sources import read_config
 from millrace.sampling import defaults_of
 from services.predictor.engine.build import build_engine
-from services.predictor.engine.engine import ContinuousBatchingEngine
-from services.predictor.generation.loaded_model import LoadedModel
+from services.predictor.generation.running_model import LoadedGeneration
 from services.predictor.models.fingerprint import fingerprint_of
 from services.predictor.models.weights import dtype_name, load_weights
 from services.predictor.settings import PredictorSettings
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class LoadedGeneration(LoadedModel):
-    """A model whose engine runs in this process."""
-
-    engine: ContinuousBatchingEngine
 
 
 def load_generation(

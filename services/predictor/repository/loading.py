@@ -16,10 +16,11 @@ from pathlib import Path
 from millrace.errors import StartupError
 from millrace.models.hub import Report, fetch
 from millrace.models.kinds import ModelKind, kind_of
-from millrace.models.sources import ModelSource
+from millrace.models.sources import ModelSource, read_config
 from millrace.rpc.threads import run_in_daemon_thread
 from services.predictor.engine_process.engine_host import EngineHost
-from services.predictor.engine_process.launch import launch_engine
+from services.predictor.engine_process.interpreter import InterpreterHost
+from services.predictor.engine_process.launch import EngineStarter, launch_engine
 from services.predictor.generation.model import GenerationModel
 from services.predictor.models.served_model import ServedModel
 from services.predictor.models.startup_errors import as_startup_error
@@ -28,6 +29,7 @@ from services.predictor.repository.memory_release import release_memory
 from services.predictor.settings import PredictorSettings
 from services.predictor.tensor_models.python_model import PythonModel
 
+_VLLM_ENGINE = "services.predictor.vllm_engine"
 _FILES = ("*.json", "*.safetensors")
 
 
@@ -72,10 +74,19 @@ async def build(
     """Returns the running model; raises StartupError. For `device_memory` see engine_process/launch.py."""
     if fetched.kind is ModelKind.GENERATION:
         report("loading the weights")
-        launched = await launch_engine(host, source.name, fetched.folder, source.is_local, settings, device_memory)
+        starter = starter_of(source.name, fetched.folder, settings, host)
+        launched = await launch_engine(starter, source.name, fetched.folder, source.is_local, settings, device_memory)
         return GenerationModel(launched)
     building = partial(build_here, source, fetched, settings, report)
     return await run_in_daemon_thread(f"load-{source.name}", building)
+
+
+def starter_of(model: str, folder: Path, settings: PredictorSettings, host: EngineHost) -> EngineStarter:
+    """What starts the engine process of a generation model."""
+    is_encoder_decoder = bool(read_config(folder, "config.json").get("is_encoder_decoder"))
+    if settings.engine.of(model, is_encoder_decoder) == "vllm":
+        return InterpreterHost(settings.vllm_python, _VLLM_ENGINE, settings.threads, host.prepare)
+    return host
 
 
 def build_here(source: ModelSource, fetched: FetchedModel, settings: PredictorSettings, report: Report) -> ServedModel:

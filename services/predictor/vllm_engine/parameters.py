@@ -1,0 +1,69 @@
+"""Converts a sequence to a request of vLLM: a prompt of token ids and the arguments of vLLM's SamplingParams. Pure.
+
+A sequence may have output already: it moved here from another replica, gave way to another one, or waited while one ran
+isolated. vLLM's sampler keeps a random generator for each request and counts output ids for two penalties; both start
+with the request. So such a sequence is either continued, its output as part of the prompt, which is exact where neither
+matters; or it is repeated: generated from its beginning with the same seed, and the tokens that it already has are
+compared and left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from millrace.sampling import SamplingParameters
+from services.predictor.engine.interface import GenerationRequest
+
+_SEEDS = 1 << 63  # vLLM takes -1 for none.
+
+
+@dataclass(frozen=True)
+class VllmRequest:
+    """`repeated`: the ids that vLLM generates again first."""
+
+    prompt_ids: list[int]
+    sampling: dict[str, Any]
+    cache_salt: str | None
+    repeated: tuple[int, ...] = ()
+
+
+def vllm_request(request: GenerationRequest, output_ids: list[int], eos_ids: frozenset[int]) -> VllmRequest:
+    """The request that generates what follows `output_ids`; `eos_ids` are the model's own end tokens."""
+    sampling = request.sampling
+    salt = _cache_salt(request.client, sampling.cache_salt)
+    if output_ids and not _continues(sampling):
+        return VllmRequest(request.input_ids, _arguments(request, 0, eos_ids), salt, tuple(output_ids))
+    return VllmRequest([*request.input_ids, *output_ids], _arguments(request, len(output_ids), eos_ids), salt)
+
+
+def _continues(sampling: SamplingParameters) -> bool:
+    """Whether the next token depends on the ids so far only, and not on which of them are output."""
+    return sampling.is_greedy and not (sampling.presence_penalty or sampling.frequency_penalty)
+
+
+def _arguments(request: GenerationRequest, produced: int, eos_ids: frozenset[int]) -> dict[str, Any]:
+    sampling = request.sampling
+    return {
+        "max_tokens": (sampling.max_tokens or 0) - produced,
+        "min_tokens": max(0, sampling.min_tokens - produced),
+        "temperature": 0.0 if sampling.is_greedy else sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "seed": None if sampling.is_greedy else (sampling.seed or 0) % _SEEDS,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        # vLLM reads no tokenizer, and so knows no end token of the model.
+        "ignore_eos": True,
+        "stop_token_ids": sorted(sampling.end_ids(eos_ids)),
+        "logprobs": sampling.top_logprobs if sampling.logprobs else None,
+        "prompt_logprobs": request.prompt_logprobs,
+        "detokenize": False,
+    }
+
+
+def _cache_salt(client: str, salt: str) -> str | None:
+    """vLLM shares cached prefixes between requests of the same salt."""
+    return f"{client}\n{salt}" if client or salt else None

@@ -1,0 +1,38 @@
+"""An interpreter that cannot run vLLM is one line at the start; needs no vLLM."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from millrace.errors import StartupError
+from services.predictor.engine_process.engine_host import EngineHost
+from services.predictor.engine_process.interpreter import InterpreterHost
+from services.predictor.engine_process.launch import launch_engine
+from services.predictor.repository.loading import starter_of
+from services.predictor.settings import PredictorSettings
+
+MODELS = Path(__file__).parents[2] / "models"
+
+
+async def launched(**given):
+    settings = PredictorSettings(engine="vllm", **given)
+    starter = starter_of("storyteller", MODELS / "storyteller", settings, EngineHost())
+    return await launch_engine(starter, "storyteller", MODELS / "storyteller", True, settings)
+
+
+async def test_an_interpreter_that_is_not_there(tmp_path):
+    with pytest.raises(StartupError, match=r"the interpreter of engines cannot be started: .*nowhere"):
+        await launched(vllm_python=tmp_path / "nowhere")
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="this interpreter has vLLM")
+async def test_an_interpreter_without_vllm():
+    with pytest.raises(StartupError, match=r"has no vLLM: .*PREDICTOR_VLLM_PYTHON"):
+        await launched()
+
+
+def test_decoders_run_on_vllm_and_encoder_decoders_on_the_own_engine():
+    host, settings = EngineHost(), PredictorSettings(engine="vllm")
+    assert isinstance(starter_of("storyteller", MODELS / "storyteller", settings, host), InterpreterHost)
+    assert starter_of("normalizer", MODELS / "normalizer", settings, host) is host

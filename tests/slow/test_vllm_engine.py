@@ -1,0 +1,262 @@
+"""vLLM as a model's engine: what docs/engines.md promises of it. Needs an interpreter with vLLM: `.venv-bench-vllm`.
+
+The model has weights of fp32. Answers are compared with those of the predictor's own engine where both are greedy.
+"""
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from millrace.errors import DeadlineError, HopBrokenError, InvalidRequestError, OverloadedError, StartupError
+from millrace.sampling import SamplingParameters
+from services.predictor.engine.interface import EngineProcessError, GenerationRequest
+from services.predictor.engine_process.interpreter import InterpreterHost
+from services.predictor.engine_process.launch import launch_engine
+from services.predictor.generation.loading import load_generation
+from services.predictor.models.fingerprint import fingerprint_of
+from services.predictor.settings import PredictorSettings
+from tests.model.fakes import read_all
+from tests.support.vllm import ARGUMENTS, PYTHON, needs_vllm
+from tests.waiting import until
+
+pytestmark = needs_vllm
+FOLDER = Path(__file__).parents[2] / "models" / "storyteller"
+PROMPT = [5, 60, 700, 8, 90]
+TOKENS = 24
+
+
+def request(prompt=PROMPT, name="r", **fields):
+    sampling = {"max_tokens": TOKENS, "ignore_eos": True, "temperature": 0.0}
+    sampling |= {key: fields.pop(key) for key in list(fields) if key in SamplingParameters.model_fields}
+    return GenerationRequest(name, list(prompt), SamplingParameters(**sampling).resolved(500), **fields)
+
+
+def settings(**given):
+    usual = {"max_context": 512, "kv_cache_memory": "64MiB", "max_running": 4, "dtype": "fp32", "max_waiting": 8}
+    return PredictorSettings(**{"vllm_arguments": ARGUMENTS, **usual, **given})
+
+
+async def launched(folder=FOLDER, **given):
+    host = InterpreterHost(PYTHON, "services.predictor.vllm_engine", threads=1)
+    return await launch_engine(host, "storyteller", folder, True, settings(**given))
+
+
+@pytest_asyncio.fixture(scope="module")
+async def loaded():
+    loaded = await launched()
+    yield loaded
+    await asyncio.to_thread(loaded.engine.close)
+
+
+@pytest.fixture
+def engine(loaded):
+    return loaded.engine
+
+
+@pytest.fixture(scope="module")
+def own():
+    loaded = load_generation("storyteller", FOLDER, True, settings(), torch.device("cpu"))
+    yield loaded.engine
+    loaded.engine.close()
+
+
+async def answer(engine, **fields):
+    ids, chunks = await read_all(engine.submit(request(**fields)))
+    return ids, [position for chunk in chunks for position in chunk.logprobs], chunks
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"repetition_penalty": 1.3},
+        {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+        {"min_tokens": 10, "ignore_eos": False},
+        {"output_ids": [9, 80, 7], "moved": True},
+    ],
+    ids=["plain", "repetition", "presence", "min_tokens", "moved"],
+)
+async def test_greedy_answers_equal_the_own_engines(engine, own, fields):
+    ids, _, chunks = await answer(engine, **fields)
+    expected, _, theirs = await answer(own, **fields)
+    assert ids == expected
+    assert len(set(ids)) > 3
+    assert chunks[-1].finish_reason == theirs[-1].finish_reason
+    assert chunks[-1].usage.completion_tokens == theirs[-1].usage.completion_tokens
+
+
+async def test_log_probabilities_equal_the_own_engines(engine, own):
+    fields = {"logprobs": True, "top_logprobs": 3, "prompt_logprobs": 2}
+    _, positions, chunks = await answer(engine, **fields)
+    _, expected, theirs = await answer(own, **fields)
+    assert [each.chosen for each in positions] == pytest.approx([each.chosen for each in expected], abs=1e-3)
+    assert [[token for token, _ in each.top] for each in positions] == [
+        [token for token, _ in each.top] for each in expected
+    ]
+    prompt, other = chunks[0].prompt, theirs[0].prompt
+    assert prompt.chosen == pytest.approx(other.chosen, abs=1e-3)
+    assert prompt.top_ids.tolist() == other.top_ids.tolist()
+
+
+async def test_stop_ids_end_an_answer_as_its_last_token(engine):
+    ids, _, _ = await answer(engine)
+    stop = next(token for token in ids[3:] if token not in ids[:3])
+    stopped, _, chunks = await answer(engine, stop_token_ids=[stop])
+    assert stopped == ids[: ids.index(stop) + 1]
+    assert chunks[-1].finish_reason == "stop"
+
+
+async def test_a_seed_gives_the_same_tokens_alone_and_among_others(engine):
+    sampled = {"temperature": 1.0, "seed": 11}
+    (ids, *_), (other, *_) = await asyncio.gather(answer(engine, **sampled), answer(engine, temperature=1.0, seed=12))
+    assert ids == (await answer(engine, **sampled))[0]
+    assert ids != other
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"temperature": 1.0, "seed": 11}, {"presence_penalty": 1.5}, {"temperature": 1.0, "seed": 2**64 - 1}],
+    ids=["greedy", "sampled", "penalty", "largest seed"],
+)
+@pytest.mark.parametrize("had", [1, 10])
+async def test_an_answer_continues_after_the_tokens_that_it_had(engine, fields, had):
+    ids, _, _ = await answer(engine, **fields)
+    rest, _, chunks = await answer(engine, output_ids=ids[:had], moved=True, **fields)
+    assert ids[:had] + rest == ids
+    assert chunks[-1].usage.completion_tokens == TOKENS
+
+
+async def test_a_sampled_answer_that_vllm_cannot_repeat_ends_with_an_error(engine):
+    with pytest.raises(Exception, match="does not repeat the tokens"):
+        await answer(engine, temperature=1.0, seed=11, output_ids=[4, 4, 4, 4], moved=True)
+
+
+async def test_a_refusal_names_the_parameter_and_harms_no_other_request(engine):
+    beside = asyncio.create_task(answer(engine))
+    with pytest.raises(InvalidRequestError, match=r"vLLM refuses the request: .*presence_penalty"):
+        await answer(engine, presence_penalty=5.0)
+    assert len((await beside)[0]) == TOKENS
+
+
+async def test_a_cancel_frees_the_place_and_a_deadline_ends_an_answer(engine):
+    slots = [engine.submit(request(max_tokens=400)) for _ in range(4)]
+    await asyncio.gather(*(slot.read() for slot in slots))
+    waiting = engine.submit(request())
+    await until(lambda: engine.load.waiting == 1)
+    cancelled = engine.statistics.cancelled
+    slots[0].cancel()
+    ids, _ = await read_all(waiting)
+    assert len(ids) == TOKENS
+    for slot in slots[1:]:
+        slot.cancel()
+    await until(lambda: engine.statistics.cancelled == cancelled + 4 and not engine.load.blocks_in_use)
+    with pytest.raises(DeadlineError):
+        await read_all(engine.submit(request(max_tokens=400, deadline=time.monotonic() + 0.1)))
+
+
+async def test_a_full_queue_refuses(engine):
+    slots = [engine.submit(request(max_tokens=400)) for _ in range(4)]
+    await until(lambda: engine.load.running == 4)
+    slots += [engine.submit(request(max_tokens=400)) for _ in range(8)]
+    with pytest.raises(OverloadedError):
+        await read_all(engine.submit(request()))
+    for slot in slots:
+        slot.cancel()
+    await until(lambda: not engine.load.running)
+
+
+async def test_clients_share_the_places(engine):
+    """A client that arrives later gets a place at once; the answer that gave way is not changed by it."""
+    alone, _, _ = await answer(engine, temperature=1.0, seed=5, max_tokens=200)
+    slots = [engine.submit(request(temperature=1.0, seed=5, max_tokens=200, client="many")) for _ in range(4)]
+    reading = [asyncio.create_task(read_all(slot)) for slot in slots]
+    await until(lambda: engine.load.running == 4)
+    await answer(engine, client="one", max_tokens=4)
+    assert not any(task.done() for task in reading)
+    assert [ids for ids, _ in await asyncio.gather(*reading)] == [alone] * 4
+    assert sum(slot.timeline.preemptions for slot in slots)
+
+
+async def test_a_pace_limits_the_tokens_of_a_second(engine):
+    begun = time.monotonic()
+    ids, _, chunks = await answer(engine, pace=20, max_tokens=10)
+    assert time.monotonic() - begun >= 9 / 20
+    assert (len(ids), len(chunks)) == (10, 10)
+
+
+async def test_an_isolated_request_has_the_engine_to_itself_and_the_others_return(engine):
+    expected, _, _ = await answer(engine, max_tokens=100)
+    beside = asyncio.create_task(answer(engine, max_tokens=100))
+    await until(lambda: engine.load.running)
+    ids, _, _ = await answer(engine, alone=True, max_tokens=3)
+    assert (ids, (await beside)[0]) == (expected[:3], expected)
+
+
+async def test_cached_prefixes_are_shared_within_a_client_only(engine):
+    prompt = list(range(3, 3 + 256))
+    counts = []
+    for client in ("first", "first", "second"):
+        _, _, chunks = await answer(engine, prompt=prompt, max_tokens=1, client=client)
+        counts.append(chunks[-1].usage.cached_tokens)
+    assert counts[0] == counts[2] == 0
+    assert counts[1] > 0
+
+
+async def test_the_fingerprint_is_another_engines(loaded):
+    assert loaded.engine.description["runner"].startswith("vllm ")
+    assert len(loaded.fingerprint) == 32
+    assert loaded.fingerprint != fingerprint_of(FOLDER, loaded.dtype, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tensor_paralel_size": 2}, "PREDICTOR_VLLM_ARGUMENTS: vLLM's EngineArgs have no 'tensor_paralel_size'"),
+        ({"trust_remote_code": True}, "trust_remote_code is not for this setting"),
+        ({"max_model_len": 10_000_000}, "vLLM refuses its arguments: .*max_model_len"),
+    ],
+    ids=["unknown", "reserved", "refused"],
+)
+async def test_wrong_arguments_are_one_line_at_start(arguments, message):
+    with pytest.raises(StartupError, match=message) as raised:
+        await launched(vllm_arguments={**ARGUMENTS, **arguments}, max_context=0)
+    assert "\n" not in str(raised.value)
+
+
+async def test_two_processes_compute_one_model_and_end_with_the_engines_own(tmp_path):
+    shape = {"vocab_size": 1536, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    config = LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    expected = load_generation("half", tmp_path, True, settings(), torch.device("cpu"))
+    loaded = await launched(tmp_path, vllm_arguments={**ARGUMENTS, "tensor_parallel_size": 2})
+    ids, _, _ = await answer(loaded.engine)
+    assert ids == (await answer(expected.engine))[0]
+    expected.engine.close()
+    processes = psutil.Process(loaded.engine.pid).children(recursive=True)
+    assert len(processes) >= 2
+    os.kill(loaded.engine.pid, signal.SIGKILL)
+    with pytest.raises(EngineProcessError):
+        await asyncio.wait_for(loaded.engine.died(), 10)
+    _, alive = await asyncio.to_thread(psutil.wait_procs, processes, 60)
+    assert alive == []
+
+
+async def test_the_death_of_the_process_is_that_of_its_answers():
+    loaded = await launched()
+    engine = loaded.engine
+    slot = engine.submit(request(max_tokens=400))
+    await slot.read()
+    os.kill(engine.pid, signal.SIGKILL)
+    with pytest.raises(EngineProcessError):
+        await asyncio.wait_for(engine.died(), 10)
+    with pytest.raises(HopBrokenError):
+        await read_all(slot)

@@ -1,0 +1,90 @@
+"""A stack whose predictor runs its model on vLLM: the engine process dies, and streams continue in the next one."""
+
+import json
+from contextlib import suppress
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from millrace_protos import inference_pb2, millrace_pb2, millrace_pb2_grpc
+from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from tests.support.vllm import ARGUMENTS, PYTHON, needs_vllm
+from tests.system.calls import channel, generate
+from tests.waiting import until
+
+pytestmark = needs_vllm
+START_S = 120  # Another process imports vLLM and loads the model.
+FIELDS = {"model": "storyteller", "prompt": "Once upon a time", "max_tokens": 60, "ignore_eos": True}
+
+
+@pytest_asyncio.fixture(scope="module")
+async def stack(stacks):
+    environment = {
+        "predictor": {
+            "PREDICTOR_ENGINE": "vllm",
+            "PREDICTOR_VLLM_PYTHON": str(PYTHON),
+            "PREDICTOR_VLLM_ARGUMENTS": json.dumps(ARGUMENTS),
+            "PREDICTOR_KV_CACHE_MEMORY": "64MiB",
+            "PREDICTOR_DTYPE": "fp32",
+        },
+        "transformer": {"TRANSFORMER_PREDICTOR_START_WAIT": str(START_S)},
+    }
+    # Beside it a model that vLLM does not serve.
+    models = "storyteller=models/storyteller,normalizer=models/normalizer"
+    async with stacks.use(models=models, environment=environment) as stack:
+        yield stack
+
+
+def engine_of(stack):
+    """The process with vLLM."""
+    for child in psutil.Process(stack.pid("predictor-0")).children():
+        with suppress(psutil.NoSuchProcess):  # Zombies too.
+            if "services.predictor.vllm_engine" in child.cmdline():
+                return child
+    return None
+
+
+def ids_of(responses):
+    return [token for response in responses for token in response.token_ids]
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 11}], ids=["greedy", "sampled"]
+)
+async def test_a_stream_survives_the_kill_of_its_engine(stack, sampling):
+    undisturbed = ids_of(await generate(stack.gateway, **FIELDS, **sampling))
+    predictor, engine, ids, killed = stack.pid("predictor-0"), engine_of(stack), [], False
+    async with channel(stack.gateway) as open_channel:
+        stub = millrace_pb2_grpc.TextGenerationStub(open_channel)
+        call = stub.Generate(millrace_pb2.GenerateRequest(**FIELDS, **sampling, pace=20), timeout=2 * START_S)
+        async for response in call:
+            ids += response.token_ids
+            if not killed and len(ids) >= 5:
+                engine.kill()
+                killed = True
+    assert ids == undisturbed
+    assert stack.pid("predictor-0") == predictor
+    assert engine_of(stack) not in (None, engine)
+
+
+async def test_an_engine_that_dies_while_idle_is_replaced(stack):
+    undisturbed = ids_of(await generate(stack.gateway, **FIELDS, temperature=0.0))
+    engine = engine_of(stack)
+    engine.kill()
+    await until(lambda: engine_of(stack) not in (None, engine))
+    async with channel(stack.gateway) as open_channel:
+        stub = millrace_pb2_grpc.TextGenerationStub(open_channel)
+        call = stub.Generate(millrace_pb2.GenerateRequest(**FIELDS, temperature=0.0), timeout=START_S)
+        assert ids_of([response async for response in call]) == undisturbed
+
+
+async def test_the_model_reports_its_engine_and_its_neighbour_keeps_its_own(stack):
+    engines = {}
+    for model in ("storyteller", "normalizer"):
+        async with channel(stack.gateway) as open_channel:
+            request = inference_pb2.ModelConfigRequest(name=model)
+            response = await GRPCInferenceServiceStub(open_channel).ModelConfig(request, timeout=60)
+        engines[model] = response.config.parameters["runner"].string_value
+    assert engines["storyteller"].startswith("vllm ")
+    assert engines["normalizer"] == "ragged decoder"
