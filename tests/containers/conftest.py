@@ -33,21 +33,27 @@ def engine() -> None:
 
 
 @pytest.fixture(scope="session")
-def stack(engine: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComposeStack]:
-    """The stack, built and ready; tests may stop parts of it, and start them again."""
+def built(engine: None, tmp_path_factory: pytest.TempPathFactory) -> ComposeStack:
+    """The stack's images; no container runs."""
     global _stack
-    _stack = started = ComposeStack(tmp_path_factory.mktemp("wheelhouse"))
-    started.compose("down", "--volumes", "--remove-orphans")
+    _stack = stack = ComposeStack(tmp_path_factory.mktemp("wheelhouse"))
+    stack.compose("down", "--volumes", "--remove-orphans")
+    with stack.timed("build (only what the engine has cached is not new)"):
+        stack.compose("build")
+    for name in _OURS:
+        stack.sizes[name] = size_mb(f"millrace-{name}:test") - size_mb(BASE_IMAGE)
+    return stack
+
+
+@pytest.fixture(scope="session")
+def stack(built: ComposeStack) -> Iterator[ComposeStack]:
+    """The stack, built and ready; tests may stop parts of it, and start them again."""
     try:
-        with started.timed("build (only what the engine has cached is not new)"):
-            started.compose("build")
-        for name in _OURS:
-            started.sizes[name] = size_mb(f"millrace-{name}:test") - size_mb(BASE_IMAGE)
-        with started.timed("up --wait, from nothing"):
-            started.compose("up", "--wait")
-        yield started
+        with built.timed("up --wait, from nothing"):
+            built.compose("up", "--wait")
+        yield built
     finally:
-        started.compose("down", "--volumes", "--remove-orphans")
+        built.compose("down", "--volumes", "--remove-orphans")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

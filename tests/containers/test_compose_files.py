@@ -1,13 +1,16 @@
-"""Docker Compose accepts compose.yaml and its overlays, alone and together."""
+"""Docker Compose accepts compose.yaml and its overlays, alone and together; Swarm what is made of them."""
 
 import json
+import subprocess
+import sys
 from itertools import combinations
 
 import pytest
 
-from tests.containers.stack import ROOT, ComposeStack
+from tests.containers.stack import ROOT, ComposeStack, docker
 
 OVERLAYS = tuple(f"compose.{name}.yaml" for name in ("gpu", "observability", "postgres", "tls", "vllm", "workers"))
+SWARM = "compose.swarm.yaml"
 SETS = [("compose.yaml", *some) for count in range(len(OVERLAYS) + 1) for some in combinations(OVERLAYS, count)]
 
 
@@ -17,7 +20,7 @@ def compose(engine, tmp_path_factory) -> ComposeStack:
 
 
 def test_every_overlay_is_tested():
-    assert {path.name for path in ROOT.glob("compose.*.yaml")} == set(OVERLAYS)
+    assert {path.name for path in ROOT.glob("compose.*.yaml")} == {*OVERLAYS, SWARM}
 
 
 @pytest.mark.parametrize("files", SETS, ids="+".join)
@@ -51,6 +54,26 @@ def test_compose_accepts_each_combination(compose, files):
     assert services["locust"]["command"][0] == ("--master" if with_workers else "--host")
     if with_workers:
         assert "ports" not in services["locust-worker"]
+
+
+@pytest.mark.parametrize("files", [files for files in SETS if "compose.workers.yaml" not in files], ids="+".join)
+def test_swarm_accepts_each_combination_without_the_load_test(compose, tmp_path, monkeypatch, files):
+    monkeypatch.setitem(compose.environment, "GATEWAY_BIND", "0.0.0.0")
+    project = compose.compose("config", "--format", "json", files=(*files, SWARM))
+    script = [sys.executable, ROOT / "deploy" / "swarm" / "stack.py"]
+    converted = subprocess.run(script, input=project, capture_output=True, text=True, check=True, timeout=60).stdout
+    (tmp_path / "stack.json").write_text(converted)
+    accepted = docker("stack", "config", "--compose-file", str(tmp_path / "stack.json"))
+    assert "mem_limit" not in accepted
+    services = json.loads(converted)["services"]
+    expected = json.loads(project)["services"]
+    assert services.keys() == expected.keys()
+    for name, service in services.items():
+        limits = {"memory": expected[name]["mem_limit"], "pids": expected[name]["pids_limit"]}
+        assert service["deploy"]["resources"]["limits"] == limits
+    # With TLS the port without it stays on loopback, which Swarm has not.
+    published = {(name, port["target"]) for name, service in services.items() for port in service["ports"]}
+    assert published == {("envoy", 8443 if "compose.tls.yaml" in files else 8080)}
 
 
 def test_offline_changes_only_the_collector_and_the_source_of_packages(compose):
