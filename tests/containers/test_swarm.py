@@ -14,6 +14,8 @@ from tests.containers.swarm import SwarmStack
 from tests.system.calls import STREAMS, text_of
 from tests.waiting import until
 
+pytestmark = pytest.mark.full  # The short form: tests/unit/test_swarm_stack.py, test_compose_files.py.
+
 PACE = 5  # Tokens of a stream in a second, the fewest: they leave two cores time for tasks that start.
 DEADLINE_S = 300  # So long that the transformer never refuses a stream because the machine is slow.
 PROMPTS = [
