@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -166,6 +166,13 @@ class SamplingParameters(BaseModel):
 _NUMBERS = frozenset(
     name for name, field in SamplingParameters.model_fields.items() if field.annotation not in (bool, str)
 )
+
+
+def end_ids_of(eos_token_id: int | Iterable[int] | None) -> frozenset[int]:
+    """A model's end tokens, of which its generation config names one, several or none."""
+    if eos_token_id is None:
+        return frozenset()
+    return frozenset([eos_token_id] if isinstance(eos_token_id, int) else eos_token_id)
 
 
 def defaults_of(generation_config: Mapping[str, Any], is_encoder_decoder: bool) -> SamplingParameters:

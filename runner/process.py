@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from millrace.errors import StartupError
+from millrace.exit_status import how_it_ended
 from runner import tether
 
 FIRST_DELAY_S = 0.2
@@ -118,7 +119,7 @@ class Process:
         while not self._stopping.is_set():
             started = time.monotonic()
             try:
-                ended = _how(await self._live())
+                ended = how_it_ended(await self._live())
             except OSError as error:
                 # A full disk or too many processes: a retry may succeed.
                 ended = f"could not be started ({error})"
@@ -140,7 +141,7 @@ class Process:
             self._signal(signal.SIGTERM)
         exit_code = await self._until_end(self._process)
         if exit_code in self.spec.fatal_exit_codes and not self._stopping.is_set():
-            raise StartupError(self.last_line() or f"{self.spec.name} {_how(exit_code)}")
+            raise StartupError(self.last_line() or f"{self.spec.name} {how_it_ended(exit_code)}")
         return exit_code
 
     async def _spawn(self) -> Running:
@@ -216,7 +217,3 @@ def _message(line: str) -> str:
     except ValueError:
         return line
     return str(fields.get("message", line)) if isinstance(fields, dict) else line
-
-
-def _how(exit_code: int) -> str:
-    return f"was ended by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"

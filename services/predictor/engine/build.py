@@ -8,11 +8,12 @@ cannot be served raises StartupError here, with one line of text.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from millrace.sampling import end_ids_of
 from services.predictor.engine.cpu.packed_linear import pack_linears
 from services.predictor.engine.engine import ContinuousBatchingEngine
 from services.predictor.engine.interface import EngineLimits
@@ -60,7 +61,7 @@ def build_engine(
         scheduler,
         PrefillPace(settings.max_gap_ms / 1000),
         EngineLimits(context, bool(model.config.is_encoder_decoder), vocabulary, runner.scores_prompts),
-        _end_ids(model.generation_config.eos_token_id),
+        end_ids_of(model.generation_config.eos_token_id),
         settings.step_timeout,
         flush,
     )
@@ -100,9 +101,3 @@ def _keeps_keys_and_values(model: Any) -> bool:
         logger.debug("the model does not continue from a cache", exc_info=True)
         return False
     return bool(((rest.logits[0, -1].float() - whole).abs().max() <= 3e-2 * whole.abs().max()).item())
-
-
-def _end_ids(ids: int | Iterable[int] | None) -> frozenset[int]:
-    if ids is None:
-        return frozenset()
-    return frozenset([ids] if isinstance(ids, int) else ids)

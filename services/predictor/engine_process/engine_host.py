@@ -15,6 +15,7 @@ import subprocess
 from contextlib import suppress
 
 from millrace.errors import StartupError
+from millrace.exit_status import how_it_ended
 from services.predictor.engine_process import host
 
 logger = logging.getLogger(__name__)
@@ -112,9 +113,7 @@ class EngineHost:
         if words[0] == "started" and self._started is not None and not self._started.done():
             self._started.set_result(int(words[1]))
         elif words[0] == "ended" and words[2] not in ("0", str(os.EX_CONFIG)):
-            status = int(words[2])
-            how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
-            logger.error("engine process %s %s", words[1], how)
+            logger.error("engine process %s %s", words[1], how_it_ended(int(words[2])))
 
     def _stop_listening(self) -> None:
         if self._control is not None and self._listens:

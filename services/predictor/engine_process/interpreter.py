@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import threading
 from pathlib import Path
 
 from millrace.errors import StartupError
+from millrace.exit_status import how_it_ended
 
 logger = logging.getLogger(__name__)
 
@@ -56,5 +56,4 @@ class InterpreterHost:
 def _wait(process: subprocess.Popen[bytes]) -> None:
     status = process.wait()
     if status not in (0, os.EX_CONFIG):
-        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
-        logger.error("engine process %d %s", process.pid, how)
+        logger.error("engine process %d %s", process.pid, how_it_ended(status))

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from millrace.errors import StartupError
 from millrace.models.sources import read_config
-from millrace.sampling import defaults_of
+from millrace.sampling import defaults_of, end_ids_of
 from millrace_protos import engine_pb2
 from services.predictor.engine.engine import ContinuousBatchingEngine
 from services.predictor.engine.interface import EngineLimits
@@ -89,7 +89,7 @@ def load_vllm(launch: engine_pb2.EngineLaunch, flush: Callable[[], None]) -> Loa
     facts, cache = llm.vllm_config.model_config, llm.vllm_config.cache_config
     context, vocabulary = int(facts.max_model_len), int(facts.get_vocab_size())
     generation = read_config(folder, "generation_config.json")
-    eos_ids = _ids(generation.get("eos_token_id", config.get("eos_token_id")))
+    eos_ids = end_ids_of(generation.get("eos_token_id", config.get("eos_token_id")))
     blocks = int(cache.kv_cache_size_tokens) // int(cache.block_size)
     version = f"vllm {vllm.__version__}"
     computer = VllmComputer(llm, make_sampling, tokens_input, eos_ids, version)
@@ -167,9 +167,3 @@ def _elsewhere(launch: engine_pb2.EngineLaunch, device: str) -> float:
     if device != "cuda" or not launch.device_memory_elsewhere:
         return 0.0
     return launch.device_memory_elsewhere / int(torch.cuda.mem_get_info()[1])
-
-
-def _ids(ids: int | list[int] | None) -> frozenset[int]:
-    if ids is None:
-        return frozenset()
-    return frozenset([ids] if isinstance(ids, int) else ids)

@@ -6,7 +6,6 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any, ParamSpec
 
 import orjson
@@ -15,7 +14,7 @@ from google.api.httpbody_pb2 import HttpBody
 from millrace_protos.millrace_pb2 import Usage
 from services.transformer.frontends.http import EVENTS, event, json_body
 from services.transformer.frontends.openai.answers import Format, usage_of, usage_so_far
-from services.transformer.frontends.openai.choices import generate_all, seeded
+from services.transformer.frontends.openai.choices import choices_in, generate_all
 from services.transformer.frontends.openai.generation_requests import GenerationRequest
 from services.transformer.generation.chunks import TextChunk
 from services.transformer.generation.pipeline import Pipeline
@@ -50,7 +49,7 @@ async def answer(
     """
     head = {"id": f"{shape.id_prefix}-{identity.answer_id}", "created": identity.created, "model": request.model}
     resume = identity.resume
-    generations = [replace(one, resume=resume) for one in seeded(generations, identity.seed)]
+    generations = choices_in(generations, identity)
     async with aclosing(generate_all(pipeline, generations)) as chunks:
         if not request.stream:
             made: list[list[TextChunk]] = [[] for _ in generations]

@@ -16,6 +16,7 @@ from typing import Any
 from services.transformer.generation.chunks import TextChunk
 from services.transformer.generation.pipeline import Pipeline
 from services.transformer.generation.requests import TextRequest
+from services.transformer.generation.resume_ids import AnswerIdentity
 
 _UNREAD_CHUNKS = 16  # Beyond these, choices wait for the reader, and their own slots merge.
 
@@ -39,9 +40,12 @@ def choices_of(request: TextRequest, n: int) -> list[TextRequest]:
     return [replace(request, sampling={**request.sampling, "seed": choice_seed(seed, i)}) for i in range(n)]
 
 
-def seeded(requests: Sequence[TextRequest], seed: int) -> list[TextRequest]:
-    """The requests of an answer, those without a seed with one made of the answer's own."""
-    return [replace(request, default_seed=choice_seed(seed, index)) for index, request in enumerate(requests)]
+def choices_in(requests: Sequence[TextRequest], identity: AnswerIdentity) -> list[TextRequest]:
+    """The requests of an answer, as its identity has them: those without a seed get one made of the answer's own."""
+    return [
+        replace(request, default_seed=choice_seed(identity.seed, index), resume=identity.resume)
+        for index, request in enumerate(requests)
+    ]
 
 
 async def generate_all(
