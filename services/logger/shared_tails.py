@@ -42,7 +42,9 @@ class SharedTails(Tails):
     async def _show_after(self, store: Store, position: int | None) -> int:
         """Shows all records after a position; returns that of the last one."""
         if position is None or not len(self):
-            return await store.newest_position()
+            newest = await store.newest_position()
+            # A tail that was opened meanwhile begins at the position before.
+            return newest if position is None or not len(self) else position
         while page := await store.shown_after(position, _PAGE):
             super().show([stored.record for stored in page])
             position = page[-1].position

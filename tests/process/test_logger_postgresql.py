@@ -9,7 +9,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import SecretStr
 
-from millrace.errors import NotReadyError
+from millrace.errors import HopBrokenError, NotReadyError
 from millrace.rpc.channel import open_channel
 from millrace_protos import millrace_pb2_grpc
 from millrace_protos.millrace_pb2 import QueryPayloadsRequest, TailPayloadsRequest
@@ -298,17 +298,32 @@ async def test_the_size_limit_is_that_of_the_records(stores):
     assert 20 < len(kept) < 35
 
 
-async def test_a_tail_shows_the_records_of_all_loggers(stores):
+async def test_a_tail_shows_the_records_of_all_loggers(stores, monkeypatch):
     first, second = await stores(), await stores()
+    read_newest, asked, may_read = first.newest_position, asyncio.Event(), asyncio.Event()
+
+    async def newest_position():
+        asked.set()
+        await may_read.wait()
+        return await read_newest()
+
+    monkeypatch.setattr(first, "newest_position", newest_position)
     tails = SharedTails()
     following = asyncio.create_task(tails.follow(first))
     try:
+        may_read.set()
+        await asked.wait()
+        asked.clear()
+        may_read.clear()
         await first.append([append_request(1)])
-        with tails.open(Filters(TailPayloadsRequest())) as tail:
-            await second.append([append_request(2)])
-            tails.show(await first.append([append_request(3)]))
-            shown = []
-            async with asyncio.timeout(20):
+        async with asyncio.timeout(20):
+            await asked.wait()
+            # The tail opens, and another logger commits, while the newest position is being read.
+            with tails.open(Filters(TailPayloadsRequest())) as tail:
+                await second.append([append_request(2)])
+                may_read.set()
+                tails.show(await first.append([append_request(3)]))
+                shown = []
                 while record_id(3) not in shown:
                     shown.append((await tail.next()).record.record_id)
         # The one before may be shown too.
@@ -352,10 +367,10 @@ async def append_to(target, sequences):
 
 
 async def is_appended(target, sequences):
-    """Sends again later, as a spool does, what a logger without its database refuses."""
+    """Sends again later, as a spool does, what a logger without its database refuses or breaks off."""
     try:
         await append_to(target, sequences)
-    except NotReadyError:
+    except (HopBrokenError, NotReadyError):
         return False
     return True
 
