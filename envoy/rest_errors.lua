@@ -41,6 +41,10 @@ local OPENAI_PATHS = {
   ["/tokenize"] = true,
   ["/detokenize"] = true,
   ["/tokenizer_info"] = true,
+  ["/classify"] = true,
+  ["/score"] = true,
+  ["/rerank"] = true,
+  ["/v2/rerank"] = true,
 }
 local OPENAI_TYPES = {
   ["400"] = "invalid_request_error",

@@ -45,11 +45,13 @@ class OpenAIStub:
     Completions: _grpc.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
     ChatCompletions: _grpc.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
     Embeddings: _grpc.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    Classify: _grpc.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """The following are not OpenAI's methods but vLLM's, which clients of vLLM call."""
+    Score: _grpc.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    Rerank: _grpc.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    """The paths with v1 and v2 are those of Jina's and Cohere's clients."""
     Health: _grpc.UnaryStreamMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]
-    """The following are not OpenAI's methods but vLLM's, which clients of vLLM call.
-
-    200 if a generation would work now, otherwise 503.
-    """
+    """200 if a generation would work now, otherwise 503."""
     Version: _grpc.UnaryStreamMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]
     Tokenize: _grpc.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
     Detokenize: _grpc.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
@@ -68,11 +70,13 @@ class OpenAIAsyncStub(OpenAIStub):
     Completions: _aio.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     ChatCompletions: _aio.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     Embeddings: _aio.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    Classify: _aio.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """The following are not OpenAI's methods but vLLM's, which clients of vLLM call."""
+    Score: _aio.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    Rerank: _aio.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """The paths with v1 and v2 are those of Jina's and Cohere's clients."""
     Health: _aio.UnaryStreamMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
-    """The following are not OpenAI's methods but vLLM's, which clients of vLLM call.
-
-    200 if a generation would work now, otherwise 503.
-    """
+    """200 if a generation would work now, otherwise 503."""
     Version: _aio.UnaryStreamMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     Tokenize: _aio.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     Detokenize: _aio.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
@@ -120,15 +124,35 @@ class OpenAIServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]: ...
 
     @_abc_1.abstractmethod
+    def Classify(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]:
+        """The following are not OpenAI's methods but vLLM's, which clients of vLLM call."""
+
+    @_abc_1.abstractmethod
+    def Score(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]: ...
+
+    @_abc_1.abstractmethod
+    def Rerank(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]:
+        """The paths with v1 and v2 are those of Jina's and Cohere's clients."""
+
+    @_abc_1.abstractmethod
     def Health(
         self,
         request: _empty_pb2.Empty,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]:
-        """The following are not OpenAI's methods but vLLM's, which clients of vLLM call.
-
-        200 if a generation would work now, otherwise 503.
-        """
+        """200 if a generation would work now, otherwise 503."""
 
     @_abc_1.abstractmethod
     def Version(

@@ -36,6 +36,7 @@ _COMMON = {
 
 ENCODERS: Mapping[str, Callable[[], Any]] = {
     "bert-classifier": lambda: BertForSequenceClassification(BertConfig(**_COMMON)),
+    "cross-encoder": lambda: BertForSequenceClassification(BertConfig(**_COMMON | {"id2label": {0: "LABEL_0"}})),
     "llama-classifier": lambda: LlamaForSequenceClassification(LlamaConfig(**_COMMON, pad_token_id=0)),
     "llama-classifier-without-padding": lambda: LlamaForSequenceClassification(LlamaConfig(**_COMMON)),
     "bert": lambda: BertModel(BertConfig(**_COMMON)),
@@ -78,7 +79,9 @@ def save_words_tokenizer(folder: Path, *words: str) -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", vocabulary["[CLS]"]), ("[SEP]", vocabulary["[SEP]"])]
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", vocabulary["[CLS]"]), ("[SEP]", vocabulary["[SEP]"])],
     )
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]")
     fast.save_pretrained(folder)

@@ -25,6 +25,7 @@ from runner.smoke.gateway import Answer, Check, Failed, Gateway, ask
 from runner.smoke.model import Kind, Model
 
 _PROMPT = "Once upon a time"
+_RANKED = {"query": "a fox", "documents": ["the fox", "the hen"]}
 _TOKENS = 16
 _SAMPLING: Mapping[str, Any] = {"max_tokens": _TOKENS, "ignore_eos": True}
 _NO_MODEL = "no-such-model"
@@ -176,12 +177,15 @@ def _of_text_endpoints(gateway: Gateway, model: Model) -> Iterator[Check]:
         yield _rest(gateway, path, body, note=" is refused", status=400)
     embeddings = partial(_rest, gateway, "/v1/embeddings", protocol="OpenAI")
     ids = {"model": model.name, "input": [[1, 2, 3], [1]]}
-    if model.kind is not Kind.EMBEDDING:
-        yield embeddings(ids, note=" is refused", status=400)
+    if model.kind is Kind.EMBEDDING:
+        yield embeddings(ids, '"index": 1', note=" of ids")
+        if model.takes_text:
+            yield embeddings({**ids, "input": "the fox", "encoding_format": "base64"}, '"index": 0', note=" of text")
+            yield _rest(gateway, "/rerank", {"model": model.name, **_RANKED}, '"relevance_score": ', protocol="vLLM")
         return
-    yield embeddings(ids, '"index": 1', note=" of ids")
-    if model.embeds_text:
-        yield embeddings({**ids, "input": "the fox", "encoding_format": "base64"}, '"index": 0', note=" of text")
+    yield embeddings(ids, note=" is refused", status=400)
+    if model.kind is Kind.CLASSIFICATION and model.takes_text:
+        yield _rest(gateway, "/classify", {**ids, "input": "the fox"}, '"label": ', protocol="vLLM")
 
 
 async def _ids_and_back(gateway: Gateway, named: dict[str, str]) -> Answer:

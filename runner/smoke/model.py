@@ -31,7 +31,7 @@ class Model:
     has_half_floats: bool
     decoupled: bool
     has_chat_template: bool
-    embeds_text: bool
+    takes_text: bool
 
 
 async def ready_models(gateway: Gateway, address: str) -> list[str]:
@@ -57,16 +57,16 @@ async def describe(gateway: Gateway, name: str) -> Model:
     kind = Kind.PROCESSOR if metadata.platform == "millrace_processor" else Kind.TENSORS
     kind = kinds.get(parameters.get("kind", ""), kind)
     decoupled = config.model_transaction_policy.decoupled
-    has_chat_template, embeds_text = parameters.get("chat_template") == "true", False
+    has_chat_template, takes_text = parameters.get("chat_template") == "true", False
     details = ", many answers to a request" if decoupled else ""
     if any(tensor.name == "text_input" for tensor in metadata.inputs):
         kind = Kind.TEXT
         inner = (await about(gateway.predictor, "ModelConfig", pb.ModelConfigRequest(name=name))).config
         build = "encoder-decoder" if inner.parameters["is_encoder_decoder"].string_value == "true" else "decoder"
         details = f", {build}, {'with' if has_chat_template else 'without'} chat template"
-    elif kind is Kind.EMBEDDING:
-        embeds_text = f'"{name}"' in (await gateway.rest("/v1/models")).expect(200).text
-        details = " of texts and ids" if embeds_text else " of ids"
+    elif kind in kinds.values():
+        takes_text = f'"{name}"' in (await gateway.rest("/v1/models")).expect(200).text
+        details = " of texts and ids" if takes_text else " of ids"
     tensors = (*metadata.inputs, *metadata.outputs)
     return Model(
         name=name,
@@ -77,5 +77,5 @@ async def describe(gateway: Gateway, name: str) -> Model:
         has_half_floats=any(tensor.datatype in ("FP16", "BF16") for tensor in tensors),
         decoupled=decoupled,
         has_chat_template=has_chat_template,
-        embeds_text=embeds_text,
+        takes_text=takes_text,
     )

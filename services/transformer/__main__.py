@@ -56,7 +56,6 @@ async def _serve(settings: TransformerSettings) -> None:
         RestTextGenerationServicer,
         TextGenerationServicer,
     )
-    from services.transformer.frontends.openai.embeddings import Embedder
     from services.transformer.frontends.openai.http_methods import error_body, http_methods
     from services.transformer.frontends.openai.servicer import OpenAIServicer
     from services.transformer.frontends.v2_rest.servicer import OpenInferenceServicer
@@ -64,6 +63,7 @@ async def _serve(settings: TransformerSettings) -> None:
     from services.transformer.generation.pipeline import Pipeline
     from services.transformer.generation.recorded_tokens import RecordedTokens
     from services.transformer.generation.token_quota import TokenQuota
+    from services.transformer.inference.encoder_calls import EncoderCalls
     from services.transformer.inference.infer import Inference
     from services.transformer.models.catalogue import Catalogue
     from services.transformer.models.processors import RunningProcessor
@@ -119,7 +119,7 @@ async def _serve(settings: TransformerSettings) -> None:
     text = TextGenerationServicer(pipeline)
     add_TextGenerationServicer_to_server(text, server.grpc)
     rest_pb2_grpc.add_TextGenerationServicer_to_server(RestTextGenerationServicer(pipeline, text, bodies), server.grpc)
-    openai = OpenAIServicer(pipeline, router, Embedder(router, predictor, tap), bodies, settings.sse_keep_alive)
+    openai = OpenAIServicer(pipeline, router, EncoderCalls(router, predictor, tap), bodies, settings.sse_keep_alive)
     http = HttpServer(server.interceptor, error_body, shares_port=settings.listen != "alone")
     http.add(*http_methods(openai))
     server.add_port(http, settings.http_port)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from contextlib import aclosing
 
 import numpy as np
@@ -219,6 +220,35 @@ async def test_metadata_and_configuration_have_tensors_and_labels(saved, serve):
     assert [tensor.optional for tensor in config.input] == [False, True, True]
     assert json.loads(config.parameters["labels"].string_value) == ["sad", "neutral", "glad"]
     assert not config.model_transaction_policy.decoupled
+
+
+CROSS_ENCODER = "torch.nn.modules.activation."
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "activation"),
+    [
+        ("bert-classifier", {}, "softmax"),
+        ("bert-classifier", {"problem_type": "multi_label_classification"}, "sigmoid"),
+        ("cross-encoder", {}, "sigmoid"),
+        ("cross-encoder", {"problem_type": "regression"}, "identity"),
+        ("cross-encoder", {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, "identity"),
+        ("cross-encoder", {"sbert_ce_default_activation_function": f"{CROSS_ENCODER}Sigmoid"}, "sigmoid"),
+    ],
+)
+def test_the_activation_is_that_of_the_files(saved, serve, tmp_path, kind, changes, activation):
+    shutil.copytree(saved[kind][0], tmp_path / "m")
+    rewrite(tmp_path / "m", **changes)
+    assert serve(tmp_path / "m").description.parameters["activation"] == activation
+
+
+def test_an_unknown_activation_is_refused(saved, serve, tmp_path):
+    shutil.copytree(saved["cross-encoder"][0], tmp_path / "m")
+    rewrite(tmp_path / "m", sentence_transformers={"activation_fn": f"{CROSS_ENCODER}GELU"})
+    with pytest.raises(
+        StartupError, match=r"model m: its activation 'torch\.nn\.modules\.activation\.GELU' is not one of"
+    ):
+        serve(tmp_path / "m")
 
 
 def rewrite(folder, **changes):

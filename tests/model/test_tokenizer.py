@@ -13,7 +13,7 @@ from millrace.deadline import NO_DEADLINE, Deadline
 from millrace.errors import ContextLengthError, DeadlineError, InvalidRequestError, StartupError
 from services.transformer.processes import body_processes
 from services.transformer.processes.body_processes import BodyProcesses
-from services.transformer.text.tokenizer import TextTokenizer, embedding_tokenizer
+from services.transformer.text.tokenizer import TextTokenizer, row_tokenizer
 from tests.random_encoders import save_pooling, save_random_encoder, save_words_tokenizer
 from tests.support.loop_lag import loop_lag
 
@@ -135,14 +135,14 @@ def test_variables_too_large_for_the_context_are_refused_unread(moody):
 
 def test_an_embedding_models_tokenizer_is_in_its_folder(pool, tmp_path):
     save_random_encoder("bert", tmp_path)
-    assert embedding_tokenizer("x", tmp_path, pool) is None
+    assert row_tokenizer("x", tmp_path, pool) is None
     save_pooling(tmp_path, {"pooling_mode_mean_tokens": True})
     part = tmp_path / "0_Transformer"
     modules = json.loads((tmp_path / "modules.json").read_text())
     modules[0]["path"] = part.name
     (tmp_path / "modules.json").write_text(json.dumps(modules))
     save_words_tokenizer(part, "the", "fox")
-    found = embedding_tokenizer("x", tmp_path, pool)
+    found = row_tokenizer("x", tmp_path, pool)
     assert found.backend.encode("the fox").ids == [2, 5, 6, 3]
 
 

@@ -19,11 +19,11 @@ from millrace_protos.millrace_pb2_grpc import add_TextGenerationServicer_to_serv
 from millrace_protos.rest_pb2_grpc import add_OpenInferenceServicer_to_server
 from services.transformer.frontends.grpc.inference_servicer import InferenceServicer
 from services.transformer.frontends.grpc.text_generation_servicer import TextGenerationServicer
-from services.transformer.frontends.openai.embeddings import Embedder
 from services.transformer.frontends.openai.http_methods import error_body, http_methods
 from services.transformer.frontends.openai.servicer import OpenAIServicer
 from services.transformer.frontends.v2_rest.servicer import OpenInferenceServicer
 from services.transformer.generation.pipeline import Pipeline
+from services.transformer.inference.encoder_calls import EncoderCalls
 from services.transformer.inference.infer import Inference
 from services.transformer.models.catalogue import Catalogue
 from services.transformer.models.processor_sources import parse_processors
@@ -86,7 +86,7 @@ async def transformer(
     servicer.add_to_server(server)
     add_TextGenerationServicer_to_server(TextGenerationServicer(pipeline), server)
     http = HttpServer(interceptor, error_body)
-    http.add(*http_methods(OpenAIServicer(pipeline, router, Embedder(router, client, tap), bodies)))
+    http.add(*http_methods(OpenAIServicer(pipeline, router, EncoderCalls(router, client, tap), bodies)))
     add_OpenInferenceServicer_to_server(OpenInferenceServicer(servicer, pipeline, bodies, links), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -1,17 +1,14 @@
 """OpenAI's API through the gateway, with OpenAI's own client and with plain HTTP."""
 
 import asyncio
-import base64
 import http.client
 import json
 import shutil
 import subprocess
 from pathlib import Path
 
-import numpy as np
 import pytest
 import pytest_asyncio
-import torch
 
 from services.transformer.frontends.openai.choices import choice_seed
 from tests.random_encoders import save_random_encoder, save_words_tokenizer
@@ -34,13 +31,10 @@ def embedder(tmp_path_factory):
 
 @pytest_asyncio.fixture(scope="module")
 async def stack(stacks, tmp_path_factory, embedder):
-    without_tokenizer = tmp_path_factory.mktemp("models") / "bert"
-    save_random_encoder("bert", without_tokenizer)
     models = {
         "storyteller": "models/storyteller",
         "normalizer": "models/normalizer",
         "embedder": embedder[2],
-        "ids-embedder": without_tokenizer,
         "identity": "models/identity",
     }
     async with stacks.use(models=",".join(f"{name}={where}" for name, where in models.items())) as started:
@@ -168,69 +162,3 @@ async def test_only_models_of_the_api_are_listed(stack):
         assert answer.status == 404
         assert answer.json["error"]["code"] == "model_not_found"
         assert answer.headers["x-failed-hop"] == "transformer"
-
-
-async def test_embeddings_are_those_of_the_model(stack, embedder):
-    model, tokenizer, _ = embedder
-    texts = ["the fox sat on a mat", "a bird", "the bird sat"]
-    rows = [tokenizer(text).input_ids for text in texts]
-    with torch.no_grad():
-        wanted = [model(torch.tensor([row])).last_hidden_state.mean(1)[0].numpy() for row in rows]
-    by_text = (await post(stack, "/v1/embeddings", {"model": "embedder", "input": texts})).json
-    assert by_text["usage"] == dict.fromkeys(("prompt_tokens", "total_tokens"), sum(map(len, rows)))
-    by_ids = (await post(stack, "/openai/v1/embeddings", {"model": "embedder", "input": rows})).json
-    # The inputs of a batch depend on the time of their arrival, and so do the last bits of a number.
-    vectors = [[row.pop("embedding") for row in answer["data"]] for answer in (by_ids, by_text)]
-    assert by_ids == by_text
-    np.testing.assert_allclose(*vectors, rtol=1e-4, atol=1e-5)
-    body = {"model": "embedder", "input": texts, "encoding_format": "base64"}
-    as_base64 = (await post(stack, "/v1/embeddings", body)).json
-    for i, vector in enumerate(wanted):
-        assert by_text["data"][i]["index"] == i
-        np.testing.assert_allclose(vectors[1][i], vector, rtol=1e-4, atol=1e-5)
-        packed = np.frombuffer(base64.b64decode(as_base64["data"][i]["embedding"]), "<f4")
-        np.testing.assert_allclose(packed, vectors[1][i], rtol=1e-4, atol=1e-5)
-
-
-async def test_a_thousand_inputs_are_answered_in_order(stack):
-    inputs = [[5 + i % 7, 5 + i // 7 % 7, 5 + i // 49 % 7] for i in range(1000)]
-    many = (await post(stack, "/v1/embeddings", {"model": "embedder", "input": inputs})).json["data"]
-    assert [row["index"] for row in many] == list(range(1000))
-    for i in (0, 63, 64, 999):
-        one = (await post(stack, "/v1/embeddings", {"model": "embedder", "input": inputs[i]})).json["data"][0]
-        np.testing.assert_allclose(many[i]["embedding"], one["embedding"], rtol=1e-4, atol=1e-5)
-
-
-EMBEDDINGS = {
-    "generation model": ({"model": "storyteller"}, 400, "generates text and makes no embeddings"),
-    "no tokenizer": ({"model": "ids-embedder"}, 400, "makes no embeddings of text; call it by ModelInfer"),
-    "Python model": ({"model": "identity"}, 400, "makes no embeddings of text"),
-    "unknown model": ({"model": "nobody"}, 404, "no model 'nobody'"),
-    "long": ({"input": ["fox", "fox " * 70]}, 400, "input 1: the prompt has 72 tokens"),
-    "long ids": ({"input": [5] * 100}, 400, "input 0: the prompt has 100 tokens"),
-    "unknown id": ({"input": [5, 5000]}, 400, "5000 is outside of 0 to 119"),
-    "empty text": ({"input": ["fox", ""]}, 400, "input 1: the prompt is empty"),
-    "empty ids": ({"input": [[5], []]}, 400, "input 1: the prompt is empty"),
-    "too many": ({"input": [[5]] * 2049}, 400, "has 2049 items, at most 2048 are allowed"),
-    "deadline": ({"input": [[5]] * 2048}, 504, "the deadline passed"),
-}
-
-
-@pytest.mark.parametrize("case", EMBEDDINGS)
-async def test_impossible_embeddings_are_refused(stack, case):
-    change, status, text = EMBEDDINGS[case]
-    headers = {"x_timeout_ms": "20"} if case == "deadline" else {}
-    body = {"model": "embedder", "input": "fox", **change}
-    answer = await rest(stack.gateway, "POST", "/v1/embeddings", body, x_request_id=f"embeddings-{case}", **headers)
-    assert (answer.status, answer.headers["content-type"]) == (status, "application/json")
-    assert text in answer.json["error"]["message"]
-    await post(stack, "/v1/embeddings", {"model": "embedder", "input": "fox"})
-
-
-async def test_a_request_for_embeddings_leaves_one_record(stack):
-    body = {"model": "embedder", "input": ["the fox", "a bird"]}
-    await post(stack, "/v1/embeddings", body, x_request_id="two-inputs")
-    (record,) = await records(stack.gateway, request_id="two-inputs")
-    assert (record.status, record.protocol) == ("OK", "millrace.rest.v1.OpenAI/Embeddings")
-    assert json.loads(record.prompt) == body["input"]
-    assert record.usage.prompt_tokens == 8

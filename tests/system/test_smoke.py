@@ -47,6 +47,7 @@ async def test_without_a_name_every_model_is_checked_by_its_kind(new_stack, tmp_
     save_random_encoder("bert", tmp_path / "embedder")
     save_words_tokenizer(tmp_path / "embedder", "the", "fox")
     save_random_encoder("bert-classifier", tmp_path / "classifier")
+    save_words_tokenizer(tmp_path / "classifier", "the", "fox")
     (tmp_path / "counting").mkdir()
     (tmp_path / "counting" / "model.py").write_text(COUNTING)
     own = ",".join(f"{name}={tmp_path / name}" for name in ("embedder", "classifier", "counting"))
@@ -57,7 +58,7 @@ async def test_without_a_name_every_model_is_checked_by_its_kind(new_stack, tmp_
     for line in (
         "identity: tensors",
         "embedder: embeddings of texts and ids",
-        "classifier: classification",
+        "classifier: classification of texts and ids",
         "counting: tensors, many answers to a request",
     ):
         assert line in output.splitlines()

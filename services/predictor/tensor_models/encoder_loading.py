@@ -18,17 +18,19 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPI
 from millrace.errors import StartupError
 from millrace.models.kinds import ModelKind
 from millrace.oip.model_description import FINGERPRINT, INPUT_IDS, ModelDescription, TensorSpec
+from millrace.oip.row_outputs import ACTIVATION, EMBEDDING, LABELS, LOGITS, TOKEN_TYPE_IDS, Activation
 from services.predictor.models.fingerprint import fingerprint_of
 from services.predictor.models.weights import dtype_name, load_weights
 from services.predictor.settings import PredictorSettings
 from services.predictor.tensor_models.encoder_model import BatchSettings, EncoderModel
 from services.predictor.tensor_models.pooling import read_pooling
 from services.predictor.tensor_models.row_network import RowNetwork
-from services.predictor.tensor_models.rows import ATTENTION_MASK, TOKEN_TYPE_IDS, RowLimits
+from services.predictor.tensor_models.rows import ATTENTION_MASK, RowLimits
 
 logger = logging.getLogger(__name__)
 
 _NAMED = 3
+_ACTIVATIONS = {"Identity": Activation.IDENTITY, "Sigmoid": Activation.SIGMOID}  # torch.nn's.
 _UNSTATED_LENGTH = 512  # For models without a position table, such as T5's, whose configuration names no length.
 
 
@@ -58,7 +60,7 @@ def load_encoder(
     # Requests that will form the next batch do not count as waiting.
     max_waiting = settings.max_waiting + settings.batch_rows
     batches = BatchSettings(settings.batch_delay_ms / 1000, max_waiting, settings.step_timeout)
-    description = _describe(model, device, kind, limits, output, network.pads_rows)
+    description = _describe(name, model, device, kind, limits, output, network.pads_rows)
     fingerprint = fingerprint_of(folder, dtype_name(model), is_local)
     description = replace(description, parameters={**description.parameters, FINGERPRINT: fingerprint})
     return EncoderModel(name, network, limits, description, batches)
@@ -69,7 +71,7 @@ def _classifier(
 ) -> tuple[Any, Any, TensorSpec]:
     model, missing = load_weights(name, folder, AutoModelForSequenceClassification, settings.dtype, device)
     _check_whole(name, missing)
-    return model, _logits, TensorSpec("logits", "FP32", [-1, model.config.num_labels])
+    return model, _logits, TensorSpec(LOGITS, "FP32", [-1, model.config.num_labels])
 
 
 def _embedder(
@@ -86,7 +88,7 @@ def _embedder(
     def head(output: Any, mask: Tensor) -> Tensor:
         return pooling(output.last_hidden_state, mask)
 
-    return model, head, TensorSpec("embedding", "FP32", [-1, model.config.get_text_config().hidden_size])
+    return model, head, TensorSpec(EMBEDDING, "FP32", [-1, model.config.get_text_config().hidden_size])
 
 
 def _logits(output: Any, mask: Tensor) -> Tensor:
@@ -118,8 +120,27 @@ def _token_types(model: Any) -> int:
     return int(getattr(model.config, "type_vocab_size", 0) or 0) if takes else 0
 
 
+def _activation_of(name: str, config: Any) -> Activation:
+    """A classifier's activation: the one of a CrossEncoder of sentence-transformers, or the one of transformers'
+    pipeline for text classification; raises StartupError for others."""
+    stated = getattr(config, "sentence_transformers", None)
+    function = stated.get("activation_fn") if isinstance(stated, dict) else None
+    function = function or getattr(config, "sbert_ce_default_activation_function", None)
+    if function:
+        try:
+            return _ACTIVATIONS[str(function).rpartition(".")[2]]
+        except KeyError:
+            raise StartupError(
+                f"model {name}: its activation {function!r} is not one of {', '.join(_ACTIVATIONS)}"
+            ) from None
+    if config.problem_type == "regression":
+        return Activation.IDENTITY
+    is_each = config.problem_type == "multi_label_classification" or config.num_labels == 1
+    return Activation.SIGMOID if is_each else Activation.SOFTMAX
+
+
 def _describe(
-    model: Any, device: torch.device, kind: ModelKind, limits: RowLimits, output: TensorSpec, pads_rows: bool
+    name: str, model: Any, device: torch.device, kind: ModelKind, limits: RowLimits, output: TensorSpec, pads_rows: bool
 ) -> ModelDescription:
     names = [ATTENTION_MASK, *([TOKEN_TYPE_IDS] if limits.token_types else [])]
     parameters = {
@@ -134,7 +155,8 @@ def _describe(
     }
     if kind is ModelKind.CLASSIFICATION:
         labels = model.config.id2label
-        parameters["labels"] = json.dumps([labels[i] for i in sorted(labels)], ensure_ascii=False)
+        parameters[LABELS] = json.dumps([labels[i] for i in sorted(labels)], ensure_ascii=False)
+        parameters[ACTIVATION] = _activation_of(name, model.config)
     return ModelDescription(
         platform="pytorch_transformers",
         inputs=[

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from millrace.errors import InvalidRequestError
 from millrace.oip.model_description import INPUT_IDS
+from millrace.oip.row_outputs import TOKEN_TYPE_IDS
 from millrace.oip.tensors import Tensor, checked_shape, decode_inputs
 from millrace_protos import inference_pb2 as pb
 
 ATTENTION_MASK = "attention_mask"
-TOKEN_TYPE_IDS = "token_type_ids"  # noqa: S105  # no password
 
 Ids = NDArray[np.int64]
 Rows = Mapping[str, Ids]  # Each input [rows, length]; input_ids and attention_mask are always present.

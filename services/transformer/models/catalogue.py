@@ -279,7 +279,7 @@ class Catalogue:
         if name in self._texts:
             return self._texts[name]
         source = self._sources.get(name)
-        if (source is None and not described.source) or not (described.generates or described.embeds):
+        if (source is None and not described.source) or not (described.generates or described.row_output):
             return ModelText()
         try:
             source = source or parse_location(name, described.source or "")

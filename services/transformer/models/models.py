@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from millrace.oip.row_outputs import TOKEN_TYPE_IDS, Activation
 from millrace.sampling import ContextLimits, SamplingParameters
 from services.transformer.models.processors import RunningProcessor
 from services.transformer.predictors.descriptions import OURS, Dialect, PredictorModel
@@ -34,18 +35,29 @@ class TextModel:
 
 
 @dataclass(frozen=True)
+class RowModel:
+    """How a model makes a vector of a text, or of a pair of texts: see millrace/oip/row_outputs.py."""
+
+    tokenizer: TextTokenizer
+    output: str
+    context_length: int | None = None  # Tokens of a row at most; None if the predictor reports no limit.
+    takes_types: bool = False  # It distinguishes the texts of a pair by token_type_ids.
+    labels: Sequence[str] = ()
+    activation: Activation = Activation.SOFTMAX
+
+
+@dataclass(frozen=True)
 class RelayedModel:
-    """A model that needs no text processing; an embedding model has a tokenizer if its folder has one.
+    """A model that needs no text processing; an encoder or classifier takes text too, if its folder has a tokenizer.
 
     A direct one is served by our predictor, which can answer calls without the transformer.
     """
 
     name: str
-    tokenizer: TextTokenizer | None = None
     versions: Sequence[str] = ()  # Empty: the predictor checks the version.
-    context_length: int | None = None  # Of a model that embeds: tokens a row at most.
     fingerprint: str = ""
     is_direct: bool = False
+    rows: RowModel | None = None
 
 
 @dataclass(frozen=True)
@@ -63,8 +75,7 @@ Model = TextModel | RelayedModel | ProcessedModel
 def model_of(name: str, described: PredictorModel, text: ModelText) -> TextModel | RelayedModel:
     """The model that a predictor describes, with the text side that its files give."""
     if not described.generates:
-        tokenizer = text.tokenizer if described.embeds else None
-        return _relayed(name, described, tokenizer, described.context_length)
+        return _relayed(name, described, text.tokenizer)
     limits = _limits_of(described, text)
     if text.tokenizer is None or limits is None:
         return _relayed(name, described)
@@ -82,11 +93,19 @@ def model_of(name: str, described: PredictorModel, text: ModelText) -> TextModel
     )
 
 
-def _relayed(
-    name: str, described: PredictorModel, tokenizer: TextTokenizer | None = None, context_length: int | None = None
-) -> RelayedModel:
+def _relayed(name: str, described: PredictorModel, tokenizer: TextTokenizer | None = None) -> RelayedModel:
     is_ours = described.source is not None  # Only our predictors report the source of a model.
-    return RelayedModel(name, tokenizer, described.versions, context_length, described.fingerprint, is_ours)
+    rows = None
+    if tokenizer is not None and described.row_output is not None:
+        rows = RowModel(
+            tokenizer,
+            described.row_output,
+            described.context_length,
+            TOKEN_TYPE_IDS in described.inputs and tokenizer.makes_types,
+            described.labels,
+            described.activation,
+        )
+    return RelayedModel(name, described.versions, described.fingerprint, is_ours, rows)
 
 
 def _limits_of(described: PredictorModel, text: ModelText) -> ContextLimits | None:

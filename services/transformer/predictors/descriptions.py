@@ -5,11 +5,13 @@ Another server need not have ModelConfig, nor our parameters in it: missing valu
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from millrace.oip.model_description import FINGERPRINT, INPUT_IDS, OUTPUT_IDS
 from millrace.oip.prompt_logprobs import OUTPUTS as PROMPT_OUTPUTS
+from millrace.oip.row_outputs import ACTIVATION, EMBEDDING, LABELS, LOGITS, Activation
 from millrace_protos import inference_pb2 as pb
 from millrace_protos import model_config_pb2
 
@@ -35,7 +37,8 @@ FACTS = ("architecture", "device", "dtype", "runner", "parameter_count", "weight
 @dataclass(frozen=True)
 class PredictorModel:
     """One model at a predictor; `source` is a folder or hub id as `MODELS` names it, `fingerprint` that of its weights,
-    `facts` are those of FACTS that it states. Without `streams` it cannot stream token ids."""
+    `facts` are those of FACTS that it states. Without `streams` it cannot stream token ids. `labels` are those
+    of a classifier, empty if the predictor does not name them."""
 
     name: str
     versions: Sequence[str]
@@ -48,6 +51,8 @@ class PredictorModel:
     dialect: Dialect = OURS
     streams: bool = True
     facts: Mapping[str, str] = field(default_factory=dict)
+    labels: Sequence[str] = ()
+    activation: Activation = Activation.SOFTMAX
 
     @property
     def makes_ids(self) -> bool:
@@ -70,8 +75,10 @@ class PredictorModel:
         return self.resumes and self.outputs.issuperset(PROMPT_OUTPUTS)
 
     @property
-    def embeds(self) -> bool:
-        return INPUT_IDS in self.inputs and "embedding" in self.outputs
+    def row_output(self) -> str | None:
+        """The output of a model that makes a vector of a row of ids, see millrace/oip/row_outputs.py."""
+        found = [name for name in (EMBEDDING, LOGITS) if name in self.outputs]
+        return found[0] if found and INPUT_IDS in self.inputs and not self.makes_ids else None
 
 
 def described(
@@ -92,6 +99,8 @@ def described(
         dialect=OURS if is_ours else _dialect(metadata),
         streams=streams,
         facts={name: parameters[name] for name in FACTS if name in parameters} if is_ours else {},
+        labels=tuple(json.loads(parameters.get(LABELS, "[]"))) if is_ours else (),
+        activation=Activation(parameters[ACTIVATION]) if is_ours and ACTIVATION in parameters else Activation.SOFTMAX,
     )
 
 

@@ -11,7 +11,7 @@ from millrace.models.hub import fetch
 from millrace.models.kinds import ModelKind, kind_of
 from millrace.models.sources import ModelSource, read_config
 from millrace.sampling import ContextLimits, SamplingParameters, defaults_of
-from services.transformer.text.tokenizer import FILES, TextTokenizer, embedding_tokenizer
+from services.transformer.text.tokenizer import FILES, TextTokenizer, row_tokenizer
 
 # The names that configurations of transformers have for it.
 _CONTEXT_LENGTH = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
@@ -31,10 +31,10 @@ def read_text(source: ModelSource, pool: ThreadPoolExecutor) -> ModelText:
     folder = fetch(source, FILES)
     try:
         kind = kind_of(source, folder)
-        if kind is ModelKind.EMBEDDING:
-            return ModelText(embedding_tokenizer(source.name, folder, pool))
-        if kind is not ModelKind.GENERATION:
+        if kind is ModelKind.PYTHON:
             return ModelText()
+        if kind is not ModelKind.GENERATION:
+            return ModelText(row_tokenizer(source.name, folder, pool))
         config = read_config(folder, "config.json")
         is_encoder_decoder = bool(config.get("is_encoder_decoder"))
         defaults = defaults_of(read_config(folder, "generation_config.json"), is_encoder_decoder)

@@ -24,6 +24,7 @@ import orjson
 from millrace.deadline import Deadline
 from millrace.errors import ContextLengthError, InvalidRequestError, StartupError
 from millrace.models.kinds import MODULES_FILE
+from millrace.oip.row_outputs import TOKEN_TYPE_IDS
 from services.transformer.processes.body_processes import TEMPLATES, BodyProcesses
 from services.transformer.text.chat_templates import TemplateTimeoutError, bounded, refusals, render
 from services.transformer.text.detokenizer import Decoder
@@ -71,6 +72,24 @@ class TextTokenizer:
             return ids
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, self._encode_long, text, add_special_tokens)
+
+    async def pair(self, first: str, second: str, max_tokens: int) -> tuple[list[int], list[int]]:
+        """The ids of two texts as one row, and the type of each id; raises InvalidRequestError."""
+        size = _bytes_of(first) + _bytes_of(second)
+        self._refuse_oversize(size, max_tokens)
+        encode = self.backend.encode_batch
+        if size <= _INLINE_BYTES:
+            (encoded,) = encode([(first, second)])
+        else:
+            loop = asyncio.get_running_loop()
+            (encoded,) = await loop.run_in_executor(self._pool, encode, [(first, second)])
+        check_token_count(len(encoded.ids), max_tokens)
+        return encoded.ids, encoded.type_ids
+
+    @property
+    def makes_types(self) -> bool:
+        """Whether the model is meant to get the types of a pair's ids."""
+        return TOKEN_TYPE_IDS in self._tokenizer.model_input_names
 
     async def strings(self, ids: Sequence[int]) -> list[str | None]:
         """The vocabulary's own strings; None for an id that has none."""
@@ -201,8 +220,8 @@ def check_token_count(count: int, max_tokens: int) -> None:
         raise InvalidRequestError("the prompt is empty")
 
 
-def embedding_tokenizer(name: str, folder: Path, pool: ThreadPoolExecutor) -> TextTokenizer | None:
-    """The tokenizer of a model that embeds; None where its folder has none, because ids suffice; blocks.
+def row_tokenizer(name: str, folder: Path, pool: ThreadPoolExecutor) -> TextTokenizer | None:
+    """The tokenizer of an encoder or classifier; None where its folder has none, because ids suffice; blocks.
 
     It lies beside the weights, which sentence-transformers may put into a folder of their own.
     """

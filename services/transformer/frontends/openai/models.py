@@ -8,10 +8,11 @@ from typing import Any, Literal
 from millrace.clients import Client
 from millrace.errors import InvalidRequestError, NotFoundError, NotReadyError
 from millrace.oip.model_description import FINGERPRINT
+from millrace.oip.row_outputs import EMBEDDING
 from services.transformer.models.models import RelayedModel, TextModel
 from services.transformer.routing.router import Router
 
-Kind = Literal["generation", "embedding"]
+Kind = Literal["generation", "embedding", "classification"]
 
 
 class OpenAIModels:
@@ -38,8 +39,9 @@ class OpenAIModels:
         length: int | None
         if isinstance(model, TextModel):
             kind, length = "generation", model.limits.context_length
-        elif isinstance(model, RelayedModel) and model.tokenizer is not None:
-            kind, length = "embedding", model.context_length
+        elif isinstance(model, RelayedModel) and model.rows is not None:
+            kind = "embedding" if model.rows.output == EMBEDDING else "classification"
+            length = model.rows.context_length
         else:
             raise NotFoundError(f"model {name!r} takes tensors; OpenAI's API does not serve it")
         card = {"id": name, "object": "model", "created": self._started, "owned_by": "millrace", "kind": kind}
@@ -48,11 +50,12 @@ class OpenAIModels:
             card["root"] = model.name  # As vLLM names what is behind another name.
         return card | ({FINGERPRINT: model.fingerprint} if model.fingerprint else {})
 
-    def resolve(self, name: str, kind: Kind, client: Client) -> str:
-        """The model that a request names, or the only one of a kind where it names none; raises InvalidRequestError."""
+    def resolve(self, name: str, client: Client, *kinds: Kind) -> str:
+        """The model that a request names, or the only one of these kinds where it names none; raises
+        InvalidRequestError."""
         if name:
             return name
-        loaded = [card["id"] for card in self.cards(client) if card["kind"] == kind]
+        loaded = [card["id"] for card in self.cards(client) if card["kind"] in kinds]
         names = loaded or [name for name in self._router.names if client.may_use(name)]
         if len(names) != 1:
             raise InvalidRequestError(f"name a model; there are {', '.join(names) or 'none'}", param="model")

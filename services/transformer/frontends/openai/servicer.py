@@ -1,4 +1,4 @@
-"""OpenAI's API: models, completions, chat completions and embeddings; and the paths of vLLM's that tools need.
+"""OpenAI's API: models, completions, chat completions and embeddings; and vLLM's paths beyond it.
 
 `stream: true` answers with server-sent events that end in `data: [DONE]`; the chunks of all choices are interleaved as
 they arrive. Each choice is one generation, with its own record under the request's id. Served by HTTP: http_methods.py.
@@ -24,7 +24,7 @@ from services.transformer.frontends.http import EVENTS, JSON, PLAIN, Body, Heade
 from services.transformer.frontends.openai.answers import ChatFormat, CompletionFormat, Echoes
 from services.transformer.frontends.openai.bodies import answer
 from services.transformer.frontends.openai.choices import choices_of
-from services.transformer.frontends.openai.embeddings import Embedder, embeddings_json
+from services.transformer.frontends.openai.embeddings import embeddings_json, encoding_of
 from services.transformer.frontends.openai.errors import openai_error
 from services.transformer.frontends.openai.generation_requests import (
     COMPLETION_MAX_TOKENS,
@@ -34,11 +34,20 @@ from services.transformer.frontends.openai.generation_requests import (
 )
 from services.transformer.frontends.openai.models import Kind, OpenAIModels
 from services.transformer.frontends.openai.requests import IGNORED_FIELDS, MAX_BODY_BYTES, RequestT, parse, parse_large
-from services.transformer.frontends.openai.text_requests import DetokenizeRequest, EmbeddingsRequest, TokenizeRequest
+from services.transformer.frontends.openai.scores import classify, rerank, score
+from services.transformer.frontends.openai.text_requests import (
+    ClassifyRequest,
+    DetokenizeRequest,
+    EmbeddingsRequest,
+    RerankRequest,
+    ScoreRequest,
+    TokenizeRequest,
+)
 from services.transformer.frontends.openai.tokenizing import detokenize, tokenize, tokenizer_of
 from services.transformer.generation.pipeline import Pipeline
 from services.transformer.generation.requests import TextRequest
 from services.transformer.generation.resume_ids import AnswerIdentity, identity_of
+from services.transformer.inference.encoder_calls import EncoderCalls
 from services.transformer.processes.body_processes import SMALL_BYTES, BodyProcesses
 from services.transformer.routing.router import Router
 from services.transformer.text.tokenizer import TextTokenizer
@@ -53,7 +62,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
         self,
         pipeline: Pipeline,
         router: Router,
-        embedder: Embedder,
+        encoders: EncoderCalls,
         bodies: BodyProcesses,
         keep_alive_s: float = 15.0,
     ) -> None:
@@ -61,7 +70,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
         self._keep_alive_s = keep_alive_s
         self._pipeline = pipeline
         self._router = router
-        self._embedder = embedder
+        self._encoders = encoders
         self._models = OpenAIModels(router)
 
     @rest_errors(openai_error)
@@ -156,9 +165,33 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
         parsed = await self._read(EmbeddingsRequest, request, call, "embedding")
         if ignored := parsed.ignored_fields():
             yield Header(IGNORED_FIELDS, ", ".join(ignored))
-        vectors, tokens = await self._embedder.embed(parsed, call)
+        _, vectors, tokens = await self._encoders.encode(encoding_of(parsed), call)
         for piece in embeddings_json(parsed, vectors, tokens):
             yield HttpBody(content_type=JSON, data=piece)
+
+    @rest_errors(openai_error)
+    async def Classify(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
+        call = call_context(context, "millrace.rest.v1.OpenAI/Classify")
+        parsed = await self._read(ClassifyRequest, request, call, "classification")
+        if ignored := parsed.ignored_fields():
+            yield Header(IGNORED_FIELDS, ", ".join(ignored))
+        yield json_body(await classify(parsed, self._encoders, call))
+
+    @rest_errors(openai_error)
+    async def Score(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
+        call = call_context(context, "millrace.rest.v1.OpenAI/Score")
+        parsed = await self._read(ScoreRequest, request, call, "classification", "embedding")
+        if ignored := parsed.ignored_fields():
+            yield Header(IGNORED_FIELDS, ", ".join(ignored))
+        yield json_body(await score(parsed, self._encoders, call))
+
+    @rest_errors(openai_error)
+    async def Rerank(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
+        call = call_context(context, "millrace.rest.v1.OpenAI/Rerank")
+        parsed = await self._read(RerankRequest, request, call, "classification", "embedding")
+        if ignored := parsed.ignored_fields():
+            yield Header(IGNORED_FIELDS, ", ".join(ignored))
+        yield json_body(await rerank(parsed, self._encoders, call))
 
     @rest_errors(openai_error)
     async def Tokenize(self, request: HttpBody, context: Context) -> AsyncGenerator[HttpBody, None]:
@@ -182,14 +215,14 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
 
     async def _tokenizer_for(self, name: str, call: CallContext) -> tuple[TextTokenizer, int | None]:
         """The tokenizer of a model, of the only one that generates where none is named, and the model's context."""
-        name = self._models.resolve(name, "generation", call.client)
+        name = self._models.resolve(name, call.client, "generation")
         return tokenizer_of(await self._router.wait_for(name, "", call))
 
-    async def _read(self, cls: type[RequestT], request: HttpBody, call: CallContext, kind: Kind) -> RequestT:
+    async def _read(self, cls: type[RequestT], request: HttpBody, call: CallContext, *kinds: Kind) -> RequestT:
         """The request in a body, with its model's name; one that is refused is on record."""
         with self._pipeline.recording_refusals(call):
             parsed = await self._parsed(cls, request, call)
-            parsed.model = self._models.resolve(parsed.model, kind, call.client)
+            parsed.model = self._models.resolve(parsed.model, call.client, *kinds)
             return parsed
 
     async def _identity(self, call: CallContext, request: HttpBody, parsed: GenerationRequest) -> AnswerIdentity:

@@ -1,4 +1,4 @@
-"""Requests for what takes texts and generates nothing: embeddings, and vLLM's `/tokenize` and `/detokenize`.
+"""Requests for what takes texts and generates nothing: embeddings, classes, scores, `/tokenize` and `/detokenize`.
 
 Apart from what serves them: the processes that parse large bodies import this, and no tokenizer with it.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AliasChoices, Field, field_validator
 
 from millrace.errors import InvalidRequestError
 from services.transformer.frontends.openai.generation_requests import Message, check_template_options
@@ -16,12 +16,23 @@ from services.transformer.frontends.openai.requests import OpenAIRequest, Prompt
 
 MAX_INPUTS = 2048  # OpenAI's limit.
 _MAX_IDS = 128 * 1024  # Decoded in about 10 ms.
+_NOT_CUT: Mapping[str, Sequence[Any]] = {"truncate_prompt_tokens": ()}  # Texts that are too long are refused.
+
+
+def _texts(value: Any) -> Any:
+    """A text or texts, as a list; raises ValueError."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise ValueError("must be a string or a list of strings")
+    if len(texts) > MAX_INPUTS:
+        raise ValueError(f"has {len(texts)} items, at most {MAX_INPUTS} are allowed")
+    return texts
 
 
 class EmbeddingsRequest(OpenAIRequest):
     """A request for the vectors of its inputs."""
 
-    UNSUPPORTED: ClassVar[Mapping[str, Sequence[Any]]] = {"dimensions": (), "truncate_prompt_tokens": ()}
+    UNSUPPORTED: ClassVar[Mapping[str, Sequence[Any]]] = {**_NOT_CUT, "dimensions": ()}
 
     input: list[Prompt]
     encoding_format: Literal["float", "base64"] = "float"
@@ -34,6 +45,66 @@ class EmbeddingsRequest(OpenAIRequest):
     def trim(self) -> None:
         super().trim()
         self.input = trimmed_prompts(self.input)
+
+
+class ClassifyRequest(OpenAIRequest):
+    """A request for the classes of its inputs; without `use_activation` for the logits."""
+
+    UNSUPPORTED: ClassVar = _NOT_CUT
+
+    input: list[Prompt]
+    use_activation: bool = True
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _read_input(cls, value: Any) -> Any:
+        return read_prompts(value, MAX_INPUTS)
+
+    def trim(self) -> None:
+        super().trim()
+        self.input = trimmed_prompts(self.input)
+
+
+class ScoreRequest(OpenAIRequest):
+    """A request for the scores of pairs of texts: of one text with each other one, or of those in equal places."""
+
+    UNSUPPORTED: ClassVar = _NOT_CUT
+
+    text_1: list[str] = Field(validation_alias=AliasChoices("text_1", "queries", "data_1"))
+    text_2: list[str] = Field(validation_alias=AliasChoices("text_2", "documents", "data_2"))
+    use_activation: bool = True
+
+    @field_validator("text_1", "text_2", mode="before")
+    @classmethod
+    def _read_texts(cls, value: Any) -> Any:
+        return _texts(value)
+
+    def check(self) -> None:
+        super().check()
+        if len(self.text_1) not in (1, len(self.text_2)):
+            raise InvalidRequestError(
+                f"text_1 has {len(self.text_1)} texts and text_2 {len(self.text_2)}; give one, or as many",
+                param="text_1",
+            )
+
+
+class RerankRequest(OpenAIRequest):
+    """A request for the order of documents by a query; `top_n` 0: all of them."""
+
+    UNSUPPORTED: ClassVar = {**_NOT_CUT, "max_chunks_per_doc": (), "max_tokens_per_doc": ()}
+
+    query: str
+    documents: list[str]
+    top_n: int = Field(0, ge=0)
+    return_documents: bool = True
+    use_activation: bool = True
+
+    @field_validator("documents", mode="before")
+    @classmethod
+    def _read_documents(cls, value: Any) -> Any:
+        if isinstance(value, list):
+            return _texts([one.get("text") if isinstance(one, dict) else one for one in value])
+        return value
 
 
 class TokenizeRequest(OpenAIRequest):

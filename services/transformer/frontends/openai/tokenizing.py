@@ -22,8 +22,8 @@ def tokenizer_of(model: object) -> tuple[TextTokenizer, int | None]:
     """A model's tokenizer, and the tokens that its context holds; raises InvalidRequestError."""
     if isinstance(model, TextModel):
         return model.tokenizer, model.limits.context_length
-    if isinstance(model, RelayedModel) and model.tokenizer is not None:
-        return model.tokenizer, model.context_length
+    if isinstance(model, RelayedModel) and model.rows is not None:
+        return model.rows.tokenizer, model.rows.context_length
     raise InvalidRequestError("the model takes tensors and has no tokenizer", param="model")
 
 
