@@ -1,4 +1,4 @@
-"""KServe's own ModelServer with one model and KServe's arguments: `python server.py --model_name echo --http_port 8080`.
+"""KServe's own ModelServer with one model and KServe's arguments: `server.py --model_name echo --http_port 8080`.
 
 The model returns its tensors; it fails for a tensor named `fails`, as models of users do.
 """

@@ -1,7 +1,7 @@
 """The manifests of deploy/ are Kubernetes', and keep the promises of compose.yaml.
 
-Not validated against a schema: the custom resources in CUSTOM, whose definitions are no Python package. KServe's own client
-reads its resources.
+Not validated against a schema: the custom resources in CUSTOM, whose definitions are no Python package. KServe's own
+client reads its resources.
 """
 
 import json
