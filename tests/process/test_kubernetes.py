@@ -288,7 +288,7 @@ def test_kserve_runs_the_services_with_settings_that_they_know(rendered):
     ):
         (container,) = spec["containers"]
         own = environment(documents, container)
-        assert own.keys() - {"STORAGE_URI"} <= known(SERVICES[name])
+        assert own.keys() - {"STORAGE_URI", "PROTOCOL"} <= known(SERVICES[name])
         grace[name] = owner["terminationGracePeriodSeconds"] - float(own[f"{name.upper()}_DRAIN_S"])
         assert owner["enableServiceLinks"] is False
         assert (
@@ -300,6 +300,7 @@ def test_kserve_runs_the_services_with_settings_that_they_know(rendered):
         assert container["image"] == without_variables(COMPOSE["services"][name]["image"])
     assert min(grace.values()) >= FLUSH_S
     assert own["STORAGE_URI"] == model["storageUri"]
+    assert own["PROTOCOL"] == model["protocolVersion"]
     assert own["MODELS"].split("=")[0] == service["metadata"]["name"]
     assert (
         own["TRANSFORMER_PREDICTOR_REPLICAS"]
