@@ -53,6 +53,11 @@ async def test_a_service_has_the_hosts_and_ports_of_its_records_as_they_are_now(
         assert await found(resolver) == {}
 
 
+async def test_an_answer_may_be_longer_than_a_datagram(server, resolver):
+    server.services[SERVICE] = [(0, HOST, 9000 + number) for number in range(100)]
+    assert await found(resolver) == {f"127.0.0.1:{9000 + number}": 0 for number in range(100)}
+
+
 async def test_addresses_are_ranked_by_the_priorities_of_their_records(server, resolver):
     server.services[SERVICE] = [
         (20, HOST, 9001),
@@ -99,9 +104,10 @@ async def test_the_gateway_s_file_follows_the_addresses_and_keeps_the_last_ones(
     def groups():
         if not path.exists():
             return None
-        (resource,) = json.loads(path.read_text())["resources"]
+        resources = json.loads(path.read_text())["resources"]
         return [
             [tuple(host["endpoint"]["address"]["socket_address"].values()) for host in group["lb_endpoints"]]
+            for resource in resources
             for group in resource["endpoints"]
         ]
 
@@ -118,8 +124,12 @@ async def test_the_gateway_s_file_follows_the_addresses_and_keeps_the_last_ones(
         links.listed = {}
         await asyncio.sleep(0.05)
         assert groups() == expected
-        path.unlink()
         links.listed = {"127.0.0.1:9009": 0}
+        await until(lambda: has([[("127.0.0.1", 9009)]]))
+        # The runner restores a removed run folder.
+        path.unlink()
+        await until(lambda: has([[("127.0.0.1", 9009)]]))
+        path.write_text('{"resources": []}')
         await until(lambda: has([[("127.0.0.1", 9009)]]))
     finally:
         writing.cancel()

@@ -1,12 +1,17 @@
-"""A name server on loopback for SRV records, which a test changes; the records' hosts are names of the system."""
+"""A name server on loopback for SRV records, which a test changes; the records' hosts are names of the system.
+
+An answer of more than 512 bytes is truncated, so that it is asked for by TCP.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import dns.exception
 import dns.flags
 import dns.message
 import dns.rcode
@@ -15,6 +20,7 @@ import dns.rrset
 
 SERVICE = "_grpc._tcp.predictors.test"
 HOST = "localhost"
+_UDP_BYTES = 512
 
 
 class NameServer(asyncio.DatagramProtocol):
@@ -42,6 +48,23 @@ class NameServer(asyncio.DatagramProtocol):
         self.asked += 1
         if self.is_silent:
             return
+        answer = self._answer(data)
+        try:
+            wire = answer.to_wire(max_size=_UDP_BYTES)
+        except dns.exception.TooBig:
+            answer.answer.clear()
+            answer.flags |= dns.flags.TC
+            wire = answer.to_wire()
+        self._transport.sendto(wire, addr)
+
+    async def serve_tcp(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        (size,) = struct.unpack("!H", await reader.readexactly(2))
+        wire = self._answer(await reader.readexactly(size)).to_wire()
+        writer.write(struct.pack("!H", len(wire)) + wire)
+        await writer.drain()
+        writer.close()
+
+    def _answer(self, data: bytes) -> dns.message.Message:
         query = dns.message.from_wire(data)
         answer = dns.message.make_response(query, recursion_available=True)
         question = query.question[0]
@@ -51,17 +74,20 @@ class NameServer(asyncio.DatagramProtocol):
         elif records:
             texts = [f"{priority} 1 {port} {host}." for priority, host, port in records]
             answer.answer.append(dns.rrset.from_text_list(question.name, 0, "IN", "SRV", texts))
-        self._transport.sendto(answer.to_wire(), addr)
+        return answer
 
 
 @asynccontextmanager
 async def service_server() -> AsyncIterator[NameServer]:
-    transport, server = await asyncio.get_running_loop().create_datagram_endpoint(
-        NameServer, local_addr=("127.0.0.1", 0)
-    )
+    server = NameServer()
+    # TCP first: its ports are rarer.
+    by_tcp = await asyncio.start_server(server.serve_tcp, "127.0.0.1", 0)
+    address = by_tcp.sockets[0].getsockname()
+    transport, _ = await asyncio.get_running_loop().create_datagram_endpoint(lambda: server, local_addr=address)
     try:
         yield server
     finally:
+        by_tcp.close()
         transport.close()
 
 

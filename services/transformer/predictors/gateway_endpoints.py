@@ -20,24 +20,34 @@ from services.transformer.predictors.links import Links
 
 logger = logging.getLogger(__name__)
 
-_INTERVAL_S = 1.0
+_INTERVAL_S, _RETRY_S = 1.0, 10.0
 # In percent of the healthy hosts, so that a priority with one of at most a hundred healthy passes no call on.
 _OVERPROVISIONING = 10_000
+_HOST = "socket_address"
 
 
 async def list_endpoints(path: Path, links: Links) -> None:
     """Keeps the file equal to the addresses, until cancelled; if none is left, to the last ones."""
-    # Envoy waits for a first file.
-    written: Mapping[str, int] | None = {} if await asyncio.to_thread(path.exists) else None
+    written: Mapping[str, int] | None = None
     while True:
-        listed = links.listed
-        if listed != written and (listed or written is None):
+        listed, text = links.listed, await asyncio.to_thread(_text, path)
+        is_due = (listed != written or _HOST not in text) if listed else not text
+        if is_due:
             try:
                 await asyncio.to_thread(replace_file, path, endpoints_file(listed))
                 written = listed
             except OSError as error:
                 logger.warning("%s cannot be written, the gateway keeps its predictors: %s", path, error.strerror)
+                await asyncio.sleep(_RETRY_S)
         await asyncio.sleep(_INTERVAL_S)
+
+
+def _text(path: Path) -> str:
+    """The file's contents, which the runner may have replaced by a list without addresses; "" without a file."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def endpoints_file(ranks: Mapping[str, int]) -> str:
@@ -59,4 +69,4 @@ def endpoints_file(ranks: Mapping[str, int]) -> str:
 
 def _endpoint(address: str) -> dict[str, object]:
     host, port = host_and_port(address)
-    return {"endpoint": {"address": {"socket_address": {"address": host, "port_value": port}}}}
+    return {"endpoint": {"address": {_HOST: {"address": host, "port_value": port}}}}
