@@ -69,6 +69,7 @@ async def _serve(settings: TransformerSettings) -> None:
     from services.transformer.models.processors import RunningProcessor
     from services.transformer.models.work_pool import WorkPool
     from services.transformer.predictors.client import PredictorClient
+    from services.transformer.predictors.gateway_endpoints import list_endpoints
     from services.transformer.predictors.links import Links
     from services.transformer.predictors.predictor import Predictor
     from services.transformer.predictors.relay import Relay
@@ -146,6 +147,8 @@ async def _serve(settings: TransformerSettings) -> None:
     server.own("links", links.run())
     if settings.direct_models is not None:
         server.own("direct-models", list_direct_models(settings.direct_models, router))
+    if settings.gateway_endpoints is not None:
+        server.own("gateway-endpoints", list_endpoints(settings.gateway_endpoints, links))
     server.own("shadows", shadows.run())
     if settings.model_routes is not None:
         server.own("model-routes", router.follow())

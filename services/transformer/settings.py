@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from millrace.endpoints import parse_endpoints
+from millrace.endpoints import is_service, parse_endpoints
 from millrace.payload.settings import RecordingSettings
 from millrace.settings import Models, Port, models_field, read_by
 from services.transformer.models.processor_sources import ProcessorSource, parse_processors
@@ -41,8 +41,9 @@ class TransformerSettings(RecordingSettings):
     predictor_replicas: Addresses = Field(
         (),
         description=(
-            "Comma list of host:port of the single predictors; a name stands for all its addresses. Generations, "
-            "loading, unloading, index and statistics call them directly. Empty: there is only the one behind "
+            "Comma list of host:port of the single predictors; a name stands for all its addresses, and "
+            "_service._tcp.domain without a port for the hosts and ports of its SRV records. Generations, loading, "
+            "unloading, index and statistics call them directly. Empty: there is only the one behind "
             "TRANSFORMER_PREDICTOR."
         ),
     )
@@ -118,6 +119,13 @@ class TransformerSettings(RecordingSettings):
             " predictor. Empty: all go through the transformer."
         ),
     )
+    gateway_endpoints: Path | None = Field(
+        None,
+        description=(
+            "File in which the transformer lists the addresses of predictor_replicas for the gateway, as Envoy reads"
+            " endpoints. Empty: the gateway resolves the names itself, which it cannot do with SRV records."
+        ),
+    )
     model_routes: Path | None = Field(
         None,
         description=(
@@ -146,8 +154,9 @@ class TransformerSettings(RecordingSettings):
 
     @field_validator("predictor")
     @classmethod
-    def _is_address_of_rest(cls, predictor: str, info: ValidationInfo) -> str:
-        if info.data.get("protocol") == "v2" and parse_endpoints(predictor) != (predictor.lower(),):
+    def _is_one_address(cls, predictor: str, info: ValidationInfo) -> str:
+        by_rest = info.data.get("protocol") == "v2"
+        if is_service(predictor) or (by_rest and parse_endpoints(predictor) != (predictor.lower(),)):
             raise ValueError(f"{predictor!r} is not host:port")
         return predictor
 

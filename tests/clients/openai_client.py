@@ -34,7 +34,6 @@ assert set(listed) == {"storyteller", "normalizer", "embedder"}, listed
 assert client.models.retrieve("storyteller").owned_by == "millrace"
 with raises(openai.NotFoundError, "model_not_found", text="no model 'nobody'"):
     client.models.retrieve("nobody")
-assert len(list(openai.OpenAI(base_url=f"http://{gateway}/openai/v1", api_key="any").models.list())) == 3
 
 
 # Completions.
@@ -189,4 +188,20 @@ async def in_parallel():
 
 
 asyncio.run(in_parallel())
+
+# The same at KServe's path.
+kserve = openai.OpenAI(base_url=f"http://{gateway}/openai/v1", api_key="any", max_retries=0)
+assert {model.id for model in kserve.models.list()} == set(listed)
+assert kserve.models.retrieve("storyteller").id == "storyteller"
+fields = {"model": "storyteller", "messages": MESSAGES, "max_tokens": 12, "temperature": 0}
+told = kserve.chat.completions.create(**fields).choices[0].message.content
+assert told == client.chat.completions.create(**fields).choices[0].message.content
+chunks = kserve.chat.completions.create(stream=True, **fields)
+assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == told
+assert kserve.completions.create(model="storyteller", prompt=PROMPT, **greedy).choices[0].text == once
+assert kserve.embeddings.create(model="embedder", input="a fox").data == (
+    client.embeddings.create(model="embedder", input="a fox").data
+)
+with raises(openai.NotFoundError, "model_not_found"):
+    kserve.chat.completions.create(model="nobody", messages=MESSAGES)
 print("done")

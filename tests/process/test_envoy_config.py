@@ -27,6 +27,7 @@ from runner.envoy_process import PREDECESSOR_LIFE_S
 from runner.services import gateway_environment
 from runner.settings import StackSettings
 from services.predictor.settings import PredictorSettings
+from services.transformer.predictors.gateway_endpoints import endpoints_file
 from services.transformer.settings import TransformerSettings
 
 Config = dict[str, Any]
@@ -352,7 +353,29 @@ def test_predictors_elsewhere_are_the_same_in_the_container(tmp_path: Path) -> N
     assert gateway_environment(settings)["DIRECT_MODELS"] == ""
 
 
-@pytest.mark.parametrize("text", ["gpu-1", "a:1, b", "a:0", "a:65536", "a:1}", "http://a:1"])
+def test_with_a_service_among_them_the_transformer_lists_the_predictors_here_and_in_the_container(
+    tmp_path: Path,
+) -> None:
+    elsewhere, file = "_grpc._tcp.gpu.example, gpu-1:9000", tmp_path / "predictors.json"
+    file.write_text(endpoints_file({"127.0.0.1:9000": 0, "[::1]:9000": 1}))
+    started = start(tmp_path, PREDICTOR_ENDPOINTS=elsewhere, LISTED_PREDICTORS=str(file))
+    assert started.returncode == 0, started.stderr
+    settings = StackSettings(run_folder=tmp_path, predictors=0, predictor_endpoints=elsewhere)
+    assert settings.listed_predictors
+    path = tmp_path / "derived.yaml"
+    envoy_config.write(settings, path)
+    for whole, list_of in ((tmp_path / "envoy.yaml", file), (path, settings.listed_predictors)):
+        text = whole.read_text().replace("/etc/envoy/", f"{envoy_config.ENVOY_FOLDER}/")
+        predictor = clusters(yaml.safe_load(text))["predictor"]
+        assert predictor["type"] == "EDS"
+        assert predictor["connect_timeout"] == "3.5s"
+        assert predictor["eds_cluster_config"]["eds_config"] == {"path_config_source": {"path": str(list_of)}}
+        whole.write_text(text)
+        result = validate("--config-path", str(whole))
+        assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("text", ["gpu-1", "a:1, b", "a:0", "a:65536", "a:1}", "http://a:1", "_a._udp.b", "_a._tcp"])
 def test_malformed_predictors_elsewhere_are_refused_in_the_container(tmp_path: Path, text: str) -> None:
     refused = start(tmp_path, PREDICTOR_ENDPOINTS=text)
     assert refused.returncode == 78
