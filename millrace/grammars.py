@@ -1,8 +1,8 @@
 """Grammars of `structured_outputs`, compiled by llguidance.
 
-The transformer checks a request's grammar, and the predictor compiles it with the model's vocabulary. Limits bound what a
-grammar may take of time and memory; llguidance counts steps and not seconds, so a grammar fails at the same token
-everywhere. Any thread; llguidance is imported with the first grammar and releases the interpreter lock while it works.
+The transformer checks a request's grammar, and the predictor compiles it with the model's vocabulary. llguidance's
+limits bound the steps and the memory that a grammar may take. Any thread; llguidance is imported with the first grammar,
+and compiles without the interpreter lock.
 
 Source of the limits' meaning: llguidance's LLParserLimits.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PARAMETER = "structured_outputs"
 _MAX_DIVISOR = 10_000  # llguidance builds an automaton with so many states for multipleOf, and its limits ignore them.
 _MAX_REASON = 500
-# Between JSON's tokens: a space, or a line break and an indentation. Without an end to it, a small model writes no more.
+# Between JSON's tokens: a space, or a line break and an indentation. Small models never end whitespace that may go on.
 _WHITESPACE = r"( |\r?\n[ \t]{0,32})"
 
 

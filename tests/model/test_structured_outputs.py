@@ -169,7 +169,7 @@ async def test_an_answer_that_does_not_match_is_not_continued(engine):
 
 async def test_a_grammar_that_becomes_too_complex_fails_its_request_alone(engine):
     beside = asyncio.create_task(generate(engine, None, max_tokens=200, ignore_eos=True))
-    with pytest.raises(InvalidRequestError, match="structured_outputs: the grammar (is too complex|takes too much)"):
+    with pytest.raises(InvalidRequestError, match=r"structured_outputs: the grammar (is too complex|takes too much)"):
         await generate(engine, {"grammar": 'start: s\ns: s s s s | "a" | "b" s | '}, max_tokens=500, ignore_eos=True)
     assert await beside == await generate(engine, None, max_tokens=200, ignore_eos=True)
 

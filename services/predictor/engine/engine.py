@@ -58,7 +58,7 @@ _NOTIFY_S = 0.5  # The longest wait for the notice to an isolated request's call
 
 
 class ContinuousBatchingEngine:
-    """See the module. `end_ids` end a sequence; `name` is for logs and threads; without `grammars` none is supported."""
+    """See the module. `end_ids` end a sequence; `name` is for logs and threads; without `grammars` it has none."""
 
     def __init__(
         self,

@@ -18,8 +18,8 @@ import numpy as np
 from millrace.errors import MillraceError, RequestFailedError
 from millrace.oip.prompt_logprobs import PromptLogprobs
 from services.predictor.engine.faults import is_device_error, is_out_of_memory
-from services.predictor.engine.interface import EngineDeadError, EngineStatistics, Logprobs
 from services.predictor.engine.grammar.masks import MaskComputer
+from services.predictor.engine.interface import EngineDeadError, EngineStatistics, Logprobs
 from services.predictor.engine.runners.interface import ModelRunner
 from services.predictor.engine.sampling.sampler import NO_TOKEN, sample
 from services.predictor.engine.sampling.scoring import score

@@ -1,7 +1,7 @@
 """Compiles the grammars of sequences, before these are queued.
 
-On two threads, with a bounded queue. The model's vocabulary is read with the first grammar. A compiled grammar is kept for
-other sequences: each has a copy. A sequence that continues an answer replays its tokens.
+On two threads, with a bounded queue. The model's vocabulary is read with the first grammar. A compiled grammar is kept
+for other sequences: each has a copy. A sequence that continues an answer replays its tokens.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _read_vocabulary(folder: Path) -> tuple[LLTokenizer, int]:
     backend.no_truncation()
     backend.no_padding()
     backend.add_special_tokens([_END])
-    end: int = backend.token_to_id(_END)
-    if end < max(backend.get_vocab().values()):
+    end = backend.token_to_id(_END)
+    if end is None or end < max(backend.get_vocab().values()):
         raise ValueError("its ids have gaps")
     return LLTokenizer(backend.to_str(), eos_token=end), end

@@ -44,7 +44,7 @@ def _masks(constrained: list[tuple[int, Constraint, bool]], vocabulary: int) -> 
     bits = np.zeros((len(constrained), first.mask_bytes), np.uint8)
     for mask, (_, constraint, _) in zip(bits, constrained, strict=True):
         constraint.fill(mask)
-    flags = np.unpackbits(bits, axis=1, bitorder="little").view(bool)
+    flags = np.unpackbits(bits, axis=1, bitorder="little").astype(bool)
     allowed = np.zeros((len(constrained), vocabulary), bool)
     known = min(first.end_bit, vocabulary)
     allowed[:, :known] = flags[:, :known]

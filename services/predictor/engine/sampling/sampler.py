@@ -5,9 +5,9 @@ distribution at it, summed in float64 in the order of token ids after all masks.
 sequence that resumes elsewhere from its own ids continues with the same tokens. The result of a row depends on that row
 only, never on its neighbours.
 
-Order: penalties, then the masks of grammars and the minimum length, then temperature, top-k, top-p, min-p. Tokens that tie with the last one that
-top-k or top-p keeps are kept. Equal scores: greedy takes the lowest id. Log probabilities are those of the model's raw
-logits, in nats.
+Order: penalties, then the masks of grammars and of the minimum length, then temperature, top-k, top-p, min-p. Tokens
+that tie with the last one that top-k or top-p keeps are kept. Equal scores: greedy takes the lowest id. Log
+probabilities are those of the model's raw logits, in nats.
 
 A row whose logits are not numbers (any is NaN, or the largest is infinite, as when every token is masked) gets
 `NO_TOKEN`. Any device; float32 and float64 are computed in their own precision, other dtypes in float32. One transfer

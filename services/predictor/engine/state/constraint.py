@@ -1,7 +1,7 @@
 """Where an answer is in its grammar: a function of its output ids alone, so that it can continue anywhere.
 
-The mask of the next token has a bit for each id of the vocabulary and, behind them, one that says whether the answer may
-end. An answer that can only end is complete; it needs no end token.
+The mask of the next token has a bit for each id of the vocabulary and, behind them, one for the end of the answer. An
+answer that can only end is complete; it needs no end token.
 """
 
 from __future__ import annotations
