@@ -4,10 +4,14 @@ Run in the clients' environment; prints "done" if every check passed.
 """
 
 import asyncio
+import json
+import re
 import sys
 from contextlib import contextmanager
+from typing import Annotated, Literal
 
 import openai
+import pydantic
 
 gateway = sys.argv[1]
 url = f"http://{gateway}/v1"
@@ -137,12 +141,42 @@ tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
 with raises(openai.BadRequestError, "unsupported_parameter", "tools"):
     chat(tools=[tool])
 with raises(openai.BadRequestError, "unsupported_parameter", "response_format"):
-    chat(response_format={"type": "json_object"})
+    chat(response_format={"type": "structural_tag"})
 with raises(openai.BadRequestError, "invalid_argument", "messages.0.content", "'image_url' are not supported"):
     chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}])
 with raises(openai.BadRequestError, "invalid_argument", text="no chat template; use completions"):
     chat(model="normalizer")
 assert complete(model="normalizer", prompt="date: 3 Mar 2021").choices[0].text == "2021-03-03"
+
+
+# Answers of a form.
+class Fox(pydantic.BaseModel):
+    name: Annotated[str, pydantic.Field(max_length=12)]
+    age: Annotated[int, pydantic.Field(ge=1, le=15)]
+    likes: Annotated[list[Literal["berries", "rain"]], pydantic.Field(max_length=2)]
+    home: Literal["forest", "hill"] | None
+
+
+asked = {"model": "storyteller", "messages": MESSAGES, "seed": 7, "max_tokens": 200}
+parsed = client.chat.completions.parse(response_format=Fox, **asked).choices[0]
+assert isinstance(parsed.message.parsed, Fox), parsed
+assert parsed.finish_reason == "stop"
+with client.chat.completions.stream(response_format=Fox, **asked) as stream:
+    deltas = [event.delta for event in stream if event.type == "content.delta"]
+    assert stream.get_final_completion().choices[0].message.parsed == parsed.message.parsed
+assert len(deltas) > 3
+assert "".join(deltas) == parsed.message.content
+answers = {choice.message.content for choice in chat(n=4, extra_body={"guided_choice": ["red", "blue"]}).choices}
+assert answers <= {"red", "blue"}
+assert isinstance(
+    json.loads(chat(response_format={"type": "json_object"}, max_tokens=900).choices[0].message.content), dict
+)
+assert re.fullmatch("[a-f]{8}", complete(extra_body={"structured_outputs": {"regex": "[a-f]{8}"}}).choices[0].text)
+with raises(openai.BadRequestError, "invalid_argument", "structured_outputs", 'Unimplemented keys: ["not"]'):
+    schema = {"name": "n", "schema": {"type": "object", "not": {}}, "strict": True}
+    chat(response_format={"type": "json_schema", "json_schema": schema})
+with raises(openai.BadRequestError, "invalid_argument", "response_format", "only one form of the answer"):
+    chat(response_format={"type": "json_object"}, extra_body={"guided_json": {}})
 
 # Embeddings.
 inputs = ["the fox sat on the mat", "a bird"]

@@ -14,12 +14,14 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from millrace.errors import InvalidRequestError, MillraceError
+from millrace.grammars import PARAMETER
 from millrace.oip.prompt_logprobs import check_size
 from millrace.payload.call import begin
 from millrace.payload.tap import PayloadTap
 from millrace.rpc.call_context import CallContext
 from services.transformer.generation.admission import Admission, AdmittedGeneration
 from services.transformer.generation.chunks import Assembler, TextChunk
+from services.transformer.generation.grammars import GrammarChecks
 from services.transformer.generation.recorded_tokens import RecordedTokens
 from services.transformer.generation.recording import recorded_generation
 from services.transformer.generation.repeating import RepeatedTokens
@@ -65,6 +67,7 @@ class Pipeline:
         self._quota = quota or TokenQuota()
         self._shadows = shadows or Shadows()
         self._recorded = recorded
+        self._grammars = GrammarChecks()
         self._telemetry = GenerationTelemetry(router.lists)
 
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
@@ -177,6 +180,13 @@ class Pipeline:
     async def _prepared(self, request: TextRequest, model: TextModel) -> Generation:
         """The generation to request from the predictors; raises InvalidRequestError, ContextLengthError."""
         sampling = model.defaults.changed(request.sampling)
+        if sampling.structured_outputs:
+            if not model.resumes:
+                raise InvalidRequestError(
+                    f"model {model.name!r}: its predictor supports no {PARAMETER}, it is not Millrace's",
+                    param=PARAMETER,
+                )
+            await self._grammars.check(sampling.structured_outputs, request.call.deadline)
         if request.prompt_logprobs is not None and not model.scores_prompts:
             raise InvalidRequestError(f"model {model.name!r} has no log probabilities of prompts", param="logprobs")
         prompt_ids = await self._shared_ids(request, model)
