@@ -47,12 +47,12 @@ def simple(parts):
         elif isinstance(part, Reasoning):
             found.append(("reasoning", part.text))
         elif isinstance(part, CallStart):
-            assert part.id == f"call-{part.index}"
-            assert part.index == len(arguments)
-            arguments[part.index] = ""
-            found.append((part.name, part.index))
+            assert part.id == f"call-{part.number}"
+            assert part.number == len(arguments)
+            arguments[part.number] = ""
+            found.append((part.name, part.number))
         else:
-            arguments[part.index] += part.text
+            arguments[part.number] += part.text
     return [(one[0], arguments[one[1]]) if isinstance(one, tuple) and one[0] != "reasoning" else one for one in found]
 
 
@@ -117,7 +117,16 @@ def test_calls_are_found_however_the_text_is_cut(tool_format, text):
         assert parts_of(text[:at], tool_format, flush=False) == parts_of([text[:at]], tool_format, flush=False)
 
 
-FRAGMENTS = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<think>", "</think>"]
+FRAGMENTS = [
+    "<tool_call>",
+    "</tool_call>",
+    "<|python_tag|>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "[CALL_ID]",
+    "<think>",
+    "</think>",
+]
 FRAGMENTS += [WEATHER, OTHER, ORDER, TEXT, PARIS, "weather", '{"name": "add"', '"', "\\", "{", "}", "[", "]", ",", ";"]
 FRAGMENTS += [" ", "\n", "x", "<", " " * 70]
 

@@ -27,6 +27,7 @@ from services.transformer.generation.requests import TextRequest
 from services.transformer.generation.resume_ids import ResumePoint
 from services.transformer.generation.telemetry import GenerationTelemetry
 from services.transformer.generation.token_quota import Reservation, TokenQuota
+from services.transformer.generation.tool_use import check_tools, parser_of
 from services.transformer.models.models import TextModel
 from services.transformer.predictors.first_token import FirstToken
 from services.transformer.predictors.resuming import ResumingGenerator, TokenStream
@@ -34,6 +35,7 @@ from services.transformer.predictors.tokens import Generation, TokenChunk
 from services.transformer.processes.body_processes import BodyProcesses
 from services.transformer.routing.router import Router
 from services.transformer.routing.shadows import SHADOWS_SHARE, Shadows, copied_call
+from services.transformer.text.answer_syntax import AnswerSyntax, SyntaxSettings
 from services.transformer.text.detokenizer import Detokenizer
 from services.transformer.text.tokenizer import check_token_count
 
@@ -55,6 +57,7 @@ class Pipeline:
         quota: TokenQuota | None = None,
         shadows: Shadows | None = None,
         recorded: RecordedTokens | None = None,
+        syntaxes: SyntaxSettings | None = None,
     ) -> None:
         self._router = router
         self._generator = generator
@@ -65,6 +68,7 @@ class Pipeline:
         self._quota = quota or TokenQuota()
         self._shadows = shadows or Shadows()
         self._recorded = recorded
+        self._syntaxes = syntaxes or SyntaxSettings()
         self._telemetry = GenerationTelemetry(router.lists)
 
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
@@ -146,7 +150,8 @@ class Pipeline:
             first = await tokens.read()
         # Once is enough: one set of weights generates the whole answer.
         self._router.answered_by(model.name, first.fingerprint)
-        return Begun(generation, admitted, reservation, tokens, _assembler(request, model, generation), first)
+        assembler = self._assembler(request, model, generation)
+        return Begun(generation, admitted, reservation, tokens, assembler, first)
 
     async def _opened(
         self, request: TextRequest, generation: Generation, first_token: FirstToken, held: ExitStack
@@ -221,9 +226,25 @@ class Pipeline:
             check_token_count(len(request.prompt_ids), context_length)
             return list(request.prompt_ids)
         options, deadline = request.template_options, request.call.deadline
-        text = await tokenizer.render(request.messages, context_length, options, self._bodies, deadline)
+        check_tools(request, model.name, self._syntax(model))
+        tools = "" if request.tools is None else request.tools.definitions
+        text = await tokenizer.render(request.messages, context_length, options, self._bodies, deadline, tools)
         # The template has written the special tokens already.
         return await tokenizer.encode(text, context_length, add_special_tokens=False)
+
+    def _syntax(self, model: TextModel) -> AnswerSyntax:
+        return self._syntaxes.of(model.name, model.tokenizer.answer_syntax)
+
+    def _assembler(self, request: TextRequest, model: TextModel, generation: Generation) -> Assembler:
+        follows = [] if model.limits.is_encoder_decoder else generation.prompt_ids
+        sampling, decoder = generation.sampling, model.tokenizer.decoder
+        parser, kept = None, None
+        if request.has_parts:
+            syntax = self._syntax(model)
+            parser = parser_of(request, syntax, model.tokenizer, generation.prompt_ids)
+            kept = decoder.special_ids(syntax.marks(request.tools is not None)) if parser is not None else None
+        detokenizer = Detokenizer(decoder, follows, request.stop, sampling.min_tokens, kept)
+        return Assembler(detokenizer, generation.prompt_ids, sampling.stop_token_ids, parser)
 
 
 class Begun(NamedTuple):
@@ -240,10 +261,3 @@ class Begun(NamedTuple):
 def _size_of(generation: Generation) -> tuple[int, int]:
     """The number of tokens of the prompt, and the maximum of the answer."""
     return len(generation.prompt_ids), generation.sampling.max_tokens or 0
-
-
-def _assembler(request: TextRequest, model: TextModel, generation: Generation) -> Assembler:
-    follows = [] if model.limits.is_encoder_decoder else generation.prompt_ids
-    sampling = generation.sampling
-    detokenizer = Detokenizer(model.tokenizer.decoder, follows, request.stop, sampling.min_tokens)
-    return Assembler(detokenizer, generation.prompt_ids, sampling.stop_token_ids)

@@ -25,14 +25,14 @@ class AnswerParser:
 
     def push(self, text: str) -> None:
         """Takes the text of the next token."""
-        reasoning = self._reasoning
-        if reasoning is None:
-            self._take([Content(text)])
-            return
-        was_open = reasoning.is_open
-        self._take(reasoning.push(text))
-        if was_open or reasoning.is_open:
+        was_open = self._reasoning is not None and self._reasoning.is_open
+        self.push_rest(text)
+        if self._reasoning is not None and (was_open or self._reasoning.is_open):
             self.reasoning_tokens = (self.reasoning_tokens or 0) + 1
+
+    def push_rest(self, text: str) -> None:
+        """Takes further text of tokens that were counted already."""
+        self._take([Content(text)] if self._reasoning is None else self._reasoning.push(text))
 
     def flush(self) -> None:
         """Takes the rest, at the end."""
@@ -56,6 +56,6 @@ class AnswerParser:
     def _keep(self, parts: list[Part]) -> None:
         limit = self._max_calls
         for part in parts:
-            is_beyond = limit is not None and isinstance(part, CallStart | CallArguments) and part.index >= limit
+            is_beyond = limit is not None and isinstance(part, CallStart | CallArguments) and part.number >= limit
             if not is_beyond and not (isinstance(part, Content) and not part.text):
                 self._parts.append(part)

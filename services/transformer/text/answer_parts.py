@@ -1,7 +1,7 @@
 """The parts of an answer that is more than text: reasoning, calls of functions, and the text beside them.
 
 What a parser takes in has these parts in order. A call is one `CallStart` and then its arguments, JSON text in pieces;
-`index` counts the calls of an answer.
+`number` counts the calls of an answer.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ class Reasoning(NamedTuple):
 
 
 class CallStart(NamedTuple):
-    index: int
+    number: int
     id: str
     name: str
 
 
 class CallArguments(NamedTuple):
-    index: int
+    number: int
     text: str
 
 
@@ -41,8 +41,8 @@ def merged(parts: Iterable[Part]) -> list[Part]:
             found[-1] = Content(last.text + part.text)
         elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
             found[-1] = Reasoning(last.text + part.text)
-        elif isinstance(part, CallArguments) and isinstance(last, CallArguments) and part.index == last.index:
-            found[-1] = CallArguments(part.index, last.text + part.text)
+        elif isinstance(part, CallArguments) and isinstance(last, CallArguments) and part.number == last.number:
+            found[-1] = CallArguments(part.number, last.text + part.text)
         else:
             found.append(part)
     return found

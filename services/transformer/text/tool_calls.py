@@ -224,9 +224,7 @@ class LlamaParser(ToolCallParser):
 class MistralParser(ToolCallParser):
     MARK = "[TOOL_CALLS]"
     _NAMED = re.compile(rf"{_S}({_NAME})(?:\[CALL_ID\][\w-]{{1,64}})?(?:\[ARGS\])?{_S}(?=\{{)")
-    _BEGINS_NAMED = re.compile(
-        rf"{_S}(?:{_NAME})?(?:\[C?A?L?L?_?I?D?|\[CALL_ID\][\w-]{{0,64}})?(?:\[A?R?G?S?\]?)?{_S}"
-    )
+    _BEGINS_NAMED = re.compile(rf"{_S}(?:{_NAME})?(?:\[C?A?L?L?_?I?D?|\[CALL_ID\][\w-]{{0,64}})?(?:\[A?R?G?S?\]?)?{_S}")
 
     def _expect_object(self, head_length: int) -> None:
         super()._expect_object(head_length)

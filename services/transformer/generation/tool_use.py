@@ -1,0 +1,64 @@
+"""What a model's own syntax makes of a request with functions, and of its answer; between pipeline and text."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from millrace.errors import InvalidRequestError
+from services.transformer.generation.requests import TextRequest
+from services.transformer.text.answer_parser import AnswerParser
+from services.transformer.text.answer_syntax import AnswerSyntax
+from services.transformer.text.tokenizer import TextTokenizer
+
+_PROMPT_END = 16  # Tokens that are enough for a mark of the reasoning.
+
+
+def check_tools(request: TextRequest, model: str, syntax: AnswerSyntax) -> None:
+    """Refuses functions for a model that cannot be given them, or whose calls could not be read."""
+    if request.tools is None:
+        return
+    if not syntax.takes_tools:
+        raise InvalidRequestError(f"the chat template of model {model!r} has no place for tools", param="tools")
+    if not syntax.tools:
+        raise InvalidRequestError(
+            f"model {model!r} writes tool calls in a format that is not known; TRANSFORMER_TOOL_FORMATS can name it",
+            param="tools",
+        )
+
+
+def parser_of(
+    request: TextRequest, syntax: AnswerSyntax, tokenizer: TextTokenizer, prompt_ids: Sequence[int]
+) -> AnswerParser | None:
+    """The parser of the answer; None if it is text alone."""
+    if not request.has_parts or not (syntax.reasoning or request.tools):
+        return None
+    tools = request.tools
+    prompt_end = tokenizer.text_of(prompt_ids[-_PROMPT_END:]) if syntax.reasoning else ""
+    seed = random.getrandbits(64) if request.default_seed is None else request.default_seed
+    return syntax.parser(
+        prompt_end,
+        None if tools is None else tools.names,
+        _call_ids(syntax.tools, seed),
+        None if tools is None or tools.is_parallel else 1,
+    )
+
+
+def _call_ids(tool_format: str, seed: int) -> Callable[[int], str]:
+    return partial(_mistral_call_id if tool_format == "mistral" else _call_id, seed)
+
+
+def _call_id(seed: int, index: int) -> str:
+    """The id of a call of an answer, the same at each repetition of the answer."""
+    return f"call_{_digest(seed, index)[:24]}"
+
+
+def _mistral_call_id(seed: int, index: int) -> str:
+    """The same for templates that refuse any id but of nine letters and digits."""
+    return _digest(seed, index)[:9]
+
+
+def _digest(seed: int, index: int) -> str:
+    return hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=16, person=b"tool call id").hexdigest()
