@@ -16,6 +16,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from millrace.errors import ContextLengthError, InvalidRequestError
+from millrace.structured_outputs import read_structured_outputs
 
 DEFAULT_MAX_TOKENS = 256
 GREEDY_BELOW = 1e-5  # A temperature that divides logits beyond what a float holds.
@@ -61,6 +62,9 @@ class SamplingParameters(BaseModel):
     stop_token_ids: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] = Field(
         (), max_length=MAX_STOP_TOKEN_IDS, description="Each ends the output, as its last id and without its text."
     )
+    structured_outputs: str = Field(
+        "", description="The form of the answer: one of json, json_object, regex, choice, grammar."
+    )
     logprobs: bool = Field(False, description="Reports each token's log probability.")
     top_logprobs: int = Field(
         0, ge=0, le=MAX_TOP_LOGPROBS, description="Reports so many of the likeliest tokens too; needs logprobs."
@@ -98,6 +102,11 @@ class SamplingParameters(BaseModel):
         if not isinstance(value, (list, tuple)) or any(isinstance(item, bool) for item in value[:MAX_STOP_TOKEN_IDS]):
             raise ValueError("a list of token ids is needed")
         return value
+
+    @field_validator("structured_outputs", mode="before")
+    @classmethod
+    def _read_structured_outputs(cls, value: Any) -> Any:
+        return read_structured_outputs(value)
 
     def changed(self, given: Mapping[str, Any]) -> SamplingParameters:
         """These parameters with those that a request gives; raises InvalidRequestError."""
@@ -146,7 +155,7 @@ class SamplingParameters(BaseModel):
     def takes_likeliest(self) -> bool:
         """Whether each token is the likeliest of the model's own logits, and nothing else is wanted of these."""
         has_penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
-        return self.is_greedy and not (has_penalties or self.min_tokens or self.logprobs)
+        return self.is_greedy and not (has_penalties or self.structured_outputs or self.min_tokens or self.logprobs)
 
     def may_end(self, produced: int) -> bool:
         """Whether the token after `produced` ones may be one of `end_ids`."""

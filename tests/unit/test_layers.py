@@ -9,8 +9,8 @@ import pytest
 from tests.support.import_graph import imports, loaded_with, modules
 
 MILLRACE = (
-    ("millrace.errors", "millrace.service_links"),
-    ("millrace.clients", "millrace.deadline", "millrace.sampling", "millrace.step_errors"),
+    ("millrace.errors", "millrace.service_links", "millrace.structured_outputs"),
+    ("millrace.clients", "millrace.deadline", "millrace.grammars", "millrace.sampling", "millrace.step_errors"),
     ("millrace.models",),
     ("millrace.telemetry",),
     ("millrace.private_file", "millrace.settings", "millrace.watched_file"),
@@ -34,6 +34,7 @@ PREDICTOR = (
     ("services.predictor.engine.faults", "services.predictor.engine.isolation", "services.predictor.engine.state"),
     (
         "services.predictor.engine.cpu",
+        "services.predictor.engine.grammar",
         "services.predictor.engine.sampling",
         "services.predictor.engine.scheduler",
     ),

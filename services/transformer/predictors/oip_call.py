@@ -46,8 +46,9 @@ class OipCall:
     ) -> None:
         request = inference_pb2.ModelInferRequest(model_name=generation.model, id=generation.request_id)
         add_input(request, _ids_tensor(INPUT_IDS, generation.prompt_ids, generation.dialect))
-        # Triton's servers read a priority too, with a meaning of their own.
-        set_parameters(request.parameters, generation.sampling.model_dump(exclude_none=True, exclude={"priority"}))
+        # Triton's servers read a priority too, with a meaning of their own; the form of answers is ours alone.
+        sampling = generation.sampling.model_dump(exclude_none=True, exclude={"priority", "structured_outputs"})
+        set_parameters(request.parameters, sampling)
         with span.of_next_call():
             self._call = stream(request, timeout=deadline.left(), metadata=(ERRORS_AS_STATUS, RECORDED))
         self._messages = aiter(self._call)

@@ -291,8 +291,9 @@ class TokenStream:
 
 
 def _sampling(sampling: SamplingParameters) -> bytes:
-    """As JSON; without a pace that limits nothing, which a predictor of the release before would refuse."""
-    return sampling.model_dump_json(exclude_none=True, exclude=None if sampling.pace else {"pace"}).encode()
+    """As JSON; without parameters that ask for nothing and that a predictor of the release before would refuse."""
+    needless = {name for name in ("pace", "structured_outputs") if not getattr(sampling, name)}
+    return sampling.model_dump_json(exclude_none=True, exclude=needless).encode()
 
 
 def _fingerprint(generation: Generation) -> bytes:

@@ -1,0 +1,88 @@
+"""The parameter `structured_outputs`: one form for every protocol, wrong ones refused by name."""
+
+import json
+import re
+
+import pytest
+
+from millrace.errors import InvalidRequestError
+from millrace.oip.parameters import read_sampling, set_parameters
+from millrace.sampling import SamplingParameters
+from millrace.structured_outputs import MAX_BYTES, MAX_CHOICES, Constraint, constraint_of, read_structured_outputs
+from millrace_protos import inference_pb2
+from services.transformer.frontends.grpc.generate_json import read_generate_request
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"const": "ü"}}}
+KINDS = "exactly one of json, json_object, regex, choice, grammar is needed"
+
+
+def sampling(value):
+    return SamplingParameters().changed({"structured_outputs": value})
+
+
+@pytest.mark.parametrize(
+    ("given", "constraint"),
+    [
+        ({"json": SCHEMA}, Constraint("json", SCHEMA)),
+        ({"json": json.dumps(SCHEMA)}, Constraint("json", SCHEMA)),
+        ({"json": True}, Constraint("json", True)),
+        ({"json_object": True, "disable_any_whitespace": True}, Constraint("json_object", True, True)),
+        ({"regex": "[a-z]+", "json": None, "json_object": False}, Constraint("regex", "[a-z]+")),
+        ({"choice": ["a", "b"]}, Constraint("choice", ["a", "b"])),
+        ({"grammar": 'start: "a"'}, Constraint("grammar", 'start: "a"')),
+    ],
+)
+def test_a_form_is_an_object_or_its_text(given, constraint):
+    for value in (given, json.dumps(given)):
+        text = sampling(value).structured_outputs
+        assert constraint_of(text) == constraint
+        assert sampling(text).structured_outputs == text
+    # Through the parameters of an OIP request, and between the services.
+    parameters = inference_pb2.ModelInferRequest().parameters
+    set_parameters(parameters, {"structured_outputs": text})
+    read = SamplingParameters().changed(read_sampling(parameters))
+    assert SamplingParameters.model_validate_json(read.model_dump_json(exclude_defaults=True)) == read
+    body = json.dumps({"model": "m", "structured_outputs": given}).encode()
+    assert constraint_of(read_generate_request(body).structured_outputs) == constraint
+
+
+def test_the_order_of_properties_is_kept():
+    assert list(constraint_of(read_structured_outputs({"json": SCHEMA})).value["properties"]) == ["b", "a"]
+
+
+@pytest.mark.parametrize("given", ["", None])
+def test_no_form_is_no_constraint(given):
+    assert sampling(given).structured_outputs == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({}, f"{KINDS}, there are 0"),
+        ({"json_object": False}, f"{KINDS}, there are 0"),
+        ({"regex": "a", "choice": ["a"]}, f"{KINDS}, there are 2"),
+        ({"structural_tag": "{}"}, "'structural_tag' is not supported"),
+        ({"json_object": "yes"}, "json_object must be true or false"),
+        ({"json": [1]}, "json must be a JSON schema, as an object or its text"),
+        ({"json": "{"}, "is not JSON"),
+        ({"json": '{"maximum": NaN}'}, "NaN is not JSON"),
+        ({"json": "[" * 50_000}, "is nested too deep"),
+        ({"regex": ""}, "regex must be a text that is not empty"),
+        ({"regex": "\ud800"}, "has half of a surrogate pair"),
+        ({"grammar": 5}, "grammar must be a text that is not empty"),
+        ({"choice": []}, "choice must be a list of texts that is not empty"),
+        ({"choice": ["a", ""]}, "choice must be a list of texts, none of them empty"),
+        ({"choice": ["a"] * (MAX_CHOICES + 1)}, f"choice has {MAX_CHOICES + 1} texts"),
+        ({"choice": ["a" * MAX_BYTES]}, f"more than {MAX_BYTES} bytes"),
+        ({"regex": "a" * MAX_BYTES}, f"more than {MAX_BYTES} bytes"),
+        ({"json": {"const": "a" * MAX_BYTES}}, f"more than {MAX_BYTES} bytes"),
+        ({"regex": "a", "disable_any_whitespace": 2}, "disable_any_whitespace must be true or false"),
+        ("[1]", "an object or its JSON text is needed"),
+        ("no JSON", "is not JSON"),
+        (5, "an object or its JSON text is needed"),
+    ],
+)
+def test_a_wrong_form_is_refused_by_name(given, text):
+    with pytest.raises(InvalidRequestError, match=re.escape(text)) as refusal:
+        sampling(given)
+    assert refusal.value.param == "structured_outputs"
