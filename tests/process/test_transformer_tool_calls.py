@@ -144,7 +144,12 @@ async def test_a_reconnecting_client_gets_the_rest_of_the_same_calls(folders):
         for received in range(1, len(chunks)):
             again = await ask.chat(ACCEPT, ("last-event-id", events[received - 1].id), seed=None, **fields)
             assert [orjson.loads(event.data) for event in again[:-2]] == chunks[received:]
-        ids = [call["id"] for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", ()) if "id" in call]
+        ids = [
+            call["id"]
+            for chunk in chunks
+            for call in chunk["choices"][0]["delta"].get("tool_calls", ())
+            if "id" in call
+        ]
         assert len(set(ids)) == 2
 
 
@@ -159,7 +164,7 @@ async def test_reasoning_is_apart_from_the_answer(folders):
         message, _, usage = await ask.message(chat_template_kwargs={"enable_thinking": False})
         assert ask.prompt.endswith("<think>\n\n</think>\n\n")
         assert message["content"].startswith("Rome is\nfar.\n</think>")
-        assert usage["completion_tokens_details"] == {"reasoning_tokens": 0}
+        assert "completion_tokens_details" not in usage
         message, reason, _ = await ask.message(max_tokens=2)
         assert (message["content"], reason) == (None, "length")
         earlier = {"role": "assistant", "content": "No.", "reasoning_content": "It is noon."}

@@ -23,7 +23,9 @@ _TEMPLATE = """{{- bos_token -}}
 {%%- endfor -%%}
 {%%- if add_generation_prompt -%%}<|assistant|>%(think)s{%%- endif -%%}
 """
-_THINK = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}"
+_THINK = (
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}"
+)
 _FORMATS = {
     "hermes": {"start": "<tool_call>", "member": "arguments", "end": "</tool_call>"},
     "llama": {"start": "", "member": "parameters", "end": ""},

@@ -6,12 +6,15 @@ import hashlib
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from millrace.errors import InvalidRequestError
 from services.transformer.generation.requests import TextRequest
 from services.transformer.text.answer_parser import AnswerParser
 from services.transformer.text.answer_syntax import AnswerSyntax
 from services.transformer.text.tokenizer import TextTokenizer
+from services.transformer.text.tool_grammars import calls_grammar
+from services.transformer.text.tools import ToolUse
 
 _PROMPT_END = 16  # Tokens that are enough for a mark of the reasoning.
 
@@ -20,6 +23,8 @@ def check_tools(request: TextRequest, model: str, syntax: AnswerSyntax) -> None:
     """Refuses functions for a model that cannot be given them, or whose calls could not be read."""
     if request.tools is None:
         return
+    if request.tools.is_required and request.sampling.get("structured_outputs"):
+        raise InvalidRequestError("a tool that must be called leaves no other form for the answer", param="tool_choice")
     if not syntax.takes_tools:
         raise InvalidRequestError(f"the chat template of model {model!r} has no place for tools", param="tools")
     if not syntax.tools:
@@ -29,6 +34,15 @@ def check_tools(request: TextRequest, model: str, syntax: AnswerSyntax) -> None:
         )
 
 
+def forced_form(
+    tools: ToolUse, syntax: AnswerSyntax, tokenizer: TextTokenizer, prompt_ids: Sequence[int]
+) -> dict[str, Any]:
+    """The sampling parameter by which the answer is one or more calls."""
+    reasoning, is_open = syntax.reasoning_after(_prompt_end(tokenizer, prompt_ids))
+    ids = tokenizer.decoder.grammar_ids(syntax.marks(with_tools=True))
+    return {"structured_outputs": {"grammar": calls_grammar(tools, syntax.tools, ids, reasoning, is_open)}}
+
+
 def parser_of(
     request: TextRequest, syntax: AnswerSyntax, tokenizer: TextTokenizer, prompt_ids: Sequence[int]
 ) -> AnswerParser | None:
@@ -36,7 +50,7 @@ def parser_of(
     if not request.has_parts or not (syntax.reasoning or request.tools):
         return None
     tools = request.tools
-    prompt_end = tokenizer.text_of(prompt_ids[-_PROMPT_END:]) if syntax.reasoning else ""
+    prompt_end = _prompt_end(tokenizer, prompt_ids) if syntax.reasoning else ""
     seed = random.getrandbits(64) if request.default_seed is None else request.default_seed
     return syntax.parser(
         prompt_end,
@@ -44,6 +58,10 @@ def parser_of(
         _call_ids(syntax.tools, seed),
         None if tools is None or tools.is_parallel else 1,
     )
+
+
+def _prompt_end(tokenizer: TextTokenizer, prompt_ids: Sequence[int]) -> str:
+    return tokenizer.text_of(prompt_ids[-_PROMPT_END:])
 
 
 def _call_ids(tool_format: str, seed: int) -> Callable[[int], str]:

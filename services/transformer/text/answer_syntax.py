@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from typing import NamedTuple
 
 from services.transformer.text.answer_parser import AnswerParser
-from services.transformer.text.reasoning import REASONING_FORMATS, ReasoningParser
+from services.transformer.text.reasoning import REASONING_FORMATS, ReasoningMarks, ReasoningParser
 from services.transformer.text.tool_calls import PARSERS
 
 NONE = "none"
@@ -32,19 +32,23 @@ class AnswerSyntax(NamedTuple):
         tools = _TOOL_MARKS[self.tools] if self.tools and with_tools else ()
         return [*tools, *(REASONING_FORMATS[self.reasoning] if self.reasoning else ())]
 
-    def opens_reasoning(self, prompt_end: str) -> bool:
-        """Whether a prompt that ends so has begun the reasoning already."""
-        return bool(self.reasoning) and prompt_end.rstrip().endswith(REASONING_FORMATS[self.reasoning].open)
+    def reasoning_after(self, prompt_end: str) -> tuple[ReasoningMarks | None, bool]:
+        """The marks of reasoning that may follow a prompt, and whether the prompt has begun it.
+
+        None where there is no reasoning, or where the prompt has ended it.
+        """
+        marks, end = REASONING_FORMATS.get(self.reasoning), prompt_end.rstrip()
+        if marks is None or end.endswith(marks.close):
+            return None, False
+        return marks, end.endswith(marks.open)
 
     def parser(
         self, prompt_end: str, names: Container[str] | None, call_id: Callable[[int], str], max_calls: int | None
     ) -> AnswerParser | None:
         """The parser of an answer after that prompt; without `names` of functions it has no calls."""
         tools = PARSERS[self.tools](names, call_id) if self.tools and names is not None else None
-        reasoning = None
-        if self.reasoning:
-            marks = REASONING_FORMATS[self.reasoning]
-            reasoning = ReasoningParser(marks, self.opens_reasoning(prompt_end))
+        marks, is_open = self.reasoning_after(prompt_end)
+        reasoning = None if marks is None else ReasoningParser(marks, is_open)
         return AnswerParser(reasoning, tools, max_calls) if tools or reasoning else None
 
 

@@ -113,6 +113,7 @@ class Decoder:
         self._backend = backend
         vocabulary = backend.get_vocab(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
+        self._added = frozenset(added)
         # Ids that never have text.
         self._skipped = frozenset(token_id for token_id, token in added.items() if token.special)
         self._end = max(vocabulary.values(), default=-1) + 1
@@ -130,6 +131,18 @@ class Decoder:
         """Those of the marks that are special tokens, by id."""
         ids = ((self._backend.token_to_id(mark), mark) for mark in marks)
         return {token_id: mark for token_id, mark in ids if token_id in self._skipped}
+
+    def grammar_ids(self, marks: Iterable[str]) -> dict[str, int]:
+        """The ids of those marks that a grammar of llguidance must name by id: its strings match no special token.
+
+        It also takes added tokens in angle brackets for special ones.
+        """
+        ids = ((mark, self._backend.token_to_id(mark)) for mark in marks)
+        return {
+            mark: token_id
+            for mark, token_id in ids
+            if token_id in self._skipped or (token_id in self._added and mark.startswith("<") and mark.endswith(">"))
+        }
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._backend.decode(ids, skip_special_tokens=True)
