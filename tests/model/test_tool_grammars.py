@@ -7,8 +7,10 @@ from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 from transformers import AutoTokenizer
 
+from millrace.structured_outputs import constraint_of, read_structured_outputs
 from services.transformer.text.detokenizer import Decoder
 from services.transformer.text.reasoning import REASONING_FORMATS
+from services.transformer.text.reasoning_grammar import after_reasoning, form_rule
 from services.transformer.text.tool_calls import PARSERS
 from services.transformer.text.tool_grammars import calls_grammar
 from services.transformer.text.tools import ToolFunction, ToolUse
@@ -23,6 +25,17 @@ TIME = ToolFunction("time", "{}", json.dumps({"type": "object", "properties": {}
 BOTH = ToolUse((WEATHER, TIME), is_required=True)
 ONE = ToolUse((WEATHER, TIME), is_required=True, is_parallel=False)
 ROME = '{"city": "Rome"}'
+
+FORMS = {
+    "json": (
+        {"json": {"properties": {"city": {"type": "string"}}, "required": ["city"]}},
+        '{"city": "Rome"}',
+        '{"city": 5}',
+    ),
+    "json_object": ({"json_object": True}, "{ }", "[]"),
+    "regex": ({"regex": "a/b|c"}, "a/b", "ab"),
+    "choice": ({"choice": ["yes", 'n"o']}, 'n"o', "no"),
+}
 
 
 def call(member, name, arguments):
@@ -86,3 +99,16 @@ def test_reasoning_is_free_and_calls_follow(tokenizer, tool_format):
     assert allows(tokenizer, possible, f"<think>{thought}</think>{one}")
     assert allows(tokenizer, possible, one)
     assert not allows(tokenizer, possible, f"{thought}</think>{one}")
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_a_form_begins_after_the_reasoning(tokenizer, kind):
+    given, fits, other = FORMS[kind]
+    rule = form_rule(constraint_of(read_structured_outputs(given)))
+    opened, possible = (
+        after_reasoning([rule], REASONING_FORMATS["think"], is_open, tokenizer[2]) for is_open in (True, False)
+    )
+    assert allows(tokenizer, opened, f"Hm, {other}.\n</think>\n\n{fits}")
+    assert not allows(tokenizer, opened, f"Hm.\n</think>\n\n{other}")
+    assert allows(tokenizer, possible, fits)
+    assert not allows(tokenizer, possible, other)

@@ -27,7 +27,7 @@ from services.transformer.generation.requests import TextRequest
 from services.transformer.generation.resume_ids import ResumePoint
 from services.transformer.generation.telemetry import GenerationTelemetry
 from services.transformer.generation.token_quota import Reservation, TokenQuota
-from services.transformer.generation.tool_use import check_tools, forced_form, parser_of
+from services.transformer.generation.tool_use import check_tools, forced_form, parser_of, reasoned_form
 from services.transformer.models.models import TextModel
 from services.transformer.predictors.first_token import FirstToken
 from services.transformer.predictors.resuming import ResumingGenerator, TokenStream
@@ -189,6 +189,9 @@ class Pipeline:
             check_size(len(prompt_ids), request.prompt_logprobs, request.choices)
         if request.tools is not None and request.tools.is_required:
             sampling = sampling.changed(forced_form(request.tools, self._syntax(model), model.tokenizer, prompt_ids))
+        elif sampling.structured_outputs and request.has_parts and self._syntax(model).reasoning:
+            form = sampling.structured_outputs
+            sampling = sampling.changed(reasoned_form(form, self._syntax(model), model.tokenizer, prompt_ids))
         caller = request.call.client
         return Generation(
             model.name,

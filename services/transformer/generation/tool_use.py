@@ -9,9 +9,11 @@ from functools import partial
 from typing import Any
 
 from millrace.errors import InvalidRequestError
+from millrace.structured_outputs import constraint_of
 from services.transformer.generation.requests import TextRequest
 from services.transformer.text.answer_parser import AnswerParser
 from services.transformer.text.answer_syntax import AnswerSyntax
+from services.transformer.text.reasoning_grammar import after_reasoning, form_rule
 from services.transformer.text.tokenizer import TextTokenizer
 from services.transformer.text.tool_grammars import calls_grammar
 from services.transformer.text.tools import ToolUse
@@ -41,6 +43,21 @@ def forced_form(
     reasoning, is_open = syntax.reasoning_after(_prompt_end(tokenizer, prompt_ids))
     ids = tokenizer.decoder.grammar_ids(syntax.marks(with_tools=True))
     return {"structured_outputs": {"grammar": calls_grammar(tools, syntax.tools, ids, reasoning, is_open)}}
+
+
+def reasoned_form(
+    form: str, syntax: AnswerSyntax, tokenizer: TextTokenizer, prompt_ids: Sequence[int]
+) -> dict[str, Any]:
+    """The sampling parameter for a form that begins after the reasoning; empty if it begins with the answer.
+
+    A grammar is the caller's own and covers all of the answer.
+    """
+    reasoning, is_open = syntax.reasoning_after(_prompt_end(tokenizer, prompt_ids))
+    rule = None if reasoning is None else form_rule(constraint_of(form))
+    if rule is None:
+        return {}
+    ids = tokenizer.decoder.grammar_ids(syntax.marks(with_tools=False))
+    return {"structured_outputs": {"grammar": after_reasoning([rule], reasoning, is_open, ids)}}
 
 
 def parser_of(

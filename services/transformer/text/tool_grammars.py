@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 from services.transformer.text.reasoning import ReasoningMarks
+from services.transformer.text.reasoning_grammar import after_reasoning, mark_symbol, quoted
 from services.transformer.text.tools import ToolFunction, ToolUse
 
 # As models write JSON, without more white space.
@@ -24,19 +26,12 @@ def calls_grammar(
     reasoning: ReasoningMarks | None = None,
     is_open: bool = False,
 ) -> str:
-    """The grammar of calls of `tools`; `token_ids` are the marks that are special tokens to llguidance.
-
-    `reasoning` may come before the calls; it comes if the prompt has begun it, which is `is_open`.
-    """
-    rules = _RULES[tool_format](tools, token_ids)
-    if reasoning is None:
-        return "\n".join([f"start: {rules[0]}", *rules[1:]])
-    start = "thought" if is_open else f"({_mark(reasoning.open, token_ids)} thought)?"
-    return "\n".join([f"start: {start} {rules[0]}", *rules[1:], *_thought(reasoning.close, token_ids)])
+    """The grammar of calls of `tools`; see `after_reasoning`."""
+    return after_reasoning(_RULES[tool_format](tools, token_ids), reasoning, is_open, token_ids)
 
 
 def _hermes(tools: ToolUse, ids: Mapping[str, int]) -> list[str]:
-    begin, end = _mark("<tool_call>", ids), _mark("</tool_call>", ids)
+    begin, end = mark_symbol("<tool_call>", ids), mark_symbol("</tool_call>", ids)
     return [
         _several(tools, r'"\n"'),
         rf'call: {begin} "\n" function "\n" {end}',
@@ -49,10 +44,10 @@ def _llama(tools: ToolUse, ids: Mapping[str, int]) -> list[str]:
 
 
 def _mistral(tools: ToolUse, ids: Mapping[str, int]) -> list[str]:
-    begin = _mark("[TOOL_CALLS]", ids)
+    begin = mark_symbol("[TOOL_CALLS]", ids)
     if "[ARGS]" in ids:
         functions = [
-            f"function_{number}: {_text(function.name)} {_mark('[ARGS]', ids)} %json {_schema(function)}"
+            f"function_{number}: {quoted(function.name)} {mark_symbol('[ARGS]', ids)} %json {_schema(function)}"
             for number, function in enumerate(tools.functions)
         ]
         return ["call+" if tools.is_parallel else "call", f"call: {begin} function", _any_of(tools), *functions]
@@ -72,7 +67,7 @@ def _functions(tools: ToolUse, member: str) -> list[str]:
     rules = [_any_of(tools)]
     for number, function in enumerate(tools.functions):
         begin = f'{{"name": {json.dumps(function.name)}, "{member}": '
-        rules.append(f'function_{number}: {_text(begin)} %json {_schema(function)} "}}"')
+        rules.append(f'function_{number}: {quoted(begin)} %json {_schema(function)} "}}"')
     return rules
 
 
@@ -81,20 +76,19 @@ def _any_of(tools: ToolUse) -> str:
 
 
 def _schema(function: ToolFunction) -> str:
-    return json.dumps({"type": "object", **json.loads(function.parameters), "x-guidance": _STYLE})
+    """The schema of the arguments, without `multipleOf`, for which llguidance builds automata of any size."""
+    schema = _without_divisors(json.loads(function.parameters))
+    return json.dumps({"type": "object", **schema, "x-guidance": _STYLE})
 
 
-def _thought(close: str, ids: Mapping[str, int]) -> list[str]:
-    """The rules of reasoning up to its end, and of the white space that follows."""
-    if close in ids:
-        return [f"thought: /(.|\\n)*/ {_mark(close, ids)} /\\s*/"]
-    return ["thought: reasoning /\\s*/", f"reasoning[suffix={_text(close)}]: /(.|\\n)*/"]
-
-
-def _mark(text: str, ids: Mapping[str, int]) -> str:
-    return f"<[{ids[text]}]>" if text in ids else _text(text)
-
-
-def _text(text: str) -> str:
-    """A string of the grammar; names and marks are ASCII."""
-    return json.dumps(text)
+def _without_divisors(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_divisors(item) for item in value]
+    if isinstance(value, dict):
+        numbers = (int, float)
+        return {
+            name: _without_divisors(item)
+            for name, item in value.items()
+            if not (name == "multipleOf" and isinstance(item, numbers))
+        }
+    return value
