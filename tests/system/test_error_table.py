@@ -149,6 +149,10 @@ ROWS = {
     "endpoint that the model does not support": Row(
         request_of(model="normalizer"), Code.INVALID_ARGUMENT, 400, TTP, "no chat template", CHAT
     ),
+    "form that no answer can have": Row(
+        request_of(parameters={"structured_outputs": '{"json": {"type": "string", "minLength": 2, "maxLength": 1}}'}),
+        *(Code.INVALID_ARGUMENT, 400, TPP, "structured_outputs: Unsatisfiable schema: minLength (2)", TEXT | PREDICTOR),
+    ),
     "no such model": Row(request_of(model="nobody"), Code.NOT_FOUND, 404, TTP, "no model 'nobody'"),
     "no such version": Row(
         request_of(version="7"), Code.NOT_FOUND, 404, TTP, "version '7'", OIP, direct_hop="predictor"

@@ -11,6 +11,8 @@ from millrace.sampling import SamplingParameters
 from millrace.structured_outputs import MAX_BYTES, MAX_CHOICES, Constraint, constraint_of, read_structured_outputs
 from millrace_protos import inference_pb2
 from services.transformer.frontends.grpc.generate_json import read_generate_request
+from services.transformer.frontends.openai.generation_requests import ChatCompletionRequest
+from services.transformer.frontends.openai.requests import parse
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"const": "ü"}}}
 KINDS = "exactly one of json, json_object, regex, choice, grammar is needed"
@@ -86,3 +88,80 @@ def test_a_wrong_form_is_refused_by_name(given, text):
     with pytest.raises(InvalidRequestError, match=re.escape(text)) as refusal:
         sampling(given)
     assert refusal.value.param == "structured_outputs"
+
+
+def chat(**fields):
+    messages = [{"role": "user", "content": "hello"}]
+    request = parse(ChatCompletionRequest, json.dumps({"model": "m", "messages": messages, **fields}).encode())
+    assert request.ignored_fields() == []
+    request.trim()
+    return request.sampling().get("structured_outputs")
+
+
+@pytest.mark.parametrize(
+    ("fields", "form"),
+    [
+        ({"structured_outputs": {"regex": "a"}}, {"regex": "a"}),
+        ({"guided_json": SCHEMA}, {"json": SCHEMA}),
+        ({"guided_json": json.dumps(SCHEMA)}, {"json": SCHEMA}),
+        ({"guided_regex": "a"}, {"regex": "a"}),
+        ({"guided_choice": ["a", "b"]}, {"choice": ["a", "b"]}),
+        ({"guided_grammar": "start: x"}, {"grammar": "start: x"}),
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "f", "schema": SCHEMA, "strict": True},
+                }
+            },
+            {"json": SCHEMA},
+        ),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "f"}}}, {"json_object": True}),
+    ],
+)
+def test_openais_fields_state_a_form(fields, form):
+    assert json.loads(chat(**fields)) == form
+
+
+def test_a_response_format_of_text_is_no_form():
+    assert chat(response_format={"type": "text"}) is None
+    assert json.loads(chat(response_format={"type": "text"}, guided_regex="a")) == {"regex": "a"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "text"),
+    [
+        (
+            {"guided_regex": "a", "guided_choice": ["a"]},
+            "guided_regex",
+            "guided_choice and guided_regex: only one form",
+        ),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs",
+            "response_format and structured_outputs: only one form",
+        ),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", KINDS),
+        ({"structured_outputs": {}}, "structured_outputs", KINDS),
+        ({"guided_choice": []}, "guided_choice", "choice must be a list of texts that is not empty"),
+        ({"guided_json": "x" * (MAX_BYTES + 1)}, "guided_json", f"more than {MAX_BYTES} bytes"),
+        ({"response_format": "json"}, "response_format", "an object with a type is needed"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format", "is not supported"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema needs a name"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "f", "strict": "yes"}}},
+            "response_format",
+            "strict must be true or false",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "f", "schema": [1]}}},
+            "response_format",
+            "json must be a JSON schema",
+        ),
+    ],
+)
+def test_a_wrong_field_of_openais_is_refused_by_name(fields, param, text):
+    with pytest.raises(InvalidRequestError, match=re.escape(text)) as refusal:
+        chat(**fields)
+    assert refusal.value.param == param

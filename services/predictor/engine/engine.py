@@ -26,9 +26,11 @@ from itertools import count
 
 import torch
 
-from millrace.errors import HopBrokenError, MillraceError, NotReadyError
+from millrace.errors import HopBrokenError, InvalidRequestError, MillraceError, NotReadyError
 from millrace.rpc.watchdog import Watchdog, dump_tracebacks
 from services.predictor.engine.ending import Ending
+from services.predictor.engine.grammar.compiler import GrammarCompiler
+from services.predictor.engine.grammar.masks import MaskComputer
 from services.predictor.engine.interface import (
     EngineDeadError,
     EngineLimits,
@@ -56,7 +58,7 @@ _NOTIFY_S = 0.5  # The longest wait for the notice to an isolated request's call
 
 
 class ContinuousBatchingEngine:
-    """See the module. `end_ids` end a sequence; `name` is for logs and threads."""
+    """See the module. `end_ids` end a sequence; `name` is for logs and threads; without `grammars` it has none."""
 
     def __init__(
         self,
@@ -68,6 +70,7 @@ class ContinuousBatchingEngine:
         end_ids: Iterable[int],
         step_timeout_s: float,
         flush: Callable[[], None] = lambda: None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.limits = limits
         self.statistics = EngineStatistics()
@@ -86,6 +89,8 @@ class ContinuousBatchingEngine:
         self._ending = Ending(runner, scheduler, self._changed, self.statistics, self._estimate, self._isolation)
         self._progress = ProgressWatch(step_timeout_s)
         self._step_timeout_s = step_timeout_s
+        self._grammars = grammars
+        self._masks = MaskComputer()
         self._passes = count()
         self._step_under_way: int | None = None  # The number of the current pass.
         self._compute = self._computation(runner)
@@ -106,14 +111,32 @@ class ContinuousBatchingEngine:
     def generate(self, request: GenerationRequest, output: SequenceOutput) -> None:
         """Queues a request as `submit` does; its tokens go to `output`."""
         sequence = Sequence(request, output, self._end_ids, self._runner.start_ids)
+        if not request.sampling.structured_outputs or sequence.complete == "stop":
+            self._begin(sequence)
+        elif self._grammars is None:
+            raise InvalidRequestError("this engine supports no structured_outputs", param="structured_outputs")
+        else:
+            self._grammars.begin(sequence, partial(self._begin_constrained, sequence))
+
+    def _begin(self, sequence: Sequence) -> None:
         if (reason := sequence.complete) is not None:
-            output.finish(reason, sequence.usage)
+            sequence.slot.finish(reason, sequence.usage)
             return
         with self._changed:
             if self._closing or self._dead.is_set():
                 raise NotReadyError("the engine is stopping")
             self._queue(sequence)
             self._changed.notify()
+
+    def _begin_constrained(self, sequence: Sequence, error: MillraceError | None) -> None:
+        """Queues a sequence whose grammar is compiled, on the compiler's thread."""
+        try:
+            if error is not None:
+                raise error
+            self._begin(sequence)
+        except MillraceError as refusal:
+            sequence.slot.fail(refusal)
+        self._flush()
 
     def wait_for_death(self, timeout_s: float) -> bool:
         """Waits until the engine cannot continue, or for the timeout; returns whether it has died."""
@@ -133,11 +156,15 @@ class ContinuousBatchingEngine:
         # The thread has ended all requests, unless its step hangs.
         self._end_all()
         self._watchdog.join()
+        self._masks.close()
+        if self._grammars is not None:
+            self._grammars.close()
 
     def _computation(self, runner: ModelRunner | StepComputer) -> Callable[[list[Row]], Outcome]:
         if isinstance(runner, StepComputer):
             return partial(runner.compute, statistics=self.statistics)
-        return StepRunner(runner, self.statistics, self._make_room, self._begin_pass).run
+        vocabulary = self.limits.vocabulary_size
+        return StepRunner(runner, self._masks, vocabulary, self.statistics, self._make_room, self._begin_pass).run
 
     def _queue(self, sequence: Sequence) -> None:
         """Queues a sequence, unless it would miss a deadline in the queue or while it runs."""
@@ -280,10 +307,17 @@ class ContinuousBatchingEngine:
         """Appends the next token to a sequence; returns the reader to be woken."""
         if sequence.alone:
             self._isolation.release(sequence)
+        constraint = sequence.constraint
+        if constraint is not None and constraint.has_ended:
+            self._ending.end_constrained(sequence, constraint.error)
+            return None
         if sequence.timeline.first_token is None:
             sequence.timeline.first_token = time.monotonic()
         prompt = sequence.take_prompt()
         reason = sequence.append(token_id)
+        if constraint is not None and reason != "stop":
+            constraint.take(token_id)
+            reason = "stop" if constraint.is_complete else reason
         self.statistics.tokens += 1
         self.statistics.tokens_after_cancel += sequence.slot.cancelled
         finish = None

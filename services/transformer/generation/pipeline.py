@@ -8,18 +8,21 @@ the first-token deadline. `generate` is the only loop over the tokens. Choices o
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
 from millrace.errors import InvalidRequestError, MillraceError
+from millrace.grammars import PARAMETER
 from millrace.oip.prompt_logprobs import check_size
 from millrace.payload.call import begin
 from millrace.payload.tap import PayloadTap
 from millrace.rpc.call_context import CallContext
+from millrace.sampling import SamplingParameters
 from services.transformer.generation.admission import Admission, AdmittedGeneration
 from services.transformer.generation.chunks import Assembler, TextChunk
+from services.transformer.generation.grammars import GrammarChecks
 from services.transformer.generation.recorded_tokens import RecordedTokens
 from services.transformer.generation.recording import recorded_generation
 from services.transformer.generation.repeating import RepeatedTokens
@@ -69,6 +72,7 @@ class Pipeline:
         self._shadows = shadows or Shadows()
         self._recorded = recorded
         self._syntaxes = syntaxes or SyntaxSettings()
+        self._grammars = GrammarChecks()
         self._telemetry = GenerationTelemetry(router.lists)
 
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
@@ -182,16 +186,20 @@ class Pipeline:
     async def _prepared(self, request: TextRequest, model: TextModel) -> Generation:
         """The generation to request from the predictors; raises InvalidRequestError, ContextLengthError."""
         sampling = model.defaults.changed(request.sampling)
+        if sampling.structured_outputs:
+            if not model.resumes:
+                raise InvalidRequestError(
+                    f"model {model.name!r}: its predictor supports no {PARAMETER}, it is not Millrace's",
+                    param=PARAMETER,
+                )
+            await self._grammars.check(sampling.structured_outputs, request.call.deadline)
         if request.prompt_logprobs is not None and not model.scores_prompts:
             raise InvalidRequestError(f"model {model.name!r} has no log probabilities of prompts", param="logprobs")
         prompt_ids = await self._shared_ids(request, model)
         if request.prompt_logprobs is not None:
             check_size(len(prompt_ids), request.prompt_logprobs, request.choices)
-        if request.tools is not None and request.tools.is_required:
-            sampling = sampling.changed(forced_form(request.tools, self._syntax(model), model.tokenizer, prompt_ids))
-        elif sampling.structured_outputs and request.has_parts and self._syntax(model).reasoning:
-            form = sampling.structured_outputs
-            sampling = sampling.changed(reasoned_form(form, self._syntax(model), model.tokenizer, prompt_ids))
+        if request.has_parts and (request.tools is not None or sampling.structured_outputs):
+            sampling = await self._formed(request, model, sampling, prompt_ids)
         caller = request.call.client
         return Generation(
             model.name,
@@ -203,6 +211,25 @@ class Pipeline:
             request.prompt_logprobs,
             *((caller.name, caller.policy.weight) if not request.call.shadow_of else SHADOWS_SHARE),
         )
+
+    async def _formed(
+        self, request: TextRequest, model: TextModel, sampling: SamplingParameters, prompt_ids: Sequence[int]
+    ) -> SamplingParameters:
+        """The parameters with the form that the model's own syntax gives the answer: forced calls, free reasoning."""
+        syntax, tools = self._syntax(model), request.tools
+        if tools is None or not tools.is_required:
+            form = sampling.structured_outputs
+            return sampling.changed(reasoned_form(form, syntax, model.tokenizer, prompt_ids)) if form else sampling
+        if not model.resumes:
+            raise InvalidRequestError(
+                f"model {model.name!r}: its predictor cannot force a call, it is not Millrace's", param="tool_choice"
+            )
+        try:
+            sampling = sampling.changed(forced_form(tools, syntax, model.tokenizer, prompt_ids))
+            await self._grammars.check(sampling.structured_outputs, request.call.deadline)
+        except InvalidRequestError as refusal:
+            raise InvalidRequestError(f"tools: {refusal.message}", param="tools") from None
+        return sampling
 
     async def _shared_ids(self, request: TextRequest, model: TextModel) -> list[int]:
         """The prompt's ids: the first choice computes them, other choices wait; an InvalidRequestError is kept for all.

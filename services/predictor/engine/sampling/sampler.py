@@ -5,9 +5,9 @@ distribution at it, summed in float64 in the order of token ids after all masks.
 sequence that resumes elsewhere from its own ids continues with the same tokens. The result of a row depends on that row
 only, never on its neighbours.
 
-Order: penalties, then the minimum length, then temperature, top-k, top-p, min-p. Tokens that tie with the last one that
-top-k or top-p keeps are kept. Equal scores: greedy takes the lowest id. Log probabilities are those of the model's raw
-logits, in nats.
+Order: penalties, then the masks of grammars and of the minimum length, then temperature, top-k, top-p, min-p. Tokens
+that tie with the last one that top-k or top-p keeps are kept. Equal scores: greedy takes the lowest id. Log
+probabilities are those of the model's raw logits, in nats.
 
 A row whose logits are not numbers (any is NaN, or the largest is infinite, as when every token is masked) gets
 `NO_TOKEN`. Any device; float32 and float64 are computed in their own precision, other dtypes in float32. One transfer
@@ -60,12 +60,15 @@ def uniform(seed: int, position: int) -> float:
     return (state >> 11) * 2.0**-53
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
-    """Chooses a token for each row of `logits` [rows, vocabulary]."""
+def sample(logits: Tensor, rows: Sequence[SamplingRow], masks: tuple[list[int], Tensor] | None = None) -> Sampled:
+    """Chooses a token for each row of `logits` [rows, vocabulary].
+
+    `masks`: of the rows in the list, the tokens that they must not have, [its length, vocabulary] bool.
+    """
     raw = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
     if not raw.is_cuda and all(map(_TAKES_LIKELIEST, rows)):
         return _largest(raw.numpy())
-    scores = _mask_early_end(_penalise(raw, rows), rows)
+    scores = _mask_early_end(_mask_forbidden(_penalise(raw, rows), masks), rows)
     is_plain = scores is raw and all(row.sampling.is_greedy and not row.sampling.logprobs for row in rows)
     if is_plain and not raw.is_cuda:
         return _largest(raw.numpy())
@@ -137,6 +140,14 @@ def _places(
     lengths = [len(row_ids) for row_ids in ids]
     places = torch.from_numpy(np.stack([np.repeat(indices, lengths), np.concatenate(ids)])).to(device)
     return (places[0], places[1]), lengths
+
+
+def _mask_forbidden(scores: Tensor, masks: tuple[list[int], Tensor] | None) -> Tensor:
+    """Masks the tokens that rows must not have; the same tensor if there are no such rows."""
+    if masks is None:
+        return scores
+    index = torch.tensor(masks[0], device=scores.device)
+    return scores.index_copy(0, index, scores[index].masked_fill_(masks[1].to(scores.device), -torch.inf))
 
 
 def _mask_early_end(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:

@@ -18,6 +18,7 @@ from millrace.oip.prompt_logprobs import PromptLogprobs
 from millrace.sampling import SamplingParameters
 from services.predictor.engine.interface import GenerationRequest, Usage
 from services.predictor.engine.state.blocks import block_name, first_name
+from services.predictor.engine.state.constraint import Constraint
 from services.predictor.engine.state.slot import MergingSlot, SequenceOutput
 
 _NO_SCORES = range(0)
@@ -60,6 +61,7 @@ class Sequence:
         self.announced: list[bytes] = []
         self.number = 0  # Its position in the order of arrival.
         self.state: Any = None  # A model runner's own state of it; discarded with its blocks.
+        self.constraint: Constraint | None = None  # Set before it is queued.
         self.alone = request.alone  # Until its next token.
         self.alone_is_announced = False
         self.due_at = 0.0  # When its pace allows the next token.
@@ -103,6 +105,8 @@ class Sequence:
     @property
     def complete(self) -> str | None:
         """The finish reason, if the earlier output is already complete."""
+        if self.constraint is not None and self.constraint.is_complete:
+            return "stop"
         if not self.output_ids:
             return None
         return self.request.sampling.finish_reason(self.output_ids[-1], len(self.output_ids) - 1, self._end_ids)

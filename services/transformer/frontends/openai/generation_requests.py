@@ -7,13 +7,14 @@ from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from millrace.errors import InvalidRequestError
 from millrace.sampling import MAX_TOP_LOGPROBS, SamplingParameters
 from services.transformer.calls import check_stop
 from services.transformer.frontends.openai.errors import UnsupportedFieldError
 from services.transformer.frontends.openai.requests import OpenAIRequest, Prompt, read_prompts, trimmed_prompts
+from services.transformer.frontends.openai.structured_outputs import FIELDS, structured_outputs_of
 from services.transformer.frontends.openai.tools import MAX_TOOLS, ToolCall, ToolChoice, read_tool_choice, read_tools
 from services.transformer.text.tools import ToolFunction, ToolUse
 
@@ -21,10 +22,9 @@ MAX_N = 16
 MAX_CHOICES = 64  # Prompts times n: each is a sequence of its own at the predictor.
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions, and vLLM's.
 
-_DECLARED = ("logprobs", "top_logprobs")
+_DECLARED = ("logprobs", "top_logprobs", "structured_outputs")
 _SAMPLING = tuple(name for name in SamplingParameters.model_fields if name not in _DECLARED)
 _MAX_TEMPLATE_OPTIONS = 64 * 1024
-_PLAIN_TEXT = {"type": "text"}
 
 
 class StreamOptions(BaseModel):
@@ -42,30 +42,25 @@ class GenerationRequest(OpenAIRequest):
     UNSUPPORTED: ClassVar[Mapping[str, Sequence[Any]]] = {
         "allowed_token_ids": ([],),
         "bad_words": ([],),
-        "guided_choice": (),
-        "guided_grammar": (),
-        "guided_json": (),
-        "guided_regex": (),
         "include_stop_str_in_output": (False,),
         "length_penalty": (1, 1.0),
         "logit_bias": ({},),
         "logits_processors": ([],),
         "prompt_logprobs": (),
-        "response_format": (_PLAIN_TEXT,),
         "return_token_ids": (False,),
         "return_tokens_as_token_ids": (False,),
         "skip_special_tokens": (True,),
-        "structured_outputs": (),
         "truncate_prompt_tokens": (),
         "use_beam_search": (False,),
     }
 
-    READ: ClassVar[frozenset[str]] = frozenset(_SAMPLING)
+    READ: ClassVar[frozenset[str]] = frozenset(_SAMPLING) | FIELDS
 
     n: int = Field(1, ge=1, le=MAX_N)
     stream: bool = False
     stream_options: StreamOptions | None = None
     stop: tuple[str, ...] = ()
+    _structured_outputs: str = PrivateAttr("")
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -87,6 +82,7 @@ class GenerationRequest(OpenAIRequest):
         super().check()
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options needs stream=true", param="stream_options")
+        self._structured_outputs = structured_outputs_of(self.extra)
 
     def trim(self) -> None:
         SamplingParameters().changed(self.sampling())
@@ -95,7 +91,8 @@ class GenerationRequest(OpenAIRequest):
 
     def sampling(self) -> dict[str, Any]:
         """The sampling parameters given."""
-        return {name: self.extra[name] for name in _SAMPLING if self.extra.get(name) is not None}
+        given = {name: self.extra[name] for name in _SAMPLING if self.extra.get(name) is not None}
+        return given | ({"structured_outputs": self._structured_outputs} if self._structured_outputs else {})
 
 
 class CompletionRequest(GenerationRequest):
