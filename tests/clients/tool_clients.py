@@ -50,7 +50,7 @@ def checked(arguments):
 chat = ChatOpenAI(model=model, base_url=url, api_key="any", **SETTINGS)
 bound = chat.bind_tools([weather], tool_choice="any")
 answer = bound.invoke(QUESTION)
-assert answer.tool_calls
+assert answer.tool_calls, answer
 assert not answer.invalid_tool_calls
 for call in answer.tool_calls:
     assert call["name"] == "weather"

@@ -21,7 +21,7 @@ CITY = {
     "additionalProperties": False,
 }
 WEATHER = ToolFunction("weather", "{}", json.dumps(CITY))
-TIME = ToolFunction("time", "{}", json.dumps({"type": "object", "properties": {}, "additionalProperties": False}))
+TIME = ToolFunction("time", "{}", json.dumps({"type": "object", "properties": {}}))
 BOTH = ToolUse((WEATHER, TIME), is_required=True)
 ONE = ToolUse((WEATHER, TIME), is_required=True, is_parallel=False)
 ROME = '{"city": "Rome"}'

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
 
 from services.transformer.text.reasoning import ReasoningMarks
 from services.transformer.text.reasoning_grammar import after_reasoning, mark_symbol, quoted
+from services.transformer.text.tool_schemas import arguments_schema
 from services.transformer.text.tools import ToolFunction, ToolUse
 
 # As models write JSON, without more white space.
@@ -76,19 +76,4 @@ def _any_of(tools: ToolUse) -> str:
 
 
 def _schema(function: ToolFunction) -> str:
-    """The schema of the arguments, without `multipleOf`, for which llguidance builds automata of any size."""
-    schema = _without_divisors(json.loads(function.parameters))
-    return json.dumps({"type": "object", **schema, "x-guidance": _STYLE})
-
-
-def _without_divisors(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_without_divisors(item) for item in value]
-    if isinstance(value, dict):
-        numbers = (int, float)
-        return {
-            name: _without_divisors(item)
-            for name, item in value.items()
-            if not (name == "multipleOf" and isinstance(item, numbers))
-        }
-    return value
+    return json.dumps({**arguments_schema(json.loads(function.parameters)), "x-guidance": _STYLE})
