@@ -139,14 +139,17 @@ def _request(record: PayloadRecord, sampling: SamplingParameters, from_text: boo
 
 def _add_text(request: GenerateRequest, record: PayloadRecord) -> bool:
     """Adds the prompt's text or messages; False if the record does not have them as `Generate` takes them."""
-    if len(record.prompt) >= _WHOLE_TEXT or "chat_template_kwargs" in _parameters(record):
+    if len(record.prompt) >= _WHOLE_TEXT or _parameters(record).keys() & {"chat_template_kwargs", "tools"}:
         return False
     if record.prompt_kind == "text":
         request.prompt = record.prompt
         return True
     if record.prompt_kind != "messages":
         return False
-    for message in json.loads(record.prompt):
+    messages = json.loads(record.prompt)
+    if any(message.keys() - {"role", "content"} for message in messages):
+        return False
+    for message in messages:
         request.messages.add(role=message["role"], content=message["content"])
     return True
 

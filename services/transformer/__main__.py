@@ -80,6 +80,7 @@ async def _serve(settings: TransformerSettings) -> None:
     from services.transformer.routing.direct_models import list_direct_models
     from services.transformer.routing.router import Router
     from services.transformer.routing.shadows import Shadows
+    from services.transformer.text.answer_syntax import SyntaxSettings
 
     bodies = BodyProcesses()
     waits = (settings.predictor_wait, settings.predictor_start_wait)
@@ -109,7 +110,8 @@ async def _serve(settings: TransformerSettings) -> None:
     shadows = Shadows()
     reports_cached = settings.cached_tokens == "all"
     recorded = RecordedTokens(log_stub)
-    pipeline = Pipeline(router, generator, tap, bodies, reports_cached, quota, shadows, recorded)
+    syntaxes = SyntaxSettings(settings.tool_formats, settings.reasoning_formats)
+    pipeline = Pipeline(router, generator, tap, bodies, reports_cached, quota, shadows, recorded, syntaxes)
     public = (*_OWN, _PAYLOAD_LOG, *development.services(settings.development))
     server = Server.of("transformer", settings, public, settings.max_calls)
     server.limits.add(quota.remaining)

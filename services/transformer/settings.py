@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,8 +13,13 @@ from millrace.endpoints import is_service, parse_endpoints
 from millrace.payload.settings import RecordingSettings
 from millrace.settings import Models, Port, models_field, read_by
 from services.transformer.models.processor_sources import ProcessorSource, parse_processors
+from services.transformer.text.answer_syntax import parse_formats
+from services.transformer.text.reasoning import REASONING_FORMATS
+from services.transformer.text.tool_calls import PARSERS
 
 Addresses = Annotated[tuple[str, ...], NoDecode, read_by(parse_endpoints)]
+ToolFormats = Annotated[dict[str, str], NoDecode, read_by(partial(parse_formats, known=tuple(PARSERS)))]
+ReasoningFormats = Annotated[dict[str, str], NoDecode, read_by(partial(parse_formats, known=tuple(REASONING_FORMATS)))]
 Processors = Annotated[tuple[ProcessorSource, ...], NoDecode, read_by(parse_processors)]
 
 
@@ -144,6 +150,16 @@ class TransformerSettings(RecordingSettings):
         None,
         validate_default=True,
         description="File with the digests of the keys, written for the gateway; needed with keys.",
+    )
+    tool_formats: ToolFormats = Field(
+        {},
+        description=(
+            "Comma list of model=format for models whose way to write tool calls is not found in their chat template"
+            " and vocabulary: hermes, llama, mistral or none."
+        ),
+    )
+    reasoning_formats: ReasoningFormats = Field(
+        {}, description="The same for the marks of reasoning: think, mistral or none."
     )
     development: bool = Field(
         False, description="Allow callers to kill the predictor of their request; for demonstrations only."

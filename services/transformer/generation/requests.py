@@ -12,6 +12,8 @@ from millrace.rpc.call_context import CallContext
 from millrace.sampling import DEFAULT_MAX_TOKENS
 from services.transformer.calls import check_stop
 from services.transformer.generation.resume_ids import ResumePoint
+from services.transformer.text.tokenizer import Messages
+from services.transformer.text.tools import ToolUse
 
 
 class SharedPrompt:
@@ -35,14 +37,15 @@ class TextRequest:
     log probabilities, and for so many of the likeliest tokens at each position; `choices` is how many such requests
     make one answer. With `prompt_only` the answer has no token of its own. `ignored_fields` are names, for the record.
     `default_seed` is the seed if `sampling` has none, None for a random one. The chunks that the client has, as
-    `resume` says, are `repeated`.
+    `resume` says, are `repeated`. `tools` are the functions that the model may call; with `has_parts` the
+    chunks have calls and reasoning apart from the text.
     """
 
     call: CallContext
     model: str
     prompt: str | None = None
     prompt_ids: Sequence[int] | None = None
-    messages: Sequence[tuple[str, str]] = ()
+    messages: Messages = ()
     template_options: Mapping[str, Any] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=dict)
     default_max_tokens: int = DEFAULT_MAX_TOKENS
@@ -55,6 +58,8 @@ class TextRequest:
     prompt_only: bool = False
     default_seed: int | None = None
     resume: ResumePoint | None = None
+    tools: ToolUse | None = None
+    has_parts: bool = False
 
     @property
     def prompt_kind(self) -> str:

@@ -10,10 +10,11 @@ Source: OpenAI's API reference, and vLLM's answers where it is silent.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from millrace_protos.millrace_pb2 import Usage
+from services.transformer.frontends.openai.message_parts import delta_of, has_call, message_of
 from services.transformer.frontends.openai.requests import Prompt
 from services.transformer.generation.chunks import TextChunk, joined
 from services.transformer.text.token_bytes import TokenBytes
@@ -109,19 +110,27 @@ class ChatFormat(Format):
 
     def __init__(self, tokens: TokenBytes | None = None) -> None:
         self._tokens = tokens
+        self._calling: set[int] = set()  # Choices that have a call.
 
     def _whole(self, index: int, chunk: TextChunk) -> dict[str, Any]:
-        return self._choice(index, chunk) | {"message": {"role": "assistant", "content": chunk.text}}
+        message = {"content": chunk.text} if chunk.parts is None else message_of(chunk.parts)
+        return self._choice(index, chunk) | {"message": {"role": "assistant"} | message}
 
     def chunk(self, index: int, chunk: TextChunk, is_first: bool) -> dict[str, Any]:
-        role = {"role": "assistant"} if is_first else {}
-        return self._choice(index, chunk) | {"delta": role | {"content": chunk.text}}
+        role = {"role": "assistant", "content": ""} if is_first else {}
+        delta = {"content": chunk.text} if chunk.parts is None else delta_of(chunk.parts)
+        return self._choice(index, chunk) | {"delta": role | delta}
 
     def _choice(self, index: int, chunk: TextChunk) -> dict[str, Any]:
         logprobs = None
         if self._tokens is not None:
             logprobs = {"content": self._content(self._tokens, chunk), "refusal": None}
-        return {"index": index, "logprobs": logprobs, **_end(chunk)}
+        if chunk.parts and has_call(chunk.parts):
+            self._calling.add(index)
+        end = _end(chunk)
+        if end["finish_reason"] == "stop" and index in self._calling:
+            end["finish_reason"] = "tool_calls"
+        return {"index": index, "logprobs": logprobs, **end}
 
     def _content(self, tokens: TokenBytes, chunk: TextChunk) -> list[dict[str, Any]]:
         def entry(token_id: int, logprob: float) -> dict[str, Any]:
@@ -171,6 +180,12 @@ def usage_of(usages: Sequence[Usage], n: int) -> dict[str, Any]:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages[::n])},
     }
+
+
+def reasoning_usage(tokens: Iterable[int | None]) -> dict[str, Any]:
+    """The tokens of reasoning in all choices; nothing for a model without."""
+    counts = [count for count in tokens if count is not None]
+    return {"completion_tokens_details": {"reasoning_tokens": sum(counts)}} if counts else {}
 
 
 def usage_so_far(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from functools import cached_property
+from typing import Any, ClassVar, Self
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from millrace.errors import InvalidRequestError
 from millrace.sampling import MAX_TOP_LOGPROBS, SamplingParameters
@@ -14,6 +15,8 @@ from services.transformer.calls import check_stop
 from services.transformer.frontends.openai.errors import UnsupportedFieldError
 from services.transformer.frontends.openai.requests import OpenAIRequest, Prompt, read_prompts, trimmed_prompts
 from services.transformer.frontends.openai.structured_outputs import FIELDS, structured_outputs_of
+from services.transformer.frontends.openai.tools import MAX_TOOLS, ToolCall, ToolChoice, read_tool_choice, read_tools
+from services.transformer.text.tools import ToolFunction, ToolUse
 
 MAX_N = 16
 MAX_CHOICES = 64  # Prompts times n: each is a sequence of its own at the predictor.
@@ -148,7 +151,10 @@ class Message(BaseModel):
 
     role: str = Field(min_length=1)
     content: str = ""
-    tool_calls: Any = None
+    tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_TOOLS)
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
     function_call: Any = None
     audio: Any = None
 
@@ -165,12 +171,32 @@ class Message(BaseModel):
             return "" if value is None else value
         return "\n".join(map(_text_of_part, value))
 
-    @field_validator("tool_calls", "function_call", "audio")
+    @field_validator("function_call", "audio")
     @classmethod
     def _refuse(cls, value: Any) -> Any:
         if value:
             raise ValueError("not supported")
         return value
+
+    @model_validator(mode="after")
+    def _check_role(self) -> Self:
+        if self.role == "tool" and not self.tool_call_id:
+            raise ValueError("a message of a tool needs tool_call_id")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("only the assistant's messages have tool_calls")
+        return self
+
+    @cached_property
+    def for_template(self) -> tuple[str, str] | tuple[str, str, str]:
+        """Role, content and, if there are any, the further fields that a chat template takes, as a JSON object."""
+        fields: dict[str, Any] = {}
+        if self.tool_calls:
+            fields["tool_calls"] = [call.as_template_takes_it() for call in self.tool_calls]
+        if self.role == "tool":
+            fields["tool_call_id"] = self.tool_call_id
+        if reasoning := self.reasoning_content or self.reasoning:
+            fields["reasoning_content"] = reasoning
+        return (self.role, self.content, orjson.dumps(fields).decode()) if fields else (self.role, self.content)
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -188,28 +214,44 @@ class ChatCompletionRequest(GenerationRequest):
         "function_call": ("none",),
         "functions": ([],),
         "modalities": (["text"],),
-        "parallel_tool_calls": (True, False),
         "prediction": (),
         "reasoning_effort": ("none",),
-        "tool_choice": ("none",),
-        "tools": ([],),
         "verbosity": ("medium",),
         "web_search_options": (),
     }
-    # A model that may call no tool needs none.
-    NEEDLESS: ClassVar[Mapping[str, str]] = {"tool_choice": "tools", "function_call": "functions"}
     READ: ClassVar[frozenset[str]] = GenerationRequest.READ | {"max_completion_tokens"}
 
     messages: list[Message] = Field(min_length=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    tools: tuple[ToolFunction, ...] = ()
+    tool_choice: ToolChoice = ToolChoice(mode="auto")
+    parallel_tool_calls: bool = True
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _read_tools(cls, value: Any) -> Any:
+        return read_tools(value)
+
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def _read_tool_choice(cls, value: Any) -> Any:
+        return read_tool_choice(value)
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """The functions that the model may call, None for none."""
+        try:
+            return self.tool_choice.use(self.tools, self.parallel_tool_calls)
+        except ValueError as error:
+            raise InvalidRequestError(f"tool_choice: {error}", param="tool_choice") from None
 
     def check(self) -> None:
-        for choice, needless in self.NEEDLESS.items():
-            if self.extra.get(choice) == "none":
-                self.extra.pop(needless, None)
+        if self.extra.get("function_call") == "none":  # A model that may call no function needs none.
+            self.extra.pop("functions", None)
         super().check()
+        _ = self.tool_use
         check_template_options(self.chat_template_kwargs)
 
     def sampling(self) -> dict[str, Any]:

@@ -144,12 +144,14 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
             TextRequest(
                 call=call,
                 model=parsed.model,
-                messages=[(message.role, message.content) for message in parsed.messages],
+                messages=[message.for_template for message in parsed.messages],
                 template_options=parsed.chat_template_kwargs,
                 sampling=parsed.sampling(),
                 stop=parsed.stop,
                 ignored_fields=ignored,
                 choices=parsed.n,
+                tools=parsed.tool_use,
+                has_parts=True,
             ),
             parsed.n,
         )

@@ -37,8 +37,8 @@ async def tokenize(
     if request.prompt is not None:
         text, adds = request.prompt, request.add_special_tokens is not False
     else:
-        messages = [(message.role, message.content) for message in request.messages or ()]
-        if sum(len(content) for _, content in messages) > MAX_TEXT_BYTES:
+        messages = [message.for_template for message in request.messages or ()]
+        if sum(sum(map(len, message)) for message in messages) > MAX_TEXT_BYTES:
             raise _too_long()
         options = {"add_generation_prompt": request.add_generation_prompt, **request.chat_template_kwargs}
         text = await tokenizer.render(messages, MAX_TEXT_BYTES, options, bodies, deadline)
