@@ -177,6 +177,9 @@ class Pipeline:
     async def _prepared(self, request: TextRequest, model: TextModel) -> Generation:
         """The generation to request from the predictors; raises InvalidRequestError, ContextLengthError."""
         sampling = model.defaults.changed(request.sampling)
+        if request.bad_words:
+            words = await model.tokenizer.bad_word_ids(request.bad_words)
+            sampling = sampling.changed({"bad_token_ids": [*sampling.bad_token_ids, *words]})
         if request.prompt_logprobs is not None and not model.scores_prompts:
             raise InvalidRequestError(f"model {model.name!r} has no log probabilities of prompts", param="logprobs")
         prompt_ids = await self._shared_ids(request, model)

@@ -144,6 +144,8 @@ def _recorded_parameters(request: TextRequest) -> dict[str, Any]:
         given["max_tokens"] = 0
     if request.stop:
         given["stop"] = list(request.stop)
+    if request.bad_words:
+        given["bad_words"] = list(request.bad_words)
     if request.template_options:
         given["chat_template_kwargs"] = dict(request.template_options)
     if request.resume is not None:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from millrace.errors import InvalidRequestError
 from millrace.sampling import MAX_TOP_LOGPROBS, SamplingParameters
-from services.transformer.calls import check_stop
+from services.transformer.calls import check_bad_words, check_stop
 from services.transformer.frontends.openai.errors import UnsupportedFieldError
 from services.transformer.frontends.openai.requests import OpenAIRequest, Prompt, read_prompts, trimmed_prompts
 
@@ -37,15 +37,12 @@ class GenerationRequest(OpenAIRequest):
     """What both kinds of completion share."""
 
     UNSUPPORTED: ClassVar[Mapping[str, Sequence[Any]]] = {
-        "allowed_token_ids": ([],),
-        "bad_words": ([],),
         "guided_choice": (),
         "guided_grammar": (),
         "guided_json": (),
         "guided_regex": (),
         "include_stop_str_in_output": (False,),
         "length_penalty": (1, 1.0),
-        "logit_bias": ({},),
         "logits_processors": ([],),
         "prompt_logprobs": (),
         "response_format": (_PLAIN_TEXT,),
@@ -63,10 +60,11 @@ class GenerationRequest(OpenAIRequest):
     stream: bool = False
     stream_options: StreamOptions | None = None
     stop: tuple[str, ...] = ()
+    bad_words: tuple[str, ...] = ()
 
-    @field_validator("stop", mode="before")
+    @field_validator("stop", "bad_words", mode="before")
     @classmethod
-    def _read_stop(cls, value: Any) -> Any:
+    def _read_texts(cls, value: Any) -> Any:
         if isinstance(value, str):
             return (value,)
         return tuple(value) if isinstance(value, list) else value
@@ -88,6 +86,7 @@ class GenerationRequest(OpenAIRequest):
     def trim(self) -> None:
         SamplingParameters().changed(self.sampling())
         check_stop(self.stop)
+        check_bad_words(self.bad_words)
         super().trim()
 
     def sampling(self) -> dict[str, Any]:
