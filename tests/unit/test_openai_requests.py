@@ -174,6 +174,11 @@ WRONG = {
     "stream": [(completion, {"stream": "yes"})],
     "stream_options": [(completion, {"stream_options": {"include_usage": True}})],
     "stop": [(completion, {"stop": 5})],
+    "prompt_logprobs": [
+        (chat, {"prompt_logprobs": 1, "stream": True}),
+        (chat, {"prompt_logprobs": 21}),
+        (completion, {"prompt_logprobs": 1, "logprobs": 2, "echo": True}),
+    ],
     "logprobs": [(completion, {"logprobs": 21}), (completion, {"logprobs": True}), (chat, {"logprobs": 1})],
     "top_logprobs": [(chat, {"logprobs": True, "top_logprobs": 21})],
     "chat_template_kwargs": [(chat, {"chat_template_kwargs": [1]})],

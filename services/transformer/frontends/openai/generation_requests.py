@@ -44,7 +44,6 @@ class GenerationRequest(OpenAIRequest):
         "include_stop_str_in_output": (False,),
         "length_penalty": (1, 1.0),
         "logits_processors": ([],),
-        "prompt_logprobs": (),
         "response_format": (_PLAIN_TEXT,),
         "return_token_ids": (False,),
         "return_tokens_as_token_ids": (False,),
@@ -61,6 +60,7 @@ class GenerationRequest(OpenAIRequest):
     stream_options: StreamOptions | None = None
     stop: tuple[str, ...] = ()
     bad_words: tuple[str, ...] = ()
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
 
     @field_validator("stop", "bad_words", mode="before")
     @classmethod
@@ -82,6 +82,8 @@ class GenerationRequest(OpenAIRequest):
         super().check()
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options needs stream=true", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequestError("prompt_logprobs are not available with stream=true", param="prompt_logprobs")
 
     def trim(self) -> None:
         SamplingParameters().changed(self.sampling())
@@ -119,6 +121,8 @@ class CompletionRequest(GenerationRequest):
             raise InvalidRequestError(
                 f"{len(self.prompt)} prompts times n={self.n}: at most {MAX_CHOICES} choices are allowed", param="n"
             )
+        if self.echo and None not in (self.logprobs, self.prompt_logprobs) and self.logprobs != self.prompt_logprobs:
+            raise InvalidRequestError("with echo, prompt_logprobs and logprobs must be equal", param="prompt_logprobs")
         if self.best_of is not None and self.best_of < self.n:
             raise InvalidRequestError(f"best_of={self.best_of} is less than n={self.n}", param="best_of")
         if self.best_of is not None and self.best_of > self.n:
@@ -131,8 +135,9 @@ class CompletionRequest(GenerationRequest):
         return self.echo and type(limit) is int and limit == 0
 
     @property
-    def prompt_logprobs(self) -> int | None:
-        return self.logprobs if self.echo else None
+    def scored(self) -> int | None:
+        """The number of likeliest tokens wanted at each position of the prompt; None: it is not scored."""
+        return self.prompt_logprobs if self.logprobs is None or not self.echo else self.logprobs
 
     def trim(self) -> None:
         super().trim()

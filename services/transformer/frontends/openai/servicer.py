@@ -41,6 +41,7 @@ from services.transformer.generation.requests import TextRequest
 from services.transformer.generation.resume_ids import AnswerIdentity, identity_of
 from services.transformer.processes.body_processes import SMALL_BYTES, BodyProcesses
 from services.transformer.routing.router import Router
+from services.transformer.text.token_bytes import TokenBytes
 from services.transformer.text.tokenizer import TextTokenizer
 
 _LAST_EVENT_ID = "last-event-id"
@@ -111,7 +112,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
                     stop=parsed.stop,
                     bad_words=parsed.bad_words,
                     ignored_fields=ignored,
-                    prompt_logprobs=parsed.prompt_logprobs,
+                    prompt_logprobs=parsed.scored,
                     choices=len(parsed.prompt) * parsed.n,
                     prompt_only=parsed.prompt_only,
                 ),
@@ -119,6 +120,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
             )
         ]
         shape = CompletionFormat(echoes, tokens)
+        shape.scored = await self._scoring(call, parsed)
         async with aclosing(answer(self._pipeline, generations, parsed, shape, identity)) as bodies:
             async for body in bodies:
                 yield body
@@ -142,12 +144,14 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
                 stop=parsed.stop,
                 bad_words=parsed.bad_words,
                 ignored_fields=ignored,
+                prompt_logprobs=parsed.prompt_logprobs,
                 choices=parsed.n,
             ),
             parsed.n,
         )
         tokens = (await self._tokenizer(call, parsed.model)).token_bytes if parsed.logprobs else None
         shape = ChatFormat(tokens)
+        shape.scored = await self._scoring(call, parsed)
         async with aclosing(answer(self._pipeline, generations, parsed, shape, identity)) as bodies:
             async for body in bodies:
                 yield body
@@ -213,6 +217,10 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
             return parse(cls, data)
         parsed: tuple[RequestT, bytes] = await self._bodies.run(parse_large, (cls,), data, call.deadline)
         return parsed[0]
+
+    async def _scoring(self, call: CallContext, parsed: GenerationRequest) -> TokenBytes | None:
+        """The bytes of tokens for the prompt's scores, None if these are not wanted."""
+        return None if parsed.prompt_logprobs is None else (await self._tokenizer(call, parsed.model)).token_bytes
 
     async def _tokenizer(self, call: CallContext, model: str) -> TextTokenizer:
         with self._pipeline.recording_refusals(call, model):
