@@ -38,7 +38,7 @@ def rest_outcome(answer: Answer, shape: Callable[[Any], str]) -> Outcome:
     if kind not in ("text/event-stream", "application/x-ndjson"):
         return Outcome(answer.status, begun=True)
     lines = [line.removeprefix("data: ") for line in answer.body.decode().split("\n")]
-    pieces = [json.loads(line) for line in lines if line not in ("", "[DONE]")]
+    pieces = [json.loads(line) for line in lines if line not in ("", "[DONE]") and not line.startswith("event: ")]
     errors = [piece for piece in pieces if piece.get("error")]
     assert errors in ([], pieces[-1:]), errors
     assert not errors or "[DONE]" not in answer.body.decode()
@@ -49,6 +49,13 @@ def rest_outcome(answer: Answer, shape: Callable[[Any], str]) -> Outcome:
 def openai_shape(body: Any) -> str:
     assert list(body) == ["error"]
     assert sorted(body["error"]) == ["code", "message", "param", "type"]
+    assert body["error"]["type"]
+    return str(body["error"]["message"])
+
+
+def anthropic_shape(body: Any) -> str:
+    assert body.get("type", "error") == "error"
+    assert sorted(body["error"]) == ["message", "type"]
     assert body["error"]["type"]
     return str(body["error"]["message"])
 
@@ -69,6 +76,10 @@ def chat_body(stream: bool) -> Callable[[Request], Any]:
         return {"model": request.model, "messages": messages, "stream": stream, **request.parameters}
 
     return body
+
+
+def messages_body(stream: bool) -> Callable[[Request], Any]:
+    return lambda request: {"max_tokens": 256, **chat_body(stream)(request)}
 
 
 def generate_body(request: Request) -> Any:

@@ -35,6 +35,8 @@ PROTOCOLS = {
     "completions, events": f"{OPENAI}/Completions",
     "chat": f"{OPENAI}/ChatCompletions",
     "chat, events": f"{OPENAI}/ChatCompletions",
+    "messages": "millrace.rest.v1.Anthropic/Messages",
+    "messages, events": "millrace.rest.v1.Anthropic/Messages",
     "infer": f"{V2}/Infer",
     "infer, binary": f"{V2}/Infer",
     "generate": f"{V2}/Generate",

@@ -67,8 +67,16 @@ def event(value: Any) -> bytes:
     return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
-def rest_errors(shape: Callable[[MillraceError], dict[str, Any]]) -> Callable[[Handler], Handler]:
-    """Gives a handler's errors the body that `shape` makes of them."""
+def named_event(value: dict[str, Any]) -> bytes:
+    """One server-sent event with a name, which is the value's `type`."""
+    name: str = value["type"]
+    return b"event: " + name.encode() + b"\n" + event(value)
+
+
+def rest_errors(
+    shape: Callable[[MillraceError], dict[str, Any]], in_stream: Callable[[dict[str, Any]], bytes] = event
+) -> Callable[[Handler], Handler]:
+    """Gives a handler's errors the body that `shape` makes of them; `in_stream` makes an event of that."""
 
     def decorate(handler: Handler) -> Callable[[Any, Any, Context], AsyncGenerator[HttpBody, None]]:
         @functools.wraps(handler)
@@ -107,7 +115,7 @@ def rest_errors(shape: Callable[[MillraceError], dict[str, Any]]) -> Callable[[H
                     await comments.end()
                     begun = begun or comments.sent
             if begun:
-                yield HttpBody(data=event(shape(error)))
+                yield HttpBody(data=in_stream(shape(error)))
             else:
                 head.add(*error.trailing_metadata(_HOP))
                 yield json_body(shape(error))

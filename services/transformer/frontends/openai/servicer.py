@@ -32,14 +32,15 @@ from services.transformer.frontends.openai.generation_requests import (
     CompletionRequest,
     GenerationRequest,
 )
-from services.transformer.frontends.openai.models import Kind, OpenAIModels
-from services.transformer.frontends.openai.requests import IGNORED_FIELDS, MAX_BODY_BYTES, RequestT, parse, parse_large
+from services.transformer.frontends.openai.models import OpenAIModels
+from services.transformer.frontends.openai.reading import RequestReader
+from services.transformer.frontends.openai.requests import IGNORED_FIELDS
 from services.transformer.frontends.openai.text_requests import DetokenizeRequest, EmbeddingsRequest, TokenizeRequest
 from services.transformer.frontends.openai.tokenizing import detokenize, tokenize, tokenizer_of
 from services.transformer.generation.pipeline import Pipeline
 from services.transformer.generation.requests import TextRequest
 from services.transformer.generation.resume_ids import AnswerIdentity, identity_of
-from services.transformer.processes.body_processes import SMALL_BYTES, BodyProcesses
+from services.transformer.processes.body_processes import BodyProcesses
 from services.transformer.routing.router import Router
 from services.transformer.text.token_bytes import TokenBytes
 from services.transformer.text.tokenizer import TextTokenizer
@@ -64,6 +65,8 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
         self._router = router
         self._embedder = embedder
         self._models = OpenAIModels(router)
+        reader = RequestReader(pipeline, bodies, self._models)
+        self._read, self._parsed = reader.read, reader.parsed
 
     @rest_errors(openai_error)
     async def Health(self, request: Empty, context: Context) -> AsyncGenerator[HttpBody, None]:
@@ -191,13 +194,6 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
         name = self._models.resolve(name, "generation", call.client)
         return tokenizer_of(await self._router.wait_for(name, "", call))
 
-    async def _read(self, cls: type[RequestT], request: HttpBody, call: CallContext, kind: Kind) -> RequestT:
-        """The request in a body, with its model's name; one that is refused is on record."""
-        with self._pipeline.recording_refusals(call):
-            parsed = await self._parsed(cls, request, call)
-            parsed.model = self._models.resolve(parsed.model, kind, call.client)
-            return parsed
-
     async def _identity(self, call: CallContext, request: HttpBody, parsed: GenerationRequest) -> AnswerIdentity:
         """The identity of the answer; one that the client has in part keeps to its model.
 
@@ -209,14 +205,6 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
             identity = await identity_of(call, request.data, call.header(_LAST_EVENT_ID), has_ids=has_ids)
             self._pipeline.route_to_weights(parsed.model, identity.resume, call)
         return identity
-
-    async def _parsed(self, cls: type[RequestT], request: HttpBody, call: CallContext) -> RequestT:
-        """The request in a body; see `parse`."""
-        data = request.data
-        if not SMALL_BYTES < len(data) <= MAX_BODY_BYTES:
-            return parse(cls, data)
-        parsed: tuple[RequestT, bytes] = await self._bodies.run(parse_large, (cls,), data, call.deadline)
-        return parsed[0]
 
     async def _scoring(self, call: CallContext, parsed: GenerationRequest) -> TokenBytes | None:
         """The bytes of tokens for the prompt's scores, None if these are not wanted."""
