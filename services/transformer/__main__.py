@@ -61,6 +61,7 @@ async def _serve(settings: TransformerSettings) -> None:
     from services.transformer.frontends.openai.embeddings import Embedder
     from services.transformer.frontends.openai.http_methods import error_body, http_methods
     from services.transformer.frontends.openai.servicer import OpenAIServicer
+    from services.transformer.frontends.responses.servicer import ResponsesServicer
     from services.transformer.frontends.v2_rest.servicer import OpenInferenceServicer
     from services.transformer.generation.month_budget import MonthBudget, used_by_log
     from services.transformer.generation.pipeline import Pipeline
@@ -124,6 +125,8 @@ async def _serve(settings: TransformerSettings) -> None:
     openai = OpenAIServicer(pipeline, router, Embedder(router, predictor, tap), bodies, settings.sse_keep_alive)
     http = HttpServer(server.interceptor, error_body, shares_port=settings.listen != "alone")
     http.add(*http_methods("OpenAI", openai))
+    responses = ResponsesServicer(pipeline, router, bodies, log_stub, settings.sse_keep_alive)
+    http.add(*http_methods("Responses", responses))
     anthropic = AnthropicServicer(pipeline, router, bodies, settings.sse_keep_alive)
     http.add(*http_methods("Anthropic", anthropic, anthropic_error))
     server.add_port(http, settings.http_port)

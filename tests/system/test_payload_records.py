@@ -35,6 +35,8 @@ PROTOCOLS = {
     "completions, events": f"{OPENAI}/Completions",
     "chat": f"{OPENAI}/ChatCompletions",
     "chat, events": f"{OPENAI}/ChatCompletions",
+    "responses": "millrace.rest.v1.Responses/Create",
+    "responses, events": "millrace.rest.v1.Responses/Create",
     "messages": "millrace.rest.v1.Anthropic/Messages",
     "messages, events": "millrace.rest.v1.Anthropic/Messages",
     "infer": f"{V2}/Infer",

@@ -25,6 +25,8 @@ from tests.system.rest_ways_in import (
     generate_body,
     messages_body,
     openai_shape,
+    responses_body,
+    responses_shape,
     rest,
     tensors_body,
     v2_shape,
@@ -43,6 +45,8 @@ TEXT: dict[str, WayIn] = {
     "chat, events": rest("/v1/chat/completions", chat_body(True), openai_shape),
     "messages": rest("/v1/messages", messages_body(False), anthropic_shape),
     "messages, events": rest("/v1/messages", messages_body(True), anthropic_shape),
+    "responses": rest("/v1/responses", responses_body(False), responses_shape),
+    "responses, events": rest("/openai/v1/responses", responses_body(True), responses_shape),
     "infer": rest("/v2/models/{model}/infer", tensors_body("text_input"), v2_shape),
     "infer, binary": rest("/v2/models/{model}/infer", binary_tensors_body("text_input"), v2_shape),
     "generate": rest("/v2/models/{model}/generate", fields_body("text_input"), v2_shape),
@@ -68,7 +72,14 @@ PREDICTOR: dict[str, WayIn] = {
 }
 WAYS_IN = TEXT | RELAYED | PREDICTOR
 # Ways on which an error can come after a part of the answer.
-REST_STREAMS = ("Generate by REST", "completions, events", "chat, events", "messages, events", "generate_stream")
+REST_STREAMS = (
+    "Generate by REST",
+    "completions, events",
+    "chat, events",
+    "messages, events",
+    "responses, events",
+    "generate_stream",
+)
 STREAMS = (
     *REST_STREAMS,
     "Generate",

@@ -54,7 +54,14 @@ class Header:
     value: str
 
 
-Body: TypeAlias = "HttpBody | KeepAlive | Header"
+@dataclass(frozen=True)
+class LastEvent:
+    """What a handler yields before its events if an error among them has its own shape, which `write` makes."""
+
+    write: Callable[[MillraceError], bytes]
+
+
+Body: TypeAlias = "HttpBody | KeepAlive | Header | LastEvent"
 Handler = Callable[[Any, Any, Context], AsyncGenerator[Body, None]]
 
 
@@ -73,22 +80,23 @@ def named_event(value: dict[str, Any]) -> bytes:
     return b"event: " + name.encode() + b"\n" + event(value)
 
 
-def rest_errors(
-    shape: Callable[[MillraceError], dict[str, Any]], in_stream: Callable[[dict[str, Any]], bytes] = event
-) -> Callable[[Handler], Handler]:
-    """Gives a handler's errors the body that `shape` makes of them; `in_stream` makes an event of that."""
+def rest_errors(shape: Callable[[MillraceError], dict[str, Any]]) -> Callable[[Handler], Handler]:
+    """Gives a handler's errors the body that `shape` makes of them."""
 
     def decorate(handler: Handler) -> Callable[[Any, Any, Context], AsyncGenerator[HttpBody, None]]:
         @functools.wraps(handler)
         async def handle(self: Any, request: Any, context: Context) -> AsyncGenerator[HttpBody, None]:
             begun = False
-            comments = None
+            comments = last = None
             head = head_of_call()
             try:
                 async with aclosing(handler(self, request, context)) as bodies:
                     async for body in bodies:
                         if isinstance(body, KeepAlive):
                             comments = _Comments(context, body.after_s, head) if body.after_s else None
+                            continue
+                        if isinstance(body, LastEvent):
+                            last = body
                             continue
                         if isinstance(body, Header):
                             head.add((body.name, body.value))
@@ -115,7 +123,7 @@ def rest_errors(
                     await comments.end()
                     begun = begun or comments.sent
             if begun:
-                yield HttpBody(data=in_stream(shape(error)))
+                yield HttpBody(data=event(shape(error)) if last is None else last.write(error))
             else:
                 head.add(*error.trailing_metadata(_HOP))
                 yield json_body(shape(error))

@@ -152,6 +152,7 @@ def _recorded_parameters(request: TextRequest) -> dict[str, Any]:
         given["resumes_after"] = request.resume.tokens
     if request.ignored_fields:
         given["ignored_fields"] = list(request.ignored_fields)
+    given.update(request.further_parameters)
     return given
 
 

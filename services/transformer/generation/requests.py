@@ -35,7 +35,7 @@ class TextRequest:
     asks for the prompt's own log probabilities, and for so many of the likeliest tokens at each position; `choices` is
     how many such requests make one answer. With `prompt_only` the answer has no token of its own. `ignored_fields` are
     names, for the record. `default_seed` is the seed if `sampling` has none, None for a random one. The chunks that the
-    client has, as `resume` says, are `repeated`.
+    client has, as `resume` says, are `repeated`. `further_parameters` are for the record only.
     """
 
     call: CallContext
@@ -56,6 +56,7 @@ class TextRequest:
     prompt_only: bool = False
     default_seed: int | None = None
     resume: ResumePoint | None = None
+    further_parameters: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def prompt_kind(self) -> str:

@@ -17,7 +17,7 @@ from millrace_protos import rest_pb2_grpc
 from services.transformer.frontends.anthropic.answers import events, whole
 from services.transformer.frontends.anthropic.errors import anthropic_error
 from services.transformer.frontends.anthropic.requests import ConversationRequest, MessagesRequest
-from services.transformer.frontends.http import Body, Header, KeepAlive, json_body, named_event, rest_errors
+from services.transformer.frontends.http import Body, Header, KeepAlive, LastEvent, json_body, named_event, rest_errors
 from services.transformer.frontends.openai.models import OpenAIModels
 from services.transformer.frontends.openai.reading import RequestReader
 from services.transformer.frontends.openai.requests import IGNORED_FIELDS
@@ -40,7 +40,7 @@ class AnthropicServicer(rest_pb2_grpc.AnthropicServicer):
         self._models = OpenAIModels(router)
         self._reader = RequestReader(pipeline, bodies, self._models)
 
-    @rest_errors(anthropic_error, named_event)
+    @rest_errors(anthropic_error)
     async def Messages(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
         call = call_context(context, "millrace.rest.v1.Anthropic/Messages")
         parsed = await self._reader.read(MessagesRequest, request, call, "generation")
@@ -49,6 +49,7 @@ class AnthropicServicer(rest_pb2_grpc.AnthropicServicer):
         with self._pipeline.recording_refusals(call, parsed.model):
             identity = await identity_of(call, request.data, has_ids=False)
         if parsed.stream:
+            yield LastEvent(lambda error: named_event(anthropic_error(error)))
             yield KeepAlive(self._keep_alive_s)
         generation = TextRequest(
             call=call,

@@ -14,7 +14,7 @@ from google.protobuf.empty_pb2 import Empty
 
 from millrace.errors import MillraceError
 from millrace.rpc.http2.methods import ErrorBody, HttpMethod
-from millrace_protos.rest_pb2 import DESCRIPTOR, ModelRequest
+from millrace_protos.rest_pb2 import DESCRIPTOR, ModelRequest, ResponseRequest
 from services.transformer.frontends.openai.errors import openai_error
 
 
@@ -26,6 +26,10 @@ def _model(name: bytes) -> ModelRequest:
     return ModelRequest(model=name.decode())
 
 
+def _response(response_id: bytes) -> ResponseRequest:
+    return ResponseRequest(response_id=response_id.decode())
+
+
 def _empty(_: bytes) -> Empty:
     return Empty()
 
@@ -34,6 +38,7 @@ def _empty(_: bytes) -> Empty:
 _READING = {
     HttpBody.DESCRIPTOR.full_name: (_body, True),
     ModelRequest.DESCRIPTOR.full_name: (_model, False),
+    ResponseRequest.DESCRIPTOR.full_name: (_response, False),
     Empty.DESCRIPTOR.full_name: (_empty, False),
 }
 
