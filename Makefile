@@ -202,7 +202,7 @@ $(KSERVE): tests/kserve/requirements.txt
 # One environment each, for their dependencies exclude each other; torch first, as above.
 .venv-tools/genai-perf/.installed: TOOL := genai-perf==0.0.16 nvidia-cuda-runtime-cu12
 .venv-tools/guidellm/.installed: TOOL := guidellm==0.8.1
-.venv-tools/lm-eval/.installed: TOOL := 'lm-eval[api]==0.4.13' transformers
+.venv-tools/lm-eval/.installed: TOOL := 'lm-eval[api,hf]==0.4.13' transformers
 .venv-tools/%/.installed: PIP = $(@D)/bin/python -m pip install --quiet --disable-pip-version-check
 .venv-tools/%/.installed:
 	@$(call new_venv,$(@D))

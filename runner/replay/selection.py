@@ -14,7 +14,7 @@ from typing import Any
 from millrace.payload.ids import REPLAY_PREFIX, is_replay
 from millrace.payload.records import answer_of, was_generated
 from millrace.sampling import SamplingParameters
-from millrace_protos.millrace_pb2 import GenerateRequest, PayloadRecord
+from millrace_protos.millrace_pb2 import GenerateRequest, PayloadRecord, TokenIds
 
 # Without influence on the tokens: a second predictor, a limit of speed, what the cache shares.
 _NOT_REPEATED = {"cache_salt", "hedge", "pace", "priority"}
@@ -125,6 +125,7 @@ def _request(record: PayloadRecord, sampling: SamplingParameters, from_text: boo
     values = sampling.model_dump(exclude_none=True, exclude=_NOT_REPEATED)
     values["seed"] = values.get("seed", 0) & _SEED_BITS
     values["top_k"] = max(0, values["top_k"])
+    values["bad_token_ids"] = [TokenIds(ids=ids) for ids in sampling.bad_token_ids]
     request = GenerateRequest(
         model=record.served_model or record.model,
         request_id=f"{REPLAY_PREFIX}{record.record_id}",

@@ -51,6 +51,8 @@ async def _serve(settings: TransformerSettings) -> None:
     keys = KeyFile(settings.keys, settings.key_digests) if settings.keys and settings.key_digests else None
     # transformers takes seconds to import: wrong settings are reported before that.
     _import_transformers()
+    from services.transformer.frontends.anthropic.errors import anthropic_error
+    from services.transformer.frontends.anthropic.servicer import AnthropicServicer
     from services.transformer.frontends.grpc.inference_servicer import InferenceServicer
     from services.transformer.frontends.grpc.text_generation_servicer import (
         RestTextGenerationServicer,
@@ -58,6 +60,7 @@ async def _serve(settings: TransformerSettings) -> None:
     )
     from services.transformer.frontends.openai.http_methods import error_body, http_methods
     from services.transformer.frontends.openai.servicer import OpenAIServicer
+    from services.transformer.frontends.responses.servicer import ResponsesServicer
     from services.transformer.frontends.v2_rest.servicer import OpenInferenceServicer
     from services.transformer.generation.month_budget import MonthBudget, used_by_log
     from services.transformer.generation.pipeline import Pipeline
@@ -124,7 +127,11 @@ async def _serve(settings: TransformerSettings) -> None:
     rest_pb2_grpc.add_TextGenerationServicer_to_server(RestTextGenerationServicer(pipeline, text, bodies), server.grpc)
     openai = OpenAIServicer(pipeline, router, EncoderCalls(router, predictor, tap), bodies, settings.sse_keep_alive)
     http = HttpServer(server.interceptor, error_body, shares_port=settings.listen != "alone")
-    http.add(*http_methods(openai))
+    http.add(*http_methods("OpenAI", openai))
+    responses = ResponsesServicer(pipeline, router, bodies, log_stub, settings.sse_keep_alive)
+    http.add(*http_methods("Responses", responses))
+    anthropic = AnthropicServicer(pipeline, router, bodies, settings.sse_keep_alive)
+    http.add(*http_methods("Anthropic", anthropic, anthropic_error))
     server.add_port(http, settings.http_port)
     v2_rest = OpenInferenceServicer(inference, pipeline, bodies, links, settings.sse_keep_alive)
     rest_pb2_grpc.add_OpenInferenceServicer_to_server(v2_rest, server.grpc)

@@ -41,7 +41,7 @@ STREAMS = (
     "/grpc.health.v1.Health/Watch",
 )
 SILENT_BY_NATURE = (STREAMS[0], "/millrace.v1.PayloadLog/", "/grpc.health.v1.Health/Watch")
-OPENAI = DESCRIPTOR.services_by_name["OpenAI"]
+SERVED_BY_HTTP = [DESCRIPTOR.services_by_name[name] for name in ("OpenAI", "Responses", "Anthropic")]
 SERVICES = ("transformer", "transformer_http", "predictor", "logger")
 HOUR_S = 3600
 
@@ -167,17 +167,19 @@ def takes(match: Config, path: str) -> bool:
     return match["path"] == path if "path" in match else bool(re.fullmatch(match["safe_regex"]["regex"], path))
 
 
-def test_each_path_of_openai_s_api_leads_to_its_method(config: Config) -> None:
-    openai = [route for _, route in every_route(config) if "regex_rewrite" in route.get("route", {})]
-    assert len(openai) == len(OPENAI.methods)
-    for method in OPENAI.methods:
+def test_each_path_that_is_served_by_http_leads_to_its_method(config: Config) -> None:
+    routes = [route for _, route in every_route(config) if "regex_rewrite" in route.get("route", {})]
+    methods = [(service, method) for service in SERVED_BY_HTTP for method in service.methods]
+    assert len(routes) == len(methods)
+    for service, method in methods:
         rule = method.GetOptions().Extensions[annotations_pb2.http]
         for binding in (rule, *rule.additional_bindings):
             verb = binding.WhichOneof("pattern")
-            path = getattr(binding, verb).replace("{model}", "org.name-1")
-            (route,) = [one for one in openai if takes(one["match"], path)]
-            rest = "/org.name-1" if "{model}" in getattr(binding, verb) else ""
-            assert rewritten(route, path) == f"/{OPENAI.full_name}/{method.name}{rest}"
+            template = getattr(binding, verb)
+            path = re.sub("{.*}", "org.name-1", template)
+            (route,) = [one for one in routes if takes(one["match"], path)]
+            rest = "/org.name-1" if "{" in template else ""
+            assert rewritten(route, path) == f"/{service.full_name}/{method.name}{rest}"
             headers = {header["name"]: header["string_match"] for header in route["match"]["headers"]}
             assert headers[":method"] == {"exact": verb.upper()}
             assert route["route"]["cluster"] == "transformer_http"

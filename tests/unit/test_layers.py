@@ -58,7 +58,11 @@ TRANSFORMER = (
     ("services.transformer.inference",),
     ("services.transformer.frontends.http",),
     ("services.transformer.frontends.grpc", "services.transformer.frontends.openai"),
-    ("services.transformer.frontends.v2_rest",),
+    (
+        "services.transformer.frontends.anthropic",
+        "services.transformer.frontends.responses",
+        "services.transformer.frontends.v2_rest",
+    ),
     ("services.transformer.__main__",),
     ("services.transformer.worker",),
 )

@@ -2,6 +2,7 @@
 
 import json
 
+import orjson
 import pytest
 
 from millrace.errors import ContextLengthError, InvalidRequestError, NotFoundError, OverloadedError, RequestFailedError
@@ -144,6 +145,17 @@ def test_vllms_sampling_fields_are_sampling_parameters():
     assert chat(**given).sampling() == given
 
 
+def test_restrictions_of_tokens_survive_the_process_that_reads_large_bodies():
+    given = {"logit_bias": {"5": -100, "6": 1.5}, "allowed_token_ids": [5, 7], "bad_token_ids": [[7, 8]]}
+    request, _ = parse_large(orjson.dumps(given | {"prompt": "p", "bad_words": ["one", "two"]}), CompletionRequest)
+    assert request.sampling() == given
+    assert request.bad_words == ("one", "two")
+    for wrong in ({"bad_words": [""]}, {"bad_words": ["x"] * 65}, {"logit_bias": {"x": 1}}):
+        with pytest.raises(InvalidRequestError) as raised:
+            parse_large(orjson.dumps({"prompt": "p"} | wrong), CompletionRequest)
+        assert raised.value.param == next(iter(wrong))
+
+
 def test_the_newer_name_of_max_tokens_wins():
     assert chat(max_tokens=5, max_completion_tokens=7).sampling() == {"max_tokens": 7}
 
@@ -163,7 +175,6 @@ def test_stop_is_one_string_or_several():
 UNSUPPORTED = {
     "suffix": (completion, {"suffix": "end"}),
     "best_of": (completion, {"best_of": 3, "n": 2}),
-    "logit_bias": (completion, {"logit_bias": {"5": 1}}),
     "use_beam_search": (completion, {"use_beam_search": True}),
     "functions": (chat, {"functions": [{"name": "f"}]}),
     "response_format": (chat, {"response_format": {"type": "structural_tag"}}),
@@ -185,7 +196,7 @@ def test_a_known_but_unsupported_field_is_refused_by_name(param):
 
 
 def test_an_unsupported_field_with_a_neutral_value_is_accepted():
-    completion(suffix="", best_of=2, n=2, logit_bias={}, use_beam_search=False, response_format={"type": "text"})
+    completion(suffix="", best_of=2, n=2, use_beam_search=False, response_format={"type": "text"})
     chat(tools=[], tool_choice="none", parallel_tool_calls=True, modalities=["text"], response_format={"type": "text"})
 
 
@@ -243,6 +254,11 @@ WRONG = {
     "stream": [(completion, {"stream": "yes"})],
     "stream_options": [(completion, {"stream_options": {"include_usage": True}})],
     "stop": [(completion, {"stop": 5})],
+    "prompt_logprobs": [
+        (chat, {"prompt_logprobs": 1, "stream": True}),
+        (chat, {"prompt_logprobs": 21}),
+        (completion, {"prompt_logprobs": 1, "logprobs": 2, "echo": True}),
+    ],
     "logprobs": [(completion, {"logprobs": 21}), (completion, {"logprobs": True}), (chat, {"logprobs": 1})],
     "top_logprobs": [(chat, {"logprobs": True, "top_logprobs": 21})],
     "chat_template_kwargs": [(chat, {"chat_template_kwargs": [1]})],

@@ -27,7 +27,8 @@ class HttpMethod:
     """`name` is the method's full name, "package.Service/Method", which is its path too.
 
     With `takes_body` it is called by POST and `parse` gets the body. Otherwise it is called by GET, and `parse` gets
-    the argument: the rest of the path after the name, or the value of the query's `parameter`, as UTF-8.
+    the argument: the rest of the path after the name, or the value of the query's `parameter`, as UTF-8. `error_body`
+    is None where errors have the shape of the server's other methods.
     """
 
     name: str
@@ -35,6 +36,7 @@ class HttpMethod:
     parse: Callable[[bytes], Any]
     takes_body: bool = True
     parameter: str = ""
+    error_body: ErrorBody | None = None
 
 
 class Target(NamedTuple):

@@ -112,6 +112,9 @@ class ContinuousBatchingEngine:
     def generate(self, request: GenerationRequest, output: SequenceOutput) -> None:
         """Queues a request as `submit` does; its tokens go to `output`."""
         sequence = Sequence(request, output, self._end_ids, self._runner.start_ids)
+        if (restrictions := sequence.row.restrictions) is not None:
+            masked = request.sampling.end_ids(self._end_ids) if request.sampling.min_tokens else frozenset()
+            restrictions.check(masked, self.limits.vocabulary_size)
         if not request.sampling.structured_outputs or sequence.complete == "stop":
             self._begin(sequence)
         elif self._grammars is not None:

@@ -186,6 +186,9 @@ class Pipeline:
     async def _prepared(self, request: TextRequest, model: TextModel) -> Generation:
         """The generation to request from the predictors; raises InvalidRequestError, ContextLengthError."""
         sampling = model.defaults.changed(request.sampling)
+        if request.bad_words:
+            words = await model.tokenizer.bad_word_ids(request.bad_words)
+            sampling = sampling.changed({"bad_token_ids": [*sampling.bad_token_ids, *words]})
         if sampling.structured_outputs:
             if not model.resumes:
                 raise InvalidRequestError(

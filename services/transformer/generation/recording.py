@@ -152,6 +152,8 @@ def _recorded_parameters(request: TextRequest) -> dict[str, Any]:
         given["max_tokens"] = 0
     if request.stop:
         given["stop"] = list(request.stop)
+    if request.bad_words:
+        given["bad_words"] = list(request.bad_words)
     if request.template_options:
         given["chat_template_kwargs"] = dict(request.template_options)
     if request.tools is not None:
@@ -162,6 +164,7 @@ def _recorded_parameters(request: TextRequest) -> dict[str, Any]:
         given["resumes_after"] = request.resume.tokens
     if request.ignored_fields:
         given["ignored_fields"] = list(request.ignored_fields)
+    given.update(request.further_parameters)
     return given
 
 

@@ -93,6 +93,16 @@ class TextTokenizer:
         """Whether the model is meant to get the types of a pair's ids."""
         return TOKEN_TYPE_IDS in self._tokenizer.model_input_names
 
+    async def bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
+        """The ids of each word as vLLM reads bad words: at the beginning of a text, and after a space."""
+        texts = [prefix + word.lstrip() for word in words for prefix in ("", " ")]
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._encode_words, texts)
+
+    def _encode_words(self, texts: list[str]) -> list[list[int]]:
+        encoded = self.backend.encode_batch(texts, add_special_tokens=False)
+        distinct = dict.fromkeys(tuple(one.ids) for one in encoded)
+        return [list(ids) for ids in distinct if ids]
+
     async def strings(self, ids: Sequence[int]) -> list[str | None]:
         """The vocabulary's own strings; None for an id that has none."""
         return await asyncio.get_running_loop().run_in_executor(

@@ -19,6 +19,7 @@ from millrace.sampling import SamplingParameters
 from services.predictor.engine.interface import GenerationRequest, Usage
 from services.predictor.engine.state.blocks import block_name, first_name
 from services.predictor.engine.state.constraint import Constraint
+from services.predictor.engine.state.restrictions import Restrictions, restrictions_of
 from services.predictor.engine.state.slot import MergingSlot, SequenceOutput
 
 _NO_SCORES = range(0)
@@ -28,7 +29,7 @@ class SamplingRow(NamedTuple):
     """The sampler's input for a row of logits: its parameters, the ids for penalties, and the model's own end tokens.
 
     Ids may be arrays: lists are converted at each step if a row has penalties. `takes_likeliest` may be the parameters'
-    own; False costs time only.
+    own; False costs time only. `restrictions` are those of the parameters, None where these have none.
     """
 
     sampling: SamplingParameters
@@ -36,6 +37,7 @@ class SamplingRow(NamedTuple):
     output_ids: Ids[int] | NDArray[Any]
     end_ids: frozenset[int]
     takes_likeliest: bool = False
+    restrictions: Restrictions | None = None
 
 
 class Sequence:
@@ -52,7 +54,14 @@ class Sequence:
         self.ids = [*request.input_ids, *start_ids, *request.output_ids]
         self.output_ids = list(request.output_ids)
         sampling = request.sampling
-        self.row = SamplingRow(sampling, request.input_ids, self.output_ids, end_ids, sampling.takes_likeliest)
+        self.row = SamplingRow(
+            sampling,
+            request.input_ids,
+            self.output_ids,
+            end_ids,
+            sampling.takes_likeliest,
+            restrictions_of(sampling),
+        )
         # An encoder reads its whole prompt at once.
         self.indivisible = len(request.input_ids) + len(start_ids) if start_ids else 1
         self.blocks: list[int] = []

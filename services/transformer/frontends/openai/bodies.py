@@ -58,7 +58,8 @@ async def answer(
             choices = [await _written(parts[0], shape.whole, index, parts) for index, parts in enumerate(made)]
             total = usage_of([parts[-1].usage or Usage() for parts in made], request.n)
             total |= reasoning_usage(parts[-1].reasoning_tokens for parts in made)
-            yield json_body(head | {"object": shape.whole_object, "choices": choices, "usage": total})
+            beside = await _written(made[0][0], shape.beside, made[0][0])
+            yield json_body(head | {"object": shape.whole_object, "choices": choices, "usage": total} | beside)
             return
 
         head["object"] = shape.chunk_object

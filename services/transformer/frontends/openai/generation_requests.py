@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator,
 
 from millrace.errors import InvalidRequestError
 from millrace.sampling import MAX_TOP_LOGPROBS, SamplingParameters
-from services.transformer.calls import check_stop
+from services.transformer.calls import check_bad_words, check_stop
 from services.transformer.frontends.openai.errors import UnsupportedFieldError
 from services.transformer.frontends.openai.requests import OpenAIRequest, Prompt, read_prompts, trimmed_prompts
 from services.transformer.frontends.openai.structured_outputs import FIELDS, structured_outputs_of
@@ -40,13 +40,9 @@ class GenerationRequest(OpenAIRequest):
     """What both kinds of completion share."""
 
     UNSUPPORTED: ClassVar[Mapping[str, Sequence[Any]]] = {
-        "allowed_token_ids": ([],),
-        "bad_words": ([],),
         "include_stop_str_in_output": (False,),
         "length_penalty": (1, 1.0),
-        "logit_bias": ({},),
         "logits_processors": ([],),
-        "prompt_logprobs": (),
         "return_token_ids": (False,),
         "return_tokens_as_token_ids": (False,),
         "skip_special_tokens": (True,),
@@ -60,11 +56,13 @@ class GenerationRequest(OpenAIRequest):
     stream: bool = False
     stream_options: StreamOptions | None = None
     stop: tuple[str, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     _structured_outputs: str = PrivateAttr("")
 
-    @field_validator("stop", mode="before")
+    @field_validator("stop", "bad_words", mode="before")
     @classmethod
-    def _read_stop(cls, value: Any) -> Any:
+    def _read_texts(cls, value: Any) -> Any:
         if isinstance(value, str):
             return (value,)
         return tuple(value) if isinstance(value, list) else value
@@ -83,10 +81,13 @@ class GenerationRequest(OpenAIRequest):
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options needs stream=true", param="stream_options")
         self._structured_outputs = structured_outputs_of(self.extra)
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequestError("prompt_logprobs are not available with stream=true", param="prompt_logprobs")
 
     def trim(self) -> None:
         SamplingParameters().changed(self.sampling())
         check_stop(self.stop)
+        check_bad_words(self.bad_words)
         super().trim()
 
     def sampling(self) -> dict[str, Any]:
@@ -120,6 +121,8 @@ class CompletionRequest(GenerationRequest):
             raise InvalidRequestError(
                 f"{len(self.prompt)} prompts times n={self.n}: at most {MAX_CHOICES} choices are allowed", param="n"
             )
+        if self.echo and None not in (self.logprobs, self.prompt_logprobs) and self.logprobs != self.prompt_logprobs:
+            raise InvalidRequestError("with echo, prompt_logprobs and logprobs must be equal", param="prompt_logprobs")
         if self.best_of is not None and self.best_of < self.n:
             raise InvalidRequestError(f"best_of={self.best_of} is less than n={self.n}", param="best_of")
         if self.best_of is not None and self.best_of > self.n:
@@ -132,8 +135,9 @@ class CompletionRequest(GenerationRequest):
         return self.echo and type(limit) is int and limit == 0
 
     @property
-    def prompt_logprobs(self) -> int | None:
-        return self.logprobs if self.echo else None
+    def scored(self) -> int | None:
+        """The number of likeliest tokens wanted at each position of the prompt; None: it is not scored."""
+        return self.prompt_logprobs if self.logprobs is None or not self.echo else self.logprobs
 
     def trim(self) -> None:
         super().trim()
