@@ -21,6 +21,7 @@ _NOT_REPEATED = {"cache_salt", "hedge", "pace", "priority"}
 _LAST_PRIORITY = 2**31 - 1  # Other requests of the same client start first.
 _SEED_BITS = 2**64 - 1  # The sampler uses these bits of a seed, which may be negative.
 _WHOLE_TEXT = 1024 * 1024  # Longer prompts are cut off in records.
+_TOKENISING = frozenset(("add_special_tokens", "chat_template_kwargs", "tools"))  # Parameters that `Generate` lacks.
 
 REPLAY = "a replay"
 NOT_A_GENERATION = "not a generation"
@@ -140,7 +141,7 @@ def _request(record: PayloadRecord, sampling: SamplingParameters, from_text: boo
 
 def _add_text(request: GenerateRequest, record: PayloadRecord) -> bool:
     """Adds the prompt's text or messages; False if the record does not have them as `Generate` takes them."""
-    if len(record.prompt) >= _WHOLE_TEXT or _parameters(record).keys() & {"chat_template_kwargs", "tools"}:
+    if len(record.prompt) >= _WHOLE_TEXT or _TOKENISING.intersection(_parameters(record)):
         return False
     if record.prompt_kind == "text":
         request.prompt = record.prompt

@@ -104,6 +104,15 @@ async def test_an_echo_alone_has_the_prompt_s_log_probabilities(stack, prompt):
     assert streamed == choice
 
 
+async def test_a_text_may_go_without_the_token_that_begins_it(stack):
+    body = {**MODEL, "prompt": "Once upon a time", "max_tokens": 1}
+    counts = [
+        (await post(stack, "/v1/completions", {**body, "add_special_tokens": adds})).json["usage"]["prompt_tokens"]
+        for adds in (True, False)
+    ]
+    assert counts[0] == counts[1] + 1
+
+
 async def test_prompt_logprobs_have_vllms_shape(stack):
     body = {**MODEL, "prompt": PROMPT_IDS, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 2}
     echo = (await post(stack, "/v1/completions", {**body, "logprobs": 2, "echo": True})).json["choices"][0]

@@ -256,7 +256,7 @@ class Pipeline:
     async def _prompt_ids(self, request: TextRequest, model: TextModel) -> list[int]:
         tokenizer, context_length = model.tokenizer, model.limits.context_length
         if request.prompt is not None:
-            return await tokenizer.encode(request.prompt, context_length)
+            return await tokenizer.encode(request.prompt, context_length, request.add_special_tokens)
         if request.prompt_ids is not None:
             check_token_count(len(request.prompt_ids), context_length)
             return list(request.prompt_ids)

@@ -154,6 +154,8 @@ def _recorded_parameters(request: TextRequest) -> dict[str, Any]:
         given["stop"] = list(request.stop)
     if request.bad_words:
         given["bad_words"] = list(request.bad_words)
+    if not request.add_special_tokens:
+        given["add_special_tokens"] = False
     if request.template_options:
         given["chat_template_kwargs"] = dict(request.template_options)
     if request.tools is not None:

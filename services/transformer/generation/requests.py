@@ -32,14 +32,14 @@ class SharedPrompt:
 class TextRequest:
     """One generation: one of `prompt`, `prompt_ids` and `messages`, and the sampling parameters given.
 
-    `bad_words` become `bad_token_ids`. `template_options` are variables of the chat template. Without max_tokens in
-    `sampling`, the maximum is `default_max_tokens` or the room left in the context, if that is less. `prompt_logprobs`
-    asks for the prompt's own log probabilities, and for so many of the likeliest tokens at each position; `choices` is
-    how many such requests make one answer. With `prompt_only` the answer has no token of its own. `ignored_fields` are
-    names, for the record. `default_seed` is the seed if `sampling` has none, None for a random one. The chunks that the
-    client has, as `resume` says, are `repeated`. `further_parameters` are for the record only.
-    `tools` are the functions that the model may call; with `has_parts` the chunks have calls and reasoning apart from
-    the text.
+    `add_special_tokens` is of `prompt`. `bad_words` become `bad_token_ids`. `template_options` are variables of the
+    chat template. Without max_tokens in `sampling`, the maximum is `default_max_tokens` or the room left in the
+    context, if that is less. `prompt_logprobs` asks for the prompt's own log probabilities, and for so many of the
+    likeliest tokens at each position; `choices` is how many such requests make one answer. With `prompt_only` the
+    answer has no token of its own. `ignored_fields` are names, for the record. `default_seed` is the seed if `sampling`
+    has none, None for a random one. The chunks that the client has, as `resume` says, are `repeated`.
+    `further_parameters` are for the record only. `tools` are the functions that the model may call; with `has_parts` the
+    chunks have calls and reasoning apart from the text.
     """
 
     call: CallContext
@@ -47,6 +47,7 @@ class TextRequest:
     prompt: str | None = None
     prompt_ids: Sequence[int] | None = None
     messages: Messages = ()
+    add_special_tokens: bool = True
     template_options: Mapping[str, Any] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=dict)
     default_max_tokens: int = DEFAULT_MAX_TOKENS

@@ -101,11 +101,11 @@ class CompletionRequest(GenerationRequest):
 
     UNSUPPORTED: ClassVar[Mapping[str, Sequence[Any]]] = {
         **GenerationRequest.UNSUPPORTED,
-        "add_special_tokens": (True,),
         "suffix": ("",),
     }
 
     prompt: list[Prompt]
+    add_special_tokens: bool = True
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     best_of: int | None = Field(None, ge=1)

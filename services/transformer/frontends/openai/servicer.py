@@ -119,6 +119,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
                     model=parsed.model,
                     prompt=prompt if isinstance(prompt, str) else None,
                     prompt_ids=None if isinstance(prompt, str) else prompt,
+                    add_special_tokens=parsed.add_special_tokens,
                     sampling=parsed.sampling(),
                     default_max_tokens=COMPLETION_MAX_TOKENS,
                     stop=parsed.stop,
