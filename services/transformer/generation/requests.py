@@ -38,8 +38,8 @@ class TextRequest:
     likeliest tokens at each position; `choices` is how many such requests make one answer. With `prompt_only` the
     answer has no token of its own. `ignored_fields` are names, for the record. `default_seed` is the seed if `sampling`
     has none, None for a random one. The chunks that the client has, as `resume` says, are `repeated`.
-    `further_parameters` are for the record only. `tools` are the functions that the model may call; with `has_parts` the
-    chunks have calls and reasoning apart from the text.
+    `further_parameters` are for the record only. `tools` are the functions that the model may call; with `has_parts`
+    the chunks have calls and reasoning apart from the text.
     """
 
     call: CallContext
