@@ -1,8 +1,8 @@
 """Grammars of `structured_outputs`, compiled by llguidance.
 
 The transformer checks a request's grammar, and the predictor compiles it with the model's vocabulary. llguidance's
-limits bound the steps and the memory that a grammar may take. Any thread; llguidance is imported with the first grammar,
-and compiles without the interpreter lock.
+limits bound the steps and the memory that a grammar may take. Any thread; llguidance is imported with the first
+grammar, and compiles without the interpreter lock.
 
 Source of the limits' meaning: llguidance's LLParserLimits.
 """

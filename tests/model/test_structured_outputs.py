@@ -209,7 +209,7 @@ async def test_a_mask_has_the_width_of_the_models_logits(vocabulary):
     sequence = Sequence(asked, MergingSlot(asked.sampling), frozenset({EOS}))
     compiler, masks, done = GrammarCompiler(MODELS / "storyteller"), MaskComputer(), asyncio.Event()
     loop = asyncio.get_running_loop()
-    compiler.begin(sequence, lambda error: loop.call_soon_threadsafe(done.set))
+    compiler.begin(sequence, lambda _: loop.call_soon_threadsafe(done.set), lambda: None)
     await done.wait()
     rows, forbidden = masks.begin([SimpleNamespace(sequence=sequence)], vocabulary).result()
     allowed = [token_id for token_id, never in enumerate(forbidden[0].tolist()) if not never]

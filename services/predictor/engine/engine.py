@@ -27,6 +27,7 @@ from itertools import count
 import torch
 
 from millrace.errors import HopBrokenError, InvalidRequestError, MillraceError, NotReadyError
+from millrace.grammars import PARAMETER
 from millrace.rpc.watchdog import Watchdog, dump_tracebacks
 from services.predictor.engine.ending import Ending
 from services.predictor.engine.grammar.compiler import GrammarCompiler
@@ -113,10 +114,10 @@ class ContinuousBatchingEngine:
         sequence = Sequence(request, output, self._end_ids, self._runner.start_ids)
         if not request.sampling.structured_outputs or sequence.complete == "stop":
             self._begin(sequence)
-        elif self._grammars is None:
-            raise InvalidRequestError("this engine supports no structured_outputs", param="structured_outputs")
+        elif self._grammars is not None:
+            self._grammars.begin(sequence, self._begin, self._flush)
         else:
-            self._grammars.begin(sequence, partial(self._begin_constrained, sequence))
+            raise InvalidRequestError(f"this engine supports no {PARAMETER}", param=PARAMETER)
 
     def _begin(self, sequence: Sequence) -> None:
         if (reason := sequence.complete) is not None:
@@ -127,16 +128,6 @@ class ContinuousBatchingEngine:
                 raise NotReadyError("the engine is stopping")
             self._queue(sequence)
             self._changed.notify()
-
-    def _begin_constrained(self, sequence: Sequence, error: MillraceError | None) -> None:
-        """Queues a sequence whose grammar is compiled, on the compiler's thread."""
-        try:
-            if error is not None:
-                raise error
-            self._begin(sequence)
-        except MillraceError as refusal:
-            sequence.slot.fail(refusal)
-        self._flush()
 
     def wait_for_death(self, timeout_s: float) -> bool:
         """Waits until the engine cannot continue, or for the timeout; returns whether it has died."""
@@ -307,17 +298,13 @@ class ContinuousBatchingEngine:
         """Appends the next token to a sequence; returns the reader to be woken."""
         if sequence.alone:
             self._isolation.release(sequence)
-        constraint = sequence.constraint
-        if constraint is not None and constraint.has_ended:
-            self._ending.end_constrained(sequence, constraint.error)
+        if sequence.constraint is not None and sequence.constraint.has_ended:
+            self._ending.end_constrained(sequence, sequence.constraint.error)
             return None
         if sequence.timeline.first_token is None:
             sequence.timeline.first_token = time.monotonic()
         prompt = sequence.take_prompt()
         reason = sequence.append(token_id)
-        if constraint is not None and reason != "stop":
-            constraint.take(token_id)
-            reason = "stop" if constraint.is_complete else reason
         self.statistics.tokens += 1
         self.statistics.tokens_after_cancel += sequence.slot.cancelled
         finish = None

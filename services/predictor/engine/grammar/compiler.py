@@ -46,8 +46,8 @@ class GrammarCompiler:
         self._reading = threading.Lock()  # Of the vocabulary, which takes up to seconds.
         self._vocabulary: tuple[LLTokenizer, int] | InvalidRequestError | None = None
 
-    def begin(self, sequence: Sequence, done: Callable[[MillraceError | None], None]) -> None:
-        """Gives a sequence its constraint, then calls `done`, with the error of a request that is refused, on a thread.
+    def begin(self, sequence: Sequence, queue: Callable[[Sequence], None], flush: Callable[[], None]) -> None:
+        """Gives a sequence its constraint, then queues it; on a thread, where `flush` sends the error of a refusal.
 
         Raises OverloadedError if too many sequences wait.
         """
@@ -55,26 +55,28 @@ class GrammarCompiler:
             if self._waiting >= _MAX_WAITING:
                 raise OverloadedError("too many requests wait for their grammars", retry_after_ms=_RETRY_AFTER_MS)
             self._waiting += 1
-        self._threads.submit(self._run, sequence, done)
+        self._threads.submit(self._run, sequence, queue, flush)
 
     def close(self) -> None:
         """Drops what waits."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _run(self, sequence: Sequence, done: Callable[[MillraceError | None], None]) -> None:
-        error: MillraceError | None = None
+    def _run(self, sequence: Sequence, queue: Callable[[Sequence], None], flush: Callable[[], None]) -> None:
         try:
-            error = sequence.overdue(time.monotonic())
-            if error is None and not sequence.slot.cancelled:
-                sequence.constraint = self._constraint(sequence)
+            if sequence.slot.cancelled:
+                raise RequestFailedError("the request was cancelled")
+            if (late := sequence.overdue(time.monotonic())) is not None:
+                raise late
+            sequence.constraint = self._constraint(sequence)
+            queue(sequence)
         except MillraceError as refusal:
-            error = refusal
+            sequence.slot.fail(refusal)
         except Exception:
             logger.exception("the grammar of request %s failed", sequence.request.id)
-            error = RequestFailedError("internal error")
+            sequence.slot.fail(RequestFailedError("internal error"))
         with self._lock:
             self._waiting -= 1
-        done(error)
+        flush()
 
     def _constraint(self, sequence: Sequence) -> Constraint:
         row, text = sequence.row, sequence.request.sampling.structured_outputs

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from services.predictor.engine.state.constraint import Constraint
@@ -44,12 +45,13 @@ def _masks(constrained: list[tuple[int, Constraint, bool]], vocabulary: int) -> 
     bits = np.zeros((len(constrained), first.mask_bytes), np.uint8)
     for mask, (_, constraint, _) in zip(bits, constrained, strict=True):
         constraint.fill(mask)
-    flags = np.unpackbits(bits, axis=1, bitorder="little").astype(bool)
+    flags: NDArray[np.bool_] = np.unpackbits(bits, axis=1, bitorder="little").astype(bool)
     allowed = np.zeros((len(constrained), vocabulary), bool)
     known = min(first.end_bit, vocabulary)
     allowed[:, :known] = flags[:, :known]
     allowed[:, first.eos_ids] = False
-    continues, ends = allowed.any(1).tolist(), flags[:, first.end_bit].tolist()
+    continues: list[bool] = np.any(allowed, axis=1).tolist()
+    ends: list[bool] = flags[:, first.end_bit].tolist()
     for i, (_, constraint, may_end) in enumerate(constrained):
         if constraint.error is None and not continues[i]:
             constraint.stop(is_complete=ends[i])

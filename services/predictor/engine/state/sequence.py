@@ -167,6 +167,9 @@ class Sequence:
     def append(self, token_id: int) -> str | None:
         """Appends the next token; returns the finish reason if the sequence ends with it."""
         reason = self.request.sampling.finish_reason(token_id, len(self.output_ids), self._end_ids)
+        if self.constraint is not None and reason != "stop":
+            self.constraint.take(token_id)
+            reason = "stop" if self.constraint.is_complete else reason
         self.alone = False
         self._deadline = self.request.deadline
         self.ids.append(token_id)
