@@ -34,7 +34,7 @@ def raises(kind, code, param=None, text=""):
 
 # Models.
 listed = {model.id: model for model in client.models.list()}
-assert set(listed) == {"storyteller", "normalizer", "embedder"}, listed
+assert set(listed) == {"storyteller", "caller", "normalizer", "embedder"}, listed
 assert client.models.retrieve("storyteller").owned_by == "millrace"
 with raises(openai.NotFoundError, "model_not_found", text="no model 'nobody'"):
     client.models.retrieve("nobody")
@@ -138,7 +138,7 @@ assert texts == [choice.message.content for choice in chat(n=3, max_tokens=30).c
 assert roles == ["assistant"] * 3
 
 tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-with raises(openai.BadRequestError, "unsupported_parameter", "tools"):
+with raises(openai.BadRequestError, "invalid_argument", "tools", "'storyteller' has no place for tools"):
     chat(tools=[tool])
 with raises(openai.BadRequestError, "unsupported_parameter", "response_format"):
     chat(response_format={"type": "structural_tag"})
@@ -177,6 +177,31 @@ with raises(openai.BadRequestError, "invalid_argument", "structured_outputs", 'U
     chat(response_format={"type": "json_schema", "json_schema": schema})
 with raises(openai.BadRequestError, "invalid_argument", "response_format", "only one form of the answer"):
     chat(response_format={"type": "json_object"}, extra_body={"guided_json": {}})
+
+
+# Calls of tools, which are forced: the model is the storyteller with another template.
+class Trip(pydantic.BaseModel):
+    city: Literal["Rome", "Paris"]
+    days: Annotated[list[Literal["Monday", "Sunday"]], pydantic.Field(max_length=2)]
+
+
+asked |= {"model": "caller", "tools": [openai.pydantic_function_tool(Trip)], "tool_choice": "required"}
+asked |= {"parallel_tool_calls": False}
+answer = client.chat.completions.parse(**asked).choices[0]
+assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
+(call,) = answer.message.tool_calls
+assert isinstance(call.function.parsed_arguments, Trip)
+with client.chat.completions.stream(**asked) as stream:
+    kinds = [event.type for event in stream]
+    streamed = stream.get_final_completion().choices[0]
+assert kinds.count("tool_calls.function.arguments.delta") > 3
+assert streamed.finish_reason == "tool_calls"
+assert streamed.message.tool_calls[0].function.arguments == call.function.arguments
+messages = [*MESSAGES, answer.message, {"role": "tool", "tool_call_id": call.id, "content": "Sold out."}]
+again = client.chat.completions.create(**asked | {"messages": messages, "tool_choice": "auto", "max_tokens": 8})
+assert again.choices[0].finish_reason in ("stop", "length")
+with raises(openai.BadRequestError, "invalid_argument", "tool_choice", "names 'nothing'"):
+    client.chat.completions.create(**asked | {"tool_choice": {"type": "function", "function": {"name": "nothing"}}})
 
 # Embeddings.
 inputs = ["the fox sat on the mat", "a bird"]
