@@ -161,7 +161,8 @@ asked = {"model": "storyteller", "messages": MESSAGES, "seed": 7, "max_tokens": 
 parsed = client.chat.completions.parse(response_format=Fox, **asked).choices[0]
 assert isinstance(parsed.message.parsed, Fox), parsed
 assert parsed.finish_reason == "stop"
-with client.chat.completions.stream(response_format=Fox, **asked) as stream:
+# Tokens that wait together are one event, so the streams are paced.
+with client.chat.completions.stream(response_format=Fox, extra_body={"pace": 50}, **asked) as stream:
     deltas = [event.delta for event in stream if event.type == "content.delta"]
     assert stream.get_final_completion().choices[0].message.parsed == parsed.message.parsed
 assert len(deltas) > 3
@@ -191,7 +192,7 @@ answer = client.chat.completions.parse(**asked).choices[0]
 assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
 (call,) = answer.message.tool_calls
 assert isinstance(call.function.parsed_arguments, Trip)
-with client.chat.completions.stream(**asked) as stream:
+with client.chat.completions.stream(**asked, extra_body={"pace": 50}) as stream:
     kinds = [event.type for event in stream]
     streamed = stream.get_final_completion().choices[0]
 assert kinds.count("tool_calls.function.arguments.delta") > 3
