@@ -92,7 +92,9 @@ async def test_a_response_is_found_by_its_request_and_its_random_part():
     assert [(query.request_id, query.client) for query in log.queries] == [("r/ü", "alice")] * 2
 
 
-@pytest.mark.parametrize("wrong", ["", "resp_", "resp_1", "x" * 80, "resp_" + "0" * 32 + "!", new_response_id("r")])
+@pytest.mark.parametrize(
+    "wrong", ["", "resp_", "resp_1", "x" * 80, "resp_" + "0" * 32 + "!", "resp_" + "0" * 32 + "cg"]
+)
 async def test_an_unknown_response_is_refused(wrong):
     log = Log([record({"response_id": new_response_id("r")})])
     with pytest.raises(InvalidRequestError, match="there is no response") as raised:
