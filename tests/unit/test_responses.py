@@ -93,7 +93,7 @@ async def test_a_response_is_found_by_its_request_and_its_random_part():
 
 
 @pytest.mark.parametrize(
-    "wrong", ["", "resp_", "resp_1", "x" * 80, "resp_" + "0" * 32 + "!", new_response_id("r")], ids=range(6)
+    "wrong", ["", "resp_", "resp_1", "x" * 80, "resp_" + "0" * 32 + "!", "resp_" + "0" * 32 + "cg"]
 )
 async def test_an_unknown_response_is_refused(wrong):
     log = Log([record({"response_id": new_response_id("r")})])
