@@ -124,10 +124,10 @@ def openai_models():
 async def by_openai(story):
     """OpenAI's API at the path of KServe's model servers, by KServe's own models of requests and answers."""
     models = openai_models()
-    asked = {"model": "storyteller", "temperature": 0, "max_tokens": 12}
-    completion = models.CreateCompletionRequest(prompt=PROMPT, **asked).model_dump(mode="json", exclude_unset=True)
-    said = {"role": "user", "content": PROMPT}
-    chat = models.CreateChatCompletionRequest(messages=[said], **asked).model_dump(mode="json", exclude_unset=True)
+    fields = {"model": "storyteller", "temperature": 0, "max_tokens": 12}
+    completion = models.CreateCompletionRequest(prompt=PROMPT, **fields).model_dump(mode="json", exclude_unset=True)
+    message = {"role": "user", "content": PROMPT}
+    chat = models.CreateChatCompletionRequest(messages=[message], **fields).model_dump(mode="json", exclude_unset=True)
     async with httpx.AsyncClient(base_url=f"{URL}/openai/v1", timeout=60) as client:
         listed = models.ListModelsResponse.model_validate((await client.get("/models")).json())
         assert "storyteller" in {model.id for model in listed.data}
@@ -137,11 +137,11 @@ async def by_openai(story):
         answer = models.CreateChatCompletionResponse.model_validate(
             (await client.post("/chat/completions", json=chat)).json()
         )
-        told = answer.choices[0].message.content
+        text = answer.choices[0].message.content
         events = (await client.post("/chat/completions", json=chat | {"stream": True})).text.split("\n\n")
         data = [event.removeprefix("data: ") for event in events if event.startswith("data: {")]
         chunks = [models.CreateChatCompletionStreamResponse.model_validate(json.loads(each)) for each in data]
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == told
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text
         refused = await client.post("/completions", json=completion | {"model": "nobody"})
         assert refused.status_code == 404
         assert models.Error.model_validate(refused.json()["error"]).code == "model_not_found"

@@ -254,10 +254,10 @@ kserve = openai.OpenAI(base_url=f"http://{gateway}/openai/v1", api_key="any", ma
 assert {model.id for model in kserve.models.list()} == set(listed)
 assert kserve.models.retrieve("storyteller").id == "storyteller"
 fields = {"model": "storyteller", "messages": MESSAGES, "max_tokens": 12, "temperature": 0}
-told = kserve.chat.completions.create(**fields).choices[0].message.content
-assert told == client.chat.completions.create(**fields).choices[0].message.content
+text = kserve.chat.completions.create(**fields).choices[0].message.content
+assert text == client.chat.completions.create(**fields).choices[0].message.content
 chunks = kserve.chat.completions.create(stream=True, **fields)
-assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == told
+assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
 assert kserve.completions.create(model="storyteller", prompt=PROMPT, **greedy).choices[0].text == once
 assert kserve.embeddings.create(model="embedder", input="a fox").data == (
     client.embeddings.create(model="embedder", input="a fox").data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -29,6 +30,7 @@ from runner.settings import StackSettings
 from services.predictor.settings import PredictorSettings
 from services.transformer.predictors.gateway_endpoints import endpoints_file
 from services.transformer.settings import TransformerSettings
+from tests.waiting import until
 
 Config = dict[str, Any]
 
@@ -375,6 +377,20 @@ def test_with_a_service_among_them_the_transformer_lists_the_predictors_here_and
         whole.write_text(text)
         result = validate("--config-path", str(whole))
         assert result.returncode == 0, result.stderr
+
+
+async def test_the_container_starts_envoy_once_the_transformer_has_listed_the_predictors(tmp_path: Path) -> None:
+    file = tmp_path / "predictors.json"
+    (tmp_path / "envoy").write_text(f"#!/bin/sh\n[ -e {file} ]\n")
+    (tmp_path / "envoy").chmod(0o755)
+    starting = asyncio.create_task(
+        asyncio.to_thread(start, tmp_path, PREDICTOR_ENDPOINTS="_grpc._tcp.gpu", LISTED_PREDICTORS=str(file))
+    )
+    config = tmp_path / "envoy.yaml"
+    await until(lambda: config.exists() and "type: EDS" in config.read_text())
+    file.write_text(endpoints_file({}))
+    started = await starting
+    assert started.returncode == 0, started.stderr
 
 
 @pytest.mark.parametrize("text", ["gpu-1", "a:1, b", "a:0", "a:65536", "a:1}", "http://a:1", "_a._udp.b", "_a._tcp"])

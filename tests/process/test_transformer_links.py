@@ -107,6 +107,10 @@ async def test_a_predictor_of_a_higher_rank_gets_calls_while_none_of_a_lower_ran
         await until(lambda: links.choose(GENERATION, "").address == other)
         first.has_model = True
         await until(lambda: links.choose(GENERATION, "").address == address)
+        # The records change places, with the same prompt.
+        monkeypatch.setattr(links._resolver, "rank", lambda of: int(of == address))
+        await until(lambda: links.listed == {address: 1, other: 0})
+        assert {links.choose(GENERATION, "").address for _ in range(20)} == {other}
 
 
 async def test_a_predictor_whose_address_is_removed_gets_no_new_calls_and_its_link_ends_with_its_last(monkeypatch):

@@ -33,7 +33,7 @@ class NameServer(asyncio.DatagramProtocol):
         self.services: dict[str, list[tuple[int, str, int]]] = {}
         self.rcode: dns.rcode.Rcode | None = None
         self.is_silent = False
-        self.asked = 0
+        self.queries = 0
         self._transport: Any = None
 
     @property
@@ -45,7 +45,7 @@ class NameServer(asyncio.DatagramProtocol):
         self._transport = transport
 
     def datagram_received(self, data: bytes, addr: Any) -> None:
-        self.asked += 1
+        self.queries += 1
         if self.is_silent:
             return
         answer = self._answer(data)

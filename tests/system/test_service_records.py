@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import sys
 import urllib.request
 from contextlib import AsyncExitStack
@@ -21,14 +22,14 @@ BOUND_S = 30
 
 @pytest_asyncio.fixture(scope="module")
 async def predictors(tmp_path_factory):
-    """The ports of two predictors."""
+    """Two predictors."""
     folder = tmp_path_factory.mktemp("predictors")
     async with AsyncExitStack() as running:
         starts = (
             running.enter_async_context(predictor_process(folder / f"{number}.log", MODELS=MODELS))
             for number in range(2)
         )
-        yield [int(started.target.rpartition(":")[2]) for started in await asyncio.gather(*starts)]
+        yield await asyncio.gather(*starts)
 
 
 def in_gateway(stack):
@@ -40,7 +41,7 @@ def in_gateway(stack):
 
 
 async def test_the_stack_follows_the_records_of_a_service(new_stack, predictors):
-    first, second = predictors
+    first, second = (int(predictor.target.rpartition(":")[2]) for predictor in predictors)
     async with service_server() as server:
         server.services[SERVICE] = [(0, HOST, first)]
         stack = await new_stack(
@@ -77,4 +78,9 @@ async def test_the_stack_follows_the_records_of_a_service(new_stack, predictors)
         server.is_silent = False
         server.services[SERVICE] = [(0, HOST, second)]
         await until(lambda: knows({second: 0}), BOUND_S)
+        assert await works()
+        # The other one takes over when the first is gone.
+        server.services[SERVICE].append((7, HOST, first))
+        await until(lambda: knows({second: 0, first: 1}), BOUND_S)
+        predictors[1].process.send_signal(signal.SIGKILL)
         assert await works()
