@@ -1,6 +1,7 @@
 """Requests of OpenAI's clients: supported fields are read, unsupported ones refused by name."""
 
 import json
+import pickle
 
 import orjson
 import pytest
@@ -112,10 +113,8 @@ def test_tools_are_read_with_the_choice_among_them():
     assert chat(tools=TOOLS, tool_choice=choice).tool_use == ToolUse(use.functions[:1])
     assert chat(tools=TOOLS, tool_choice="none").tool_use is None
     assert chat(tools=[], tool_choice="auto", parallel_tool_calls=True).tool_use is None
-    large = parse_large(
-        json.dumps({"messages": [{"role": "user", "content": "x"}], "tools": TOOLS}).encode(), ChatCompletionRequest
-    )
-    assert large[0].tool_use == use
+    body = json.dumps({"messages": [{"role": "user", "content": "x"}], "tools": TOOLS}).encode()
+    assert pickled(parse_large(body, ChatCompletionRequest)[0]).tool_use == use
 
 
 def test_messages_of_calls_are_as_templates_take_them():
@@ -130,6 +129,10 @@ def test_messages_of_calls_are_as_templates_take_them():
     function = {"name": "f", "arguments": {"x": 1}}
     calls = [{"id": "1", "type": "function", "function": function | {"arguments": value}} for value in ({"x": 1}, {})]
     assert json.loads(fields) == {"tool_calls": calls, "reasoning_content": "Hm."}
+    body = {"messages": [{"role": "assistant", "content": None, "reasoning": "Hm.", "tool_calls": [CALL, called("")]}]}
+    (large,) = pickled(parse_large(json.dumps(body).encode(), ChatCompletionRequest)[0]).messages
+    assert large.for_template == ("assistant", "", fields)
+    assert large.tool_calls is None
 
 
 def test_usage_in_every_event_needs_include_usage():
@@ -206,6 +209,10 @@ TOOLS = [
     {"type": "function", "function": {"name": "g", "description": "G.", "parameters": SCHEMA, "strict": True}},
 ]
 ARGUMENTS = "messages.0.tool_calls.0.function.arguments"
+
+
+def pickled(value):
+    return pickle.loads(pickle.dumps(value))
 
 
 def named(name):

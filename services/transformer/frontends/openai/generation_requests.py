@@ -251,6 +251,12 @@ class ChatCompletionRequest(GenerationRequest):
         except ValueError as error:
             raise InvalidRequestError(f"tool_choice: {error}", param="tool_choice") from None
 
+    def trim(self) -> None:
+        super().trim()
+        for message in self.messages:
+            _ = message.for_template  # It is kept, as one text.
+            message.tool_calls = None
+
     def check(self) -> None:
         if self.extra.get("function_call") == "none":  # A model that may call no function needs none.
             self.extra.pop("functions", None)
