@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import count
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -49,6 +50,10 @@ from services.predictor.engine.state.sequence import Row, Sequence
 from services.predictor.engine.state.slot import MergingSlot, Reader, SequenceOutput, wake
 from services.predictor.engine.step import Outcome, Result, StepComputer, StepRunner
 
+if TYPE_CHECKING:  # vLLM's environment may not have what they import.
+    from services.predictor.engine.adapters.low_rank import Adapter
+    from services.predictor.engine.runners.adapters import Adapters
+
 logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 5.0
@@ -72,6 +77,7 @@ class ContinuousBatchingEngine:
         self.limits = limits
         self.statistics = EngineStatistics()
         self.description = {"runner": runner.description}
+        self.adapters: Adapters | None = None  # None: the runner supports none.
         self._runner = runner
         self._scheduler = scheduler
         self._pace = pace
@@ -106,6 +112,8 @@ class ContinuousBatchingEngine:
     def generate(self, request: GenerationRequest, output: SequenceOutput) -> None:
         """Queues a request as `submit` does; its tokens go to `output`."""
         sequence = Sequence(request, output, self._end_ids, self._runner.start_ids)
+        if request.adapter:
+            sequence.adapter = self._adapter(request.adapter)
         if (reason := sequence.complete) is not None:
             output.finish(reason, sequence.usage)
             return
@@ -114,6 +122,12 @@ class ContinuousBatchingEngine:
                 raise NotReadyError("the engine is stopping")
             self._queue(sequence)
             self._changed.notify()
+
+    def _adapter(self, number: int) -> Adapter:
+        adapter = None if self.adapters is None else self.adapters.get(number)
+        if adapter is None:
+            raise NotReadyError("the adapter was unloaded")
+        return adapter
 
     def wait_for_death(self, timeout_s: float) -> bool:
         """Waits until the engine cannot continue, or for the timeout; returns whether it has died."""
