@@ -7,11 +7,11 @@ folder or hub id.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from millrace.errors import StartupError
+from millrace.errors import InvalidRequestError, StartupError
 from millrace.models.kinds import ADAPTER_FILE, ModelKind
 from millrace.models.sources import ModelSource, read_config
 from millrace.sampling import defaults_of
@@ -22,8 +22,34 @@ from services.predictor.repository.entry import Entry, State
 _BASE = "base_model_name_or_path"
 
 
-def find_base(entries: Iterable[Entry], source: ModelSource, folder: Path) -> Entry:
-    """The entry of an adapter's base; raises StartupError."""
+def find_base(entries: Collection[Entry], source: ModelSource, folder: Path, max_adapters: int) -> Entry:
+    """The base of an adapter that is about to be loaded; raises StartupError."""
+    base = _named_base(entries, source, folder)
+    others = [entry for entry in adapters_of(entries, base) if entry.source.name != source.name]
+    if len(others) >= max_adapters:
+        raise StartupError(
+            f"model {source.name}: its base {base.source.name} has {len(others)} adapters, the maximum; unload one or"
+            " raise PREDICTOR_MAX_ADAPTERS"
+        )
+    return base
+
+
+def adapters_of(entries: Iterable[Entry], base: Entry) -> list[Entry]:
+    """The adapters of a base that are loaded or being loaded."""
+    return [entry for entry in entries if entry.base is base]
+
+
+def check_free(entries: Mapping[str, Entry], name: str) -> None:
+    """Raises InvalidRequestError for the base of adapters."""
+    entry = entries.get(name)
+    if entry is not None and (adapters := adapters_of(entries.values(), entry)):
+        names = ", ".join(adapter.source.name for adapter in adapters)
+        raise InvalidRequestError(
+            f"model {name!r} is the base of the adapters {names}; unload them first, or with it (unload_dependents)"
+        )
+
+
+def _named_base(entries: Iterable[Entry], source: ModelSource, folder: Path) -> Entry:
     wanted = str(read_config(folder, ADAPTER_FILE).get(_BASE) or "")
     bases = [
         entry

@@ -44,7 +44,7 @@ from services.predictor.engine.interface import EngineDeadError
 from services.predictor.engine_process.engine_host import EngineHost
 from services.predictor.generation.served_engines import ServedEngines
 from services.predictor.models.served_model import VERSION
-from services.predictor.repository.adapters import attach, find_base, is_adapter
+from services.predictor.repository.adapters import adapters_of, attach, check_free, find_base, is_adapter
 from services.predictor.repository.entry import Entry, IndexRow, State
 from services.predictor.repository.lease import Serving
 from services.predictor.repository.loading import FetchedModel, build, fetch_model, warmed_up
@@ -103,7 +103,7 @@ class ModelRepository:
             raise InvalidRequestError("the request names no model")
         if self.ending:
             raise _stopping()
-        self._check_free(name)
+        check_free(self._entries, name)
         found = await asyncio.to_thread(self._locations.find, name, source)
         await self._operations.run(f"load of {name}", self._load_for_caller(found), deadline)
 
@@ -118,7 +118,7 @@ class ModelRepository:
                 raise NotFoundError(f"no model {name!r}")
             return
         if not with_adapters:
-            self._check_free(name)
+            check_free(self._entries, name)
         await self._operations.run(f"unload of {name}", self._unload_all(entry), deadline)
 
     async def index(self) -> list[IndexRow]:
@@ -230,7 +230,9 @@ class ModelRepository:
     async def _make(self, entry: Entry, source: ModelSource) -> Serving:
         """Builds and warms up the model; first unloads the entry's current one if there is no memory for both."""
         fetched = await run_in_daemon_thread(f"load-{source.name}", partial(fetch_model, source, entry.report))
-        base = self._base_of(source, fetched) if fetched.kind is ModelKind.ADAPTER else None
+        base = None
+        if fetched.kind is ModelKind.ADAPTER:
+            base = find_base(self._entries.values(), source, fetched.folder, self._settings.max_adapters)
         if fetched.kind is ModelKind.GENERATION and entry.serving is not None:
             await self._take_out(entry)
             entry.set(State.LOADING, "loading")
@@ -249,29 +251,6 @@ class ModelRepository:
         building = build(source, fetched, self._settings, self._host, report, self.engines.device_memory)
         return await warmed_up(building)
 
-    def _base_of(self, source: ModelSource, fetched: FetchedModel) -> Entry:
-        """The base of an adapter that is about to be loaded; raises StartupError."""
-        base = find_base(self._entries.values(), source, fetched.folder)
-        others = [entry for entry in self._adapters_of(base) if entry.source.name != source.name]
-        if len(others) >= self._settings.max_adapters:
-            raise StartupError(
-                f"model {source.name}: its base {base.source.name} has {len(others)} adapters, the maximum; unload one"
-                " or raise PREDICTOR_MAX_ADAPTERS"
-            )
-        return base
-
-    def _adapters_of(self, base: Entry) -> list[Entry]:
-        return [entry for entry in self._entries.values() if entry.base is base]
-
-    def _check_free(self, name: str) -> None:
-        """Raises InvalidRequestError for the base of adapters."""
-        entry = self._entries.get(name)
-        if entry is not None and (adapters := self._adapters_of(entry)):
-            names = ", ".join(adapter.source.name for adapter in adapters)
-            raise InvalidRequestError(
-                f"model {name!r} is the base of the adapters {names}; unload them first, or with it (unload_dependents)"
-            )
-
     async def rebuild(self, entry: Entry) -> Serving:
         """Builds the model from the files that are there."""
         if entry.fetched is None:
@@ -288,7 +267,7 @@ class ModelRepository:
         await self.changed()
 
     async def _unload_all(self, entry: Entry) -> None:
-        for adapter in self._adapters_of(entry):
+        for adapter in adapters_of(self._entries.values(), entry):
             await self._unload(adapter)
         await self._unload(entry)
 

@@ -37,8 +37,9 @@ FACTS = ("architecture", "device", "dtype", "runner", "parameter_count", "weight
 @dataclass(frozen=True)
 class PredictorModel:
     """One model at a predictor; `source` is a folder or hub id as `MODELS` names it, `fingerprint` that of its weights,
-    `base` the name and source of the model of which it is an adapter, `facts` are those of FACTS that it states. Without `streams` it cannot stream token ids. `labels` are those
-    of a classifier, empty if the predictor does not name them."""
+    `base` the name and source of the model whose adapter it is, `facts` are those of FACTS that it states. Without
+    `streams` it cannot stream token ids. `labels` are those of a classifier, empty if the predictor does not name them.
+    """
 
     name: str
     versions: Sequence[str]

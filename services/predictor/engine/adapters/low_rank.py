@@ -6,7 +6,7 @@ of a packed product do not depend on the other rows: see packed_linear.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar

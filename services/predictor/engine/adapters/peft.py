@@ -1,7 +1,7 @@
 """Reads an adapter in the format of PEFT: `adapter_config.json` and `adapter_model.safetensors`.
 
-Source: https://huggingface.co/docs/peft, "PEFT checkpoint format" and "LoRA". Whatever would change an answer and is not
-supported raises ValueError with its name: only low-rank products of linear layers are.
+Source: https://huggingface.co/docs/peft, "PEFT checkpoint format" and "LoRA". Only low-rank products of linear layers
+are supported; whatever else would change an answer raises ValueError with its name.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ from services.predictor.engine.runners.fused_layers import FUSED
 
 
 class Adapters:
-    """The loaded adapters by number. Created before the model's layers are replaced; loads on any thread, one at a time.
+    """The loaded adapters by number. Created before the model's layers are replaced.
 
-    A sequence keeps its adapter until it ends, also if that is unloaded meanwhile.
+    Loads and unloads on any thread, one at a time. A sequence keeps its adapter until it ends, even after an unload.
     """
 
     def __init__(self, model: Any) -> None:

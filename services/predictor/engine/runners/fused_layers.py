@@ -5,8 +5,8 @@ queries, keys and values are one product; rotation, writing to the cache and att
 residual sums are fused into the products. The result is the same except for rounding: transformers rounds intermediate
 results to bfloat16, this code does not.
 
-For tokens that have an adapter (LoRA), its products are added to those of the fused layer; a fused activation is computed
-again for these tokens. So the other tokens have the same numbers as without adapters in the step.
+For tokens that have an adapter (LoRA), its products are added to those of the fused layer, and a fused activation is
+computed again. So the other tokens have the same numbers as in a step without adapters.
 
 The rest of the model is transformers' own, or that of `flat_decoder.py`. Layers are recognised by their class; other
 classes, and unsupported configurations, stay unchanged.

@@ -1,9 +1,10 @@
 """The owners of the KV cache's blocks, and the blocks that other sequences can reuse.
 
 Pure: block numbers and names, no tensors. A block holds the keys and values of `block_tokens` tokens. Full blocks are
-named by a hash of all ids up to their end, salted with the client's name, the request's `cache_salt` and the adapter's number, so equal
-names mean equal contents, and response times do not reveal another client's prompts. A block that is not in use keeps its
-contents until it is evicted as the least recently used one. Block 0 is never allocated: padding rows write there.
+named by a hash of all ids up to their end, salted with the client's name, the request's `cache_salt` and the adapter's
+number, so equal names mean equal contents, and response times do not reveal another client's prompts. A block that is
+not in use keeps its contents until it is evicted as the least recently used one. Block 0 is never allocated: padding
+rows write there.
 Source: prefix caching by hashed blocks (Kwon et al. 2023, PagedAttention; vLLM's design notes).
 """
 
