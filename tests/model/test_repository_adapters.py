@@ -1,4 +1,4 @@
-"""Adapters are loaded into the engine of their base, have names of their own, and return when the engine is replaced."""
+"""Adapters are loaded into the engine of their base, as models of their own, and return when the engine is replaced."""
 
 import asyncio
 import copy
