@@ -38,6 +38,7 @@ PREDICTOR = (
         "services.predictor.engine.sampling",
         "services.predictor.engine.scheduler",
     ),
+    ("services.predictor.engine.adapters",),
     ("services.predictor.engine.load", "services.predictor.engine.runners"),
     ("services.predictor.engine",),
     ("services.predictor.models", "services.predictor.telemetry"),

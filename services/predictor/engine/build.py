@@ -19,6 +19,7 @@ from services.predictor.engine.engine import ContinuousBatchingEngine
 from services.predictor.engine.grammar.compiler import GrammarCompiler
 from services.predictor.engine.interface import EngineLimits
 from services.predictor.engine.load.pace import PrefillPace
+from services.predictor.engine.runners.adapters import Adapters
 from services.predictor.engine.runners.decode_graphs import record_cuda_graph
 from services.predictor.engine.runners.fused_layers import fuse_layers
 from services.predictor.engine.runners.interface import ModelRunner
@@ -72,6 +73,8 @@ def build_engine(
         grammars,
     )
     engine.description |= size
+    if isinstance(runner, PagedRunner):
+        engine.adapters = runner.adapters
     return engine
 
 
@@ -85,10 +88,11 @@ def _choose_runner(
     elif model.config.is_encoder_decoder:
         runner = EncoderDecoderRunner(model)
     elif (reason := self_test(model, shape, vocabulary)) is None:
+        adapters = Adapters(model)  # Before the layers are replaced.
         fuse_layers(model)
         pack_linears(model)
         records = cuda_graphs and model.device.type == "cuda"
-        runner = PagedRunner(model, shape, blocks, record_cuda_graph if records else None)
+        runner = PagedRunner(model, shape, blocks, record_cuda_graph if records else None, adapters)
     else:
         logger.warning("model %s is run one row at a time: %s", name, reason)
         runner = CausalRunner(model) if _keeps_keys_and_values(model) else CachelessRunner(model)

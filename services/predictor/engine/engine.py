@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import count
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -52,6 +53,10 @@ from services.predictor.engine.state.sequence import Row, Sequence
 from services.predictor.engine.state.slot import MergingSlot, Reader, SequenceOutput, wake
 from services.predictor.engine.step import Outcome, Result, StepComputer, StepRunner
 
+if TYPE_CHECKING:  # vLLM's environment may not have what they import.
+    from services.predictor.engine.adapters.low_rank import Adapter
+    from services.predictor.engine.runners.adapters import Adapters
+
 logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 5.0
@@ -76,6 +81,7 @@ class ContinuousBatchingEngine:
         self.limits = limits
         self.statistics = EngineStatistics()
         self.description = {"runner": runner.description}
+        self.adapters: Adapters | None = None  # None: the runner supports none.
         self._runner = runner
         self._scheduler = scheduler
         self._pace = pace
@@ -112,6 +118,8 @@ class ContinuousBatchingEngine:
     def generate(self, request: GenerationRequest, output: SequenceOutput) -> None:
         """Queues a request as `submit` does; its tokens go to `output`."""
         sequence = Sequence(request, output, self._end_ids, self._runner.start_ids)
+        if request.adapter:
+            sequence.adapter = self._adapter(request.adapter)
         if (restrictions := sequence.row.restrictions) is not None:
             masked = request.sampling.end_ids(self._end_ids) if request.sampling.min_tokens else frozenset()
             restrictions.check(masked, self.limits.vocabulary_size)
@@ -131,6 +139,12 @@ class ContinuousBatchingEngine:
                 raise NotReadyError("the engine is stopping")
             self._queue(sequence)
             self._changed.notify()
+
+    def _adapter(self, number: int) -> Adapter:
+        adapter = None if self.adapters is None else self.adapters.get(number)
+        if adapter is None:
+            raise NotReadyError("the adapter was unloaded")
+        return adapter
 
     def wait_for_death(self, timeout_s: float) -> bool:
         """Waits until the engine cannot continue, or for the timeout; returns whether it has died."""

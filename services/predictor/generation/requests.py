@@ -84,6 +84,7 @@ def read_request(
         prompt_logprobs=prompt_logprobs,
         client=caller.client.name,
         weight=caller.client.policy.weight,
+        adapter=model.adapter,
     )
 
 
@@ -119,6 +120,7 @@ def read_submission(model: LoadedModel, message: steps_pb2.Submission, deadline:
         prompt_logprobs=_prompt_logprobs(prompt_logprobs, len(input_ids), limits),
         client=message.client,
         weight=weight,
+        adapter=model.adapter,
     )
 
 

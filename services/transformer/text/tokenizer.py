@@ -32,6 +32,7 @@ from services.transformer.text.detokenizer import Decoder
 from services.transformer.text.token_bytes import TokenBytes
 
 FILES = ("*.json", "*.model", "*.txt", "*.jinja")
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
 _VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")  # Without one, AutoTokenizer makes up its own.
 _INLINE_BYTES = 8 * 1024
 _INLINE_MESSAGES = 64
@@ -45,7 +46,7 @@ class TextTokenizer:
     """One model's tokenizer; `pool` is shared by all models."""
 
     def __init__(self, name: str, folder: Path, pool: ThreadPoolExecutor) -> None:
-        if not _has_vocabulary(folder):
+        if not has_vocabulary(folder):
             raise StartupError(f"model {name}: no tokenizer in {folder}: it has none of {', '.join(_VOCABULARIES)}")
         self._tokenizer: Any = _read_tokenizer(name, folder)
         self.backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
@@ -138,6 +139,10 @@ class TextTokenizer:
         ids: list[int] = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
+    def set_chat_template(self, template: str) -> None:
+        """Replaces the chat template of the tokenizer's own files."""
+        self._tokenizer.chat_template = template
+
     @property
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
@@ -217,7 +222,8 @@ def _not_template_options() -> frozenset[str]:
     return frozenset(own) - {"add_generation_prompt"}
 
 
-def _has_vocabulary(folder: Path) -> bool:
+def has_vocabulary(folder: Path) -> bool:
+    """Whether a folder has the files of a tokenizer."""
     return any(file.is_file() for pattern in _VOCABULARIES for file in folder.glob(pattern))
 
 
@@ -255,6 +261,6 @@ def row_tokenizer(name: str, folder: Path, pool: ThreadPoolExecutor) -> TextToke
     modules = json.loads((folder / MODULES_FILE).read_text()) if (folder / MODULES_FILE).is_file() else []
     parts = [module.get("path", "") for module in modules if str(module.get("type")).endswith("Transformer")]
     for place in (folder, *(folder / part for part in parts)):
-        if _has_vocabulary(place):
+        if has_vocabulary(place):
             return TextTokenizer(name, place, pool)
     return None

@@ -71,6 +71,7 @@ class Sequence:
         self.number = 0  # Its position in the order of arrival.
         self.state: Any = None  # A model runner's own state of it; discarded with its blocks.
         self.constraint: Constraint | None = None  # Set before it is queued.
+        self.adapter: Any = None  # See engine/adapters/low_rank.py; set before it is queued.
         self.alone = request.alone  # Until its next token.
         self.alone_is_announced = False
         self.due_at = 0.0  # When its pace allows the next token.
@@ -140,9 +141,9 @@ class Sequence:
 
     def block_names(self, count: int, block_tokens: int) -> list[bytes]:
         """The names of its first `count` blocks, all of which are full."""
-        names = self._block_names
+        names, request = self._block_names, self.request
         for index in range(len(names), count):
-            before = names[-1] if names else first_name(self.request.client, self.request.sampling.cache_salt)
+            before = names[-1] if names else first_name(request.client, request.sampling.cache_salt, request.adapter)
             names.append(block_name(before, self.ids[index * block_tokens : (index + 1) * block_tokens]))
         return names[:count]
 
