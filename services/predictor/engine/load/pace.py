@@ -31,7 +31,7 @@ from services.predictor.engine.cpu.step_sizes import size_above, size_below
 _LEAST_STRETCH = 1.8
 _LEAST = 4  # Tokens; fewer would hardly be cheaper.
 _UNKNOWN = 32  # Tokens, until there are measurements.
-_MOST = 1 << 30
+_MOST = 1 << 30  # Tokens, where steps seem to take no time.
 _PATIENCE_S = 0.25
 _LEAST_ALONE = 256  # Tokens.
 _READ = 12  # Tokens whose attention takes as long as reading all keys and values once.
