@@ -139,7 +139,7 @@ def test_costs_are_measured_while_the_same_streams_run():
     st.integers(1, 64),
     st.integers(0, 10**6),
 )
-@example([(0, [(0, 1)], sys.float_info.min)], 0, 1, 0)
+@example([(0, [(0, 2048)], sys.float_info.min)], 0, 1, 0)
 def test_prompts_progress_after_any_measurements(seen, streams, prompts, position):
     pace = PrefillPace(TARGET_S)
     for observation in seen:
