@@ -56,7 +56,8 @@ _OPENAI: Mapping[str, Wrong] = {
     "n": either(NO_WHOLE, whole(-9, 0), whole(17, 10**9), HUGE, one_of('"2"')),
     "stream": either(NO_TRUTH, one_of("1", '"true"')),
     "stream_options": one_of("5", "[]", '"x"', '{"include_usage":true}', '{"include_usage":5}'),
-    "response_format": one_of('{"type":"json_object"}', "5", "[]"),
+    "response_format": one_of('{"type":"structural_tag"}', '{"type":"json_schema"}', "5", "[]"),
+    "structured_outputs": one_of("{}", "5", "[]", '{"regex":"("}', '{"json":{"not":{}}}', '{"grammar":"start: x"}'),
     "logit_bias": one_of('{"5":1}', "5", "[1]"),
     "truncate_prompt_tokens": one_of("5", "true"),
 }
