@@ -4,7 +4,7 @@
 import assert from "node:assert/strict";
 import OpenAI from "openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
-import { generateText, stepCountIs, streamText, tool } from "ai";
+import { Output, generateText, stepCountIs, streamText, tool } from "ai";
 import { z } from "zod";
 
 const [gateway, model] = process.argv.slice(2);
@@ -25,7 +25,8 @@ const streamed = await client.chat.completions.stream(forced).finalChatCompletio
 assert.equal(streamed.choices[0].message.tool_calls[0].function.arguments, call.function.arguments);
 assert.equal(streamed.choices[0].finish_reason, "tool_calls");
 
-const ai = createOpenAICompatible({ name: "millrace", baseURL, apiKey: "any", includeUsage: true })(model);
+const provider = { name: "millrace", baseURL, apiKey: "any", includeUsage: true, supportsStructuredOutputs: true };
+const ai = createOpenAICompatible(provider)(model);
 const executed = [];
 const weather = tool({
   description: "Looks the weather of a city up.",
@@ -56,4 +57,6 @@ for await (const part of stream.fullStream) {
 }
 for (const kind of ["tool-input-start", "tool-input-delta", "tool-call", "tool-result"]) assert.ok(kinds.has(kind), kind);
 assert.equal(await stream.finishReason, "tool-calls");
+const { output } = await generateText({ ...options, tools: undefined, output: Output.object({ schema: Weather }) });
+Weather.parse(output);
 console.log("done");

@@ -1,8 +1,7 @@
-"""LangChain, LiteLLM, instructor and OpenAI's client, unmodified, with tools: GATEWAY and MODEL, of the bundled
-storyteller's size with a template that takes tools.
+"""LangChain, LiteLLM, instructor and OpenAI's client, unmodified, with tools and structured output: GATEWAY, MODEL.
 
-The calls are forced: such a model decides nothing by itself. Run in an environment of its own; prints "done" if every
-check passed.
+The model is of the bundled storyteller's size, with a template that takes tools. It decides nothing by itself, so the
+calls are forced. Run in an environment of its own; prints "done" if every check passed.
 """
 
 import json
@@ -64,7 +63,7 @@ results = [ToolMessage(weather.invoke(call["args"]), tool_call_id=call["id"]) fo
 after = chat.bind_tools([weather]).invoke([HumanMessage(QUESTION), answer, *results])
 assert isinstance(after, AIMessage)
 assert after.content or after.tool_calls
-for method in ("function_calling",):
+for method in ("function_calling", "json_schema"):
     found = chat.with_structured_output(Weather, method=method).invoke(QUESTION)
     assert isinstance(found, Weather), found
 
@@ -87,6 +86,9 @@ rebuilt = litellm.stream_chunk_builder(chunks, messages=[USER])
 assert rebuilt.choices[0].message.tool_calls[0].function.arguments == call.function.arguments
 assert rebuilt.choices[0].finish_reason == whole.choices[0].finish_reason == "tool_calls"
 
+described = litellm.completion(response_format=Weather, **{**request, "tools": None})
+checked(described.choices[0].message.content)
+
 # instructor.
 client = openai.OpenAI(base_url=url, api_key="any", max_retries=0)
 patched = instructor.from_openai(client, mode=instructor.Mode.TOOLS)
@@ -94,6 +96,11 @@ found = patched.chat.completions.create(model=model, response_model=Weather, mes
 assert isinstance(found, Weather)
 *_, last = patched.chat.completions.create_partial(model=model, response_model=Weather, messages=[USER], **SETTINGS)
 assert last.model_dump() == found.model_dump()
+described = instructor.from_openai(client, mode=instructor.Mode.JSON_SCHEMA)
+found = described.chat.completions.create(
+    model=model, response_model=Weather, messages=[USER], max_retries=0, **SETTINGS
+)
+assert isinstance(found, Weather)
 
 # OpenAI's client, with its own parsing of strict tools.
 parsed = client.chat.completions.parse(
