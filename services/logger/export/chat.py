@@ -5,8 +5,8 @@ message (platform.openai.com/docs/guides/supervised-fine-tuning). A text prompt 
 of OpenAI's completion models, which TRL reads too (huggingface.co/docs/trl/dataset_formats).
 
 Only whole answers that ended by themselves are examples: not those that redaction has changed, and not those that end
-at `max_tokens`, which would teach a model to stop anywhere. Nor are chats with tools, whose answers are on record in the
-model's own format.
+at `max_tokens`, which would teach a model to stop anywhere. Nor are chats with tools, whose answers are on record in
+the model's own format.
 """
 
 from __future__ import annotations

@@ -41,7 +41,9 @@ async def tokenize(
         if sum(sum(map(len, message)) for message in messages) > MAX_TEXT_BYTES:
             raise _too_long()
         options = {"add_generation_prompt": request.add_generation_prompt, **request.chat_template_kwargs}
-        text = await tokenizer.render(messages, MAX_TEXT_BYTES, options, bodies, deadline)
+        if request.tools and not tokenizer.answer_syntax.takes_tools:
+            raise InvalidRequestError("the chat template of the model has no place for tools", param="tools")
+        text = await tokenizer.render(messages, MAX_TEXT_BYTES, options, bodies, deadline, request.tool_definitions)
         adds = request.add_special_tokens is True
     if len(text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES:
         raise _too_long()
