@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from millrace.errors import InvalidRequestError
 from millrace.sampling import SamplingParameters
 from services.predictor.engine.grammar.compiler import GrammarCompiler
-from services.predictor.engine.grammar.masks import MaskComputer
+from services.predictor.engine.grammar.masks import forbidden_tokens
 from services.predictor.engine.interface import GenerationRequest
 from services.predictor.engine.state.sequence import Sequence
 from services.predictor.engine.state.slot import MergingSlot
@@ -207,14 +207,13 @@ async def test_a_model_without_a_usable_tokenizer_refuses_grammars(tmp_path):
 async def test_a_mask_has_the_width_of_the_models_logits(vocabulary):
     asked = request({"regex": "a|[b-z]+"})
     sequence = Sequence(asked, MergingSlot(asked.sampling), frozenset({EOS}))
-    compiler, masks, done = GrammarCompiler(MODELS / "storyteller"), MaskComputer(), asyncio.Event()
+    compiler, done = GrammarCompiler(MODELS / "storyteller"), asyncio.Event()
     loop = asyncio.get_running_loop()
     compiler.begin(sequence, lambda _: loop.call_soon_threadsafe(done.set), lambda: None)
     await done.wait()
-    rows, forbidden = masks.begin([SimpleNamespace(sequence=sequence)], vocabulary).result()
+    rows, forbidden = forbidden_tokens([SimpleNamespace(sequence=sequence)], vocabulary)
     allowed = [token_id for token_id, never in enumerate(forbidden[0].tolist()) if not never]
     assert rows == [0]
     assert forbidden.shape == (1, vocabulary)
     assert allowed == [i for i in range(min(1536, vocabulary)) if re.fullmatch("a|[b-z]+", STORIES.decode([i]))]
     compiler.close()
-    masks.close()

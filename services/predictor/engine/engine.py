@@ -31,7 +31,6 @@ from millrace.grammars import PARAMETER
 from millrace.rpc.watchdog import Watchdog, dump_tracebacks
 from services.predictor.engine.ending import Ending
 from services.predictor.engine.grammar.compiler import GrammarCompiler
-from services.predictor.engine.grammar.masks import MaskComputer
 from services.predictor.engine.interface import (
     EngineDeadError,
     EngineLimits,
@@ -91,7 +90,6 @@ class ContinuousBatchingEngine:
         self._progress = ProgressWatch(step_timeout_s)
         self._step_timeout_s = step_timeout_s
         self._grammars = grammars
-        self._masks = MaskComputer()
         self._passes = count()
         self._step_under_way: int | None = None  # The number of the current pass.
         self._compute = self._computation(runner)
@@ -147,15 +145,13 @@ class ContinuousBatchingEngine:
         # The thread has ended all requests, unless its step hangs.
         self._end_all()
         self._watchdog.join()
-        self._masks.close()
         if self._grammars is not None:
             self._grammars.close()
 
     def _computation(self, runner: ModelRunner | StepComputer) -> Callable[[list[Row]], Outcome]:
         if isinstance(runner, StepComputer):
             return partial(runner.compute, statistics=self.statistics)
-        vocabulary = self.limits.vocabulary_size
-        return StepRunner(runner, self._masks, vocabulary, self.statistics, self._make_room, self._begin_pass).run
+        return StepRunner(runner, self.statistics, self._make_room, self._begin_pass).run
 
     def _queue(self, sequence: Sequence) -> None:
         """Queues a sequence, unless it would miss a deadline in the queue or while it runs."""

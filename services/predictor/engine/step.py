@@ -18,7 +18,7 @@ import numpy as np
 from millrace.errors import MillraceError, RequestFailedError
 from millrace.oip.prompt_logprobs import PromptLogprobs
 from services.predictor.engine.faults import is_device_error, is_out_of_memory
-from services.predictor.engine.grammar.masks import MaskComputer
+from services.predictor.engine.grammar.masks import forbidden_tokens
 from services.predictor.engine.interface import EngineDeadError, EngineStatistics, Logprobs
 from services.predictor.engine.runners.interface import ModelRunner
 from services.predictor.engine.sampling.sampler import NO_TOKEN, sample
@@ -67,14 +67,12 @@ class StepRunner:
     """See the module.
 
     `make_room` is the scheduler's. `begin` is called before each pass except the first, because each has the timeout of
-    a step; `vocabulary` is the number of logits of a row.
+    a step.
     """
 
     def __init__(
         self,
         runner: ModelRunner,
-        masks: MaskComputer,
-        vocabulary: int,
         statistics: EngineStatistics,
         make_room: Callable[[list[Row]], Sequence | None],
         begin: Callable[[], None],
@@ -83,8 +81,6 @@ class StepRunner:
         self._statistics = statistics
         self._make_room = make_room
         self._begin = begin
-        self._masks = masks
-        self._vocabulary = vocabulary
 
     def run(self, rows: list[Row]) -> Outcome:
         """Computes the rows; raises errors for which no request is to blame."""
@@ -114,17 +110,16 @@ class StepRunner:
             return self._replay(rows, error)
 
     def _try(self, rows: list[Row]) -> list[Result]:
-        sampling = [row for row in rows if row.samples]
-        masks = self._masks.begin(sampling, self._vocabulary)
         started = time.perf_counter_ns()
         logits = self._runner.run(rows)
         self._statistics.forward_ns += time.perf_counter_ns() - started
+        sampling = [row for row in rows if row.samples]
         scoring = [row for row in rows if row.scores]
         results = [Result(row, NO_TOKEN, None) for row in rows if not row.samples] if len(sampling) < len(rows) else []
         if sampling:
             last = logits[: len(sampling)] if scoring else logits
-            forbidden = None if masks is None else masks.result()
-            sampled = sample(last, [row.sequence.row for row in sampling], forbidden)
+            masks = forbidden_tokens(sampling, last.shape[1])
+            sampled = sample(last, [row.sequence.row for row in sampling], masks)
             results += map(Result, sampling, sampled.token_ids, sampled.logprobs)
         if scoring:
             scores = dict(zip(scoring, score(logits[len(sampling) :], scoring), strict=True))

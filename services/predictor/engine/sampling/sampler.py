@@ -32,7 +32,7 @@ from torch import Tensor
 
 from millrace.sampling import MAX_TOP_LOGPROBS, SamplingParameters
 from services.predictor.engine.interface import Logprobs
-from services.predictor.engine.sampling.vocabulary import argmax, invert, largest, ordered
+from services.predictor.engine.sampling.vocabulary import argmax, invert, largest, maximum, ordered
 from services.predictor.engine.state.sequence import SamplingRow
 
 NO_TOKEN = -1
@@ -76,7 +76,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], masks: tuple[list[int], 
     highest = scores.gather(1, token_ids[:, None])
     usable = highest.isfinite()[:, 0]
     if scores is not raw:
-        usable &= raw.amax(-1).isfinite()
+        usable &= maximum(raw).isfinite()
     sampled = [i for i, row in enumerate(rows) if not row.sampling.is_greedy]
     if sampled:
         index = torch.tensor(sampled, device=raw.device)
@@ -146,8 +146,14 @@ def _mask_forbidden(scores: Tensor, masks: tuple[list[int], Tensor] | None) -> T
     """Masks the tokens that rows must not have; the same tensor if there are no such rows."""
     if masks is None:
         return scores
-    index = torch.tensor(masks[0], device=scores.device)
-    return scores.index_copy(0, index, scores[index].masked_fill_(masks[1].to(scores.device), -torch.inf))
+    rows, forbidden = masks
+    if not scores.is_cuda:
+        # By numpy, as in vocabulary.py: torch's threads wait for each other where other processes have the cores.
+        masked = scores.numpy().copy()
+        masked[rows] = np.where(forbidden.numpy(), -np.inf, masked[rows])
+        return torch.from_numpy(masked)
+    index = torch.tensor(rows, device=scores.device)
+    return scores.index_copy(0, index, scores[index].masked_fill_(forbidden.to(scores.device), -torch.inf))
 
 
 def _mask_early_end(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
