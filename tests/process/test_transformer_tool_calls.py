@@ -49,8 +49,17 @@ class Stack:
         self._predictor.answer = self._tokenizer.encode(text, add_special_tokens=False).ids
 
     @property
+    def prompt_ids(self):
+        return list(self._predictor.calls[-1].request.prompt_ids)
+
+    @property
     def prompt(self):
-        return self._tokenizer.decode(list(self._predictor.calls[-1].request.prompt_ids), skip_special_tokens=False)
+        return self._tokenizer.decode(self.prompt_ids, skip_special_tokens=False)
+
+    async def tokens(self, status=200, **body):
+        answer = await self._stub.openai("Tokenize", orjson.dumps({"model": MODEL, **body}))
+        assert answer.status == status, answer.data
+        return orjson.loads(answer.data)
 
     async def chat(self, *headers, status=200, **fields):
         body = {"model": MODEL, "messages": [USER], "max_tokens": 500, "seed": 1, **fields}
@@ -122,6 +131,8 @@ async def test_calls_are_read_in_the_models_own_format(folders, name):
         assert all(len(one) == 9 and one.isalnum() if name == "mistral" else one.startswith("call_") for one in ids)
         one, _, _ = await ask.message(tools=TOOLS, parallel_tool_calls=False)
         assert len(one["tool_calls"]) == 1
+        counted = await ask.tokens(messages=[USER], tools=TOOLS)
+        assert counted["tokens"] == ask.prompt_ids
         # The calls and their answers go back to the model.
         tool = {"role": "tool", "tool_call_id": first["id"], "content": "It rains."}
         ask.answers("It rains in Rome.")
@@ -178,4 +189,5 @@ async def test_a_model_without_a_place_for_tools_refuses_them(folders):
             refusal = (await ask.chat(status=400, tools=TOOLS, tool_choice=choice))["error"]
             assert refusal["param"] == "tools"
             assert "the chat template of model 'teller' has no place for tools" in refusal["message"]
+        assert (await ask.tokens(400, messages=[USER], tools=TOOLS))["error"]["param"] == "tools"
         await asyncio.gather(ask.chat(tools=TOOLS, tool_choice="none"), ask.chat(tools=[]))

@@ -39,7 +39,9 @@ async def tokenize(
     else:
         messages = [message.for_template for message in request.messages or ()]
         options = {"add_generation_prompt": request.add_generation_prompt, **request.chat_template_kwargs}
-        text = await chat_text(messages, options, tokenizer, bodies, deadline)
+        if request.tools and not tokenizer.answer_syntax.takes_tools:
+            raise InvalidRequestError("the chat template of the model has no place for tools", param="tools")
+        text = await chat_text(messages, options, tokenizer, bodies, deadline, request.tool_definitions)
         adds = request.add_special_tokens is True
     _check_length(text)
     ids = await tokenizer.ids(text, adds)
@@ -57,11 +59,12 @@ async def chat_text(
     tokenizer: TextTokenizer,
     bodies: BodyProcesses,
     deadline: Deadline,
+    tools: str = "",
 ) -> str:
     """The prompt that the chat template makes of messages; raises InvalidRequestError for more than MAX_TEXT_BYTES."""
     if sum(sum(map(len, message)) for message in messages) > MAX_TEXT_BYTES:
         raise _too_long()
-    text = await tokenizer.render(messages, MAX_TEXT_BYTES, options, bodies, deadline)
+    text = await tokenizer.render(messages, MAX_TEXT_BYTES, options, bodies, deadline, tools)
     _check_length(text)
     return text
 
