@@ -32,7 +32,9 @@ def runner_of(model, record=None):
     adapters = Adapters(model)
     fuse_layers(model)
     pack_linears(model)
-    return PagedRunner(model, cache_shape(model), 64, record, adapters)
+    runner = PagedRunner(model, cache_shape(model), 64, record, adapters)
+    runner.adapters = adapters
+    return runner
 
 
 def sequences(runner, numbers):

@@ -53,7 +53,7 @@ def build_engine(
     }
     vocabulary = model.get_input_embeddings().num_embeddings
     with torch.inference_mode():
-        runner = _choose_runner(name, model, shape, blocks, vocabulary, settings.cuda_graphs)
+        runner, adapters = _choose_runner(name, model, shape, blocks, vocabulary, settings.cuda_graphs)
     scheduler = Scheduler(
         BlockManager(blocks, BLOCK_TOKENS),
         settings.max_running,
@@ -73,15 +73,16 @@ def build_engine(
         grammars,
     )
     engine.description |= size
-    if isinstance(runner, PagedRunner):
-        engine.adapters = runner.adapters
+    engine.adapters = adapters
     return engine
 
 
 def _choose_runner(
     name: str, model: Any, shape: CacheShape, blocks: int, vocabulary: int, cuda_graphs: bool
-) -> ModelRunner:
+) -> tuple[ModelRunner, Adapters | None]:
+    """The runner, and the adapters that it can compute."""
     runner: ModelRunner
+    adapters: Adapters | None = None
     if T5Runner.supports(model):
         pack_linears(model)
         runner = T5Runner(model, shape, blocks)
@@ -97,7 +98,7 @@ def _choose_runner(
         logger.warning("model %s is run one row at a time: %s", name, reason)
         runner = CausalRunner(model) if _keeps_keys_and_values(model) else CachelessRunner(model)
     logger.info("model %s: runner %s, %d blocks of %d tokens", name, runner.description, blocks, BLOCK_TOKENS)
-    return runner
+    return runner, adapters
 
 
 def _keeps_keys_and_values(model: Any) -> bool:

@@ -51,7 +51,7 @@ class PagedRunner:
         adapters: Adapters | None = None,
     ) -> None:
         """With `record`, decode-only steps without adapters are recorded and replayed."""
-        self.adapters = adapters
+        self._adapters = adapters
         self._model = model
         self._cache = KeyValueCache(shape, blocks, model.device)
         self._planner = StepPlanner(self._cache)
@@ -94,7 +94,7 @@ class PagedRunner:
 
     def _adapter_numbers(self, rows: Rows[Row]) -> dict[int, int]:
         """The numbers of the adapters of rows that have one, by the row's index."""
-        if self.adapters is None or not self.adapters.is_used:
+        if self._adapters is None or not self._adapters.is_used:
             return {}
         return {i: adapter.number for i, row in enumerate(rows) if (adapter := row.sequence.adapter) is not None}
 
