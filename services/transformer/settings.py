@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import ByteSize, Field, ValidationInfo, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from millrace.endpoints import parse_endpoints
@@ -137,6 +137,25 @@ class TransformerSettings(RecordingSettings):
         validate_default=True,
         description="File with the digests of the keys, written for the gateway; needed with keys.",
     )
+    batches: Path | None = Field(
+        None,
+        description=(
+            "Folder of OpenAI's Batch API: files, batches and their results; all transformers that share it run its"
+            " batches. Empty: there are no batches."
+        ),
+    )
+    batch_concurrency: int = Field(
+        8, ge=1, le=256, description="Requests of batches that a worker answers at once, with the lowest share."
+    )
+    batch_storage: ByteSize = Field(
+        ByteSize(4 << 30),
+        ge=1 << 20,
+        description=(
+            "Maximum size of all files of batches; further files are refused. A client with a key may have half of it."
+        ),
+    )
+    batches_per_client: int = Field(16, ge=1, le=1000, description="Maximum of a client's batches in progress.")
+    batch_days: int = Field(7, ge=1, le=3650, description="Days after which files and ended batches are removed.")
     development: bool = Field(
         False, description="Allow callers to kill the predictor of their request; for demonstrations only."
     )

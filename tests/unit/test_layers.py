@@ -57,7 +57,7 @@ TRANSFORMER = (
     ("services.transformer.inference",),
     ("services.transformer.frontends.http",),
     ("services.transformer.frontends.grpc", "services.transformer.frontends.openai"),
-    ("services.transformer.frontends.v2_rest",),
+    ("services.transformer.frontends.v2_rest", "services.transformer.batches"),
     ("services.transformer.__main__",),
     ("services.transformer.worker",),
 )

@@ -25,6 +25,7 @@ from services.transformer.generation.recording import recorded_generation
 from services.transformer.generation.repeating import RepeatedTokens
 from services.transformer.generation.requests import TextRequest
 from services.transformer.generation.resume_ids import ResumePoint
+from services.transformer.generation.shares import account_of
 from services.transformer.generation.telemetry import GenerationTelemetry
 from services.transformer.generation.token_quota import Reservation, TokenQuota
 from services.transformer.models.models import TextModel
@@ -33,7 +34,7 @@ from services.transformer.predictors.resuming import ResumingGenerator, TokenStr
 from services.transformer.predictors.tokens import Generation, TokenChunk
 from services.transformer.processes.body_processes import BodyProcesses
 from services.transformer.routing.router import Router
-from services.transformer.routing.shadows import SHADOWS_SHARE, Shadows, copied_call
+from services.transformer.routing.shadows import Shadows, copied_call
 from services.transformer.text.detokenizer import Detokenizer
 from services.transformer.text.tokenizer import check_token_count
 
@@ -182,7 +183,7 @@ class Pipeline:
         prompt_ids = await self._shared_ids(request, model)
         if request.prompt_logprobs is not None:
             check_size(len(prompt_ids), request.prompt_logprobs, request.choices)
-        caller = request.call.client
+        account = account_of(request.call)
         return Generation(
             model.name,
             request.call.request_id,
@@ -191,7 +192,8 @@ class Pipeline:
             model.dialect,
             model.resumes,
             request.prompt_logprobs,
-            *((caller.name, caller.policy.weight) if not request.call.shadow_of else SHADOWS_SHARE),
+            account.name,
+            account.policy.weight,
         )
 
     async def _shared_ids(self, request: TextRequest, model: TextModel) -> list[int]:
