@@ -111,31 +111,29 @@ assert len(listed) == 5
 assert listed[0].id == batch.id
 assert len(list(client.files.list(purpose="batch"))) == 5
 assert client.files.delete(many.id).deleted
-for refused, param in (
-    (lambda: client.files.retrieve(many.id), None),
-    (lambda: create(many), None),
-    (lambda: client.batches.retrieve("batch_../x"), None),
-):
+
+
+def error_of(call, kind):
     try:
-        refused()
-    except openai.NotFoundError as error:
-        assert error.code == "not_found", error
-    else:
-        raise AssertionError
-for refused, param in (
+        call()
+    except kind as error:
+        return error
+    raise AssertionError("not refused")
+
+
+for call in (
+    lambda: client.files.retrieve(many.id),
+    lambda: create(many),
+    lambda: client.batches.retrieve("batch_../x"),
+):
+    assert error_of(call, openai.NotFoundError).code == "not_found"
+wrong_window = {"input_file_id": file.id, "endpoint": "/v1/completions", "completion_window": "1y"}
+for call, param in (
     (lambda: client.files.create(file=("x", b"x"), purpose="fine-tune"), "purpose"),
     (lambda: create(file, "/v1/models"), "endpoint"),
-    (
-        lambda: client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="1y"),
-        "completion_window",
-    ),
+    (lambda: client.batches.create(**wrong_window), "completion_window"),
     (lambda: client.batches.cancel(batch.id), None),
-    (lambda: client.batches.list(limit=101).data, "limit"),
+    (lambda: client.batches.list(limit=101), "limit"),
 ):
-    try:
-        refused()
-    except openai.BadRequestError as error:
-        assert error.param == param, error
-    else:
-        raise AssertionError(param)
+    assert error_of(call, openai.BadRequestError).param == param
 print("done")

@@ -5,12 +5,15 @@ Parsing may block: it is for a process of bodies, or for small ones.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from python_multipart.exceptions import MultipartParseError
-from python_multipart.multipart import MultipartCallbacks, MultipartParser, parse_options_header
+from python_multipart.multipart import MultipartParser, parse_options_header
 
 from millrace.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from python_multipart.multipart import MultipartCallbacks
 
 _FORM = b"multipart/form-data"
 _MAX_PARTS = 16
