@@ -1,4 +1,4 @@
-"""OpenAI's own client, unmodified: the Batch API with the bundled models: GATEWAY.
+"""OpenAI's own client, unmodified: the Batch API with the storyteller: GATEWAY KEY.
 
 Run in the clients' environment; prints "done" if every check passed.
 """
@@ -9,7 +9,7 @@ import time
 
 import openai
 
-client = openai.OpenAI(base_url=f"http://{sys.argv[1]}/v1", api_key="any", max_retries=0)
+client = openai.OpenAI(base_url=f"http://{sys.argv[1]}/v1", api_key=sys.argv[2], max_retries=0)
 FINAL = {"failed", "completed", "expired", "cancelled"}
 
 
@@ -92,7 +92,7 @@ assert [(error.line, error.code) for error in batch.errors.data] == [
     (6, "invalid_custom_id"),
 ], batch
 batch = ended(create(upload(line("one", model="nobody"))))
-assert [(error.line, error.code) for error in batch.errors.data] == [(1, "model_not_found")], batch
+assert [(error.line, error.code) for error in batch.errors.data] == [(1, "model_not_allowed")], batch
 
 # Cancelled, the rest is errors.
 many = upload(*(line(str(number), max_tokens=200, ignore_eos=True) for number in range(300)))

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 import envoy
 from millrace.oip.joined_answers import JOINS_ANSWERS
 from millrace.payload.call import RECORDED
+from millrace.rpc.call_context import BACKGROUND
 from millrace.telemetry.identity import REQUEST_ID
 from millrace.telemetry.rpc import LINK
 from millrace_protos.rest_pb2 import DESCRIPTOR
@@ -40,7 +41,7 @@ STREAMS = (
     "/grpc.health.v1.Health/Watch",
 )
 SILENT_BY_NATURE = (STREAMS[0], "/millrace.v1.PayloadLog/", "/grpc.health.v1.Health/Watch")
-OPENAI = DESCRIPTOR.services_by_name["OpenAI"]
+OPENAI = tuple(DESCRIPTOR.services_by_name[name] for name in ("OpenAI", "Batches"))
 SERVICES = ("transformer", "transformer_http", "predictor", "logger")
 HOUR_S = 3600
 
@@ -167,18 +168,21 @@ def takes(match: Config, path: str) -> bool:
 
 
 def test_each_path_of_openai_s_api_leads_to_its_method(config: Config) -> None:
-    openai = [route for _, route in every_route(config) if "regex_rewrite" in route.get("route", {})]
-    assert len(openai) == len(OPENAI.methods)
-    for method in OPENAI.methods:
+    hosts = connection_manager(config, "ingress")["route_config"]["virtual_hosts"]
+    openai = [route for host in hosts for route in host["routes"] if "regex_rewrite" in route.get("route", {})]
+    methods = [(f"/{service.full_name}/{method.name}", method) for service in OPENAI for method in service.methods]
+    assert len(openai) == len(methods)
+    for name, method in methods:
         rule = method.GetOptions().Extensions[annotations_pb2.http]
         for binding in (rule, *rule.additional_bindings):
             verb = binding.WhichOneof("pattern")
-            path = getattr(binding, verb).replace("{model}", "org.name-1")
-            (route,) = [one for one in openai if takes(one["match"], path)]
-            rest = "/org.name-1" if "{model}" in getattr(binding, verb) else ""
-            assert rewritten(route, path) == f"/{OPENAI.full_name}/{method.name}{rest}"
-            headers = {header["name"]: header["string_match"] for header in route["match"]["headers"]}
-            assert headers[":method"] == {"exact": verb.upper()}
+            path, arguments = re.subn(r"\{\w+\}", "org.name-1", getattr(binding, verb))
+            (route,) = [
+                one
+                for one in openai
+                if takes(one["match"], path) and one["match"]["headers"][0]["string_match"]["exact"] == verb.upper()
+            ]
+            assert rewritten(route, path) == name + "/org.name-1" * arguments
             assert route["route"]["cluster"] == "transformer_http"
             assert route["request_headers_to_add"][0]["header"]["key"] == "x-envoy-original-path"
             assert "envoy.filters.http.buffer" in route["typed_per_filter_config"]
@@ -251,7 +255,7 @@ def keys(part: Any) -> Iterator[str]:
 def test_metadata_of_the_transformer_is_removed_from_outside_calls(config: Config) -> None:
     removed = connection_manager(config, "ingress")["route_config"]["request_headers_to_remove"]
     of_the_stack = {name for name in removed if name.startswith("x-millrace-")}
-    assert of_the_stack == {RECORDED[0], LINK, JOINS_ANSWERS[0]}
+    assert of_the_stack == {RECORDED[0], LINK, JOINS_ANSWERS[0], BACKGROUND}
     assert "request_headers_to_remove" not in connection_manager(config, "inner")["route_config"]
 
 
