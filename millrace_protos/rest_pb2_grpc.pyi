@@ -185,6 +185,106 @@ class OpenAIServicer(metaclass=_abc_1.ABCMeta):
 
 def add_OpenAIServicer_to_server(servicer: OpenAIServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
+class BatchesStub:
+    """OpenAI's Batch API, beside the service OpenAI and served as it is. A file comes as multipart/form-data."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> BatchesAsyncStub: ...
+    CreateFile: _grpc.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    ListFiles: _grpc.UnaryStreamMultiCallable[_rest_pb2.ListRequest, _httpbody_pb2.HttpBody]
+    GetFile: _grpc.UnaryStreamMultiCallable[_rest_pb2.ObjectRequest, _httpbody_pb2.HttpBody]
+    GetFileContent: _grpc.UnaryStreamMultiCallable[_rest_pb2.ObjectRequest, _httpbody_pb2.HttpBody]
+    DeleteFile: _grpc.UnaryStreamMultiCallable[_rest_pb2.ObjectRequest, _httpbody_pb2.HttpBody]
+    CreateBatch: _grpc.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
+    ListBatches: _grpc.UnaryStreamMultiCallable[_rest_pb2.ListRequest, _httpbody_pb2.HttpBody]
+    GetBatch: _grpc.UnaryStreamMultiCallable[_rest_pb2.ObjectRequest, _httpbody_pb2.HttpBody]
+    CancelBatch: _grpc.UnaryStreamMultiCallable[_rest_pb2.ObjectRequest, _httpbody_pb2.HttpBody]
+
+@_typing.type_check_only
+class BatchesAsyncStub(BatchesStub):
+    """OpenAI's Batch API, beside the service OpenAI and served as it is. A file comes as multipart/form-data."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    CreateFile: _aio.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    ListFiles: _aio.UnaryStreamMultiCallable[_rest_pb2.ListRequest, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    GetFile: _aio.UnaryStreamMultiCallable[_rest_pb2.ObjectRequest, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    GetFileContent: _aio.UnaryStreamMultiCallable[_rest_pb2.ObjectRequest, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    DeleteFile: _aio.UnaryStreamMultiCallable[_rest_pb2.ObjectRequest, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    CreateBatch: _aio.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    ListBatches: _aio.UnaryStreamMultiCallable[_rest_pb2.ListRequest, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    GetBatch: _aio.UnaryStreamMultiCallable[_rest_pb2.ObjectRequest, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    CancelBatch: _aio.UnaryStreamMultiCallable[_rest_pb2.ObjectRequest, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+
+class BatchesServicer(metaclass=_abc_1.ABCMeta):
+    """OpenAI's Batch API, beside the service OpenAI and served as it is. A file comes as multipart/form-data."""
+
+    @_abc_1.abstractmethod
+    def CreateFile(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]: ...
+
+    @_abc_1.abstractmethod
+    def ListFiles(
+        self,
+        request: _rest_pb2.ListRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]: ...
+
+    @_abc_1.abstractmethod
+    def GetFile(
+        self,
+        request: _rest_pb2.ObjectRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]: ...
+
+    @_abc_1.abstractmethod
+    def GetFileContent(
+        self,
+        request: _rest_pb2.ObjectRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]: ...
+
+    @_abc_1.abstractmethod
+    def DeleteFile(
+        self,
+        request: _rest_pb2.ObjectRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]: ...
+
+    @_abc_1.abstractmethod
+    def CreateBatch(
+        self,
+        request: _httpbody_pb2.HttpBody,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]: ...
+
+    @_abc_1.abstractmethod
+    def ListBatches(
+        self,
+        request: _rest_pb2.ListRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]: ...
+
+    @_abc_1.abstractmethod
+    def GetBatch(
+        self,
+        request: _rest_pb2.ObjectRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]: ...
+
+    @_abc_1.abstractmethod
+    def CancelBatch(
+        self,
+        request: _rest_pb2.ObjectRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]: ...
+
+def add_BatchesServicer_to_server(servicer: BatchesServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
 class ResponsesStub:
     """OpenAI's Responses API, served as the one above."""
 

@@ -81,7 +81,10 @@ def plan(
             spec("predictor", f"predictor-{replica}", port, _predictor(settings, replica), tuning)
             for replica, port in enumerate(settings.predictor_ports)
         ),
-        transformer=spec("transformer", "transformer", settings.transformer_port, _transformer(settings), _ALLOCATOR),
+        transformer=spec(
+            *("transformer", "transformer", settings.transformer_port, _transformer(settings)),
+            _ALLOCATOR | {"TRANSFORMER_BATCHES": str(settings.run_folder / "batches")},
+        ),
         envoy=ProcessSpec(
             name="envoy",
             command=commands.get("envoy", _envoy_command(envoy_config)),

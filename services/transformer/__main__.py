@@ -51,6 +51,7 @@ async def _serve(settings: TransformerSettings) -> None:
     keys = KeyFile(settings.keys, settings.key_digests) if settings.keys and settings.key_digests else None
     # transformers takes seconds to import: wrong settings are reported before that.
     _import_transformers()
+    from services.transformer.batches.service import BatchService
     from services.transformer.frontends.anthropic.errors import anthropic_error
     from services.transformer.frontends.anthropic.servicer import AnthropicServicer
     from services.transformer.frontends.grpc.inference_servicer import InferenceServicer
@@ -132,6 +133,8 @@ async def _serve(settings: TransformerSettings) -> None:
     http.add(*http_methods("Responses", responses))
     anthropic = AnthropicServicer(pipeline, router, bodies, settings.sse_keep_alive)
     http.add(*http_methods("Anthropic", anthropic, anthropic_error))
+    batches = BatchService(settings, openai, router)
+    http.add(*batches.http_methods())
     server.add_port(http, settings.http_port)
     v2_rest = OpenInferenceServicer(inference, pipeline, bodies, links, settings.sse_keep_alive)
     rest_pb2_grpc.add_OpenInferenceServicer_to_server(v2_rest, server.grpc)
@@ -146,6 +149,7 @@ async def _serve(settings: TransformerSettings) -> None:
             await processor.load()
         for name in ("", *_OWN):
             await server.set_serving(name, True)
+        server.own("batches", batches.run(server.stopping))
 
     async def load_and_watch() -> None:
         await load()
@@ -170,6 +174,7 @@ async def _serve(settings: TransformerSettings) -> None:
     server.at_stop(replicas.close)
     server.at_stop(partial(tap.stop, _TAP_DRAIN_S))
     server.at_stop(bodies.close)
+    server.at_stop(batches.close)
     if settings.listen == "take-over":
         await load()
         server.own("watch", catalogue.watch(report_ready))

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import ByteSize, Field, ValidationInfo, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from millrace.endpoints import is_service, parse_endpoints
@@ -161,6 +161,25 @@ class TransformerSettings(RecordingSettings):
     reasoning_formats: ReasoningFormats = Field(
         {}, description="The same for the marks of reasoning: think, mistral or none."
     )
+    batches: Path | None = Field(
+        None,
+        description=(
+            "Folder of OpenAI's Batch API: files, batches and their results; all transformers that share it run its"
+            " batches. Empty: there are no batches."
+        ),
+    )
+    batch_concurrency: int = Field(
+        8, ge=1, le=256, description="Requests of batches that a worker answers at once, with the lowest share."
+    )
+    batch_storage: ByteSize = Field(
+        ByteSize(4 << 30),
+        ge=1 << 20,
+        description=(
+            "Maximum size of all files of batches; further files are refused. A client with a key may have half of it."
+        ),
+    )
+    batches_per_client: int = Field(16, ge=1, le=1000, description="Maximum of a client's batches in progress.")
+    batch_days: int = Field(7, ge=1, le=3650, description="Days after which files and ended batches are removed.")
     development: bool = Field(
         False, description="Allow callers to kill the predictor of their request; for demonstrations only."
     )

@@ -63,6 +63,7 @@ TRANSFORMER = (
         "services.transformer.frontends.anthropic",
         "services.transformer.frontends.responses",
         "services.transformer.frontends.v2_rest",
+        "services.transformer.batches",
     ),
     ("services.transformer.__main__",),
     ("services.transformer.worker",),

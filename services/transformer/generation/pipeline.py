@@ -28,6 +28,7 @@ from services.transformer.generation.recording import recorded_generation
 from services.transformer.generation.repeating import RepeatedTokens
 from services.transformer.generation.requests import TextRequest
 from services.transformer.generation.resume_ids import ResumePoint
+from services.transformer.generation.shares import account_of
 from services.transformer.generation.telemetry import GenerationTelemetry
 from services.transformer.generation.token_quota import Reservation, TokenQuota
 from services.transformer.generation.tool_use import check_tools, forced_form, parser_of, reasoned_form
@@ -37,7 +38,7 @@ from services.transformer.predictors.resuming import ResumingGenerator, TokenStr
 from services.transformer.predictors.tokens import Generation, TokenChunk
 from services.transformer.processes.body_processes import BodyProcesses
 from services.transformer.routing.router import Router
-from services.transformer.routing.shadows import SHADOWS_SHARE, Shadows, copied_call
+from services.transformer.routing.shadows import Shadows, copied_call
 from services.transformer.text.answer_syntax import AnswerSyntax, SyntaxSettings
 from services.transformer.text.detokenizer import Detokenizer
 from services.transformer.text.tokenizer import check_token_count
@@ -203,7 +204,7 @@ class Pipeline:
             check_size(len(prompt_ids), request.prompt_logprobs, request.choices)
         if request.has_parts and (request.tools is not None or sampling.structured_outputs):
             sampling = await self._formed(request, model, sampling, prompt_ids)
-        caller = request.call.client
+        account = account_of(request.call)
         return Generation(
             model.name,
             request.call.request_id,
@@ -212,7 +213,8 @@ class Pipeline:
             model.dialect,
             model.resumes,
             request.prompt_logprobs,
-            *((caller.name, caller.policy.weight) if not request.call.shadow_of else SHADOWS_SHARE),
+            account.name,
+            account.policy.weight,
         )
 
     async def _formed(
