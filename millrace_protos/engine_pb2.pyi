@@ -67,6 +67,8 @@ class EngineCommands(_message.Message):
     SUBMISSIONS_FIELD_NUMBER: _builtins.int
     CANCELLED_FIELD_NUMBER: _builtins.int
     REPORTED_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    UNLOADED_ADAPTERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def submissions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceToGenerate]: ...
     @_builtins.property
@@ -75,20 +77,59 @@ class EngineCommands(_message.Message):
     def reported(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceKey]:
         """Their callers have been notified that they run isolated."""
 
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterToLoad]: ...
+    @_builtins.property
+    def unloaded_adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Numbers. Sequences in flight keep their adapter."""
+
     def __init__(
         self,
         *,
         submissions: _abc.Iterable[Global___SequenceToGenerate] | None = ...,
         cancelled: _abc.Iterable[Global___SequenceKey] | None = ...,
         reported: _abc.Iterable[Global___SequenceKey] | None = ...,
+        adapters: _abc.Iterable[Global___AdapterToLoad] | None = ...,
+        unloaded_adapters: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "reported", b"reported", "submissions", b"submissions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "cancelled", b"cancelled", "reported", b"reported", "submissions", b"submissions", "unloaded_adapters", b"unloaded_adapters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EngineCommands: _TypeAlias = EngineCommands  # noqa: Y015
+
+@_typing.final
+class AdapterToLoad(_message.Message):
+    """An adapter of the process's model. Numbers are unique in the process, and never 0."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    FOLDER_FIELD_NUMBER: _builtins.int
+    IS_LOCAL_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    name: _builtins.str
+    folder: _builtins.str
+    is_local: _builtins.bool
+    """As in EngineLaunch."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        name: _builtins.str = ...,
+        folder: _builtins.str = ...,
+        is_local: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "is_local", b"is_local", "name", b"name", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterToLoad: _TypeAlias = AdapterToLoad  # noqa: Y015
 
 @_typing.final
 class SequenceKey(_message.Message):
@@ -133,6 +174,7 @@ class SequenceToGenerate(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     CLIENT_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     channel: _builtins.int
     number: _builtins.int
     request_id: _builtins.str
@@ -145,6 +187,8 @@ class SequenceToGenerate(_message.Message):
     prompt_logprobs: _builtins.int
     client: _builtins.str
     weight: _builtins.float
+    adapter: _builtins.int
+    """The number of a loaded one; 0: the model alone."""
     @_builtins.property
     def input_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -165,10 +209,11 @@ class SequenceToGenerate(_message.Message):
         prompt_logprobs: _builtins.int | None = ...,
         client: _builtins.str = ...,
         weight: _builtins.float = ...,
+        adapter: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_first_token_timeout_s", b"_first_token_timeout_s", "_prompt_logprobs", b"_prompt_logprobs", "first_token_timeout_s", b"first_token_timeout_s", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_timeout_s", b"_first_token_timeout_s", "_prompt_logprobs", b"_prompt_logprobs", "alone", b"alone", "channel", b"channel", "client", b"client", "deadline", b"deadline", "first_token_timeout_s", b"first_token_timeout_s", "input_ids", b"input_ids", "moved", b"moved", "number", b"number", "output_ids", b"output_ids", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sampling", b"sampling", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_timeout_s", b"_first_token_timeout_s", "_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "alone", b"alone", "channel", b"channel", "client", b"client", "deadline", b"deadline", "first_token_timeout_s", b"first_token_timeout_s", "input_ids", b"input_ids", "moved", b"moved", "number", b"number", "output_ids", b"output_ids", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sampling", b"sampling", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__first_token_timeout_s: _TypeAlias = _typing.Literal["first_token_timeout_s"]  # noqa: Y015
     _WhichOneofArgType__first_token_timeout_s: _TypeAlias = _typing.Literal["_first_token_timeout_s", b"_first_token_timeout_s"]  # noqa: Y015
@@ -195,6 +240,7 @@ class EngineFrame(_message.Message):
     READY_FIELD_NUMBER: _builtins.int
     STARTUP_ERROR_FIELD_NUMBER: _builtins.int
     FIRST_TOKENS_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     startup_error: _builtins.str
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChannelStep]: ...
@@ -214,6 +260,8 @@ class EngineFrame(_message.Message):
     def ready(self) -> Global___EngineFacts: ...
     @_builtins.property
     def first_tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceTime]: ...
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterLoaded]: ...
     def __init__(
         self,
         *,
@@ -225,10 +273,11 @@ class EngineFrame(_message.Message):
         ready: Global___EngineFacts | None = ...,
         startup_error: _builtins.str | None = ...,
         first_tokens: _abc.Iterable[Global___SequenceTime] | None = ...,
+        adapters: _abc.Iterable[Global___AdapterLoaded] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_ready", b"_ready", "_startup_error", b"_startup_error", "_state", b"_state", "ready", b"ready", "startup_error", b"startup_error", "state", b"state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ready", b"_ready", "_startup_error", b"_startup_error", "_state", b"_state", "alone", b"alone", "ended", b"ended", "first_tokens", b"first_tokens", "ready", b"ready", "started", b"started", "startup_error", b"startup_error", "state", b"state", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ready", b"_ready", "_startup_error", b"_startup_error", "_state", b"_state", "adapters", b"adapters", "alone", b"alone", "ended", b"ended", "first_tokens", b"first_tokens", "ready", b"ready", "started", b"started", "startup_error", b"startup_error", "state", b"state", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__ready: _TypeAlias = _typing.Literal["ready"]  # noqa: Y015
     _WhichOneofArgType__ready: _TypeAlias = _typing.Literal["_ready", b"_ready"]  # noqa: Y015
@@ -244,6 +293,34 @@ class EngineFrame(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__state) -> _WhichOneofReturnType__state | None: ...
 
 Global___EngineFrame: _TypeAlias = EngineFrame  # noqa: Y015
+
+@_typing.final
+class AdapterLoaded(_message.Message):
+    """How the load of an adapter has ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    fingerprint: _builtins.str
+    error: _builtins.str
+    """In one line; empty: it is loaded."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        fingerprint: _builtins.str = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "fingerprint", b"fingerprint", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterLoaded: _TypeAlias = AdapterLoaded  # noqa: Y015
 
 @_typing.final
 class ChannelStep(_message.Message):

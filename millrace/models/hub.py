@@ -18,7 +18,12 @@ from millrace.models.sources import ModelSource
 logger = logging.getLogger(__name__)
 
 _PROGRESS_INTERVAL_S = 2.0
-_MODEL_FILES = ("config.json", "model.py", "modules.json")  # Any of these makes a folder a model.
+_MODEL_FILES = (
+    "config.json",
+    "model.py",
+    "modules.json",
+    "adapter_config.json",
+)  # Any of these makes a folder a model.
 
 Report = Callable[[str], None]
 

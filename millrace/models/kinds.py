@@ -3,10 +3,11 @@
 It depends only on the folder's files, so that both services decide the same. The rules, in order:
 
 1. `model.py`, in a local folder: a Python model (code of the hub is never run);
-2. `modules.json` (a model of sentence-transformers): embeddings;
-3. `config.json` names a class `…ForSequenceClassification`: classification;
-4. it names an encoder (`BertModel`, `T5EncoderModel`, …): embeddings;
-5. anything else generates text, or the predictor refuses it.
+2. `adapter_config.json` (PEFT's): an adapter of a model that generates text;
+3. `modules.json` (a model of sentence-transformers): embeddings;
+4. `config.json` names a class `…ForSequenceClassification`: classification;
+5. it names an encoder (`BertModel`, `T5EncoderModel`, …): embeddings;
+6. anything else generates text, or the predictor refuses it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 from millrace.models.sources import ModelSource, read_config
 
 PYTHON_FILE = "model.py"
+ADAPTER_FILE = "adapter_config.json"
 MODULES_FILE = "modules.json"
 
 _GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -25,6 +27,7 @@ _GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 class ModelKind(StrEnum):
     PYTHON = "python"
+    ADAPTER = "adapter"
     GENERATION = "generation"
     CLASSIFICATION = "classification"
     EMBEDDING = "embedding"
@@ -34,6 +37,8 @@ def kind_of(source: ModelSource, folder: Path) -> ModelKind:
     """The kind of the model whose files lie in `folder`; ValueError where config.json names nothing that is served."""
     if source.is_local and (folder / PYTHON_FILE).is_file():
         return ModelKind.PYTHON
+    if (folder / ADAPTER_FILE).is_file():
+        return ModelKind.ADAPTER
     if (folder / MODULES_FILE).is_file():
         return ModelKind.EMBEDDING
     config = read_config(folder, "config.json")

@@ -37,6 +37,7 @@ _EXTENSIONS = (
     "parameters",
 )
 _SOURCE = "source"
+_DEPENDENTS = "unload_dependents"
 
 
 class InferenceServicer(OpenInferenceBase):
@@ -77,6 +78,9 @@ class InferenceServicer(OpenInferenceBase):
         config = config_of(model.name, model.description)
         # The transformer loads the model's tokenizer from there.
         config.parameters[_SOURCE].string_value = self._repository.source(request.name)
+        if (base := self._repository.base(request.name)) is not None:
+            config.parameters["base"].string_value = base.name
+            config.parameters["base_source"].string_value = base.where
         return pb.ModelConfigResponse(config=config)
 
     async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
@@ -111,9 +115,10 @@ class InferenceServicer(OpenInferenceBase):
         self, request: pb.RepositoryModelUnloadRequest, context: Context
     ) -> pb.RepositoryModelUnloadResponse:
         _check_repository_name(request.repository_name)
-        # No model depends on another, so there is nothing else to unload.
-        _check_parameters(request.parameters, {"unload_dependents": "bool_param"})
-        await self._repository.unload(request.model_name, deadline_of(context))
+        _check_parameters(request.parameters, {_DEPENDENTS: "bool_param"})
+        # The adapters of a base depend on it.
+        dependents = _DEPENDENTS in request.parameters and request.parameters[_DEPENDENTS].bool_param
+        await self._repository.unload(request.model_name, deadline_of(context), dependents)
         return pb.RepositoryModelUnloadResponse()
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:

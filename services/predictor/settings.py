@@ -87,6 +87,7 @@ class PredictorSettings(RecordingSettings):
         32, ge=1, description="Maximum of sequences or Python requests that run at once, for each model."
     )
     max_waiting: int = Field(256, ge=0, description="Maximum of requests that wait to run; further ones are refused.")
+    max_adapters: int = Field(16, ge=0, description="Maximum of adapters (LoRA) that one model has loaded.")
     batch_rows: int = Field(32, ge=1, description="Maximum of rows in one batch of an encoder or classifier.")
     batch_delay_ms: float = Field(2.0, ge=0, le=1000, description="Milliseconds that such a batch waits for more rows.")
     max_context: int = Field(

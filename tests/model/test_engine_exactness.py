@@ -74,8 +74,8 @@ async def test_fixed_buffers_of_padded_rows_and_blocks_give_the_same(engine_of, 
         recorded.append(forward)
         return forward
 
-    def recording_runner(model, shape, blocks, _):
-        return PagedRunner(model, shape, blocks, record)
+    def recording_runner(model, shape, blocks, _, adapters):
+        return PagedRunner(model, shape, blocks, record, adapters)
 
     monkeypatch.setattr(build, "PagedRunner", recording_runner)
     if not compiled:

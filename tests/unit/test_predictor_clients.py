@@ -48,6 +48,9 @@ class FakeRepository:
     def source(self, name):
         return "folder"
 
+    def base(self, name):
+        return None
+
     async def index(self):
         return [SimpleNamespace(name=name, state=State.READY, reason="") for name in MODELS]
 

@@ -28,7 +28,8 @@ class HttpMethod:
 
     With `takes_body` it is called by POST and `parse` gets the body. Otherwise it is called by GET, or by another
     `verb`, and `parse` gets the argument: the rest of the path after the name, or the value of the query's
-    `parameter`, as UTF-8; with `takes_query` the whole query as it is.
+    `parameter`, as UTF-8; with `takes_query` the whole query as it is. `error_body` is None where errors have
+    the shape of the server's other methods.
     """
 
     name: str
@@ -36,6 +37,7 @@ class HttpMethod:
     parse: Callable[[bytes], Any]
     takes_body: bool = True
     parameter: str = ""
+    error_body: ErrorBody | None = None
     takes_query: bool = False
     verb: str = ""
 

@@ -16,8 +16,10 @@ import torch
 from millrace.sampling import end_ids_of
 from services.predictor.engine.cpu.packed_linear import pack_linears
 from services.predictor.engine.engine import ContinuousBatchingEngine
+from services.predictor.engine.grammar.compiler import GrammarCompiler
 from services.predictor.engine.interface import EngineLimits
 from services.predictor.engine.load.pace import PrefillPace
+from services.predictor.engine.runners.adapters import Adapters
 from services.predictor.engine.runners.decode_graphs import record_cuda_graph
 from services.predictor.engine.runners.fused_layers import fuse_layers
 from services.predictor.engine.runners.interface import ModelRunner
@@ -34,9 +36,13 @@ logger = logging.getLogger(__name__)
 
 
 def build_engine(
-    name: str, model: Any, settings: PredictorSettings, flush: Callable[[], None] = lambda: None
+    name: str,
+    model: Any,
+    settings: PredictorSettings,
+    flush: Callable[[], None] = lambda: None,
+    grammars: GrammarCompiler | None = None,
 ) -> ContinuousBatchingEngine:
-    """Builds and starts the engine of a generation model; raises StartupError. For `flush` see engine.py."""
+    """Builds and starts the engine of a generation model; raises StartupError. For the rest see engine.py."""
     shape = cache_shape(model)
     context, blocks = plan_memory(name, model, shape, settings)
     # Before a runner packs the weights in a form of its own.
@@ -47,7 +53,7 @@ def build_engine(
     }
     vocabulary = model.get_input_embeddings().num_embeddings
     with torch.inference_mode():
-        runner = _choose_runner(name, model, shape, blocks, vocabulary, settings.cuda_graphs)
+        runner, adapters = _choose_runner(name, model, shape, blocks, vocabulary, settings.cuda_graphs)
     scheduler = Scheduler(
         BlockManager(blocks, BLOCK_TOKENS),
         settings.max_running,
@@ -64,30 +70,35 @@ def build_engine(
         end_ids_of(model.generation_config.eos_token_id),
         settings.step_timeout,
         flush,
+        grammars,
     )
     engine.description |= size
+    engine.adapters = adapters
     return engine
 
 
 def _choose_runner(
     name: str, model: Any, shape: CacheShape, blocks: int, vocabulary: int, cuda_graphs: bool
-) -> ModelRunner:
+) -> tuple[ModelRunner, Adapters | None]:
+    """The runner, and the adapters that it can compute."""
     runner: ModelRunner
+    adapters: Adapters | None = None
     if T5Runner.supports(model):
         pack_linears(model)
         runner = T5Runner(model, shape, blocks)
     elif model.config.is_encoder_decoder:
         runner = EncoderDecoderRunner(model)
     elif (reason := self_test(model, shape, vocabulary)) is None:
+        adapters = Adapters(model)  # Before the layers are replaced.
         fuse_layers(model)
         pack_linears(model)
         records = cuda_graphs and model.device.type == "cuda"
-        runner = PagedRunner(model, shape, blocks, record_cuda_graph if records else None)
+        runner = PagedRunner(model, shape, blocks, record_cuda_graph if records else None, adapters)
     else:
         logger.warning("model %s is run one row at a time: %s", name, reason)
         runner = CausalRunner(model) if _keeps_keys_and_values(model) else CachelessRunner(model)
     logger.info("model %s: runner %s, %d blocks of %d tokens", name, runner.description, blocks, BLOCK_TOKENS)
-    return runner
+    return runner, adapters
 
 
 def _keeps_keys_and_values(model: Any) -> bool:

@@ -27,7 +27,8 @@ class GenerationRequest:
     for none; `first_token_timeout_s` begins at the submission. `alone`: the request runs isolated; the engine computes
     nothing else until its next token. `prompt_logprobs`: how many of the likeliest tokens at each prompt position,
     besides the prompt token's own log probability; None for neither. `client` ("": there are no keys) shares cached
-    prefixes only with itself; `weight` is that of its policy (millrace/clients.py).
+    prefixes only with itself; `weight` is that of its policy (millrace/clients.py). `adapter`: the number of a loaded
+    adapter, 0 for the base alone.
     """
 
     id: str
@@ -41,6 +42,7 @@ class GenerationRequest:
     prompt_logprobs: int | None = None
     client: str = ""
     weight: float = 1.0
+    adapter: int = 0
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
+from pathlib import Path
 from typing import Protocol
 
-from millrace.errors import HopBrokenError, MillraceError, NotReadyError, OverloadedError
+from millrace.errors import HopBrokenError, MillraceError, NotReadyError, OverloadedError, StartupError
 from millrace.step_errors import write_error
 from millrace_protos import engine_pb2, steps_pb2
 from services.predictor.engine.interface import (
@@ -34,6 +35,7 @@ from services.predictor.engine.interface import (
 )
 from services.predictor.engine_process.connection import EngineConnection
 from services.predictor.engine_process.own_channel import OwnChannel, RemoteSlot
+from services.predictor.engine_process.remote_adapters import LoadedAdapter, RemoteAdapters
 from services.predictor.engine_process.step_frames import Key
 
 logger = logging.getLogger(__name__)
@@ -76,6 +78,7 @@ class RemoteEngine:
         self._sinks: dict[int, StepSink] = {_OWN_CHANNEL: self._own}
         self._channels, self._numbers = count(1), count(1)
         self._in_flight: dict[Key, Timeline] = {}
+        self._adapters = RemoteAdapters(self._command)
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._closing = False
@@ -156,6 +159,17 @@ class RemoteEngine:
         if (channel, number) in self._in_flight:
             self._command(engine_pb2.EngineCommands(reported=[_message((channel, number))]))
 
+    async def load_adapter(self, name: str, folder: Path, is_local: bool) -> LoadedAdapter:
+        """Loads an adapter of the model; raises StartupError."""
+        if self._closing or self._ended.is_set():
+            raise StartupError(f"model {name}: the engine of its base is stopping")
+        return await self._adapters.load(name, folder, is_local)
+
+    def unload_adapter(self, number: int) -> None:
+        """Forgets an adapter, except for sequences in flight; on any thread."""
+        with suppress(RuntimeError):  # The loop has ended, and so will the engine.
+            self._loop.call_soon_threadsafe(self._adapters.unload, number)
+
     async def died(self) -> None:
         await asyncio.shield(self._died)
         raise EngineProcessError(f"the engine of model {self._name} died")
@@ -184,6 +198,8 @@ class RemoteEngine:
             self._state = frame.state
             for field, value in frame.state.counters.ListFields():
                 setattr(self.statistics, field.name, value)
+        for loaded in frame.adapters:
+            self._adapters.take(loaded)
         for each in frame.started:
             if (timeline := self._in_flight.get(_key(each.sequence))) is not None:
                 timeline.started = each.at
@@ -207,6 +223,7 @@ class RemoteEngine:
         if self._look is not None:
             self._look.cancel()
         self._state = engine_pb2.EngineState(counters=self._state.counters)
+        self._adapters.lost()
         lost: dict[int, list[engine_pb2.SequenceEnd]] = defaultdict(list)
         steps: dict[int, steps_pb2.Step] = defaultdict(steps_pb2.Step)
         for (channel, number), timeline in self._in_flight.items():
@@ -253,6 +270,7 @@ def _submission(channel: int, number: int, request: GenerationRequest) -> engine
         prompt_logprobs=request.prompt_logprobs,
         client=request.client,
         weight=request.weight,
+        adapter=request.adapter,
     )
 
 

@@ -60,6 +60,11 @@ class StepFrames:
                 self._add_state(frame)
             self._send(framed(frame.SerializeToString()))
 
+    def send(self, frame: engine_pb2.EngineFrame) -> None:
+        """Sends a frame of its own."""
+        with self._sending:
+            self._send(framed(frame.SerializeToString()))
+
     def send_state(self, interval_s: float) -> None:
         """Sends the engine's state, unless a frame had it within the interval."""
         with self._sending:

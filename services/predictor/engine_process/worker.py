@@ -3,8 +3,8 @@
 How the model is loaded is the caller's: own_loading.py, or vllm_engine/loading.py in an interpreter that has vLLM.
 
 Threads: the engine's own and its watchdog; the main thread, which reads commands; and a reporter, which sends the state
-while no step does, so that silence means that the process hangs, and ends the process when the engine has died. The
-first frame from here is `ready` or `startup_error`.
+while no step does, so that silence means that the process hangs, and ends the process when the engine has died; and one
+that loads adapters. The first frame from here is `ready` or `startup_error`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from millrace.telemetry.logs import set_up_logging
 from millrace_protos import engine_pb2
 from services.predictor.engine.engine import ContinuousBatchingEngine
 from services.predictor.engine.interface import GenerationRequest
+from services.predictor.engine_process.adapter_loading import AdapterLoading
 from services.predictor.engine_process.framing import framed, messages
 from services.predictor.engine_process.step_frames import Key, StepFrames, state_message
 from services.predictor.generation.running_model import LoadedGeneration
@@ -82,8 +83,11 @@ def _serve(connection: socket.socket, commands: Iterator[bytes], launch: engine_
     frames.report(lambda: state_message(engine.load, engine.statistics))
     _send(connection, framed(engine_pb2.EngineFrame(ready=_facts(loaded)).SerializeToString()))
     threading.Thread(target=_report, args=(engine, frames), name=f"report-{launch.model}", daemon=True).start()
+    adapters = AdapterLoading(loaded, frames.send)
     for message in commands:
-        _obey(engine_pb2.EngineCommands.FromString(message), engine, frames)
+        command = engine_pb2.EngineCommands.FromString(message)
+        adapters.obey(command)
+        _obey(command, engine, frames)
 
 
 def _facts(loaded: LoadedGeneration) -> engine_pb2.EngineFacts:
@@ -137,6 +141,7 @@ def _submit(message: engine_pb2.SequenceToGenerate, engine: ContinuousBatchingEn
         message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         message.client,
         message.weight,
+        message.adapter,
     )
     try:
         engine.generate(request, output)

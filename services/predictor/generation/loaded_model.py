@@ -12,7 +12,8 @@ from services.predictor.engine.interface import Engine
 class LoadedModel:
     """A model's engine and the facts that its metadata and configuration report.
 
-    `device_memory`: bytes that it holds on a GPU.
+    `device_memory`: bytes that it holds on a GPU. `adapter`: its number in the engine, which is that of its base; 0 for
+    a model that is no adapter.
     """
 
     name: str
@@ -23,3 +24,4 @@ class LoadedModel:
     engine: Engine
     fingerprint: str = ""
     device_memory: int = 0
+    adapter: int = 0

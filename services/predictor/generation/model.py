@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -91,7 +91,7 @@ class GenerationModel:
     async def warm_up(self) -> None:
         """Generates two tokens with the engine: a model that is ready has generated before."""
         sampling = self._loaded.defaults.changed({"max_tokens": 2, "ignore_eos": True}).resolved(2)
-        slot = self.engine.submit(GenerationRequest("warm-up", [0], sampling))
+        slot = self.engine.submit(GenerationRequest("warm-up", [0], sampling, adapter=self._loaded.adapter))
         try:
             while (await slot.read()).finish_reason is None:
                 pass
@@ -117,6 +117,17 @@ class GenerationModel:
                 yield slot, observed
             finally:
                 slot.cancel()
+
+
+class AdapterModel(GenerationModel):
+    """An adapter: the engine is its base's, and stays when the adapter is closed; `unload` takes it out of there."""
+
+    def __init__(self, loaded: LoadedModel, unload: Callable[[], None]) -> None:
+        super().__init__(loaded)
+        self._unload = unload
+
+    def close(self) -> None:
+        self._unload()
 
 
 def _describe(loaded: LoadedModel) -> ModelDescription:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import threading
 from operator import add, sub
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from services.predictor.engine.interface import Engine, EngineLoad, EngineTotals
-from services.predictor.generation.model import GenerationModel
+from services.predictor.generation.model import AdapterModel, GenerationModel
 from services.predictor.models.served_model import ServedModel
 
 
@@ -26,7 +26,7 @@ class _Served(NamedTuple):
 
 
 class ServedEngines:
-    """Thread-safe. Ignores models that have no engine."""
+    """Thread-safe. Ignores models that have no engine of their own: an adapter is computed by its base's."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -36,7 +36,7 @@ class ServedEngines:
 
     def add(self, model: ServedModel) -> None:
         """Starts to observe a model's engine."""
-        if isinstance(model, GenerationModel):
+        if _has_engine(model):
             with self._lock:
                 self._end(model.name)
                 self._served[model.name] = _Served(model.engine, model.engine.load.totals, model.loaded.device_memory)
@@ -44,7 +44,7 @@ class ServedEngines:
 
     def remove(self, model: ServedModel) -> None:
         """Keeps the totals of a model that has been closed."""
-        if isinstance(model, GenerationModel):
+        if _has_engine(model):
             with self._lock:
                 served = self._served.get(model.name)
                 if served is not None and served.engine is model.engine:
@@ -84,6 +84,10 @@ class ServedEngines:
         served = self._served.pop(name, None)
         if served is not None:
             self._ended[name] = _sum(self._ended.get(name, EngineTotals()), served.counted)
+
+
+def _has_engine(model: ServedModel) -> TypeGuard[GenerationModel]:
+    return isinstance(model, GenerationModel) and not isinstance(model, AdapterModel)
 
 
 def _sum(one: EngineTotals, other: EngineTotals) -> EngineTotals:

@@ -30,7 +30,10 @@ class IndexRow(NamedTuple):
 
 @dataclass(eq=False)
 class Entry:
-    """`expected`: nothing is ready without it. `fetched`: the files of the served or last served model."""
+    """`expected`: nothing is ready without it. `fetched`: the files of the served or last served model.
+
+    `base`: of an adapter that is loaded or being loaded, the entry of its base.
+    """
 
     source: ModelSource
     state: State
@@ -38,6 +41,7 @@ class Entry:
     expected: bool = False
     serving: Serving | None = None
     fetched: FetchedModel | None = None
+    base: Entry | None = None
     watch: asyncio.Task[None] | None = None
     backoff: Backoff = field(default_factory=Backoff)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # Held by the task that changes the entry.

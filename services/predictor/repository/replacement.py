@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from millrace.errors import StartupError
 from services.predictor.engine.interface import EngineProcessError
+from services.predictor.repository.adapters import until_served
 from services.predictor.repository.entry import Entry, State
 
 if TYPE_CHECKING:
@@ -29,18 +30,24 @@ async def watch(repository: ModelRepository, entry: Entry) -> None:
 
 
 async def _replace(repository: ModelRepository, entry: Entry, death: EngineProcessError) -> None:
-    """Returns when another engine process serves the model, or another load or unload has begun."""
+    """Returns when another engine process serves the model, or another load or unload has begun.
+
+    An adapter waits for the engine of its base, which is replaced by the base's own task.
+    """
     name = entry.source.name
     serving, entry.serving = entry.serving, None
     entry.set(State.LOADING, f"{death}; another one is started")
     await repository.changed()
     if serving is not None:
         repository.engines.remove(serving.model)
-    repository.engines.restarting(name)
+    if entry.base is None:
+        repository.engines.restarting(name)
     while not repository.ending:
         if delay_s := entry.backoff.delay_s():
             logger.warning("model %s: its engine is started again in %.1f s", name, delay_s)
             await asyncio.sleep(delay_s)
+        if entry.base is not None:
+            await until_served(entry.base, repository.watchers)
         async with entry.turn:
             if entry.state is State.READY:
                 return

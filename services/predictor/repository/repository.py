@@ -9,6 +9,8 @@ Loads run one at a time and continue if their callers leave (operations.py); the
 - An unload drains: requests in flight have `drain_s`, then end as UNAVAILABLE; those that can resume elsewhere are
   handed back. Then the model's threads end and its memory is released.
 - A load that fails returns its error to the caller and changes nothing else.
+- An adapter (LoRA) is loaded into the engine of its base (adapters.py). While a base has adapters it is neither loaded
+  again nor unloaded without them.
 - A generation model whose engine process ends is loaded again (replacement.py). Other models live in this process: it
   ends if one of them cannot continue.
 
@@ -42,6 +44,7 @@ from services.predictor.engine.interface import EngineDeadError
 from services.predictor.engine_process.engine_host import EngineHost
 from services.predictor.generation.served_engines import ServedEngines
 from services.predictor.models.served_model import VERSION
+from services.predictor.repository.adapters import adapters_of, attach, check_free, find_base, is_adapter
 from services.predictor.repository.entry import Entry, IndexRow, State
 from services.predictor.repository.lease import Serving
 from services.predictor.repository.loading import FetchedModel, build, fetch_model, warmed_up
@@ -89,7 +92,8 @@ class ModelRepository:
 
     async def load_all(self) -> None:
         """Loads the configured models and warms each up; raises StartupError."""
-        for entry in list(self._entries.values()):
+        # Bases before their adapters.
+        for entry in sorted(self._entries.values(), key=lambda entry: is_adapter(entry.source)):
             if entry.serving is None:
                 await self._load(entry, entry.source)
 
@@ -99,17 +103,23 @@ class ModelRepository:
             raise InvalidRequestError("the request names no model")
         if self.ending:
             raise _stopping()
+        check_free(self._entries, name)
         found = await asyncio.to_thread(self._locations.find, name, source)
         await self._operations.run(f"load of {name}", self._load_for_caller(found), deadline)
 
-    async def unload(self, name: str, deadline: Deadline = NO_DEADLINE) -> None:
-        """Unloads a model; does nothing if it is not loaded; raises NotFoundError for an unknown name."""
+    async def unload(self, name: str, deadline: Deadline = NO_DEADLINE, with_adapters: bool = False) -> None:
+        """Unloads a model; does nothing if it is not loaded; raises NotFoundError for an unknown name.
+
+        A base of loaded adapters is refused (InvalidRequestError), or unloaded after them.
+        """
         entry = self._entries.get(name)
         if entry is None:
             if name not in await asyncio.to_thread(self._locations.names):
                 raise NotFoundError(f"no model {name!r}")
             return
-        await self._operations.run(f"unload of {name}", self._unload(entry), deadline)
+        if not with_adapters:
+            check_free(self._entries, name)
+        await self._operations.run(f"unload of {name}", self._unload_all(entry), deadline)
 
     async def index(self) -> list[IndexRow]:
         """Every known model, and those in the repository folder that can be loaded."""
@@ -153,6 +163,11 @@ class ModelRepository:
     def source(self, name: str) -> str:
         """The source of a model that `get` returns, in the notation of `MODELS`."""
         return self._entries[name].source.where
+
+    def base(self, name: str) -> ModelSource | None:
+        """The source of the base of an adapter that `get` returns; None for other models."""
+        base = self._entries[name].base
+        return None if base is None else base.source
 
     async def drain(self, timeout_s: float) -> None:
         """Refuses new requests; lets those in flight end or resume elsewhere; after the timeout hands back the rest."""
@@ -215,14 +230,24 @@ class ModelRepository:
     async def _make(self, entry: Entry, source: ModelSource) -> Serving:
         """Builds and warms up the model; first unloads the entry's current one if there is no memory for both."""
         fetched = await run_in_daemon_thread(f"load-{source.name}", partial(fetch_model, source, entry.report))
+        base = None
+        if fetched.kind is ModelKind.ADAPTER:
+            base = find_base(self._entries.values(), source, fetched.folder, self._settings.max_adapters)
         if fetched.kind is ModelKind.GENERATION and entry.serving is not None:
             await self._take_out(entry)
             entry.set(State.LOADING, "loading")
-        serving = await self._build(source, fetched, entry.report)
+        replaced, entry.base = entry.base, base
+        try:
+            serving = await self._build(source, fetched, base, entry.report)
+        except BaseException:
+            entry.base = replaced if entry.serving is not None else None
+            raise
         entry.fetched = fetched
         return serving
 
-    async def _build(self, source: ModelSource, fetched: FetchedModel, report: Report) -> Serving:
+    async def _build(self, source: ModelSource, fetched: FetchedModel, base: Entry | None, report: Report) -> Serving:
+        if base is not None:
+            return await warmed_up(attach(source, fetched.folder, base, report))
         building = build(source, fetched, self._settings, self._host, report, self.engines.device_memory)
         return await warmed_up(building)
 
@@ -230,7 +255,7 @@ class ModelRepository:
         """Builds the model from the files that are there."""
         if entry.fetched is None:
             raise StartupError(f"model {entry.source.name} has no files")
-        return await self._build(entry.source, entry.fetched, lambda _: None)
+        return await self._build(entry.source, entry.fetched, entry.base, lambda _: None)
 
     async def serve(self, entry: Entry, serving: Serving) -> None:
         """Makes the entry READY."""
@@ -240,6 +265,11 @@ class ModelRepository:
         entry.set(State.READY)
         entry.expected = True
         await self.changed()
+
+    async def _unload_all(self, entry: Entry) -> None:
+        for adapter in adapters_of(self._entries.values(), entry):
+            await self._unload(adapter)
+        await self._unload(entry)
 
     async def _unload(self, entry: Entry) -> None:
         async with entry.turn:
@@ -251,6 +281,7 @@ class ModelRepository:
             if entry.serving is None:
                 await entry.unwatch()  # It is about to replace the model's engine.
             await self._take_out(entry)
+            entry.base = None
             await self.changed()
 
     async def _take_out(self, entry: Entry) -> None:

@@ -31,7 +31,7 @@ from services.transformer.predictors.descriptions import PredictorModel
 from services.transformer.predictors.first_token import FirstToken
 from services.transformer.predictors.predictor import Predictor
 from services.transformer.predictors.replicas import LOADING, READY, UNAVAILABLE, ModelState, Replicas
-from services.transformer.text.model_text import ModelText, read_text
+from services.transformer.text.model_text import BaseNeededError, ModelText, read_text
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,8 @@ class Catalogue:
     def load_all(self) -> None:
         """Reads the text side of every model that is configured, one by one; blocks; raises StartupError."""
         for source in self._sources.values():
-            self._texts[source.name] = read_text(source, self._pool)
+            with suppress(BaseNeededError):  # The predictor's description of an adapter names its base.
+                self._texts[source.name] = read_text(source, self._pool)
 
     def as_text(self, model: Model) -> TextModel:
         """The model, if it takes text; raises InvalidRequestError."""
@@ -283,7 +284,11 @@ class Catalogue:
             return ModelText()
         try:
             source = source or parse_location(name, described.source or "")
-            text = await run_in_daemon_thread(f"tokenizer-{name}", partial(read_text, source, self._pool))
+            base = None
+            if described.base is not None:
+                base_name, base_source = described.base
+                base = self._sources.get(base_name) or parse_location(base_name, base_source)
+            text = await run_in_daemon_thread(f"tokenizer-{name}", partial(read_text, source, self._pool, base))
         except (StartupError, ValueError) as error:
             reason = str(error)
             if name not in self._sources and not (source and source.is_local):

@@ -32,6 +32,7 @@ class TextModel:
     fingerprint: str = ""  # Of its weights; "" if the predictor reports none.
     scores_prompts: bool = False
     facts: Mapping[str, str] = field(default_factory=dict)  # See predictors/descriptions.py.
+    base: str = ""  # The name of the model whose adapter it is.
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ def model_of(name: str, described: PredictorModel, text: ModelText) -> TextModel
         fingerprint=described.fingerprint,
         scores_prompts=described.scores_prompts,
         facts=described.facts,
+        base=described.base[0] if described.base is not None else "",
     )
 
 

@@ -37,8 +37,9 @@ FACTS = ("architecture", "device", "dtype", "runner", "parameter_count", "weight
 @dataclass(frozen=True)
 class PredictorModel:
     """One model at a predictor; `source` is a folder or hub id as `MODELS` names it, `fingerprint` that of its weights,
-    `facts` are those of FACTS that it states. Without `streams` it cannot stream token ids. `labels` are those
-    of a classifier, empty if the predictor does not name them."""
+    `base` the name and source of the model whose adapter it is, `facts` are those of FACTS that it states. Without
+    `streams` it cannot stream token ids. `labels` are those of a classifier, empty if the predictor does not name them.
+    """
 
     name: str
     versions: Sequence[str]
@@ -47,6 +48,7 @@ class PredictorModel:
     context_length: int | None = None
     is_encoder_decoder: bool | None = None
     source: str | None = None
+    base: tuple[str, str] | None = None
     fingerprint: str = ""
     dialect: Dialect = OURS
     streams: bool = True
@@ -95,6 +97,7 @@ def described(
         context_length=int(length) if is_ours else None,
         is_encoder_decoder={"true": True, "false": False}.get(parameters.get("is_encoder_decoder", "")),
         source=parameters.get("source") or None,
+        base=(parameters["base"], parameters["base_source"]) if is_ours and "base" in parameters else None,
         fingerprint=parameters.get(FINGERPRINT, ""),
         dialect=OURS if is_ours else _dialect(metadata),
         streams=streams,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from millrace.errors import MillraceError, StartupError
@@ -11,8 +12,9 @@ from millrace.models.hub import fetch
 from millrace.models.kinds import ModelKind, kind_of
 from millrace.models.sources import ModelSource, read_config
 from millrace.sampling import ContextLimits, SamplingParameters, defaults_of
-from services.transformer.text.tokenizer import FILES, TextTokenizer, row_tokenizer
+from services.transformer.text.tokenizer import CHAT_TEMPLATE_FILE, FILES, TextTokenizer, has_vocabulary, row_tokenizer
 
+_DEFAULTS_FILE = "generation_config.json"
 # The names that configurations of transformers have for it.
 _CONTEXT_LENGTH = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
 
@@ -26,21 +28,48 @@ class ModelText:
     limits: ContextLimits | None = None
 
 
-def read_text(source: ModelSource, pool: ThreadPoolExecutor) -> ModelText:
-    """Reads a model's files, which may first be downloaded; blocks; raises StartupError."""
+class BaseNeededError(Exception):
+    """The files of an adapter need those of its base beside them."""
+
+
+def read_text(source: ModelSource, pool: ThreadPoolExecutor, base: ModelSource | None = None) -> ModelText:
+    """Reads a model's files, which may first be downloaded; blocks; raises StartupError, and BaseNeededError.
+
+    What the folder of an adapter lacks (tokenizer, chat template, sampling defaults) is that of its `base`.
+    """
     folder = fetch(source, FILES)
     try:
         kind = kind_of(source, folder)
+        if kind is ModelKind.ADAPTER:
+            if base is None:
+                raise BaseNeededError
+            return _read_adapter(source, folder, fetch(base, FILES), pool)
         if kind is ModelKind.PYTHON:
             return ModelText()
         if kind is not ModelKind.GENERATION:
             return ModelText(row_tokenizer(source.name, folder, pool))
-        config = read_config(folder, "config.json")
-        is_encoder_decoder = bool(config.get("is_encoder_decoder"))
-        defaults = defaults_of(read_config(folder, "generation_config.json"), is_encoder_decoder)
-        return ModelText(TextTokenizer(source.name, folder, pool), defaults, _limits(config, is_encoder_decoder))
+        return _read_generation(TextTokenizer(source.name, folder, pool), folder, folder)
     except (ValueError, TypeError, AttributeError, OSError, MillraceError) as error:  # Files may have any contents.
         raise StartupError(f"model {source.name}: {folder}: {error}") from None
+
+
+def _read_adapter(source: ModelSource, folder: Path, base: Path, pool: ThreadPoolExecutor) -> ModelText:
+    has_own = has_vocabulary(folder)
+    tokenizer = TextTokenizer(source.name, folder if has_own else base, pool)
+    template = folder / CHAT_TEMPLATE_FILE
+    if not has_own and template.is_file():
+        tokenizer.set_chat_template(template.read_text())
+    elif not tokenizer.has_chat_template and (base / CHAT_TEMPLATE_FILE).is_file():
+        tokenizer.set_chat_template((base / CHAT_TEMPLATE_FILE).read_text())
+    has_defaults = (folder / _DEFAULTS_FILE).is_file()
+    return _read_generation(tokenizer, base, folder if has_defaults else base)
+
+
+def _read_generation(tokenizer: TextTokenizer, folder: Path, defaults_folder: Path) -> ModelText:
+    config = read_config(folder, "config.json")
+    is_encoder_decoder = bool(config.get("is_encoder_decoder"))
+    defaults = defaults_of(read_config(defaults_folder, _DEFAULTS_FILE), is_encoder_decoder)
+    return ModelText(tokenizer, defaults, _limits(config, is_encoder_decoder))
 
 
 def _limits(config: dict[str, Any], is_encoder_decoder: bool) -> ContextLimits | None:

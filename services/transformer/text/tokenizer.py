@@ -26,24 +26,27 @@ from millrace.errors import ContextLengthError, InvalidRequestError, StartupErro
 from millrace.models.kinds import MODULES_FILE
 from millrace.oip.row_outputs import TOKEN_TYPE_IDS
 from services.transformer.processes.body_processes import TEMPLATES, BodyProcesses
-from services.transformer.text.chat_templates import TemplateTimeoutError, bounded, refusals, render
+from services.transformer.text.answer_syntax import AnswerSyntax, syntax_of
+from services.transformer.text.chat_templates import TemplateTimeoutError, bounded, conversation_of, refusals, render
 from services.transformer.text.detokenizer import Decoder
 from services.transformer.text.token_bytes import TokenBytes
 
 FILES = ("*.json", "*.model", "*.txt", "*.jinja")
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
 _VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")  # Without one, AutoTokenizer makes up its own.
 _INLINE_BYTES = 8 * 1024
 _INLINE_MESSAGES = 64
 _MAX_REASON = 500
 
-Messages = Sequence[tuple[str, str]]  # (role, content)
+_INLINE_TOOLS_BYTES = 64 * 1024
+Messages = Sequence[tuple[str, str] | tuple[str, str, str]]  # (role, content[, further fields as a JSON object])
 
 
 class TextTokenizer:
     """One model's tokenizer; `pool` is shared by all models."""
 
     def __init__(self, name: str, folder: Path, pool: ThreadPoolExecutor) -> None:
-        if not _has_vocabulary(folder):
+        if not has_vocabulary(folder):
             raise StartupError(f"model {name}: no tokenizer in {folder}: it has none of {', '.join(_VOCABULARIES)}")
         self._tokenizer: Any = _read_tokenizer(name, folder)
         self.backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
@@ -91,6 +94,16 @@ class TextTokenizer:
         """Whether the model is meant to get the types of a pair's ids."""
         return TOKEN_TYPE_IDS in self._tokenizer.model_input_names
 
+    async def bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
+        """The ids of each word as vLLM reads bad words: at the beginning of a text, and after a space."""
+        texts = [prefix + word.lstrip() for word in words for prefix in ("", " ")]
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._encode_words, texts)
+
+    def _encode_words(self, texts: list[str]) -> list[list[int]]:
+        encoded = self.backend.encode_batch(texts, add_special_tokens=False)
+        distinct = dict.fromkeys(tuple(one.ids) for one in encoded)
+        return [list(ids) for ids in distinct if ids]
+
     async def strings(self, ids: Sequence[int]) -> list[str | None]:
         """The vocabulary's own strings; None for an id that has none."""
         return await asyncio.get_running_loop().run_in_executor(
@@ -126,6 +139,10 @@ class TextTokenizer:
         ids: list[int] = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
+    def set_chat_template(self, template: str) -> None:
+        """Replaces the chat template of the tokenizer's own files."""
+        self._tokenizer.chat_template = template
+
     @property
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
@@ -137,36 +154,55 @@ class TextTokenizer:
         options: Mapping[str, Any] | None,
         bodies: BodyProcesses,
         deadline: Deadline,
+        tools: str = "",
     ) -> str:
         """As `render_chat`; slow renderings run in another process."""
-        size = sum(len(content) for _, content in messages)
-        if size <= _INLINE_BYTES and len(messages) <= _INLINE_MESSAGES and not self._has_slow_template:
+        size = sum(len(content) + sum(map(len, fields)) for _, content, *fields in messages)
+        is_small = size <= _INLINE_BYTES and len(messages) <= _INLINE_MESSAGES and len(tools) <= _INLINE_TOOLS_BYTES
+        if is_small and not self._has_slow_template:
             try:
-                return self.render_chat(messages, max_tokens, options)
+                return self.render_chat(messages, max_tokens, options, tools)
             except TemplateTimeoutError:
                 self._has_slow_template = True
-        self._check_chat(messages, max_tokens, options or {})
+        self._check_chat(messages, max_tokens, options or {}, tools)
         variables = {**self._tokenizer.special_tokens_map, "add_generation_prompt": True, **(options or {})}
-        arguments = (self._name, self._tokenizer.get_chat_template(), variables)
-        conversation = orjson.dumps(_conversation(messages))
+        arguments = (self._name, self._tokenizer.get_chat_template(tools=[] if tools else None), variables)
+        conversation = orjson.dumps([messages, tools])
         _, text = await bodies.run(render, arguments, conversation, deadline, lane=TEMPLATES)
         return text.decode()
 
-    def render_chat(self, messages: Messages, max_tokens: int, options: Mapping[str, Any] | None = None) -> str:
-        """(role, content) pairs as the prompt that the model's chat template makes of them.
+    def render_chat(
+        self, messages: Messages, max_tokens: int, options: Mapping[str, Any] | None = None, tools: str = ""
+    ) -> str:
+        """The messages as the prompt that the model's chat template makes of them.
 
-        `options` are further variables of the template. What cannot fit `max_tokens` tokens is refused unread; on the
-        main thread, a template that takes too long raises TemplateTimeoutError.
+        `options` are further variables of the template, `tools` a JSON list of functions. What
+        cannot fit `max_tokens` tokens is refused unread; on the main thread, a template that takes too long raises
+        TemplateTimeoutError.
         """
         options = options or {}
-        self._check_chat(messages, max_tokens, options)
+        self._check_chat(messages, max_tokens, options, tools)
         arguments = {"add_generation_prompt": True, **options}
+        if tools:
+            arguments["tools"] = orjson.loads(tools)
         with refusals(self._name), bounded():
-            text: str = self._tokenizer.apply_chat_template(_conversation(messages), tokenize=False, **arguments)
+            text: str = self._tokenizer.apply_chat_template(conversation_of(messages), tokenize=False, **arguments)
         return text
 
-    def _check_chat(self, messages: Messages, max_tokens: int, options: Mapping[str, Any]) -> None:
-        size = sum(len(role) + len(content) for role, content in messages)
+    def text_of(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens included."""
+        text: str = self.backend.decode(ids, skip_special_tokens=False)
+        return text
+
+    @cached_property
+    def answer_syntax(self) -> AnswerSyntax:
+        """How the model writes calls and reasoning, as far as its files show."""
+        templates = self._tokenizer.chat_template or ""
+        texts = list(templates.values()) if isinstance(templates, dict) else [templates]
+        return syntax_of(texts, lambda token: self.backend.token_to_id(token) is not None)
+
+    def _check_chat(self, messages: Messages, max_tokens: int, options: Mapping[str, Any], tools: str) -> None:
+        size = sum(sum(map(len, message)) for message in messages) + len(tools)
         self._refuse_oversize(size + (len(json.dumps(options)) if options else 0), max_tokens)
         if not self.has_chat_template:
             raise InvalidRequestError(f"model {self._name!r} has no chat template; use completions with a prompt")
@@ -186,11 +222,8 @@ def _not_template_options() -> frozenset[str]:
     return frozenset(own) - {"add_generation_prompt"}
 
 
-def _conversation(messages: Messages) -> list[dict[str, str]]:
-    return [{"role": role, "content": content} for role, content in messages]
-
-
-def _has_vocabulary(folder: Path) -> bool:
+def has_vocabulary(folder: Path) -> bool:
+    """Whether a folder has the files of a tokenizer."""
     return any(file.is_file() for pattern in _VOCABULARIES for file in folder.glob(pattern))
 
 
@@ -228,6 +261,6 @@ def row_tokenizer(name: str, folder: Path, pool: ThreadPoolExecutor) -> TextToke
     modules = json.loads((folder / MODULES_FILE).read_text()) if (folder / MODULES_FILE).is_file() else []
     parts = [module.get("path", "") for module in modules if str(module.get("type")).endswith("Transformer")]
     for place in (folder, *(folder / part for part in parts)):
-        if _has_vocabulary(place):
+        if has_vocabulary(place):
             return TextTokenizer(name, place, pool)
     return None

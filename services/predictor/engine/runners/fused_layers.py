@@ -5,15 +5,21 @@ queries, keys and values are one product; rotation, writing to the cache and att
 residual sums are fused into the products. The result is the same except for rounding: transformers rounds intermediate
 results to bfloat16, this code does not.
 
+For tokens that have an adapter (LoRA), its products are added to those of the fused layer, and a fused activation is
+computed again. So the other tokens have the same numbers as in a step without adapters.
+
 The rest of the model is transformers' own, or that of `flat_decoder.py`. Layers are recognised by their class; other
 classes, and unsupported configurations, stay unchanged.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers.activations import SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
@@ -21,6 +27,7 @@ from transformers.models.opt.modeling_opt import OPTDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from services.predictor.engine.adapters.low_rank import LowRank, LowRankWeights, Part
 from services.predictor.engine.cpu import kernel
 from services.predictor.engine.cpu.kernel import Buffer
 from services.predictor.engine.cpu.packed_linear import PackedLinear, packs
@@ -39,11 +46,37 @@ class Workspace(NamedTuple):
     attended: Buffer  # [T, query heads, head size]
 
 
+class AttentionProducts(NamedTuple):
+    """What an adapter adds in an attention: to queries, keys and values, which are one output, and after it."""
+
+    projections: LowRank | None
+    output: LowRank | None
+
+
+class GatedProducts(NamedTuple):
+    """What an adapter adds in a layer of gated feed-forward; the outputs of gate and up are one."""
+
+    attention: AttentionProducts
+    has_gate: bool
+    gate_up: LowRank | None
+    down: LowRank | None
+
+
+class OPTProducts(NamedTuple):
+    """What an adapter adds in OPT's layer."""
+
+    attention: AttentionProducts
+    first: LowRank | None
+    second: LowRank | None
+
+
 class _Attention:
     """Attention over the cache, from normed hidden states to the heads' outputs, before the output layer."""
 
     def __init__(self, attention: Any, scale: float, window: int) -> None:
-        self._project = PackedLinear.of(attention.q_proj, attention.k_proj, attention.v_proj)
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        self._project = PackedLinear.of(*projections)
+        self._sizes = [projection.out_features for projection in projections]
         self._layer: int = attention.layer_idx
         self._size: int = attention.head_dim
         self._query_heads: int = attention.q_proj.out_features // self._size
@@ -58,11 +91,25 @@ class _Attention:
         """A buffer for the output for hidden states [T, model size]."""
         return Buffer((len(hidden), self._query_heads, self._size), hidden.dtype)
 
+    def products(self, weights: Mapping[str, LowRankWeights], output: str, packed: bool) -> AttentionProducts:
+        """An adapter's, from its weights by path in the layer; `output` is the output layer's name."""
+        parts = [weights.get(f"self_attn.{name}") for name in ("q_proj", "k_proj", "v_proj")]
+        return AttentionProducts(
+            LowRank.joined(parts, self._sizes, packed), _product(weights, f"self_attn.{output}", packed)
+        )
+
     def __call__(
-        self, normed: Tensor, plan: StepPlan, output: Buffer, rotary: tuple[Array, Array] | None = None
+        self,
+        normed: Tensor,
+        plan: StepPlan,
+        output: Buffer,
+        rotary: tuple[Array, Array] | None = None,
+        added: Sequence[Part] = (),
     ) -> Tensor:
         """Hidden states [T, model size] to [T, query heads x head size]; `rotary` as in `Workspace`."""
         packed = self._project.forward(normed)
+        for part in added:
+            part.add(normed, packed)
         if self._head_norms:
             norm_queries, norm_keys = self._head_norms
             norm_queries.normalise_heads(packed, 0, self._query_heads)
@@ -82,6 +129,7 @@ class GatedLayer(nn.Module):
         self._attention = _Attention(attention, attention.scaling, window)
         # A tuple, because an attribute that is a module takes a microsecond to read.
         linears = attention.o_proj, feed_forward.gate_proj, feed_forward.up_proj, feed_forward.down_proj
+        self._width: int = feed_forward.up_proj.out_features
         self._linears = tuple(map(PackedLinear.of, linears))
         self._first_norm = kernel.RmsNorm(layer.input_layernorm)
         self._second_norm = kernel.RmsNorm(layer.post_attention_layernorm)
@@ -103,14 +151,56 @@ class GatedLayer(nn.Module):
         rotary = array_of(cosines[0]), array_of(sines[0])
         return Workspace(rotary, Buffer(hidden.shape, hidden.dtype), self._attention.output(hidden))
 
+    def products(self, weights: Mapping[str, LowRankWeights], packed: bool) -> GatedProducts:
+        """An adapter's products, from its weights by path in the layer."""
+        gate, up = weights.get("mlp.gate_proj"), weights.get("mlp.up_proj")
+        return GatedProducts(
+            self._attention.products(weights, "o_proj", packed),
+            gate is not None,
+            LowRank.joined((gate, up), (self._width, self._width), packed),
+            _product(weights, "mlp.down_proj", packed),
+        )
+
     def compute(self, hidden: Tensor, plan: StepPlan, workspace: Workspace) -> Tensor:
         """Hidden states [T, model size]."""
+        if plan.adapted:
+            return self._compute_adapted(hidden, plan, workspace)
         output, gate, up, down = self._linears
         rotary, buffer, attended = workspace
         normed = self._first_norm(hidden, buffer)
         hidden = output.plus(self._attention(normed, plan, attended, rotary), hidden)
         normed = self._second_norm(hidden, buffer)
         return down.plus(up.times(normed, gate.forward(normed, "swish")), hidden)
+
+    def _compute_adapted(self, hidden: Tensor, plan: StepPlan, workspace: Workspace) -> Tensor:
+        output, gate, up, down = self._linears
+        rotary, buffer, attended = workspace
+        adapted: list[tuple[int, int, GatedProducts]] = _products_of(self, plan)
+        attentions = [(begin, end, products.attention) for begin, end, products in adapted]
+        normed = self._first_norm(hidden, buffer)
+        heads = self._attention(normed, plan, attended, rotary, _projections(attentions))
+        hidden = output.plus(heads, hidden)
+        _add_outputs(attentions, heads, hidden)
+        normed = self._second_norm(hidden, buffer)
+        gates = gate.forward(normed, "swish")
+        # Without the activation, and once for neighbours, because a product of few rows costs as much as one of many.
+        for begin, end in _runs([(begin, end) for begin, end, products in adapted if products.has_gate]):
+            gates[begin:end] = gate.forward(normed[begin:end])
+        ups: list[tuple[int, int, Tensor]] = []
+        for begin, end, products in adapted:
+            if products.gate_up is not None:
+                gate_part, up_part = products.gate_up(normed[begin:end]).chunk(2, dim=-1)
+                if products.has_gate:
+                    functional.silu(gates[begin:end].add_(gate_part), inplace=True)
+                ups.append((begin, end, up_part))
+        inner = up.times(normed, gates)
+        for begin, end, up_part in ups:
+            inner[begin:end].addcmul_(up_part, gates[begin:end])
+        hidden = down.plus(inner, hidden)
+        for begin, end, products in adapted:
+            if products.down is not None:
+                Part(begin, end, products.down).add(inner, hidden)
+        return hidden
 
 
 class OPTLayer(nn.Module):
@@ -132,9 +222,34 @@ class OPTLayer(nn.Module):
     def forward(self, hidden: Tensor, *, step_plan: StepPlan, **_: Any) -> Tensor:
         """Hidden states [1, T, model size]."""
         hidden = hidden[0]
-        attended = self._attention(self._norms[0](hidden), step_plan, self._attention.output(hidden))
+        adapted: list[tuple[int, int, OPTProducts]] = _products_of(self, step_plan) if step_plan.adapted else []
+        attentions = [(begin, end, products.attention) for begin, end, products in adapted]
+        output = self._attention.output(hidden)
+        attended = self._attention(self._norms[0](hidden), step_plan, output, None, _projections(attentions))
         hidden = self._output.plus(attended, hidden)
-        return self._second.plus(self._first.forward(self._norms[1](hidden), "relu"), hidden)[None]
+        _add_outputs(attentions, attended, hidden)
+        normed = self._norms[1](hidden)
+        inner = self._first.forward(normed, "relu")
+        for begin, end, products in adapted:
+            if products.first is not None:
+                x = normed[begin:end]
+                inner[begin:end] = torch.relu(self._first.forward(x) + products.first(x))
+        hidden = self._second.plus(inner, hidden)
+        for begin, end, products in adapted:
+            if products.second is not None:
+                Part(begin, end, products.second).add(inner, hidden)
+        return hidden[None]
+
+    def products(self, weights: Mapping[str, LowRankWeights], packed: bool) -> OPTProducts:
+        """An adapter's products, from its weights by path in the layer."""
+        return OPTProducts(
+            self._attention.products(weights, "out_proj", packed),
+            _product(weights, "fc1", packed),
+            _product(weights, "fc2", packed),
+        )
+
+
+FUSED = (GatedLayer, OPTLayer)
 
 
 def fuse_layers(model: Any) -> None:
@@ -154,3 +269,31 @@ def _fused(layer: Any, model: Any) -> nn.Module | None:
     if kind is None or not kernel.takes_heads(model.device, model.dtype, layer.self_attn.head_dim):
         return None
     return kind(layer) if kind.takes(layer) else None
+
+
+def _product(weights: Mapping[str, LowRankWeights], path: str, packed: bool) -> LowRank | None:
+    return LowRank(weights[path], packed) if path in weights else None
+
+
+def _products_of(layer: nn.Module, plan: StepPlan) -> list[Any]:
+    """The tokens of a step that have an adapter of this layer, as begin and end, and its products."""
+    return [(begin, end, adapter.layers[layer]) for adapter, begin, end in plan.adapted if layer in adapter.layers]
+
+
+def _projections(attentions: Sequence[tuple[int, int, AttentionProducts]]) -> list[Part]:
+    return [Part(begin, end, each.projections) for begin, end, each in attentions if each.projections is not None]
+
+
+def _add_outputs(attentions: Sequence[tuple[int, int, AttentionProducts]], heads: Tensor, hidden: Tensor) -> None:
+    for begin, end, each in attentions:
+        if each.output is not None:
+            Part(begin, end, each.output).add(heads, hidden)
+
+
+def _runs(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ascending ranges, with neighbours as one."""
+    runs: list[tuple[int, int]] = []
+    for begin, end in ranges:
+        first = runs.pop()[0] if runs and runs[-1][1] == begin else begin
+        runs.append((first, end))
+    return runs

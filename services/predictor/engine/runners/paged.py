@@ -17,10 +17,11 @@ from torch import Tensor
 
 from services.predictor.engine.cpu.step_sizes import size_above
 from services.predictor.engine.faults import check_numbers
+from services.predictor.engine.runners.adapters import AdapterHooks, Adapters
 from services.predictor.engine.runners.attention import NAME
 from services.predictor.engine.runners.decode_graphs import DecodeGraphs, Record
 from services.predictor.engine.runners.flat_decoder import FlatDecoder
-from services.predictor.engine.runners.step_plan import StepPlan, StepPlanner
+from services.predictor.engine.runners.step_plan import StepPlan, StepPlanner, adapted_tokens
 from services.predictor.engine.state.blocks import RESERVED
 from services.predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache
 from services.predictor.engine.state.sequence import Row, detached_sequence
@@ -41,23 +42,35 @@ class PagedRunner:
     reuses_prefixes = True
     scores_prompts = True
 
-    def __init__(self, model: Any, shape: CacheShape, blocks: int, record: Record | None = None) -> None:
-        """With `record`, decode-only steps are recorded and replayed."""
+    def __init__(
+        self,
+        model: Any,
+        shape: CacheShape,
+        blocks: int,
+        record: Record | None = None,
+        adapters: Adapters | None = None,
+    ) -> None:
+        """With `record`, decode-only steps without adapters are recorded and replayed."""
+        self._adapters = adapters
         self._model = model
         self._cache = KeyValueCache(shape, blocks, model.device)
         self._planner = StepPlanner(self._cache)
         self._flat = FlatDecoder(model) if FlatDecoder.takes(model) else None
         self._graphs = DecodeGraphs(self._forward, self._cache, record) if record else None
+        self._hooks = AdapterHooks(model)
         self._filler = detached_sequence([0] * (_PADDING + 1))  # Longer than its rows, so that none samples.
         self._filler.blocks = [0]
         model.set_attn_implementation(NAME)
 
     def run(self, rows: Rows[Row]) -> Tensor:
-        if all(row.count == 1 and row.samples for row in rows):
+        numbers = self._adapter_numbers(rows)
+        if not all(row.count == 1 and row.samples for row in rows):
+            rows = [*rows, *self._padding(sum(row.count for row in rows))]
+        elif not numbers:
             return self._decode(rows)
-        rows = [*rows, *self._padding(sum(row.count for row in rows))]
-        # The planner takes rows with one id first; the returned logits are in the caller's order.
-        order = sorted(range(len(rows)), key=lambda i: rows[i].count > 1)
+        # The planner takes rows with one id first, and the tokens of an adapter are computed together; the returned
+        # logits are in the caller's order.
+        order = sorted(range(len(rows)), key=lambda i: (rows[i].count > 1, numbers.get(i, 0)))
         packed = [rows[i] for i in order]
         ids: list[int] = []
         positions: list[int] = []
@@ -74,10 +87,16 @@ class PagedRunner:
         sampled = [i for i in order if rows[i].samples]
         if sampled != sorted(sampled):
             last = [place for _, place in sorted(zip(sampled, last, strict=True))]
-        plan = self._planner.plan(packed)
+        plan = self._planner.plan(packed, adapted_tokens(packed) if numbers else ())
         tensors = self._tensor([ids]), self._tensor([positions])
         places = [*last, *(place for i in sorted(scored) for place in scored[i])]
         return self._forward(*tensors, plan, self._tensor(places))
+
+    def _adapter_numbers(self, rows: Rows[Row]) -> dict[int, int]:
+        """The numbers of the adapters of rows that have one, by the row's index."""
+        if self._adapters is None or not self._adapters.is_used:
+            return {}
+        return {i: adapter.number for i, row in enumerate(rows) if (adapter := row.sequence.adapter) is not None}
 
     def _padding(self, tokens: int) -> list[Row]:
         """Rows of block 0 that fill a step of so many tokens up to one of the sizes of steps."""
@@ -97,6 +116,12 @@ class PagedRunner:
         """Logits of the tokens at `places`, by default of all."""
         if self._flat is not None:
             return self._flat(ids, positions, plan, places)
+        if plan.adapted:
+            with self._hooks.adding(plan.adapted):
+                return self._call(ids, positions, plan, places)
+        return self._call(ids, positions, plan, places)
+
+    def _call(self, ids: Tensor, positions: Tensor, plan: StepPlan, places: Tensor | None) -> Tensor:
         logits: Tensor = self._model(
             input_ids=ids,
             position_ids=positions,

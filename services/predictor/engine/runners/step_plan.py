@@ -7,7 +7,7 @@ other contents.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from services.predictor.engine.adapters.low_rank import AdaptedTokens, Adapter
 from services.predictor.engine.cpu.kernel import Ranges
 from services.predictor.engine.state.cache import BLOCK_TOKENS, KeyValueCache
 from services.predictor.engine.state.sequence import Row
@@ -44,6 +45,7 @@ class StepPlan:
     table: Tensor  # int32 [sequences, blocks of the longest], padded with block 0.
     owners: Tensor  # int32 [T], each token's row of the table.
     ends: Tensor  # int32 [T], each token's position + 1: it attends to positions before that.
+    adapted: Sequence[AdaptedTokens] = ()  # The tokens that have adapters.
     _derived: dict[tuple[object, ...], Any] = field(default_factory=dict)
 
     def firsts(self, window: int) -> Tensor:
@@ -94,8 +96,8 @@ class StepPlanner:
         self._table = np.zeros((0, 0), dtype=np.int32)
         self._filled: list[list[int]] = []  # The blocks in each of its rows.
 
-    def plan(self, rows: Rows[Row]) -> StepPlan:
-        """The plan for rows, of which those with one id come first."""
+    def plan(self, rows: Rows[Row], adapted: Sequence[AdaptedTokens] = ()) -> StepPlan:
+        """The plan for rows, of which those with one id come first; `adapted`: see `adapted_tokens`."""
         decodes = sum(row.count == 1 for row in rows)
         chunks = []
         owners = list(range(decodes))
@@ -106,7 +108,8 @@ class StepPlanner:
             ends += range(row.start + 1, row.start + row.count + 1)
         table = self._blocks(rows, -(-max(ends) // BLOCK_TOKENS))
         self._cache.expect(int(table.max()))
-        return StepPlan(self._cache, decodes, chunks, self._tensor(table), self._tensor(owners), self._tensor(ends))
+        tensors = self._tensor(table), self._tensor(owners), self._tensor(ends)
+        return StepPlan(self._cache, decodes, chunks, *tensors, adapted)
 
     def _tensor(self, values: list[int] | NDArray[np.int32]) -> Tensor:
         # numpy reads a list in half of torch's time.
@@ -125,3 +128,19 @@ class StepPlanner:
                 self._table[i, : len(blocks)] = blocks
                 self._filled[i] = blocks
         return np.ascontiguousarray(self._table[: len(rows), :width])
+
+
+def adapted_tokens(rows: Rows[Row]) -> list[AdaptedTokens]:
+    """The tokens of packed rows that have adapters; those of neighbouring rows with the same one are together."""
+    adapted: list[AdaptedTokens] = []
+    at = 0
+    for row in rows:
+        adapter: Adapter | None = row.sequence.adapter
+        end = at + row.count
+        if adapter is not None:
+            begin = at
+            if adapted and adapted[-1].adapter is adapter and adapted[-1].end == at:
+                begin = adapted.pop().begin
+            adapted.append(AdaptedTokens(adapter, begin, end))
+        at = end
+    return adapted

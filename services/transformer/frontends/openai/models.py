@@ -48,6 +48,8 @@ class OpenAIModels:
         card["max_model_len"] = length  # As vLLM names it.
         if model.name != name:
             card["root"] = model.name  # As vLLM names what is behind another name.
+        if isinstance(model, TextModel) and model.base:
+            card["parent"] = model.base  # As vLLM names the base of an adapter.
         return card | ({FINGERPRINT: model.fingerprint} if model.fingerprint else {})
 
     def resolve(self, name: str, client: Client, *kinds: Kind) -> str:

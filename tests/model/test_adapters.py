@@ -1,0 +1,205 @@
+"""Adapters in a batch with each other and the base: each row is that of its merged model and depends on no other."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import save_file
+
+from services.predictor.engine.cpu.packed_linear import pack_linears
+from services.predictor.engine.runners.adapters import Adapters
+from services.predictor.engine.runners.fused_layers import fuse_layers
+from services.predictor.engine.runners.memory import cache_shape
+from services.predictor.engine.runners.paged import PagedRunner
+from services.predictor.engine.state.sequence import Row, detached_sequence
+from tests.model.bfloat16 import PACKED_DTYPES
+from tests.random_adapters import merge, save_random_adapter
+from tests.random_models import PAGED, VOCABULARY, random_model
+
+LENGTH = 45
+# Some layers only, as most adapters have it: the rest of a joined product is zero.
+TARGETS = {
+    1: "",
+    2: "q_proj|v_proj|up_proj|fc1|c_attn|qkv_proj|query_key_value|gate_up_proj",
+    3: "o_proj|out_proj|gate_proj|fc2|c_proj|dense",
+}
+
+
+def runner_of(model, record=None):
+    adapters = Adapters(model)
+    fuse_layers(model)
+    pack_linears(model)
+    runner = PagedRunner(model, cache_shape(model), 64, record, adapters)
+    runner.adapters = adapters
+    return runner
+
+
+def sequences(runner, numbers):
+    """Sequences of these adapters with blocks of their own, of different ids."""
+    found = []
+    for place, number in enumerate(numbers):
+        sequence = detached_sequence([(7 * i + 13 * place + 1) % VOCABULARY for i in range(LENGTH)])
+        sequence.blocks = [1 + 2 * place, 2 + 2 * place]
+        sequence.adapter = runner.adapters.get(number)
+        found.append(sequence)
+    return found
+
+
+def logits(runner, numbers, places=None):
+    """The logits of steps with chunks, with chunks and decodes, and with decodes; by place, of rows that sample."""
+    every = sequences(runner, numbers)
+    # A row's own neighbours change, and the order of the rows, but not what they compute.
+    places = list(range(len(every))) if places is None else places
+    ids = {place: list(every[place].ids) for place in places}
+    computed = dict.fromkeys(places, 0)
+    found = {place: [] for place in places}
+    with torch.inference_mode():
+        for step in range(5):
+            rows = []
+            for place in places:
+                end = min(LENGTH, computed[place] + (20 if place % 2 or step else 44))
+                if computed[place] >= 44:
+                    end = computed[place] + 1
+                every[place].ids = ids[place][:end] if end <= LENGTH else [*ids[place], *[5] * (end - LENGTH)]
+                rows.append(Row(every[place], computed[place], end - computed[place]))
+                computed[place] = end
+            output = runner.run(rows)
+            for place, row in zip([p for p, row in zip(places, rows, strict=True) if row.samples], output, strict=True):
+                found[place].append(row.float().clone())
+    return {place: torch.stack(steps) for place, steps in found.items()}
+
+
+@pytest.mark.parametrize("architecture", PAGED)
+@pytest.mark.parametrize("dtype", PACKED_DTYPES)
+def test_rows_equal_merged_models_and_do_not_depend_on_their_neighbours(architecture, dtype, tmp_path):
+    model = random_model(architecture).to(dtype)
+    merged = {0: copy.deepcopy(model)}
+    for number, targets in TARGETS.items():
+        weights = save_random_adapter(tmp_path / str(number), model, "base", number, 3 + number, targets)
+        merged[number] = merge(copy.deepcopy(model), weights)
+    runner = runner_of(model)
+    alone = logits(runner, [0, 0, 0], places=[1])
+    for number in TARGETS:
+        runner.adapters.load(number, tmp_path / str(number))
+    numbers = [1, 0, 2, 1, 3, 0]
+    together = logits(runner, numbers)
+    # Bit by bit: the base's row as before any adapter was loaded, and each row as it is without the others.
+    assert torch.equal(together[1], alone[1])
+    for place in range(len(numbers)):
+        if dtype == torch.float32:
+            assert torch.equal(logits(runner, numbers, [place])[place], together[place])
+    tolerance = 1e-4 if dtype == torch.float32 else 0.1
+    for number, reference in merged.items():
+        expected = logits(runner_of(reference), [0] * len(numbers))
+        for place in (place for place, own in enumerate(numbers) if own == number):
+            got, wanted = together[place], expected[place]
+            assert (got - wanted).abs().max() <= tolerance * wanted.abs().max()
+            base = logits(runner, [0] * len(numbers), [place])[place]
+            assert number == 0 or (got - base).abs().max() > 0.1 * base.abs().max()
+
+
+def test_unloaded_adapters_leave_nothing(tmp_path):
+    model = random_model("gpt2")
+    save_random_adapter(tmp_path, model, "base")
+    runner = runner_of(model)
+    for number in range(1, 4):
+        runner.adapters.load(number, tmp_path)
+        adapter = weakref.ref(runner.adapters.get(number))
+        logits(runner, [number, 0])
+        runner.adapters.unload(number)
+        gc.collect()
+        assert adapter() is None
+    hooks = [len(module._forward_hooks) for module in model.modules()]
+    assert max(hooks) == 1
+
+
+def test_recorded_passes_serve_the_steps_without_adapters_only(tmp_path):
+    replayed = []
+
+    def record(forward):
+        return lambda: replayed.append(True) or forward()
+
+    model = random_model("gemma")
+    save_random_adapter(tmp_path, model, "base")
+    runner = runner_of(model, record)
+    expected = logits(runner, [0, 0])
+    assert replayed
+    runner.adapters.load(1, tmp_path)
+    replayed.clear()
+    together = logits(runner, [1, 0])
+    assert not replayed
+    assert torch.equal(together[1], expected[1])
+    assert torch.equal(logits(runner, [0, 0])[0], expected[0])
+    assert replayed
+
+
+def test_scales_follow_the_rank_its_root_and_patterns(tmp_path):
+    model = random_model("llama")
+    fields = {
+        "lora_alpha": 6,
+        "alpha_pattern": {"layers.1.self_attn.q_proj": 3, "up_proj": 5},
+        "ranks": {"v_proj": 9},
+    }
+    for name, use_root in {"plain": False, "root": True}.items():
+        weights = save_random_adapter(tmp_path / name, model, "base", rank=4, use_rslora=use_root, **fields)
+        scales = {}
+        for path, (down, _) in weights.items():
+            alpha = 5 if "up_proj" in path else 3 if "layers.1.self_attn.q_proj" in path else 6
+            scales[path] = alpha / (len(down) ** 0.5 if use_root else len(down))
+        runner = runner_of(copy.deepcopy(model))
+        runner.adapters.load(1, tmp_path / name)
+        got = logits(runner, [1])[0]
+        wanted = logits(runner_of(merge(copy.deepcopy(model), weights, scales)), [0])[0]
+        assert (got - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"peft_type": "IA3"}, "of the kind IA3"),
+        ({"task_type": "SEQ_CLS"}, "its task_type is SEQ_CLS"),
+        ({"use_dora": True}, "use_dora is not supported"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is not supported"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices is not supported"),
+        ({"bias": "all"}, "it changes biases"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa changes the base"),
+        ({"rank": 257}, "has rank 257; the maximum is 256"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(tmp_path, fields, message):
+    model = random_model("llama")
+    save_random_adapter(tmp_path, model, "base", targets="q_proj", **fields)
+    with pytest.raises(ValueError, match=message):
+        Adapters(model).load(1, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "shape", "message"),
+    [
+        ("base_model.model.lm_head.lora_A.weight", (4, 64), "it changes lm_head, which is not"),
+        ("base_model.model.model.embed_tokens.lora_embedding_A", (4, 64), r"embed_tokens.lora_embedding_A is not that"),
+        ("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", (4, 64), "only one of two weights"),
+        ("base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight", (4, 64), "it changes model.layers.7"),
+    ],
+)
+def test_weights_that_do_not_fit_the_base_are_refused(tmp_path, key, shape, message):
+    model = random_model("llama")
+    save_random_adapter(tmp_path, model, "base", targets="v_proj")
+    save_file({key: torch.zeros(shape)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        Adapters(model).load(1, tmp_path)
+
+
+def test_an_adapter_of_another_size_is_refused_with_both_sizes(tmp_path):
+    save_random_adapter(tmp_path, random_model("opt"), "base", targets="fc2")
+    larger = hf.OPTForCausalLM(
+        hf.OPTConfig(hidden_size=64, word_embed_proj_dim=64, ffn_dim=256, num_hidden_layers=2, num_attention_heads=4)
+    )
+    with pytest.raises(ValueError, match=r"\[4, 128\] and \[64, 4\], but the base's layer has 256 inputs"):
+        Adapters(larger).load(1, tmp_path)
+    (tmp_path / "adapter_model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"it has no adapter_model\.safetensors"):
+        Adapters(larger).load(1, tmp_path)
