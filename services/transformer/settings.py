@@ -165,7 +165,7 @@ class TransformerSettings(RecordingSettings):
         None,
         description=(
             "Folder of OpenAI's Batch API: files, batches and their results; all transformers that share it run its"
-            " batches. Empty: there are no batches."
+            " batches. Empty: there are no batches. `make up` sets .run/batches, compose a volume."
         ),
     )
     batch_concurrency: int = Field(

@@ -12,9 +12,11 @@ import pytest
 from google.api.httpbody_pb2 import HttpBody
 
 from millrace.clients import ANYONE, CLIENT, POLICY, Client, Policy
-from millrace.errors import InvalidRequestError, NotFoundError, OverloadedError
+from millrace.errors import InvalidRequestError, NotFoundError, NotImplementedMethodError, OverloadedError
 from millrace.rpc.call_context import call_context
-from services.transformer.batches import durable, lines, objects, results, running, store
+from millrace_protos.rest_pb2 import ObjectRequest
+from services.transformer.batches import durable, lines, objects, results, runner, running, store
+from services.transformer.batches.servicer import BatchesServicer
 from services.transformer.batches.uploads import parse_upload
 from services.transformer.generation.shares import account_of
 from tests.waiting import until
@@ -252,16 +254,19 @@ class Service:
             self.at_once -= 1
 
 
+async def find_model(name, version, call):
+    if name != "m":
+        raise NotFoundError(f"no model {name}")
+
+
 @asynccontextmanager
 async def taken(kept, batch, service, concurrency=2):
     """A batch as a process runs it that has taken it."""
 
-    async def find_model(name, version, call):
-        if name != "m":
-            raise NotFoundError(f"no model {name}")
-
     slots = asyncio.Semaphore(concurrency)
-    shared = running.Resources(kept, None, {ENDPOINT: service.complete}, find_model, slots, concurrency)
+    shared = running.Resources(
+        kept, None, {ENDPOINT: service.complete}, find_model, slots, concurrency, running.count_requests()
+    )
     found, lock = kept.take(batch.id, batch.client)
     with ThreadPoolExecutor(1) as thread:
         yield running.RunningBatch(shared, found, thread).run()
@@ -367,6 +372,49 @@ async def test_a_batch_with_a_wrong_file_fails(tmp_path):
     async with taken(kept, batch, Service()) as run:
         await run
     assert kept.batch(ALICE, batch.id).errors[0].code == "unreadable_file"
+
+
+async def test_a_process_takes_batches_until_it_stops(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "_POLL_S", 0.01)
+    kept, batch = created(tmp_path, *map(line, "abc"))
+    broken = tmp_path / "client-alice" / "batches" / "batch_0.json"
+    broken.write_text("{")
+    (tmp_path / "unfinished" / "batch_0 alice").touch()  # It does not keep others from running.
+
+    async def run(service, stopping):
+        methods = {ENDPOINT: service.complete}
+        shared = running.Resources(kept, None, methods, find_model, asyncio.Semaphore(2), 2, running.count_requests())
+        await runner.BatchRunner(shared).run(stopping)
+
+    first, stopping = Service(held="abc"), asyncio.Event()
+    task = asyncio.create_task(run(first, stopping))
+    await first.waiting.wait()
+    stopping.set()
+    await task
+    assert (first.at_once, kept.batch(ALICE, batch.id).status) == (0, "in_progress")
+
+    second, stopping = Service(), asyncio.Event()
+    task = asyncio.create_task(run(second, stopping))
+    await until(lambda: kept.batch(ALICE, batch.id).is_final)
+    stopping.set()
+    await task
+    assert results_of(kept, batch).keys() == set("abc")
+
+
+async def test_without_a_folder_the_error_names_the_setting():
+    call = BatchesServicer(None, (), None).GetBatch(ObjectRequest(id="batch_1"), _Context())
+    body = json.loads((await anext(call)).data)
+    assert "TRANSFORMER_BATCHES" in body["error"]["message"]
+    with pytest.raises(NotImplementedMethodError):
+        await anext(call)
+
+
+class _Context:
+    def invocation_metadata(self):
+        return ()
+
+    def time_remaining(self):
+        return None
 
 
 def test_the_client_of_a_batch_is_kept_with_it():

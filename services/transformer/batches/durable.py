@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from millrace.errors import OverloadedError
 
 _POLL_S, _LONGEST_WAIT_S = 0.01, 5.0
+_OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 def write_durably(path: Path, data: bytes) -> None:
@@ -80,3 +82,31 @@ def locked(path: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+@contextmanager
+def refusing_when_full() -> Iterator[None]:
+    """Makes OverloadedError of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _OUT_OF_SPACE:
+            raise
+        raise OverloadedError("the disk of the folder of batches is full; nothing was kept") from None
+
+
+def older(paths: Iterable[Path], than: float) -> Iterator[Path]:
+    """Those that were last written before a time, by the file system."""
+    for path in list(paths):
+        with suppress(FileNotFoundError):
+            if path.stat().st_mtime < than:
+                yield path
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of the files in a folder."""
+    size = 0
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):  # Removed meanwhile.
+            size += path.stat().st_size
+    return size

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
 from urllib.parse import parse_qsl
 
 from google.api.httpbody_pb2 import HttpBody
@@ -14,10 +16,6 @@ from services.transformer.batches.servicer import BatchesServicer
 _SERVICE = DESCRIPTOR.services_by_name["Batches"]
 _VERBS = {"DeleteFile": "DELETE", "CancelBatch": "POST"}
 _MAX_DIGITS = 9
-
-
-def _body(data: bytes) -> HttpBody:
-    return HttpBody(data=data)
 
 
 def _object(name: bytes) -> ObjectRequest:
@@ -34,8 +32,8 @@ def _list(query: bytes) -> ListRequest:
     return ListRequest(limit=int(limit), **texts)
 
 
-_READING = {
-    HttpBody.DESCRIPTOR.full_name: _body,
+_READING: dict[str, Callable[[bytes], Any]] = {
+    HttpBody.DESCRIPTOR.full_name: bytes,
     ObjectRequest.DESCRIPTOR.full_name: _object,
     ListRequest.DESCRIPTOR.full_name: _list,
 }

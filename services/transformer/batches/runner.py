@@ -11,8 +11,8 @@ import logging
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
-from millrace.errors import MillraceError
 from services.transformer.batches.durable import FileLock
 from services.transformer.batches.objects import Batch
 from services.transformer.batches.running import Resources, RunningBatch
@@ -38,14 +38,14 @@ class BatchRunner:
         """Runs batches until `stopping` is set; then their unfinished lines are left to others at once."""
         try:
             while not stopping.is_set():
+                wait_s = _POLL_S
                 try:
                     await self._look()
-                except (OSError, MillraceError):
-                    logger.exception("the folder of batches cannot be read; trying again")
-                try:
-                    await asyncio.wait_for(stopping.wait(), _POLL_S)
-                except TimeoutError:
-                    continue
+                except Exception:
+                    logger.exception("looking for batches has failed; trying again")
+                    wait_s = _RETRY_AFTER_S
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(stopping.wait(), wait_s)
         finally:
             tasks = [task for _, task in self._running.values()]
             for task in tasks:
@@ -68,7 +68,12 @@ class BatchRunner:
             is_due = self._not_before.get(batch_id, 0.0) <= now
             if batch_id in self._running or of_client[client] >= _MOST_OF_ONE or not is_due:
                 continue
-            taken = await asyncio.to_thread(store.take, batch_id, client)
+            try:
+                taken = await asyncio.to_thread(store.take, batch_id, client)
+            except Exception:  # The others are to run.
+                logger.exception("batch %s cannot be taken; trying again", batch_id)
+                self._not_before[batch_id] = now + _RETRY_AFTER_S
+                continue
             if taken is not None:
                 of_client[client] += 1
                 self._running[batch_id] = client, asyncio.create_task(self._run(*taken), name=batch_id)

@@ -15,6 +15,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from opentelemetry import metrics
+
 from millrace.clients import client_of
 from millrace.deadline import Deadline
 from millrace.errors import (
@@ -37,6 +39,7 @@ from services.transformer.processes.body_processes import LARGE_BODIES, SMALL_BY
 logger = logging.getLogger(__name__)
 
 _REPEATED = OverloadedError, NotReadyError, HopBrokenError
+_OUTCOME = "millrace.outcome"
 _FIRST_DELAY_S, _MAX_DELAY_S = 1.0, 60.0
 _UNWRITTEN = 64  # Results that wait for the disk; beyond these, lines wait.
 _WRITE_EVERY_S, _SAVE_EVERY_S = 0.05, 1.0
@@ -64,6 +67,13 @@ class Resources(NamedTuple):
     find_model: FindModel
     slots: asyncio.Semaphore
     concurrency: int
+    requests: metrics.Counter
+
+
+def count_requests() -> metrics.Counter:
+    """The counter of the requests of batches."""
+    description = "Requests of batches, by outcome; repeated ones run again."
+    return metrics.get_meter("millrace").create_counter("millrace.batch.requests", "{request}", description)
 
 
 class RunningBatch:
@@ -153,7 +163,6 @@ class RunningBatch:
         answered = asyncio.gather(*workers)
         writing = asyncio.create_task(self._write(), name=f"{self._batch.id}-results")
         cancelled = asyncio.create_task(self._cancel_requested(), name=f"{self._batch.id}-cancel")
-        status: Status = "expired"
         try:
             left_s = max(0.0, self._batch.expires_at - time.time())
             ended, _ = await asyncio.wait(
@@ -161,7 +170,9 @@ class RunningBatch:
             )
             for task in ended:
                 task.result()
-                status = "completed" if task is answered else "cancelled"
+            status: Status = "expired"
+            if ended:
+                status = "completed" if answered in ended else "cancelled"
         finally:
             for task in (*workers, cancelled):
                 task.cancel()
@@ -192,10 +203,15 @@ class RunningBatch:
                 work = answer_line(method, self._batch, line)
                 result, error = await asyncio.create_task(work, name="batch line")
             if not isinstance(error, _REPEATED):
+                self._count("failed" if result.is_error else "completed")
                 return result
+            self._count("repeated")
             wait_s = max(delay_s, (error.retry_after_ms or 0) / 1000)
             await asyncio.sleep(min(wait_s, _MAX_DELAY_S) * random.uniform(0.75, 1.25))  # noqa: S311
             delay_s = min(2 * delay_s, _MAX_DELAY_S)
+
+    def _count(self, outcome: str) -> None:
+        self._shared.requests.add(1, {_OUTCOME: outcome})
 
     async def _cancel_requested(self) -> None:
         while True:

@@ -9,7 +9,7 @@ from millrace.rpc.http2.methods import HttpMethod
 from services.transformer.batches import http_methods
 from services.transformer.batches.line_calls import methods_of
 from services.transformer.batches.runner import BatchRunner
-from services.transformer.batches.running import Resources
+from services.transformer.batches.running import Resources, count_requests
 from services.transformer.batches.servicer import BatchesServicer
 from services.transformer.batches.store import Limits, Store
 from services.transformer.frontends.openai.servicer import OpenAIServicer
@@ -30,7 +30,9 @@ class BatchService:
         if store is not None:
             slots = asyncio.Semaphore(settings.batch_concurrency)
             find, concurrency = router.wait_for, settings.batch_concurrency
-            self._runner = BatchRunner(Resources(store, self._bodies, methods, find, slots, concurrency))
+            self._runner = BatchRunner(
+                Resources(store, self._bodies, methods, find, slots, concurrency, count_requests())
+            )
 
     def http_methods(self) -> list[HttpMethod]:
         return http_methods.http_methods(self._servicer)

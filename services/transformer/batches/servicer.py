@@ -20,7 +20,7 @@ from millrace.errors import InvalidRequestError, NotImplementedMethodError
 from millrace.rpc.call_context import CallContext, call_context
 from millrace.rpc.handlers import Context
 from millrace.telemetry.identity import traceparent_of
-from millrace_protos import rest_pb2, rest_pb2_grpc
+from millrace_protos import rest_pb2
 from services.transformer.batches.objects import Batch, StoredFile, new_id
 from services.transformer.batches.store import Store
 from services.transformer.batches.uploads import parse_upload
@@ -64,8 +64,11 @@ class CreateBatchRequest(OpenAIRequest):
         return int(self.completion_window[:-1]) * 3600
 
 
-class BatchesServicer(rest_pb2_grpc.BatchesServicer):
-    """Without a store every method is refused. `endpoints` are those that a batch may have."""
+class BatchesServicer:
+    """Without a store every method is refused. `endpoints` are those that a batch may have.
+
+    A body is not wrapped in a message: it may be large, and would be copied.
+    """
 
     def __init__(self, store: Store | None, endpoints: Container[str], bodies: BodyProcesses) -> None:
         self._kept = store
@@ -73,13 +76,13 @@ class BatchesServicer(rest_pb2_grpc.BatchesServicer):
         self._bodies = bodies
 
     @rest_errors(openai_error)
-    async def CreateFile(self, request: HttpBody, context: Context) -> AsyncGenerator[HttpBody, None]:
+    async def CreateFile(self, request: bytes, context: Context) -> AsyncGenerator[HttpBody, None]:
         call, store = call_context(context, "millrace.rest.v1.Batches/CreateFile"), self._store
-        data, content_type = request.data, call.header("content-type")
-        if len(data) <= SMALL_BYTES:
-            upload, contents = parse_upload(data, content_type)
+        content_type = call.header("content-type")
+        if len(request) <= SMALL_BYTES:
+            upload, contents = parse_upload(request, content_type)
         else:
-            upload, contents = await self._bodies.run(parse_upload, (content_type,), data, call.deadline)
+            upload, contents = await self._bodies.run(parse_upload, (content_type,), request, call.deadline)
         if upload.purpose != _PURPOSE:
             raise InvalidRequestError("files are for batches here: purpose must be batch", param="purpose")
         file = await asyncio.to_thread(store.add_file, call.client, upload.filename, upload.purpose, contents)
@@ -120,9 +123,9 @@ class BatchesServicer(rest_pb2_grpc.BatchesServicer):
         yield json_body({"id": request.id, "object": "file", "deleted": True})
 
     @rest_errors(openai_error)
-    async def CreateBatch(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
+    async def CreateBatch(self, request: bytes, context: Context) -> AsyncGenerator[Body, None]:
         call, store = call_context(context, "millrace.rest.v1.Batches/CreateBatch"), self._store
-        parsed = parse(CreateBatchRequest, request.data)
+        parsed = parse(CreateBatchRequest, request)
         if parsed.endpoint not in self._endpoints:
             raise InvalidRequestError(f"batches of {parsed.endpoint[:64]!r} are not served", param="endpoint")
         if ignored := parsed.ignored_fields():

@@ -10,24 +10,33 @@ A client sees what is its own, an admin all. Without keys there is one client, w
 
 from __future__ import annotations
 
-import errno
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from pydantic import ValidationError
+
 from millrace.clients import NAME_PATTERN, Client
 from millrace.errors import InvalidRequestError, OverloadedError
-from services.transformer.batches.durable import FileLock, locked, sync_folder, write_durably
+from services.transformer.batches.durable import (
+    FileLock,
+    locked,
+    older,
+    refusing_when_full,
+    size_of,
+    sync_folder,
+    write_durably,
+)
 from services.transformer.batches.objects import Batch, NoSuchObjectError, StoredFile, checked_id, new_id
 
 MAX_FILES = 10_000  # Of one client.
 MAX_BATCHES = 10_000
 _DAY_S = 86_400
 _PREFIX = "client-"
-_OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_UNREADABLE = FileNotFoundError, ValidationError  # Removed meanwhile, or of another version.
 
 
 class Limits(NamedTuple):
@@ -45,6 +54,7 @@ class Store:
         self._folder = folder
         self._limits = limits
         self._clock = clock
+        self._lock = folder / ".lock"
         self._unfinished = folder / "unfinished"
         self._unfinished.mkdir(parents=True, exist_ok=True)
 
@@ -56,11 +66,11 @@ class Store:
         folder.mkdir(parents=True, exist_ok=True)
         file_id = new_id("file-")
         path = folder / f"{file_id}.jsonl"
-        with _refusing_when_full():
+        with refusing_when_full():
             self._check_room(client, folder, len(contents))
             write_durably(path, contents)
             try:
-                with self._changing():
+                with locked(self._lock):
                     self._check_room(client, folder, 0)  # Others may have added files meanwhile.
                     return self._describe(folder, file_id, filename, purpose, len(contents))
             except BaseException:
@@ -76,7 +86,7 @@ class Store:
         for path in self._listed(client, "files", after, newest_first):
             try:
                 file = StoredFile.model_validate_json(path.read_bytes())
-            except FileNotFoundError:
+            except _UNREADABLE:
                 continue
             if purpose in ("", file.purpose):
                 found.append(file)
@@ -93,7 +103,7 @@ class Store:
 
     def delete_file(self, client: Client, file_id: str) -> None:
         """Deletes a file; raises InvalidRequestError if an unfinished batch needs it."""
-        with self._changing():
+        with locked(self._lock):
             path = self._described(client, file_id)
             for batch in self._unfinished_of(path.parents[1].name.removeprefix(_PREFIX)):
                 if batch.input_file_id == file_id:
@@ -106,10 +116,10 @@ class Store:
         """Adds a batch; raises NoSuchObjectError without its file, and OverloadedError beyond a limit."""
         folder = self._own(client.name) / "batches"
         folder.mkdir(parents=True, exist_ok=True)
-        with _refusing_when_full(), self._changing():
+        with refusing_when_full(), locked(self._lock):
             if self.file(client, batch.input_file_id).purpose != "batch":
                 raise InvalidRequestError("the file's purpose must be batch", param="input_file_id")
-            if not self._input(batch).exists():
+            if not self.input(batch).exists():
                 raise InvalidRequestError("the file is another client's", param="input_file_id")
             in_progress = sum(owner == client.name for _, owner in self.unfinished())
             if in_progress >= self._limits.batches_per_client:
@@ -131,17 +141,15 @@ class Store:
         """The client's batches after one, the newest first, one more than `limit`."""
         found: list[Batch] = []
         for path in self._listed(client, "batches", after, newest_first=True):
-            try:
+            with suppress(*_UNREADABLE):
                 found.append(self._read(path))
-            except FileNotFoundError:
-                continue
             if len(found) > limit:
                 break
         return found
 
     def cancel(self, client: Client, batch_id: str) -> Batch:
         """Requests the cancellation of a batch; raises InvalidRequestError if it has ended."""
-        with self._changing():
+        with locked(self._lock):
             batch = self.batch(client, batch_id)
             if batch.is_final:
                 raise InvalidRequestError(f"the batch is {batch.status}: it cannot be cancelled")
@@ -162,7 +170,7 @@ class Store:
         if lock is None:
             return None
         try:
-            with self._changing():
+            with locked(self._lock):
                 state = self._own(client) / "batches" / f"{batch_id}.json"
                 batch = Batch.model_validate_json(state.read_bytes()) if state.exists() else None
                 if batch is None or batch.is_final:  # Its process ended at the wrong moment.
@@ -195,7 +203,7 @@ class Store:
         return self._state(batch).with_suffix(".cancel").exists()
 
     def input(self, batch: Batch) -> Path:
-        return self._input(batch)
+        return self._own(batch.client) / "files" / f"{batch.input_file_id}.jsonl"
 
     def results(self, batch: Batch, file_id: str) -> Path:
         """The file of a batch's results, which its client sees once the batch is final."""
@@ -204,24 +212,25 @@ class Store:
     def remove_old(self) -> None:
         """Removes files, and final batches, that are older than the days for which they are kept."""
         oldest = self._clock() - self._limits.days * _DAY_S
-        with self._changing():
+        with locked(self._lock):
+            unfinished = {batch_id for batch_id, _ in self.unfinished()}
             needed = {
                 file_id
                 for batch in self._unfinished_of(None)
                 for file_id in (batch.input_file_id, batch.output_file_id, batch.error_file_id)
             }
             for folder in self._folder.glob(f"{_PREFIX}*"):
-                for path in _older(folder.glob("batches/batch_*.json"), oldest):
-                    if self._read(path).is_final:
+                for path in older(folder.glob("batches/batch_*.json"), oldest):
+                    if path.stem not in unfinished:
                         path.with_suffix(".cancel").unlink(missing_ok=True)
                         path.unlink()
-                for path in _older(folder.glob("files/file-*.json"), oldest):
+                for path in older(folder.glob("files/file-*.json"), oldest):
                     if path.stem not in needed:
                         self._remove_file(path)
                 # Of processes that ended while they wrote.
-                for path in _older(folder.glob("*/.*"), oldest):
+                for path in older(folder.glob("*/.*"), oldest):
                     path.unlink(missing_ok=True)
-                for path in _older(folder.glob("files/*.jsonl"), oldest):
+                for path in older(folder.glob("files/*.jsonl"), oldest):
                     if not path.with_suffix(".json").exists() and path.stem not in needed:
                         path.unlink()
 
@@ -268,7 +277,7 @@ class Store:
     def _check_room(self, client: Client, own: Path, size: int) -> None:
         """Refuses a file beyond the limits; a client with a key may have half of the folder's bytes."""
         most = self._limits.max_bytes
-        sizes = {folder: _size_of(folder) for folder in self._folder.glob(f"{_PREFIX}*/files")}
+        sizes = {folder: size_of(folder) for folder in self._folder.glob(f"{_PREFIX}*/files")}
         if sum(sizes.values()) + size > most or (client.name and sizes.get(own, 0) + size > most // 2):
             raise OverloadedError("the folder of batches is full: delete files that are no longer needed")
         if sum(1 for _ in own.glob("file-*.json")) >= MAX_FILES:
@@ -279,8 +288,9 @@ class Store:
         found: list[Batch] = []
         for batch_id, owner in self.unfinished():
             state = self._own(owner) / "batches" / f"{batch_id}.json"
-            if client in (None, owner) and state.exists():
-                found.append(Batch.model_validate_json(state.read_bytes()))
+            if client in (None, owner):
+                with suppress(*_UNREADABLE):
+                    found.append(Batch.model_validate_json(state.read_bytes()))
         return found
 
     def _read(self, path: Path) -> Batch:
@@ -298,39 +308,6 @@ class Store:
     def _mark(self, batch: Batch) -> Path:
         return self._unfinished / f"{batch.id} {batch.client}"
 
-    def _input(self, batch: Batch) -> Path:
-        return self._own(batch.client) / "files" / f"{batch.input_file_id}.jsonl"
-
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
-        with locked(self._folder / ".lock"):
-            yield
-
-
-def _older(paths: Iterator[Path], than: float) -> Iterator[Path]:
-    """Those that were last written before a time, by the file system."""
-    return (path for path in list(paths) if path.stat().st_mtime < than)
-
-
-def _size_of(folder: Path) -> int:
-    size = 0
-    for path in folder.iterdir():
-        try:
-            size += path.stat().st_size
-        except FileNotFoundError:  # Removed meanwhile.
-            continue
-    return size
-
 
 def _no_file(file_id: str) -> NoSuchObjectError:
     return NoSuchObjectError(f"there is no file {file_id[:64]!r}")
-
-
-@contextmanager
-def _refusing_when_full() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _OUT_OF_SPACE:
-            raise
-        raise OverloadedError("the disk of the folder of batches is full; nothing was kept") from None
