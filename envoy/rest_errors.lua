@@ -55,6 +55,17 @@ local OPENAI_TYPES = {
   ["431"] = "invalid_request_error",
   ["429"] = "rate_limit_error",
 }
+local ANTHROPIC_TYPES = {
+  ["400"] = "invalid_request_error",
+  ["401"] = "authentication_error",
+  ["403"] = "permission_error",
+  ["404"] = "not_found_error",
+  ["413"] = "request_too_large",
+  ["429"] = "rate_limit_error",
+  ["431"] = "request_too_large",
+  ["503"] = "overloaded_error",
+  ["504"] = "timeout_error",
+}
 
 -- Of bodies, for each worker. A quarter of it is for small ones alone; a tiny one is not counted.
 local BODIES_BYTES = tonumber(os.getenv("REST_BODIES_MIB") or "512") * 1048576
@@ -122,6 +133,10 @@ local function json_string(text)
 end
 
 local function error_body(api, status, message)
+  if api == "anthropic" then
+    local kind = ANTHROPIC_TYPES[status] or "api_error"
+    return '{"type":"error","error":{"type":"' .. kind .. '","message":' .. message .. "}}"
+  end
   if api ~= "openai" then
     return '{"error":' .. message .. "}"
   end
@@ -214,7 +229,8 @@ function envoy_on_request(handle)
   local path = headers:get(":path")
   local is_openai = path:find("^/v1/") or path:find("^/openai/") or OPENAI_PATHS[path:match("^[^?]*")]
   local metadata = handle:streamInfo():dynamicMetadata()
-  metadata:set(METADATA, "api", is_openai and "openai" or "v2")
+  local is_anthropic = path:find("^/v1/messages$") or path:find("^/v1/messages[/?]")
+  metadata:set(METADATA, "api", is_anthropic and "anthropic" or is_openai and "openai" or "v2")
   metadata:set(METADATA, "lines", LINES[path:match("^[^?]*")] or false)
 
   local coding = (headers:get("content-encoding") or "identity"):lower()

@@ -66,12 +66,15 @@ check_rate_limits() {
   fi
 }
 
+# An item of PREDICTOR_ENDPOINTS that is a service: the transformer lists its addresses, for Envoy resolves no SRV records.
+service='^_[A-Za-z0-9-]+\._tcp\.[A-Za-z0-9_][A-Za-z0-9._-]*$'
+
 # Whether PREDICTOR_ENDPOINTS is as runner/settings.py has it.
 check_predictors() {
   local endpoint='([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([1-9][0-9]{0,4})' items item
   IFS=', ' read -ra items <<<"${PREDICTOR_ENDPOINTS:-}"
   for item in "${items[@]}"; do
-    if ! [[ $item =~ ^$endpoint$ && ${BASH_REMATCH[2]} -le 65535 ]]; then
+    if ! [[ $item =~ $service || $item =~ ^$endpoint$ && ${BASH_REMATCH[2]} -le 65535 ]]; then
       echo "PREDICTOR_ENDPOINTS=$PREDICTOR_ENDPOINTS: '$item' is not host:port" >&2
       return 78
     fi
@@ -80,17 +83,36 @@ check_predictors() {
 
 # The configuration $1 with the predictors of PREDICTOR_ENDPOINTS beside those of the container's name.
 with_predictors() {
-  local text=$1 items item host lines=
+  local text=$1 items item host lines= has_service=
   IFS=', ' read -ra items <<<"${PREDICTOR_ENDPOINTS:-}"
   for item in "${items[@]}"; do
+    if [[ $item =~ $service ]]; then
+      has_service=true
+      continue
+    fi
     host=${item%:*} host=${host#[} host=${host%]}
     lines+=$'\n'"        - endpoint: {address: {socket_address: {address: \"$host\", port_value: ${item##*:}}}}"
   done
-  if [ -n "$lines" ]; then
+  if [ -n "$lines$has_service" ]; then
     text=${text/'1s  # PREDICTOR_ENDPOINTS'/3.5s}
     text=${text/'}}}  # PREDICTOR_ENDPOINTS'/"}}}$lines"}
   fi
+  if [ -n "$has_service" ]; then
+    text=${text/'type: STRICT_DNS  # SRV'/'type: EDS'} text=${text//'#SRV '/}
+    text=${text//'<PREDICTORS>'/"$LISTED_PREDICTORS"}
+  fi
   printf '%s\n' "$text"
+}
+
+# Waits for the transformer's file of predictors, if the configuration names it.
+await_predictors() {
+  grep -q 'type: EDS' "$config" || return 0
+  for _ in {1..600}; do
+    if [ -e "$LISTED_PREDICTORS" ]; then return 0; fi
+    sleep 0.1
+  done
+  echo "the transformer has not written $LISTED_PREDICTORS (TRANSFORMER_GATEWAY_ENDPOINTS) within 60 s" >&2
+  return 69
 }
 
 # A file beside this one with the values of settings, whose letters mean nothing in YAML, and the lines behind their marks.
@@ -223,6 +245,7 @@ state=${TMPDIR:-/tmp}
 config=$state/envoy.yaml
 check_callers
 configuration >"$config"
+await_predictors
 arguments=("$@") epoch=0 before=
 launch
 envoy=$!

@@ -1,4 +1,7 @@
-"""Lists of host:port in settings: a name, an IPv4 address, or an IPv6 address in brackets, and a port."""
+"""Lists of endpoints in settings: host:port, with a name, an IPv4 address or an IPv6 address in brackets, or a service.
+
+A service is `_name._tcp.domain` without a port, as RFC 2782 has it: its SRV records have the hosts and ports.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,9 @@ import ipaddress
 import re
 
 _ENDPOINT = re.compile(r"([A-Za-z0-9_]([A-Za-z0-9._-]{0,252}[A-Za-z0-9_.])?|\[[0-9A-Fa-f:.]+\]):([1-9][0-9]{0,4})")
+_SERVICE = re.compile(
+    r"_[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?\._tcp\.[a-z0-9_]([a-z0-9._-]{0,180}[a-z0-9_.])?", re.IGNORECASE
+)
 _MAX_PORT = 65535
 
 
@@ -29,7 +35,14 @@ def host_and_port(endpoint: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def is_service(endpoint: str) -> bool:
+    """Whether an endpoint is a service, which has no port of its own."""
+    return _SERVICE.fullmatch(endpoint) is not None
+
+
 def _checked(item: str) -> str:
+    if is_service(item):
+        return item
     if (found := _ENDPOINT.fullmatch(item)) is None or int(found[3]) > _MAX_PORT:
         raise ValueError(f"{item!r} is not host:port")
     host = found[1]

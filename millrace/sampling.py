@@ -11,20 +11,32 @@ import random
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import from_json
 
 from millrace.errors import ContextLengthError, InvalidRequestError
+from millrace.structured_outputs import read_structured_outputs
 
 DEFAULT_MAX_TOKENS = 256
 GREEDY_BELOW = 1e-5  # A temperature that divides logits beyond what a float holds.
 MAX_STOP_TOKEN_IDS = 64
 MAX_TOP_LOGPROBS = 20  # OpenAI's limit.
 MAX_CACHE_SALT = 256
+MAX_BIASES = 1024
+MAX_ALLOWED_TOKEN_IDS = 1024
+MAX_BAD_SEQUENCES = 128
+MAX_BAD_TOKENS = 4096  # Of all sequences together.
 SLOWEST_PACE = 5
+# The parameters that change the logits of single tokens.
+RESTRICTIONS = ("logit_bias", "allowed_token_ids", "bad_token_ids")
 
 _MAX_LIST_TEXT = 2048  # Characters; MAX_STOP_TOKEN_IDS of any vocabulary's ids are shorter.
+_MAX_JSON_TEXT = 64 * 1024
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 @dataclass(frozen=True)
@@ -58,8 +70,20 @@ class SamplingParameters(BaseModel):
     presence_penalty: float = Field(0.0, ge=-100, le=100, description="Of tokens in the output; 0 is off.")
     frequency_penalty: float = Field(0.0, ge=-100, le=100, description="Of tokens in the output, times their count.")
     ignore_eos: bool = Field(False, description="Continues after the end-of-sequence token.")
-    stop_token_ids: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...] = Field(
+    stop_token_ids: tuple[TokenId, ...] = Field(
         (), max_length=MAX_STOP_TOKEN_IDS, description="Each ends the output, as its last id and without its text."
+    )
+    structured_outputs: str = Field(
+        "", description="The form of the answer: one of json, json_object, regex, choice, grammar."
+    )
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] = Field(
+        {}, max_length=MAX_BIASES, description="Token id to a number that is added to its logit, from -100 to 100."
+    )
+    allowed_token_ids: tuple[TokenId, ...] = Field(
+        (), max_length=MAX_ALLOWED_TOKEN_IDS, description="If there are any, no other token is generated."
+    )
+    bad_token_ids: tuple[Annotated[tuple[TokenId, ...], Field(min_length=1)], ...] = Field(
+        (), max_length=MAX_BAD_SEQUENCES, description="Sequences of token ids that the output does not contain."
     )
     logprobs: bool = Field(False, description="Reports each token's log probability.")
     top_logprobs: int = Field(
@@ -87,16 +111,45 @@ class SamplingParameters(BaseModel):
             raise ValueError(f"{SLOWEST_PACE} or more is needed: a running sequence holds its place")
         return value
 
-    @field_validator("stop_token_ids", mode="before")
+    @field_validator("stop_token_ids", "allowed_token_ids", mode="before")
     @classmethod
-    def _split(cls, value: Any) -> Any:
+    def _split(cls, value: Any, info: ValidationInfo) -> Any:
         """A list, or its text, with or without brackets."""
-        if isinstance(value, str) and len(value) <= _MAX_LIST_TEXT:
+        longest = _MAX_LIST_TEXT if info.field_name == "stop_token_ids" else _MAX_JSON_TEXT
+        if isinstance(value, str) and len(value) <= longest:
             text = value.strip()
             text = text[1:-1].strip() if text.startswith("[") and text.endswith("]") else text
             return text.split(",") if text else ()
-        if not isinstance(value, (list, tuple)) or any(isinstance(item, bool) for item in value[:MAX_STOP_TOKEN_IDS]):
+        if not isinstance(value, (list, tuple)) or any(isinstance(item, bool) for item in value[:MAX_BIASES]):
             raise ValueError("a list of token ids is needed")
+        return value
+
+    @field_validator("structured_outputs", mode="before")
+    @classmethod
+    def _read_structured_outputs(cls, value: Any) -> Any:
+        return read_structured_outputs(value)
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _read_biases(cls, value: Any) -> Any:
+        """An object, or its JSON text."""
+        value = _from_text(value)
+        if not isinstance(value, dict) or True in map(_is_bool, islice(value.values(), MAX_BIASES)):
+            raise ValueError("an object of token ids and numbers is needed")
+        return value
+
+    @field_validator("bad_token_ids", mode="before")
+    @classmethod
+    def _read_sequences(cls, value: Any) -> Any:
+        """Lists of token ids, or their JSON text."""
+        value = _from_text(value)
+        is_list = isinstance(value, (list, tuple)) and all(
+            isinstance(item, (list, tuple)) for item in value[: MAX_BAD_SEQUENCES + 1]
+        )
+        if not is_list or any(True in map(_is_bool, item[:MAX_BAD_TOKENS]) for item in value[:MAX_BAD_SEQUENCES]):
+            raise ValueError("a list of lists of token ids is needed")
+        if sum(map(len, value[:MAX_BAD_SEQUENCES])) > MAX_BAD_TOKENS:
+            raise ValueError(f"at most {MAX_BAD_TOKENS} token ids together are allowed")
         return value
 
     def changed(self, given: Mapping[str, Any]) -> SamplingParameters:
@@ -146,7 +199,13 @@ class SamplingParameters(BaseModel):
     def takes_likeliest(self) -> bool:
         """Whether each token is the likeliest of the model's own logits, and nothing else is wanted of these."""
         has_penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
-        return self.is_greedy and not (has_penalties or self.min_tokens or self.logprobs)
+        is_free = not (self.has_restrictions or self.structured_outputs or self.min_tokens)
+        return self.is_greedy and is_free and not (has_penalties or self.logprobs)
+
+    @property
+    def has_restrictions(self) -> bool:
+        """Whether the request changes the logits of some tokens."""
+        return any(getattr(self, name) for name in RESTRICTIONS)
 
     def may_end(self, produced: int) -> bool:
         """Whether the token after `produced` ones may be one of `end_ids`."""
@@ -161,6 +220,20 @@ class SamplingParameters(BaseModel):
         if token_id in end_ids and self.may_end(produced):
             return "stop"
         return "length" if produced + 1 >= (self.max_tokens or 0) else None
+
+
+def _from_text(value: Any) -> Any:
+    """A value, or what its JSON text has; a text that is no JSON stays."""
+    if not isinstance(value, str) or len(value) > _MAX_JSON_TEXT:
+        return value
+    try:
+        return from_json(value)
+    except ValueError:
+        return value
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
 
 
 _NUMBERS = frozenset(

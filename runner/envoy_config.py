@@ -1,10 +1,10 @@
 """Derives the local Envoy's configuration from `envoy/envoy.yaml`, and has Envoy validate it.
 
 It replaces the addresses of listeners, clusters and the admin page, adds one endpoint for each predictor, with those on
-other hosts, and sets the folder of referenced files, the percentage of traced requests, the origins whose pages may
-call, and TLS and JWT (gateway_access.py). Everything else, including every limit, is the same as with docker compose,
-unless a test passes a `Change`, which shortens limits that it cannot wait for. An unreadable file raises StartupError
-with one line.
+other hosts (by the transformer's file if PREDICTOR_ENDPOINTS has a service), and sets the folder of referenced files,
+the percentage of traced requests, the origins whose pages may call, and TLS and JWT (gateway_access.py). Everything
+else, including every limit, is the same as with docker compose, unless a test passes a `Change`, which shortens limits
+that it cannot wait for. An unreadable file raises StartupError with one line.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ ENVOY_FOLDER = ROOT / "envoy"
 NO_ORIGINS = "[]  # GATEWAY_ALLOWED_ORIGINS"
 _CONNECT_TIMEOUT = "connect_timeout: 1s  # PREDICTOR_ENDPOINTS"
 _CONNECT_TIMEOUT_ELSEWHERE = "connect_timeout: 3.5s"
+_SERVICES = {"type: STRICT_DNS  # SRV": "type: EDS", "#SRV ": ""}
+_NO_ENDPOINTS = '{"resources": []}'
 _CONTAINER_FOLDER = "/etc/envoy/"
 _CHECK_TIMEOUT_S = 30.0
 
@@ -54,6 +56,9 @@ def _derive(settings: StackSettings, text: str) -> Config:
     text = gateway_access.fill(text, settings)
     if settings.predictor_endpoints:
         text = text.replace(_CONNECT_TIMEOUT, _CONNECT_TIMEOUT_ELSEWHERE)
+    if settings.listed_predictors:
+        for mark, value in {**_SERVICES, "<PREDICTORS>": str(settings.listed_predictors.absolute())}.items():
+            text = text.replace(mark, value)
     config: Config = _with_local_files(yaml.safe_load(text.replace(NO_ORIGINS, origins)))
     admin = (LOOPBACK, settings.gateway_admin_port)
     config["admin"]["address"] = _address(admin)
@@ -95,6 +100,10 @@ def write(settings: StackSettings, path: Path, change: Change | None = None) -> 
     """Writes the derived configuration as YAML, and its certificates into the run folder."""
     config = yaml.safe_dump(derive(settings, change), sort_keys=False, width=120)
     gateway_access.write_secrets(settings, ENVOY_FOLDER)
+    if settings.listed_predictors and not settings.listed_predictors.exists():
+        settings.listed_predictors.write_text(
+            _NO_ENDPOINTS
+        )  # Envoy needs the file before the transformer has written it.
     path.write_text(config)
 
 

@@ -81,7 +81,10 @@ def plan(
             spec("predictor", f"predictor-{replica}", port, _predictor(settings, replica), tuning)
             for replica, port in enumerate(settings.predictor_ports)
         ),
-        transformer=spec("transformer", "transformer", settings.transformer_port, _transformer(settings), _ALLOCATOR),
+        transformer=spec(
+            *("transformer", "transformer", settings.transformer_port, _transformer(settings)),
+            _ALLOCATOR | {"TRANSFORMER_BATCHES": str(settings.run_folder / "batches")},
+        ),
         envoy=ProcessSpec(
             name="envoy",
             command=commands.get("envoy", _envoy_command(envoy_config)),
@@ -167,6 +170,7 @@ def _transformer(settings: StackSettings) -> Environment:
         "TRANSFORMER_LOGGER": f"{LOOPBACK}:{settings.logger_port}",
         "TRANSFORMER_PAYLOAD_SPOOL": str(settings.run_folder / "spool"),
         "TRANSFORMER_DIRECT_MODELS": str(direct_models(settings)),
+        "TRANSFORMER_GATEWAY_ENDPOINTS": str(settings.listed_predictors or ""),
         "TRANSFORMER_KEYS": str(settings.key_file or ""),
         "TRANSFORMER_KEY_DIGESTS": str(key_digests(settings) or ""),
         "TRANSFORMER_DEVELOPMENT": _lower(settings.development),

@@ -19,7 +19,7 @@ from dotenv import dotenv_values
 from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from millrace.endpoints import host_and_port, parse_endpoints
+from millrace.endpoints import host_and_port, is_service, parse_endpoints
 from millrace.errors import StartupError
 from millrace.models.sources import DEFAULT_MODELS
 from millrace.service_links import drop_service_links
@@ -146,7 +146,8 @@ class StackSettings(BaseSettings):
     predictor_endpoints: str = Field(
         "",
         description="Comma list of host:port of predictors on other hosts, used beside the local ones; a name stands"
-        " for all its addresses (docs/production.md). Empty: only local ones.",
+        " for all its addresses, _service._tcp.domain without a port for its SRV records (docs/production.md). Empty:"
+        " only local ones.",
     )
     predictors: int = Field(
         1,
@@ -217,8 +218,15 @@ class StackSettings(BaseSettings):
 
     @property
     def remote_predictors(self) -> tuple[tuple[str, int], ...]:
-        """PREDICTOR_ENDPOINTS as hosts and ports."""
-        return tuple(map(host_and_port, parse_endpoints(self.predictor_endpoints)))
+        """Hosts and ports of PREDICTOR_ENDPOINTS, without services."""
+        endpoints = parse_endpoints(self.predictor_endpoints)
+        return tuple(host_and_port(endpoint) for endpoint in endpoints if not is_service(endpoint))
+
+    @property
+    def listed_predictors(self) -> Path | None:
+        """The transformer's file of predictors for the gateway, which resolves no services; None without one."""
+        has_services = any(map(is_service, parse_endpoints(self.predictor_endpoints)))
+        return self.run_folder / "predictor-endpoints.json" if has_services else None
 
     @property
     def key_file(self) -> Path | None:

@@ -47,7 +47,7 @@ export class Crowd {
   }
 
   take({ index, text, delta, finish_reason: reason }) {
-    const piece = text ?? delta?.content ?? "";
+    const piece = text ?? delta?.content ?? delta?.reasoning ?? "";
     if (piece) this.tokens += 1;
     this.texts[index] = (this.texts[index] + piece).slice(-TAIL);
     this.cells[index].firstChild.textContent = this.texts[index];

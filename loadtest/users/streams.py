@@ -131,7 +131,8 @@ class ChatUser(HttpUser):
 def _note_event(call: Call, event: dict[str, Any], size: int) -> None:
     if error := event.get("error"):
         raise CallFailedError(str(error.get("code") or error.get("type") or error.get("message")))
-    if any(choice.get("delta", {}).get("content") for choice in event.get("choices", ())):
+    deltas = [choice.get("delta", {}) for choice in event.get("choices", ())]
+    if any(delta.get("content") or delta.get("reasoning") or delta.get("tool_calls") for delta in deltas):
         call.message(1, size)
     if usage := event.get("usage"):
         call.more_tokens(max(0, usage["completion_tokens"] - call.tokens))

@@ -35,7 +35,7 @@ def read_sampling(parameters: Mapping[str, pb.InferParameter]) -> dict[str, Any]
 
 
 def set_parameters(target: Any, values: Mapping[str, Any]) -> None:
-    """Writes plain values to a map of parameters, lists as JSON; None is left out."""
+    """Writes plain values to a map of parameters, lists and objects as JSON; None is left out."""
     for name, value in values.items():
         if isinstance(value, bool):
             target[name].bool_param = value
@@ -46,7 +46,7 @@ def set_parameters(target: Any, values: Mapping[str, Any]) -> None:
                 target[name].uint64_param = value
         elif isinstance(value, float):
             target[name].double_param = value
-        elif isinstance(value, (list, tuple)):
+        elif isinstance(value, (list, tuple, dict)):
             target[name].string_param = json.dumps(value)
         elif value is not None:
             target[name].string_param = str(value)

@@ -22,6 +22,7 @@ from millrace.telemetry.identity import REQUEST_ID_METADATA, set_request_id
 MAX_REQUEST_ID = 256
 CALL_ID = "x-millrace-call-id"
 IDEMPOTENCY_KEY = "idempotency-key"
+BACKGROUND = "x-millrace-batch"  # The batch of a request that is part of one.
 _TIMEOUT_MS = "x-timeout-ms"
 FIRST_TOKEN_TIMEOUT_MS = "x-first-token-timeout-ms"  # noqa: S105
 _MAX_TIMEOUT_MS = 99_999_999  # gRPC's own limit of digits in a timeout.
@@ -75,6 +76,11 @@ class CallContext:
     def client(self) -> Client:
         """The client that calls."""
         return client_of(self.metadata)
+
+    @cached_property
+    def is_background(self) -> bool:
+        """Whether nobody waits for the answer, so that the request comes after all others."""
+        return bool(self.header(BACKGROUND))
 
     def header(self, name: str) -> str:
         """The metadata's value by a name, several values joined by commas as in HTTP; "" for none."""

@@ -20,7 +20,7 @@ PROTOCOL = "millrace.protocol"
 CLIENT_NAME = "millrace.client"
 MODEL = "gen_ai.request.model"
 # What the gateway adds to a REST request whose path it has made a method's; from clients it is not accepted.
-_TRANSCODED = "x-envoy-original-path"
+TRANSCODED = "x-envoy-original-path"
 
 _W3C = TraceContextTextMapPropagator()
 
@@ -90,7 +90,7 @@ def links_to(traceparent: str) -> list[Link]:
 
 def protocol_of(metadata: Metadata) -> str:
     """The protocol between caller and gateway: "grpc" (gRPC-Web too), or "http" for REST and its event streams."""
-    return "http" if any(key == _TRANSCODED for key, _ in metadata) else "grpc"
+    return "http" if any(key == TRANSCODED for key, _ in metadata) else "grpc"
 
 
 def as_metadata(value: str) -> str:

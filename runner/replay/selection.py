@@ -14,13 +14,14 @@ from typing import Any
 from millrace.payload.ids import REPLAY_PREFIX, is_replay
 from millrace.payload.records import answer_of, was_generated
 from millrace.sampling import SamplingParameters
-from millrace_protos.millrace_pb2 import GenerateRequest, PayloadRecord
+from millrace_protos.millrace_pb2 import GenerateRequest, PayloadRecord, TokenIds
 
 # Without influence on the tokens: a second predictor, a limit of speed, what the cache shares.
 _NOT_REPEATED = {"cache_salt", "hedge", "pace", "priority"}
 _LAST_PRIORITY = 2**31 - 1  # Other requests of the same client start first.
 _SEED_BITS = 2**64 - 1  # The sampler uses these bits of a seed, which may be negative.
 _WHOLE_TEXT = 1024 * 1024  # Longer prompts are cut off in records.
+_TOKENISING = frozenset(("add_special_tokens", "chat_template_kwargs", "tools"))  # Parameters that `Generate` lacks.
 
 REPLAY = "a replay"
 NOT_A_GENERATION = "not a generation"
@@ -125,6 +126,7 @@ def _request(record: PayloadRecord, sampling: SamplingParameters, from_text: boo
     values = sampling.model_dump(exclude_none=True, exclude=_NOT_REPEATED)
     values["seed"] = values.get("seed", 0) & _SEED_BITS
     values["top_k"] = max(0, values["top_k"])
+    values["bad_token_ids"] = [TokenIds(ids=ids) for ids in sampling.bad_token_ids]
     request = GenerateRequest(
         model=record.served_model or record.model,
         request_id=f"{REPLAY_PREFIX}{record.record_id}",
@@ -139,14 +141,17 @@ def _request(record: PayloadRecord, sampling: SamplingParameters, from_text: boo
 
 def _add_text(request: GenerateRequest, record: PayloadRecord) -> bool:
     """Adds the prompt's text or messages; False if the record does not have them as `Generate` takes them."""
-    if len(record.prompt) >= _WHOLE_TEXT or "chat_template_kwargs" in _parameters(record):
+    if len(record.prompt) >= _WHOLE_TEXT or _TOKENISING.intersection(_parameters(record)):
         return False
     if record.prompt_kind == "text":
         request.prompt = record.prompt
         return True
     if record.prompt_kind != "messages":
         return False
-    for message in json.loads(record.prompt):
+    messages = json.loads(record.prompt)
+    if any(message.keys() - {"role", "content"} for message in messages):
+        return False
+    for message in messages:
         request.messages.add(role=message["role"], content=message["content"])
     return True
 

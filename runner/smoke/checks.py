@@ -120,6 +120,13 @@ def _of_text_by_rest(gateway: Gateway, model: Model) -> Iterator[Check]:
         yield openai(path, body, *ended, **more)
         yield openai(path, {**body, "stream": True}, "data: [DONE]", streamed=True, **more)
     yield openai("/v1/embeddings", {**named, "input": _PROMPT}, note=" is refused", status=400)
+    limits = {"max_tokens": None, "max_output_tokens": _TOKENS}
+    response = {**named, "input": _PROMPT, **_SAMPLING, **limits}
+    yield openai("/v1/responses", response, '"status": "incomplete"', f'"output_tokens": {_TOKENS}', **chats)
+    yield openai("/v1/responses", {**response, "stream": True}, "event: response.incomplete", **chats)
+    anthropic = partial(_rest, gateway, "/v1/messages", protocol="Anthropic")
+    yield anthropic(chat, '"stop_reason": "max_tokens"', f'"output_tokens": {_TOKENS}', **chats)
+    yield anthropic({**chat, "stream": True}, "event: message_stop", streamed=True, **chats)
     vllm = partial(_rest, gateway, protocol="vLLM")
     yield Check("vLLM", "POST /tokenize, POST /detokenize", partial(_ids_and_back, gateway, named), (_PROMPT,))
     yield vllm(f"/tokenizer_info?model={model.name}", None, "eos_token")

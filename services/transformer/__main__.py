@@ -51,6 +51,9 @@ async def _serve(settings: TransformerSettings) -> None:
     keys = KeyFile(settings.keys, settings.key_digests) if settings.keys and settings.key_digests else None
     # transformers takes seconds to import: wrong settings are reported before that.
     _import_transformers()
+    from services.transformer.batches.service import BatchService
+    from services.transformer.frontends.anthropic.errors import anthropic_error
+    from services.transformer.frontends.anthropic.servicer import AnthropicServicer
     from services.transformer.frontends.grpc.inference_servicer import InferenceServicer
     from services.transformer.frontends.grpc.text_generation_servicer import (
         RestTextGenerationServicer,
@@ -58,6 +61,7 @@ async def _serve(settings: TransformerSettings) -> None:
     )
     from services.transformer.frontends.openai.http_methods import error_body, http_methods
     from services.transformer.frontends.openai.servicer import OpenAIServicer
+    from services.transformer.frontends.responses.servicer import ResponsesServicer
     from services.transformer.frontends.v2_rest.servicer import OpenInferenceServicer
     from services.transformer.generation.month_budget import MonthBudget, used_by_log
     from services.transformer.generation.pipeline import Pipeline
@@ -69,6 +73,7 @@ async def _serve(settings: TransformerSettings) -> None:
     from services.transformer.models.processors import RunningProcessor
     from services.transformer.models.work_pool import WorkPool
     from services.transformer.predictors.client import PredictorClient
+    from services.transformer.predictors.gateway_endpoints import list_endpoints
     from services.transformer.predictors.links import Links
     from services.transformer.predictors.predictor import Predictor
     from services.transformer.predictors.relay import Relay
@@ -79,6 +84,7 @@ async def _serve(settings: TransformerSettings) -> None:
     from services.transformer.routing.direct_models import list_direct_models
     from services.transformer.routing.router import Router
     from services.transformer.routing.shadows import Shadows
+    from services.transformer.text.answer_syntax import SyntaxSettings
 
     bodies = BodyProcesses()
     waits = (settings.predictor_wait, settings.predictor_start_wait)
@@ -108,7 +114,8 @@ async def _serve(settings: TransformerSettings) -> None:
     shadows = Shadows()
     reports_cached = settings.cached_tokens == "all"
     recorded = RecordedTokens(log_stub)
-    pipeline = Pipeline(router, generator, tap, bodies, reports_cached, quota, shadows, recorded)
+    syntaxes = SyntaxSettings(settings.tool_formats, settings.reasoning_formats)
+    pipeline = Pipeline(router, generator, tap, bodies, reports_cached, quota, shadows, recorded, syntaxes)
     public = (*_OWN, _PAYLOAD_LOG, *development.services(settings.development))
     server = Server.of("transformer", settings, public, settings.max_calls)
     server.limits.add(quota.remaining)
@@ -121,7 +128,13 @@ async def _serve(settings: TransformerSettings) -> None:
     rest_pb2_grpc.add_TextGenerationServicer_to_server(RestTextGenerationServicer(pipeline, text, bodies), server.grpc)
     openai = OpenAIServicer(pipeline, router, EncoderCalls(router, predictor, tap), bodies, settings.sse_keep_alive)
     http = HttpServer(server.interceptor, error_body, shares_port=settings.listen != "alone")
-    http.add(*http_methods(openai))
+    http.add(*http_methods("OpenAI", openai))
+    responses = ResponsesServicer(pipeline, router, bodies, log_stub, settings.sse_keep_alive)
+    http.add(*http_methods("Responses", responses))
+    anthropic = AnthropicServicer(pipeline, router, bodies, settings.sse_keep_alive)
+    http.add(*http_methods("Anthropic", anthropic, anthropic_error))
+    batches = BatchService(settings, openai, router)
+    http.add(*batches.http_methods())
     server.add_port(http, settings.http_port)
     v2_rest = OpenInferenceServicer(inference, pipeline, bodies, links, settings.sse_keep_alive)
     rest_pb2_grpc.add_OpenInferenceServicer_to_server(v2_rest, server.grpc)
@@ -136,6 +149,7 @@ async def _serve(settings: TransformerSettings) -> None:
             await processor.load()
         for name in ("", *_OWN):
             await server.set_serving(name, True)
+        server.own("batches", batches.run(server.stopping))
 
     async def load_and_watch() -> None:
         await load()
@@ -146,6 +160,8 @@ async def _serve(settings: TransformerSettings) -> None:
     server.own("links", links.run())
     if settings.direct_models is not None:
         server.own("direct-models", list_direct_models(settings.direct_models, router))
+    if settings.gateway_endpoints is not None:
+        server.own("gateway-endpoints", list_endpoints(settings.gateway_endpoints, links))
     server.own("shadows", shadows.run())
     if settings.model_routes is not None:
         server.own("model-routes", router.follow())
@@ -158,6 +174,7 @@ async def _serve(settings: TransformerSettings) -> None:
     server.at_stop(replicas.close)
     server.at_stop(partial(tap.stop, _TAP_DRAIN_S))
     server.at_stop(bodies.close)
+    server.at_stop(batches.close)
     if settings.listen == "take-over":
         await load()
         server.own("watch", catalogue.watch(report_ready))

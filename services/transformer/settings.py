@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import ByteSize, Field, ValidationInfo, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from millrace.endpoints import parse_endpoints
+from millrace.endpoints import is_service, parse_endpoints
 from millrace.payload.settings import RecordingSettings
 from millrace.settings import Models, Port, models_field, read_by
 from services.transformer.models.processor_sources import ProcessorSource, parse_processors
+from services.transformer.text.answer_syntax import parse_formats
+from services.transformer.text.reasoning import REASONING_FORMATS
+from services.transformer.text.tool_calls import PARSERS
 
 Addresses = Annotated[tuple[str, ...], NoDecode, read_by(parse_endpoints)]
+ToolFormats = Annotated[dict[str, str], NoDecode, read_by(partial(parse_formats, known=tuple(PARSERS)))]
+ReasoningFormats = Annotated[dict[str, str], NoDecode, read_by(partial(parse_formats, known=tuple(REASONING_FORMATS)))]
 Processors = Annotated[tuple[ProcessorSource, ...], NoDecode, read_by(parse_processors)]
 
 
@@ -41,8 +47,9 @@ class TransformerSettings(RecordingSettings):
     predictor_replicas: Addresses = Field(
         (),
         description=(
-            "Comma list of host:port of the single predictors; a name stands for all its addresses. Generations, "
-            "loading, unloading, index and statistics call them directly. Empty: there is only the one behind "
+            "Comma list of host:port of the single predictors; a name stands for all its addresses, and "
+            "_service._tcp.domain without a port for the hosts and ports of its SRV records. Generations, loading, "
+            "unloading, index and statistics call them directly. Empty: there is only the one behind "
             "TRANSFORMER_PREDICTOR."
         ),
     )
@@ -118,6 +125,13 @@ class TransformerSettings(RecordingSettings):
             " predictor. Empty: all go through the transformer."
         ),
     )
+    gateway_endpoints: Path | None = Field(
+        None,
+        description=(
+            "File in which the transformer lists the addresses of predictor_replicas for the gateway, as Envoy reads"
+            " endpoints. Empty: the gateway resolves the names itself, which it cannot do with SRV records."
+        ),
+    )
     model_routes: Path | None = Field(
         None,
         description=(
@@ -137,6 +151,35 @@ class TransformerSettings(RecordingSettings):
         validate_default=True,
         description="File with the digests of the keys, written for the gateway; needed with keys.",
     )
+    tool_formats: ToolFormats = Field(
+        {},
+        description=(
+            "Comma list of model=format for models whose way to write tool calls is not found in their chat template"
+            " and vocabulary: hermes, llama, mistral or none."
+        ),
+    )
+    reasoning_formats: ReasoningFormats = Field(
+        {}, description="The same for the marks of reasoning: think, mistral or none."
+    )
+    batches: Path | None = Field(
+        None,
+        description=(
+            "Folder of OpenAI's Batch API: files, batches and their results; all transformers that share it run its"
+            " batches. Empty: there are no batches. `make up` sets .run/batches, compose a volume."
+        ),
+    )
+    batch_concurrency: int = Field(
+        8, ge=1, le=256, description="Requests of batches that a worker answers at once, with the lowest share."
+    )
+    batch_storage: ByteSize = Field(
+        ByteSize(4 << 30),
+        ge=1 << 20,
+        description=(
+            "Maximum size of all files of batches; further files are refused. A client with a key may have half of it."
+        ),
+    )
+    batches_per_client: int = Field(16, ge=1, le=1000, description="Maximum of a client's batches in progress.")
+    batch_days: int = Field(7, ge=1, le=3650, description="Days after which files and ended batches are removed.")
     development: bool = Field(
         False, description="Allow callers to kill the predictor of their request; for demonstrations only."
     )
@@ -146,8 +189,9 @@ class TransformerSettings(RecordingSettings):
 
     @field_validator("predictor")
     @classmethod
-    def _is_address_of_rest(cls, predictor: str, info: ValidationInfo) -> str:
-        if info.data.get("protocol") == "v2" and parse_endpoints(predictor) != (predictor.lower(),):
+    def _is_one_address(cls, predictor: str, info: ValidationInfo) -> str:
+        by_rest = info.data.get("protocol") == "v2"
+        if is_service(predictor) or (by_rest and parse_endpoints(predictor) != (predictor.lower(),)):
             raise ValueError(f"{predictor!r} is not host:port")
         return predictor
 

@@ -4,10 +4,14 @@ Run in the clients' environment; prints "done" if every check passed.
 """
 
 import asyncio
+import json
+import re
 import sys
 from contextlib import contextmanager
+from typing import Annotated, Literal
 
 import openai
+import pydantic
 
 gateway = sys.argv[1]
 url = f"http://{gateway}/v1"
@@ -30,11 +34,10 @@ def raises(kind, code, param=None, text=""):
 
 # Models.
 listed = {model.id: model for model in client.models.list()}
-assert set(listed) == {"storyteller", "normalizer", "embedder"}, listed
+assert set(listed) == {"storyteller", "caller", "normalizer", "embedder"}, listed
 assert client.models.retrieve("storyteller").owned_by == "millrace"
 with raises(openai.NotFoundError, "model_not_found", text="no model 'nobody'"):
     client.models.retrieve("nobody")
-assert len(list(openai.OpenAI(base_url=f"http://{gateway}/openai/v1", api_key="any").models.list())) == 3
 
 
 # Completions.
@@ -135,15 +138,71 @@ assert texts == [choice.message.content for choice in chat(n=3, max_tokens=30).c
 assert roles == ["assistant"] * 3
 
 tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-with raises(openai.BadRequestError, "unsupported_parameter", "tools"):
+with raises(openai.BadRequestError, "invalid_argument", "tools", "'storyteller' has no place for tools"):
     chat(tools=[tool])
 with raises(openai.BadRequestError, "unsupported_parameter", "response_format"):
-    chat(response_format={"type": "json_object"})
+    chat(response_format={"type": "structural_tag"})
 with raises(openai.BadRequestError, "invalid_argument", "messages.0.content", "'image_url' are not supported"):
     chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}])
 with raises(openai.BadRequestError, "invalid_argument", text="no chat template; use completions"):
     chat(model="normalizer")
 assert complete(model="normalizer", prompt="date: 3 Mar 2021").choices[0].text == "2021-03-03"
+
+
+# Answers of a form.
+class Fox(pydantic.BaseModel):
+    name: Annotated[str, pydantic.Field(max_length=12)]
+    age: Annotated[int, pydantic.Field(ge=1, le=15)]
+    likes: Annotated[list[Literal["berries", "rain"]], pydantic.Field(max_length=2)]
+    home: Literal["forest", "hill"] | None
+
+
+asked = {"model": "storyteller", "messages": MESSAGES, "seed": 7, "max_tokens": 200}
+parsed = client.chat.completions.parse(response_format=Fox, **asked).choices[0]
+assert isinstance(parsed.message.parsed, Fox), parsed
+assert parsed.finish_reason == "stop"
+# Tokens that wait together are one event, so the streams are paced.
+with client.chat.completions.stream(response_format=Fox, extra_body={"pace": 50}, **asked) as stream:
+    deltas = [event.delta for event in stream if event.type == "content.delta"]
+    assert stream.get_final_completion().choices[0].message.parsed == parsed.message.parsed
+assert len(deltas) > 3
+assert "".join(deltas) == parsed.message.content
+answers = {choice.message.content for choice in chat(n=4, extra_body={"guided_choice": ["red", "blue"]}).choices}
+assert answers <= {"red", "blue"}
+assert isinstance(
+    json.loads(chat(response_format={"type": "json_object"}, max_tokens=900).choices[0].message.content), dict
+)
+assert re.fullmatch("[a-f]{8}", complete(extra_body={"structured_outputs": {"regex": "[a-f]{8}"}}).choices[0].text)
+with raises(openai.BadRequestError, "invalid_argument", "structured_outputs", 'Unimplemented keys: ["not"]'):
+    schema = {"name": "n", "schema": {"type": "object", "not": {}}, "strict": True}
+    chat(response_format={"type": "json_schema", "json_schema": schema})
+with raises(openai.BadRequestError, "invalid_argument", "response_format", "only one form of the answer"):
+    chat(response_format={"type": "json_object"}, extra_body={"guided_json": {}})
+
+
+# Calls of tools, which are forced: the model is the storyteller with another template.
+class Trip(pydantic.BaseModel):
+    city: Literal["Rome", "Paris"]
+    days: Annotated[list[Literal["Monday", "Sunday"]], pydantic.Field(max_length=2)]
+
+
+asked |= {"model": "caller", "tools": [openai.pydantic_function_tool(Trip)], "tool_choice": "required"}
+asked |= {"parallel_tool_calls": False}
+answer = client.chat.completions.parse(**asked).choices[0]
+assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
+(call,) = answer.message.tool_calls
+assert isinstance(call.function.parsed_arguments, Trip)
+with client.chat.completions.stream(**asked, extra_body={"pace": 50}) as stream:
+    kinds = [event.type for event in stream]
+    streamed = stream.get_final_completion().choices[0]
+assert "tool_calls.function.arguments.done" in kinds
+assert streamed.finish_reason == "tool_calls"
+assert streamed.message.tool_calls[0].function.arguments == call.function.arguments
+messages = [*MESSAGES, answer.message, {"role": "tool", "tool_call_id": call.id, "content": "Sold out."}]
+again = client.chat.completions.create(**asked | {"messages": messages, "tool_choice": "auto", "max_tokens": 8})
+assert again.choices[0].finish_reason in ("stop", "length")
+with raises(openai.BadRequestError, "invalid_argument", "tool_choice", "names 'nothing'"):
+    client.chat.completions.create(**asked | {"tool_choice": {"type": "function", "function": {"name": "nothing"}}})
 
 # Embeddings.
 inputs = ["the fox sat on the mat", "a bird"]
@@ -189,4 +248,20 @@ async def in_parallel():
 
 
 asyncio.run(in_parallel())
+
+# The same at KServe's path.
+kserve = openai.OpenAI(base_url=f"http://{gateway}/openai/v1", api_key="any", max_retries=0)
+assert {model.id for model in kserve.models.list()} == set(listed)
+assert kserve.models.retrieve("storyteller").id == "storyteller"
+fields = {"model": "storyteller", "messages": MESSAGES, "max_tokens": 12, "temperature": 0}
+text = kserve.chat.completions.create(**fields).choices[0].message.content
+assert text == client.chat.completions.create(**fields).choices[0].message.content
+chunks = kserve.chat.completions.create(stream=True, **fields)
+assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+assert kserve.completions.create(model="storyteller", prompt=PROMPT, **greedy).choices[0].text == once
+assert kserve.embeddings.create(model="embedder", input="a fox").data == (
+    client.embeddings.create(model="embedder", input="a fox").data
+)
+with raises(openai.NotFoundError, "model_not_found"):
+    kserve.chat.completions.create(model="nobody", messages=MESSAGES)
 print("done")

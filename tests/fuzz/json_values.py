@@ -57,6 +57,12 @@ SAMPLING: Mapping[str, Wrong] = {
     "presence_penalty": either(NO_REAL, real(100.1, 1e6), real(-1e6, -100.1)),
     "frequency_penalty": either(NO_REAL, real(100.1, 1e6), real(-1e6, -100.1)),
     "stop_token_ids": one_of("[-1]", "[2147483648]", "[99999]", "{}", "[1.5]", '"x"', json.dumps([1] * 65), "[true]"),
+    "logit_bias": one_of(
+        "[]", "5", '{"x":1}', '{"5":101}', '{"5":true}', '{"5":{}}', '{"-1":1}', '{"99999":1}', '"{5"'
+    ),
+    "allowed_token_ids": one_of("[-1]", "[99999]", "{}", "[1.5]", '"x"', json.dumps([1] * 1025), "[true]"),
+    "bad_token_ids": one_of("[1]", "[[]]", "[[-1]]", "[[99999]]", "{}", "[[1.5]]", '"x"', json.dumps([[1] * 4097])),
+    "bad_words": one_of("5", "{}", '[""]', "[5]", json.dumps(["a"] * 65), json.dumps(["x" * 257])),
     "ignore_eos": NO_TRUTH,
     "cache_salt": one_of("5", "[]", json.dumps("x" * 257)),
     "priority": either(NO_WHOLE, whole(2**31, 2**40), whole(-(2**40), -(2**31) - 1)),

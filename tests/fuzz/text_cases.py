@@ -56,8 +56,8 @@ _OPENAI: Mapping[str, Wrong] = {
     "n": either(NO_WHOLE, whole(-9, 0), whole(17, 10**9), HUGE, one_of('"2"')),
     "stream": either(NO_TRUTH, one_of("1", '"true"')),
     "stream_options": one_of("5", "[]", '"x"', '{"include_usage":true}', '{"include_usage":5}'),
-    "response_format": one_of('{"type":"json_object"}', "5", "[]"),
-    "logit_bias": one_of('{"5":1}', "5", "[1]"),
+    "response_format": one_of('{"type":"structural_tag"}', '{"type":"json_schema"}', "5", "[]"),
+    "structured_outputs": one_of("{}", "5", "[]", '{"regex":"("}', '{"json":{"not":{}}}', '{"grammar":"start: x"}'),
     "truncate_prompt_tokens": one_of("5", "true"),
 }
 COMPLETION: Mapping[str, Wrong] = {
@@ -130,6 +130,8 @@ MILLRACE: Mapping[str, Wrong] = {
     "ignore_eos": one_of('"maybe"', "{}", "[]", "5"),
     "chunk_tokens": either(one_of('"x"', "0"), whole(4097, 2**31)),
     "stop_token_ids": one_of("[-1]", "[4294967296]", "[99999]", '["x"]'),
+    "logit_bias": one_of("[]", "5", '{"x":1}', '{"5":101}', '{"5":{}}', '{"-1":1}', '{"99999":1}'),
+    "bad_token_ids": one_of("[1]", "[{}]", '[{"ids":[]}]', '[{"ids":[99999]}]', '[{"ids":["x"]}]'),
     "top_logprobs": either(whole(1, 20), whole(21, 2**31)),
     "request_id": one_of(json.dumps("i" * 300)),
 }

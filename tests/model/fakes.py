@@ -14,6 +14,7 @@ from torch import Tensor
 
 from millrace.sampling import SamplingParameters
 from services.predictor.engine.engine import ContinuousBatchingEngine
+from services.predictor.engine.grammar.compiler import GrammarCompiler
 from services.predictor.engine.interface import Chunk, EngineLimits, OutputSlot
 from services.predictor.engine.load.pace import PrefillPace
 from services.predictor.engine.sampling.sampler import sample
@@ -106,13 +107,14 @@ def make_engine(
     max_waiting: int = 8,
     step_tokens: int = 64,
     step_timeout_s: float = 60,
+    grammars: GrammarCompiler | None = None,
 ) -> ContinuousBatchingEngine:
     scheduler = Scheduler(
         BlockManager(len(runner.memory), BLOCK_TOKENS), max_running, max_waiting, step_tokens, runner.reuses_prefixes
     )
     limits = EngineLimits(1024, False, VOCABULARY, getattr(runner, "scores_prompts", False))
     pace = PrefillPace(max_gap_s=0.06)
-    return ContinuousBatchingEngine("fake", runner, scheduler, pace, limits, {END}, step_timeout_s)
+    return ContinuousBatchingEngine("fake", runner, scheduler, pace, limits, {END}, step_timeout_s, grammars=grammars)
 
 
 @contextmanager

@@ -14,14 +14,18 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from millrace.errors import InvalidRequestError
 from millrace.sampling import SamplingParameters
 from services.predictor.engine.sampling.sampler import NO_TOKEN, sample, uniform
+from services.predictor.engine.state.restrictions import restrictions_of
 from services.predictor.engine.state.sequence import SamplingRow
 from tests.random_models import ARCHITECTURES
 
 
 def row(output_ids=(), input_ids=(1,), end_ids=frozenset({2}), **parameters):
-    return SamplingRow(SamplingParameters(**{"seed": 11, **parameters}), list(input_ids), list(output_ids), end_ids)
+    sampling = SamplingParameters(**{"seed": 11, **parameters})
+    restrictions = restrictions_of(sampling)
+    return SamplingRow(sampling, list(input_ids), list(output_ids), end_ids, restrictions=restrictions)
 
 
 def draws(logits, count, **parameters):
@@ -66,6 +70,9 @@ def any_row(draw, vocabulary):
         min_tokens=draw(st.sampled_from([0, 0, 4])),
         ignore_eos=draw(st.booleans()),
         stop_token_ids=draw(st.lists(st.integers(0, vocabulary - 1), max_size=3)),
+        logit_bias=draw(st.dictionaries(st.integers(0, vocabulary - 1), st.floats(-100, 100), max_size=3)),
+        allowed_token_ids=draw(st.sampled_from([(), (), (3, 4, 5, 6, 7, 8, 9, 10)])),
+        bad_token_ids=draw(st.sampled_from([(), (), ((3,), (4, 5), (0, 0, 0))])),
         logprobs=draw(st.booleans()) or top_logprobs > 0,
         top_logprobs=top_logprobs,
         input_ids=draw(st.lists(st.integers(0, vocabulary - 1), min_size=1, max_size=5)),
@@ -211,6 +218,47 @@ def test_penalties_count_their_tokens():
     assert sample(logits, [row(temperature=0, output_ids=[1], presence_penalty=0.5)]).token_ids == [0]
     assert sample(logits, [row(temperature=0, output_ids=[1], frequency_penalty=0.15)]).token_ids == [1]
     assert sample(logits, [row(temperature=0, output_ids=[1, 1], frequency_penalty=0.15)]).token_ids == [0]
+
+
+def test_a_bias_is_added_before_the_penalties():
+    logits = torch.tensor([[1.0, 1.2, 0.0]])
+    assert sample(logits, [row(temperature=0, logit_bias={2: 1.3})]).token_ids == [2]
+    assert sample(logits, [row(temperature=0, logit_bias={1: -100, 2: 0.9})]).token_ids == [0]
+    # 1.2 + 0.9 halved is 1.05; the bias after the penalty would make 1.5.
+    biased = {"logit_bias": {1: 0.9, 0: 0.1}, "repetition_penalty": 2.0, "input_ids": [1]}
+    assert sample(logits, [row(temperature=0, **biased)]).token_ids == [0]
+
+
+def test_only_allowed_tokens_are_sampled():
+    assert set(draws(torch.arange(10.0), 200, allowed_token_ids=[1, 8, 7])) <= {1, 7, 8}
+    two = torch.tensor([[5.0, 1.0, 2.0]] * 2)
+    assert sample(two, [row(temperature=0, allowed_token_ids=[1, 2]), row(temperature=0)]).token_ids == [2, 0]
+
+
+@pytest.mark.parametrize(
+    ("output_ids", "chosen"),
+    [((), 1), ((5,), 1), ((2,), 1), ((4, 2), 0), ((4, 2, 7), 1), ((3, 3, 4, 2), 0)],
+)
+def test_the_last_token_of_a_bad_sequence_is_masked_after_those_before_it(output_ids, chosen):
+    logits = torch.tensor([[1.0, 2.0, 0.0, 9.0]])
+    bad = [[3], [4, 2, 1]]
+    assert sample(logits, [row(temperature=0, bad_token_ids=bad, output_ids=output_ids)]).token_ids == [chosen]
+    # The prompt is no part of the output.
+    assert sample(logits, [row(temperature=0, bad_token_ids=bad, input_ids=[4, 2])]).token_ids == [1]
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"allowed_token_ids": [4, 5], "bad_token_ids": [[4], [3, 5]]},
+        {"allowed_token_ids": [2], "min_tokens": 1},
+        {"bad_token_ids": [[token] for token in range(6)]},
+    ],
+)
+def test_restrictions_that_could_leave_no_token_are_refused(parameters):
+    restricted = row(**parameters)
+    with pytest.raises(InvalidRequestError):
+        restricted.restrictions.check(frozenset({2}) if "min_tokens" in parameters else frozenset(), 6)
 
 
 def test_logprobs_are_those_of_the_raw_logits():

@@ -128,6 +128,21 @@ def test_variables_that_break_the_template_are_the_callers_error(moody, options)
         moody.render_chat(HELLO, 1024, options)
 
 
+CALL = '{"tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}'
+
+
+async def test_tools_and_calls_are_objects_to_the_template_inline_and_in_a_process(moody, bodies):
+    called = moody_like(
+        moody, "{{ tools[0].f }} {{ messages[1].tool_calls[0].function.arguments.x }}{{ messages[0].content }}"
+    )
+    for content in ("hello", "hello " * 3000):
+        messages = [("user", content), ("assistant", "", CALL)]
+        text = await called.render(messages, 100_000, None, bodies, NO_DEADLINE, '[{"f": "g"}]')
+        assert text == f"g 1{content}"
+    with pytest.raises(ContextLengthError, match="more than fit a context"):
+        await called.render([("user", "hello")], 10, None, bodies, NO_DEADLINE, f'["{"x" * 1_000_000}"]')
+
+
 def test_variables_too_large_for_the_context_are_refused_unread(moody):
     with pytest.raises(ContextLengthError, match="more than fit a context of 10 tokens"):
         moody.render_chat(HELLO, 10, {"mood": "x" * 1_000_000})

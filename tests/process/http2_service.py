@@ -87,6 +87,6 @@ class Uncounted(Admission):
 async def serve_openai(port: int, servicer: Any) -> HttpServer:
     """Serves OpenAI's API by a fake."""
     server = HttpServer(CallInterceptor("transformer", Uncounted()), error_body)
-    server.add(*http_methods(servicer))
+    server.add(*http_methods("OpenAI", servicer))
     await server.start(HOST, port)
     return server

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -27,7 +28,9 @@ from runner.envoy_process import PREDECESSOR_LIFE_S
 from runner.services import gateway_environment
 from runner.settings import StackSettings
 from services.predictor.settings import PredictorSettings
+from services.transformer.predictors.gateway_endpoints import endpoints_file
 from services.transformer.settings import TransformerSettings
+from tests.waiting import until
 
 Config = dict[str, Any]
 
@@ -40,7 +43,7 @@ STREAMS = (
     "/grpc.health.v1.Health/Watch",
 )
 SILENT_BY_NATURE = (STREAMS[0], "/millrace.v1.PayloadLog/", "/grpc.health.v1.Health/Watch")
-OPENAI = DESCRIPTOR.services_by_name["OpenAI"]
+SERVED_BY_HTTP = [DESCRIPTOR.services_by_name[name] for name in ("OpenAI", "Batches", "Responses", "Anthropic")]
 SERVICES = ("transformer", "transformer_http", "predictor", "logger")
 HOUR_S = 3600
 
@@ -166,22 +169,29 @@ def takes(match: Config, path: str) -> bool:
     return match["path"] == path if "path" in match else bool(re.fullmatch(match["safe_regex"]["regex"], path))
 
 
-def test_each_path_of_openai_s_api_leads_to_its_method(config: Config) -> None:
-    openai = [route for _, route in every_route(config) if "regex_rewrite" in route.get("route", {})]
-    assert len(openai) == len(OPENAI.methods)
-    for method in OPENAI.methods:
+def test_each_path_that_is_served_by_http_leads_to_its_method(config: Config) -> None:
+    hosts = connection_manager(config, "ingress")["route_config"]["virtual_hosts"]
+    routes = [route for host in hosts for route in host["routes"] if "regex_rewrite" in route.get("route", {})]
+    methods = [(service, method) for service in SERVED_BY_HTTP for method in service.methods]
+    assert len(routes) == len(methods)
+    for service, method in methods:
         rule = method.GetOptions().Extensions[annotations_pb2.http]
         for binding in (rule, *rule.additional_bindings):
             verb = binding.WhichOneof("pattern")
-            path = getattr(binding, verb).replace("{model}", "org.name-1")
-            (route,) = [one for one in openai if takes(one["match"], path)]
-            rest = "/org.name-1" if "{model}" in getattr(binding, verb) else ""
-            assert rewritten(route, path) == f"/{OPENAI.full_name}/{method.name}{rest}"
-            headers = {header["name"]: header["string_match"] for header in route["match"]["headers"]}
-            assert headers[":method"] == {"exact": verb.upper()}
+            template = getattr(binding, verb)
+            path = re.sub(r"{\w+}", "org.name-1", template)
+            (route,) = [one for one in routes if takes(one["match"], path) and verb_of(one) == verb.upper()]
+            rest = "/org.name-1" if "{" in template else ""
+            assert rewritten(route, path) == f"/{service.full_name}/{method.name}{rest}"
             assert route["route"]["cluster"] == "transformer_http"
             assert route["request_headers_to_add"][0]["header"]["key"] == "x-envoy-original-path"
             assert "envoy.filters.http.buffer" in route["typed_per_filter_config"]
+
+
+def verb_of(route: Config) -> str:
+    """The only method that a route takes."""
+    headers = {header["name"]: header["string_match"] for header in route["match"]["headers"]}
+    return str(headers[":method"]["exact"])
 
 
 def test_no_time_limit_ends_a_stream(config: Config) -> None:
@@ -352,7 +362,43 @@ def test_predictors_elsewhere_are_the_same_in_the_container(tmp_path: Path) -> N
     assert gateway_environment(settings)["DIRECT_MODELS"] == ""
 
 
-@pytest.mark.parametrize("text", ["gpu-1", "a:1, b", "a:0", "a:65536", "a:1}", "http://a:1"])
+def test_with_a_service_among_them_the_transformer_lists_the_predictors_here_and_in_the_container(
+    tmp_path: Path,
+) -> None:
+    elsewhere, file = "_grpc._tcp.gpu.example, gpu-1:9000", tmp_path / "predictors.json"
+    file.write_text(endpoints_file({"127.0.0.1:9000": 0, "[::1]:9000": 1}))
+    started = start(tmp_path, PREDICTOR_ENDPOINTS=elsewhere, LISTED_PREDICTORS=str(file))
+    assert started.returncode == 0, started.stderr
+    settings = StackSettings(run_folder=tmp_path, predictors=0, predictor_endpoints=elsewhere)
+    assert settings.listed_predictors
+    path = tmp_path / "derived.yaml"
+    envoy_config.write(settings, path)
+    for whole, list_of in ((tmp_path / "envoy.yaml", file), (path, settings.listed_predictors)):
+        text = whole.read_text().replace("/etc/envoy/", f"{envoy_config.ENVOY_FOLDER}/")
+        predictor = clusters(yaml.safe_load(text))["predictor"]
+        assert predictor["type"] == "EDS"
+        assert predictor["connect_timeout"] == "3.5s"
+        assert predictor["eds_cluster_config"]["eds_config"] == {"path_config_source": {"path": str(list_of)}}
+        whole.write_text(text)
+        result = validate("--config-path", str(whole))
+        assert result.returncode == 0, result.stderr
+
+
+async def test_the_container_starts_envoy_once_the_transformer_has_listed_the_predictors(tmp_path: Path) -> None:
+    file = tmp_path / "predictors.json"
+    (tmp_path / "envoy").write_text(f"#!/bin/sh\n[ -e {file} ]\n")
+    (tmp_path / "envoy").chmod(0o755)
+    starting = asyncio.create_task(
+        asyncio.to_thread(start, tmp_path, PREDICTOR_ENDPOINTS="_grpc._tcp.gpu", LISTED_PREDICTORS=str(file))
+    )
+    config = tmp_path / "envoy.yaml"
+    await until(lambda: config.exists() and "type: EDS" in config.read_text())
+    file.write_text(endpoints_file({}))
+    started = await starting
+    assert started.returncode == 0, started.stderr
+
+
+@pytest.mark.parametrize("text", ["gpu-1", "a:1, b", "a:0", "a:65536", "a:1}", "http://a:1", "_a._udp.b", "_a._tcp"])
 def test_malformed_predictors_elsewhere_are_refused_in_the_container(tmp_path: Path, text: str) -> None:
     refused = start(tmp_path, PREDICTOR_ENDPOINTS=text)
     assert refused.returncode == 78

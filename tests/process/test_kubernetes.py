@@ -1,10 +1,12 @@
 """The manifests of deploy/ are Kubernetes', and keep the promises of compose.yaml.
 
-Not validated against a schema: the custom resources in CUSTOM, whose definitions are no Python package.
+Not validated against a schema: the custom resources in CUSTOM, whose definitions are no Python package. KServe's own
+client reads its resources.
 """
 
 import json
 import re
+import subprocess
 
 import kubernetes_validate
 import pytest
@@ -29,6 +31,7 @@ from tests.support.kubernetes import (
     without_variables,
     workloads,
 )
+from tests.system.own_clients import python_of
 
 pytestmark = pytest.mark.skipif(KUBECTL is None, reason="there is no kubectl in PATH")
 
@@ -285,7 +288,7 @@ def test_kserve_runs_the_services_with_settings_that_they_know(rendered):
     ):
         (container,) = spec["containers"]
         own = environment(documents, container)
-        assert own.keys() - {"STORAGE_URI"} <= known(SERVICES[name])
+        assert own.keys() - {"STORAGE_URI", "PROTOCOL"} <= known(SERVICES[name])
         grace[name] = owner["terminationGracePeriodSeconds"] - float(own[f"{name.upper()}_DRAIN_S"])
         assert owner["enableServiceLinks"] is False
         assert (
@@ -297,9 +300,26 @@ def test_kserve_runs_the_services_with_settings_that_they_know(rendered):
         assert container["image"] == without_variables(COMPOSE["services"][name]["image"])
     assert min(grace.values()) >= FLUSH_S
     assert own["STORAGE_URI"] == model["storageUri"]
+    assert own["PROTOCOL"] == model["protocolVersion"]
     assert own["MODELS"].split("=")[0] == service["metadata"]["name"]
     assert (
         own["TRANSFORMER_PREDICTOR_REPLICAS"]
         == f"{headless['metadata']['name']}:{headless['spec']['ports'][0]['port']}"
     )
     assert headless["spec"]["selector"]["serving.kserve.io/inferenceservice"] == service["metadata"]["name"]
+
+
+def test_kserves_client_has_every_field_of_the_manifests(rendered):
+    documents = rendered["kserve"]
+
+    def read(*objects):
+        command = [python_of(".venv-kserve"), str(ROOT / "tests" / "kserve" / "objects.py")]
+        return subprocess.run(command, input=json.dumps(objects), capture_output=True, text=True, timeout=60)
+
+    done = read(*documents)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split()) == ["InferenceService", "Service", "ServingRuntime"]
+    (service,) = of_kind(documents, "InferenceService").values()
+    misspelt = json.loads(json.dumps(service))
+    misspelt["spec"]["transformer"]["containers"][0]["readinessProbe"]["grcp"] = {}
+    assert "V1Probe has no grcp" in read(misspelt).stderr

@@ -65,6 +65,13 @@ async def test_text_is_converted_to_ids_in_the_form_of_the_metadata_and_back():
 
         shorter = await stub.ModelInfer(text_request("ids", "Once upon a time", max_tokens=2))
         assert shorter.parameters["finish_reason"].string_param == "length"
+        # It would ignore the form of the answer.
+        formed = text_request("ids", "Once upon a time")
+        formed.parameters["structured_outputs"].string_param = '{"regex": "a"}'
+        with pytest.raises(grpc.aio.AioRpcError, match="its predictor supports no structured_outputs") as raised:
+            await stub.ModelInfer(formed)
+        assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert all("structured_outputs" not in request.parameters for request in server.requests)
 
 
 async def test_a_model_of_ids_without_a_tokenizer_is_relayed():

@@ -93,6 +93,26 @@ async def test_links_follow_the_addresses_and_a_change_wakes_waiting_requests(mo
             changed = links.changed
 
 
+async def test_a_predictor_of_a_higher_rank_gets_calls_while_none_of_a_lower_rank_serves(monkeypatch):
+    first, reserve = ScriptedPredictor(), ScriptedPredictor()
+    async with (
+        serving(first) as address,
+        serving(reserve) as other,
+        links_at(monkeypatch, address, other) as (links, _),
+    ):
+        monkeypatch.setattr(links._resolver, "rank", lambda of: int(of == other))
+        await until(lambda: links.listed == {address: 0, other: 1} and all(link.loads for link in links.all))
+        assert {links.choose(GENERATION, "").address for _ in range(20)} == {address}
+        first.has_model = False
+        await until(lambda: links.choose(GENERATION, "").address == other)
+        first.has_model = True
+        await until(lambda: links.choose(GENERATION, "").address == address)
+        # The records change places, with the same prompt.
+        monkeypatch.setattr(links._resolver, "rank", lambda of: int(of == address))
+        await until(lambda: links.listed == {address: 1, other: 0})
+        assert {links.choose(GENERATION, "").address for _ in range(20)} == {other}
+
+
 async def test_a_predictor_whose_address_is_removed_gets_no_new_calls_and_its_link_ends_with_its_last(monkeypatch):
     monkeypatch.setattr(module, "_UNLISTED_S", 0.2)
     removed, other = ScriptedPredictor(holds_until(asyncio.Event())), ScriptedPredictor()

@@ -80,9 +80,11 @@ async def answer(engine, **fields):
         {"repetition_penalty": 1.3},
         {"presence_penalty": 1.5, "frequency_penalty": 0.5},
         {"min_tokens": 10, "ignore_eos": False},
+        {"logit_bias": {60: 9.0, 700: 12.0, 306: -100.0}, "repetition_penalty": 1.3},
+        {"allowed_token_ids": list(range(40, 400))},
         {"output_ids": [9, 80, 7], "moved": True},
     ],
-    ids=["plain", "repetition", "presence", "min_tokens", "moved"],
+    ids=["plain", "repetition", "presence", "min_tokens", "bias", "allowed", "moved"],
 )
 async def test_greedy_answers_equal_the_own_engines(engine, own, fields):
     ids, _, chunks = await answer(engine, **fields)

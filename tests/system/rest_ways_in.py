@@ -38,17 +38,32 @@ def rest_outcome(answer: Answer, shape: Callable[[Any], str]) -> Outcome:
     if kind not in ("text/event-stream", "application/x-ndjson"):
         return Outcome(answer.status, begun=True)
     lines = [line.removeprefix("data: ") for line in answer.body.decode().split("\n")]
-    pieces = [json.loads(line) for line in lines if line not in ("", "[DONE]")]
-    errors = [piece for piece in pieces if piece.get("error")]
+    pieces = [json.loads(line) for line in lines if line not in ("", "[DONE]") and not line.startswith("event: ")]
+    errors = [piece for piece in pieces if piece.get("error") or piece.get("type") == "response.failed"]
     assert errors in ([], pieces[-1:]), errors
     assert not errors or "[DONE]" not in answer.body.decode()
-    message = shape({"error": errors[0]["error"]}) if errors else ""
+    message = shape(errors[0] if "response" in errors[0] else {"error": errors[0]["error"]}) if errors else ""
     return Outcome(answer.status, None, message, retry_after, begun=len(pieces) > len(errors))
 
 
 def openai_shape(body: Any) -> str:
     assert list(body) == ["error"]
     assert sorted(body["error"]) == ["code", "message", "param", "type"]
+    assert body["error"]["type"]
+    return str(body["error"]["message"])
+
+
+def responses_shape(body: Any) -> str:
+    if body.get("type") != "response.failed":
+        return openai_shape(body)
+    assert body["response"]["status"] == "failed"
+    assert sorted(body["response"]["error"]) == ["code", "message"]
+    return str(body["response"]["error"]["message"])
+
+
+def anthropic_shape(body: Any) -> str:
+    assert body.get("type", "error") == "error"
+    assert sorted(body["error"]) == ["message", "type"]
     assert body["error"]["type"]
     return str(body["error"]["message"])
 
@@ -67,6 +82,20 @@ def chat_body(stream: bool) -> Callable[[Request], Any]:
     def body(request: Request) -> Any:
         messages = [{"role": "user", "content": request.prompt}]
         return {"model": request.model, "messages": messages, "stream": stream, **request.parameters}
+
+    return body
+
+
+def messages_body(stream: bool) -> Callable[[Request], Any]:
+    return lambda request: {"max_tokens": 256, **chat_body(stream)(request)}
+
+
+def responses_body(stream: bool) -> Callable[[Request], Any]:
+    def body(request: Request) -> Any:
+        parameters = {
+            "max_output_tokens" if name == "max_tokens" else name: v for name, v in request.parameters.items()
+        }
+        return {"model": request.model, "input": request.prompt, "stream": stream, **parameters}
 
     return body
 

@@ -20,7 +20,7 @@ from tests.system.calls import channel, http_request
 from tests.system.direct import until_direct
 from tests.system.faulty_predictor import FAILS, FAILS_LATER, HOLDS_LATER, PYTHON_MODEL
 from tests.system.request_outcome import ON_STREAM, Request
-from tests.system.rest_ways_in import openai_shape, rest_outcome, v2_shape
+from tests.system.rest_ways_in import anthropic_shape, openai_shape, rest_outcome, v2_shape
 from tests.system.ways_in import DIRECT, PREDICTOR, RELAYED, REST_STREAMS, STREAMS, TEXT, WAYS_IN
 from tests.waiting import until
 
@@ -149,6 +149,10 @@ ROWS = {
     "endpoint that the model does not support": Row(
         request_of(model="normalizer"), Code.INVALID_ARGUMENT, 400, TTP, "no chat template", CHAT
     ),
+    "form that no answer can have": Row(
+        request_of(parameters={"structured_outputs": '{"json": {"type": "string", "minLength": 2, "maxLength": 1}}'}),
+        *(Code.INVALID_ARGUMENT, 400, TPP, "structured_outputs: Unsatisfiable schema: minLength (2)", TEXT | PREDICTOR),
+    ),
     "no such model": Row(request_of(model="nobody"), Code.NOT_FOUND, 404, TTP, "no model 'nobody'"),
     "no such version": Row(
         request_of(version="7"), Code.NOT_FOUND, 404, TTP, "version '7'", OIP, direct_hop="predictor"
@@ -264,6 +268,7 @@ async def test_too_large_requests_are_refused(stack):
 PATHS = {
     "unknown": ("GET", "/v3", 404, "gateway", v2_shape),
     "unknown, of OpenAI": ("POST", "/v1/nothing", 404, "gateway", openai_shape),
+    "unknown, of Anthropic": ("POST", "/v1/messages/batches", 404, "gateway", anthropic_shape),
     "unknown, of V2": ("POST", "/v2/models/storyteller/nothing", 404, "gateway", v2_shape),
     "unknown, of ours": ("GET", "/millrace/v1/nothing", 404, "gateway", v2_shape),
     "wrong method": ("GET", "/v1/completions", 404, "gateway", openai_shape),

@@ -118,6 +118,38 @@ async def test_a_stop_token_ends_the_output_and_its_text_is_left_out(stack):
     assert answer.json["usage"]["prompt_tokens_details"]["cached_tokens"] >= 0
 
 
+async def test_tokens_are_biased_allowed_and_banned_on_every_protocol(stack):
+    settings = {"model": "storyteller", "prompt": PROMPT, "temperature": 0, "max_tokens": 6}
+    ids = [token_id for response in await generate(stack.gateway, **settings) for token_id in response.token_ids]
+    whole = text_of(await generate(stack.gateway, **settings))
+    word = whole.split()[1]
+
+    biased = await generate(stack.gateway, **settings, logit_bias={ids[-1]: 100})
+    assert [token_id for response in biased for token_id in response.token_ids] == [ids[-1]] * 6
+    only = await generate(stack.gateway, **settings, allowed_token_ids=ids[:2])
+    assert {token_id for response in only for token_id in response.token_ids} <= set(ids[:2])
+    banned = await generate(stack.gateway, **settings, bad_token_ids=[millrace_pb2.TokenIds(ids=ids[:3])])
+    assert [token_id for response in banned for token_id in response.token_ids][:2] == ids[:2]
+    assert [token_id for response in banned for token_id in response.token_ids][2] != ids[2]
+    without = text_of(await generate(stack.gateway, **settings, bad_words=[word]))
+    assert word not in without.split()
+
+    body = settings | {"bad_words": [word], "logit_bias": {}}
+    assert (await rest(stack.gateway, "POST", "/v1/completions", body)).json["choices"][0]["text"] == without
+    body = settings | {"logit_bias": {str(ids[-1]): 100}}
+    assert (await rest(stack.gateway, "POST", "/v1/completions", body)).json["choices"][0]["text"] == text_of(biased)
+    body = {"text_input": PROMPT, "temperature": 0, "max_tokens": 6, "logit_bias": {str(ids[-1]): 100}}
+    answer = await rest(stack.gateway, "POST", "/v2/models/storyteller/generate", body)
+    assert answer.json["text_output"] == text_of(biased)
+    request = text_request("storyteller", PROMPT, temperature=0, max_tokens=6)
+    request.parameters["bad_token_ids"].string_param = f"[{ids[:3]}]"
+    assert (await infer(stack.gateway, request))["text_output"].array[0].decode() == text_of(banned)
+    body = {"prompt": PROMPT, "model": "storyteller", "allowed_token_ids": [ids[0]], "bad_token_ids": [[ids[0]]]}
+    answer = await rest(stack.gateway, "POST", "/v1/completions", body)
+    assert answer.status == 400
+    assert "leave no allowed token" in answer.json["error"]["message"]
+
+
 async def test_top_logprobs_name_the_likeliest_tokens(stack):
     settings = {"max_tokens": 12, "temperature": 0}
     responses = await generate(
@@ -142,6 +174,8 @@ async def test_top_logprobs_name_the_likeliest_tokens(stack):
     ("parameters", "message"),
     [
         ({"stop_token_ids": "1,100000"}, "stop_token_ids: token id 100000 is outside of 0 to "),
+        ({"logit_bias": '{"100000": 1}'}, "logit_bias: token id 100000 is outside of 0 to "),
+        ({"bad_token_ids": "[[1, 100000]]"}, "bad_token_ids: token id 100000 is outside of 0 to "),
         ({"top_logprobs": "2"}, "top_logprobs=2 needs logprobs"),
         ({"top_logprobs": "21"}, "top_logprobs='21': Input should be less than or equal to 20"),
         ({"priority": "2147483648"}, "priority='2147483648': Input should be less than 2147483648"),

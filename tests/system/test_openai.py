@@ -12,6 +12,7 @@ import pytest_asyncio
 
 from services.transformer.frontends.openai.choices import choice_seed
 from tests.random_encoders import save_random_encoder, save_words_tokenizer
+from tests.support.tool_models import save_tool_model
 from tests.system.calls import rest, statistics
 from tests.system.own_clients import client_passes
 from tests.system.payload_log import records
@@ -33,6 +34,7 @@ def embedder(tmp_path_factory):
 async def stack(stacks, tmp_path_factory, embedder):
     models = {
         "storyteller": "models/storyteller",
+        "caller": save_tool_model(tmp_path_factory.mktemp("models") / "caller", "hermes"),
         "normalizer": "models/normalizer",
         "embedder": embedder[2],
         "identity": "models/identity",
@@ -115,6 +117,39 @@ async def test_each_choice_has_a_record_under_the_requests_id(stack):
     assert {json.loads(record.parameters)["seed"] for record in kept} == {choice_seed(1, i) for i in range(3)}
 
 
+async def test_the_record_of_calls_has_the_models_own_text_and_the_tools(stack):
+    schema = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"]}
+    tools = [{"type": "function", "function": {"name": name, "parameters": schema}} for name in ("f", "g")]
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"city": "Rome"}'}}
+    messages = [
+        {"role": "user", "content": "Where?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "There.", "tool_call_id": "1"},
+    ]
+    chosen = {"type": "function", "function": {"name": "g"}}
+    body = {
+        "model": "caller",
+        "messages": messages,
+        "tools": tools,
+        "tool_choice": chosen,
+        "parallel_tool_calls": False,
+    }
+    answer = await post(stack, "/v1/chat/completions", body, x_request_id="calls")
+    (made,) = answer.json["choices"][0]["message"]["tool_calls"]
+    assert made["function"] == {"name": "g", "arguments": '{"city": "Rome"}'}
+    (record,) = await records(stack.gateway, request_id="calls")
+    assert record.text == '<tool_call>\n{"name": "g", "arguments": {"city": "Rome"}}\n</tool_call>'
+    parameters, (_, called, result) = json.loads(record.parameters), json.loads(record.prompt)
+    assert (parameters["tools"], parameters["tool_choice"], parameters["parallel_tool_calls"]) == (
+        tools[1:],
+        "required",
+        False,
+    )
+    assert called["tool_calls"][0]["function"] == {"name": "f", "arguments": {"city": "Rome"}}
+    assert result == {"role": "tool", "content": "There.", "tool_call_id": "1"}
+    assert "grammar" in record.sampling
+
+
 async def test_a_client_that_leaves_ends_every_choice(stack):
     predictor = stack.addresses["predictor-0"]
 
@@ -155,7 +190,8 @@ async def test_only_models_of_the_api_are_listed(stack):
     for path in ("/v1/models", "/openai/v1/models"):
         listed = (await rest(stack.gateway, "GET", path)).json
         kinds = {model["id"]: model["kind"] for model in listed["data"]}
-        assert kinds == {"storyteller": "generation", "normalizer": "generation", "embedder": "embedding"}
+        generating = dict.fromkeys(("storyteller", "caller", "normalizer"), "generation")
+        assert kinds == {**generating, "embedder": "embedding"}
     assert (await rest(stack.gateway, "GET", "/v1/models/embedder")).json["object"] == "model"
     for name in ("nobody", "identity"):
         answer = await rest(stack.gateway, "GET", f"/v1/models/{name}")

@@ -20,7 +20,11 @@ from tests.waiting import until
 MODELS = "storyteller=models/storyteller,normalizer=models/normalizer"
 PROMPT, NUMBERS = "Once upon a time", "in 1984, 27 days, 3 hours and 15 minutes"
 TOKENS = 40
-SAMPLING = {"greedy": {"temperature": 0.0, "seed": 0}, "sampled": {"temperature": 1.0, "seed": 11}}
+SAMPLING = {
+    "greedy": {"temperature": 0.0, "seed": 0},
+    "sampled": {"temperature": 1.0, "seed": 11},
+    "constrained": {"temperature": 1.0, "seed": 12, "structured_outputs": '{"regex": "([a-z]{2,9}[ ,.]){99}"}'},
+}
 # FULL=1: the promised number and duration, with the default interval of comments.
 AWAY_S, KEEP_ALIVE = (90, {}) if FULL else (3, {"TRANSFORMER_SSE_KEEP_ALIVE": "0.5"})
 REPEATS = 2 if FULL else 1
@@ -80,6 +84,8 @@ async def inferred(gateway, name, sampling, came):
     request.id = name
     request.parameters["ignore_eos"].bool_param = True
     request.parameters["temperature"].double_param = sampling["temperature"]
+    if "structured_outputs" in sampling:
+        request.parameters["structured_outputs"].string_param = sampling["structured_outputs"]
     text = b""
     async with channel(gateway) as open_channel:
         async for response in GRPCInferenceServiceStub(open_channel).ModelStreamInfer(each(request), timeout=300):

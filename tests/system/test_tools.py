@@ -104,6 +104,35 @@ async def test_an_echo_alone_has_the_prompt_s_log_probabilities(stack, prompt):
     assert streamed == choice
 
 
+async def test_a_text_may_go_without_the_token_that_begins_it(stack):
+    body = {**MODEL, "prompt": "Once upon a time", "max_tokens": 1}
+    counts = [
+        (await post(stack, "/v1/completions", {**body, "add_special_tokens": adds})).json["usage"]["prompt_tokens"]
+        for adds in (True, False)
+    ]
+    assert counts[0] == counts[1] + 1
+
+
+async def test_prompt_logprobs_have_vllms_shape(stack):
+    body = {**MODEL, "prompt": PROMPT_IDS, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 2}
+    echo = (await post(stack, "/v1/completions", {**body, "logprobs": 2, "echo": True})).json["choices"][0]
+    (choice,) = (await post(stack, "/v1/completions", {**body, "logprobs": 1})).json["choices"]
+    assert len(choice["logprobs"]["tokens"]) == 1
+    first, *scores = choice["prompt_logprobs"]
+    assert first is None
+    assert echo["prompt_logprobs"] == choice["prompt_logprobs"]
+    values = echo["logprobs"]["token_logprobs"][1 : len(PROMPT_IDS)]
+    assert [place[str(own)]["logprob"] for place, own in zip(scores, PROMPT_IDS[1:], strict=True)] == values
+    for place in scores:
+        ranked = sorted((one for one in place.values() if one["rank"]), key=lambda one: one["rank"])
+        assert [one["rank"] for one in ranked] == [1, 2]
+        assert ranked[0]["logprob"] >= ranked[1]["logprob"]
+        assert all(isinstance(one["decoded_token"], str) for one in ranked)
+    chat = {**MODEL, "messages": [{"role": "user", "content": "Hello."}], "max_tokens": 1, "prompt_logprobs": 0}
+    answer = (await post(stack, "/v1/chat/completions", chat)).json
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+
+
 async def test_lm_eval_uses_the_server_s_tokenizer(stack):
     info = (await get(stack, "/tokenizer_info?model=storyteller")).json
     assert (info["bos_token"], info["eos_token"], info["model_max_length"]) == ("<s>", "</s>", 1024)

@@ -17,12 +17,16 @@ from tests.system.grpc_ways_in import (
 )
 from tests.system.request_outcome import WayIn
 from tests.system.rest_ways_in import (
+    anthropic_shape,
     binary_tensors_body,
     chat_body,
     completion_body,
     fields_body,
     generate_body,
+    messages_body,
     openai_shape,
+    responses_body,
+    responses_shape,
     rest,
     tensors_body,
     v2_shape,
@@ -39,6 +43,10 @@ TEXT: dict[str, WayIn] = {
     "completions, events": rest("/openai/v1/completions", completion_body(True), openai_shape),
     "chat": rest("/v1/chat/completions", chat_body(False), openai_shape),
     "chat, events": rest("/v1/chat/completions", chat_body(True), openai_shape),
+    "messages": rest("/v1/messages", messages_body(False), anthropic_shape),
+    "messages, events": rest("/v1/messages", messages_body(True), anthropic_shape),
+    "responses": rest("/v1/responses", responses_body(False), responses_shape),
+    "responses, events": rest("/openai/v1/responses", responses_body(True), responses_shape),
     "infer": rest("/v2/models/{model}/infer", tensors_body("text_input"), v2_shape),
     "infer, binary": rest("/v2/models/{model}/infer", binary_tensors_body("text_input"), v2_shape),
     "generate": rest("/v2/models/{model}/generate", fields_body("text_input"), v2_shape),
@@ -64,7 +72,14 @@ PREDICTOR: dict[str, WayIn] = {
 }
 WAYS_IN = TEXT | RELAYED | PREDICTOR
 # Ways on which an error can come after a part of the answer.
-REST_STREAMS = ("Generate by REST", "completions, events", "chat, events", "generate_stream")
+REST_STREAMS = (
+    "Generate by REST",
+    "completions, events",
+    "chat, events",
+    "messages, events",
+    "responses, events",
+    "generate_stream",
+)
 STREAMS = (
     *REST_STREAMS,
     "Generate",

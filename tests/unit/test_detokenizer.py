@@ -253,3 +253,19 @@ def test_a_stop_string_across_tokens_is_not_returned(stop):
     text = "Once upon a time there was"
     pieces = stream(BYTE_LEVEL, BYTE_LEVEL.encode(text).ids, stop=[stop])
     assert "".join(pieces) == text[: text.index(stop)]
+
+
+@pytest.mark.parametrize(("before", "text"), [((0xC3, 0xA9), "é"), ((0xC3,), "\ufffd"), ((), "")])
+def test_a_special_token_that_is_kept_follows_all_text_before_it(before, text):
+    decoder = Decoder(BYTE_FALLBACK)
+    end, a = (BYTE_FALLBACK.token_to_id(token) for token in ("</s>", "a"))
+    kept = decoder.special_ids(["</s>", "<plain>", "[X]"])
+    assert kept == {end: "</s>"}
+    ids = [a, *(BYTE_FALLBACK.token_to_id(f"<0x{byte:02X}>") for byte in before), end, a, end]
+    made = Detokenizer(decoder, [], [], kept=kept)
+    assert [made.push(token_id) for token_id in ids][-3:] == [f"{text}</s>", "a", "</s>"]
+    stopped = Detokenizer(decoder, [], ["a</s>"], kept=kept)
+    assert "".join(stopped.push(token_id) for token_id in ids) == (f"a{text}</s>" if text else "")
+    assert stopped.stop_string == "a</s>"
+    plain = Detokenizer(decoder, [], [])
+    assert "".join([plain.push(token_id) for token_id in ids] + [plain.flush()]) == f"a{text}a"

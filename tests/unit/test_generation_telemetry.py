@@ -9,6 +9,7 @@ from millrace.errors import HopBrokenError, InvalidRequestError, OverloadedError
 from millrace.rpc.call_context import CallContext
 from services.transformer.generation.chunks import TextChunk
 from services.transformer.generation.requests import TextRequest
+from services.transformer.generation.resume_ids import ResumePoint
 from services.transformer.generation.telemetry import GenerationTelemetry
 from tests.support.measured import Measured
 
@@ -146,3 +147,9 @@ async def test_resumes_are_counted(telemetry, measured):
 
     await read(telemetry, resumed_answer(), request())
     assert measured.value("millrace.stream.resumed", {"gen_ai.request.model": "storyteller"}) == 1
+
+
+async def test_reconnections_are_counted(telemetry, measured):
+    await read(telemetry, answer(), request())
+    await read(telemetry, answer(), request(resume=ResumePoint("f" * 32, 2, 0, "")))
+    assert measured.value("millrace.stream.reconnected", {"gen_ai.request.model": "storyteller"}) == 1

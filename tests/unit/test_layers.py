@@ -9,8 +9,8 @@ import pytest
 from tests.support.import_graph import imports, loaded_with, modules
 
 MILLRACE = (
-    ("millrace.errors", "millrace.service_links"),
-    ("millrace.clients", "millrace.deadline", "millrace.sampling", "millrace.step_errors"),
+    ("millrace.errors", "millrace.service_links", "millrace.structured_outputs"),
+    ("millrace.clients", "millrace.deadline", "millrace.grammars", "millrace.sampling", "millrace.step_errors"),
     ("millrace.models",),
     ("millrace.telemetry",),
     ("millrace.private_file", "millrace.settings", "millrace.watched_file"),
@@ -34,6 +34,7 @@ PREDICTOR = (
     ("services.predictor.engine.faults", "services.predictor.engine.isolation", "services.predictor.engine.state"),
     (
         "services.predictor.engine.cpu",
+        "services.predictor.engine.grammar",
         "services.predictor.engine.sampling",
         "services.predictor.engine.scheduler",
     ),
@@ -58,7 +59,12 @@ TRANSFORMER = (
     ("services.transformer.inference",),
     ("services.transformer.frontends.http",),
     ("services.transformer.frontends.grpc", "services.transformer.frontends.openai"),
-    ("services.transformer.frontends.v2_rest",),
+    (
+        "services.transformer.frontends.anthropic",
+        "services.transformer.frontends.responses",
+        "services.transformer.frontends.v2_rest",
+        "services.transformer.batches",
+    ),
     ("services.transformer.__main__",),
     ("services.transformer.worker",),
 )

@@ -49,6 +49,13 @@ def test_a_text_is_a_prompt_with_its_completion():
     assert example(record()) == {"prompt": "Once", "completion": " upon a time"}
 
 
+def test_a_chat_with_tools_is_no_example():
+    called = [*MESSAGES, {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]
+    assert example(chat(parameters='{"tools": []}')) == generations.TOOLS
+    assert example(chat(prompt=json.dumps(called))) == generations.TOOLS
+    assert isinstance(example(chat(parameters='{"seed": 1}')), dict)
+
+
 def test_the_text_of_the_record_is_the_answer_where_it_differs_from_its_chunks():
     assert example(record(text=" upon a")) == {"prompt": "Once", "completion": " upon a"}
 

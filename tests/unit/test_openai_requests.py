@@ -1,14 +1,17 @@
 """Requests of OpenAI's clients: supported fields are read, unsupported ones refused by name."""
 
 import json
+import pickle
 
+import orjson
 import pytest
 
 from millrace.errors import ContextLengthError, InvalidRequestError, NotFoundError, OverloadedError, RequestFailedError
 from services.transformer.frontends.openai.errors import UnsupportedFieldError, openai_error
 from services.transformer.frontends.openai.generation_requests import ChatCompletionRequest, CompletionRequest
-from services.transformer.frontends.openai.requests import parse
+from services.transformer.frontends.openai.requests import parse, parse_large
 from services.transformer.frontends.openai.text_requests import EmbeddingsRequest, TokenizeRequest
+from services.transformer.text.tools import ToolUse
 
 
 def completion(**fields):
@@ -96,6 +99,42 @@ def test_tools_that_may_not_be_called_are_not_refused():
     assert chat(functions=[{"name": "f"}], function_call="none").messages
 
 
+def test_tools_are_read_with_the_choice_among_them():
+    use = chat(tools=TOOLS).tool_use
+    assert (use.names, use.is_required, use.is_parallel) == ({"f", "g"}, False, True)
+    assert json.loads(use.definitions) == TOOLS
+    assert [json.loads(function.parameters) for function in use.functions] == [{"type": "object"}, SCHEMA]
+    assert chat(tools=TOOLS, tool_choice="required", parallel_tool_calls=False).tool_use == ToolUse(
+        use.functions, is_required=True, is_parallel=False
+    )
+    assert chat(tools=TOOLS, tool_choice=named("g")).tool_use == ToolUse(use.functions[1:], is_required=True)
+    allowed = {"mode": "auto", "tools": [named("f")]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    assert chat(tools=TOOLS, tool_choice=choice).tool_use == ToolUse(use.functions[:1])
+    assert chat(tools=TOOLS, tool_choice="none").tool_use is None
+    assert chat(tools=[], tool_choice="auto", parallel_tool_calls=True).tool_use is None
+    body = json.dumps({"messages": [{"role": "user", "content": "x"}], "tools": TOOLS}).encode()
+    assert pickled(parse_large(body, ChatCompletionRequest)[0]).tool_use == use
+
+
+def test_messages_of_calls_are_as_templates_take_them():
+    request = chat(
+        {"role": "assistant", "content": None, "reasoning": "Hm.", "tool_calls": [CALL, called("")]},
+        {"role": "tool", "content": [{"type": "text", "text": "4"}], "tool_call_id": "1"},
+        {"role": "user", "content": "x", "tool_calls": None, "tool_call_id": "1"},
+    )
+    (*first, fields), (*second, answer), third = [message.for_template for message in request.messages]
+    assert (first, second, third) == (["assistant", ""], ["tool", "4"], ("user", "x"))
+    assert json.loads(answer) == {"tool_call_id": "1"}
+    function = {"name": "f", "arguments": {"x": 1}}
+    calls = [{"id": "1", "type": "function", "function": function | {"arguments": value}} for value in ({"x": 1}, {})]
+    assert json.loads(fields) == {"tool_calls": calls, "reasoning_content": "Hm."}
+    body = {"messages": [{"role": "assistant", "content": None, "reasoning": "Hm.", "tool_calls": [CALL, called("")]}]}
+    (large,) = pickled(parse_large(json.dumps(body).encode(), ChatCompletionRequest)[0]).messages
+    assert large.for_template == ("assistant", "", fields)
+    assert large.tool_calls is None
+
+
 def test_usage_in_every_event_needs_include_usage():
     options = {"include_usage": True, "continuous_usage_stats": True}
     assert completion(stream=True, stream_options=options).continuous_usage
@@ -107,6 +146,17 @@ def test_vllms_sampling_fields_are_sampling_parameters():
     given |= {"stop_token_ids": [7], "seed": 3, "temperature": 0.5, "max_tokens": 9}
     assert completion(**given).sampling() == given
     assert chat(**given).sampling() == given
+
+
+def test_restrictions_of_tokens_survive_the_process_that_reads_large_bodies():
+    given = {"logit_bias": {"5": -100, "6": 1.5}, "allowed_token_ids": [5, 7], "bad_token_ids": [[7, 8]]}
+    request, _ = parse_large(orjson.dumps(given | {"prompt": "p", "bad_words": ["one", "two"]}), CompletionRequest)
+    assert request.sampling() == given
+    assert request.bad_words == ("one", "two")
+    for wrong in ({"bad_words": [""]}, {"bad_words": ["x"] * 65}, {"logit_bias": {"x": 1}}):
+        with pytest.raises(InvalidRequestError) as raised:
+            parse_large(orjson.dumps({"prompt": "p"} | wrong), CompletionRequest)
+        assert raised.value.param == next(iter(wrong))
 
 
 def test_the_newer_name_of_max_tokens_wins():
@@ -128,13 +178,9 @@ def test_stop_is_one_string_or_several():
 UNSUPPORTED = {
     "suffix": (completion, {"suffix": "end"}),
     "best_of": (completion, {"best_of": 3, "n": 2}),
-    "logit_bias": (completion, {"logit_bias": {"5": 1}}),
-    "guided_json": (completion, {"guided_json": {}}),
     "use_beam_search": (completion, {"use_beam_search": True}),
-    "tools": (chat, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
-    "tool_choice": (chat, {"tool_choice": "auto"}),
     "functions": (chat, {"functions": [{"name": "f"}]}),
-    "response_format": (chat, {"response_format": {"type": "json_object"}}),
+    "response_format": (chat, {"response_format": {"type": "structural_tag"}}),
     "audio": (chat, {"audio": {"voice": "alloy"}}),
     "modalities": (chat, {"modalities": ["text", "audio"]}),
     "chat_template": (chat, {"chat_template": "{{ messages }}"}),
@@ -153,16 +199,73 @@ def test_a_known_but_unsupported_field_is_refused_by_name(param):
 
 
 def test_an_unsupported_field_with_a_neutral_value_is_accepted():
-    completion(suffix="", best_of=2, n=2, logit_bias={}, use_beam_search=False, response_format={"type": "text"})
+    completion(suffix="", best_of=2, n=2, use_beam_search=False, response_format={"type": "text"})
     chat(tools=[], tool_choice="none", parallel_tool_calls=True, modalities=["text"], response_format={"type": "text"})
 
 
+SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
+TOOLS = [
+    {"type": "function", "function": {"name": "f"}},
+    {"type": "function", "function": {"name": "g", "description": "G.", "parameters": SCHEMA, "strict": True}},
+]
+ARGUMENTS = "messages.0.tool_calls.0.function.arguments"
+
+
+def pickled(value):
+    return pickle.loads(pickle.dumps(value))
+
+
+def named(name):
+    return {"type": "function", "function": {"name": name}}
+
+
+def called(arguments):
+    return {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
+CALL = called('{"x": 1}')
+DEEP = json.loads("[" * 300 + "]" * 300)
 WRONG = {
+    "tools": [
+        (chat, {"tools": tools})
+        for tools in (
+            {},
+            [5],
+            [{"type": "custom", "custom": {"name": "f"}}],
+            [named("")],
+            [named("f g")],
+            [named("x" * 65)],
+            [named("f"), named("f")],
+            [{"type": "function", "function": {"name": "f", "description": 5}}],
+            [{"type": "function", "function": {"name": "f", "parameters": []}}],
+            [{"type": "function", "function": {"name": "f", "parameters": {"x": DEEP}}}],
+            [{"type": "function", "function": {"name": "f", "description": "x" * 600_000}}],
+            [named(f"f{i}") for i in range(129)],
+        )
+    ],
+    "tool_choice": [
+        (chat, {"tool_choice": choice, **tools})
+        for choice, tools in (
+            ("required", {}),
+            (named("f"), {}),
+            ("any", {"tools": TOOLS}),
+            (named("h"), {"tools": TOOLS}),
+            ({"type": "function"}, {"tools": TOOLS}),
+            ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}, {"tools": TOOLS}),
+            ({"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": [named("f")]}}, {"tools": TOOLS}),
+        )
+    ],
+    "parallel_tool_calls": [(chat, {"parallel_tool_calls": 1})],
     "n": [(completion, {"n": 0}), (chat, {"n": 17}), (chat, {"n": True}), (completion, {"n": 2, "prompt": ["p"] * 33})],
     "best_of": [(completion, {"n": 2, "best_of": 1})],
     "stream": [(completion, {"stream": "yes"})],
     "stream_options": [(completion, {"stream_options": {"include_usage": True}})],
     "stop": [(completion, {"stop": 5})],
+    "prompt_logprobs": [
+        (chat, {"prompt_logprobs": 1, "stream": True}),
+        (chat, {"prompt_logprobs": 21}),
+        (completion, {"prompt_logprobs": 1, "logprobs": 2, "echo": True}),
+    ],
     "logprobs": [(completion, {"logprobs": 21}), (completion, {"logprobs": True}), (chat, {"logprobs": 1})],
     "top_logprobs": [(chat, {"logprobs": True, "top_logprobs": 21})],
     "chat_template_kwargs": [(chat, {"chat_template_kwargs": [1]})],
@@ -211,7 +314,18 @@ def test_a_messages_content_is_text_or_parts_of_text():
         ({"role": "user", "content": ["text"]}, "messages.0.content", "an object with a type"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages.0.content", "must have a text"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "messages.0.content", "'image_url' are not supported"),
-        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages.0.tool_calls", "not supported"),
+        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages.0.tool_calls.0.function", "Field required"),
+        (
+            {"role": "assistant", "tool_calls": [CALL | {"type": "custom"}]},
+            "messages.0.tool_calls.0.type",
+            "'function'",
+        ),
+        ({"role": "assistant", "tool_calls": [called("[]")]}, f"{ARGUMENTS}", "JSON text of an object"),
+        ({"role": "assistant", "tool_calls": [called("{")]}, f"{ARGUMENTS}", "is not JSON"),
+        ({"role": "assistant", "tool_calls": [CALL] * 129}, "messages.0.tool_calls", "at most 128"),
+        ({"role": "user", "tool_calls": [CALL]}, "messages.0", "only the assistant's"),
+        ({"role": "assistant", "function_call": {"name": "f"}}, "messages.0.function_call", "not supported"),
+        ({"role": "tool", "content": "4"}, "messages.0", "needs tool_call_id"),
         ("hello", "messages.0", "valid dictionary"),
     ],
 )

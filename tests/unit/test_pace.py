@@ -1,9 +1,10 @@
 """Prompts beside streams keep the gap between two tokens within the target, and never starve."""
 
+import sys
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from services.predictor.engine.load.pace import PrefillPace
@@ -138,6 +139,7 @@ def test_costs_are_measured_while_the_same_streams_run():
     st.integers(1, 64),
     st.integers(0, 10**6),
 )
+@example([(0, [(0, 2048)], sys.float_info.min)], 0, 1, 0)
 def test_prompts_progress_after_any_measurements(seen, streams, prompts, position):
     pace = PrefillPace(TARGET_S)
     for observation in seen:

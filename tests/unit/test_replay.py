@@ -135,6 +135,8 @@ def test_texts_and_messages_are_sent_on_request_where_the_record_has_them() -> N
     for changes in (
         {"prompt": "[5, 6]", "prompt_kind": "ids"},
         {"prompt": messages, "prompt_kind": "messages", "parameters": '{"chat_template_kwargs": {"a": 1}}'},
+        {"prompt": messages, "prompt_kind": "messages", "parameters": '{"tools": []}'},
+        {"prompt": messages.replace("}", ', "tool_calls": []}'), "prompt_kind": "messages"},
         {"prompt": "x" * 2**20 + "…"},
     ):
         assert list(prompt_of(**changes).prompt_ids) == [5, 6]

@@ -34,6 +34,23 @@ from millrace_protos import inference_pb2
             {"stop_token_ids": "1," * 10_000},
             "stop_token_ids='1,1,1,1,1,1,...,1,1,1,1,1,1,': a list of token ids is needed",
         ),
+        ({"logit_bias": {"5": 101}}, "logit_bias=101: Input should be less than or equal to 100"),
+        ({"logit_bias": {"5": True}}, "logit_bias={'5': True}: an object of token ids and numbers is needed"),
+        ({"logit_bias": {"five": 1}}, "logit_bias='five': Input should be a valid integer"),
+        ({"logit_bias": "{5"}, "logit_bias='{5': an object of token ids and numbers is needed"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1)}, "logit_bias={0: 1, 1: 1, 2: 1, 3: 1, ...}: Dictionary should"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids=-1: Input should be greater than or equal to 0"),
+        (
+            {"allowed_token_ids": [1] * 1025},
+            "allowed_token_ids=[1, 1, 1, 1, 1, 1, ...]: Tuple should have at most 1024",
+        ),
+        ({"bad_token_ids": [5]}, "bad_token_ids=[5]: a list of lists of token ids is needed"),
+        ({"bad_token_ids": [[]]}, "bad_token_ids=[]: Tuple should have at least 1 item"),
+        (
+            {"bad_token_ids": [[5]] * 129},
+            "bad_token_ids=[[5], [5], [5], [5], [5], [5], ...]: Tuple should have at most",
+        ),
+        ({"bad_token_ids": [[5] * 4097]}, "bad_token_ids=[[5, 5, 5, 5, 5, 5, ...]]: at most 4096 token ids together"),
         ({"priority": 2**31}, "priority=2147483648: Input should be less than 2147483648"),
         ({"priority": -(2**31) - 1}, "priority=-2147483649: Input should be greater than or equal to -2147483648"),
         ({"pace": 4.9}, "pace=4.9: 5 or more is needed: a running sequence holds its place"),
@@ -58,6 +75,15 @@ def test_numbers_may_be_given_as_text():
 @pytest.mark.parametrize("given", [[1, 22], (1, 22), "[1, 22]", "1,22", " 1 , 22 ", ["1", 22]])
 def test_stop_token_ids_may_be_a_list_or_its_text(given):
     assert SamplingParameters().changed({"stop_token_ids": given}).stop_token_ids == (1, 22)
+
+
+def test_restrictions_may_be_json_text():
+    text = {"logit_bias": '{"5": -1.5}', "allowed_token_ids": "[1, 2]", "bad_token_ids": "[[3, 4], [5]]"}
+    changed = SamplingParameters().changed(text)
+    assert (changed.logit_bias, changed.allowed_token_ids) == ({5: -1.5}, (1, 2))
+    assert changed.bad_token_ids == ((3, 4), (5,))
+    assert changed.has_restrictions
+    assert not changed.changed({"logit_bias": {}, "allowed_token_ids": [], "bad_token_ids": []}).has_restrictions
 
 
 @pytest.mark.parametrize("given", ["", "[]", []])
@@ -117,7 +143,15 @@ def test_parameters_are_equal_after_encoding_and_decoding():
 def test_every_parameter_is_equal_after_encoding_and_decoding():
     request = inference_pb2.ModelInferRequest()
     given = SamplingParameters(
-        max_tokens=3, seed=2**64 - 1, stop_token_ids=[5, 6], top_logprobs=3, logprobs=True, cache_salt="[a] ü"
+        max_tokens=3,
+        seed=2**64 - 1,
+        stop_token_ids=[5, 6],
+        top_logprobs=3,
+        logprobs=True,
+        cache_salt="[a] ü",
+        logit_bias={5: -2.5, 6: 100},
+        allowed_token_ids=[7],
+        bad_token_ids=[[7, 8], [9]],
     )
     set_parameters(request.parameters, given.model_dump(exclude_none=True))
     assert SamplingParameters().changed(read_sampling(request.parameters)) == given

@@ -31,3 +31,14 @@ def test_replicas_need_grpc(monkeypatch):
 def test_a_rest_server_is_one_host_and_port(monkeypatch, address):
     with pytest.raises(StartupError, match=r"^TRANSFORMER_PREDICTOR=.* is not host:port"):
         load_with(monkeypatch, PROTOCOL="v2", PREDICTOR=address)
+
+
+def test_a_service_is_a_list_of_replicas_and_no_address_for_tensors(monkeypatch):
+    service = "_grpc._tcp.Predictor.example"
+    assert load_with(monkeypatch, PREDICTOR_REPLICAS=f"{service},a:1").predictor_replicas == (service.lower(), "a:1")
+    for replicas in ("_grpc._udp.predictor", "_grpc._tcp", "_-._tcp.predictor", "predictor"):
+        with pytest.raises(StartupError, match=rf"'{replicas}' is not host:port"):
+            load_with(monkeypatch, PREDICTOR_REPLICAS=replicas)
+    monkeypatch.delenv("TRANSFORMER_PREDICTOR_REPLICAS")
+    with pytest.raises(StartupError, match=r"^TRANSFORMER_PREDICTOR=.*is not host:port"):
+        load_with(monkeypatch, PREDICTOR=service)

@@ -62,7 +62,8 @@ def test_values_that_a_parameter_cannot_hold_go_into_the_sampling_parameters():
     assert json.loads(tensors["sampling_parameters"][0]) == {"seed": 1, "stop": ["a"]}
     _, tensors, _ = read(TEXT, {"text_input": "Once", "sampling_parameters": '{"seed": 2}'})
     assert tensors["sampling_parameters"].tolist() == [b'{"seed": 2}']
-    refused(TEXT, {"sampling_parameters": "{}", "stop": ["a"]}, "'stop' is a list: put it into sampling_parameters")
+    body = {"sampling_parameters": "{}", "stop": ["a"]}
+    refused(TEXT, body, "'stop' is a list or an object: put it into sampling_parameters")
 
 
 SHAPED = metadata(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from millrace.errors import StartupError
+from millrace.errors import InvalidRequestError, StartupError
 from millrace.sampling import SamplingParameters
 from services.predictor.engine.interface import GenerationRequest
 from services.predictor.settings import PredictorSettings
@@ -33,6 +33,8 @@ def test_every_parameter_has_its_counterpart():
         "presence_penalty": 0.3,
         "frequency_penalty": 0.4,
         "min_tokens": 3,
+        "logit_bias": {5: -1.5},
+        "allowed_token_ids": [5, 6],
     }
     request = converted(**given, stop_token_ids=(9,), logprobs=True, top_logprobs=4)
     assert given.items() <= request.sampling.items()
@@ -42,6 +44,13 @@ def test_every_parameter_has_its_counterpart():
     assert request.sampling["stop_token_ids"] == [2, 9]
     assert request.sampling["logprobs"] == 4
     assert request.sampling["detokenize"] is False
+
+
+def test_bad_words_are_refused_by_name():
+    assert converted().sampling["logit_bias"] is converted().sampling["allowed_token_ids"] is None
+    with pytest.raises(InvalidRequestError, match="not supported with vLLM") as raised:
+        converted(bad_token_ids=[[5]])
+    assert raised.value.param == "bad_words"
 
 
 def test_greedy_answers_have_no_generator_and_no_end_token_if_it_is_ignored():

@@ -72,6 +72,7 @@ class HttpCall(ServedCall):
         self._body = RequestBody(partial(connection.acknowledge, stream_id))
         self._methods = methods
         self._terms = terms
+        self._error_body = terms.error_body
         self._request = read_head(headers)
         self._argument: bytes | None = None  # The message of a method that takes no body.
         timeout_s = self._request.timeout_s
@@ -137,6 +138,7 @@ class HttpCall(ServedCall):
         else:
             if not target.method.takes_body:
                 self._argument = target.argument
+            self._error_body = target.method.error_body or self._error_body
             context = cast(Context, self)
             self._task = loop.create_task(target.served.serve(None, context), name="http-call")
         self._task.add_done_callback(self._end)
@@ -165,7 +167,7 @@ class HttpCall(ServedCall):
         if self._is_reset or self._has_begun:
             return
         self._head += metadata
-        body = self._terms.error_body(error)
+        body = self._error_body(error)
         self._send_head(_JSON)
         if len(body) <= self._connection.window(self.stream_id):
             self._connection.send_data(self.stream_id, body)

@@ -26,8 +26,10 @@ ErrorBody = Callable[[MillraceError], bytes]  # The JSON of an error before the 
 class HttpMethod:
     """`name` is the method's full name, "package.Service/Method", which is its path too.
 
-    With `takes_body` it is called by POST and `parse` gets the body. Otherwise it is called by GET, and `parse` gets
-    the argument: the rest of the path after the name, or the value of the query's `parameter`, as UTF-8.
+    With `takes_body` it is called by POST and `parse` gets the body. Otherwise it is called by GET, or by another
+    `verb`, and `parse` gets the argument: the rest of the path after the name, or the value of the query's
+    `parameter`, as UTF-8; with `takes_query` the whole query as it is. `error_body` is None where errors have
+    the shape of the server's other methods.
     """
 
     name: str
@@ -35,6 +37,9 @@ class HttpMethod:
     parse: Callable[[bytes], Any]
     takes_body: bool = True
     parameter: str = ""
+    error_body: ErrorBody | None = None
+    takes_query: bool = False
+    verb: str = ""
 
 
 class Target(NamedTuple):
@@ -69,8 +74,10 @@ class MethodTable:
             if found is None or found[0].takes_body or not rest:
                 return None
         method, served = found
-        if verb != ("POST" if method.takes_body else "GET"):
+        if verb != (method.verb or ("POST" if method.takes_body else "GET")):
             return None
+        if method.takes_query:
+            return Target(method, served, query.encode())
         argument = unquote(rest)
         if not argument and method.parameter:
             argument = dict(parse_qsl(query)).get(method.parameter, "")

@@ -5,7 +5,8 @@ message (platform.openai.com/docs/guides/supervised-fine-tuning). A text prompt 
 of OpenAI's completion models, which TRL reads too (huggingface.co/docs/trl/dataset_formats).
 
 Only whole answers that ended by themselves are examples: not those that redaction has changed, and not those that end
-at `max_tokens`, which would teach a model to stop anywhere.
+at `max_tokens`, which would teach a model to stop anywhere. Nor are chats with tools, whose answers are on record in
+the model's own format.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from typing import Any
 
 from millrace.payload.records import answer_of
 from millrace_protos.millrace_pb2 import PayloadRecord
-from services.logger.export.generations import answered_whole, messages_of
+from services.logger.export.generations import TOOLS, answered_whole, has_tools, messages_of
 
 
 def example(record: PayloadRecord) -> dict[str, Any] | str:
     """The example, or the reason why the record is none."""
     if reason := answered_whole(record):
         return reason
+    if has_tools(record):
+        return TOOLS
     answer = answer_of(record)
     if (messages := messages_of(record)) is None:
         return {"prompt": record.prompt, "completion": answer}

@@ -11,6 +11,7 @@ from millrace.payload.ids import is_replay
 from millrace.payload.records import answer_of, token_count, was_generated
 from millrace_protos.millrace_pb2 import PayloadRecord
 
+_OF_CALLS = {"tool_calls", "tool_call_id"}
 WHOLE_TEXT = 1024 * 1024  # Characters; the transformer cuts off longer prompts, and says so in the prompt itself.
 
 REPLAY = "replays of other records"
@@ -22,6 +23,7 @@ CUT_PROMPT = "prompt too long for a record"
 NO_TEXT = "prompts of token ids, without text"
 SHADOW = "copies for a shadow model"
 NO_TOKENS = "no tokens"
+TOOLS = "chats with tools"
 AT_MAX_TOKENS = "answer cut off at its maximum of tokens"
 
 
@@ -64,6 +66,17 @@ def messages_of(record: PayloadRecord) -> list[dict[str, str]] | None:
     if record.prompt_kind == "text":
         return None
     return [{"role": message["role"], "content": message["content"]} for message in json.loads(record.prompt)]
+
+
+def has_tools(record: PayloadRecord) -> bool:
+    """Whether a usable record is a chat with tools, or with calls in its messages."""
+    if record.prompt_kind != "messages":
+        return False
+    try:
+        parameters = json.loads(record.parameters or "{}")
+    except ValueError:  # Cut off.
+        return True
+    return "tools" in parameters or any(message.keys() & _OF_CALLS for message in json.loads(record.prompt))
 
 
 def _no_generation(record: PayloadRecord) -> str:

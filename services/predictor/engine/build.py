@@ -16,6 +16,7 @@ import torch
 from millrace.sampling import end_ids_of
 from services.predictor.engine.cpu.packed_linear import pack_linears
 from services.predictor.engine.engine import ContinuousBatchingEngine
+from services.predictor.engine.grammar.compiler import GrammarCompiler
 from services.predictor.engine.interface import EngineLimits
 from services.predictor.engine.load.pace import PrefillPace
 from services.predictor.engine.runners.adapters import Adapters
@@ -35,9 +36,13 @@ logger = logging.getLogger(__name__)
 
 
 def build_engine(
-    name: str, model: Any, settings: PredictorSettings, flush: Callable[[], None] = lambda: None
+    name: str,
+    model: Any,
+    settings: PredictorSettings,
+    flush: Callable[[], None] = lambda: None,
+    grammars: GrammarCompiler | None = None,
 ) -> ContinuousBatchingEngine:
-    """Builds and starts the engine of a generation model; raises StartupError. For `flush` see engine.py."""
+    """Builds and starts the engine of a generation model; raises StartupError. For the rest see engine.py."""
     shape = cache_shape(model)
     context, blocks = plan_memory(name, model, shape, settings)
     # Before a runner packs the weights in a form of its own.
@@ -65,6 +70,7 @@ def build_engine(
         end_ids_of(model.generation_config.eos_token_id),
         settings.step_timeout,
         flush,
+        grammars,
     )
     engine.description |= size
     engine.adapters = adapters

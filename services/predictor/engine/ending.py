@@ -47,6 +47,14 @@ class Ending:
         if forget or not sequence.proven:
             self._runner.clear(void)
 
+    def end_constrained(self, sequence: Sequence, error: MillraceError | None) -> None:
+        """Ends a sequence whose grammar has no next token, because it is complete or failed."""
+        if error is not None:
+            self.end(sequence, "failed", error)
+            return
+        self.release(sequence, "succeeded")
+        sequence.slot.finish("stop", sequence.usage)
+
     def release(self, sequence: Sequence, outcome: Outcome, forget: bool = False) -> list[int]:
         """Frees a sequence's blocks and counts it, before its reader is notified; returns the void blocks."""
         with self._guard:

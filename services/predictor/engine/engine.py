@@ -27,9 +27,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from millrace.errors import HopBrokenError, MillraceError, NotReadyError
+from millrace.errors import HopBrokenError, InvalidRequestError, MillraceError, NotReadyError
+from millrace.grammars import PARAMETER
 from millrace.rpc.watchdog import Watchdog, dump_tracebacks
 from services.predictor.engine.ending import Ending
+from services.predictor.engine.grammar.compiler import GrammarCompiler
 from services.predictor.engine.interface import (
     EngineDeadError,
     EngineLimits,
@@ -61,7 +63,7 @@ _NOTIFY_S = 0.5  # The longest wait for the notice to an isolated request's call
 
 
 class ContinuousBatchingEngine:
-    """See the module. `end_ids` end a sequence; `name` is for logs and threads."""
+    """See the module. `end_ids` end a sequence; `name` is for logs and threads; without `grammars` it has none."""
 
     def __init__(
         self,
@@ -73,6 +75,7 @@ class ContinuousBatchingEngine:
         end_ids: Iterable[int],
         step_timeout_s: float,
         flush: Callable[[], None] = lambda: None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.limits = limits
         self.statistics = EngineStatistics()
@@ -92,6 +95,7 @@ class ContinuousBatchingEngine:
         self._ending = Ending(runner, scheduler, self._changed, self.statistics, self._estimate, self._isolation)
         self._progress = ProgressWatch(step_timeout_s)
         self._step_timeout_s = step_timeout_s
+        self._grammars = grammars
         self._passes = count()
         self._step_under_way: int | None = None  # The number of the current pass.
         self._compute = self._computation(runner)
@@ -114,8 +118,19 @@ class ContinuousBatchingEngine:
         sequence = Sequence(request, output, self._end_ids, self._runner.start_ids)
         if request.adapter:
             sequence.adapter = self._adapter(request.adapter)
+        if (restrictions := sequence.row.restrictions) is not None:
+            masked = request.sampling.end_ids(self._end_ids) if request.sampling.min_tokens else frozenset()
+            restrictions.check(masked, self.limits.vocabulary_size)
+        if not request.sampling.structured_outputs or sequence.complete == "stop":
+            self._begin(sequence)
+        elif self._grammars is not None:
+            self._grammars.begin(sequence, self._begin, self._flush)
+        else:
+            raise InvalidRequestError(f"this engine supports no {PARAMETER}", param=PARAMETER)
+
+    def _begin(self, sequence: Sequence) -> None:
         if (reason := sequence.complete) is not None:
-            output.finish(reason, sequence.usage)
+            sequence.slot.finish(reason, sequence.usage)
             return
         with self._changed:
             if self._closing or self._dead.is_set():
@@ -147,6 +162,8 @@ class ContinuousBatchingEngine:
         # The thread has ended all requests, unless its step hangs.
         self._end_all()
         self._watchdog.join()
+        if self._grammars is not None:
+            self._grammars.close()
 
     def _computation(self, runner: ModelRunner | StepComputer) -> Callable[[list[Row]], Outcome]:
         if isinstance(runner, StepComputer):
@@ -294,6 +311,9 @@ class ContinuousBatchingEngine:
         """Appends the next token to a sequence; returns the reader to be woken."""
         if sequence.alone:
             self._isolation.release(sequence)
+        if sequence.constraint is not None and sequence.constraint.has_ended:
+            self._ending.end_constrained(sequence, sequence.constraint.error)
+            return None
         if sequence.timeline.first_token is None:
             sequence.timeline.first_token = time.monotonic()
         prompt = sequence.take_prompt()

@@ -15,9 +15,11 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from millrace.errors import MillraceError, RequestFailedError
+from millrace.errors import InvalidRequestError, MillraceError, RequestFailedError
+from millrace.grammars import PARAMETER
 from millrace.oip.prompt_logprobs import PromptLogprobs
 from services.predictor.engine.faults import is_device_error, is_out_of_memory
+from services.predictor.engine.grammar.masks import forbidden_tokens
 from services.predictor.engine.interface import EngineDeadError, EngineStatistics, Logprobs
 from services.predictor.engine.runners.interface import ModelRunner
 from services.predictor.engine.sampling.sampler import NO_TOKEN, sample
@@ -92,9 +94,7 @@ class StepRunner:
         if (outcome.failed and not outcome.results) or not numbers:
             self._runner.probe()
         failed = list(outcome.failed)
-        for row in broken:
-            logger.error("request %s: the model's logits are not numbers", row.sequence.request.id)
-            failed.append((row.sequence, RequestFailedError("the model failed on this request")))
+        failed += [(row.sequence, _failure_of(row)) for row in broken]
         ended = {sequence for sequence, _ in failed}
         return Outcome([result for result in outcome.results if result.row.sequence not in ended], failed)
 
@@ -117,7 +117,8 @@ class StepRunner:
         results = [Result(row, NO_TOKEN, None) for row in rows if not row.samples] if len(sampling) < len(rows) else []
         if sampling:
             last = logits[: len(sampling)] if scoring else logits
-            sampled = sample(last, [row.sequence.row for row in sampling])
+            masks = forbidden_tokens(sampling, last.shape[1])
+            sampled = sample(last, [row.sequence.row for row in sampling], masks)
             results += map(Result, sampling, sampled.token_ids, sampled.logprobs)
         if scoring:
             scores = dict(zip(scoring, score(logits[len(sampling) :], scoring), strict=True))
@@ -153,6 +154,16 @@ class StepRunner:
             return []
         logger.error("out of memory on request %s alone", hopeless.request.id, exc_info=error)
         return [(hopeless, RequestFailedError("there is not enough memory for this request"))]
+
+
+def _failure_of(row: Row) -> MillraceError:
+    """The error of a row that has no token: the model failed, or the request allows none."""
+    sampling = row.sequence.request.sampling
+    if sampling.structured_outputs and sampling.has_restrictions:
+        message = "the form of the answer and the tokens that are allowed leave no token at this point"
+        return InvalidRequestError(message, param=PARAMETER)
+    logger.error("request %s: the model's logits are not numbers", row.sequence.request.id)
+    return RequestFailedError("the model failed on this request")
 
 
 def _is_broken(row: Row, token_id: int, scores: PromptLogprobs | None) -> bool:

@@ -18,6 +18,7 @@ from millrace.errors import StartupError
 from millrace.models.sources import read_config
 from millrace.sampling import defaults_of
 from services.predictor.engine.build import build_engine
+from services.predictor.engine.grammar.compiler import GrammarCompiler
 from services.predictor.generation.running_model import LoadedGeneration
 from services.predictor.models.fingerprint import fingerprint_of
 from services.predictor.models.weights import dtype_name, load_weights
@@ -43,7 +44,7 @@ def load_generation(
         logger.warning("model %s: the folder lacks weights, which are random now: %s", name, ", ".join(missing))
     fingerprint = fingerprint_of(folder, dtype_name(model), is_local, random_weights=bool(missing))
     parameters = model.num_parameters()  # After packing, weights are no longer parameters.
-    engine = build_engine(name, model, settings, flush)
+    engine = build_engine(name, model, settings, flush, GrammarCompiler(folder))
     loaded = LoadedGeneration(
         name,
         type(model).__name__,

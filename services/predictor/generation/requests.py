@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -189,6 +190,10 @@ def _sampling(
     limits = model.engine.limits
     sampling = model.defaults.changed(parameters).resolved(limits.room(prompt_tokens))
     _check_ids("stop_token_ids", sampling.stop_token_ids, limits)
+    if sampling.has_restrictions:
+        _check_ids("logit_bias", list(sampling.logit_bias), limits)
+        _check_ids("allowed_token_ids", sampling.allowed_token_ids, limits)
+        _check_ids("bad_token_ids", list(chain.from_iterable(sampling.bad_token_ids)), limits)
     # max_tokens tokens, or fewer with an end token last, are a complete answer of which only the end was lost.
     if output_tokens > (sampling.max_tokens or 0):
         raise InvalidRequestError(f"output_ids has {output_tokens} tokens, max_tokens is {sampling.max_tokens}")

@@ -147,10 +147,13 @@ class VllmComputer:
             sequence = row.sequence
             if sequence.state is not None or not row.samples:
                 continue
-            request = vllm_request(sequence.request, sequence.output_ids, self._eos_ids)
             number = str(next(self._numbers))
             try:
+                request = vllm_request(sequence.request, sequence.output_ids, self._eos_ids)
                 self._add(number, request, sequence)
+            except InvalidRequestError as refusal:
+                failed.append((sequence, refusal))
+                continue
             except Exception as error:  # vLLM's errors of a request are of many types.
                 failed.append((sequence, InvalidRequestError(f"vLLM refuses the request: {error}")))
                 continue

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from millrace.errors import InvalidRequestError
 from millrace.sampling import SamplingParameters
 from services.predictor.engine.interface import GenerationRequest
 
@@ -29,7 +30,10 @@ class VllmRequest:
 
 
 def vllm_request(request: GenerationRequest, output_ids: list[int], eos_ids: frozenset[int]) -> VllmRequest:
-    """The request that generates what follows `output_ids`; `eos_ids` are the model's own end tokens."""
+    """The request that generates what follows `output_ids`; `eos_ids` are the model's own end tokens.
+
+    Raises InvalidRequestError for parameters that vLLM lacks.
+    """
     sampling = request.sampling
     salt = _cache_salt(request.client, sampling.cache_salt)
     if output_ids and not _continues(sampling):
@@ -44,6 +48,8 @@ def _continues(sampling: SamplingParameters) -> bool:
 
 def _arguments(request: GenerationRequest, produced: int, eos_ids: frozenset[int]) -> dict[str, Any]:
     sampling = request.sampling
+    if sampling.bad_token_ids:  # vLLM takes words only, and reads no tokenizer here.
+        raise InvalidRequestError("bad words are not supported with vLLM as the engine", param="bad_words")
     return {
         "max_tokens": (sampling.max_tokens or 0) - produced,
         "min_tokens": max(0, sampling.min_tokens - produced),
@@ -58,6 +64,8 @@ def _arguments(request: GenerationRequest, produced: int, eos_ids: frozenset[int
         # vLLM reads no tokenizer, and so knows no end token of the model.
         "ignore_eos": True,
         "stop_token_ids": sorted(sampling.end_ids(eos_ids)),
+        "logit_bias": sampling.logit_bias or None,
+        "allowed_token_ids": list(sampling.allowed_token_ids) or None,
         "logprobs": sampling.top_logprobs if sampling.logprobs else None,
         "prompt_logprobs": request.prompt_logprobs,
         "detokenize": False,

@@ -54,7 +54,14 @@ class Header:
     value: str
 
 
-Body: TypeAlias = "HttpBody | KeepAlive | Header"
+@dataclass(frozen=True)
+class LastEvent:
+    """What a handler yields before its events if an error among them has its own shape, which `write` makes."""
+
+    write: Callable[[MillraceError], bytes]
+
+
+Body: TypeAlias = "HttpBody | KeepAlive | Header | LastEvent"
 Handler = Callable[[Any, Any, Context], AsyncGenerator[Body, None]]
 
 
@@ -67,6 +74,12 @@ def event(value: Any) -> bytes:
     return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
+def named_event(value: dict[str, Any]) -> bytes:
+    """One server-sent event with a name, which is the value's `type`."""
+    name: str = value["type"]
+    return b"event: " + name.encode() + b"\n" + event(value)
+
+
 def rest_errors(shape: Callable[[MillraceError], dict[str, Any]]) -> Callable[[Handler], Handler]:
     """Gives a handler's errors the body that `shape` makes of them."""
 
@@ -74,13 +87,16 @@ def rest_errors(shape: Callable[[MillraceError], dict[str, Any]]) -> Callable[[H
         @functools.wraps(handler)
         async def handle(self: Any, request: Any, context: Context) -> AsyncGenerator[HttpBody, None]:
             begun = False
-            comments = None
+            comments = last = None
             head = head_of_call()
             try:
                 async with aclosing(handler(self, request, context)) as bodies:
                     async for body in bodies:
                         if isinstance(body, KeepAlive):
                             comments = _Comments(context, body.after_s, head) if body.after_s else None
+                            continue
+                        if isinstance(body, LastEvent):
+                            last = body
                             continue
                         if isinstance(body, Header):
                             head.add((body.name, body.value))
@@ -107,7 +123,7 @@ def rest_errors(shape: Callable[[MillraceError], dict[str, Any]]) -> Callable[[H
                     await comments.end()
                     begun = begun or comments.sent
             if begun:
-                yield HttpBody(data=event(shape(error)))
+                yield HttpBody(data=event(shape(error)) if last is None else last.write(error))
             else:
                 head.add(*error.trailing_metadata(_HOP))
                 yield json_body(shape(error))

@@ -12,16 +12,15 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
-from millrace.clients import Client, Policy
+from millrace.clients import Client
 from millrace.errors import OverloadedError
 from services.transformer.generation.chunks import TextChunk
 from services.transformer.generation.load_estimate import LoadEstimate, RefusalPace
 from services.transformer.generation.requests import TextRequest
+from services.transformer.generation.shares import account_of
 from services.transformer.models.models import TextModel
-from services.transformer.routing.shadows import SHADOWS_SHARE
 
 _HELD = 0.9, 1.5  # A gap between these multiples of a pace's interval is the pace's doing.
-_SHADOWS = Client(SHADOWS_SHARE[0], Policy(weight=SHADOWS_SHARE[1]))
 
 
 class Admission:
@@ -37,7 +36,7 @@ class Admission:
         load = self._loads.setdefault(model.name, LoadEstimate())
         now, given = time.monotonic(), request.sampling.get("max_tokens")
         max_tokens = given if isinstance(given, int) else request.default_max_tokens or model.limits.context_length
-        client = _SHADOWS if request.call.shadow_of else request.call.client
+        client = account_of(request.call)
         retry_after_s = load.retry_after_s(request.call.deadline.at - now, max_tokens, now, client)
         if retry_after_s is not None:
             message = "too many requests are in progress to answer this one before its deadline"

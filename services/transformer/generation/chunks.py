@@ -9,6 +9,8 @@ from typing import NamedTuple
 from millrace.oip.prompt_logprobs import PromptLogprobs
 from millrace_protos.millrace_pb2 import Usage
 from services.transformer.predictors.tokens import TokenChunk
+from services.transformer.text.answer_parser import AnswerParser
+from services.transformer.text.answer_parts import Part, merged
 from services.transformer.text.detokenizer import Detokenizer
 
 
@@ -27,6 +29,8 @@ class TextChunk(NamedTuple):
     that position with their log probabilities, best first. `prompt_tokens` is the same in every chunk. `prompt` is in
     the first chunk where the request asks for it. `resumed` marks the first chunk after another predictor has resumed
     the answer; `fingerprint` is that of the weights. `engine_s`, `predictor` and `repeated` are as of a TokenChunk.
+    Where the request asks for parts and the model writes calls or reasoning, `parts` are what `text` adds to the
+    answer's parts, and `reasoning_tokens` counts those of the reasoning so far.
     """
 
     text: str
@@ -44,6 +48,13 @@ class TextChunk(NamedTuple):
     engine_s: float | None = None
     predictor: str = ""
     repeated: bool = False
+    parts: Sequence[Part] | None = None
+    reasoning_tokens: int | None = None
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is anything new to pass on."""
+        return bool(self.text if self.parts is None else self.parts)
 
     def without_output(self) -> TextChunk:
         """The chunk of an answer without tokens; a predictor generates at least one."""
@@ -77,17 +88,26 @@ def joined(chunks: Sequence[TextChunk]) -> TextChunk:
         logprobs=[logprob for chunk in chunks for logprob in chunk.logprobs],
         top_logprobs=[top for chunk in chunks for top in chunk.top_logprobs],
         prompt=chunks[0].prompt,
+        parts=None if chunks[-1].parts is None else merged(part for chunk in chunks for part in chunk.parts or ()),
     )
 
 
 class Assembler:
     """Turns a predictor's chunks into text chunks; a stop string ends the answer before the predictor does.
 
-    The stop token that ends an answer is among its ids, and its text is not in the answer's.
+    The stop token that ends an answer is among its ids, and its text is not in the answer's. `parser` separates the
+    answer's parts.
     """
 
-    def __init__(self, detokenizer: Detokenizer, prompt_ids: Sequence[int], stop_token_ids: Iterable[int]) -> None:
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        prompt_ids: Sequence[int],
+        stop_token_ids: Iterable[int],
+        parser: AnswerParser | None = None,
+    ) -> None:
         self._detokenizer = detokenizer
+        self._parser = parser
         self._prompt_ids = prompt_ids
         self._prompt_tokens = len(prompt_ids)
         self._stop_token_ids = frozenset(stop_token_ids)
@@ -96,23 +116,31 @@ class Assembler:
     def take(self, chunk: TokenChunk, elapsed_s: float) -> TextChunk:
         """The text of the next chunk."""
         detokenizer, ids, reason, usage = self._detokenizer, chunk.token_ids, chunk.finish_reason, chunk.usage
-        text, used = "", 0
+        text, used, parser = "", 0, self._parser
         ends_with_stop_token = reason == "stop" and not self._stop_token_ids.isdisjoint(ids[-1:])
         written = len(ids) - ends_with_stop_token
         for token_id in ids:
             if used < written:
-                text += detokenizer.push(token_id)
+                piece = detokenizer.push(token_id)
+                text += piece
+                if parser is not None:
+                    parser.push(piece)
             used += 1
             if detokenizer.stopped:
                 break
         self._produced += used
         stop_reason: str | int | None = ids[-1] if ends_with_stop_token else None
         if reason is not None and not detokenizer.stopped:
-            text += detokenizer.flush()
+            piece = detokenizer.flush()
+            text += piece
+            if parser is not None:
+                parser.push_rest(piece)
         if detokenizer.stopped:
             reason, stop_reason = "stop", detokenizer.stop_string
             cached = chunk.cached_tokens or 0
             usage = Usage(prompt_tokens=self._prompt_tokens, cached_tokens=cached, completion_tokens=self._produced)
+        if parser is not None and reason is not None:
+            parser.flush()
         is_cut = used < len(ids)
         return TextChunk(
             text,
@@ -130,4 +158,6 @@ class Assembler:
             chunk.engine_s,
             chunk.predictor,
             chunk.repeated,
+            None if parser is None else parser.parts(),
+            None if parser is None else parser.reasoning_tokens,
         )

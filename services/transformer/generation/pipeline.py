@@ -8,32 +8,38 @@ the first-token deadline. `generate` is the only loop over the tokens. Choices o
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
 from millrace.errors import InvalidRequestError, MillraceError
+from millrace.grammars import PARAMETER
 from millrace.oip.prompt_logprobs import check_size
 from millrace.payload.call import begin
 from millrace.payload.tap import PayloadTap
 from millrace.rpc.call_context import CallContext
+from millrace.sampling import SamplingParameters
 from services.transformer.generation.admission import Admission, AdmittedGeneration
 from services.transformer.generation.chunks import Assembler, TextChunk
+from services.transformer.generation.grammars import GrammarChecks
 from services.transformer.generation.recorded_tokens import RecordedTokens
 from services.transformer.generation.recording import recorded_generation
 from services.transformer.generation.repeating import RepeatedTokens
 from services.transformer.generation.requests import TextRequest
 from services.transformer.generation.resume_ids import ResumePoint
+from services.transformer.generation.shares import account_of
 from services.transformer.generation.telemetry import GenerationTelemetry
 from services.transformer.generation.token_quota import Reservation, TokenQuota
+from services.transformer.generation.tool_use import check_tools, forced_form, parser_of, reasoned_form
 from services.transformer.models.models import TextModel
 from services.transformer.predictors.first_token import FirstToken
 from services.transformer.predictors.resuming import ResumingGenerator, TokenStream
 from services.transformer.predictors.tokens import Generation, TokenChunk
 from services.transformer.processes.body_processes import BodyProcesses
 from services.transformer.routing.router import Router
-from services.transformer.routing.shadows import SHADOWS_SHARE, Shadows, copied_call
+from services.transformer.routing.shadows import Shadows, copied_call
+from services.transformer.text.answer_syntax import AnswerSyntax, SyntaxSettings
 from services.transformer.text.detokenizer import Detokenizer
 from services.transformer.text.tokenizer import check_token_count
 
@@ -55,6 +61,7 @@ class Pipeline:
         quota: TokenQuota | None = None,
         shadows: Shadows | None = None,
         recorded: RecordedTokens | None = None,
+        syntaxes: SyntaxSettings | None = None,
     ) -> None:
         self._router = router
         self._generator = generator
@@ -65,6 +72,8 @@ class Pipeline:
         self._quota = quota or TokenQuota()
         self._shadows = shadows or Shadows()
         self._recorded = recorded
+        self._syntaxes = syntaxes or SyntaxSettings()
+        self._grammars = GrammarChecks()
         self._telemetry = GenerationTelemetry(router.lists)
 
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
@@ -146,7 +155,8 @@ class Pipeline:
             first = await tokens.read()
         # Once is enough: one set of weights generates the whole answer.
         self._router.answered_by(model.name, first.fingerprint)
-        return Begun(generation, admitted, reservation, tokens, _assembler(request, model, generation), first)
+        assembler = self._assembler(request, model, generation)
+        return Begun(generation, admitted, reservation, tokens, assembler, first)
 
     async def _opened(
         self, request: TextRequest, generation: Generation, first_token: FirstToken, held: ExitStack
@@ -177,12 +187,24 @@ class Pipeline:
     async def _prepared(self, request: TextRequest, model: TextModel) -> Generation:
         """The generation to request from the predictors; raises InvalidRequestError, ContextLengthError."""
         sampling = model.defaults.changed(request.sampling)
+        if request.bad_words:
+            words = await model.tokenizer.bad_word_ids(request.bad_words)
+            sampling = sampling.changed({"bad_token_ids": [*sampling.bad_token_ids, *words]})
+        if sampling.structured_outputs:
+            if not model.resumes:
+                raise InvalidRequestError(
+                    f"model {model.name!r}: its predictor supports no {PARAMETER}, it is not Millrace's",
+                    param=PARAMETER,
+                )
+            await self._grammars.check(sampling.structured_outputs, request.call.deadline)
         if request.prompt_logprobs is not None and not model.scores_prompts:
             raise InvalidRequestError(f"model {model.name!r} has no log probabilities of prompts", param="logprobs")
         prompt_ids = await self._shared_ids(request, model)
         if request.prompt_logprobs is not None:
             check_size(len(prompt_ids), request.prompt_logprobs, request.choices)
-        caller = request.call.client
+        if request.has_parts and (request.tools is not None or sampling.structured_outputs):
+            sampling = await self._formed(request, model, sampling, prompt_ids)
+        account = account_of(request.call)
         return Generation(
             model.name,
             request.call.request_id,
@@ -191,8 +213,28 @@ class Pipeline:
             model.dialect,
             model.resumes,
             request.prompt_logprobs,
-            *((caller.name, caller.policy.weight) if not request.call.shadow_of else SHADOWS_SHARE),
+            account.name,
+            account.policy.weight,
         )
+
+    async def _formed(
+        self, request: TextRequest, model: TextModel, sampling: SamplingParameters, prompt_ids: Sequence[int]
+    ) -> SamplingParameters:
+        """The parameters with the form that the model's own syntax gives the answer: forced calls, free reasoning."""
+        syntax, tools = self._syntax(model), request.tools
+        if tools is None or not tools.is_required:
+            form = sampling.structured_outputs
+            return sampling.changed(reasoned_form(form, syntax, model.tokenizer, prompt_ids)) if form else sampling
+        if not model.resumes:
+            raise InvalidRequestError(
+                f"model {model.name!r}: its predictor cannot force a call, it is not Millrace's", param="tool_choice"
+            )
+        try:
+            sampling = sampling.changed(forced_form(tools, syntax, model.tokenizer, prompt_ids))
+            await self._grammars.check(sampling.structured_outputs, request.call.deadline)
+        except InvalidRequestError as refusal:
+            raise InvalidRequestError(f"tools: {refusal.message}", param="tools") from None
+        return sampling
 
     async def _shared_ids(self, request: TextRequest, model: TextModel) -> list[int]:
         """The prompt's ids: the first choice computes them, other choices wait; an InvalidRequestError is kept for all.
@@ -216,14 +258,30 @@ class Pipeline:
     async def _prompt_ids(self, request: TextRequest, model: TextModel) -> list[int]:
         tokenizer, context_length = model.tokenizer, model.limits.context_length
         if request.prompt is not None:
-            return await tokenizer.encode(request.prompt, context_length)
+            return await tokenizer.encode(request.prompt, context_length, request.add_special_tokens)
         if request.prompt_ids is not None:
             check_token_count(len(request.prompt_ids), context_length)
             return list(request.prompt_ids)
         options, deadline = request.template_options, request.call.deadline
-        text = await tokenizer.render(request.messages, context_length, options, self._bodies, deadline)
+        check_tools(request, model.name, self._syntax(model))
+        tools = "" if request.tools is None else request.tools.definitions
+        text = await tokenizer.render(request.messages, context_length, options, self._bodies, deadline, tools)
         # The template has written the special tokens already.
         return await tokenizer.encode(text, context_length, add_special_tokens=False)
+
+    def _syntax(self, model: TextModel) -> AnswerSyntax:
+        return self._syntaxes.of(model.name, model.tokenizer.answer_syntax)
+
+    def _assembler(self, request: TextRequest, model: TextModel, generation: Generation) -> Assembler:
+        follows = [] if model.limits.is_encoder_decoder else generation.prompt_ids
+        sampling, decoder = generation.sampling, model.tokenizer.decoder
+        parser, kept = None, None
+        if request.has_parts:
+            syntax = self._syntax(model)
+            parser = parser_of(request, syntax, model.tokenizer, generation.prompt_ids)
+            kept = decoder.special_ids(syntax.marks(request.tools is not None)) if parser is not None else None
+        detokenizer = Detokenizer(decoder, follows, request.stop, sampling.min_tokens, kept)
+        return Assembler(detokenizer, generation.prompt_ids, sampling.stop_token_ids, parser)
 
 
 class Begun(NamedTuple):
@@ -240,10 +298,3 @@ class Begun(NamedTuple):
 def _size_of(generation: Generation) -> tuple[int, int]:
     """The number of tokens of the prompt, and the maximum of the answer."""
     return len(generation.prompt_ids), generation.sampling.max_tokens or 0
-
-
-def _assembler(request: TextRequest, model: TextModel, generation: Generation) -> Assembler:
-    follows = [] if model.limits.is_encoder_decoder else generation.prompt_ids
-    sampling = generation.sampling
-    detokenizer = Detokenizer(model.tokenizer.decoder, follows, request.stop, sampling.min_tokens)
-    return Assembler(detokenizer, generation.prompt_ids, sampling.stop_token_ids)

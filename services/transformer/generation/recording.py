@@ -96,8 +96,16 @@ def _recorded_prompt(request: TextRequest) -> str:
     if request.prompt_ids is not None:
         return _ids_text(request.prompt_ids[:_MAX_IDS])
     texts = iter(_cut_together([text for message in request.messages for text in message]))
-    messages = [{"role": role, "content": content} for role, content in zip(texts, texts, strict=True)]
-    return json.dumps(messages, ensure_ascii=False)
+    return json.dumps([_recorded_message(message, texts) for message in request.messages], ensure_ascii=False)
+
+
+def _recorded_message(message: Sequence[str], texts: Iterator[str]) -> dict[str, Any]:
+    """A message with the next of the texts that were cut; further fields that were cut stay text."""
+    role, content, *fields = (next(texts) for _ in message)
+    recorded: dict[str, Any] = {"role": role, "content": content}
+    for text, whole in zip(fields, message[2:], strict=True):
+        recorded |= json.loads(text) if text == whole else {"fields": text}
+    return recorded
 
 
 def recorded_list(prompts: Sequence[str | Sequence[int]]) -> str:
@@ -144,12 +152,21 @@ def _recorded_parameters(request: TextRequest) -> dict[str, Any]:
         given["max_tokens"] = 0
     if request.stop:
         given["stop"] = list(request.stop)
+    if request.bad_words:
+        given["bad_words"] = list(request.bad_words)
+    if not request.add_special_tokens:
+        given["add_special_tokens"] = False
     if request.template_options:
         given["chat_template_kwargs"] = dict(request.template_options)
+    if request.tools is not None:
+        given["tools"] = json.loads(request.tools.definitions)
+        given["tool_choice"] = "required" if request.tools.is_required else "auto"
+        given["parallel_tool_calls"] = request.tools.is_parallel
     if request.resume is not None:
         given["resumes_after"] = request.resume.tokens
     if request.ignored_fields:
         given["ignored_fields"] = list(request.ignored_fields)
+    given.update(request.further_parameters)
     return given
 
 

@@ -10,8 +10,10 @@ from typing import Any
 from millrace.errors import InvalidRequestError
 from millrace.rpc.call_context import CallContext
 from millrace.sampling import DEFAULT_MAX_TOKENS
-from services.transformer.calls import check_stop
+from services.transformer.calls import check_bad_words, check_stop
 from services.transformer.generation.resume_ids import ResumePoint
+from services.transformer.text.tokenizer import Messages
+from services.transformer.text.tools import ToolUse
 
 
 class SharedPrompt:
@@ -30,23 +32,27 @@ class SharedPrompt:
 class TextRequest:
     """One generation: one of `prompt`, `prompt_ids` and `messages`, and the sampling parameters given.
 
-    `template_options` are variables of the chat template. Without max_tokens in `sampling`, the maximum is
-    `default_max_tokens` or the room left in the context, if that is less. `prompt_logprobs` asks for the prompt's own
-    log probabilities, and for so many of the likeliest tokens at each position; `choices` is how many such requests
-    make one answer. With `prompt_only` the answer has no token of its own. `ignored_fields` are names, for the record.
-    `default_seed` is the seed if `sampling` has none, None for a random one. The chunks that the client has, as
-    `resume` says, are `repeated`.
+    `add_special_tokens` is of `prompt`. `bad_words` become `bad_token_ids`. `template_options` are variables of the
+    chat template. Without max_tokens in `sampling`, the maximum is `default_max_tokens` or the room left in the
+    context, if that is less. `prompt_logprobs` asks for the prompt's own log probabilities, and for so many of the
+    likeliest tokens at each position; `choices` is how many such requests make one answer. With `prompt_only` the
+    answer has no token of its own. `ignored_fields` are names, for the record. `default_seed` is the seed if `sampling`
+    has none, None for a random one. The chunks that the client has, as `resume` says, are `repeated`.
+    `further_parameters` are for the record only. `tools` are the functions that the model may call; with `has_parts`
+    the chunks have calls and reasoning apart from the text.
     """
 
     call: CallContext
     model: str
     prompt: str | None = None
     prompt_ids: Sequence[int] | None = None
-    messages: Sequence[tuple[str, str]] = ()
+    messages: Messages = ()
+    add_special_tokens: bool = True
     template_options: Mapping[str, Any] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=dict)
     default_max_tokens: int = DEFAULT_MAX_TOKENS
     stop: Sequence[str] = ()
+    bad_words: Sequence[str] = ()
     version: str = ""
     shared: SharedPrompt = field(default_factory=SharedPrompt, repr=False, compare=False)
     ignored_fields: Sequence[str] = ()
@@ -55,6 +61,9 @@ class TextRequest:
     prompt_only: bool = False
     default_seed: int | None = None
     resume: ResumePoint | None = None
+    further_parameters: Mapping[str, Any] = field(default_factory=dict)
+    tools: ToolUse | None = None
+    has_parts: bool = False
 
     @property
     def prompt_kind(self) -> str:
@@ -64,6 +73,7 @@ class TextRequest:
     def check(self) -> None:
         """Validates the parts that do not depend on the model; raises InvalidRequestError."""
         check_stop(self.stop)
+        check_bad_words(self.bad_words)
         if (self.prompt is not None) + (self.prompt_ids is not None) + bool(self.messages) != 1:
             raise InvalidRequestError("give one of a prompt, its ids and messages")
         if self.prompt == "":

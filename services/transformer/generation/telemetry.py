@@ -70,6 +70,9 @@ class GenerationTelemetry:
         self.resumed = counter(
             meter, "millrace.stream.resumed", "{resume}", "How often another predictor resumed a stream."
         )
+        self.reconnected = counter(
+            meter, "millrace.stream.reconnected", "{request}", "Requests for the rest of an answer that broke off."
+        )
 
     @contextmanager
     def observed(self, request: TextRequest) -> Iterator[ObservedGeneration]:
@@ -104,6 +107,8 @@ class ObservedGeneration:
             "gen_ai.provider.name": "millrace",
             **self._gap_attributes,
         }
+        if request.resume is not None:
+            instruments.reconnected.record(1, {MODEL: model})
         self._first_s: float | None = None
         self._latest_s = 0.0
         self._prompt_tokens = 0

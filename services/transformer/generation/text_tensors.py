@@ -90,7 +90,8 @@ def read_request(request: pb.ModelInferRequest, call: CallContext) -> TextCall:
         model=request.model_name,
         version=request.model_version,
         prompt=prompt,
-        stop=_stop(sampling.pop("stop", None)),
+        stop=_texts("stop", sampling.pop("stop", None)),
+        bad_words=_texts("bad_words", sampling.pop("bad_words", None)),
         sampling=sampling,
     )
     exclude = _flag(tensors.get("exclude_input_in_output"), default=True)
@@ -223,12 +224,13 @@ def _sampling_object(tensor: Tensor | None) -> dict[str, Any]:
     return values
 
 
-def _stop(value: Any) -> tuple[str, ...]:
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    """A text or texts."""
     if value is None:
         return ()
     values = [value] if isinstance(value, str) else value
     if not isinstance(values, list) or not all(isinstance(item, str) for item in values):
-        raise InvalidRequestError("stop must be a string or a list of strings")
+        raise InvalidRequestError(f"{name} must be a string or a list of strings", param=name)
     return tuple(values)
 
 

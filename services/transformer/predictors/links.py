@@ -4,7 +4,8 @@ A link is up from its first message on. When it breaks or is silent for too long
 PredictorLostError, which is treated as half a crash that the request may have caused (crashes.py). Exception: if it was
 silent, a call that was not accepted, and was submitted more than 1.5 s after the last message, ends with NotReadyError:
 a working predictor sends every second, so it had hung before the call. The link then connects again, for ever. `Links`
-keeps one link for each address of a predictor and chooses among them. steps_call.py opens the call.
+keeps one link for each address of a predictor and chooses among those of the lowest rank that serve (resolver.py).
+steps_call.py opens the call.
 
 The gateway does not carry these calls: it would have nothing to balance or retry on a call that stays with one
 predictor, each message would pass one more process, and a reload of the gateway would cut every link.
@@ -53,6 +54,7 @@ class PredictorLink:
         self.address = address
         self.name = name
         self.loads: Mapping[str, pb.EngineLoad] = {}
+        self.rank = 0  # Of its address.
         self.listed_at = 0.0  # When its address was last behind a name, by the event loop's clock.
         self._leaves = self._is_unlisted = False
         self._catching_up: list[LinkCall] = []
@@ -248,12 +250,13 @@ class PredictorLink:
 
 
 class Links:
-    """The links to all predictors; `addresses` are host:port, a name standing for all its addresses."""
+    """The links to all predictors; `addresses` are host:port, a name standing for all its addresses, or services."""
 
     def __init__(self, addresses: Sequence[str], silence_limit_s: float) -> None:
         self._resolver = Resolver(addresses)
         self._silence_limit_s = silence_limit_s
         self._links: dict[str, PredictorLink] = {}
+        self.listed: Mapping[str, int] = {}  # The addresses behind the names now, with their ranks.
         # Set, and replaced, when a predictor reports other models or weights, or begins to leave; not when one is lost.
         self.changed = asyncio.Event()
 
@@ -297,6 +300,8 @@ class Links:
             serving = [link for link in serving if link.loads[generation.model].fingerprint == fingerprint]
             if not serving:
                 raise OtherWeightsError("no predictor has the weights that began the answer", hop="predictor")
+        first = min(link.rank for link in serving)
+        serving = [link for link in serving if link.rank == first]
         if len(serving) == 1:
             return serving[0]
         candidates = [Candidate(link.address, link.in_flight(generation.model)) for link in serving]
@@ -317,11 +322,13 @@ class Links:
 
     async def _follow_addresses(self) -> None:
         addresses = await self._resolver.addresses()
+        self.listed = {address: self._resolver.rank(address) for address in addresses}
         now = asyncio.get_running_loop().time()
         for address in addresses:
             if address not in self._links:
                 self._links[address] = PredictorLink(address, self._free_name(), self._silence_limit_s, self)
             self._links[address].listed_at = now
+            self._links[address].rank = self.listed[address]
         for address, link in tuple(self._links.items()):
             # A name may be missing for a moment: a link that is up stays, and gets new calls too; without any address
             # left, for as long as it is up.

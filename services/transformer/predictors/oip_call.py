@@ -16,6 +16,7 @@ from millrace.oip.parameters import read_sampling, set_parameters
 from millrace.oip.tensors import Tensor, add_input, decode_outputs, dtype_of
 from millrace.payload.call import RECORDED
 from millrace.rpc.client_interceptors import CallSpan
+from millrace.sampling import RESTRICTIONS
 from millrace_protos import inference_pb2
 from millrace_protos.millrace_pb2 import Usage
 from services.transformer.predictors.answers import numbers_of, predictor_answers
@@ -46,8 +47,10 @@ class OipCall:
     ) -> None:
         request = inference_pb2.ModelInferRequest(model_name=generation.model, id=generation.request_id)
         add_input(request, _ids_tensor(INPUT_IDS, generation.prompt_ids, generation.dialect))
-        # Triton's servers read a priority too, with a meaning of their own.
-        set_parameters(request.parameters, generation.sampling.model_dump(exclude_none=True, exclude={"priority"}))
+        # Triton's servers read a priority too, with a meaning of their own; the form of answers is ours alone.
+        unused = {name for name in RESTRICTIONS if not getattr(generation.sampling, name)}
+        left_out = {"priority", "structured_outputs"} | unused
+        set_parameters(request.parameters, generation.sampling.model_dump(exclude_none=True, exclude=left_out))
         with span.of_next_call():
             self._call = stream(request, timeout=deadline.left(), metadata=(ERRORS_AS_STATUS, RECORDED))
         self._messages = aiter(self._call)

@@ -43,7 +43,7 @@ from millrace.errors import (
     RequestFailedError,
 )
 from millrace.rpc.client_interceptors import CallSpan, ClientSpans
-from millrace.sampling import SamplingParameters
+from millrace.sampling import RESTRICTIONS, SamplingParameters
 from millrace_protos import steps_pb2 as pb
 from services.transformer.predictors.answers import BrokenAnswerError
 from services.transformer.predictors.crashes import CrashCount, NextCall, Quarantine, request_fingerprint
@@ -291,8 +291,9 @@ class TokenStream:
 
 
 def _sampling(sampling: SamplingParameters) -> bytes:
-    """As JSON; without a pace that limits nothing, which a predictor of the release before would refuse."""
-    return sampling.model_dump_json(exclude_none=True, exclude=None if sampling.pace else {"pace"}).encode()
+    """As JSON; without what changes nothing and a predictor of an earlier release would refuse."""
+    unused = {name for name in ("pace", "structured_outputs", *RESTRICTIONS) if not getattr(sampling, name)}
+    return sampling.model_dump_json(exclude_none=True, exclude=unused).encode()
 
 
 def _fingerprint(generation: Generation) -> bytes:

@@ -26,7 +26,6 @@ from millrace.telemetry.identity import MODEL, begin_request, current_request_id
 
 logger = logging.getLogger(__name__)
 
-SHADOWS_SHARE = ("~shadows", 0.001)  # A client's name that no key can have, and its weight.
 _MOST_AT_ONCE = 16
 _LONGEST_S = 60.0
 _OUTCOME = "millrace.outcome"

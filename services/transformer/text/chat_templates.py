@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -58,12 +58,25 @@ def bounded() -> Iterator[None]:
         signal.signal(signal.SIGVTALRM, before)
 
 
+def conversation_of(messages: Iterable[Sequence[str]]) -> list[dict[str, Any]]:
+    """Messages, each a role, a content and perhaps further fields as a JSON object, as templates take them."""
+    conversation: list[dict[str, Any]] = []
+    for role, content, *fields in messages:
+        conversation.append({"role": role, "content": content})
+        for field in fields:
+            conversation[-1].update(orjson.loads(field))
+    return conversation
+
+
 def render(conversation: bytes, model: str, template: str, variables: Mapping[str, Any]) -> tuple[None, bytes]:
-    """Renders a conversation, which is JSON; for a process of bodies."""
+    """Renders a conversation, which is JSON of messages and tools; for a process of bodies."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
+    messages, tools = orjson.loads(conversation)
+    if tools:
+        variables = {**variables, "tools": orjson.loads(tools)}
     with refusals(model):
         rendered: Any = render_jinja_template(
-            conversations=[orjson.loads(conversation)], chat_template=template, **variables
+            conversations=[conversation_of(messages)], chat_template=template, **variables
         )
     return None, rendered[0][0].encode()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 _FALLBACK = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -113,6 +113,7 @@ class Decoder:
         self._backend = backend
         vocabulary = backend.get_vocab(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
+        self._added = frozenset(added)
         # Ids that never have text.
         self._skipped = frozenset(token_id for token_id, token in added.items() if token.special)
         self._end = max(vocabulary.values(), default=-1) + 1
@@ -125,6 +126,23 @@ class Decoder:
     def skips(self, token_id: int) -> bool:
         """Whether the id has no text: a special token, or an id outside of the vocabulary."""
         return token_id in self._skipped or not 0 <= token_id < self._end
+
+    def special_ids(self, marks: Iterable[str]) -> dict[int, str]:
+        """Those of the marks that are special tokens, by id."""
+        ids = ((self._backend.token_to_id(mark), mark) for mark in marks)
+        return {token_id: mark for token_id, mark in ids if token_id in self._skipped}
+
+    def grammar_ids(self, marks: Iterable[str]) -> dict[str, int]:
+        """The ids of those marks that a grammar of llguidance must name by id: its strings match no special token.
+
+        It also takes added tokens in angle brackets for special ones.
+        """
+        ids = ((mark, self._backend.token_to_id(mark)) for mark in marks)
+        return {
+            mark: token_id
+            for mark, token_id in ids
+            if token_id in self._skipped or (token_id in self._added and mark.startswith("<") and mark.endswith(">"))
+        }
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._backend.decode(ids, skip_special_tokens=True)
@@ -164,15 +182,24 @@ class Detokenizer:
 
     `prompt_ids` are what the output follows, so that a tokenizer that drops the space before the first word of a text
     does not drop it here; empty where the output begins a text of its own. Stop strings, which must not be empty, are
-    searched in the text that becomes certain after the first `min_tokens` ids.
+    searched in the text that becomes certain after the first `min_tokens` ids. `kept` are texts of special tokens that
+    are not left out.
     """
 
     _CONTEXT = 6  # Ids of the prompt that decide how the output's first id is written.
     # At most so many ids are kept without certain text. An unfinished character of UTF-8 is in the last three.
     _MAX_UNCERTAIN, _UNCERTAIN_CONTEXT = 64, 8
 
-    def __init__(self, decoder: Decoder, prompt_ids: Sequence[int], stop: Sequence[str], min_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        prompt_ids: Sequence[int],
+        stop: Sequence[str],
+        min_tokens: int = 0,
+        kept: Mapping[int, str] | None = None,
+    ) -> None:
         self._decoder = decoder
+        self._kept = kept or {}
         self._early = min_tokens
         # The new ids and those before them; of these, the number of ids and of characters that were passed on.
         start = max(0, len(prompt_ids) - self._CONTEXT)
@@ -198,7 +225,7 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """The text that can be passed on after this id."""
-        piece = "" if self._decoder.skips(token_id) else self._new_text(token_id)
+        piece = self._special(token_id) if self._decoder.skips(token_id) else self._new_text(token_id)
         if self._early > 0:
             self._early -= 1
             return piece
@@ -208,6 +235,14 @@ class Detokenizer:
         """The rest of the text, when no more ids follow: an unfinished character is written as U+FFFD."""
         rest = self._finder.push(self._decoder.decode(self._ids)[self._passed :])
         return rest if self.stopped else rest + self._finder.flush()
+
+    def _special(self, token_id: int) -> str:
+        """The text of a special token that is kept, after the text that has not become certain before it."""
+        if token_id not in self._kept:
+            return ""
+        text = self._decoder.decode(self._ids)
+        rest, self._passed = text[self._passed :], len(text)
+        return rest + self._kept[token_id]
 
     def _new_text(self, token_id: int) -> str:
         if self._is_settled and (known := self._decoder.piece(token_id)) is not None:

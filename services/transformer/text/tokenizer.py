@@ -26,7 +26,8 @@ from millrace.errors import ContextLengthError, InvalidRequestError, StartupErro
 from millrace.models.kinds import MODULES_FILE
 from millrace.oip.row_outputs import TOKEN_TYPE_IDS
 from services.transformer.processes.body_processes import TEMPLATES, BodyProcesses
-from services.transformer.text.chat_templates import TemplateTimeoutError, bounded, refusals, render
+from services.transformer.text.answer_syntax import AnswerSyntax, syntax_of
+from services.transformer.text.chat_templates import TemplateTimeoutError, bounded, conversation_of, refusals, render
 from services.transformer.text.detokenizer import Decoder
 from services.transformer.text.token_bytes import TokenBytes
 
@@ -37,7 +38,8 @@ _INLINE_BYTES = 8 * 1024
 _INLINE_MESSAGES = 64
 _MAX_REASON = 500
 
-Messages = Sequence[tuple[str, str]]  # (role, content)
+_INLINE_TOOLS_BYTES = 64 * 1024
+Messages = Sequence[tuple[str, str] | tuple[str, str, str]]  # (role, content[, further fields as a JSON object])
 
 
 class TextTokenizer:
@@ -92,6 +94,16 @@ class TextTokenizer:
         """Whether the model is meant to get the types of a pair's ids."""
         return TOKEN_TYPE_IDS in self._tokenizer.model_input_names
 
+    async def bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
+        """The ids of each word as vLLM reads bad words: at the beginning of a text, and after a space."""
+        texts = [prefix + word.lstrip() for word in words for prefix in ("", " ")]
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._encode_words, texts)
+
+    def _encode_words(self, texts: list[str]) -> list[list[int]]:
+        encoded = self.backend.encode_batch(texts, add_special_tokens=False)
+        distinct = dict.fromkeys(tuple(one.ids) for one in encoded)
+        return [list(ids) for ids in distinct if ids]
+
     async def strings(self, ids: Sequence[int]) -> list[str | None]:
         """The vocabulary's own strings; None for an id that has none."""
         return await asyncio.get_running_loop().run_in_executor(
@@ -142,36 +154,55 @@ class TextTokenizer:
         options: Mapping[str, Any] | None,
         bodies: BodyProcesses,
         deadline: Deadline,
+        tools: str = "",
     ) -> str:
         """As `render_chat`; slow renderings run in another process."""
-        size = sum(len(content) for _, content in messages)
-        if size <= _INLINE_BYTES and len(messages) <= _INLINE_MESSAGES and not self._has_slow_template:
+        size = sum(len(content) + sum(map(len, fields)) for _, content, *fields in messages)
+        is_small = size <= _INLINE_BYTES and len(messages) <= _INLINE_MESSAGES and len(tools) <= _INLINE_TOOLS_BYTES
+        if is_small and not self._has_slow_template:
             try:
-                return self.render_chat(messages, max_tokens, options)
+                return self.render_chat(messages, max_tokens, options, tools)
             except TemplateTimeoutError:
                 self._has_slow_template = True
-        self._check_chat(messages, max_tokens, options or {})
+        self._check_chat(messages, max_tokens, options or {}, tools)
         variables = {**self._tokenizer.special_tokens_map, "add_generation_prompt": True, **(options or {})}
-        arguments = (self._name, self._tokenizer.get_chat_template(), variables)
-        conversation = orjson.dumps(_conversation(messages))
+        arguments = (self._name, self._tokenizer.get_chat_template(tools=[] if tools else None), variables)
+        conversation = orjson.dumps([messages, tools])
         _, text = await bodies.run(render, arguments, conversation, deadline, lane=TEMPLATES)
         return text.decode()
 
-    def render_chat(self, messages: Messages, max_tokens: int, options: Mapping[str, Any] | None = None) -> str:
-        """(role, content) pairs as the prompt that the model's chat template makes of them.
+    def render_chat(
+        self, messages: Messages, max_tokens: int, options: Mapping[str, Any] | None = None, tools: str = ""
+    ) -> str:
+        """The messages as the prompt that the model's chat template makes of them.
 
-        `options` are further variables of the template. What cannot fit `max_tokens` tokens is refused unread; on the
-        main thread, a template that takes too long raises TemplateTimeoutError.
+        `options` are further variables of the template, `tools` a JSON list of functions. What
+        cannot fit `max_tokens` tokens is refused unread; on the main thread, a template that takes too long raises
+        TemplateTimeoutError.
         """
         options = options or {}
-        self._check_chat(messages, max_tokens, options)
+        self._check_chat(messages, max_tokens, options, tools)
         arguments = {"add_generation_prompt": True, **options}
+        if tools:
+            arguments["tools"] = orjson.loads(tools)
         with refusals(self._name), bounded():
-            text: str = self._tokenizer.apply_chat_template(_conversation(messages), tokenize=False, **arguments)
+            text: str = self._tokenizer.apply_chat_template(conversation_of(messages), tokenize=False, **arguments)
         return text
 
-    def _check_chat(self, messages: Messages, max_tokens: int, options: Mapping[str, Any]) -> None:
-        size = sum(len(role) + len(content) for role, content in messages)
+    def text_of(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens included."""
+        text: str = self.backend.decode(ids, skip_special_tokens=False)
+        return text
+
+    @cached_property
+    def answer_syntax(self) -> AnswerSyntax:
+        """How the model writes calls and reasoning, as far as its files show."""
+        templates = self._tokenizer.chat_template or ""
+        texts = list(templates.values()) if isinstance(templates, dict) else [templates]
+        return syntax_of(texts, lambda token: self.backend.token_to_id(token) is not None)
+
+    def _check_chat(self, messages: Messages, max_tokens: int, options: Mapping[str, Any], tools: str) -> None:
+        size = sum(sum(map(len, message)) for message in messages) + len(tools)
         self._refuse_oversize(size + (len(json.dumps(options)) if options else 0), max_tokens)
         if not self.has_chat_template:
             raise InvalidRequestError(f"model {self._name!r} has no chat template; use completions with a prompt")
@@ -189,10 +220,6 @@ def _not_template_options() -> frozenset[str]:
 
     own = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
     return frozenset(own) - {"add_generation_prompt"}
-
-
-def _conversation(messages: Messages) -> list[dict[str, str]]:
-    return [{"role": role, "content": content} for role, content in messages]
 
 
 def has_vocabulary(folder: Path) -> bool:

@@ -31,6 +31,7 @@ from services.predictor.engine.cpu.step_sizes import size_above, size_below
 _LEAST_STRETCH = 1.8
 _LEAST = 4  # Tokens; fewer would hardly be cheaper.
 _UNKNOWN = 32  # Tokens, until there are measurements.
+_MOST = 1 << 30  # Tokens, where steps seem to take no time.
 _PATIENCE_S = 0.25
 _LEAST_ALONE = 256  # Tokens.
 _READ = 12  # Tokens whose attention takes as long as reading all keys and values once.
@@ -85,7 +86,7 @@ class PrefillPace:
         first_s = max(self._costs.estimate(position), _LEAST_COST * self._costs.mean) + growth_s * _READ / 2
         # n tokens take n * first_s + (n * n / 2 + _READ * position) * growth_s.
         seconds = max(0.0, seconds - _READ * position * growth_s)
-        return int(2 * seconds / (first_s + math.sqrt(first_s**2 + 2 * growth_s * seconds)))
+        return int(min(_MOST, 2 * seconds / (first_s + math.sqrt(first_s**2 + 2 * growth_s * seconds))))
 
 
 class _Line:

@@ -5,9 +5,10 @@ distribution at it, summed in float64 in the order of token ids after all masks.
 sequence that resumes elsewhere from its own ids continues with the same tokens. The result of a row depends on that row
 only, never on its neighbours.
 
-Order: penalties, then the minimum length, then temperature, top-k, top-p, min-p. Tokens that tie with the last one that
-top-k or top-p keeps are kept. Equal scores: greedy takes the lowest id. Log probabilities are those of the model's raw
-logits, in nats.
+Order: bias, penalties, the masks of allowed and bad tokens, of grammars and of the minimum length, then temperature,
+top-k, top-p, min-p. As in vLLM, a penalty applies to the biased logit. Tokens that tie with the last one that top-k or
+top-p keeps are kept. Equal scores: greedy takes the lowest id. Log probabilities are those of the model's raw logits,
+in nats.
 
 A row whose logits are not numbers (any is NaN, or the largest is infinite, as when every token is masked) gets
 `NO_TOKEN`. Any device; float32 and float64 are computed in their own precision, other dtypes in float32. One transfer
@@ -32,7 +33,8 @@ from torch import Tensor
 
 from millrace.sampling import MAX_TOP_LOGPROBS, SamplingParameters
 from services.predictor.engine.interface import Logprobs
-from services.predictor.engine.sampling.vocabulary import argmax, invert, largest, ordered
+from services.predictor.engine.sampling.restrictions import add_biases, mask, places
+from services.predictor.engine.sampling.vocabulary import argmax, invert, largest, maximum, ordered
 from services.predictor.engine.state.sequence import SamplingRow
 
 NO_TOKEN = -1
@@ -60,12 +62,16 @@ def uniform(seed: int, position: int) -> float:
     return (state >> 11) * 2.0**-53
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
-    """Chooses a token for each row of `logits` [rows, vocabulary]."""
+def sample(logits: Tensor, rows: Sequence[SamplingRow], masks: tuple[list[int], Tensor] | None = None) -> Sampled:
+    """Chooses a token for each row of `logits` [rows, vocabulary].
+
+    `masks`: of the rows in the list, the tokens that they must not have, [its length, vocabulary] bool.
+    """
     raw = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
     if not raw.is_cuda and all(map(_TAKES_LIKELIEST, rows)):
         return _largest(raw.numpy())
-    scores = _mask_early_end(_penalise(raw, rows), rows)
+    scores = mask(_penalise(add_biases(raw, rows), rows), rows)
+    scores = _mask_early_end(_mask_forbidden(scores, masks), rows)
     is_plain = scores is raw and all(row.sampling.is_greedy and not row.sampling.logprobs for row in rows)
     if is_plain and not raw.is_cuda:
         return _largest(raw.numpy())
@@ -73,7 +79,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Sampled:
     highest = scores.gather(1, token_ids[:, None])
     usable = highest.isfinite()[:, 0]
     if scores is not raw:
-        usable &= raw.amax(-1).isfinite()
+        usable &= maximum(raw).isfinite()
     sampled = [i for i, row in enumerate(rows) if not row.sampling.is_greedy]
     if sampled:
         index = torch.tensor(sampled, device=raw.device)
@@ -113,12 +119,12 @@ def _penalise(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     # A token that occurs twice is written twice, with the same value.
     if repeating:
         seen = [np.concatenate([_ids(rows[i].input_ids), _ids(rows[i].output_ids)]) for i in repeating]
-        at, lengths = _places(repeating, seen, scores.device)
+        at, lengths = places(repeating, seen, scores.device)
         penalty = column([rows[i].sampling.repetition_penalty for i in repeating], lengths)
         before = scores[at]
         scores[at] = torch.where(before > 0, before / penalty, before * penalty)
     if counting:
-        at, lengths = _places(counting, [_ids(rows[i].output_ids) for i in counting], scores.device)
+        at, lengths = places(counting, [_ids(rows[i].output_ids) for i in counting], scores.device)
         counts = torch.zeros_like(scores).index_put_(at, scores.new_ones(()), accumulate=True)[at]
         presence = column([rows[i].sampling.presence_penalty for i in counting], lengths)
         frequency = column([rows[i].sampling.frequency_penalty for i in counting], lengths)
@@ -130,13 +136,18 @@ def _ids(ids: Sequence[int] | NDArray[Any]) -> NDArray[Any]:
     return np.asarray(ids, dtype=np.int64)
 
 
-def _places(
-    indices: list[int], ids: list[NDArray[Any]], device: torch.device
-) -> tuple[tuple[Tensor, Tensor], list[int]]:
-    """Row and token index of every id, and how many ids each row has."""
-    lengths = [len(row_ids) for row_ids in ids]
-    places = torch.from_numpy(np.stack([np.repeat(indices, lengths), np.concatenate(ids)])).to(device)
-    return (places[0], places[1]), lengths
+def _mask_forbidden(scores: Tensor, masks: tuple[list[int], Tensor] | None) -> Tensor:
+    """Masks the tokens that rows must not have; the same tensor if there are no such rows."""
+    if masks is None:
+        return scores
+    rows, forbidden = masks
+    if not scores.is_cuda:
+        # By numpy, as in vocabulary.py: torch's threads wait for each other where other processes have the cores.
+        masked = scores.numpy().copy()
+        masked[rows] = np.where(forbidden.numpy(), -np.inf, masked[rows])
+        return torch.from_numpy(masked)
+    index = torch.tensor(rows, device=scores.device)
+    return scores.index_copy(0, index, scores[index].masked_fill_(forbidden.to(scores.device), -torch.inf))
 
 
 def _mask_early_end(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:

@@ -22,6 +22,11 @@ def argmax(values: Tensor) -> Tensor:
     return values.argmax(-1) if values.is_cuda else torch.from_numpy(values.numpy().argmax(-1))
 
 
+def maximum(values: Tensor) -> Tensor:
+    """Each row's largest value; NaN if there is any."""
+    return values.amax(-1) if values.is_cuda else torch.from_numpy(values.numpy().max(-1))
+
+
 def invert(weights: Tensor, numbers: Tensor) -> Tensor:
     """The ids at which the cumulative sums of `weights` reach `numbers` [rows], in [0, 1) of each row's total.
 

@@ -18,6 +18,8 @@ from millrace.oip.prompt_logprobs import PromptLogprobs
 from millrace.sampling import SamplingParameters
 from services.predictor.engine.interface import GenerationRequest, Usage
 from services.predictor.engine.state.blocks import block_name, first_name
+from services.predictor.engine.state.constraint import Constraint
+from services.predictor.engine.state.restrictions import Restrictions, restrictions_of
 from services.predictor.engine.state.slot import MergingSlot, SequenceOutput
 
 _NO_SCORES = range(0)
@@ -27,7 +29,7 @@ class SamplingRow(NamedTuple):
     """The sampler's input for a row of logits: its parameters, the ids for penalties, and the model's own end tokens.
 
     Ids may be arrays: lists are converted at each step if a row has penalties. `takes_likeliest` may be the parameters'
-    own; False costs time only.
+    own; False costs time only. `restrictions` are those of the parameters, None where these have none.
     """
 
     sampling: SamplingParameters
@@ -35,6 +37,7 @@ class SamplingRow(NamedTuple):
     output_ids: Ids[int] | NDArray[Any]
     end_ids: frozenset[int]
     takes_likeliest: bool = False
+    restrictions: Restrictions | None = None
 
 
 class Sequence:
@@ -51,7 +54,14 @@ class Sequence:
         self.ids = [*request.input_ids, *start_ids, *request.output_ids]
         self.output_ids = list(request.output_ids)
         sampling = request.sampling
-        self.row = SamplingRow(sampling, request.input_ids, self.output_ids, end_ids, sampling.takes_likeliest)
+        self.row = SamplingRow(
+            sampling,
+            request.input_ids,
+            self.output_ids,
+            end_ids,
+            sampling.takes_likeliest,
+            restrictions_of(sampling),
+        )
         # An encoder reads its whole prompt at once.
         self.indivisible = len(request.input_ids) + len(start_ids) if start_ids else 1
         self.blocks: list[int] = []
@@ -60,6 +70,7 @@ class Sequence:
         self.announced: list[bytes] = []
         self.number = 0  # Its position in the order of arrival.
         self.state: Any = None  # A model runner's own state of it; discarded with its blocks.
+        self.constraint: Constraint | None = None  # Set before it is queued.
         self.adapter: Any = None  # See engine/adapters/low_rank.py; set before it is queued.
         self.alone = request.alone  # Until its next token.
         self.alone_is_announced = False
@@ -104,6 +115,8 @@ class Sequence:
     @property
     def complete(self) -> str | None:
         """The finish reason, if the earlier output is already complete."""
+        if self.constraint is not None and self.constraint.is_complete:
+            return "stop"
         if not self.output_ids:
             return None
         return self.request.sampling.finish_reason(self.output_ids[-1], len(self.output_ids) - 1, self._end_ids)
@@ -164,6 +177,9 @@ class Sequence:
     def append(self, token_id: int) -> str | None:
         """Appends the next token; returns the finish reason if the sequence ends with it."""
         reason = self.request.sampling.finish_reason(token_id, len(self.output_ids), self._end_ids)
+        if self.constraint is not None and reason != "stop":
+            self.constraint.take(token_id)
+            reason = "stop" if self.constraint.is_complete else reason
         self.alone = False
         self._deadline = self.request.deadline
         self.ids.append(token_id)

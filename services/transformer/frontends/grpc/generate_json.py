@@ -5,16 +5,20 @@ Unknown fields are refused, because a misspelt parameter would have no effect.
 
 from __future__ import annotations
 
+from typing import Any
+
 from google.protobuf import json_format
 from google.protobuf.descriptor import FieldDescriptor
 
 from millrace.errors import ContextLengthError, InvalidRequestError
 from millrace.oip.json_text import load_object
+from millrace.structured_outputs import read_structured_outputs
 from millrace_protos.millrace_pb2 import GenerateRequest
 from services.transformer.calls import check_message_count, check_stop_count
 
 MAX_BODY_BYTES = 8 * 1024 * 1024  # Larger than any prompt.
 _NAMES = frozenset(GenerateRequest.DESCRIPTOR.fields_by_name)
+_STRUCTURED = ("structured_outputs", "structuredOutputs")
 _FIELDS = _NAMES | frozenset(GenerateRequest.DESCRIPTOR.fields_by_camelcase_name)
 _REALS = {
     name
@@ -38,10 +42,19 @@ def read_generate_request(body: bytes) -> GenerateRequest:
             raise InvalidRequestError(f"unknown field {name[:64]!r}; there are {', '.join(sorted(_NAMES))}")
         if isinstance(value, bool) and name in _REALS:  # json_format takes it for a number.
             raise InvalidRequestError(f"{name} must be a number", param=name)
+        if name in _STRUCTURED and isinstance(value, dict):  # The message has it as text.
+            fields[name] = _text(value)
     try:
         return json_format.ParseDict(fields, GenerateRequest())
     except (json_format.ParseError, RecursionError) as error:
         raise InvalidRequestError((str(error).splitlines() or ["the request is nested too deep"])[0]) from None
+
+
+def _text(structured_outputs: dict[str, Any]) -> str:
+    try:
+        return read_structured_outputs(structured_outputs)
+    except ValueError as error:
+        raise InvalidRequestError(f"structured_outputs: {error}", param="structured_outputs") from None
 
 
 def read_large(body: bytes) -> tuple[None, bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from itertools import islice
 from typing import Any
 
 from google.api.httpbody_pb2 import HttpBody
@@ -11,11 +12,11 @@ from google.api.httpbody_pb2 import HttpBody
 from millrace.rpc.call_context import CallContext, call_context, check_request_id
 from millrace.rpc.handlers import Context
 from millrace.rpc.rest_streams import errors_in_band
-from millrace.sampling import MAX_STOP_TOKEN_IDS
+from millrace.sampling import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_SEQUENCES, MAX_BAD_TOKENS, MAX_BIASES, MAX_STOP_TOKEN_IDS
 from millrace.telemetry.identity import REQUEST_ID_METADATA, as_metadata
 from millrace_protos import millrace_pb2 as pb
 from millrace_protos import millrace_pb2_grpc, rest_pb2_grpc
-from services.transformer.calls import TTFT_MS, check_message_count, check_stop_count
+from services.transformer.calls import TTFT_MS, check_bad_words, check_message_count, check_stop_count
 from services.transformer.frontends.grpc.generate_json import MAX_BODY_BYTES, read_generate_request, read_large
 from services.transformer.generation.chunks import TextChunk
 from services.transformer.generation.pipeline import Pipeline
@@ -25,7 +26,7 @@ from services.transformer.processes.body_processes import SMALL_BYTES, BodyProce
 
 _PROTOCOL = "millrace.v1.TextGeneration/Generate"
 _REST_PROTOCOL = "millrace.rest.v1.TextGeneration/Generate"
-_NOT_SAMPLING = {"model", "prompt", "messages", "prompt_ids", "stop", "stop_token_ids", "request_id", "resume_from"}
+_NOT_SAMPLING = {"model", "prompt", "messages", "prompt_ids", "stop", "bad_words", "request_id", "resume_from"}
 
 
 class TextGenerationServicer(millrace_pb2_grpc.TextGenerationServicer):
@@ -50,6 +51,7 @@ class TextGenerationServicer(millrace_pb2_grpc.TextGenerationServicer):
             check_request_id(request.request_id)
             check_message_count(len(request.messages))
             check_stop_count(len(request.stop))
+            check_bad_words(request.bad_words)
             body = _body(request)
             identity = await identity_of(call, body, request.resume_from, has_ids=bool(body))
             self._pipeline.route_to_weights(request.model, identity.resume, call)
@@ -61,6 +63,7 @@ class TextGenerationServicer(millrace_pb2_grpc.TextGenerationServicer):
             messages=[(message.role, message.content) for message in request.messages],
             sampling=_sampling(request),
             stop=tuple(request.stop),
+            bad_words=tuple(request.bad_words),
             default_seed=identity.seed,
             resume=identity.resume,
         )
@@ -104,9 +107,16 @@ class RestTextGenerationServicer(rest_pb2_grpc.TextGenerationServicer):
 def _sampling(request: pb.GenerateRequest) -> dict[str, Any]:
     """The sampling parameters that the request sets: every scalar is optional."""
     given = {field.name: value for field, value in request.ListFields() if field.name not in _NOT_SAMPLING}
-    if request.stop_token_ids:
-        # One more than the maximum is enough for the refusal.
-        given["stop_token_ids"] = list(request.stop_token_ids[: MAX_STOP_TOKEN_IDS + 1])
+    # One more than the maximum is enough for the refusal.
+    for name, limit in (("stop_token_ids", MAX_STOP_TOKEN_IDS), ("allowed_token_ids", MAX_ALLOWED_TOKEN_IDS)):
+        if name in given:
+            given[name] = list(given[name][: limit + 1])
+    if request.logit_bias:
+        given["logit_bias"] = dict(islice(request.logit_bias.items(), MAX_BIASES + 1))
+    if request.bad_token_ids:
+        given["bad_token_ids"] = [
+            list(one.ids[: MAX_BAD_TOKENS + 1]) for one in request.bad_token_ids[: MAX_BAD_SEQUENCES + 1]
+        ]
     return given
 
 

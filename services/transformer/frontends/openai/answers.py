@@ -10,28 +10,38 @@ Source: OpenAI's API reference, and vLLM's answers where it is silent.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from millrace_protos.millrace_pb2 import Usage
+from services.transformer.frontends.openai.message_parts import delta_of, has_call, message_of
+from services.transformer.frontends.openai.prompt_scores import LOWEST, prompt_logprobs
 from services.transformer.frontends.openai.requests import Prompt
 from services.transformer.generation.chunks import TextChunk, joined
 from services.transformer.text.token_bytes import TokenBytes
 from services.transformer.text.tokenizer import TextTokenizer
 
-_LOWEST = -9999.0
-
 
 class Format(ABC):
-    """One of the two APIs' ways; `index` is a choice's number."""
+    """One of the two APIs' ways; `index` is a choice's number; `scored` where the prompt's scores are wanted."""
 
     id_prefix: ClassVar[str]
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
+    scored: TokenBytes | None = None
 
     def whole(self, index: int, chunks: Sequence[TextChunk]) -> dict[str, Any]:
         """A whole choice."""
         return self._whole(index, joined(chunks))
+
+    def beside(self, first: TextChunk) -> dict[str, Any]:
+        """Fields of a whole answer beside its choices, by the first chunk of its first choice."""
+        return {}
+
+    def _scores(self, chunk: TextChunk) -> dict[str, Any]:
+        if self.scored is None or chunk.prompt is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(chunk.prompt, self.scored)}
 
     @abstractmethod
     def _whole(self, index: int, chunk: TextChunk) -> dict[str, Any]: ...
@@ -53,7 +63,7 @@ class CompletionFormat(Format):
         self._lengths: dict[int, int] = {}  # Characters of a choice so far.
 
     def _whole(self, index: int, chunk: TextChunk) -> dict[str, Any]:
-        return self.chunk(index, chunk, True)
+        return self.chunk(index, chunk, True) | self._scores(chunk)
 
     def chunk(self, index: int, chunk: TextChunk, is_first: bool) -> dict[str, Any]:
         echo = self._echoes.of(index) if self._echoes is not None and is_first else ""
@@ -64,7 +74,7 @@ class CompletionFormat(Format):
         ids: list[int] = []
         values: list[float | None] = []
         tops: list[Sequence[tuple[int, float]]] = []
-        if chunk.prompt is not None:
+        if chunk.prompt is not None and self._echoes is not None:
             found = chunk.prompt.logprobs
             ids += chunk.prompt.ids
             values += [None, *found.chosen.tolist()]
@@ -109,19 +119,30 @@ class ChatFormat(Format):
 
     def __init__(self, tokens: TokenBytes | None = None) -> None:
         self._tokens = tokens
+        self._calling: set[int] = set()  # Choices that have a call.
 
     def _whole(self, index: int, chunk: TextChunk) -> dict[str, Any]:
-        return self._choice(index, chunk) | {"message": {"role": "assistant", "content": chunk.text}}
+        message = {"content": chunk.text} if chunk.parts is None else message_of(chunk.parts)
+        return self._choice(index, chunk) | {"message": {"role": "assistant"} | message}
+
+    def beside(self, first: TextChunk) -> dict[str, Any]:
+        return self._scores(first)
 
     def chunk(self, index: int, chunk: TextChunk, is_first: bool) -> dict[str, Any]:
-        role = {"role": "assistant"} if is_first else {}
-        return self._choice(index, chunk) | {"delta": role | {"content": chunk.text}}
+        role = {"role": "assistant", "content": ""} if is_first else {}
+        delta = {"content": chunk.text} if chunk.parts is None else delta_of(chunk.parts)
+        return self._choice(index, chunk) | {"delta": role | delta}
 
     def _choice(self, index: int, chunk: TextChunk) -> dict[str, Any]:
         logprobs = None
         if self._tokens is not None:
             logprobs = {"content": self._content(self._tokens, chunk), "refusal": None}
-        return {"index": index, "logprobs": logprobs, **_end(chunk)}
+        if chunk.parts and has_call(chunk.parts):
+            self._calling.add(index)
+        end = _end(chunk)
+        if end["finish_reason"] == "stop" and index in self._calling:
+            end["finish_reason"] = "tool_calls"
+        return {"index": index, "logprobs": logprobs, **end}
 
     def _content(self, tokens: TokenBytes, chunk: TextChunk) -> list[dict[str, Any]]:
         def entry(token_id: int, logprob: float) -> dict[str, Any]:
@@ -173,6 +194,12 @@ def usage_of(usages: Sequence[Usage], n: int) -> dict[str, Any]:
     }
 
 
+def reasoning_usage(tokens: Iterable[int | None]) -> dict[str, Any]:
+    """The tokens of reasoning in all choices; nothing for a model without."""
+    counts = [count for count in tokens if count is not None]
+    return {"completion_tokens_details": {"reasoning_tokens": sum(counts)}} if counts else {}
+
+
 def usage_so_far(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
     """What one choice has taken until now, as vLLM writes it."""
     total = prompt_tokens + completion_tokens
@@ -187,4 +214,4 @@ def _text(data: bytes) -> str:
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, _LOWEST)
+    return max(logprob, LOWEST)

@@ -13,7 +13,7 @@ from google.api.httpbody_pb2 import HttpBody
 
 from millrace_protos.millrace_pb2 import Usage
 from services.transformer.frontends.http import EVENTS, event, json_body
-from services.transformer.frontends.openai.answers import Format, usage_of, usage_so_far
+from services.transformer.frontends.openai.answers import Format, reasoning_usage, usage_of, usage_so_far
 from services.transformer.frontends.openai.choices import choices_in, generate_all
 from services.transformer.frontends.openai.generation_requests import GenerationRequest
 from services.transformer.generation.chunks import TextChunk
@@ -57,13 +57,16 @@ async def answer(
                 made[index].append(chunk)
             choices = [await _written(parts[0], shape.whole, index, parts) for index, parts in enumerate(made)]
             total = usage_of([parts[-1].usage or Usage() for parts in made], request.n)
-            yield json_body(head | {"object": shape.whole_object, "choices": choices, "usage": total})
+            total |= reasoning_usage(parts[-1].reasoning_tokens for parts in made)
+            beside = await _written(made[0][0], shape.beside, made[0][0])
+            yield json_body(head | {"object": shape.whole_object, "choices": choices, "usage": total} | beside)
             return
 
         head["object"] = shape.chunk_object
         begun: set[int] = set()
         usages = [Usage()] * len(generations)
         completion_tokens = [0] * len(generations)
+        reasoning_tokens: list[int | None] = [None] * len(generations)
         # With include_usage every event has the field; the last one fills it.
         usage: dict[str, Any] = {"usage": None} if request.include_usage else {}
         continuous_usage = request.continuous_usage
@@ -75,6 +78,7 @@ async def answer(
         async for index, chunk in chunks:
             usages[index] = chunk.usage or usages[index]
             completion_tokens[index] += len(chunk.token_ids)
+            reasoning_tokens[index] = chunk.reasoning_tokens
             is_first = index not in begun
             if ids is not None:
                 ids.take(chunk.fingerprint, chunk.token_ids)
@@ -85,10 +89,14 @@ async def answer(
                 await _written(chunk, shape.chunk, index, chunk, is_first)
                 running -= chunk.finish_reason is not None
             elif not (is_first or continuous_usage or chunk.logprobs or chunk.finish_reason is not None):
-                if chunk.text:
+                if chunk.parts is None and chunk.text:
                     line = b"" if ids is None else ids.line()
                     yield HttpBody(content_type=EVENTS, data=line + plain.event(index, chunk.text))
-            elif is_first or chunk.text or chunk.finish_reason is not None or chunk.logprobs:
+                elif chunk.parts:
+                    line = b"" if ids is None else ids.line()
+                    written = event(head | {"choices": [shape.chunk(index, chunk, False)]} | usage)
+                    yield HttpBody(content_type=EVENTS, data=line + written)
+            elif is_first or chunk.has_news or chunk.finish_reason is not None or chunk.logprobs:
                 begun.add(index)
                 choice = await _written(chunk, shape.chunk, index, chunk, is_first)
                 if continuous_usage:
@@ -102,7 +110,8 @@ async def answer(
                     last = written  # It goes out together with what follows it at once.
         if request.include_usage and (resume is None or resume.stage != "u"):
             last += b"" if ids is None else ids.line("u")
-            last += event(head | {"choices": [], "usage": usage_of(usages, request.n)})
+            total = usage_of(usages, request.n) | reasoning_usage(reasoning_tokens)
+            last += event(head | {"choices": [], "usage": total})
         yield HttpBody(content_type=EVENTS, data=last + _DONE)
 
 

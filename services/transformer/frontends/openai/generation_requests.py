@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from functools import cached_property
+from typing import Any, ClassVar, Self
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from millrace.errors import InvalidRequestError
 from millrace.sampling import MAX_TOP_LOGPROBS, SamplingParameters
-from services.transformer.calls import check_stop
+from services.transformer.calls import check_bad_words, check_stop
 from services.transformer.frontends.openai.errors import UnsupportedFieldError
 from services.transformer.frontends.openai.requests import OpenAIRequest, Prompt, read_prompts, trimmed_prompts
+from services.transformer.frontends.openai.structured_outputs import FIELDS, structured_outputs_of
+from services.transformer.frontends.openai.tools import MAX_TOOLS, ToolCall, ToolChoice, read_tool_choice, read_tools
+from services.transformer.text.tools import ToolFunction, ToolUse
 
 MAX_N = 16
 MAX_CHOICES = 64  # Prompts times n: each is a sequence of its own at the predictor.
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions, and vLLM's.
 
-_DECLARED = ("logprobs", "top_logprobs")
+_DECLARED = ("logprobs", "top_logprobs", "structured_outputs")
 _SAMPLING = tuple(name for name in SamplingParameters.model_fields if name not in _DECLARED)
 _MAX_TEMPLATE_OPTIONS = 64 * 1024
-_PLAIN_TEXT = {"type": "text"}
 
 
 class StreamOptions(BaseModel):
@@ -37,36 +40,29 @@ class GenerationRequest(OpenAIRequest):
     """What both kinds of completion share."""
 
     UNSUPPORTED: ClassVar[Mapping[str, Sequence[Any]]] = {
-        "allowed_token_ids": ([],),
-        "bad_words": ([],),
-        "guided_choice": (),
-        "guided_grammar": (),
-        "guided_json": (),
-        "guided_regex": (),
         "include_stop_str_in_output": (False,),
         "length_penalty": (1, 1.0),
-        "logit_bias": ({},),
         "logits_processors": ([],),
-        "prompt_logprobs": (),
-        "response_format": (_PLAIN_TEXT,),
         "return_token_ids": (False,),
         "return_tokens_as_token_ids": (False,),
         "skip_special_tokens": (True,),
-        "structured_outputs": (),
         "truncate_prompt_tokens": (),
         "use_beam_search": (False,),
     }
 
-    READ: ClassVar[frozenset[str]] = frozenset(_SAMPLING)
+    READ: ClassVar[frozenset[str]] = frozenset(_SAMPLING) | FIELDS
 
     n: int = Field(1, ge=1, le=MAX_N)
     stream: bool = False
     stream_options: StreamOptions | None = None
     stop: tuple[str, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    _structured_outputs: str = PrivateAttr("")
 
-    @field_validator("stop", mode="before")
+    @field_validator("stop", "bad_words", mode="before")
     @classmethod
-    def _read_stop(cls, value: Any) -> Any:
+    def _read_texts(cls, value: Any) -> Any:
         if isinstance(value, str):
             return (value,)
         return tuple(value) if isinstance(value, list) else value
@@ -84,15 +80,20 @@ class GenerationRequest(OpenAIRequest):
         super().check()
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options needs stream=true", param="stream_options")
+        self._structured_outputs = structured_outputs_of(self.extra)
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequestError("prompt_logprobs are not available with stream=true", param="prompt_logprobs")
 
     def trim(self) -> None:
         SamplingParameters().changed(self.sampling())
         check_stop(self.stop)
+        check_bad_words(self.bad_words)
         super().trim()
 
     def sampling(self) -> dict[str, Any]:
         """The sampling parameters given."""
-        return {name: self.extra[name] for name in _SAMPLING if self.extra.get(name) is not None}
+        given = {name: self.extra[name] for name in _SAMPLING if self.extra.get(name) is not None}
+        return given | ({"structured_outputs": self._structured_outputs} if self._structured_outputs else {})
 
 
 class CompletionRequest(GenerationRequest):
@@ -100,11 +101,11 @@ class CompletionRequest(GenerationRequest):
 
     UNSUPPORTED: ClassVar[Mapping[str, Sequence[Any]]] = {
         **GenerationRequest.UNSUPPORTED,
-        "add_special_tokens": (True,),
         "suffix": ("",),
     }
 
     prompt: list[Prompt]
+    add_special_tokens: bool = True
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     best_of: int | None = Field(None, ge=1)
@@ -120,6 +121,8 @@ class CompletionRequest(GenerationRequest):
             raise InvalidRequestError(
                 f"{len(self.prompt)} prompts times n={self.n}: at most {MAX_CHOICES} choices are allowed", param="n"
             )
+        if self.echo and None not in (self.logprobs, self.prompt_logprobs) and self.logprobs != self.prompt_logprobs:
+            raise InvalidRequestError("with echo, prompt_logprobs and logprobs must be equal", param="prompt_logprobs")
         if self.best_of is not None and self.best_of < self.n:
             raise InvalidRequestError(f"best_of={self.best_of} is less than n={self.n}", param="best_of")
         if self.best_of is not None and self.best_of > self.n:
@@ -132,8 +135,9 @@ class CompletionRequest(GenerationRequest):
         return self.echo and type(limit) is int and limit == 0
 
     @property
-    def prompt_logprobs(self) -> int | None:
-        return self.logprobs if self.echo else None
+    def scored(self) -> int | None:
+        """The number of likeliest tokens wanted at each position of the prompt; None: it is not scored."""
+        return self.prompt_logprobs if self.logprobs is None or not self.echo else self.logprobs
 
     def trim(self) -> None:
         super().trim()
@@ -151,7 +155,10 @@ class Message(BaseModel):
 
     role: str = Field(min_length=1)
     content: str = ""
-    tool_calls: Any = None
+    tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_TOOLS)
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
     function_call: Any = None
     audio: Any = None
 
@@ -168,12 +175,32 @@ class Message(BaseModel):
             return "" if value is None else value
         return "\n".join(map(_text_of_part, value))
 
-    @field_validator("tool_calls", "function_call", "audio")
+    @field_validator("function_call", "audio")
     @classmethod
     def _refuse(cls, value: Any) -> Any:
         if value:
             raise ValueError("not supported")
         return value
+
+    @model_validator(mode="after")
+    def _check_role(self) -> Self:
+        if self.role == "tool" and not self.tool_call_id:
+            raise ValueError("a message of a tool needs tool_call_id")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("only the assistant's messages have tool_calls")
+        return self
+
+    @cached_property
+    def for_template(self) -> tuple[str, str] | tuple[str, str, str]:
+        """Role, content and, if there are any, the further fields that a chat template takes, as a JSON object."""
+        fields: dict[str, Any] = {}
+        if self.tool_calls:
+            fields["tool_calls"] = [call.as_template_takes_it() for call in self.tool_calls]
+        if self.role == "tool":
+            fields["tool_call_id"] = self.tool_call_id
+        if reasoning := self.reasoning_content or self.reasoning:
+            fields["reasoning_content"] = reasoning
+        return (self.role, self.content, orjson.dumps(fields).decode()) if fields else (self.role, self.content)
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -191,28 +218,50 @@ class ChatCompletionRequest(GenerationRequest):
         "function_call": ("none",),
         "functions": ([],),
         "modalities": (["text"],),
-        "parallel_tool_calls": (True, False),
         "prediction": (),
         "reasoning_effort": ("none",),
-        "tool_choice": ("none",),
-        "tools": ([],),
         "verbosity": ("medium",),
         "web_search_options": (),
     }
-    # A model that may call no tool needs none.
-    NEEDLESS: ClassVar[Mapping[str, str]] = {"tool_choice": "tools", "function_call": "functions"}
     READ: ClassVar[frozenset[str]] = GenerationRequest.READ | {"max_completion_tokens"}
 
     messages: list[Message] = Field(min_length=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    tools: tuple[ToolFunction, ...] = ()
+    tool_choice: ToolChoice = ToolChoice(mode="auto")
+    parallel_tool_calls: bool = True
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _read_tools(cls, value: Any) -> Any:
+        return read_tools(value)
+
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def _read_tool_choice(cls, value: Any) -> Any:
+        return read_tool_choice(value)
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """The functions that the model may call, None for none."""
+        try:
+            return self.tool_choice.use(self.tools, self.parallel_tool_calls)
+        except ValueError as error:
+            raise InvalidRequestError(f"tool_choice: {error}", param="tool_choice") from None
+
+    def trim(self) -> None:
+        super().trim()
+        for message in self.messages:
+            _ = message.for_template  # It is kept, as one text.
+            message.tool_calls = None
 
     def check(self) -> None:
-        for choice, needless in self.NEEDLESS.items():
-            if self.extra.get(choice) == "none":
-                self.extra.pop(needless, None)
+        if self.extra.get("function_call") == "none":  # A model that may call no function needs none.
+            self.extra.pop("functions", None)
         super().check()
+        _ = self.tool_use
         check_template_options(self.chat_template_kwargs)
 
     def sampling(self) -> dict[str, Any]:

@@ -1,21 +1,21 @@
-"""The methods of OpenAI's API for the HTTP server.
+"""The methods of OpenAI's API, and of others beside it, for the HTTP server.
 
 The gateway rewrites each path to the name of its method (envoy/envoy.yaml), which is in records, spans and metrics.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import orjson
 from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
 
 from millrace.errors import MillraceError
-from millrace.rpc.http2.methods import HttpMethod
-from millrace_protos.rest_pb2 import DESCRIPTOR, ModelRequest
+from millrace.rpc.http2.methods import ErrorBody, HttpMethod
+from millrace_protos.rest_pb2 import DESCRIPTOR, ModelRequest, ResponseRequest
 from services.transformer.frontends.openai.errors import openai_error
-from services.transformer.frontends.openai.servicer import OpenAIServicer
-
-_SERVICE = DESCRIPTOR.services_by_name["OpenAI"]
 
 
 def _body(data: bytes) -> HttpBody:
@@ -26,6 +26,10 @@ def _model(name: bytes) -> ModelRequest:
     return ModelRequest(model=name.decode())
 
 
+def _response(response_id: bytes) -> ResponseRequest:
+    return ResponseRequest(response_id=response_id.decode())
+
+
 def _empty(_: bytes) -> Empty:
     return Empty()
 
@@ -34,6 +38,7 @@ def _empty(_: bytes) -> Empty:
 _READING = {
     HttpBody.DESCRIPTOR.full_name: (_body, True),
     ModelRequest.DESCRIPTOR.full_name: (_model, False),
+    ResponseRequest.DESCRIPTOR.full_name: (_response, False),
     Empty.DESCRIPTOR.full_name: (_empty, False),
 }
 
@@ -42,11 +47,23 @@ def error_body(error: MillraceError) -> bytes:
     return orjson.dumps(openai_error(error))
 
 
-def http_methods(servicer: OpenAIServicer) -> list[HttpMethod]:
-    """Every method of the service; the model of a GET is in the path, or in the query's `model`."""
+def http_methods(
+    service: str, servicer: Any, shape: Callable[[MillraceError], dict[str, Any]] = openai_error
+) -> list[HttpMethod]:
+    """Every method of a service of protos/rest.proto; the model of a GET is in the path, or in the query's `model`.
+
+    `shape` makes the bodies of its errors.
+    """
+    described = DESCRIPTOR.services_by_name[service]
     methods = []
-    for method in _SERVICE.methods:
+    for method in described.methods:
         parse, takes_body = _READING[method.input_type.full_name]
-        name = f"{_SERVICE.full_name}/{method.name}"
-        methods.append(HttpMethod(name, getattr(servicer, method.name), parse, takes_body, parameter="model"))
+        name = f"{described.full_name}/{method.name}"
+        behaviour = getattr(servicer, method.name)
+        errors = None if shape is openai_error else _bodies_of(shape)
+        methods.append(HttpMethod(name, behaviour, parse, takes_body, parameter="model", error_body=errors))
     return methods
+
+
+def _bodies_of(shape: Callable[[MillraceError], dict[str, Any]]) -> ErrorBody:
+    return lambda error: orjson.dumps(shape(error))

@@ -74,7 +74,7 @@ class OpenAIRequest(BaseModel):
         nested = [getattr(self, name) for name in self.__class__.model_fields]
         for model in (self, *(value for value in nested if isinstance(value, BaseModel))):
             kept = islice((model.model_extra or {}).items(), _MAX_EXTRA)
-            extra = {name[:_MAX_NAME]: value if _is_small(value) else None for name, value in kept}
+            extra = {name[:_MAX_NAME]: value if name in self.READ or _is_small(value) else None for name, value in kept}
             model.__pydantic_extra__ = None if model.model_extra is None else extra
 
 

@@ -32,8 +32,9 @@ from services.transformer.frontends.openai.generation_requests import (
     CompletionRequest,
     GenerationRequest,
 )
-from services.transformer.frontends.openai.models import Kind, OpenAIModels
-from services.transformer.frontends.openai.requests import IGNORED_FIELDS, MAX_BODY_BYTES, RequestT, parse, parse_large
+from services.transformer.frontends.openai.models import OpenAIModels
+from services.transformer.frontends.openai.reading import RequestReader
+from services.transformer.frontends.openai.requests import IGNORED_FIELDS
 from services.transformer.frontends.openai.scores import classify, rerank, score
 from services.transformer.frontends.openai.text_requests import (
     ClassifyRequest,
@@ -48,8 +49,9 @@ from services.transformer.generation.pipeline import Pipeline
 from services.transformer.generation.requests import TextRequest
 from services.transformer.generation.resume_ids import AnswerIdentity, identity_of
 from services.transformer.inference.encoder_calls import EncoderCalls
-from services.transformer.processes.body_processes import SMALL_BYTES, BodyProcesses
+from services.transformer.processes.body_processes import BodyProcesses
 from services.transformer.routing.router import Router
+from services.transformer.text.token_bytes import TokenBytes
 from services.transformer.text.tokenizer import TextTokenizer
 
 _LAST_EVENT_ID = "last-event-id"
@@ -72,6 +74,8 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
         self._router = router
         self._encoders = encoders
         self._models = OpenAIModels(router)
+        reader = RequestReader(pipeline, bodies, self._models)
+        self._read, self._parsed = reader.read, reader.parsed
 
     @rest_errors(openai_error)
     async def Health(self, request: Empty, context: Context) -> AsyncGenerator[HttpBody, None]:
@@ -115,11 +119,13 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
                     model=parsed.model,
                     prompt=prompt if isinstance(prompt, str) else None,
                     prompt_ids=None if isinstance(prompt, str) else prompt,
+                    add_special_tokens=parsed.add_special_tokens,
                     sampling=parsed.sampling(),
                     default_max_tokens=COMPLETION_MAX_TOKENS,
                     stop=parsed.stop,
+                    bad_words=parsed.bad_words,
                     ignored_fields=ignored,
-                    prompt_logprobs=parsed.prompt_logprobs,
+                    prompt_logprobs=parsed.scored,
                     choices=len(parsed.prompt) * parsed.n,
                     prompt_only=parsed.prompt_only,
                 ),
@@ -127,6 +133,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
             )
         ]
         shape = CompletionFormat(echoes, tokens)
+        shape.scored = await self._scoring(call, parsed)
         async with aclosing(answer(self._pipeline, generations, parsed, shape, identity)) as bodies:
             async for body in bodies:
                 yield body
@@ -144,17 +151,22 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
             TextRequest(
                 call=call,
                 model=parsed.model,
-                messages=[(message.role, message.content) for message in parsed.messages],
+                messages=[message.for_template for message in parsed.messages],
                 template_options=parsed.chat_template_kwargs,
                 sampling=parsed.sampling(),
                 stop=parsed.stop,
+                bad_words=parsed.bad_words,
                 ignored_fields=ignored,
+                prompt_logprobs=parsed.prompt_logprobs,
                 choices=parsed.n,
+                tools=parsed.tool_use,
+                has_parts=True,
             ),
             parsed.n,
         )
         tokens = (await self._tokenizer(call, parsed.model)).token_bytes if parsed.logprobs else None
         shape = ChatFormat(tokens)
+        shape.scored = await self._scoring(call, parsed)
         async with aclosing(answer(self._pipeline, generations, parsed, shape, identity)) as bodies:
             async for body in bodies:
                 yield body
@@ -218,13 +230,6 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
         name = self._models.resolve(name, call.client, "generation")
         return tokenizer_of(await self._router.wait_for(name, "", call))
 
-    async def _read(self, cls: type[RequestT], request: HttpBody, call: CallContext, *kinds: Kind) -> RequestT:
-        """The request in a body, with its model's name; one that is refused is on record."""
-        with self._pipeline.recording_refusals(call):
-            parsed = await self._parsed(cls, request, call)
-            parsed.model = self._models.resolve(parsed.model, call.client, *kinds)
-            return parsed
-
     async def _identity(self, call: CallContext, request: HttpBody, parsed: GenerationRequest) -> AnswerIdentity:
         """The identity of the answer; one that the client has in part keeps to its model.
 
@@ -237,13 +242,9 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
             self._pipeline.route_to_weights(parsed.model, identity.resume, call)
         return identity
 
-    async def _parsed(self, cls: type[RequestT], request: HttpBody, call: CallContext) -> RequestT:
-        """The request in a body; see `parse`."""
-        data = request.data
-        if not SMALL_BYTES < len(data) <= MAX_BODY_BYTES:
-            return parse(cls, data)
-        parsed: tuple[RequestT, bytes] = await self._bodies.run(parse_large, (cls,), data, call.deadline)
-        return parsed[0]
+    async def _scoring(self, call: CallContext, parsed: GenerationRequest) -> TokenBytes | None:
+        """The bytes of tokens for the prompt's scores, None if these are not wanted."""
+        return None if parsed.prompt_logprobs is None else (await self._tokenizer(call, parsed.model)).token_bytes
 
     async def _tokenizer(self, call: CallContext, model: str) -> TextTokenizer:
         with self._pipeline.recording_refusals(call, model):

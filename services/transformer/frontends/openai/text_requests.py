@@ -13,6 +13,8 @@ from pydantic import AliasChoices, Field, field_validator
 from millrace.errors import InvalidRequestError
 from services.transformer.frontends.openai.generation_requests import Message, check_template_options
 from services.transformer.frontends.openai.requests import OpenAIRequest, Prompt, read_prompts, trimmed_prompts
+from services.transformer.frontends.openai.tools import read_tools
+from services.transformer.text.tools import ToolFunction, ToolUse
 
 MAX_INPUTS = 2048  # OpenAI's limit.
 _MAX_IDS = 128 * 1024  # Decoded in about 10 ms.
@@ -115,7 +117,6 @@ class TokenizeRequest(OpenAIRequest):
         "continue_final_message": (False,),
         "documents": ([],),
         "mm_processor_kwargs": (),
-        "tools": ([],),
     }
 
     prompt: str | None = None
@@ -124,6 +125,17 @@ class TokenizeRequest(OpenAIRequest):
     add_generation_prompt: bool = True
     return_token_strs: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    tools: tuple[ToolFunction, ...] = ()
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _read_tools(cls, value: Any) -> Any:
+        return read_tools(value)
+
+    @property
+    def tool_definitions(self) -> str:
+        """The tools as a JSON list, "" for none."""
+        return ToolUse(self.tools).definitions if self.tools else ""
 
     def check(self) -> None:
         super().check()

@@ -13,7 +13,7 @@ from millrace.errors import InvalidRequestError
 from services.transformer.frontends.openai.text_requests import DetokenizeRequest, TokenizeRequest
 from services.transformer.models.models import RelayedModel, TextModel
 from services.transformer.processes.body_processes import BodyProcesses
-from services.transformer.text.tokenizer import TextTokenizer
+from services.transformer.text.tokenizer import Messages, TextTokenizer
 
 MAX_TEXT_BYTES = 1024 * 1024  # About 0.3 s of a tokenizer's thread.
 
@@ -37,14 +37,13 @@ async def tokenize(
     if request.prompt is not None:
         text, adds = request.prompt, request.add_special_tokens is not False
     else:
-        messages = [(message.role, message.content) for message in request.messages or ()]
-        if sum(len(content) for _, content in messages) > MAX_TEXT_BYTES:
-            raise _too_long()
+        messages = [message.for_template for message in request.messages or ()]
         options = {"add_generation_prompt": request.add_generation_prompt, **request.chat_template_kwargs}
-        text = await tokenizer.render(messages, MAX_TEXT_BYTES, options, bodies, deadline)
+        if request.tools and not tokenizer.answer_syntax.takes_tools:
+            raise InvalidRequestError("the chat template of the model has no place for tools", param="tools")
+        text = await chat_text(messages, options, tokenizer, bodies, deadline, request.tool_definitions)
         adds = request.add_special_tokens is True
-    if len(text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES:
-        raise _too_long()
+    _check_length(text)
     ids = await tokenizer.ids(text, adds)
     strings = await tokenizer.strings(ids) if request.return_token_strs else None
     return {"count": len(ids), "max_model_len": context_length, "tokens": ids, "token_strs": strings}
@@ -52,6 +51,27 @@ async def tokenize(
 
 def detokenize(request: DetokenizeRequest, tokenizer: TextTokenizer) -> dict[str, Any]:
     return {"prompt": tokenizer.backend.decode(request.tokens[0], skip_special_tokens=False)}
+
+
+async def chat_text(
+    messages: Messages,
+    options: dict[str, Any],
+    tokenizer: TextTokenizer,
+    bodies: BodyProcesses,
+    deadline: Deadline,
+    tools: str = "",
+) -> str:
+    """The prompt that the chat template makes of messages; raises InvalidRequestError for more than MAX_TEXT_BYTES."""
+    if sum(sum(map(len, message)) for message in messages) > MAX_TEXT_BYTES:
+        raise _too_long()
+    text = await tokenizer.render(messages, MAX_TEXT_BYTES, options, bodies, deadline, tools)
+    _check_length(text)
+    return text
+
+
+def _check_length(text: str) -> None:
+    if len(text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES:
+        raise _too_long()
 
 
 def _too_long() -> InvalidRequestError:

@@ -3,7 +3,7 @@
 A field that has the name of one of the model's inputs becomes that tensor: one value or a list, of which the model's
 metadata gives datatype and shape. Any other field is a parameter of the request, and so are those of the object
 `parameters`, unless an input has their name; `id` is the request's, null means absent. Sampling parameters of a text
-model may be lists too, and `sampling_parameters` an object.
+model may be lists and objects too, and so may `sampling_parameters`.
 
 For a model that declares no inputs, each field is a tensor (BOOL, INT64, FP64 or BYTES, shaped as its list) and
 `parameters` holds the parameters.
@@ -93,13 +93,15 @@ def _without(fields: Mapping[str, Any], parameters: Mapping[str, Any]) -> Mappin
 
 
 def _move_to_sampling(parameters: dict[str, Any], inputs: Mapping[str, Any]) -> None:
-    """Puts lists, which the protocol's parameters cannot hold, into the sampling parameters."""
-    lists = {name: value for name, value in parameters.items() if isinstance(value, list) and name not in inputs}
+    """Puts lists and objects, which the protocol's parameters cannot hold, into the sampling parameters."""
+    lists = {
+        name: value for name, value in parameters.items() if isinstance(value, (list, dict)) and name not in inputs
+    }
     sampling = parameters.get(_SAMPLING, {})
     if isinstance(sampling, dict):
         sampling = sampling | lists
     elif lists:
-        raise InvalidRequestError(f"{next(iter(lists))!r} is a list: put it into {_SAMPLING}")
+        raise InvalidRequestError(f"{next(iter(lists))!r} is a list or an object: put it into {_SAMPLING}")
     else:
         return
     for name in lists:

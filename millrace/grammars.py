@@ -1,0 +1,109 @@
+"""Grammars of `structured_outputs`, compiled by llguidance.
+
+The transformer checks a request's grammar, and the predictor compiles it with the model's vocabulary. llguidance's
+limits bound the steps and the memory that a grammar may take. Any thread; llguidance is imported with the first
+grammar, and compiles without the interpreter lock.
+
+Source of the limits' meaning: llguidance's LLParserLimits.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any
+
+from millrace.errors import InvalidRequestError
+from millrace.structured_outputs import Constraint, constraint_of
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
+
+PARAMETER = "structured_outputs"
+_MAX_DIVISOR = 10_000  # llguidance builds an automaton with so many states for multipleOf, and its limits ignore them.
+_MAX_REASON = 500
+# Between JSON's tokens: a space, or a line break and an indentation. Small models never end whitespace that may go on.
+JSON_WHITESPACE = r"( |\r?\n[ \t]{0,32})"
+
+
+def check_grammar(text: str) -> None:
+    """Raises InvalidRequestError for a grammar that cannot be compiled or met; without a vocabulary."""
+    from llguidance import LLMatcher
+
+    if reason := LLMatcher.validate_grammar(_grammar(text), None, limits=_limits()):
+        raise grammar_error(reason)
+
+
+def compile_grammar(text: str, tokenizer: LLTokenizer) -> LLMatcher:
+    """The matcher of a grammar at the beginning of an answer; raises InvalidRequestError."""
+    from llguidance import LLMatcher
+
+    matcher = LLMatcher(tokenizer, _grammar(text), log_level=0, limits=_limits())
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # The first one takes the longest; copies of the matcher have it.
+    if matcher.is_error():
+        raise grammar_error(matcher.get_error())
+    return matcher
+
+
+def grammar_error(reason: str) -> InvalidRequestError:
+    """The error for what llguidance reports."""
+    reason = " ".join(reason.replace("<non-verbose/>", "").split())
+    return InvalidRequestError(f"{PARAMETER}: {reason[:_MAX_REASON]}", param=PARAMETER)
+
+
+def _limits() -> LLParserLimits:
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        max_items_in_row=1000,
+        initial_lexer_fuel=200_000,
+        step_lexer_fuel=50_000,
+        step_max_items=10_000,
+        max_lexer_states=50_000,
+        max_grammar_size=100_000,
+        verbose_errors=False,
+    )
+
+
+def _grammar(text: str) -> str:
+    from llguidance import LLMatcher
+
+    constraint = constraint_of(text)
+    if constraint.kind in ("json", "json_object"):
+        return _json_grammar(constraint)
+    if constraint.kind == "regex":
+        return LLMatcher.grammar_from_regex(constraint.value)
+    if constraint.kind == "choice":
+        # Lark's strings are those of JSON.
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, constraint.value)))
+    if "::=" in constraint.value:
+        raise grammar_error("grammar must be llguidance's Lark ('start: ...'), not EBNF ('root ::= ...')")
+    return LLMatcher.grammar_from_lark(constraint.value)
+
+
+def _json_grammar(constraint: Constraint) -> str:
+    from llguidance import LLMatcher
+
+    schema = {"type": "object"} if constraint.kind == "json_object" else constraint.value
+    divisor = math.lcm(*_divisors(schema))
+    if divisor > _MAX_DIVISOR:
+        raise grammar_error(f"multipleOf: the least common multiple of all is {divisor}, more than {_MAX_DIVISOR}")
+    options: JsonCompileOptions = {"lenient": False, "whitespace_flexible": not constraint.disable_any_whitespace}
+    if not constraint.disable_any_whitespace:
+        options["whitespace_pattern"] = JSON_WHITESPACE
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+
+
+def _divisors(schema: Any) -> Iterator[int]:
+    """The digits of each `multipleOf`, without the decimal point."""
+    left = [schema]
+    while left:
+        part = left.pop()
+        left += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        value = part.get("multipleOf") if isinstance(part, dict) else None
+        if isinstance(value, (int, float)) and value:
+            yield int("".join(map(str, Decimal(str(value)).normalize().as_tuple().digits)))

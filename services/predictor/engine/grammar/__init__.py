@@ -1,0 +1,1 @@
+"""Constrains answers to the grammars of `structured_outputs`."""

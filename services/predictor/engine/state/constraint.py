@@ -1,0 +1,84 @@
+"""Where an answer is in its grammar: a function of its output ids alone, so that it can continue anywhere.
+
+The mask of the next token has a bit for each id of the vocabulary and, behind them, one for the end of the answer. An
+answer that can only end is complete; it needs no end token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from collections.abc import Sequence as Ids
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.errors import InvalidRequestError, MillraceError
+from millrace.grammars import PARAMETER, grammar_error
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+# CPU seconds that a grammar may take: these, and those for each token.
+_CPU_S, _CPU_S_PER_TOKEN = 1.0, 0.01
+_WORD = 32  # Bits: llguidance writes whole words.
+
+
+class Constraint:
+    """See the module. Used by one thread at a time.
+
+    `end_bit` is the mask's last bit. `end_ids` end the answer where it may end; `eos_ids`, the model's own, are never
+    text of it.
+    """
+
+    def __init__(self, matcher: LLMatcher, end_bit: int, end_ids: Iterable[int], eos_ids: Iterable[int]) -> None:
+        self.end_bit = end_bit
+        self.mask_bytes = (end_bit // _WORD + 1) * _WORD // 8
+        self.end_ids = list(end_ids)
+        self.eos_ids = list(eos_ids)
+        self.is_complete = matcher.is_stopped()
+        self.error: MillraceError | None = None
+        self._matcher = matcher
+        self._left_s = _CPU_S
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is no next token."""
+        return self.is_complete or self.error is not None
+
+    def replay(self, output_ids: Ids[int]) -> None:
+        """Takes the tokens of an answer's beginning; raises InvalidRequestError for those that it cannot have."""
+        for token_id in output_ids:
+            if self.is_complete or not self._matcher.consume_token(token_id):
+                raise InvalidRequestError(f"output_ids do not match {PARAMETER}", param="output_ids")
+            self.is_complete = self._matcher.is_stopped()
+
+    def take(self, token_id: int) -> None:
+        """Takes the answer's next token, one that the mask allows."""
+        started = time.thread_time()
+        self._matcher.consume_token(token_id)
+        self.is_complete = self._matcher.is_stopped()
+        self._spend(time.thread_time() - started - _CPU_S_PER_TOKEN)
+
+    def fill(self, mask: NDArray[np.uint8]) -> None:
+        """Writes the mask of the next token, lower bits first; it is meaningless after an error."""
+        started = time.thread_time()
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self._spend(time.thread_time() - started)
+
+    def stop(self, is_complete: bool) -> None:
+        """There is no next token: the answer is complete, or no token of the vocabulary continues it."""
+        self.is_complete = is_complete
+        if not is_complete:
+            self._fail("no token of the model's vocabulary continues the answer")
+
+    def _spend(self, seconds: float) -> None:
+        self._left_s -= seconds
+        if self._matcher.is_error():
+            self._fail(f"the grammar is too complex at this point: {self._matcher.get_error()}")
+        elif self._left_s < 0:
+            self._fail("the grammar takes too much time")
+
+    def _fail(self, reason: str) -> None:
+        self.is_complete, self.error = False, grammar_error(reason)

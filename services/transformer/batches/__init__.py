@@ -1,0 +1,1 @@
+"""OpenAI's Batch API: files, batches, and what runs them below the interactive requests."""

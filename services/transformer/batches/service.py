@@ -1,0 +1,56 @@
+"""The Batch API of one transformer: its methods, and what runs batches in this process."""
+
+from __future__ import annotations
+
+import asyncio
+
+from millrace.errors import StartupError
+from millrace.rpc.http2.methods import HttpMethod
+from services.transformer.batches import http_methods
+from services.transformer.batches.line_calls import methods_of
+from services.transformer.batches.runner import BatchRunner
+from services.transformer.batches.running import Resources, count_requests
+from services.transformer.batches.servicer import BatchesServicer
+from services.transformer.batches.store import Limits, Store
+from services.transformer.frontends.openai.servicer import OpenAIServicer
+from services.transformer.processes.body_processes import BodyProcesses
+from services.transformer.routing.router import Router
+from services.transformer.settings import TransformerSettings
+
+
+class BatchService:
+    """Without a folder in the settings the methods are refused, and nothing runs. Raises StartupError."""
+
+    def __init__(self, settings: TransformerSettings, openai: OpenAIServicer, router: Router) -> None:
+        self._bodies = BodyProcesses()  # Apart from those of requests that somebody waits for.
+        store = _store(settings)
+        methods = methods_of(openai)
+        self._servicer = BatchesServicer(store, methods, self._bodies)
+        self._runner: BatchRunner | None = None
+        if store is not None:
+            slots = asyncio.Semaphore(settings.batch_concurrency)
+            find, concurrency = router.wait_for, settings.batch_concurrency
+            self._runner = BatchRunner(
+                Resources(store, self._bodies, methods, find, slots, concurrency, count_requests())
+            )
+
+    def http_methods(self) -> list[HttpMethod]:
+        return http_methods.http_methods(self._servicer)
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Runs batches until `stopping` is set."""
+        if self._runner is not None:
+            await self._runner.run(stopping)
+
+    async def close(self) -> None:
+        await self._bodies.close()
+
+
+def _store(settings: TransformerSettings) -> Store | None:
+    if settings.batches is None:
+        return None
+    limits = Limits(settings.batch_storage, settings.batches_per_client, settings.batch_days)
+    try:
+        return Store(settings.batches, limits)
+    except OSError as error:
+        raise StartupError(f"TRANSFORMER_BATCHES={settings.batches}: {error.strerror}") from None

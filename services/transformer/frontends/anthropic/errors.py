@@ -1,0 +1,25 @@
+"""Errors as Anthropic writes them: `{"type": "error", "error": {"type", "message"}}`.
+
+Source: Anthropic's API reference.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from millrace.errors import MillraceError
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def anthropic_error(error: MillraceError) -> dict[str, Any]:
+    kind = "invalid_request_error" if error.http_status < 500 else "api_error"
+    return {"type": "error", "error": {"type": _TYPES.get(error.http_status, kind), "message": error.message}}

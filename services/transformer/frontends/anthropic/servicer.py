@@ -1,0 +1,79 @@
+"""Anthropic's Messages API on the pipeline of all front ends; served by HTTP, as OpenAI's API is.
+
+A stream that broke is not continued by `Last-Event-ID`; with the same `Idempotency-Key` its answer is repeated.
+Source: Anthropic's API reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from google.api.httpbody_pb2 import HttpBody
+
+from millrace.rpc.call_context import call_context
+from millrace.rpc.handlers import Context
+from millrace_protos import rest_pb2_grpc
+from services.transformer.frontends.anthropic.answers import events, whole
+from services.transformer.frontends.anthropic.errors import anthropic_error
+from services.transformer.frontends.anthropic.requests import ConversationRequest, MessagesRequest
+from services.transformer.frontends.http import Body, Header, KeepAlive, LastEvent, json_body, named_event, rest_errors
+from services.transformer.frontends.openai.models import OpenAIModels
+from services.transformer.frontends.openai.reading import RequestReader
+from services.transformer.frontends.openai.requests import IGNORED_FIELDS
+from services.transformer.frontends.openai.tokenizing import chat_text, tokenizer_of
+from services.transformer.generation.pipeline import Pipeline
+from services.transformer.generation.requests import TextRequest
+from services.transformer.generation.resume_ids import identity_of
+from services.transformer.processes.body_processes import BodyProcesses
+from services.transformer.routing.router import Router
+
+
+class AnthropicServicer(rest_pb2_grpc.AnthropicServicer):
+    """`keep_alive_s` of silence are filled with a comment in streams of events; 0: are not."""
+
+    def __init__(self, pipeline: Pipeline, router: Router, bodies: BodyProcesses, keep_alive_s: float = 15.0) -> None:
+        self._pipeline = pipeline
+        self._router = router
+        self._bodies = bodies
+        self._keep_alive_s = keep_alive_s
+        self._models = OpenAIModels(router)
+        self._reader = RequestReader(pipeline, bodies, self._models)
+
+    @rest_errors(anthropic_error)
+    async def Messages(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
+        call = call_context(context, "millrace.rest.v1.Anthropic/Messages")
+        parsed = await self._reader.read(MessagesRequest, request, call, "generation")
+        if ignored := parsed.ignored_fields():
+            yield Header(IGNORED_FIELDS, ", ".join(ignored))
+        with self._pipeline.recording_refusals(call, parsed.model):
+            identity = await identity_of(call, request.data, has_ids=False)
+        if parsed.stream:
+            yield LastEvent(lambda error: named_event(anthropic_error(error)))
+            yield KeepAlive(self._keep_alive_s)
+        generation = TextRequest(
+            call=call,
+            model=parsed.model,
+            messages=parsed.conversation,
+            sampling=parsed.sampling(),
+            stop=parsed.stop_sequences,
+            bad_words=parsed.bad_words,
+            ignored_fields=ignored,
+            default_seed=identity.seed,
+        )
+        write = events if parsed.stream else whole
+        async with (
+            aclosing(self._pipeline.generate(generation)) as chunks,
+            aclosing(write(identity.answer_id, parsed.model, chunks)) as written,
+        ):
+            async for body in written:
+                yield body
+
+    @rest_errors(anthropic_error)
+    async def CountTokens(self, request: HttpBody, context: Context) -> AsyncGenerator[HttpBody, None]:
+        call = call_context(context, "millrace.rest.v1.Anthropic/CountTokens")
+        parsed = await self._reader.parsed(ConversationRequest, request, call)
+        model = self._models.resolve(parsed.model, call.client, "generation")
+        tokenizer, _ = tokenizer_of(await self._router.wait_for(model, "", call))
+        text = await chat_text(parsed.conversation, {}, tokenizer, self._bodies, call.deadline)
+        yield json_body({"input_tokens": len(await tokenizer.ids(text, add_special_tokens=False))})

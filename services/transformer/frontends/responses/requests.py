@@ -1,0 +1,111 @@
+"""Requests for responses: a text or items, of which messages with text are served.
+
+Beside OpenAI's fields those of the sampling table are read. Source: OpenAI's API reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, Field, field_validator
+
+from millrace.sampling import SamplingParameters
+from services.transformer.calls import check_bad_words, check_message_count, check_stop
+from services.transformer.frontends.openai.requests import OpenAIRequest
+
+# Log probabilities have no place in an answer; the maximum of tokens has another name.
+_SAMPLING = tuple(
+    name for name in SamplingParameters.model_fields if name not in ("max_tokens", "logprobs", "top_logprobs")
+)
+_PLAIN_TEXT = {"type": "text"}
+_PARTS = ("input_text", "output_text", "text")
+
+
+class Item(BaseModel):
+    """One message of the conversation."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _read_content(cls, value: Any) -> Any:
+        return "\n".join(map(_text_of_part, value)) if isinstance(value, list) else value
+
+    @property
+    def message(self) -> tuple[str, str]:
+        """As (role, content); chat templates know the older name of `developer`."""
+        return "system" if self.role == "developer" else self.role, self.content
+
+
+def _text_of_part(part: Any) -> str:
+    if not isinstance(part, dict) or "type" not in part:
+        raise ValueError("a part of the content must be an object with a type")
+    if part["type"] not in _PARTS:
+        raise ValueError(f"parts of type {str(part['type'])[:64]!r} are not supported, only text is")
+    if not isinstance(part.get("text"), str):
+        raise ValueError("a text part must have a text")
+    return str(part["text"])
+
+
+class ResponsesRequest(OpenAIRequest):
+    """A request for the next message of a conversation, which `previous_response_id` may begin."""
+
+    UNSUPPORTED: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "background": (False,),
+        "context_management": ([],),
+        "conversation": (),
+        "include": ([],),
+        "max_tool_calls": (),
+        "moderation": (),
+        "parallel_tool_calls": (True, False),
+        "prompt": (),
+        "reasoning": ({}, {"effort": "none"}),
+        "text": ({}, {"format": _PLAIN_TEXT}, {"format": _PLAIN_TEXT, "verbosity": "medium"}),
+        "tool_choice": ("none", "auto"),
+        "tools": ([],),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+    }
+    READ: ClassVar[frozenset[str]] = frozenset(_SAMPLING)
+
+    input: list[Item] = Field(min_length=1)
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    previous_response_id: str | None = Field(None, max_length=2048)
+    store: bool = True
+    stream: bool = False
+    stop: tuple[str, ...] = ()
+    bad_words: tuple[str, ...] = ()
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _read_input(cls, value: Any) -> Any:
+        if isinstance(value, list):
+            check_message_count(len(value))
+        return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+    @field_validator("stop", "bad_words", mode="before")
+    @classmethod
+    def _read_texts(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return (value,)
+        return tuple(value) if isinstance(value, list) else value
+
+    def conversation(self, previous: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+        """(role, content) pairs: the instructions, the `previous` messages and the new ones."""
+        instructions = [("system", self.instructions)] if self.instructions else []
+        return [*instructions, *previous, *(item.message for item in self.input)]
+
+    def trim(self) -> None:
+        SamplingParameters().changed(self.sampling())
+        check_stop(self.stop)
+        check_bad_words(self.bad_words)
+        super().trim()
+
+    def sampling(self) -> dict[str, Any]:
+        """The sampling parameters given."""
+        given = {name: self.extra[name] for name in _SAMPLING if self.extra.get(name) is not None}
+        return given if self.max_output_tokens is None else given | {"max_tokens": self.max_output_tokens}

@@ -1,0 +1,101 @@
+"""OpenAI's Responses API on the pipeline of all front ends; served by HTTP, as the rest of OpenAI's API.
+
+Unless a request has `store: false`, its response can be continued and read as long as its record is in the payload
+log; the log records a request in either case. A stream that broke is not continued by `Last-Event-ID`; with the same
+`Idempotency-Key` its answer is repeated. Source: OpenAI's API reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from google.api.httpbody_pb2 import HttpBody
+
+from millrace.rpc.call_context import CallContext, call_context
+from millrace.rpc.handlers import Context
+from millrace_protos import rest_pb2, rest_pb2_grpc
+from services.transformer.frontends.http import Body, Header, KeepAlive, LastEvent, json_body, rest_errors
+from services.transformer.frontends.openai.errors import openai_error
+from services.transformer.frontends.openai.models import OpenAIModels
+from services.transformer.frontends.openai.reading import RequestReader
+from services.transformer.frontends.openai.requests import IGNORED_FIELDS
+from services.transformer.frontends.responses.answers import ResponseAnswer
+from services.transformer.frontends.responses.requests import ResponsesRequest
+from services.transformer.frontends.responses.stored import (
+    HAS_INSTRUCTIONS,
+    RESPONSE_ID,
+    StoredResponses,
+    conversation_of,
+    new_response_id,
+    stored_response,
+)
+from services.transformer.generation.pipeline import Pipeline
+from services.transformer.generation.requests import TextRequest
+from services.transformer.generation.resume_ids import identity_of
+from services.transformer.processes.body_processes import BodyProcesses
+from services.transformer.routing.router import Router
+
+
+class ResponsesServicer(rest_pb2_grpc.ResponsesServicer):
+    """`log` is a PayloadLogStub; `keep_alive_s` of silence are filled with a comment in streams, 0: are not."""
+
+    def __init__(
+        self, pipeline: Pipeline, router: Router, bodies: BodyProcesses, log: Any, keep_alive_s: float = 15.0
+    ) -> None:
+        self._pipeline = pipeline
+        self._stored = StoredResponses(log)
+        self._keep_alive_s = keep_alive_s
+        self._reader = RequestReader(pipeline, bodies, OpenAIModels(router))
+
+    @rest_errors(openai_error)
+    async def Create(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
+        call = call_context(context, "millrace.rest.v1.Responses/Create")
+        parsed = await self._reader.read(ResponsesRequest, request, call, "generation")
+        if ignored := parsed.ignored_fields():
+            yield Header(IGNORED_FIELDS, ", ".join(ignored))
+        with self._pipeline.recording_refusals(call, parsed.model):
+            identity = await identity_of(call, request.data, has_ids=False)
+            previous = await self._previous(parsed, call)
+        own_id = new_response_id(call.request_id)
+        answer = ResponseAnswer(own_id, identity.created, parsed)
+        if parsed.stream:
+            yield LastEvent(answer.failed)
+            yield KeepAlive(self._keep_alive_s)
+        generation = TextRequest(
+            call=call,
+            model=parsed.model,
+            messages=parsed.conversation(previous),
+            sampling=parsed.sampling(),
+            stop=parsed.stop,
+            bad_words=parsed.bad_words,
+            ignored_fields=ignored,
+            default_seed=identity.seed,
+            further_parameters=_further_parameters(parsed, own_id),
+        )
+        write = answer.events if parsed.stream else answer.whole
+        async with (
+            aclosing(self._pipeline.generate(generation)) as chunks,
+            aclosing(write(chunks)) as written,
+        ):
+            async for body in written:
+                yield body
+
+    @rest_errors(openai_error)
+    async def Retrieve(self, request: rest_pb2.ResponseRequest, context: Context) -> AsyncGenerator[HttpBody, None]:
+        call = call_context(context, "millrace.rest.v1.Responses/Retrieve")
+        record = await self._stored.find(request.response_id, call, "response_id")
+        yield json_body(stored_response(request.response_id, record))
+
+    async def _previous(self, parsed: ResponsesRequest, call: CallContext) -> list[tuple[str, str]]:
+        """The messages that the request continues."""
+        if not parsed.previous_response_id:
+            return []
+        return conversation_of(await self._stored.find(parsed.previous_response_id, call, "previous_response_id"))
+
+
+def _further_parameters(parsed: ResponsesRequest, own_id: str) -> dict[str, Any]:
+    """The parameters by which the record is found again, unless the client wants that it is not."""
+    given: dict[str, Any] = {RESPONSE_ID: own_id} if parsed.store else {"store": False}
+    return given | {HAS_INSTRUCTIONS: True} if parsed.instructions else given

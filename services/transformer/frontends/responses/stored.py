@@ -1,0 +1,103 @@
+"""Responses that are on record: what `previous_response_id` continues, and what a GET returns.
+
+The payload log keeps them, for as long as it keeps records. A response's id has the id of its request, by which the log
+finds the record, and a random part, which the record's parameters repeat: so nobody can guess it. A client finds its
+own responses only. The texts are those of the record: redacted where a rule redacts them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import json
+import secrets
+from typing import Any
+
+from millrace.deadline import Deadline
+from millrace.errors import InvalidRequestError
+from millrace.rpc.call_context import CallContext
+from millrace_protos.millrace_pb2 import PayloadRecord, QueryPayloadsRequest
+from services.transformer.frontends.responses.answers import ended, head_of, message_id
+from services.transformer.generation.recording import MAX_RECORDED_CHARACTERS
+
+RESPONSE_ID = "response_id"
+HAS_INSTRUCTIONS = "instructions"
+_PREFIX = "resp_"
+_RANDOM_BYTES = 16
+_TIMEOUT_S = 5.0
+_MAX_RECORDS = 16  # With the same request id.
+_PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.0)  # A record is in the log some time after the answer's end.
+
+
+def new_response_id(request_id: str) -> str:
+    """An id for the response to a request."""
+    return (
+        _PREFIX + secrets.token_hex(_RANDOM_BYTES) + base64.urlsafe_b64encode(request_id.encode()).rstrip(b"=").decode()
+    )
+
+
+class StoredResponses:
+    """Reads `log`, a PayloadLogStub."""
+
+    def __init__(self, log: Any) -> None:
+        self._log = log
+
+    async def find(self, wanted: str, call: CallContext, param: str) -> PayloadRecord:
+        """The record of a response, once the log has it; raises InvalidRequestError, named `param`, if it has none."""
+        request_id = _request_id(wanted)
+        for pause_s in (*_PAUSES_S, 0.0):
+            if request_id is not None and (found := await self._query(wanted, request_id, call)) is not None:
+                return found
+            if request_id is None or not pause_s or (call.deadline.left() or pause_s) < pause_s:
+                break
+            await asyncio.sleep(pause_s)
+        raise InvalidRequestError(f"there is no response {wanted[:96]!r} on record", param=param)
+
+    async def _query(self, wanted: str, request_id: str, call: CallContext) -> PayloadRecord | None:
+        client = call.client.name or None
+        query = QueryPayloadsRequest(request_id=request_id, client=client, status="OK", page_size=_MAX_RECORDS)
+        deadline = Deadline.after(min(_TIMEOUT_S, call.deadline.left() or _TIMEOUT_S))
+        record: PayloadRecord
+        async for record in self._log.Query(query, timeout=deadline.left()):
+            if parameters_of(record).get(RESPONSE_ID) == wanted:
+                return record
+        return None
+
+
+def parameters_of(record: PayloadRecord) -> dict[str, Any]:
+    """The parameters on record; none where they are redacted."""
+    try:
+        parameters = json.loads(record.parameters or "{}")
+    except ValueError:
+        return {}
+    return parameters if isinstance(parameters, dict) else {}
+
+
+def conversation_of(record: PayloadRecord) -> list[tuple[str, str]]:
+    """The messages before a response and its own, without its instructions; raises InvalidRequestError."""
+    try:
+        messages = [(message["role"], message["content"]) for message in json.loads(record.prompt)]
+    except (ValueError, TypeError, KeyError):
+        messages = []
+    if not messages or len(record.prompt) >= MAX_RECORDED_CHARACTERS:
+        raise InvalidRequestError("the response's messages are not on record", param="previous_response_id")
+    begins = 1 if parameters_of(record).get(HAS_INSTRUCTIONS) else 0
+    return [*messages[begins:], ("assistant", record.text)]
+
+
+def stored_response(wanted: str, record: PayloadRecord) -> dict[str, Any]:
+    """A response as its record has it."""
+    head = head_of(wanted, record.time.seconds, record.model)
+    usage = record.usage if record.HasField("usage") else None
+    return head | ended(message_id(wanted), record.text, record.finish_reason, usage)
+
+
+def _request_id(wanted: str) -> str | None:
+    """The id of the request that a response answered, None if it is no id of this server."""
+    encoded = wanted.removeprefix(_PREFIX)[2 * _RANDOM_BYTES :]
+    try:
+        decoded = base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4)).decode()
+    except (binascii.Error, ValueError):
+        return None
+    return decoded if wanted.startswith(_PREFIX) and decoded else None

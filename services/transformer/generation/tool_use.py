@@ -1,0 +1,99 @@
+"""What a model's own syntax makes of a request with functions, and of its answer; between pipeline and text."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from millrace.errors import InvalidRequestError
+from millrace.structured_outputs import constraint_of
+from services.transformer.generation.requests import TextRequest
+from services.transformer.text.answer_parser import AnswerParser
+from services.transformer.text.answer_syntax import AnswerSyntax
+from services.transformer.text.reasoning_grammar import after_reasoning, form_rule
+from services.transformer.text.tokenizer import TextTokenizer
+from services.transformer.text.tool_grammars import calls_grammar
+from services.transformer.text.tools import ToolUse
+
+_PROMPT_END = 16  # Tokens that are enough for a mark of the reasoning.
+
+
+def check_tools(request: TextRequest, model: str, syntax: AnswerSyntax) -> None:
+    """Refuses functions for a model that cannot be given them, or whose calls could not be read."""
+    if request.tools is None:
+        return
+    if request.tools.is_required and request.sampling.get("structured_outputs"):
+        raise InvalidRequestError("a tool that must be called leaves no other form for the answer", param="tool_choice")
+    if not syntax.takes_tools:
+        raise InvalidRequestError(f"the chat template of model {model!r} has no place for tools", param="tools")
+    if not syntax.tools:
+        raise InvalidRequestError(
+            f"model {model!r} writes tool calls in a format that is not known; TRANSFORMER_TOOL_FORMATS can name it",
+            param="tools",
+        )
+
+
+def forced_form(
+    tools: ToolUse, syntax: AnswerSyntax, tokenizer: TextTokenizer, prompt_ids: Sequence[int]
+) -> dict[str, Any]:
+    """The sampling parameter by which the answer is one or more calls."""
+    reasoning, is_open = syntax.reasoning_after(_prompt_end(tokenizer, prompt_ids))
+    ids = tokenizer.decoder.grammar_ids(syntax.marks(with_tools=True))
+    return {"structured_outputs": {"grammar": calls_grammar(tools, syntax.tools, ids, reasoning, is_open)}}
+
+
+def reasoned_form(
+    form: str, syntax: AnswerSyntax, tokenizer: TextTokenizer, prompt_ids: Sequence[int]
+) -> dict[str, Any]:
+    """The sampling parameter for a form that begins after the reasoning; empty if it begins with the answer.
+
+    A grammar is the caller's own and covers all of the answer.
+    """
+    reasoning, is_open = syntax.reasoning_after(_prompt_end(tokenizer, prompt_ids))
+    rule = None if reasoning is None else form_rule(constraint_of(form))
+    if rule is None:
+        return {}
+    ids = tokenizer.decoder.grammar_ids(syntax.marks(with_tools=False))
+    return {"structured_outputs": {"grammar": after_reasoning([rule], reasoning, is_open, ids)}}
+
+
+def parser_of(
+    request: TextRequest, syntax: AnswerSyntax, tokenizer: TextTokenizer, prompt_ids: Sequence[int]
+) -> AnswerParser | None:
+    """The parser of the answer; None if it is text alone."""
+    if not request.has_parts or not (syntax.reasoning or request.tools):
+        return None
+    tools = request.tools
+    prompt_end = _prompt_end(tokenizer, prompt_ids) if syntax.reasoning else ""
+    seed = random.getrandbits(64) if request.default_seed is None else request.default_seed
+    return syntax.parser(
+        prompt_end,
+        None if tools is None else tools.names,
+        _call_ids(syntax.tools, seed),
+        None if tools is None or tools.is_parallel else 1,
+    )
+
+
+def _prompt_end(tokenizer: TextTokenizer, prompt_ids: Sequence[int]) -> str:
+    return tokenizer.text_of(prompt_ids[-_PROMPT_END:])
+
+
+def _call_ids(tool_format: str, seed: int) -> Callable[[int], str]:
+    return partial(_mistral_call_id if tool_format == "mistral" else _call_id, seed)
+
+
+def _call_id(seed: int, index: int) -> str:
+    """The id of a call of an answer, the same at each repetition of the answer."""
+    return f"call_{_digest(seed, index)[:24]}"
+
+
+def _mistral_call_id(seed: int, index: int) -> str:
+    """The same for templates that refuse any id but of nine letters and digits."""
+    return _digest(seed, index)[:9]
+
+
+def _digest(seed: int, index: int) -> str:
+    return hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=16, person=b"tool call id").hexdigest()

@@ -1,0 +1,48 @@
+"""The parts of an answer that is more than text: reasoning, calls of functions, and the text beside them.
+
+What a parser takes in has these parts in order. A call is one `CallStart` and then its arguments, JSON text in pieces;
+`number` counts the calls of an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Content(NamedTuple):
+    text: str
+
+
+class Reasoning(NamedTuple):
+    text: str
+
+
+class CallStart(NamedTuple):
+    number: int
+    id: str
+    name: str
+
+
+class CallArguments(NamedTuple):
+    number: int
+    text: str
+
+
+Part = Content | Reasoning | CallStart | CallArguments
+
+
+def merged(parts: Iterable[Part]) -> list[Part]:
+    """The parts, with neighbours joined that continue each other."""
+    found: list[Part] = []
+    for part in parts:
+        last = found[-1] if found else None
+        if isinstance(part, Content) and isinstance(last, Content):
+            found[-1] = Content(last.text + part.text)
+        elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
+            found[-1] = Reasoning(last.text + part.text)
+        elif isinstance(part, CallArguments) and isinstance(last, CallArguments) and part.number == last.number:
+            found[-1] = CallArguments(part.number, last.text + part.text)
+        else:
+            found.append(part)
+    return found

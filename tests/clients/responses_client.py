@@ -1,0 +1,92 @@
+"""OpenAI's own client, unmodified, with the Responses API and the model storyteller: GATEWAY.
+
+Run in the clients' environment; prints "done" if every check passed.
+"""
+
+import sys
+from contextlib import contextmanager
+
+import openai
+
+gateway = sys.argv[1]
+client = openai.OpenAI(base_url=f"http://{gateway}/v1", api_key="any", max_retries=0)
+INPUT = "Tell me a story about a fox."
+GREEDY = {"model": "storyteller", "temperature": 0, "max_output_tokens": 24}
+LIMITED = {**GREEDY, "extra_body": {"ignore_eos": True}}
+
+
+@contextmanager
+def raises(kind, param, text):
+    raised = None
+    try:
+        yield
+    except openai.APIStatusError as error:
+        raised = error
+    assert type(raised) is kind, raised
+    assert raised.param == param, raised
+    assert text in raised.message, raised
+
+
+# A whole answer.
+whole = client.responses.create(**LIMITED, input=INPUT)
+assert (whole.object, whole.status, whole.model, whole.error) == ("response", "incomplete", "storyteller", None), whole
+assert whole.incomplete_details.reason == "max_output_tokens", whole
+assert (whole.usage.output_tokens, whole.usage.total_tokens) == (24, whole.usage.input_tokens + 24), whole
+assert whole.output[0].role == "assistant", whole
+ended = client.responses.create(**{**GREEDY, "max_output_tokens": 400}, input=INPUT)
+assert (ended.status, ended.incomplete_details) == ("completed", None), ended
+items = [{"role": "user", "content": [{"type": "input_text", "text": INPUT}]}]
+assert client.responses.create(**LIMITED, input=items).output_text == whole.output_text
+
+# A stream.
+with client.responses.stream(**LIMITED, input=INPUT) as stream:
+    events = list(stream)
+kinds = [event.type for event in events if event.type != "response.output_text.delta"]
+assert kinds == [
+    "response.created",
+    "response.in_progress",
+    "response.output_item.added",
+    "response.content_part.added",
+    "response.output_text.done",
+    "response.content_part.done",
+    "response.output_item.done",
+    "response.incomplete",
+], kinds
+assert events[-1].response.output_text == whole.output_text, events[-1]
+with client.responses.stream(**{**GREEDY, "max_output_tokens": 400}, input=INPUT) as stream:
+    assert stream.get_final_response().output_text == ended.output_text
+raw = list(client.responses.create(**GREEDY, input=INPUT, stream=True))
+assert [event.sequence_number for event in raw] == list(range(len(raw))), raw
+text = "".join(event.delta for event in raw if event.type == "response.output_text.delta")
+assert whole.output_text.startswith(text), raw
+
+# A conversation that goes on, without the instructions of its beginning.
+first = client.responses.create(**LIMITED, input=INPUT, instructions="Be brief.")
+second = client.responses.create(**LIMITED, input="Go on.", previous_response_id=first.id)
+turns = [
+    {"role": "user", "content": INPUT},
+    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": first.output_text}]},
+    {"role": "user", "content": "Go on."},
+]
+written = client.responses.create(**LIMITED, input=turns)
+assert second.usage.input_tokens == written.usage.input_tokens, second
+assert second.output_text == written.output_text, second
+third = client.responses.create(**LIMITED, input="And then?", previous_response_id=second.id, instructions="Be brief.")
+assert third.usage.input_tokens > second.usage.input_tokens + second.usage.output_tokens, third
+found = client.responses.retrieve(second.id)
+assert (found.id, found.status, found.output_text) == (second.id, "incomplete", second.output_text), found
+assert found.usage.output_tokens == 24, found
+
+# Refusals.
+private = client.responses.create(**LIMITED, input=INPUT, store=False)
+for wrong in (private.id, "resp_1"):
+    with raises(openai.BadRequestError, "previous_response_id", "there is no response"):
+        client.responses.create(**LIMITED, input="Go on.", previous_response_id=wrong)
+with raises(openai.BadRequestError, "tools", "is not supported"):
+    client.responses.create(**GREEDY, input=INPUT, tools=[{"type": "function", "name": "f", "parameters": {}}])
+with raises(openai.BadRequestError, "input.0.content", "'input_image' are not supported"):
+    image = {"type": "input_image", "image_url": "https://host/image.png"}
+    client.responses.create(**GREEDY, input=[{"role": "user", "content": [image]}])
+with raises(openai.NotFoundError, None, "no model 'nobody'"):
+    client.responses.create(**{**GREEDY, "model": "nobody"}, input=INPUT, stream=True)
+print("done")

@@ -1,0 +1,114 @@
+"""Grammars of forced calls: they allow what the parsers read, in the same format, and nothing else."""
+
+import json
+
+import pytest
+from llguidance import LLMatcher
+from llguidance.hf import from_tokenizer
+from transformers import AutoTokenizer
+
+from millrace.structured_outputs import constraint_of, read_structured_outputs
+from services.transformer.text.detokenizer import Decoder
+from services.transformer.text.reasoning import REASONING_FORMATS
+from services.transformer.text.reasoning_grammar import after_reasoning, form_rule
+from services.transformer.text.tool_calls import PARSERS
+from services.transformer.text.tool_grammars import calls_grammar
+from services.transformer.text.tools import ToolFunction, ToolUse
+
+CITY = {
+    "properties": {"city": {"type": "string", "format": "odd"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER = ToolFunction("weather", "{}", json.dumps(CITY))
+TIME = ToolFunction("time", "{}", json.dumps({"type": "object", "properties": {}}))
+BOTH = ToolUse((WEATHER, TIME), is_required=True)
+ONE = ToolUse((WEATHER, TIME), is_required=True, is_parallel=False)
+ROME = '{"city": "Rome"}'
+
+FORMS = {
+    "json": (
+        {"json": {"properties": {"city": {"type": "string"}}, "required": ["city"]}},
+        '{"city": "Rome"}',
+        '{"city": 5}',
+    ),
+    "json_object": ({"json_object": True}, "{ }", "[]"),
+    "regex": ({"regex": "a/b|c"}, "a/b", "ab"),
+    "choice": ({"choice": ["yes", 'n"o']}, 'n"o', "no"),
+}
+
+
+def call(member, name, arguments):
+    return f'{{"name": "{name}", "{member}": {arguments}}}'
+
+
+def calls(tool_format, *called, args=False):
+    """Calls, each a name and arguments, as a model writes them."""
+    if tool_format == "hermes":
+        return "\n".join(f"<tool_call>\n{call('arguments', *one)}\n</tool_call>" for one in called)
+    if tool_format == "llama":
+        return "; ".join(call("parameters", *one) for one in called)
+    if args:
+        return "".join(f"[TOOL_CALLS]{name}[ARGS]{arguments}" for name, arguments in called)
+    return f"[TOOL_CALLS][{', '.join(call('arguments', *one) for one in called)}]"
+
+
+@pytest.fixture(scope="module", params=["ordinary", "added", "special"])
+def tokenizer(request):
+    """The marks as ordinary text, as single tokens, and as special tokens."""
+    made = AutoTokenizer.from_pretrained("models/storyteller")
+    marks = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>"]
+    if request.param != "ordinary":
+        made.add_tokens(marks, special_tokens=request.param == "special")
+    return made, from_tokenizer(made), Decoder(made.backend_tokenizer).grammar_ids(marks)
+
+
+def allows(tokenizer, grammar, text):
+    made, ll_tokenizer, _ = tokenizer
+    matcher = LLMatcher(ll_tokenizer, LLMatcher.grammar_from_lark(grammar))
+    assert not matcher.is_error(), matcher.get_error()
+    ids = made.encode(text, add_special_tokens=False)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("tool_format", PARSERS)
+def test_only_calls_of_the_functions_are_allowed(tokenizer, tool_format):
+    ids, args = tokenizer[2], "[ARGS]" in tokenizer[2]
+    several, single = (calls_grammar(tools, tool_format, ids) for tools in (BOTH, ONE))
+    one = calls(tool_format, ("weather", ROME), args=args)
+    two = calls(tool_format, ("time", "{}"), ("weather", ROME), args=args)
+    assert allows(tokenizer, several, one)
+    assert allows(tokenizer, several, two)
+    assert allows(tokenizer, single, one)
+    assert not allows(tokenizer, single, two)
+    for name, arguments in (("weather", "{}"), ("time", ROME), ("other", "{}"), ("weather", '{"city":  "Rome"}')):
+        assert not allows(tokenizer, several, calls(tool_format, (name, arguments), args=args))
+    assert not allows(tokenizer, several, f"Look: {one}")
+    assert not allows(tokenizer, several, "")
+
+
+@pytest.mark.parametrize("tool_format", PARSERS)
+def test_reasoning_is_free_and_calls_follow(tokenizer, tool_format):
+    ids, marks = tokenizer[2], REASONING_FORMATS["think"]
+    one = calls(tool_format, ("weather", ROME), args="[ARGS]" in ids)
+    opened, possible = (calls_grammar(BOTH, tool_format, ids, marks, is_open) for is_open in (True, False))
+    thought = "Is it < 5?\n</th <think\n"
+    assert allows(tokenizer, opened, f"{thought}</think>\n\n{one}")
+    assert not allows(tokenizer, opened, one)
+    assert not allows(tokenizer, opened, f"{thought}</think>Hm.{one}")
+    assert allows(tokenizer, possible, f"<think>{thought}</think>{one}")
+    assert allows(tokenizer, possible, one)
+    assert not allows(tokenizer, possible, f"{thought}</think>{one}")
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_a_form_begins_after_the_reasoning(tokenizer, kind):
+    given, fits, other = FORMS[kind]
+    rule = form_rule(constraint_of(read_structured_outputs(given)))
+    opened, possible = (
+        after_reasoning([rule], REASONING_FORMATS["think"], is_open, tokenizer[2]) for is_open in (True, False)
+    )
+    assert allows(tokenizer, opened, f"Hm, {other}.\n</think>\n\n{fits}")
+    assert not allows(tokenizer, opened, f"Hm.\n</think>\n\n{other}")
+    assert allows(tokenizer, possible, fits)
+    assert not allows(tokenizer, possible, other)

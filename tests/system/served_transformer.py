@@ -1,0 +1,14 @@
+"""The transformer, whose SRV records are those of the name server at NAME_SERVER_PORT of loopback."""
+
+from __future__ import annotations
+
+import os
+
+from millrace.rpc.service import run_service
+from services.transformer.__main__ import serve
+from services.transformer.settings import TransformerSettings
+from tests.support.service_records import ask_at
+
+if __name__ == "__main__":
+    ask_at(int(os.environ["NAME_SERVER_PORT"]))
+    run_service("transformer", TransformerSettings, serve)

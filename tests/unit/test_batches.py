@@ -1,0 +1,423 @@
+"""Batches: what a file may contain, who sees what, and that each line gets one result however often processes die."""
+
+import asyncio
+import errno
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+
+import orjson
+import pytest
+from google.api.httpbody_pb2 import HttpBody
+
+from millrace.clients import ANYONE, CLIENT, POLICY, Client, Policy
+from millrace.errors import InvalidRequestError, NotFoundError, NotImplementedMethodError, OverloadedError
+from millrace.rpc.call_context import call_context
+from millrace_protos.rest_pb2 import ObjectRequest
+from services.transformer.batches import durable, lines, objects, results, runner, running, store
+from services.transformer.batches.servicer import BatchesServicer
+from services.transformer.batches.uploads import parse_upload
+from services.transformer.generation.shares import account_of
+from tests.waiting import until
+
+ENDPOINT = "/v1/completions"
+ALICE, BOB = Client("alice", Policy()), Client("bob", Policy())
+LIMITS = store.Limits(max_bytes=1000, batches_per_client=2, days=7)
+
+
+def line(custom_id, **changes):
+    body = {"model": "m", "prompt": custom_id}
+    return {"custom_id": custom_id, "method": "POST", "url": ENDPOINT, "body": body} | changes
+
+
+def text_of(*values):
+    return b"".join(value if isinstance(value, bytes) else orjson.dumps(value) + b"\n" for value in values)
+
+
+def new_batch(file_id, client=ALICE, expires_in_s=3600, now=2**31):
+    return objects.Batch(
+        id=objects.new_id("batch_"),
+        client=client.name,
+        policy=client.policy.model_dump_json() if client.name else "",
+        traceparent="",
+        endpoint=ENDPOINT,
+        input_file_id=file_id,
+        completion_window="24h",
+        created_at=now,
+        expires_at=now + expires_in_s,
+    )
+
+
+def test_every_fault_of_a_file_is_named_by_its_line(tmp_path):
+    path = tmp_path / "lines"
+    long = b'{"custom_id": "' + b"x" * lines.MAX_LINE_BYTES + b'"}\n'
+    faults = (
+        line("a"),
+        b"\n",
+        b"{]\n",
+        b"[1]\n",
+        line("a"),
+        line("b", method="GET"),
+        line("c", url="/v1/embeddings"),
+        line(7),
+        line("x" * (lines.MAX_CUSTOM_ID + 1)),
+        line("d", body="text"),
+        line("e", body={"model": 7}),
+        long,
+        line("f", body={"model": "other"}),
+        orjson.dumps(line("last")),
+    )
+    path.write_bytes(text_of(*faults))
+    checked, _ = lines.check_lines(b"", str(path), ENDPOINT)
+    assert [(error.line, error.code) for error in checked.errors] == [
+        (3, "invalid_json_line"),
+        (4, "invalid_json_line"),
+        (5, "duplicate_custom_id"),
+        (6, "invalid_method"),
+        (7, "mismatched_url"),
+        (8, "invalid_custom_id"),
+        (9, "invalid_custom_id"),
+        (10, "invalid_body"),
+        (11, "invalid_model"),
+        (12, "line_too_long"),
+    ]
+    assert (checked.total, checked.models) == (13, {"m": 1, "other": 13})
+
+    path.write_bytes(text_of(*(line(str(number)) for number in range(lines.MAX_LINES + 1))))
+    assert [error.code for error in lines.check_lines(b"", str(path), ENDPOINT)[0].errors] == ["too_many_lines"]
+    path.write_bytes(b"\n\n")
+    assert [error.code for error in lines.check_lines(b"", str(path), ENDPOINT)[0].errors] == ["empty_file"]
+
+
+FORM = "multipart/form-data; boundary=edge"
+PURPOSE = b'--edge\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+FILE = b'--edge\r\nContent-Disposition: form-data; name="file"; filename="a \xc3\xa4.jsonl"\r\n\r\n1\r\n2\r\n'
+
+
+def test_an_upload_has_a_file_and_a_purpose():
+    upload, contents = parse_upload(PURPOSE + FILE + b"--edge--\r\n", FORM)
+    assert (upload.filename, upload.purpose, contents) == ("a ä.jsonl", "batch", b"1\r\n2")
+    for body, kind in (
+        (PURPOSE + FILE, FORM),  # It does not end.
+        (PURPOSE + b"--edge--\r\n", FORM),
+        (FILE + b"--edge--\r\n", FORM),
+        (PURPOSE + PURPOSE + FILE + b"--edge--\r\n", FORM),
+        (PURPOSE.replace(b"batch", b"x" * 5000) + FILE + b"--edge--\r\n", FORM),
+        (b"{}", FORM),
+        (b"{}", "application/json"),
+        (b"", "multipart/form-data"),
+        (PURPOSE + FILE + b"--edge--\r\n", f"multipart/form-data; boundary={'x' * 100}"),
+    ):
+        with pytest.raises(InvalidRequestError):
+            parse_upload(body, kind)
+
+
+def test_a_torn_result_is_cut_off(tmp_path, monkeypatch):
+    path = tmp_path / "results"
+    file = results.ResultFile(path)
+    one, two, three = (results.Result(name, name, 200, b"{}").line("batch_1", 1) for name in ("one", "two", "three"))
+    file.append([one, two])
+    for torn in (three[:-1], b'{"custom_id"\n', b"\0" * 10):
+        with path.open("ab") as open_file:
+            open_file.write(torn)
+        assert file.recover() == {"one", "two"}
+        assert (file.count, path.read_bytes()) == (2, one + two)
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="full"):
+            file.append([three])
+    assert path.read_bytes() == one + two
+    file.append([three])
+    assert results.ResultFile(path).recover() == {"one", "two", "three"}
+
+
+def test_a_client_sees_its_own_and_an_admin_all(tmp_path):
+    kept = store.Store(tmp_path, LIMITS)
+    file = kept.add_file(ALICE, "a", "batch", b"1")
+    batch = new_batch(file.id)
+    kept.create_batch(ALICE, batch)
+    for client in (ALICE, ANYONE, Client("root", Policy(role="admin"))):
+        assert kept.file(client, file.id) == file
+        assert [found.id for found in kept.batches(client, "", 10)] == [batch.id]
+    assert (kept.files(BOB, "", "", 10, True), kept.batches(BOB, "", 10)) == ([], [])
+    for refused in (
+        lambda: kept.file(BOB, file.id),
+        lambda: kept.open_file(BOB, file.id),
+        lambda: kept.delete_file(BOB, file.id),
+        lambda: kept.batch(BOB, batch.id),
+        lambda: kept.cancel(BOB, batch.id),
+        lambda: kept.create_batch(BOB, new_batch(file.id, BOB)),
+        lambda: kept.file(ALICE, "../client-alice/files/" + file.id),
+    ):
+        with pytest.raises(NotFoundError):
+            refused()
+    with pytest.raises(InvalidRequestError, match="needs the file"):
+        kept.delete_file(ALICE, file.id)
+    with pytest.raises(InvalidRequestError, match="another client's"):
+        kept.create_batch(ANYONE, new_batch(file.id, ANYONE))
+    with pytest.raises(InvalidRequestError, match="malformed"):
+        kept.add_file(Client("../x", Policy()), "a", "batch", b"1")
+
+
+def test_lists_come_in_pages(tmp_path):
+    kept = store.Store(tmp_path, LIMITS)
+    ids = [kept.add_file(ANYONE, "a", "batch", b"1").id for _ in range(3)]
+    order = sorted(ids)
+    assert [file.id for file in kept.files(ANYONE, "batch", "", 1, False)] == order[:2]
+    assert [file.id for file in kept.files(ANYONE, "", order[1], 9, False)] == order[2:]
+    assert [file.id for file in kept.files(ANYONE, "", order[1], 9, True)] == order[:1]
+    assert kept.files(ANYONE, "batch_output", "", 9, True) == []
+
+
+def test_the_folder_is_bounded(tmp_path, monkeypatch):
+    kept = store.Store(tmp_path, LIMITS)
+    file = kept.add_file(ALICE, "a", "batch", b"1" * 400)
+    with pytest.raises(OverloadedError, match="is full"):
+        kept.add_file(ALICE, "a", "batch", b"1" * 200)  # More than half of it.
+    kept.add_file(ANYONE, "a", "batch", b"1" * 200)
+    with pytest.raises(OverloadedError, match="is full"):
+        kept.add_file(BOB, "a", "batch", b"1" * 401)
+    for _ in range(2):
+        kept.create_batch(ALICE, new_batch(file.id))
+    with pytest.raises(OverloadedError, match="2 batches are in progress"):
+        kept.create_batch(ALICE, new_batch(file.id))
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "full")
+
+    before = sorted(tmp_path.rglob("*"))
+    with monkeypatch.context() as patched:
+        patched.setattr(durable.os, "fsync", full)
+        with pytest.raises(OverloadedError, match="the disk"):
+            kept.add_file(BOB, "a", "batch", b"1")
+    assert [path for path in sorted(tmp_path.rglob("*")) if path not in before and path.is_file()] == []
+
+
+def test_what_is_old_is_removed_unless_it_is_needed(tmp_path):
+    now = [0.0]
+    kept = store.Store(tmp_path, LIMITS, lambda: now[0])
+    needed, old = (kept.add_file(ALICE, "a", "batch", b"1") for _ in range(2))
+    waiting, ended = new_batch(needed.id), new_batch(needed.id)
+    for batch in (waiting, ended):
+        kept.create_batch(ALICE, batch)
+    batch, lock = kept.take(ended.id, "alice")
+    kept.finish(batch.entered("failed", 1))
+    lock.release()
+    left = next(tmp_path.glob("client-alice/files")) / ".unfinished"
+    left.touch()
+    newest = max(path.stat().st_mtime for path in tmp_path.rglob("*"))
+    now[0] = newest + LIMITS.days * 86_400 - 1
+    kept.remove_old()
+    assert len(kept.files(ALICE, "", "", 9, True)) == len(kept.batches(ALICE, "", 9)) == 2
+    now[0] += 2
+    kept.remove_old()
+    assert [file.id for file in kept.files(ALICE, "", "", 9, True)] == [needed.id]
+    assert [batch.id for batch in kept.batches(ALICE, "", 9)] == [waiting.id]
+    assert not left.exists()
+    with pytest.raises(NotFoundError):
+        kept.open_file(ALICE, old.id)
+
+
+class Service:
+    """Answers lines; those whose prompt is in `held` wait for `go`."""
+
+    def __init__(self, held=()):
+        self.held = set(held)
+        self.go = asyncio.Event()
+        self.calls = []
+        self.waiting = asyncio.Event()
+        self.at_once = self.most_at_once = 0
+        self.failures = {}  # Errors to be raised, by prompt.
+        self.accounts = set()
+
+    async def complete(self, request, context):
+        call = call_context(context, "test")
+        prompt = json.loads(request.data)["prompt"]
+        self.calls.append(prompt)
+        account = account_of(call)
+        self.accounts.add((call.client.name, account.name, account.policy.weight, call.request_id.rpartition("/")[2]))
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        try:
+            if prompt in self.held:
+                self.waiting.set()
+                await self.go.wait()
+            if self.failures.get(prompt):
+                raise self.failures[prompt].pop()
+            yield HttpBody(data=orjson.dumps({"text": prompt}))
+        finally:
+            self.at_once -= 1
+
+
+async def find_model(name, version, call):
+    if name != "m":
+        raise NotFoundError(f"no model {name}")
+
+
+@asynccontextmanager
+async def taken(kept, batch, service, concurrency=2):
+    """A batch as a process runs it that has taken it."""
+
+    slots = asyncio.Semaphore(concurrency)
+    shared = running.Resources(
+        kept, None, {ENDPOINT: service.complete}, find_model, slots, concurrency, running.count_requests()
+    )
+    found, lock = kept.take(batch.id, batch.client)
+    with ThreadPoolExecutor(1) as thread:
+        yield running.RunningBatch(shared, found, thread).run()
+    lock.release()
+
+
+def created(folder, *values, **fields):
+    kept = store.Store(folder, LIMITS._replace(max_bytes=2**20))
+    batch = new_batch(kept.add_file(ALICE, "a", "batch", text_of(*values)).id, **fields)
+    kept.create_batch(ALICE, batch)
+    return kept, batch
+
+
+def results_of(kept, batch):
+    """The results in both files, by custom_id."""
+    shown = kept.batch(ALICE, batch.id).shown()
+    found = []
+    for file_id in filter(None, (shown["output_file_id"], shown["error_file_id"])):
+        with kept.open_file(ALICE, file_id) as file:
+            found += map(json.loads, file)
+    names = [result["custom_id"] for result in found]
+    assert len(set(names)) == len(names)
+    return {result["custom_id"]: result for result in found}
+
+
+async def test_each_line_has_one_result_though_the_process_changes(tmp_path):
+    names = [str(number) for number in range(10)]
+    kept, batch = created(tmp_path, *map(line, names))
+    first = Service(held=("5", "6"))
+    async with taken(kept, batch, first) as run:
+        assert store.Store(tmp_path, LIMITS).take(batch.id, "alice") is None  # Another process runs it.
+        task = asyncio.create_task(run)
+        await first.waiting.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    assert kept.batch(ALICE, batch.id).status == "in_progress"
+    output = kept.results(batch, batch.output_file_id)
+    with output.open("ab") as file:  # As if the machine had lost its power.
+        file.write(b'{"id": "x", "custom_id": "6", "resp')
+    second = Service(held=names)
+    async with taken(store.Store(tmp_path, LIMITS), batch, second, concurrency=3) as run:
+        task = asyncio.create_task(run)
+        await until(lambda: second.at_once == 3)
+        second.go.set()
+        await task
+    shown = kept.batch(ALICE, batch.id).shown()
+    assert (shown["status"], shown["request_counts"]) == ("completed", {"total": 10, "completed": 10, "failed": 0})
+    found = results_of(kept, batch)
+    assert found.keys() == set(names)
+    assert found["6"]["response"]["body"] == {"text": "6"}
+    assert set(first.calls[:5]) == {"0", "1", "2", "3", "4"}
+    assert not {"0", "1", "2"} & set(second.calls)
+    assert (first.most_at_once, second.most_at_once) == (2, 3)
+    assert second.accounts <= {("alice", "~batches alice", 0.001, name) for name in names}
+    assert kept.unfinished() == []
+
+
+async def test_lines_that_cannot_run_now_run_later_and_other_errors_are_results(tmp_path, monkeypatch):
+    monkeypatch.setattr(running, "_FIRST_DELAY_S", 0.0)
+    kept, batch = created(tmp_path, line("busy"), line("wrong"), line("s", body={"prompt": "s", "stream": True}))
+    service = Service()
+    service.failures = {"busy": [OverloadedError("no"), OverloadedError("no")], "wrong": [InvalidRequestError("bad")]}
+    async with taken(kept, batch, service) as run:
+        await run
+    assert sorted(service.calls) == ["busy", "busy", "busy", "wrong"]
+    found = results_of(kept, batch)
+    assert {name: result["response"]["status_code"] for name, result in found.items()} == {
+        "busy": 200,
+        "wrong": 400,
+        "s": 400,
+    }
+    assert found["wrong"]["response"]["body"]["error"]["message"] == "bad"
+    counts = kept.batch(ALICE, batch.id).shown()["request_counts"]
+    assert counts == {"total": 3, "completed": 1, "failed": 2}
+
+
+@pytest.mark.parametrize("state", ["expired", "cancelled"])
+async def test_lines_that_are_left_are_errors(tmp_path, state):
+    expires = {"now": 1000} if state == "expired" else {}
+    kept, batch = created(tmp_path, *map(line, "abc"), **expires)
+    service = Service(held="abc")
+    async with taken(kept, batch, service) as run:
+        if state == "cancelled":
+            assert kept.cancel(ALICE, batch.id).status == "cancelling"
+        await run
+    assert kept.batch(ALICE, batch.id).status == state
+    assert {result["error"]["code"] for result in results_of(kept, batch).values()} == {f"batch_{state}"}
+    assert results_of(kept, batch).keys() == set("abc")
+    with pytest.raises(InvalidRequestError, match=f"is {state}"):
+        kept.cancel(ALICE, batch.id)
+
+
+async def test_a_batch_with_a_wrong_file_fails(tmp_path):
+    kept, batch = created(tmp_path, line("a", body={"model": "nobody"}))
+    async with taken(kept, batch, Service()) as run:
+        await run
+    shown = kept.batch(ALICE, batch.id).shown()
+    assert (shown["status"], shown["errors"]["data"][0]["code"]) == ("failed", "model_not_found")
+    allowed = Client("alice", Policy(models=["other"]))
+    batch = new_batch(batch.input_file_id, allowed)
+    kept.create_batch(allowed, batch)
+    kept.input(batch).unlink()
+    async with taken(kept, batch, Service()) as run:
+        await run
+    assert kept.batch(ALICE, batch.id).errors[0].code == "unreadable_file"
+
+
+async def test_a_process_takes_batches_until_it_stops(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "_POLL_S", 0.01)
+    kept, batch = created(tmp_path, *map(line, "abc"))
+    broken = tmp_path / "client-alice" / "batches" / "batch_0.json"
+    broken.write_text("{")
+    (tmp_path / "unfinished" / "batch_0 alice").touch()  # It does not keep others from running.
+
+    async def run(service, stopping):
+        methods = {ENDPOINT: service.complete}
+        shared = running.Resources(kept, None, methods, find_model, asyncio.Semaphore(2), 2, running.count_requests())
+        await runner.BatchRunner(shared).run(stopping)
+
+    first, stopping = Service(held="abc"), asyncio.Event()
+    task = asyncio.create_task(run(first, stopping))
+    await first.waiting.wait()
+    stopping.set()
+    await task
+    assert (first.at_once, kept.batch(ALICE, batch.id).status) == (0, "in_progress")
+
+    second, stopping = Service(), asyncio.Event()
+    task = asyncio.create_task(run(second, stopping))
+    await until(lambda: kept.batch(ALICE, batch.id).is_final)
+    stopping.set()
+    await task
+    assert results_of(kept, batch).keys() == set("abc")
+
+
+async def test_without_a_folder_the_error_names_the_setting():
+    call = BatchesServicer(None, (), None).GetBatch(ObjectRequest(id="batch_1"), _Context())
+    body = json.loads((await anext(call)).data)
+    assert "TRANSFORMER_BATCHES" in body["error"]["message"]
+    with pytest.raises(NotImplementedMethodError):
+        await anext(call)
+
+
+class _Context:
+    def invocation_metadata(self):
+        return ()
+
+    def time_remaining(self):
+        return None
+
+
+def test_the_client_of_a_batch_is_kept_with_it():
+    batch = new_batch("file-1", Client("alice", Policy(models=["m"])))
+    assert dict(batch.headers) == {CLIENT: "alice", POLICY: batch.policy}
+    assert new_batch("file-1", ANYONE).headers == ()

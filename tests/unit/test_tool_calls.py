@@ -1,0 +1,194 @@
+"""Calls of functions and reasoning in an answer's text: each format, whole and cut anywhere."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.transformer.text.answer_parser import AnswerParser
+from services.transformer.text.answer_parts import CallArguments, CallStart, Content, Reasoning, merged
+from services.transformer.text.reasoning import REASONING_FORMATS, ReasoningParser
+from services.transformer.text.tool_calls import PARSERS
+
+NAMES = ("weather", "add")
+PARIS, ROME = '{"city": "Paris"}', '{"city": "Rome", "days": [1, {"x": "}\\"{"}]}'
+WEATHER = f'{{"name": "weather", "arguments": {PARIS}}}'
+OTHER = f'{{"name":"add","parameters":{ROME}}}'
+ORDER = f'{{"arguments": {PARIS}, "id": "7", "name": "weather"}}'
+TEXT = f'{{"name": "weather", "arguments": {json.dumps(PARIS)}}}'
+
+
+def parser(tool_format, reasoning=None, is_open=False, max_calls=None):
+    tools = None if tool_format is None else PARSERS[tool_format](NAMES, "call-{}".format)
+    split = None if reasoning is None else ReasoningParser(REASONING_FORMATS[reasoning], is_open)
+    return AnswerParser(split, tools, max_calls)
+
+
+def parts_of(pieces, *arguments, flush=True, **options):
+    """The parts of an answer, as (kind, text) in order: calls as one pair of name and arguments."""
+    made = parser(*arguments, **options)
+    parts = []
+    for piece in pieces:
+        made.push(piece)
+        parts += made.parts()
+    if flush:
+        made.flush()
+        parts += made.parts()
+    return merged(parts)
+
+
+def simple(parts):
+    """Content as text, reasoning as ("reasoning", text), calls as (name, arguments)."""
+    found, arguments = [], {}
+    for part in parts:
+        if isinstance(part, Content):
+            found.append(part.text)
+        elif isinstance(part, Reasoning):
+            found.append(("reasoning", part.text))
+        elif isinstance(part, CallStart):
+            assert part.id == f"call-{part.number}"
+            assert part.number == len(arguments)
+            arguments[part.number] = ""
+            found.append((part.name, part.number))
+        else:
+            arguments[part.number] += part.text
+    return [(one[0], arguments[one[1]]) if isinstance(one, tuple) and one[0] != "reasoning" else one for one in found]
+
+
+CALLS = {
+    "hermes": {
+        f"<tool_call>\n{WEATHER}\n</tool_call>": [("weather", PARIS)],
+        f"I look.\n\n<tool_call>{WEATHER}</tool_call>\n<tool_call>\n{OTHER}\n</tool_call>\n": [
+            "I look.",
+            ("weather", PARIS),
+            ("add", ROME),
+        ],
+        f"<tool_call>{ORDER}</tool_call> done": [("weather", PARIS.replace(" ", "")), " done"],
+        f"<tool_call>{TEXT}</tool_call>": [("weather", PARIS)],
+        '<tool_call>{"name": "unknown"}</tool_call>': [("unknown", "{}")],
+        '<tool_call>{"name": "add", "arguments": ""}</tool_call>': [("add", "{}")],
+        '<tool_call>{"name": "weather", "arguments": {"city": "Pa': [("weather", '{"city": "Pa')],
+        f"<tool_call>{WEATHER}": [("weather", PARIS)],
+        f"<tool_call>{WEATHER[:-1]} and more": [("weather", PARIS), "and more"],
+        f"{'1 < 2 <tool_calls> '} <tool": ["1 < 2 <tool_calls>  <tool"],
+        f"<tool_call>no <tool_call>{WEATHER}</tool_call>": ["<tool_call>no", ("weather", PARIS)],
+        '<tool_call>{"name": 5}</tool_call>': ['<tool_call>{"name": 5}</tool_call>'],
+        '<tool_call>{"name": "weather", }</tool_call>': ['<tool_call>{"name": "weather", }</tool_call>'],
+        '<tool_call>{"name": "wea': ['<tool_call>{"name": "wea'],
+        '{"name": "weather", "arguments": {}}': ['{"name": "weather", "arguments": {}}'],
+        "  a \n": ["  a \n"],
+    },
+    "llama": {
+        OTHER: [("add", ROME)],
+        f"\n<|python_tag|>{OTHER};{WEATHER}": [("add", ROME), ("weather", PARIS)],
+        f'{{"type": "function", "name": "add", "parameters": {ROME}}}; {ORDER}': [
+            ("add", ROME),
+            ("weather", PARIS.replace(" ", "")),
+        ],
+        f"I look. <|python_tag|>{OTHER}": ["I look.", ("add", ROME)],
+        f"I look. {OTHER}": [f"I look. {OTHER}"],
+        f"{OTHER}; and": [("add", ROME), "; and"],
+        '{"name": "Paul", "parameters": {"x": 1}}': ['{"name": "Paul", "parameters": {"x": 1}}'],
+        '{"city": "Rome"} is': ['{"city": "Rome"} is'],
+        "<|python_tag|>print(1)": ["<|python_tag|>print(1)"],
+    },
+    "mistral": {
+        f"[TOOL_CALLS][{WEATHER}, {OTHER}]": [("weather", PARIS), ("add", ROME)],
+        f"[TOOL_CALLS] [{ORDER}]": [("weather", PARIS.replace(" ", ""))],
+        f"Look:[TOOL_CALLS]weather{PARIS}[TOOL_CALLS]add{ROME}": ["Look:", ("weather", PARIS), ("add", ROME)],
+        f"[TOOL_CALLS]weather[CALL_ID]a1b2c3d4e[ARGS]{PARIS}": [("weather", PARIS)],
+        f"[TOOL_CALLS]weather[ARGS] {PARIS}": [("weather", PARIS)],
+        "[TOOL_CALLS]weather of Paris": ["[TOOL_CALLS]weather of Paris"],
+        "[TOOL_CALLS][1, 2]": ["[TOOL_CALLS][1, 2]"],
+        f"[TOOL_CALLS][{WEATHER}; x": [("weather", PARIS), "; x"],
+        "[TOOL_CALLS]wea": ["[TOOL_CALLS]wea"],
+        "[TOOL": ["[TOOL"],
+    },
+}
+EVERY_CALL = [(name, text) for name, texts in CALLS.items() for text in texts]
+
+
+@pytest.mark.parametrize(("tool_format", "text"), EVERY_CALL)
+def test_calls_are_found_however_the_text_is_cut(tool_format, text):
+    assert simple(parts_of([text], tool_format)) == CALLS[tool_format][text]
+    assert parts_of(text, tool_format) == parts_of([text], tool_format)
+    for at in range(len(text)):
+        assert parts_of([text[:at], text[at:]], tool_format) == parts_of([text], tool_format)
+        assert parts_of(text[:at], tool_format, flush=False) == parts_of([text[:at]], tool_format, flush=False)
+
+
+FRAGMENTS = [
+    "<tool_call>",
+    "</tool_call>",
+    "<|python_tag|>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "[CALL_ID]",
+    "<think>",
+    "</think>",
+]
+FRAGMENTS += [WEATHER, OTHER, ORDER, TEXT, PARIS, "weather", '{"name": "add"', '"', "\\", "{", "}", "[", "]", ",", ";"]
+FRAGMENTS += [" ", "\n", "x", "<", " " * 70]
+
+
+@pytest.mark.parametrize("reasoning", [None, "think"])
+@pytest.mark.parametrize("tool_format", [*PARSERS, None])
+@given(pieces=st.lists(st.sampled_from(FRAGMENTS), max_size=12), is_open=st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_the_parts_of_any_text_depend_on_the_text_alone(tool_format, reasoning, pieces, is_open):
+    text = "".join(pieces)
+    options = {"reasoning": reasoning, "is_open": is_open}
+    for end in (True, False):
+        whole = parts_of([text], tool_format, flush=end, **options)
+        assert parts_of(text, tool_format, flush=end, **options) == whole
+        assert parts_of(pieces, tool_format, flush=end, **options) == whole
+    if tool_format is None and reasoning is None:
+        assert "".join(part.text for part in whole) == text
+
+
+@given(st.text(alphabet='<tool_call>{}[]"\\ x', max_size=80))
+def test_text_without_a_call_loses_no_character(text):
+    parts = parts_of(text, "hermes")
+    if all(isinstance(part, Content) for part in parts):
+        assert "".join(part.text for part in parts) == text
+
+
+def test_only_the_first_call_is_kept_on_request():
+    text = f"<tool_call>{WEATHER}</tool_call>\n<tool_call>{OTHER}</tool_call>"
+    assert simple(parts_of(text, "hermes", max_calls=1)) == [("weather", PARIS)]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_open", "parts"),
+    [
+        ("<think>\nHm, 1 < 2.\n</think>\n\nYes.", False, [("reasoning", "Hm, 1 < 2."), "Yes."]),
+        ("Hm.</think>Yes. <think>", True, [("reasoning", "Hm."), "Yes. <think>"]),
+        ("\n\n</think>\n\nYes.", True, ["Yes."]),
+        (" Yes.</think>", False, [" Yes.</think>"]),
+        ("<think>Hm</thi", False, [("reasoning", "Hm</thi")]),
+        ("<thi", False, ["<thi"]),
+        (" ", False, [" "]),
+        ("Hm.\n</think>\n", True, [("reasoning", "Hm.")]),
+    ],
+)
+def test_reasoning_comes_before_the_answer(text, is_open, parts):
+    for pieces in ([text], text):
+        assert simple(parts_of(pieces, None, reasoning="think", is_open=is_open)) == parts
+
+
+def test_calls_in_the_reasoning_are_none_and_its_tokens_are_counted():
+    call = f"<tool_call>{WEATHER}</tool_call>"
+    made = parser("hermes", reasoning="think")
+    for token in ("<think>", "maybe", call, "</think>", "\n", call):
+        made.push(token)
+    made.flush()
+    assert simple(made.parts()) == [("reasoning", f"maybe{call}"), ("weather", PARIS)]
+    assert made.reasoning_tokens == 4
+
+
+def test_an_object_beyond_the_limit_is_text():
+    text = '<tool_call>{"x": "' + "y" * 70_000 + '", "name": "add"}</tool_call>'
+    assert parts_of([text], "hermes") == [Content(text)]
+    assert parts_of([text[i : i + 900] for i in range(0, len(text), 900)], "hermes") == [Content(text)]
+    assert not any(isinstance(part, CallArguments) for part in parts_of([text], "llama"))
