@@ -62,11 +62,8 @@ def read_text(source: ModelSource, pool: ThreadPoolExecutor, base: AdapterBase |
 
 
 def _read_adapter(source: ModelSource, folder: Path, base: AdapterBase, pool: ThreadPoolExecutor) -> ModelText:
-    has_tokenizer, has_template, has_defaults = (
-        has_vocabulary(folder),
-        (folder / CHAT_TEMPLATE_FILE).is_file(),
-        (folder / _DEFAULTS_FILE).is_file(),
-    )
+    has_tokenizer = has_vocabulary(folder)
+    has_template, has_defaults = ((folder / name).is_file() for name in (CHAT_TEMPLATE_FILE, _DEFAULTS_FILE))
     if base.text is not None and not (has_tokenizer or has_template or has_defaults):
         return base.text  # A tokenizer takes tens of megabytes.
     base_folder = fetch(base.source, FILES)

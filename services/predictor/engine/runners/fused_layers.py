@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.activations import SiLUActivation
@@ -230,10 +229,12 @@ class OPTLayer(nn.Module):
         _add_outputs(attentions, attended, hidden)
         normed = self._norms[1](hidden)
         inner = self._first.forward(normed, "relu")
-        for begin, end, products in adapted:
-            if products.first is not None:
-                x = normed[begin:end]
-                inner[begin:end] = torch.relu(self._first.forward(x) + products.first(x))
+        firsts = [Part(begin, end, products.first) for begin, end, products in adapted if products.first is not None]
+        for begin, end in _runs([(part.begin, part.end) for part in firsts]):
+            inner[begin:end] = self._first.forward(normed[begin:end])  # See GatedLayer.
+        for part in firsts:
+            part.add(normed, inner)
+            inner[part.begin : part.end].relu_()
         hidden = self._second.plus(inner, hidden)
         for begin, end, products in adapted:
             if products.second is not None:
