@@ -26,7 +26,7 @@ PARAMETER = "structured_outputs"
 _MAX_DIVISOR = 10_000  # llguidance builds an automaton with so many states for multipleOf, and its limits ignore them.
 _MAX_REASON = 500
 # Between JSON's tokens: a space, or a line break and an indentation. Small models never end whitespace that may go on.
-_WHITESPACE = r"( |\r?\n[ \t]{0,32})"
+JSON_WHITESPACE = r"( |\r?\n[ \t]{0,32})"
 
 
 def check_grammar(text: str) -> None:
@@ -94,7 +94,7 @@ def _json_grammar(constraint: Constraint) -> str:
         raise grammar_error(f"multipleOf: the least common multiple of all is {divisor}, more than {_MAX_DIVISOR}")
     options: JsonCompileOptions = {"lenient": False, "whitespace_flexible": not constraint.disable_any_whitespace}
     if not constraint.disable_any_whitespace:
-        options["whitespace_pattern"] = _WHITESPACE
+        options["whitespace_pattern"] = JSON_WHITESPACE
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
 
 

@@ -2,22 +2,26 @@
 
 import copy
 import gc
+import shutil
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import transformers as hf
 from safetensors.torch import save_file
 
+from millrace.models.sources import ModelSource
 from services.predictor.engine.cpu.packed_linear import pack_linears
 from services.predictor.engine.runners.adapters import Adapters
 from services.predictor.engine.runners.fused_layers import fuse_layers
 from services.predictor.engine.runners.memory import cache_shape
 from services.predictor.engine.runners.paged import PagedRunner
 from services.predictor.engine.state.sequence import Row, detached_sequence
+from services.transformer.text.model_text import AdapterBase, BaseNeededError, read_text
 from tests.model.bfloat16 import PACKED_DTYPES
 from tests.random_adapters import merge, save_random_adapter
-from tests.random_models import PAGED, VOCABULARY, random_model
+from tests.random_models import PAGED, VOCABULARY, random_model, save_random_model
 
 LENGTH = 45
 # Some layers only, as most adapters have it: the rest of a joined product is zero.
@@ -203,3 +207,30 @@ def test_an_adapter_of_another_size_is_refused_with_both_sizes(tmp_path):
     (tmp_path / "adapter_model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"it has no adapter_model\.safetensors"):
         Adapters(larger).load(1, tmp_path)
+
+
+def test_the_text_side_is_the_bases_except_for_what_the_adapters_folder_has(tmp_path):
+    model = save_random_model("llama", tmp_path / "base")
+    adapter = tmp_path / "adapter"
+    save_random_adapter(adapter, model, "base")
+    source, base_source = (ModelSource(path.name, str(path)) for path in (adapter, tmp_path / "base"))
+    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(BaseNeededError):
+            read_text(source, pool)
+        base = read_text(base_source, pool)
+        assert read_text(source, pool, AdapterBase(base_source, base)) is base
+        own = read_text(source, pool, AdapterBase(base_source))
+        hello = [("user", "Hello")]
+        assert own.tokenizer.render_chat(hello, 99) == base.tokenizer.render_chat(hello, 99)
+        assert own.limits == base.limits
+        (adapter / "chat_template.jinja").write_text("mine: {{ messages[0]['content'] }}")
+        (adapter / "generation_config.json").write_text('{"temperature": 0.25, "do_sample": true}')
+        own = read_text(source, pool, AdapterBase(base_source, base))
+        assert own.tokenizer.render_chat(hello, 99) == "mine: Hello"
+        assert own.defaults.temperature == 0.25
+        # A tokenizer of its own without a template.
+        (adapter / "chat_template.jinja").unlink()
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(tmp_path / "base" / name, adapter / name)
+        own = read_text(source, pool, AdapterBase(base_source, base))
+        assert own.tokenizer.render_chat(hello, 99) == base.tokenizer.render_chat(hello, 99)

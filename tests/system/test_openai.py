@@ -139,14 +139,14 @@ async def test_the_record_of_calls_has_the_models_own_text_and_the_tools(stack):
     assert made["function"] == {"name": "g", "arguments": '{"city": "Rome"}'}
     (record,) = await records(stack.gateway, request_id="calls")
     assert record.text == '<tool_call>\n{"name": "g", "arguments": {"city": "Rome"}}\n</tool_call>'
-    parameters, (_, asked, told) = json.loads(record.parameters), json.loads(record.prompt)
+    parameters, (_, called, result) = json.loads(record.parameters), json.loads(record.prompt)
     assert (parameters["tools"], parameters["tool_choice"], parameters["parallel_tool_calls"]) == (
         tools[1:],
         "required",
         False,
     )
-    assert asked["tool_calls"][0]["function"] == {"name": "f", "arguments": {"city": "Rome"}}
-    assert told == {"role": "tool", "content": "There.", "tool_call_id": "1"}
+    assert called["tool_calls"][0]["function"] == {"name": "f", "arguments": {"city": "Rome"}}
+    assert result == {"role": "tool", "content": "There.", "tool_call_id": "1"}
     assert "grammar" in record.sampling
 
 

@@ -67,6 +67,7 @@ CALLS = {
         f"<tool_call>{ORDER}</tool_call> done": [("weather", PARIS.replace(" ", "")), " done"],
         f"<tool_call>{TEXT}</tool_call>": [("weather", PARIS)],
         '<tool_call>{"name": "unknown"}</tool_call>': [("unknown", "{}")],
+        '<tool_call>{"name": "add", "arguments": ""}</tool_call>': [("add", "{}")],
         '<tool_call>{"name": "weather", "arguments": {"city": "Pa': [("weather", '{"city": "Pa')],
         f"<tool_call>{WEATHER}": [("weather", PARIS)],
         f"<tool_call>{WEATHER[:-1]} and more": [("weather", PARIS), "and more"],

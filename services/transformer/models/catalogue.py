@@ -31,7 +31,7 @@ from services.transformer.predictors.descriptions import PredictorModel
 from services.transformer.predictors.first_token import FirstToken
 from services.transformer.predictors.predictor import Predictor
 from services.transformer.predictors.replicas import LOADING, READY, UNAVAILABLE, ModelState, Replicas
-from services.transformer.text.model_text import BaseNeededError, ModelText, read_text
+from services.transformer.text.model_text import AdapterBase, BaseNeededError, ModelText, read_text
 
 logger = logging.getLogger(__name__)
 
@@ -287,7 +287,8 @@ class Catalogue:
             base = None
             if described.base is not None:
                 base_name, base_source = described.base
-                base = self._sources.get(base_name) or parse_location(base_name, base_source)
+                found = self._sources.get(base_name) or parse_location(base_name, base_source)
+                base = AdapterBase(found, self._texts.get(base_name))
             text = await run_in_daemon_thread(f"tokenizer-{name}", partial(read_text, source, self._pool, base))
         except (StartupError, ValueError) as error:
             reason = str(error)

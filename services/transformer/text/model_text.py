@@ -28,11 +28,19 @@ class ModelText:
     limits: ContextLimits | None = None
 
 
+@dataclass(frozen=True)
+class AdapterBase:
+    """The base of an adapter, with its text side if that has been read."""
+
+    source: ModelSource
+    text: ModelText | None = None
+
+
 class BaseNeededError(Exception):
     """The files of an adapter need those of its base beside them."""
 
 
-def read_text(source: ModelSource, pool: ThreadPoolExecutor, base: ModelSource | None = None) -> ModelText:
+def read_text(source: ModelSource, pool: ThreadPoolExecutor, base: AdapterBase | None = None) -> ModelText:
     """Reads a model's files, which may first be downloaded; blocks; raises StartupError, and BaseNeededError.
 
     What the folder of an adapter lacks (tokenizer, chat template, sampling defaults) is that of its `base`.
@@ -43,7 +51,7 @@ def read_text(source: ModelSource, pool: ThreadPoolExecutor, base: ModelSource |
         if kind is ModelKind.ADAPTER:
             if base is None:
                 raise BaseNeededError
-            return _read_adapter(source, folder, fetch(base, FILES), pool)
+            return _read_adapter(source, folder, base, pool)
         if kind is ModelKind.PYTHON:
             return ModelText()
         if kind is not ModelKind.GENERATION:
@@ -53,16 +61,21 @@ def read_text(source: ModelSource, pool: ThreadPoolExecutor, base: ModelSource |
         raise StartupError(f"model {source.name}: {folder}: {error}") from None
 
 
-def _read_adapter(source: ModelSource, folder: Path, base: Path, pool: ThreadPoolExecutor) -> ModelText:
-    has_own = has_vocabulary(folder)
-    tokenizer = TextTokenizer(source.name, folder if has_own else base, pool)
-    template = folder / CHAT_TEMPLATE_FILE
-    if not has_own and template.is_file():
-        tokenizer.set_chat_template(template.read_text())
-    elif not tokenizer.has_chat_template and (base / CHAT_TEMPLATE_FILE).is_file():
-        tokenizer.set_chat_template((base / CHAT_TEMPLATE_FILE).read_text())
-    has_defaults = (folder / _DEFAULTS_FILE).is_file()
-    return _read_generation(tokenizer, base, folder if has_defaults else base)
+def _read_adapter(source: ModelSource, folder: Path, base: AdapterBase, pool: ThreadPoolExecutor) -> ModelText:
+    has_tokenizer, has_template, has_defaults = (
+        has_vocabulary(folder),
+        (folder / CHAT_TEMPLATE_FILE).is_file(),
+        (folder / _DEFAULTS_FILE).is_file(),
+    )
+    if base.text is not None and not (has_tokenizer or has_template or has_defaults):
+        return base.text  # A tokenizer takes tens of megabytes.
+    base_folder = fetch(base.source, FILES)
+    tokenizer = TextTokenizer(source.name, folder if has_tokenizer else base_folder, pool)
+    if not has_tokenizer and has_template:
+        tokenizer.set_chat_template((folder / CHAT_TEMPLATE_FILE).read_text())
+    elif not tokenizer.has_chat_template and (base_folder / CHAT_TEMPLATE_FILE).is_file():
+        tokenizer.set_chat_template((base_folder / CHAT_TEMPLATE_FILE).read_text())
+    return _read_generation(tokenizer, base_folder, folder if has_defaults else base_folder)
 
 
 def _read_generation(tokenizer: TextTokenizer, folder: Path, defaults_folder: Path) -> ModelText:

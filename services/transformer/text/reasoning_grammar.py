@@ -10,10 +10,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from millrace.grammars import JSON_WHITESPACE
 from millrace.structured_outputs import Constraint
 from services.transformer.text.reasoning import ReasoningMarks
-
-_WHITESPACE = r"( |\r?\n[ \t]{0,32})"  # As millrace/grammars.py has it.
 
 
 def after_reasoning(
@@ -47,7 +46,7 @@ def form_rule(form: Constraint) -> str | None:
         return None
     style: dict[str, Any] = {"lenient": False, "whitespace_flexible": not form.disable_any_whitespace}
     if not form.disable_any_whitespace:
-        style["whitespace_pattern"] = _WHITESPACE
+        style["whitespace_pattern"] = JSON_WHITESPACE
     return f"%json {json.dumps({**({} if schema is True else schema), 'x-guidance': style})}"
 
 

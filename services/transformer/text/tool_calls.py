@@ -126,9 +126,8 @@ class ToolCallParser:
         if not (isinstance(name, str) and name and isinstance(arguments, (dict, str)) and self._accepts(name)):
             return self._is_text()
         self._start(name)
-        text = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
-        if text:
-            self._parts.append(CallArguments(self._calls - 1, text))
+        text = arguments or "{}" if isinstance(arguments, str) else orjson.dumps(arguments).decode()
+        self._parts.append(CallArguments(self._calls - 1, text))
         self._text = self._text[end:]
         self._state = self._after_object
         return True
