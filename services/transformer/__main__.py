@@ -133,7 +133,7 @@ async def _serve(settings: TransformerSettings) -> None:
     http.add(*http_methods("Responses", responses))
     anthropic = AnthropicServicer(pipeline, router, bodies, settings.sse_keep_alive)
     http.add(*http_methods("Anthropic", anthropic, anthropic_error))
-    batches = BatchService(settings, openai, router)
+    batches = BatchService(settings, openai, responses, router)
     http.add(*batches.http_methods())
     server.add_port(http, settings.http_port)
     v2_rest = OpenInferenceServicer(inference, pipeline, bodies, links, settings.sse_keep_alive)

@@ -73,6 +73,12 @@ large = upload(*(line(str(number), "/v1/completions", prompt="fox " * 50) for nu
 batch = ended(create(large, "/v1/completions"))
 assert (batch.status, batch.request_counts.completed, batch.error_file_id) == ("completed", 400, None), batch
 
+# Responses.
+asked = {"model": "storyteller", "input": "Tell me a story about a fox.", "max_output_tokens": 8}
+batch = ended(create(upload(line("one", "/v1/responses") | {"body": asked}), "/v1/responses"))
+answer = results(batch.output_file_id)["one"]["response"]["body"]
+assert (answer["object"], answer["model"]) == ("response", "storyteller")
+
 # What is wrong with a file is named by line.
 wrong = [
     line("one"),
@@ -107,9 +113,9 @@ assert len(errors) + batch.request_counts.completed == 300
 
 # Lists, in pages.
 listed = list(client.batches.list(limit=2))
-assert len(listed) == 5
+assert len(listed) == 6
 assert listed[0].id == batch.id
-assert len(list(client.files.list(purpose="batch"))) == 5
+assert len(list(client.files.list(purpose="batch"))) == 6
 assert client.files.delete(many.id).deleted
 
 

@@ -63,8 +63,8 @@ TRANSFORMER = (
         "services.transformer.frontends.anthropic",
         "services.transformer.frontends.responses",
         "services.transformer.frontends.v2_rest",
-        "services.transformer.batches",
     ),
+    ("services.transformer.batches",),
     ("services.transformer.__main__",),
     ("services.transformer.worker",),
 )

@@ -31,15 +31,17 @@ from services.transformer.batches.objects import Batch
 from services.transformer.batches.results import Result
 from services.transformer.frontends.openai.errors import openai_error
 from services.transformer.frontends.openai.servicer import OpenAIServicer
+from services.transformer.frontends.responses.servicer import ResponsesServicer
 
 Method = Callable[[Any, Any], AsyncGenerator[HttpBody, None]]
 
 
-def methods_of(openai: OpenAIServicer) -> Mapping[str, Method]:
+def methods_of(openai: OpenAIServicer, responses: ResponsesServicer) -> Mapping[str, Method]:
     """The methods of a batch's lines, by the endpoint."""
     return {
         "/v1/chat/completions": openai.ChatCompletions,
         "/v1/completions": openai.Completions,
+        "/v1/responses": responses.Create,
         "/v1/embeddings": openai.Embeddings,
         "/v1/score": openai.Score,
         "/v1/rerank": openai.Rerank,

@@ -13,6 +13,7 @@ from services.transformer.batches.running import Resources, count_requests
 from services.transformer.batches.servicer import BatchesServicer
 from services.transformer.batches.store import Limits, Store
 from services.transformer.frontends.openai.servicer import OpenAIServicer
+from services.transformer.frontends.responses.servicer import ResponsesServicer
 from services.transformer.processes.body_processes import BodyProcesses
 from services.transformer.routing.router import Router
 from services.transformer.settings import TransformerSettings
@@ -21,10 +22,12 @@ from services.transformer.settings import TransformerSettings
 class BatchService:
     """Without a folder in the settings the methods are refused, and nothing runs. Raises StartupError."""
 
-    def __init__(self, settings: TransformerSettings, openai: OpenAIServicer, router: Router) -> None:
+    def __init__(
+        self, settings: TransformerSettings, openai: OpenAIServicer, responses: ResponsesServicer, router: Router
+    ) -> None:
         self._bodies = BodyProcesses()  # Apart from those of requests that somebody waits for.
         store = _store(settings)
-        methods = methods_of(openai)
+        methods = methods_of(openai, responses)
         self._servicer = BatchesServicer(store, methods, self._bodies)
         self._runner: BatchRunner | None = None
         if store is not None:
