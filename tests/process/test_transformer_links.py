@@ -9,7 +9,7 @@ from millrace.errors import NotReadyError, OtherWeightsError
 from millrace.rpc.client_interceptors import CallSpan
 from millrace.sampling import SamplingParameters
 from millrace_protos import steps_pb2 as pb
-from services.transformer.predictors import links as module
+from services.transformer.predictors import link as module
 from services.transformer.predictors import resolver
 from services.transformer.predictors.crashes import PredictorLostError
 from services.transformer.predictors.link_call import LinkCall

@@ -19,11 +19,12 @@ from millrace.errors import (
 )
 from millrace.rpc.call_context import CallContext
 from millrace.sampling import SamplingParameters
-from services.transformer.predictors import links as links_module
+from services.transformer.predictors import link as link_module
 from services.transformer.predictors.answers import BrokenAnswerError
 from services.transformer.predictors.client import PredictorClient
 from services.transformer.predictors.first_token import FirstToken
-from services.transformer.predictors.links import Links, PredictorLink
+from services.transformer.predictors.link import PredictorLink
+from services.transformer.predictors.links import Links
 from services.transformer.predictors.resuming import ResumingGenerator
 from services.transformer.predictors.tokens import Generation
 from tests.support.scripted_predictor import (
@@ -430,7 +431,7 @@ async def test_a_begun_answer_waits_longer_than_an_unbegun_one():
 
 
 async def test_a_predictor_that_had_hung_before_is_away_and_the_request_is_not_to_blame(monkeypatch):
-    monkeypatch.setattr(links_module, "_MOST_QUIET_S", -10.0)  # Every call is later than that.
+    monkeypatch.setattr(link_module, "_MOST_QUIET_S", -10.0)  # Every call is later than that.
     async with resuming(*(falls_silent() for _ in range(5)), silence_limit_s=0.1) as r:
         check_whole(await r.generate())
         assert not any(r.were_alone)

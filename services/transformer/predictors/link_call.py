@@ -22,7 +22,7 @@ from services.transformer.predictors.answers import BrokenAnswerError
 from services.transformer.predictors.tokens import Generation, TokenChunk
 
 if TYPE_CHECKING:
-    from services.transformer.predictors.links import PredictorLink
+    from services.transformer.predictors.link import PredictorLink
 
 
 class LinkCall:

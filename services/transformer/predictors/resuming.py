@@ -49,8 +49,9 @@ from services.transformer.predictors.answers import BrokenAnswerError
 from services.transformer.predictors.crashes import CrashCount, NextCall, Quarantine, request_fingerprint
 from services.transformer.predictors.first_token import FirstToken
 from services.transformer.predictors.hedged_call import HedgedCall
+from services.transformer.predictors.link import PredictorLink
 from services.transformer.predictors.link_call import LinkCall
-from services.transformer.predictors.links import Links, PredictorLink
+from services.transformer.predictors.links import Links
 from services.transformer.predictors.oip_call import OipCall
 from services.transformer.predictors.predictor import Predictor
 from services.transformer.predictors.progress import Progress

@@ -20,7 +20,7 @@ from millrace.clients import Client
 from millrace.errors import InvalidRequestError, TooLargeError
 from millrace.oip.json_text import load_object
 from millrace_protos import inference_pb2 as pb
-from services.transformer.predictors.links import PredictorLink
+from services.transformer.predictors.link import PredictorLink
 
 MAX_DOCUMENT_BYTES = 64 * 1024  # More than any settings take; parsed on the event loop.
 _FILE = "file:"
