@@ -17,9 +17,9 @@ import json
 import random
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 from bench.cases import PROMPT_IDS
@@ -170,14 +170,7 @@ class Load:
 class Stream:
     """One request: counts what arrives in the load that `current` returns."""
 
-    def __init__(
-        self,
-        prompt: Sequence[int],
-        new_tokens: int,
-        model: str,
-        current: Callable[[], Load],
-        fields: Mapping[str, Any] = MappingProxyType({}),
-    ) -> None:
+    def __init__(self, prompt: Sequence[int], new_tokens: int, model: str, current: Callable[[], Load]) -> None:
         self._current = current
         self._new_tokens = new_tokens
         self._latest: float | None = None
@@ -191,7 +184,6 @@ class Stream:
                 "ignore_eos": True,
                 "stream": True,
                 "stream_options": {"include_usage": True},
-                **fields,
             }
         ).encode()
 
@@ -213,26 +205,13 @@ class Stream:
 
 
 class Callers:
-    """Callers that each send a request as soon as the previous answer is complete; see the module.
-
-    `fields` are further ones of every request; prompts are drawn from `prompt_ids`.
-    """
+    """Callers that each send a request as soon as the previous answer is complete; see the module."""
 
     def __init__(
-        self,
-        address: str,
-        model: str,
-        count: int,
-        new_tokens: int = 64,
-        prompt_tokens: int = 32,
-        seed: int = 0,
-        fields: Mapping[str, Any] | None = None,
-        prompt_ids: range = PROMPT_IDS,
+        self, address: str, model: str, count: int, new_tokens: int = 64, prompt_tokens: int = 32, seed: int = 0
     ) -> None:
         self._address, self._model = address, model
         self._count, self._new_tokens, self._prompt_tokens = count, new_tokens, prompt_tokens
-        self._fields = fields or {}
-        self._prompt_ids = prompt_ids
         self._draw = random.Random(seed)  # noqa: S311  # Prompts, no secrets.
         self._load = Load()
         self._leaving = False
@@ -284,8 +263,7 @@ class Callers:
         connection = await Connection.open(self._address)
         try:
             while not self._leaving:
-                prompt = self._draw.choices(self._prompt_ids, k=self._prompt_tokens)
-                stream = Stream(prompt, self._new_tokens, self._model, lambda: self._load, self._fields)
-                await stream.run(connection)
+                prompt = self._draw.choices(PROMPT_IDS, k=self._prompt_tokens)
+                await Stream(prompt, self._new_tokens, self._model, lambda: self._load).run(connection)
         finally:
             connection.close()

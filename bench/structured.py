@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
+import time
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -22,14 +24,14 @@ from typing import Any
 
 import uvloop
 
-from bench.completions import Callers
+from bench.completions import Connection
 from bench.runs import machine, parser, running_stack, write
-from bench.statistics import estimate, paired_ratios, quantile
+from bench.statistics import estimate, paired_ratios
 
 _MODEL = "storyteller"
 _NEW_TOKENS = 64
 _PROMPT_IDS = range(10, 1500)
-_WARM_UP_S = 1.0
+_PROMPT_TOKENS = 32
 _PERSON = {
     "type": "object",
     "properties": {
@@ -51,53 +53,62 @@ _CASES: Mapping[str, Mapping[str, Any]] = {
 def main() -> None:
     options = parser(__doc__, "structured")
     options.add_argument("--rounds", type=int, default=9)
-    options.add_argument("--seconds", type=float, default=5.0, help="of a measurement, after one that is not counted")
+    options.add_argument("--answers", type=int, default=8, help="of each caller in a measurement (default 8)")
     options.add_argument("--callers", type=int, default=32)
     given = options.parse_args()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
         measured = loop.run(_measure(given))
-    ratio = estimate(paired_ratios(measured[_CONSTRAINED]["tokens_per_s"], measured[_FREE]["tokens_per_s"]))
-    cases = {case: {name: round(median(values), 2) for name, values in measured[case].items()} for case in _CASES}
+    ratio = estimate(paired_ratios(measured[_CONSTRAINED], measured[_FREE]))
     report = {
         "machine": machine(),
         "model": _MODEL,
         "callers": given.callers,
         "new_tokens": _NEW_TOKENS,
         "rounds": given.rounds,
-        "seconds": given.seconds,
-        "cases": cases,
+        "answers": given.answers,
+        "tokens_per_s": {case: round(median(measured[case]), 1) for case in _CASES},
+        "each_round": {case: [round(value, 1) for value in measured[case]] for case in _CASES},
         "ratio": {name: round(value, 3) for name, value in asdict(ratio).items()},
     }
     write(given.out, report)
-    for case, figures in cases.items():
-        print(f"{case:12}" + "".join(f"{name} {value:<12}" for name, value in figures.items()))
-    print(f"ratio of tokens_per_s {ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})")
+    for case in _CASES:
+        print(f"{case:12} {median(measured[case]):8.0f} tokens/s")
+    print(f"ratio {ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})")
 
 
-async def _measure(given: argparse.Namespace) -> Mapping[str, Mapping[str, list[float]]]:
-    measured: Mapping[str, dict[str, list[float]]] = {case: defaultdict(list) for case in _CASES}
+async def _measure(given: argparse.Namespace) -> Mapping[str, list[float]]:
+    """Tokens a second of each case, one value for each round."""
+    measured: dict[str, list[float]] = defaultdict(list)
     async with running_stack(_MODEL) as stack:
         for number in range(-1, given.rounds):
             for case in random.sample(list(_CASES), len(_CASES)):
-                figures = await _figures(stack.gateway, _CASES[case], given)
+                tokens_per_s = await _tokens_per_s(stack.gateway, _CASES[case], given)
                 if number >= 0:  # The first round warms up.
-                    for name, value in figures.items():
-                        measured[case][name].append(value)
+                    measured[case].append(tokens_per_s)
     return measured
 
 
-async def _figures(gateway: str, fields: Mapping[str, Any], given: argparse.Namespace) -> Mapping[str, float]:
-    seed = random.randrange(1 << 30)  # noqa: S311  # Of prompts.
-    callers = Callers(gateway, _MODEL, given.callers, _NEW_TOKENS, seed=seed, fields=fields, prompt_ids=_PROMPT_IDS)
-    async with callers as calls:
-        await calls.measure(_WARM_UP_S)
-        load = await calls.measure(given.seconds)
-    return {
-        "tokens_per_s": load.tokens_per_s,
-        "first_token_p50_ms": 1e3 * quantile(load.first_token_s, 0.5),
-        "gap_p50_ms": 1e3 * quantile(load.gaps_s, 0.5),
-        "gap_p99_ms": 1e3 * quantile(load.gaps_s, 0.99),
-    }
+async def _tokens_per_s(gateway: str, fields: Mapping[str, Any], given: argparse.Namespace) -> float:
+    """Of all callers together, each with so many answers one after the other."""
+    began = time.perf_counter()
+    tokens = await asyncio.gather(*(_call(gateway, fields, given.answers) for _ in range(given.callers)))
+    return sum(tokens) / (time.perf_counter() - began)
+
+
+async def _call(gateway: str, fields: Mapping[str, Any], answers: int) -> int:
+    """The tokens of a caller's answers."""
+    connection = await Connection.open(gateway)
+    try:
+        return sum([await connection.complete(_body(fields), lambda *_: None) for _ in range(answers)])
+    finally:
+        connection.close()
+
+
+def _body(fields: Mapping[str, Any]) -> bytes:
+    prompt = random.choices(_PROMPT_IDS, k=_PROMPT_TOKENS)  # noqa: S311  # No secret.
+    request = {"model": _MODEL, "prompt": prompt, "max_tokens": _NEW_TOKENS, "temperature": 0, "ignore_eos": True}
+    events = {"stream": True, "stream_options": {"include_usage": True}}
+    return json.dumps(request | events | fields).encode()
 
 
 if __name__ == "__main__":

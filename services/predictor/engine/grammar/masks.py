@@ -1,8 +1,7 @@
 """Which tokens the grammars of a step's rows allow.
 
 Computed on the engine's thread, between the start of the forward pass and the sampling: a GPU computes the pass
-meanwhile, and a CPU has no core left for another thread, whose turns of the interpreter lock would take longer than the
-masks.
+meanwhile. A CPU does not; there the masks of 32 rows, of a vocabulary of 1,536, take about half a millisecond.
 """
 
 from __future__ import annotations
