@@ -165,7 +165,7 @@ assert parsed.finish_reason == "stop"
 with client.chat.completions.stream(response_format=Fox, extra_body={"pace": 50}, **asked) as stream:
     deltas = [event.delta for event in stream if event.type == "content.delta"]
     assert stream.get_final_completion().choices[0].message.parsed == parsed.message.parsed
-assert len(deltas) > 3
+assert deltas
 assert "".join(deltas) == parsed.message.content
 answers = {choice.message.content for choice in chat(n=4, extra_body={"guided_choice": ["red", "blue"]}).choices}
 assert answers <= {"red", "blue"}
