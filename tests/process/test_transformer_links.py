@@ -9,7 +9,8 @@ from millrace.errors import NotReadyError, OtherWeightsError
 from millrace.rpc.client_interceptors import CallSpan
 from millrace.sampling import SamplingParameters
 from millrace_protos import steps_pb2 as pb
-from services.transformer.predictors import link as module
+from services.transformer.predictors import link as link_module
+from services.transformer.predictors import links as links_module
 from services.transformer.predictors import resolver
 from services.transformer.predictors.crashes import PredictorLostError
 from services.transformer.predictors.link_call import LinkCall
@@ -30,7 +31,7 @@ async def links_at(monkeypatch, *addresses, silence_limit_s=10.0):
         return known
 
     monkeypatch.setattr(resolver, "_resolve", resolve)
-    monkeypatch.setattr(module, "_RESOLVE_INTERVAL_S", 0.02)
+    monkeypatch.setattr(links_module, "_RESOLVE_INTERVAL_S", 0.02)
     links = Links(["predictor:9000"], silence_limit_s)
     running = asyncio.create_task(links.run())
     try:
@@ -114,7 +115,7 @@ async def test_a_predictor_of_a_higher_rank_gets_calls_while_none_of_a_lower_ran
 
 
 async def test_a_predictor_whose_address_is_removed_gets_no_new_calls_and_its_link_ends_with_its_last(monkeypatch):
-    monkeypatch.setattr(module, "_UNLISTED_S", 0.2)
+    monkeypatch.setattr(links_module, "_UNLISTED_S", 0.2)
     removed, other = ScriptedPredictor(holds_until(asyncio.Event())), ScriptedPredictor()
     async with (
         serving(removed) as first,
@@ -186,7 +187,7 @@ async def test_a_silent_predictor_is_away_until_its_next_message(monkeypatch):
 
 
 async def test_an_unaccepted_call_is_to_blame_unless_its_predictor_had_hung_before(monkeypatch):
-    monkeypatch.setattr(module, "_MOST_QUIET_S", 0.5)
+    monkeypatch.setattr(link_module, "_MOST_QUIET_S", 0.5)
     predictor, loop = ScriptedPredictor(falls_silent(), falls_silent()), asyncio.get_running_loop()
     async with (
         serving(predictor) as address,
@@ -235,8 +236,8 @@ async def test_what_waits_to_be_sent_is_bounded_by_the_calls_in_flight(monkeypat
         calls.append(StalledCall(drained))
         return calls[-1]
 
-    monkeypatch.setattr(module, "open_steps_call", open_call)
-    monkeypatch.setattr(module, "_MESSAGE_BYTES", 20)
+    monkeypatch.setattr(link_module, "open_steps_call", open_call)
+    monkeypatch.setattr(link_module, "_MESSAGE_BYTES", 20)
     async with links_at(monkeypatch, "127.0.0.1:1") as (links, _):
         await until(lambda: calls)
         (link,), (call,) = links.all, calls
@@ -266,8 +267,8 @@ async def test_a_predictor_that_breaks_the_protocol_is_not_called_again_at_once(
             call.ended.set_exception(error)
         return call
 
-    monkeypatch.setattr(module.StreamingCall, "open", open_call)
-    monkeypatch.setattr(module, "_FOREIGN_PAUSE_S", 0.5)
+    monkeypatch.setattr(link_module.StreamingCall, "open", open_call)
+    monkeypatch.setattr(link_module, "_FOREIGN_PAUSE_S", 0.5)
     async with links_at(monkeypatch, "127.0.0.1:1"):
         await until(lambda: len(opened_at) == 2)
     assert opened_at[1] - opened_at[0] >= 0.5
