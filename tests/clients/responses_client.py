@@ -5,8 +5,10 @@ Run in the clients' environment; prints "done" if every check passed.
 
 import sys
 from contextlib import contextmanager
+from typing import Annotated, Literal
 
 import openai
+import pydantic
 
 gateway = sys.argv[1]
 client = openai.OpenAI(base_url=f"http://{gateway}/v1", api_key="any", max_retries=0)
@@ -76,6 +78,21 @@ assert third.usage.input_tokens > second.usage.input_tokens + second.usage.outpu
 found = client.responses.retrieve(second.id)
 assert (found.id, found.status, found.output_text) == (second.id, "incomplete", second.output_text), found
 assert found.usage.output_tokens == 24, found
+
+
+# An answer of a form.
+class Fox(pydantic.BaseModel):
+    name: Annotated[str, pydantic.Field(max_length=12)]
+    home: Literal["forest", "hill"]
+
+
+formed = {"model": "storyteller", "max_output_tokens": 200, "extra_body": {"seed": 7}}
+fox = client.responses.parse(**formed, input=INPUT, text_format=Fox)
+assert isinstance(fox.output_parsed, Fox), fox
+assert (fox.status, fox.text.format.type, fox.text.format.name) == ("completed", "json_schema", "Fox"), fox
+with raises(openai.BadRequestError, "text.format", "only one form"):
+    both = {"structured_outputs": {"choice": ["a"]}}
+    client.responses.create(**GREEDY, input=INPUT, text={"format": {"type": "json_object"}}, extra_body=both)
 
 # Refusals.
 private = client.responses.create(**LIMITED, input=INPUT, store=False)

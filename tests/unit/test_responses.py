@@ -50,7 +50,9 @@ def test_sampling_fields_are_read_and_others_named():
         ({"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "input.0.type", "'message'"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input.0.content", "'input_file' are not"),
         ({"background": True}, "background", "is not supported"),
-        ({"text": {"format": {"type": "json_object"}}}, "text", "is not supported"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format", "is not supported"),
+        ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format", "json_schema needs a name"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity", "is not supported"),
         ({"tools": [{"type": "function"}]}, "tools", "is not supported"),
     ],
 )

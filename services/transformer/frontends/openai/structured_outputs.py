@@ -16,15 +16,18 @@ _GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "gramm
 FIELDS = frozenset(("response_format", "structured_outputs", *_GUIDED))
 
 
-def structured_outputs_of(fields: Mapping[str, Any]) -> str:
-    """The sampling parameter that a request's fields state; "" for none; raises InvalidRequestError."""
+def structured_outputs_of(fields: Mapping[str, Any], format_field: str = "response_format") -> str:
+    """The sampling parameter that a request's fields state; "" for none; raises InvalidRequestError.
+
+    `format_field` is what an API calls `response_format`.
+    """
     texts: dict[str, str] = {}
-    for name in sorted(FIELDS):
+    for name in sorted({format_field, *FIELDS}):
         value = fields.get(name)
         if value is None:
             continue
-        if name == "response_format":
-            value = _of_format(value)
+        if name == format_field:
+            value = _of_format(value, name)
         try:
             text = read_structured_outputs({_GUIDED[name]: value} if name in _GUIDED else value)
         except ValueError as error:
@@ -37,22 +40,22 @@ def structured_outputs_of(fields: Mapping[str, Any]) -> str:
     return next(iter(texts.values()), "")
 
 
-def _of_format(value: Any) -> dict[str, Any] | None:
+def _of_format(value: Any, name: str) -> dict[str, Any] | None:
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(kind, str):
-        raise InvalidRequestError("response_format: an object with a type is needed", param="response_format")
+        raise InvalidRequestError(f"{name}: an object with a type is needed", param=name)
     if kind == "text":
         return None
     if kind == "json_object":
         return {"json_object": True}
     if kind != "json_schema":
         hint = ", only the types text, json_object and json_schema are"
-        raise UnsupportedFieldError("response_format", reprlib.repr(kind), hint)
+        raise UnsupportedFieldError(name, reprlib.repr(kind), hint)
     form = value.get("json_schema")
     if not isinstance(form, dict) or not isinstance(form.get("name"), str) or not form["name"]:
-        raise InvalidRequestError("response_format: json_schema needs a name", param="response_format")
+        raise InvalidRequestError(f"{name}: json_schema needs a name", param=name)
     if form.get("strict") not in (None, True, False):
-        raise InvalidRequestError("response_format: strict must be true or false", param="response_format")
+        raise InvalidRequestError(f"{name}: strict must be true or false", param=name)
     # An answer always follows its schema, strict or not.
     schema = form.get("schema")
     return {"json_object": True} if schema is None else {"json": schema}

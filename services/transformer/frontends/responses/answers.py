@@ -33,6 +33,7 @@ class ResponseAnswer:
             "previous_response_id": request.previous_response_id,
             "store": request.store,
             "temperature": request.extra.get("temperature"),
+            "text": {"format": request.text.format},
             "top_p": request.extra.get("top_p"),
         }
         self._numbers = count()

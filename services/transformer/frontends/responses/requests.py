@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
 
 from millrace.sampling import SamplingParameters
 from services.transformer.calls import check_bad_words, check_message_count, check_stop
+from services.transformer.frontends.openai.errors import UnsupportedFieldError
 from services.transformer.frontends.openai.requests import OpenAIRequest
+from services.transformer.frontends.openai.structured_outputs import structured_outputs_of
 
 # Log probabilities have no place in an answer; the maximum of tokens has another name.
 _SAMPLING = tuple(
@@ -50,6 +52,22 @@ def _text_of_part(part: Any) -> str:
     return str(part["text"])
 
 
+class TextSettings(BaseModel):
+    """The form of the answer's text."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    format: dict[str, Any] = Field(default_factory=lambda: dict(_PLAIN_TEXT))
+    verbosity: str | None = None
+
+    @property
+    def as_response_format(self) -> dict[str, Any]:
+        """The format as chat completions have it, with a schema's fields in an object of their own."""
+        if self.format.get("type") != "json_schema":
+            return self.format
+        return {"type": "json_schema", "json_schema": {k: v for k, v in self.format.items() if k != "type"}}
+
+
 class ResponsesRequest(OpenAIRequest):
     """A request for the next message of a conversation, which `previous_response_id` may begin."""
 
@@ -63,7 +81,6 @@ class ResponsesRequest(OpenAIRequest):
         "parallel_tool_calls": (True, False),
         "prompt": (),
         "reasoning": ({}, {"effort": "none"}),
-        "text": ({}, {"format": _PLAIN_TEXT}, {"format": _PLAIN_TEXT, "verbosity": "medium"}),
         "tool_choice": ("none", "auto"),
         "tools": ([],),
         "top_logprobs": (0,),
@@ -79,6 +96,8 @@ class ResponsesRequest(OpenAIRequest):
     stream: bool = False
     stop: tuple[str, ...] = ()
     bad_words: tuple[str, ...] = ()
+    text: TextSettings = Field(default_factory=lambda: TextSettings())
+    _structured_outputs: str = PrivateAttr("")
 
     @field_validator("input", mode="before")
     @classmethod
@@ -99,6 +118,16 @@ class ResponsesRequest(OpenAIRequest):
         instructions = [("system", self.instructions)] if self.instructions else []
         return [*instructions, *previous, *(item.message for item in self.input)]
 
+    def check(self) -> None:
+        super().check()
+        if self.text.verbosity not in (None, "medium"):
+            raise UnsupportedFieldError("text.verbosity", self.text.verbosity)
+        fields = {
+            "text.format": self.text.as_response_format,
+            "structured_outputs": self.extra.get("structured_outputs"),
+        }
+        self._structured_outputs = structured_outputs_of(fields, "text.format")
+
     def trim(self) -> None:
         SamplingParameters().changed(self.sampling())
         check_stop(self.stop)
@@ -108,4 +137,6 @@ class ResponsesRequest(OpenAIRequest):
     def sampling(self) -> dict[str, Any]:
         """The sampling parameters given."""
         given = {name: self.extra[name] for name in _SAMPLING if self.extra.get(name) is not None}
-        return given if self.max_output_tokens is None else given | {"max_tokens": self.max_output_tokens}
+        if self.max_output_tokens is not None:
+            given["max_tokens"] = self.max_output_tokens
+        return given | ({"structured_outputs": self._structured_outputs} if self._structured_outputs else {})
