@@ -7,13 +7,13 @@ from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from millrace.errors import InvalidRequestError
 from millrace.sampling import MAX_TOP_LOGPROBS, SamplingParameters
-from services.transformer.calls import check_bad_words, check_stop
 from services.transformer.frontends.openai.errors import UnsupportedFieldError
-from services.transformer.frontends.openai.requests import OpenAIRequest, Prompt, read_prompts, trimmed_prompts
+from services.transformer.frontends.openai.requests import Prompt, read_prompts, trimmed_prompts
+from services.transformer.frontends.openai.sampled_request import SampledRequest
 from services.transformer.frontends.openai.structured_outputs import FIELDS, structured_outputs_of
 from services.transformer.frontends.openai.tools import MAX_TOOLS, ToolCall, ToolChoice, read_tool_choice, read_tools
 from services.transformer.text.tools import ToolFunction, ToolUse
@@ -36,7 +36,7 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool = False
 
 
-class GenerationRequest(OpenAIRequest):
+class GenerationRequest(SampledRequest):
     """What both kinds of completion share."""
 
     UNSUPPORTED: ClassVar[Mapping[str, Sequence[Any]]] = {
@@ -51,21 +51,12 @@ class GenerationRequest(OpenAIRequest):
     }
 
     READ: ClassVar[frozenset[str]] = frozenset(_SAMPLING) | FIELDS
+    SAMPLING: ClassVar[Sequence[str]] = _SAMPLING
 
     n: int = Field(1, ge=1, le=MAX_N)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    stop: tuple[str, ...] = ()
-    bad_words: tuple[str, ...] = ()
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    _structured_outputs: str = PrivateAttr("")
-
-    @field_validator("stop", "bad_words", mode="before")
-    @classmethod
-    def _read_texts(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            return (value,)
-        return tuple(value) if isinstance(value, list) else value
 
     @property
     def include_usage(self) -> bool:
@@ -83,17 +74,6 @@ class GenerationRequest(OpenAIRequest):
         self._structured_outputs = structured_outputs_of(self.extra)
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequestError("prompt_logprobs are not available with stream=true", param="prompt_logprobs")
-
-    def trim(self) -> None:
-        SamplingParameters().changed(self.sampling())
-        check_stop(self.stop)
-        check_bad_words(self.bad_words)
-        super().trim()
-
-    def sampling(self) -> dict[str, Any]:
-        """The sampling parameters given."""
-        given = {name: self.extra[name] for name in _SAMPLING if self.extra.get(name) is not None}
-        return given | ({"structured_outputs": self._structured_outputs} if self._structured_outputs else {})
 
 
 class CompletionRequest(GenerationRequest):

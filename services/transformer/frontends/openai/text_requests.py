@@ -31,40 +31,35 @@ def _texts(value: Any) -> Any:
     return texts
 
 
-class EmbeddingsRequest(OpenAIRequest):
+class InputsRequest(OpenAIRequest):
+    """A request about each of its inputs."""
+
+    UNSUPPORTED: ClassVar[Mapping[str, Sequence[Any]]] = _NOT_CUT
+
+    input: list[Prompt]
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _read_input(cls, value: Any) -> Any:
+        return read_prompts(value, MAX_INPUTS)
+
+    def trim(self) -> None:
+        super().trim()
+        self.input = trimmed_prompts(self.input)
+
+
+class EmbeddingsRequest(InputsRequest):
     """A request for the vectors of its inputs."""
 
     UNSUPPORTED: ClassVar[Mapping[str, Sequence[Any]]] = {**_NOT_CUT, "dimensions": ()}
 
-    input: list[Prompt]
     encoding_format: Literal["float", "base64"] = "float"
 
-    @field_validator("input", mode="before")
-    @classmethod
-    def _read_input(cls, value: Any) -> Any:
-        return read_prompts(value, MAX_INPUTS)
 
-    def trim(self) -> None:
-        super().trim()
-        self.input = trimmed_prompts(self.input)
-
-
-class ClassifyRequest(OpenAIRequest):
+class ClassifyRequest(InputsRequest):
     """A request for the classes of its inputs; without `use_activation` for the logits."""
 
-    UNSUPPORTED: ClassVar = _NOT_CUT
-
-    input: list[Prompt]
     use_activation: bool = True
-
-    @field_validator("input", mode="before")
-    @classmethod
-    def _read_input(cls, value: Any) -> Any:
-        return read_prompts(value, MAX_INPUTS)
-
-    def trim(self) -> None:
-        super().trim()
-        self.input = trimmed_prompts(self.input)
 
 
 class ScoreRequest(OpenAIRequest):

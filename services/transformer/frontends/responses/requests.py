@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from millrace.sampling import SamplingParameters
-from services.transformer.calls import check_bad_words, check_message_count, check_stop
+from services.transformer.calls import check_message_count
 from services.transformer.frontends.openai.errors import UnsupportedFieldError
-from services.transformer.frontends.openai.requests import OpenAIRequest
+from services.transformer.frontends.openai.sampled_request import SampledRequest
 from services.transformer.frontends.openai.structured_outputs import structured_outputs_of
 
 # Log probabilities have no place in an answer; the maximum of tokens has another name.
@@ -68,7 +68,7 @@ class TextSettings(BaseModel):
         return {"type": "json_schema", "json_schema": {k: v for k, v in self.format.items() if k != "type"}}
 
 
-class ResponsesRequest(OpenAIRequest):
+class ResponsesRequest(SampledRequest):
     """A request for the next message of a conversation, which `previous_response_id` may begin."""
 
     UNSUPPORTED: ClassVar[Mapping[str, Sequence[Any]]] = {
@@ -87,6 +87,7 @@ class ResponsesRequest(OpenAIRequest):
         "truncation": ("disabled",),
     }
     READ: ClassVar[frozenset[str]] = frozenset(_SAMPLING)
+    SAMPLING: ClassVar[Sequence[str]] = _SAMPLING
 
     input: list[Item] = Field(min_length=1)
     instructions: str | None = None
@@ -94,10 +95,7 @@ class ResponsesRequest(OpenAIRequest):
     previous_response_id: str | None = Field(None, max_length=2048)
     store: bool = True
     stream: bool = False
-    stop: tuple[str, ...] = ()
-    bad_words: tuple[str, ...] = ()
     text: TextSettings = Field(default_factory=lambda: TextSettings())
-    _structured_outputs: str = PrivateAttr("")
 
     @field_validator("input", mode="before")
     @classmethod
@@ -105,13 +103,6 @@ class ResponsesRequest(OpenAIRequest):
         if isinstance(value, list):
             check_message_count(len(value))
         return [{"role": "user", "content": value}] if isinstance(value, str) else value
-
-    @field_validator("stop", "bad_words", mode="before")
-    @classmethod
-    def _read_texts(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            return (value,)
-        return tuple(value) if isinstance(value, list) else value
 
     def conversation(self, previous: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
         """(role, content) pairs: the instructions, the `previous` messages and the new ones."""
@@ -128,15 +119,7 @@ class ResponsesRequest(OpenAIRequest):
         }
         self._structured_outputs = structured_outputs_of(fields, "text.format")
 
-    def trim(self) -> None:
-        SamplingParameters().changed(self.sampling())
-        check_stop(self.stop)
-        check_bad_words(self.bad_words)
-        super().trim()
-
     def sampling(self) -> dict[str, Any]:
         """The sampling parameters given."""
-        given = {name: self.extra[name] for name in _SAMPLING if self.extra.get(name) is not None}
-        if self.max_output_tokens is not None:
-            given["max_tokens"] = self.max_output_tokens
-        return given | ({"structured_outputs": self._structured_outputs} if self._structured_outputs else {})
+        given = super().sampling()
+        return given if self.max_output_tokens is None else given | {"max_tokens": self.max_output_tokens}

@@ -1,0 +1,40 @@
+"""What requests for generated text share: its sampling parameters, where it ends, and what it must not have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from pydantic import PrivateAttr, field_validator
+
+from millrace.sampling import SamplingParameters
+from services.transformer.calls import check_bad_words, check_stop
+from services.transformer.frontends.openai.requests import OpenAIRequest
+
+
+class SampledRequest(OpenAIRequest):
+    """`SAMPLING` are the names of the sampling parameters that are read from the request's undeclared fields."""
+
+    SAMPLING: ClassVar[Sequence[str]] = ()
+
+    stop: tuple[str, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    _structured_outputs: str = PrivateAttr("")
+
+    @field_validator("stop", "bad_words", mode="before")
+    @classmethod
+    def _read_texts(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return (value,)
+        return tuple(value) if isinstance(value, list) else value
+
+    def trim(self) -> None:
+        SamplingParameters().changed(self.sampling())
+        check_stop(self.stop)
+        check_bad_words(self.bad_words)
+        super().trim()
+
+    def sampling(self) -> dict[str, Any]:
+        """The sampling parameters given."""
+        given = {name: self.extra[name] for name in self.SAMPLING if self.extra.get(name) is not None}
+        return given | ({"structured_outputs": self._structured_outputs} if self._structured_outputs else {})
