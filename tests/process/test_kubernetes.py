@@ -141,12 +141,15 @@ def test_the_playground_has_its_settings(base):
 
 
 def test_the_wiring_is_that_of_compose(base):
-    """Host names, ports and folders that compose fixes; the gateway drains longer, because an update waits for it."""
+    """Host names, ports and folders that compose fixes; the gateway drains longer, because an update waits for it.
+
+    Batches need a folder that all transformers share, which only the user can name.
+    """
     for name in ("envoy", *SERVICES):
         fixed = {
             key: value
             for key, value in COMPOSE["services"][name]["environment"].items()
-            if value and "$" not in value and not key.startswith("OTEL_") and "KEY" not in key
+            if value and "$" not in value and not key.startswith(("OTEL_", "TRANSFORMER_BATCHES")) and "KEY" not in key
         }
         own = environment(base, containers(base)[name])
         if name == "envoy":

@@ -153,6 +153,9 @@ def test_the_commands_of_the_readme_work(make_up, command):
     elif "chat/completions" in command:
         assert output.count("data: {") >= 20
         assert output.rstrip().endswith("data: [DONE]")
+    elif "/v1/responses" in command:
+        assert '"object":"response"' in output
+        assert '"status":"completed"' in output
     elif "Last-Event-ID" in command:
         assert output.startswith("id: ")
         assert output.count("data: {") < 50  # Of 60 tokens.
@@ -178,7 +181,7 @@ def test_the_commands_of_the_readme_work(make_up, command):
 
 
 def test_every_command_of_the_readme_is_run_or_listed_as_skipped():
-    assert len(COMMANDS) == 11
+    assert len(COMMANDS) == 12
     assert all(any(block.startswith(start) for block in blocks("sh")) for start in NOT_RUN)
 
 
