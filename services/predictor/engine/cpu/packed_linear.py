@@ -2,21 +2,26 @@
 
 torch's own `F.linear` packs bfloat16 weights at every call, and the order of its float32 sums depends on the number of
 rows. oneDNN's packed product is faster for a few rows, and the order of a row's sum does not depend on the batch: in
-float32, and in bfloat16 on processors that multiply it in hardware (AVX512_BF16, AMX). The exception is a single row
-with wide inputs; if a test at load finds it, a second row is added to such a product.
+float32, and in bfloat16 on processors that multiply it in hardware (AVX512_BF16, AMX). There are two exceptions. A
+single row with wide inputs: if a test at load finds it, a second row is added to such a product. In bfloat16 with AMX
+more than 32 rows of 512 inputs or more (seen with oneDNN of torch 2.13): they are computed in slices, which takes about
+twice as long for 256 rows.
 
 A packed copy replaces the weight, unless the embedding shares the weight.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-_ROWS = 32  # The packing is optimised for this number of rows; others work as well.
+_ROWS = 32  # The packing is optimised for this number of rows, the size of a slice; others work as well.
+_SLICED_INPUTS = 512
+_TRIAL_NUMBERS, _TRIAL_ROWS = 2**15, 128  # In bfloat16 few numbers differ.
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -34,8 +39,13 @@ class PackedLinear(nn.Module):
         super().__init__()
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _ROWS)
         self._bias = None if bias is None else bias.detach()
-        trial = torch.randn(2, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
-        self._needs_two_rows = not torch.equal(self._product(trial)[:1], self._product(trial[:1]))
+        has_amx = weight.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+        self._is_sliced = has_amx and weight.shape[1] >= _SLICED_INPUTS
+        rows = 2 * max(1, min(_TRIAL_NUMBERS // weight.shape[0], _TRIAL_ROWS)) if has_amx else 2
+        trial = torch.randn(rows, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+        self._needs_two_rows = any(
+            not torch.equal(self._product(two)[:1], self._product(two[:1])) for two in trial.split(2)
+        )
 
     @classmethod
     def of(cls, *linears: nn.Linear) -> PackedLinear:
@@ -65,10 +75,26 @@ class PackedLinear(nn.Module):
         combine = torch.ops.mkldnn._linear_pointwise.binary
         if self._is_lone_row(x):
             return combine(_twice(x), _twice(other), self._packed, self._bias, how)[..., :1, :]  # type: ignore[no-any-return]
+        if self._is_sliced and _rows_of(x) > _ROWS:
+            return _in_slices(lambda x, other: combine(x, other, self._packed, self._bias, how), x, other)
         return combine(x, other, self._packed, self._bias, how)  # type: ignore[no-any-return]
 
     def _product(self, x: Tensor, activation: str = "none") -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, activation, [], "")  # type: ignore[no-any-return]
+        compute = torch.ops.mkldnn._linear_pointwise
+        if self._is_sliced and _rows_of(x) > _ROWS:
+            return _in_slices(lambda x: compute(x, self._packed, self._bias, activation, [], ""), x)
+        return compute(x, self._packed, self._bias, activation, [], "")  # type: ignore[no-any-return]
+
+
+def _rows_of(x: Tensor) -> int:
+    return x.numel() // x.shape[-1]
+
+
+def _in_slices(compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """The results for slices of nearly equal numbers of rows, so that none has a single row."""
+    rows = _rows_of(inputs[0])
+    parts = zip(*(x.reshape(rows, x.shape[-1]).tensor_split(-(-rows // _ROWS)) for x in inputs), strict=True)
+    return torch.cat([compute(*part) for part in parts]).reshape(*inputs[0].shape[:-1], -1)
 
 
 def _twice(x: Tensor) -> Tensor:
