@@ -44,7 +44,7 @@ class PackedLinear(nn.Module):
         rows = 2 * max(1, min(_TRIAL_NUMBERS // weight.shape[0], _TRIAL_ROWS)) if has_amx else 2
         trial = torch.randn(rows, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
         self._needs_two_rows = any(
-            not torch.equal(self._product(two)[:1], self._product(two[:1])) for two in trial.split(2)
+            not torch.equal(self._product(two)[:1], self._product(two[:1])) for two in trial.tensor_split(rows // 2)
         )
 
     @classmethod
