@@ -55,12 +55,22 @@ def test_curl_streams(stack):
     assert output.rstrip().endswith("data: [DONE]")
 
 
+def script_with(client):
+    """The script of the documentation that imports a client."""
+    (script,) = [one for one in re.findall(r"```python\n(.*?)```", CLIENTS_PAGE, re.DOTALL) if client in one]
+    return script
+
+
 def test_tritons_own_client_streams(stack):
-    python = python_of()
-    (script,) = re.findall(r"```python\n(.*?)```", CLIENTS_PAGE, re.DOTALL)
     with stack.timed("tritonclient: 40 tokens"):
-        output = run(stack, python, "-c", script)
+        output = run(stack, python_of(), "-c", script_with("tritonclient"))
     assert len(output.splitlines()) > 10
+
+
+def test_anthropics_own_client_streams(stack):
+    with stack.timed("anthropic: an answer"):
+        output = run(stack, python_of(), "-c", script_with("anthropic"))
+    assert len(output.split()) > 20
 
 
 def test_a_change_of_code_is_built_in_seconds(stack):
