@@ -149,6 +149,11 @@ async def row_of(text: Text, model: RowModel, where: str, param: str) -> Row:
         raise type(error)(f"{where}: {error.message}", param=param) from None
 
 
+async def rows_of_inputs(inputs: Sequence[Text], model: RowModel) -> list[Row]:
+    """The rows of a request's `input`."""
+    return [await row_of(text, model, f"input {index}", "input") for index, text in enumerate(inputs)]
+
+
 async def row_of_pair(first: str, second: str, model: RowModel, where: str, param: str) -> Row:
     """As `row_of`, of two texts that the model reads together."""
     await asyncio.sleep(0)

@@ -14,27 +14,8 @@ from pydantic import BaseModel, Field, field_validator
 from millrace.errors import InvalidRequestError
 from millrace.sampling import SamplingParameters
 from services.transformer.calls import check_bad_words, check_stop
-from services.transformer.frontends.openai.requests import OpenAIRequest
-
-# Log probabilities have no place in an answer.
-_SAMPLING = tuple(
-    name for name in SamplingParameters.model_fields if name not in ("max_tokens", "logprobs", "top_logprobs")
-)
-
-
-def _text(value: Any) -> Any:
-    """A text, or the texts of blocks."""
-    return "\n".join(map(_text_of_block, value)) if isinstance(value, list) else value
-
-
-def _text_of_block(block: Any) -> str:
-    if not isinstance(block, dict) or "type" not in block:
-        raise ValueError("a block of the content must be an object with a type")
-    if block["type"] != "text":
-        raise ValueError(f"blocks of type {str(block['type'])[:64]!r} are not supported, only text is")
-    if not isinstance(block.get("text"), str):
-        raise ValueError("a text block must have a text")
-    return str(block["text"])
+from services.transformer.frontends.openai.requests import OpenAIRequest, text_of
+from services.transformer.frontends.openai.sampled_request import SCORELESS
 
 
 class Turn(BaseModel):
@@ -46,7 +27,7 @@ class Turn(BaseModel):
     @field_validator("content", mode="before")
     @classmethod
     def _read_content(cls, value: Any) -> Any:
-        return _text(value)
+        return text_of(value, part="block")
 
 
 class ConversationRequest(OpenAIRequest):
@@ -67,7 +48,7 @@ class ConversationRequest(OpenAIRequest):
     @field_validator("system", mode="before")
     @classmethod
     def _read_system(cls, value: Any) -> Any:
-        return _text(value)
+        return text_of(value, part="block")
 
     @property
     def conversation(self) -> list[tuple[str, str]]:
@@ -85,7 +66,7 @@ class MessagesRequest(ConversationRequest):
     """A request for the assistant's next message."""
 
     UNSUPPORTED: ClassVar[Mapping[str, Sequence[Any]]] = {**ConversationRequest.UNSUPPORTED, "container": ()}
-    READ: ClassVar[frozenset[str]] = frozenset(_SAMPLING)
+    READ: ClassVar[frozenset[str]] = frozenset(SCORELESS)
 
     max_tokens: int
     stream: bool = False
@@ -105,5 +86,5 @@ class MessagesRequest(ConversationRequest):
 
     def sampling(self) -> dict[str, Any]:
         """The sampling parameters given."""
-        given = {name: self.extra[name] for name in _SAMPLING if self.extra.get(name) is not None}
+        given = {name: self.extra[name] for name in SCORELESS if self.extra.get(name) is not None}
         return given | {"max_tokens": self.max_tokens}

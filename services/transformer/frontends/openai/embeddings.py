@@ -7,23 +7,20 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import orjson
 
 from millrace.oip.row_outputs import EMBEDDING, Vector
 from services.transformer.frontends.openai.text_requests import EmbeddingsRequest
-from services.transformer.inference.encoder_calls import Request, Row, row_of
-from services.transformer.models.models import RowModel
+from services.transformer.inference.encoder_calls import Request, rows_of_inputs
 
 _ROWS_A_PIECE = 64  # Of the answer's JSON, so that writing it does not hold the event loop.
 
 
 def encoding_of(request: EmbeddingsRequest) -> Request:
     """The request for its inputs' vectors."""
-
-    async def rows_of(model: RowModel) -> list[Row]:
-        return [await row_of(text, model, f"input {index}", "input") for index, text in enumerate(request.input)]
-
+    rows_of = partial(rows_of_inputs, request.input)
     return Request(request.model, request.input, "embeddings", [EMBEDDING], rows_of, request.ignored_fields())
 
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from millrace.errors import InvalidRequestError
 from millrace.sampling import MAX_TOP_LOGPROBS, SamplingParameters
 from services.transformer.frontends.openai.errors import UnsupportedFieldError
-from services.transformer.frontends.openai.requests import Prompt, read_prompts, trimmed_prompts
+from services.transformer.frontends.openai.requests import Prompt, read_prompts, text_of, trimmed_prompts
 from services.transformer.frontends.openai.sampled_request import SampledRequest
 from services.transformer.frontends.openai.structured_outputs import FIELDS, structured_outputs_of
 from services.transformer.frontends.openai.tools import MAX_TOOLS, ToolCall, ToolChoice, read_tool_choice, read_tools
@@ -151,9 +151,7 @@ class Message(BaseModel):
     @field_validator("content", mode="before")
     @classmethod
     def _read_content(cls, value: Any) -> Any:
-        if not isinstance(value, list):
-            return "" if value is None else value
-        return "\n".join(map(_text_of_part, value))
+        return "" if value is None else text_of(value)
 
     @field_validator("function_call", "audio")
     @classmethod
@@ -253,16 +251,6 @@ class ChatCompletionRequest(GenerationRequest):
         if self.logprobs or self.top_logprobs:
             given |= {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
         return given
-
-
-def _text_of_part(part: Any) -> str:
-    if not isinstance(part, dict) or "type" not in part:
-        raise ValueError("a part of the content must be an object with a type")
-    if part["type"] != "text":
-        raise ValueError(f"parts of type {str(part['type'])[:64]!r} are not supported, only text is")
-    if not isinstance(part.get("text"), str):
-        raise ValueError("a text part must have a text")
-    return str(part["text"])
 
 
 def check_template_options(options: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import islice
 from typing import Any, ClassVar, TypeVar
 
@@ -143,6 +143,24 @@ def read_prompts(value: Any, limit: int) -> list[Prompt]:
     if all(isinstance(item, list) for item in value):
         return [_checked_ids(item) for item in value]
     raise ValueError("must be a string, a list of strings, token ids, or a list of lists of them")
+
+
+def text_of(content: Any, kinds: Container[str] = ("text",), part: str = "part") -> Any:
+    """The texts of a list of parts, joined by newlines; any other content as it is; raises ValueError.
+
+    `kinds` are the types of text parts; `part` is what an API calls one, for errors.
+    """
+    return "\n".join(_text_of_part(one, kinds, part) for one in content) if isinstance(content, list) else content
+
+
+def _text_of_part(value: Any, kinds: Container[str], part: str) -> str:
+    if not isinstance(value, dict) or "type" not in value:
+        raise ValueError(f"a {part} of the content must be an object with a type")
+    if value["type"] not in kinds:
+        raise ValueError(f"{part}s of type {str(value['type'])[:64]!r} are not supported, only text is")
+    if not isinstance(value.get("text"), str):
+        raise ValueError(f"a text {part} must have a text")
+    return str(value["text"])
 
 
 def _checked_ids(ids: list[Any]) -> list[int]:

@@ -11,6 +11,11 @@ from millrace.sampling import SamplingParameters
 from services.transformer.calls import check_bad_words, check_stop
 from services.transformer.frontends.openai.requests import OpenAIRequest
 
+# The parameters of APIs whose answers have no log probabilities, and whose maximum of tokens has a field of its own.
+SCORELESS = tuple(
+    name for name in SamplingParameters.model_fields if name not in ("max_tokens", "logprobs", "top_logprobs")
+)
+
 
 class SampledRequest(OpenAIRequest):
     """`SAMPLING` are the names of the sampling parameters that are read from the request's undeclared fields."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from millrace.errors import InvalidRequestError
 from millrace.oip.row_outputs import EMBEDDING, LOGITS, Vector
 from millrace.rpc.call_context import CallContext
 from services.transformer.frontends.openai.text_requests import ClassifyRequest, RerankRequest, ScoreRequest
-from services.transformer.inference.encoder_calls import EncoderCalls, Request, Row, row_of, row_of_pair
+from services.transformer.inference.encoder_calls import EncoderCalls, Request, Row, row_of, row_of_pair, rows_of_inputs
 from services.transformer.models.models import RowModel
 
 _TINY = np.finfo(np.float32).tiny
@@ -25,10 +26,7 @@ _TINY = np.finfo(np.float32).tiny
 
 async def classify(request: ClassifyRequest, encoders: EncoderCalls, call: CallContext) -> dict[str, Any]:
     """The class of each input, with the probabilities of all."""
-
-    async def rows_of(model: RowModel) -> list[Row]:
-        return [await row_of(text, model, f"input {index}", "input") for index, text in enumerate(request.input)]
-
+    rows_of = partial(rows_of_inputs, request.input)
     asked = Request(request.model, request.input, "classes", [LOGITS], rows_of, request.ignored_fields())
     model, vectors, tokens = await encoders.encode(asked, call)
     data = [

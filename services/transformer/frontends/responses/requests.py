@@ -10,16 +10,12 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from millrace.sampling import SamplingParameters
 from services.transformer.calls import check_message_count
 from services.transformer.frontends.openai.errors import UnsupportedFieldError
-from services.transformer.frontends.openai.sampled_request import SampledRequest
+from services.transformer.frontends.openai.requests import text_of
+from services.transformer.frontends.openai.sampled_request import SCORELESS, SampledRequest
 from services.transformer.frontends.openai.structured_outputs import structured_outputs_of
 
-# Log probabilities have no place in an answer; the maximum of tokens has another name.
-_SAMPLING = tuple(
-    name for name in SamplingParameters.model_fields if name not in ("max_tokens", "logprobs", "top_logprobs")
-)
 _PLAIN_TEXT = {"type": "text"}
 _PARTS = ("input_text", "output_text", "text")
 
@@ -34,22 +30,12 @@ class Item(BaseModel):
     @field_validator("content", mode="before")
     @classmethod
     def _read_content(cls, value: Any) -> Any:
-        return "\n".join(map(_text_of_part, value)) if isinstance(value, list) else value
+        return text_of(value, _PARTS)
 
     @property
     def message(self) -> tuple[str, str]:
         """As (role, content); chat templates know the older name of `developer`."""
         return "system" if self.role == "developer" else self.role, self.content
-
-
-def _text_of_part(part: Any) -> str:
-    if not isinstance(part, dict) or "type" not in part:
-        raise ValueError("a part of the content must be an object with a type")
-    if part["type"] not in _PARTS:
-        raise ValueError(f"parts of type {str(part['type'])[:64]!r} are not supported, only text is")
-    if not isinstance(part.get("text"), str):
-        raise ValueError("a text part must have a text")
-    return str(part["text"])
 
 
 class TextSettings(BaseModel):
@@ -86,8 +72,8 @@ class ResponsesRequest(SampledRequest):
         "top_logprobs": (0,),
         "truncation": ("disabled",),
     }
-    READ: ClassVar[frozenset[str]] = frozenset(_SAMPLING)
-    SAMPLING: ClassVar[Sequence[str]] = _SAMPLING
+    READ: ClassVar[frozenset[str]] = frozenset(SCORELESS)
+    SAMPLING: ClassVar[Sequence[str]] = SCORELESS
 
     input: list[Item] = Field(min_length=1)
     instructions: str | None = None
