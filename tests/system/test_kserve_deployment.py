@@ -8,7 +8,7 @@ import asyncio
 import os
 import sys
 import urllib.request
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import grpc
@@ -77,7 +77,8 @@ async def predictor(container, folder, ports):
     try:
         yield running
     finally:
-        running.send_signal(9)
+        with suppress(ProcessLookupError):
+            running.send_signal(9)
         await running.wait()
 
 

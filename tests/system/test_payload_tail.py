@@ -51,7 +51,7 @@ async def test_query_and_get_agree_over_rest_and_grpc(stack):
     assert one.json["text"] == found["text"] == record.text
     assert one.json["usage"] == {"prompt_tokens": record.usage.prompt_tokens, "completion_tokens": 3}
     assert one.json["trace_id"] == record.trace_id
-    assert lines(await rest(stack.gateway, "GET", f"{PAYLOADS}?model=nobody")) == []
+    assert lines(await rest(stack.gateway, "GET", f"{PAYLOADS}?model=never-asked-for")) == []
 
 
 @pytest.mark.parametrize(
