@@ -189,6 +189,12 @@ async def test_every_answer_has_the_remaining_limits(keyed: tuple[Stack, Path]) 
         oip, text, log = (stub(open_channel) for stub in (GRPCInferenceServiceStub, TextGenerationStub, PayloadLogStub))
         request = text_request(MODEL, "Once", max_tokens=2)
         generation = millrace_pb2.GenerateRequest(model=MODEL, prompt="Once", max_tokens=2)
+
+        async def is_recorded() -> bool:
+            return bool(await last_of(log.Query(millrace_pb2.QueryPayloadsRequest(page_size=1), **options)))
+
+        # grpc.aio may report no metadata at all for an answer without messages.
+        await until(is_recorded)
         streams = {
             "stream": text.Generate(generation, **options),
             "both ways": oip.ModelStreamInfer(each(request), **options),
