@@ -3,8 +3,8 @@
 OpenAI's server-sent events through the whole stack as `make up` starts it, everything on by default, with 32 callers on
 the whole machine: prompts of 32 tokens, 64 tokens out, greedy, the bundled model `storyteller`, whose steps are so
 short that a mask has little time beside them. The schema is that of a list of persons, which 64 tokens do not complete,
-so both cases have equally many tokens. In a round each case is measured once, in random order; the ratios are those of
-pairs (bench/statistics.py).
+so both cases have equally many tokens; those that the schema forces are among them. In a round each case is measured
+once, in random order; the ratios are those of pairs (bench/statistics.py).
 
 `python -m bench.structured` writes bench/results/structured.json; three minutes.
 """

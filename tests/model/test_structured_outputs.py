@@ -110,11 +110,24 @@ async def test_a_form_whose_tokens_are_not_allowed_is_the_requests_fault(engine)
     assert {STORIES.decode(ids) for ids, _ in answers} == {"yes"}
 
 
-@pytest.mark.parametrize("form", FORMS[:1] + FORMS[3:])
+@pytest.mark.parametrize("form", FORMS[:2] + FORMS[3:])
 async def test_an_answer_continues_from_each_of_its_tokens(engine, form):
     ids, reason = await generate(engine, form)
     for at in range(len(ids) + 1):
         assert await generate(engine, form, ids[:at]) == (ids[at:], reason)
+
+
+async def test_tokens_that_the_grammar_forces_need_no_step(engine):
+    form = {"json": PERSON, "disable_any_whitespace": True}
+    before = engine.statistics.steps
+    answer = await generate(engine, form)
+    assert engine.statistics.steps - before < len(answer[0]) - 10
+    # Where each has a step of its own, they are the same.
+    assert await generate(engine, form, logprobs=True) == answer
+    assert await generate(engine, form, pace=1000.0) == answer
+    ids, reason = answer
+    assert await generate(engine, form, max_tokens=7) == (ids[:7], "length")
+    assert await generate(engine, form, stop_token_ids=[ids[3]]) == (ids[: ids.index(ids[3]) + 1], "stop")
 
 
 async def test_an_answer_ends_where_its_grammar_does(engine):

@@ -117,6 +117,19 @@ def test_prompts_are_cut_to_the_budget_left_by_decoding_sequences():
     assert step(scheduler, prefill_tokens=2) == [(decoding, 4, 1), (long, 12, 2)]
 
 
+def test_forced_ids_are_computed_with_their_token_as_far_as_the_step_has_room_after_all_others():
+    scheduler = scheduler_of(step_tokens=8)
+    first, second = added(scheduler, sequence(3, 9), sequence(4, 9))
+    step(scheduler)
+    for one in (first, second):
+        for _ in range(4):
+            one.append_forced(8)
+    assert (scheduler.streams, scheduler.due) == (2, [first, second])
+    assert step(scheduler) == [(first, 3, 5), (second, 4, 3)]
+    assert (first.output_ids, second.output_ids) == ([7, 8, 8, 8, 8, 7], [7, 8, 8, 8, 8])
+    assert step(scheduler) == [(first, 8, 1), (second, 7, 2)]
+
+
 def test_an_encoder_s_prompt_is_never_cut():
     scheduler = scheduler_of(step_tokens=8, reuses_prefixes=False)
     first, second = added(scheduler, sequence(20, 4, start_ids=(0,)), sequence(20, 4, start_ids=(0,)))

@@ -49,10 +49,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.manager.blocks_for(new.longest) <= self.manager.total
             assert not full
 
-    @rule(prefill_tokens=st.integers(1, 12), token_ids=st.lists(st.integers(0, 2), min_size=3, max_size=3))
-    def step(self, prefill_tokens, token_ids):
-        for row, token_id in zip(self.schedule(prefill_tokens), token_ids, strict=False):
-            self.finish(row, token_id)
+    @rule(
+        prefill_tokens=st.integers(1, 12),
+        token_ids=st.lists(st.integers(0, 2), min_size=3, max_size=3),
+        forced=st.sampled_from([(0, 0, 0), (0, 5, 1), (2, 0, 9)]),
+    )
+    def step(self, prefill_tokens, token_ids, forced=(0, 0, 0)):
+        for row, token_id, more in zip(self.schedule(prefill_tokens), token_ids, forced, strict=False):
+            self.finish(row, token_id, more)
 
     @rule(culprit=st.integers(0, 2), prefill_tokens=st.integers(1, 12))
     def step_that_fails_for_one(self, culprit, prefill_tokens):
@@ -90,7 +94,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def schedule(self, prefill_tokens):
         scheduler = self.scheduler
-        before, decoding = list(scheduler.running), [one for one in scheduler.running if one.remaining == 1]
+        before, decoding = list(scheduler.running), [one for one in scheduler.running if one.decodes]
         held = {one: (list(one.blocks), one.computed) for one in before}
         rows = scheduler.schedule(prefill_tokens)
         was_alone, self.alone = self.alone, next((one for one in scheduler.running if one.alone), None)
@@ -114,7 +118,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(one in scheduled or one in scheduler.waiting for one in decoding)
         prompts = [row.count for row in rows if row.sequence not in decoding]
         # One that decodes may have lost its blocks, and with them its place in the step, to an older one.
-        budget = scheduler.step_tokens - sum(one in scheduled for one in decoding)
+        decoded = [row.count for row in rows if row.sequence in decoding]
+        assert sum(decoded) <= max(scheduler.step_tokens, len(decoded))
+        budget = scheduler.step_tokens - sum(decoded)
         if self.start_ids:
             # A prompt that cannot be divided may exceed the budget, but is then the only one.
             assert len(prompts) == 1 or sum(prompts) <= max(budget, 0)
@@ -140,14 +146,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             block = row.sequence.blocks[position // SIZE]
             self.memory[block][position % SIZE] = -9 if poisoned else row.sequence.ids[position]
 
-    def finish(self, row, token_id):
+    def finish(self, row, token_id, forced=0):
         self.write(row)
         self.scheduler.complete(row)
         # The model would read exactly the sequence's ids.
         one = row.sequence
         held = [self.memory[one.blocks[p // SIZE]][p % SIZE] for p in range(one.computed)]
         assert held == one.ids[: one.computed]
-        if row.samples and one.append(token_id) is not None:
+        if not row.samples:
+            return
+        reason = one.append(token_id)
+        while forced and reason is None:
+            reason, forced = one.append_forced(token_id), forced - 1
+        if reason is not None:
             self.end(one)
 
     def end(self, one, forget=False):

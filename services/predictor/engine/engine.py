@@ -38,19 +38,19 @@ from services.predictor.engine.interface import (
     EngineLoad,
     EngineStatistics,
     GenerationRequest,
-    Logprobs,
 )
 from services.predictor.engine.isolation import Isolation
 from services.predictor.engine.load.load_meter import LoadMeter
 from services.predictor.engine.load.pace import PrefillPace
 from services.predictor.engine.load.progress import ProgressWatch
 from services.predictor.engine.load.queue_estimate import QueueEstimate
+from services.predictor.engine.publisher import Publisher
 from services.predictor.engine.runners.interface import ModelRunner
 from services.predictor.engine.scheduler import Scheduler
 from services.predictor.engine.state.in_flight import queue_full
 from services.predictor.engine.state.sequence import Row, Sequence
-from services.predictor.engine.state.slot import MergingSlot, Reader, SequenceOutput, wake
-from services.predictor.engine.step import Outcome, Result, StepComputer, StepRunner
+from services.predictor.engine.state.slot import MergingSlot, SequenceOutput
+from services.predictor.engine.step import Outcome, StepComputer, StepRunner
 
 if TYPE_CHECKING:  # vLLM's environment may not have what they import.
     from services.predictor.engine.adapters.low_rank import Adapter
@@ -93,6 +93,7 @@ class ContinuousBatchingEngine:
         self._flush = flush
         self._estimate = QueueEstimate(scheduler.max_running)
         self._ending = Ending(runner, scheduler, self._changed, self.statistics, self._estimate, self._isolation)
+        self._publisher = Publisher(scheduler, self._ending, self._isolation, self.statistics, limits.vocabulary_size)
         self._progress = ProgressWatch(step_timeout_s)
         self._step_timeout_s = step_timeout_s
         self._grammars = grammars
@@ -231,16 +232,16 @@ class ContinuousBatchingEngine:
         self._begin_pass()
         served: set[Sequence] = set()
         if rows:
+            chunks = [(row.start, row.count) for row in rows if row.count > 1 and not row.sequence.decodes]
             started = time.perf_counter()
             results, failed = self._compute(rows)
             self._meter.end(rows, time.perf_counter() - started)
-            self._publish(results)
+            self._publisher.publish(results)
             for sequence, error in failed:
                 self._ending.end(sequence, "failed", error, forget=True)
             served = {result.row.sequence for result in results}
             self._scheduler.regain()
             elapsed = time.perf_counter() - started
-            chunks = [(row.start, row.count) for row in rows if row.count > 1]
             self._pace.observe(len(rows) - len(chunks), chunks, elapsed)
             self.statistics.steps += 1
             self.statistics.step_ns += int(elapsed * 1e9)
@@ -291,40 +292,6 @@ class ContinuousBatchingEngine:
             steps, running = self._scheduler.step_tokens, self._scheduler.max_running
             logger.warning("out of memory: steps of %d tokens and %d sequences from now on", steps, running)
         return hopeless
-
-    def _publish(self, results: list[Result]) -> None:
-        readers: list[Reader] = []
-        try:
-            for row, token_id, logprobs, scores in results:
-                if scores is not None:
-                    row.sequence.add_scores(scores)
-                self._scheduler.complete(row)
-                if row.samples:
-                    reader = self._publish_token(row.sequence, token_id, logprobs)
-                    if reader is not None:
-                        readers.append(reader)
-        finally:
-            # They must wake even if a later row kills the engine.
-            wake(readers)
-
-    def _publish_token(self, sequence: Sequence, token_id: int, logprobs: Logprobs | None) -> Reader | None:
-        """Appends the next token to a sequence; returns the reader to be woken."""
-        if sequence.alone:
-            self._isolation.release(sequence)
-        if sequence.constraint is not None and sequence.constraint.has_ended:
-            self._ending.end_constrained(sequence, sequence.constraint.error)
-            return None
-        if sequence.timeline.first_token is None:
-            sequence.timeline.first_token = time.monotonic()
-        prompt = sequence.take_prompt()
-        reason = sequence.append(token_id)
-        self.statistics.tokens += 1
-        self.statistics.tokens_after_cancel += sequence.slot.cancelled
-        finish = None
-        if reason is not None:
-            self._ending.release(sequence, "succeeded")
-            finish = reason, sequence.usage
-        return sequence.slot.publish(token_id, logprobs, finish, prompt)
 
     def _look_for_stuck(self, served: set[Sequence]) -> None:
         with self._changed:

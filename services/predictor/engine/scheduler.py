@@ -59,7 +59,7 @@ class Scheduler(InFlight):
     @property
     def prefill_start(self) -> int:
         """The number of ids that are already computed of the first sequence with more to compute."""
-        return next((sequence.computed for sequence in self.running if sequence.remaining > 1), 0)
+        return next((sequence.computed for sequence in self.running if not sequence.decodes), 0)
 
     def queue_before(self, sequence: Sequence) -> int:
         """The number of sequences that wait for another's end and are expected to start before a new one."""
@@ -89,7 +89,7 @@ class Scheduler(InFlight):
         return [
             sequence
             for sequence in self.running
-            if (sequence is oldest or sequence.remaining == 1) and sequence.due_at <= self._now
+            if (sequence is oldest or sequence.decodes) and sequence.due_at <= self._now
         ]
 
     @property
@@ -151,20 +151,24 @@ class Scheduler(InFlight):
     def _compose(self, prefill_tokens: int, rows: dict[Sequence, Row], resting: frozenset[str] = frozenset()) -> bool:
         """Plans what decodes, then prompts; without clients that rest. Returns whether there are prompts."""
         left_out = 0
+        forced = max(0, self.step_tokens - len(self.running))  # Beside one id for each sequence.
         for sequence in list(self.running):
-            if sequence.remaining == 1:
+            if sequence.decodes:
                 if sequence.due_at > self._now:
                     sequence.was_held = True
                 elif resting and sequence.request.client in resting:
                     left_out += 1
                 else:
-                    self._plan(sequence, 1, rows)
-        given = budget = min(self.step_tokens - len(rows), prefill_tokens + left_out)
+                    count = min(sequence.remaining, 1 + forced)
+                    forced -= count - 1
+                    self._plan(sequence, count, rows)
+        left = self.step_tokens - sum([row.count for row in rows.values()])
+        given = budget = min(left, prefill_tokens + left_out)
         self._full = self._closed = False
         for client in self._turns():
             if client not in resting:
                 for sequence in self._of(client, self.running):
-                    if budget > 0 and sequence.remaining > 1:
+                    if budget > 0 and not sequence.decodes:
                         budget -= self._plan(sequence, min(sequence.remaining, budget), rows)
                 budget = self._admit(client, budget, rows)
         return budget < given
@@ -177,7 +181,7 @@ class Scheduler(InFlight):
             if not sequence.limited(1, self._scores_left):
                 # No scores left in this step; sequences behind it in the queue may go first.
                 continue
-            if sequence.indivisible > budget and any(row.count > 1 for row in rows.values()):
+            if sequence.indivisible > budget and not all(planned.decodes for planned in rows):
                 break
             cached, pending = self._holdings.find(sequence)
             if pending:
@@ -207,7 +211,7 @@ class Scheduler(InFlight):
         return [sequence for sequence in sequences if client is None or sequence.request.client == client]
 
     def _resting(self) -> frozenset[str]:
-        prompts = {sequence.request.client for sequence in self.running if sequence.remaining > 1}
+        prompts = {sequence.request.client for sequence in self.running if not sequence.decodes}
         return self._shares.resting(prompts.union(sequence.request.client for sequence in self.waiting))
 
     def _has_slot(self, client: str | None) -> bool:

@@ -51,7 +51,7 @@ class LoadMeter:
     def read(self) -> EngineLoad:
         with self._guard:
             running, waiting = list(self._scheduler.running), list(self._scheduler.waiting)
-            prompts = [sequence.remaining for sequence in running + waiting if sequence.remaining > 1]
+            prompts = [sequence.remaining for sequence in running + waiting if not sequence.decodes]
         oldest = min((sequence.timeline.submitted for sequence in running + waiting), default=None)
         counted = self._statistics
         return EngineLoad(

@@ -50,8 +50,8 @@ class InFlight:
 
     @property
     def streams(self) -> int:
-        """The number of running sequences that lack only their next token."""
-        return sum([len(sequence.ids) - sequence.computed == 1 for sequence in self.running])
+        """The number of running sequences that decode."""
+        return sum([len(sequence.ids) - sequence.computed <= sequence.newest for sequence in self.running])
 
     @property
     def sequences(self) -> list[Sequence]:

@@ -66,6 +66,7 @@ class Sequence:
         self.indivisible = len(request.input_ids) + len(start_ids) if start_ids else 1
         self.blocks: list[int] = []
         self.computed = 0
+        self.newest = 1  # The number of its last ids that came at once: more than one where a grammar forces tokens.
         self.cached_tokens = 0
         self.announced: list[bytes] = []
         self.number = 0  # Its position in the order of arrival.
@@ -102,6 +103,11 @@ class Sequence:
     def remaining(self) -> int:
         """The number of ids still to be computed."""
         return len(self.ids) - self.computed
+
+    @property
+    def decodes(self) -> bool:
+        """Whether a next step computes nothing but its newest ids."""
+        return self.remaining <= self.newest
 
     @property
     def proven(self) -> bool:
@@ -181,11 +187,31 @@ class Sequence:
             self.constraint.take(token_id)
             reason = "stop" if self.constraint.is_complete else reason
         self.alone = False
+        self.newest = 1
         self._deadline = self.request.deadline
         self.ids.append(token_id)
         self.output_ids.append(token_id)
         if pace := self.request.sampling.pace:
             self.due_at = time.monotonic() + 1 / pace
+        return reason
+
+    def forced(self, vocabulary: int) -> int | None:
+        """The next token, if the grammar forces it; `vocabulary` is the number of logits."""
+        token_id = None if self.constraint is None else self.constraint.forced()
+        # Whether an end token may be next, the sampler decides.
+        return None if token_id is None or token_id >= vocabulary or token_id in self._end_ids else token_id
+
+    def next_forced(self, vocabulary: int) -> int | None:
+        """A forced token that need not be sampled: no log probability is asked for, and no pace."""
+        if self.constraint is None or self.request.sampling.logprobs or self.request.sampling.pace:
+            return None
+        return self.forced(vocabulary)
+
+    def append_forced(self, token_id: int) -> str | None:
+        """Appends a token that needs no forward pass of its own; returns the finish reason."""
+        newest = self.newest
+        reason = self.append(token_id)
+        self.newest = newest + 1
         return reason
 
 
