@@ -59,7 +59,7 @@ class Publisher:
         prompt = sequence.take_prompt()
         finish = self._count(sequence, sequence.append(token_id))
         reader = sequence.slot.publish(token_id, logprobs, finish, prompt)
-        while finish is None and (forced := sequence.next_forced(self._vocabulary)) is not None:
+        while finish is None and (forced := sequence.forced(self._vocabulary)) is not None:
             finish = self._count(sequence, sequence.append_forced(forced))
             reader = sequence.slot.publish(forced, None, finish) or reader
         return reader

@@ -91,9 +91,7 @@ class GrammarCompiler:
             if len(self._compiled) > _KEPT:
                 self._compiled.popitem(last=False)
             matcher = master.deep_copy()
-        # Tokens that the request excludes are not forced.
-        forces = not row.sampling.has_restrictions
-        constraint = Constraint(matcher, end_bit, row.sampling.end_ids(row.end_ids), row.end_ids, forces)
+        constraint = Constraint(matcher, end_bit, row.sampling.end_ids(row.end_ids), row.end_ids)
         constraint.replay(sequence.output_ids)
         return constraint
 

@@ -29,12 +29,8 @@ def forbidden_tokens(rows: Rows[Row], vocabulary: int) -> Masks | None:
     constraints = [constraint for row in rows if (constraint := row.sequence.constraint) is not None]
     first = constraints[0]  # What concerns the vocabulary is the same for all.
     bits = np.zeros((len(constraints), first.mask_bytes), np.uint8)
-    for mask, number, constraint in zip(bits, numbers, constraints, strict=True):
-        forced = rows[number].sequence.forced(vocabulary)
-        if forced is None:
-            constraint.fill(mask)
-        else:
-            mask[forced // 8] = 1 << forced % 8
+    for mask, constraint in zip(bits, constraints, strict=True):
+        constraint.fill(mask)
     flags: NDArray[np.bool_] = np.unpackbits(bits, axis=1, bitorder="little").view(np.bool_)
     allowed = np.zeros((len(constraints), vocabulary), bool)
     known = min(first.end_bit, vocabulary)

@@ -3,8 +3,8 @@
 The mask of the next token has a bit for each id of the vocabulary and, behind them, one for the end of the answer. An
 answer that can only end is complete; it needs no end token.
 
-Where the text can go on in one way only, its next token is the first of that text as the tokenizer splits it: no choice
-is left, so it needs no forward pass of its own.
+Where the text can go on in one way only, the mask allows one token: the first of that text as the tokenizer splits it.
+Such a token is known without the mask and without the model.
 """
 
 from __future__ import annotations
@@ -32,12 +32,10 @@ class Constraint:
     """See the module. Used by one thread at a time.
 
     `end_bit` is the mask's last bit. `end_ids` end the answer where it may end; `eos_ids`, the model's own, are never
-    text of it. Without `forces` every token that continues the text may be chosen, also where the text is certain.
+    text of it.
     """
 
-    def __init__(
-        self, matcher: LLMatcher, end_bit: int, end_ids: Iterable[int], eos_ids: Iterable[int], forces: bool = True
-    ) -> None:
+    def __init__(self, matcher: LLMatcher, end_bit: int, end_ids: Iterable[int], eos_ids: Iterable[int]) -> None:
         self.end_bit = end_bit
         self.mask_bytes = (end_bit // _WORD + 1) * _WORD // 8
         self.end_ids = list(end_ids)
@@ -45,7 +43,6 @@ class Constraint:
         self.is_complete = matcher.is_stopped()
         self.error: MillraceError | None = None
         self._matcher = matcher
-        self._may_force = self._forces = forces  # The first is for the next token only.
         self._left_s = _CPU_S
 
     @property
@@ -64,19 +61,19 @@ class Constraint:
         """Takes the answer's next token, one that the mask allows."""
         started = time.thread_time()
         self._matcher.consume_token(token_id)
-        self._may_force = self._forces
         self.is_complete = self._matcher.is_stopped()
         self._spend(time.thread_time() - started - _CPU_S_PER_TOKEN)
 
     def forced(self) -> int | None:
-        """The next token, if the grammar leaves no choice of the text that it begins."""
-        if not self._may_force or self.has_ended:
+        """The next token, if the grammar leaves no choice."""
+        if self.has_ended:
             return None
         started = time.thread_time()
         text = self._matcher.compute_ff_tokens()
         self._spend(time.thread_time() - started)
-        self._may_force = bool(text) and text[0] < self.end_bit and text[0] not in self.eos_ids
-        return text[0] if self._may_force and self.error is None else None
+        if self.error is not None or not text or text[0] >= self.end_bit or text[0] in self.eos_ids:
+            return None
+        return text[0]
 
     def fill(self, mask: NDArray[np.uint8]) -> None:
         """Writes the mask of the next token, lower bits first; it is meaningless after an error."""

@@ -196,16 +196,15 @@ class Sequence:
         return reason
 
     def forced(self, vocabulary: int) -> int | None:
-        """The next token, if the grammar forces it; `vocabulary` is the number of logits."""
-        token_id = None if self.constraint is None else self.constraint.forced()
-        # Whether an end token may be next, the sampler decides.
-        return None if token_id is None or token_id >= vocabulary or token_id in self._end_ids else token_id
+        """The next token, if the grammar forces it; `vocabulary` is the number of logits.
 
-    def next_forced(self, vocabulary: int) -> int | None:
-        """A forced token that need not be sampled: no log probability is asked for, and no pace."""
-        if self.constraint is None or self.request.sampling.logprobs or self.request.sampling.pace:
+        None where the sampler has a say: for log probabilities, at a pace, with restrictions and at an end token.
+        """
+        sampling = self.request.sampling
+        if self.constraint is None or sampling.logprobs or sampling.pace or self.row.restrictions is not None:
             return None
-        return self.forced(vocabulary)
+        token_id = self.constraint.forced()
+        return None if token_id is None or token_id >= vocabulary or token_id in self._end_ids else token_id
 
     def append_forced(self, token_id: int) -> str | None:
         """Appends a token that needs no forward pass of its own; returns the finish reason."""
