@@ -125,7 +125,7 @@ async def test_tokens_that_the_grammar_forces_need_no_step(engine):
     # Where each has a step of its own, they are the same.
     assert await generate(engine, form, logprobs=True) == answer
     assert await generate(engine, form, pace=1000.0) == answer
-    ids, reason = answer
+    ids, _ = answer
     assert await generate(engine, form, max_tokens=7) == (ids[:7], "length")
     assert await generate(engine, form, stop_token_ids=[ids[3]]) == (ids[: ids.index(ids[3]) + 1], "stop")
 

@@ -141,6 +141,7 @@ def figures_of(report):
     return json.loads(text)
 
 
+@pytest.mark.full  # The short form: tests/system/test_load_test.py, with one process.
 async def test_two_processes_measure_streams_and_tensors_without_mixing_them(gateway, tmp_path):
     whole, parts = {"Generate", "ModelInfer at the predictor"}, {"Generate TTFT", "Generate gap"}
     report = tmp_path / "report.html"

@@ -94,6 +94,7 @@ async def assert_not_blocked(make, status):
     raise AssertionError(f"the event loop was held for {lags} s")
 
 
+@pytest.mark.full  # The short form: the bodies of the V2 protocol below.
 async def test_reading_the_largest_bodies_of_openais_api_does_not_block_it(served):
     for method, body in OPENAI.values():
 
@@ -127,6 +128,7 @@ async def test_large_bodies_are_answered_like_small_ones(served):
     assert (await served.ServerLive(pb.ServerLiveRequest(), timeout=10)).live
 
 
+@pytest.mark.full  # The short form: tests/process/test_transformer_rest_predictor.py, large tensors.
 async def test_sending_large_json_to_a_predictor_and_back_does_not_block_it():
     answer = b'{"outputs":[{"name":"x","datatype":"FP32","shape":[%d],"data":%s}]}'
     server = ForeignRestServer(binary=False)

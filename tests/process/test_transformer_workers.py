@@ -87,6 +87,7 @@ def test_a_worker_that_cannot_start_ends_all_with_its_error_line(tmp_path, no_to
     assert "Traceback" not in error_text
 
 
+@pytest.mark.full  # The short form: tests/system/test_transformer_workers.py.
 async def test_a_retired_parent_ends_with_its_workers_and_the_successors_serve_until_their_parent_is_killed(
     no_tokenizers,
 ):

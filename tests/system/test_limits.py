@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 
 from millrace_protos import millrace_pb2
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
@@ -211,6 +212,7 @@ async def test_every_answer_has_the_remaining_limits(keyed: tuple[Stack, Path]) 
     assert (answer.status, remaining_of(answer.headers)) == (200, {})
 
 
+@pytest.mark.full  # The short form: tests/process/test_gateway_rate_limits.py.
 async def test_a_rate_limit_service_counts_for_two_workers_and_without_it_each_counts_alone(
     new_stack: StackFactory, tmp_path: Path
 ) -> None:

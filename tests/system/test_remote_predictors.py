@@ -211,6 +211,7 @@ async def test_a_slow_and_lossy_link_moves_no_stream_and_no_predictor_is_marked_
     assert not [line for line in new if "has sent nothing" in line or "broke" in line]
 
 
+@pytest.mark.full  # The short form: tests/process/test_transformer_services.py.
 async def test_a_predictor_whose_address_its_name_loses_is_not_used_until_the_name_has_it_again(
     remote_stack, hosts, links, name_file
 ):
@@ -241,6 +242,7 @@ async def test_a_predictor_whose_address_its_name_loses_is_not_used_until_the_na
     await until(has_both, BOUND_S)
 
 
+@pytest.mark.full  # The short form: tests/system/test_replicas.py, without a predictor.
 async def test_without_a_reachable_predictor_requests_wait_and_then_get_the_documented_error(remote_stack, links):
     for link in links:
         link.loss = 1.0
