@@ -50,7 +50,13 @@ def ids_of(responses):
 
 
 @pytest.mark.parametrize(
-    "sampling", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 11}], ids=["greedy", "sampled"]
+    "sampling",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "seed": 11},
+        {"temperature": 1.0, "seed": 11, "structured_outputs": '{"regex": "([a-z]+, ){40}"}'},
+    ],
+    ids=["greedy", "sampled", "structured"],
 )
 async def test_a_stream_survives_the_kill_of_its_engine(stack, sampling):
     undisturbed = ids_of(await generate(stack.gateway, **FIELDS, **sampling))
