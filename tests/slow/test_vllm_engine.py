@@ -35,6 +35,7 @@ PROMPT = [5, 60, 700, 8, 90]
 STORIES = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
 END = 2  # Its end token.
 TOKENS = 24
+AMBIGUOUS = 'start: s\ns: s s s s | "a" | "b" s | '
 
 
 def request(prompt=PROMPT, name="r", **fields):
@@ -155,7 +156,9 @@ async def constrained(engine, form, output_ids=(), **fields):
 
 async def test_answers_follow_their_forms_and_greedy_ones_equal_the_own_engines(engine, own):
     sampled = [(form, {"temperature": 1.0, "seed": seed}) for form in FORMS for seed in (1, 2)]
-    greedy = [(form, {}) for form in FORMS]
+    # In JSON with whitespace, it may repeat with vLLM.
+    strict = [{"disable_any_whitespace": True, **form} if "json" in next(iter(form)) else form for form in FORMS]
+    greedy = [(form, {}) for form in strict]
     requests = [*greedy, *sampled]
     answers = []
     for first in range(0, len(requests), 4):
@@ -167,7 +170,7 @@ async def test_answers_follow_their_forms_and_greedy_ones_equal_the_own_engines(
     ]
     assert len(complete) > len(FORMS)
     assert all(complete)
-    assert answers[: len(FORMS)] == [await constrained(own, form) for form in FORMS]
+    assert answers[: len(strict)] == [await constrained(own, form) for form in strict]
 
 
 async def test_an_answer_ends_where_its_form_does(engine):
@@ -199,7 +202,7 @@ async def test_a_form_that_cannot_be_used_is_the_requests_fault_alone(engine):
         ({"choice": ["no"]}, {"output_ids": some}, "output_ids do not match"),
         ({"choice": ["no"]}, {"allowed_token_ids": some}, "leave no token at this point"),
         ({"choice": ["no"]}, {"allowed_token_ids": some, "temperature": 1.0}, "leave no token at this point"),
-        ({"grammar": 'start: s\ns: s s s s | "a" | "b" s | '}, {"max_tokens": 400}, "grammar (is too|takes too)"),
+        ({"grammar": AMBIGUOUS}, {"max_tokens": 400, "ignore_eos": True}, "grammar (is too complex|takes too much)"),
     ):
         with pytest.raises(InvalidRequestError, match=message):
             await constrained(engine, form, **given)
