@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from millrace_protos import inference_pb2, millrace_pb2, millrace_pb2_grpc
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from tests.support.tool_models import save_tool_model
 from tests.support.vllm import ARGUMENTS, PYTHON, needs_vllm
 from tests.system.calls import channel, generate, rest
 from tests.waiting import until
@@ -21,7 +22,7 @@ FIELDS = {"model": "storyteller", "prompt": "Once upon a time", "max_tokens": 60
 
 
 @pytest_asyncio.fixture(scope="module")
-async def stack(stacks):
+async def stack(stacks, tmp_path_factory):
     environment = {
         "predictor": {
             "PREDICTOR_ENGINE": "vllm",
@@ -30,13 +31,11 @@ async def stack(stacks):
             "PREDICTOR_KV_CACHE_MEMORY": "64MiB",
             "PREDICTOR_DTYPE": "fp32",
         },
-        "transformer": {
-            "TRANSFORMER_PREDICTOR_START_WAIT": str(START_S),
-            "TRANSFORMER_TOOL_FORMATS": "storyteller=hermes",
-        },
+        "transformer": {"TRANSFORMER_PREDICTOR_START_WAIT": str(START_S)},
     }
     # Beside it a model that vLLM does not serve.
-    models = "storyteller=models/storyteller,normalizer=models/normalizer"
+    folder = save_tool_model(tmp_path_factory.mktemp("models") / "storyteller", "hermes")
+    models = f"storyteller={folder},normalizer=models/normalizer"
     async with stacks.use(models=models, environment=environment) as stack:
         yield stack
 
