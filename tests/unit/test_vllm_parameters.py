@@ -81,11 +81,10 @@ def test_json_has_the_whitespace_of_the_own_engine():
 
 
 def test_an_end_token_that_is_ignored_is_the_last_resort_of_a_form():
-    for given in ({"ignore_eos": True}, {"end_id": 3}):
-        request = converted(structured_outputs={"regex": "a+"}, logit_bias={5: 1.0}, **given)
-        end = given.get("end_id", 2)
-        assert end in request.sampling["stop_token_ids"]
-        assert request.sampling["logit_bias"] == {5: 1.0, end: -1e9}
+    request = converted(structured_outputs={"regex": "a+"}, logit_bias={5: 1.0}, ignore_eos=True)
+    assert (request.sampling["stop_token_ids"], request.sampling["logit_bias"]) == ([2], {5: 1.0, 2: -1e9})
+    request = converted(structured_outputs={"regex": "a+"}, end_id=3)
+    assert (request.sampling["stop_token_ids"], request.sampling["logit_bias"]) == ([2, 3], None)
 
 
 def test_greedy_answers_have_no_generator_and_no_end_token_if_it_is_ignored():

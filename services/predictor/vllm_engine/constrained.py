@@ -24,15 +24,17 @@ logger = logging.getLogger(__name__)
 
 def end_id_of(folder: Path) -> int | None:
     """The end token of the tokenizer in a folder; None if there is no tokenizer that grammars can use."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
 
     try:
+        from llguidance.hf import from_tokenizer
+
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        from_tokenizer(tokenizer)  # As vLLM does.
     except Exception:  # Files may have any contents, and tokenizers raises bare Exceptions.
-        logger.warning("the tokenizer in %s cannot be read: no structured output", folder, exc_info=True)
+        logger.warning("grammars cannot use the tokenizer in %s: no structured output", folder, exc_info=True)
         return None
-    end_id = tokenizer.eos_token_id if isinstance(tokenizer, PreTrainedTokenizerFast) else None
-    return end_id if isinstance(end_id, int) else None
+    return tokenizer.eos_token_id if isinstance(tokenizer.eos_token_id, int) else None
 
 
 def checked(sequence: Sequence, token_id: int, end_id: int | None, eos_ids: frozenset[int]) -> int | MillraceError:

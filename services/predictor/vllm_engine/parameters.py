@@ -61,9 +61,10 @@ def _arguments(
 ) -> dict[str, Any]:
     sampling, form = request.sampling, request.sampling.structured_outputs
     ends, bias = sampling.end_ids(eos_ids), dict(sampling.logit_bias or {})
-    if form and end_id is not None and end_id not in ends:
+    if form and end_id is not None:
+        if sampling.ignore_eos and end_id not in ends:
+            bias[end_id] = _LAST_RESORT
         ends |= {end_id}
-        bias[end_id] = _LAST_RESORT
     if sampling.bad_token_ids:  # vLLM takes words only, and reads no tokenizer here.
         raise InvalidRequestError("bad words are not supported with vLLM as the engine", param="bad_words")
     return {
