@@ -319,6 +319,8 @@ async def test_two_processes_compute_one_model_and_end_with_the_engines_own(tmp_
     ids, _, _ = await answer(loaded.engine)
     assert ids == (await answer(expected.engine))[0]
     expected.engine.close()
+    with pytest.raises(InvalidRequestError, match="supports no structured_outputs"):  # The folder has no tokenizer.
+        await constrained(loaded.engine, {"regex": "a"})
     processes = psutil.Process(loaded.engine.pid).children(recursive=True)
     assert len(processes) >= 2
     os.kill(loaded.engine.pid, signal.SIGKILL)
