@@ -26,7 +26,7 @@ PARAMETER = "structured_outputs"
 _MAX_DIVISOR = 10_000  # llguidance builds an automaton with so many states for multipleOf, and its limits ignore them.
 _MAX_REASON = 500
 # Between JSON's tokens: a space, or a line break and an indentation. Small models never end whitespace that may go on.
-JSON_WHITESPACE = r"( |\r?\n[ \t]{0,32})"
+_JSON_WHITESPACE = r"( |\r?\n[ \t]{0,32})"
 
 
 def check_grammar(text: str) -> None:
@@ -53,6 +53,14 @@ def grammar_error(reason: str) -> InvalidRequestError:
     """The error for what llguidance reports."""
     reason = " ".join(reason.replace("<non-verbose/>", "").split())
     return InvalidRequestError(f"{PARAMETER}: {reason[:_MAX_REASON]}", param=PARAMETER)
+
+
+def json_options(constraint: Constraint) -> JsonCompileOptions:
+    """llguidance's options for the JSON of a form; a schema may have them as its `x-guidance`."""
+    options: JsonCompileOptions = {"lenient": False, "whitespace_flexible": not constraint.disable_any_whitespace}
+    if not constraint.disable_any_whitespace:
+        options["whitespace_pattern"] = _JSON_WHITESPACE
+    return options
 
 
 def _limits() -> LLParserLimits:
@@ -92,10 +100,7 @@ def _json_grammar(constraint: Constraint) -> str:
     divisor = math.lcm(*_divisors(schema))
     if divisor > _MAX_DIVISOR:
         raise grammar_error(f"multipleOf: the least common multiple of all is {divisor}, more than {_MAX_DIVISOR}")
-    options: JsonCompileOptions = {"lenient": False, "whitespace_flexible": not constraint.disable_any_whitespace}
-    if not constraint.disable_any_whitespace:
-        options["whitespace_pattern"] = JSON_WHITESPACE
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=json_options(constraint))
 
 
 def _divisors(schema: Any) -> Iterator[int]:

@@ -1,7 +1,6 @@
 """Answers follow their grammars: in a batch, resumed anywhere, and at their ends. The model is the bundled one."""
 
 import asyncio
-import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,29 +19,12 @@ from services.predictor.engine.state.slot import MergingSlot
 from services.predictor.generation.loading import load_generation
 from services.predictor.settings import PredictorSettings
 from tests.model.fakes import FakeRunner, engines
+from tests.support.forms import FORMS, follows
 
 MODELS = Path("models")
 STORIES = Tokenizer.from_file(str(MODELS / "storyteller" / "tokenizer.json"))
 PROMPT = STORIES.encode("Once upon a time").ids
 EOS = 2
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 20},
-        "age": {"type": "integer", "minimum": 0, "maximum": 120},
-        "likes": {"type": "array", "items": {"enum": ["tea", "rain", "ü"]}, "maxItems": 2},
-    },
-    "required": ["name", "age", "likes"],
-    "additionalProperties": False,
-}
-FORMS = (
-    {"json": PERSON},
-    {"json": PERSON, "disable_any_whitespace": True},
-    {"json_object": True},
-    {"regex": "[A-F]{3}-[0-9]{2,4}"},
-    {"choice": ["yes", "yesterday", "no"]},
-    {"grammar": 'start: "a" start | "b"'},
-)
 
 
 def load(name):
@@ -71,20 +53,6 @@ async def generate(engine, form, output_ids=(), **given):
         if chunk.finish_reason is not None:
             assert chunk.usage.completion_tokens == len(output_ids) + len(ids)
             return ids, chunk.finish_reason
-
-
-def follows(form, text):
-    kind, value = next(iter(form.items()))
-    if kind == "regex":
-        return re.fullmatch(value, text)
-    if kind == "choice":
-        return text in value
-    if kind == "grammar":
-        return re.fullmatch("a*b", text)
-    answer = json.loads(text)
-    if form.get("disable_any_whitespace"):
-        assert text == json.dumps(answer, separators=(",", ":"), ensure_ascii=False)
-    return list(answer) == ["name", "age", "likes"] if kind == "json" else isinstance(answer, dict)
 
 
 async def test_answers_follow_their_forms_alone_and_in_a_batch(engine):

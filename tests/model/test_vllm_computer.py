@@ -1,14 +1,19 @@
-"""The engine over a stand-in for vLLM's LLMEngine: tokens in order, vLLM ahead of the readers, isolation, death."""
+"""The engine over a stand-in for vLLM's LLMEngine: tokens in order, vLLM ahead of the readers, forms of answers,
+isolation, death.
+"""
 
 import asyncio
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tokenizers import Tokenizer
 
 from millrace.errors import HopBrokenError, InvalidRequestError, RequestFailedError
 from millrace.sampling import SamplingParameters
 from services.predictor.engine.engine import ContinuousBatchingEngine
+from services.predictor.engine.grammar.compiler import GrammarCompiler
 from services.predictor.engine.interface import EngineDeadError, EngineLimits, GenerationRequest
 from services.predictor.engine.scheduler import Scheduler
 from services.predictor.engine.state.blocks import BlockManager
@@ -18,6 +23,9 @@ from tests.model.fakes import read_all
 from tests.waiting import until
 
 PROMPT = [5, 6, 7]
+FOLDER = Path("models/storyteller")
+STORIES = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+END = 2  # Its end token.
 
 
 def token_after(ids, seed):
@@ -25,7 +33,7 @@ def token_after(ids, seed):
 
 
 class StandIn:
-    """Generates `burst` tokens of each request in a step, which depend on all ids so far and on the seed."""
+    """Generates `burst` tokens of each request in a step: of `script`, or such as depend on all ids and the seed."""
 
     def __init__(self, burst=1):
         self.burst = burst
@@ -33,11 +41,14 @@ class StandIn:
         self.together = []  # How many requests each step had.
         self.added = self.aborted = 0
         self.error = None
+        self.script = None
+        self.prompts = []
 
     def add_request(self, number, prompt, sampling):
         if sampling["presence_penalty"] > 2:
             raise ValueError("presence_penalty must be in [-2, 2]")
         self.added += 1
+        self.prompts.append(list(prompt))
         self.requests[number] = SimpleNamespace(ids=list(prompt), left=sampling["max_tokens"], sampling=sampling)
 
     def abort_request(self, numbers):
@@ -56,7 +67,10 @@ class StandIn:
         request = self.requests[number]
         ids = []
         while len(ids) < self.burst and request.left:
-            ids.append(token_after(request.ids, request.sampling["seed"]))
+            if self.script is None:
+                ids.append(token_after(request.ids, request.sampling["seed"]))
+            else:
+                ids.append(self.script[len(request.ids) - len(PROMPT)])
             request.ids.append(ids[-1])
             request.left -= 1
         if not request.left:
@@ -84,10 +98,11 @@ def start():
 
     def start(burst=1, max_running=2):
         llm = StandIn(burst)
-        computer = VllmComputer(llm, dict, lambda ids, cache_salt: ids, frozenset(), "vllm")
+        computer = VllmComputer(llm, dict, lambda ids, cache_salt: ids, frozenset({END}), "vllm", END)
         scheduler = Scheduler(BlockManager(500, 4), max_running, 8, 1 << 30, reuses_prefixes=False)
-        limits = EngineLimits(1000, False, 64, True)
-        engines.append(ContinuousBatchingEngine("m", computer, scheduler, WholePrompts(), limits, (), 30))
+        limits, grammars = EngineLimits(1000, False, 1536, True), GrammarCompiler(FOLDER)
+        pace = WholePrompts()
+        engines.append(ContinuousBatchingEngine("m", computer, scheduler, pace, limits, {END}, 30, grammars=grammars))
         return engines[-1], llm
 
     yield start
@@ -132,6 +147,55 @@ async def test_a_refusal_of_vllm_is_the_requests_error(start):
     with pytest.raises(InvalidRequestError, match="vLLM refuses the request: presence_penalty"):
         await read_all(engine.submit(request(presence_penalty=3.0)))
     assert (await read_all(engine.submit(request())))[0] == expected(12)
+
+
+def tokens_of(text):
+    return [STORIES.token_to_id(letter) for letter in text]
+
+
+@pytest.mark.parametrize("burst", [1, 50])
+@pytest.mark.parametrize(
+    ("form", "given", "script", "ids", "reason"),
+    [
+        ({"regex": "[ab]{3}"}, {}, [*tokens_of("aba"), END, 9, 9], tokens_of("aba"), "stop"),
+        ({"regex": "[ab]+"}, {}, [*tokens_of("ab"), END, 9], [*tokens_of("ab"), END], "stop"),
+        ({"regex": "[ab]+"}, {"ignore_eos": True}, [*tokens_of("ab"), END, 9], tokens_of("ab"), "stop"),
+        ({"regex": "[ab]+"}, {"tokens": 4}, tokens_of("abab"), tokens_of("abab"), "length"),
+    ],
+    ids=["complete", "end token", "end token ignored", "length"],
+)
+async def test_an_answer_ends_where_its_form_does(start, burst, form, given, script, ids, reason):
+    engine, llm = start(burst)
+    llm.script = script + [9] * 20
+    generated, chunks = await read_all(engine.submit(request(structured_outputs=form, **given)))
+    assert (generated, chunks[-1].finish_reason) == (ids, reason)
+    assert (engine.statistics.succeeded, engine.load.running) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "script", "message"),
+    [
+        ({}, [*tokens_of("a"), END], "too complex for vLLM"),
+        ({}, tokens_of("ac"), "too complex for vLLM"),
+        ({"allowed_token_ids": tokens_of("a")}, tokens_of("ab"), "leave no token at this point"),
+    ],
+    ids=["end token", "other token", "restriction"],
+)
+async def test_a_token_that_a_form_does_not_allow_is_the_requests_error(start, given, script, message):
+    engine, llm = start()
+    llm.script = script + [9] * 20
+    with pytest.raises(InvalidRequestError, match=message):
+        await read_all(engine.submit(request(structured_outputs={"regex": "[ab]{3}"}, **given)))
+    await until(lambda: engine.statistics.failed == 1)
+    llm.script = None
+    assert (await read_all(engine.submit(request())))[0] == expected(12)
+
+
+async def test_a_moved_answer_with_a_form_is_repeated(start):
+    engine, llm = start()
+    llm.script = [*tokens_of("aabb"), END]
+    ids, _ = await read_all(engine.submit(request(output_ids=tokens_of("aa"), structured_outputs={"regex": "a+b+"})))
+    assert (ids, llm.prompts) == ([*tokens_of("bb"), END], [PROMPT])
 
 
 async def test_a_pace_holds_tokens_back_that_vllm_has_already(start):

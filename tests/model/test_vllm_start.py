@@ -1,5 +1,7 @@
 """An interpreter that cannot run vLLM is one line at the start; needs no vLLM."""
 
+import json
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from services.predictor.engine_process.interpreter import InterpreterHost
 from services.predictor.engine_process.launch import launch_engine
 from services.predictor.repository.loading import starter_of
 from services.predictor.settings import PredictorSettings
+from services.predictor.vllm_engine.constrained import end_id_of
 
 MODELS = Path(__file__).parents[2] / "models"
 
@@ -36,3 +39,14 @@ def test_decoders_run_on_vllm_and_encoder_decoders_on_the_own_engine():
     host, settings = EngineHost(), PredictorSettings(engine="vllm")
     assert isinstance(starter_of("storyteller", MODELS / "storyteller", settings, host), InterpreterHost)
     assert starter_of("normalizer", MODELS / "normalizer", settings, host) is host
+
+
+def test_the_end_of_answers_with_a_form_is_the_tokenizers_end_token(tmp_path):
+    """Without it, or without a tokenizer that grammars can use, a model starts and has no structured output."""
+    assert end_id_of(MODELS / "storyteller") == 2
+    assert end_id_of(tmp_path) is None
+    shutil.copy(MODELS / "storyteller" / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "TokenizersBackend"}))
+    assert end_id_of(tmp_path) is None
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert end_id_of(tmp_path) is None

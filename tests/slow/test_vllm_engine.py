@@ -13,6 +13,7 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
+from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from millrace.errors import DeadlineError, HopBrokenError, InvalidRequestError, OverloadedError, StartupError
@@ -24,13 +25,17 @@ from services.predictor.generation.loading import load_generation
 from services.predictor.models.fingerprint import fingerprint_of
 from services.predictor.settings import PredictorSettings
 from tests.model.fakes import read_all
+from tests.support.forms import FORMS, follows
 from tests.support.vllm import ARGUMENTS, PYTHON, needs_vllm
 from tests.waiting import until
 
 pytestmark = needs_vllm
 FOLDER = Path(__file__).parents[2] / "models" / "storyteller"
 PROMPT = [5, 60, 700, 8, 90]
+STORIES = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+END = 2  # Its end token.
 TOKENS = 24
+AMBIGUOUS = 'start: s\ns: s s s s | "a" | "b" s | '
 
 
 def request(prompt=PROMPT, name="r", **fields):
@@ -141,6 +146,77 @@ async def test_a_sampled_answer_that_vllm_cannot_repeat_ends_with_an_error(engin
         await answer(engine, temperature=1.0, seed=11, output_ids=[4, 4, 4, 4], moved=True)
 
 
+async def constrained(engine, form, output_ids=(), **fields):
+    """The new ids of an answer, and why it ended."""
+    fields = {"ignore_eos": False, "max_tokens": 120, **fields}
+    ids, _, chunks = await answer(engine, structured_outputs=form, output_ids=list(output_ids), **fields)
+    assert chunks[-1].usage.completion_tokens == len(output_ids) + len(ids)
+    return ids, chunks[-1].finish_reason
+
+
+async def test_answers_follow_their_forms_and_greedy_ones_equal_the_own_engines(engine, own):
+    sampled = [(form, {"temperature": 1.0, "seed": seed}) for form in FORMS for seed in (1, 2)]
+    # In JSON with whitespace, it may repeat with vLLM.
+    strict = [{"disable_any_whitespace": True, **form} if "json" in next(iter(form)) else form for form in FORMS]
+    greedy = [(form, {}) for form in strict]
+    requests = [*greedy, *sampled]
+    answers = []
+    for first in range(0, len(requests), 4):
+        answers += await asyncio.gather(*(constrained(engine, form, **given) for form, given in requests[first:][:4]))
+    complete = [
+        follows(form, STORIES.decode(ids))
+        for (form, _), (ids, reason) in zip(requests, answers, strict=True)
+        if reason == "stop"
+    ]
+    assert len(complete) > len(FORMS)
+    assert all(complete)
+    assert answers[: len(strict)] == [await constrained(own, form) for form in strict]
+
+
+async def test_an_answer_ends_where_its_form_does(engine):
+    letters, endless = {"regex": "[a-c]{3}"}, {"regex": "[a-c]+"}
+    for given in ({}, {"ignore_eos": True}, {"min_tokens": 50}, {"stop_token_ids": [END]}, {"max_tokens": 3}):
+        ids, reason = await constrained(engine, letters, **given)
+        assert (len(ids), reason) == (3, "stop")
+    ids, _ = await constrained(engine, endless, min_tokens=4, max_tokens=40)
+    assert END not in ids[:4]
+    ids, reason = await constrained(engine, endless, ignore_eos=True, max_tokens=40)
+    assert END not in ids
+    assert (len(ids), reason) == (40, "length")
+
+
+@pytest.mark.parametrize("given", [{}, {"temperature": 1.0, "seed": 11}], ids=["greedy", "sampled"])
+async def test_an_answer_with_a_form_continues_after_the_tokens_that_it_had(engine, given):
+    ids, reason = await constrained(engine, FORMS[0], **given)
+    for had in (1, len(ids) // 2, len(ids) - 1):
+        assert await constrained(engine, FORMS[0], ids[:had], moved=True, **given) == (ids[had:], reason)
+
+
+async def test_a_form_that_cannot_be_used_is_the_requests_fault_alone(engine):
+    beside = asyncio.create_task(answer(engine, max_tokens=200))
+    some = STORIES.encode("abc", add_special_tokens=False).ids
+    for form, given, message in (
+        ({"regex": "(?=a)b"}, {}, "^structured_outputs: .*look-around"),
+        ({"json": {"not": {}}}, {}, "^structured_outputs: .*Unimplemented keys"),
+        ({"grammar": "start: x"}, {}, "^structured_outputs: .*unknown name"),
+        ({"choice": ["no"]}, {"output_ids": some}, "output_ids do not match"),
+        ({"choice": ["no"]}, {"allowed_token_ids": some}, "leave no token at this point"),
+        ({"choice": ["no"]}, {"allowed_token_ids": some, "temperature": 1.0}, "leave no token at this point"),
+        ({"grammar": AMBIGUOUS}, {"max_tokens": 400, "ignore_eos": True}, "grammar (is too complex|takes too much)"),
+    ):
+        with pytest.raises(InvalidRequestError, match=message):
+            await constrained(engine, form, **given)
+    assert len((await beside)[0]) == 200
+
+
+async def test_log_probabilities_of_an_answer_with_a_form_are_numbers(engine):
+    fields = {"logprobs": True, "top_logprobs": 5, "structured_outputs": {"choice": ["yes", "no"]}}
+    _, positions, _ = await answer(engine, **fields)
+    values = [value for each in positions for value in (each.chosen, *(value for _, value in each.top))]
+    assert all(-9999 <= value <= 0 for value in values)
+    assert all(len(each.top) == 5 for each in positions)
+
+
 async def test_a_refusal_names_the_parameter_and_harms_no_other_request(engine):
     beside = asyncio.create_task(answer(engine))
     with pytest.raises(InvalidRequestError, match=r"vLLM refuses the request: .*presence_penalty"):
@@ -243,6 +319,8 @@ async def test_two_processes_compute_one_model_and_end_with_the_engines_own(tmp_
     ids, _, _ = await answer(loaded.engine)
     assert ids == (await answer(expected.engine))[0]
     expected.engine.close()
+    with pytest.raises(InvalidRequestError, match="supports no structured_outputs"):  # The folder has no tokenizer.
+        await constrained(loaded.engine, {"regex": "a"})
     processes = psutil.Process(loaded.engine.pid).children(recursive=True)
     assert len(processes) >= 2
     os.kill(loaded.engine.pid, signal.SIGKILL)

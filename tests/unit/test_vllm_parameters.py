@@ -1,5 +1,7 @@
 """Requests, arguments and the choice of the engine, converted for vLLM; needs no vLLM."""
 
+import json
+
 import pytest
 
 from millrace.errors import InvalidRequestError, StartupError
@@ -12,10 +14,10 @@ from services.predictor.vllm_engine.settings import VllmSettings, engine_argumen
 EOS = frozenset({2})
 
 
-def converted(output_ids=(), client="", **sampling):
+def converted(output_ids=(), client="", end_id=2, **sampling):
     parameters = SamplingParameters(**{"max_tokens": 20, "seed": 7, **sampling})
     request = GenerationRequest("r", [5, 6], parameters, list(output_ids), client=client)
-    return vllm_request(request, list(output_ids), EOS)
+    return vllm_request(request, list(output_ids), EOS, end_id)
 
 
 def arguments(known=("max_model_len", "tensor_parallel_size"), platform="cpu", elsewhere=0.0, **given):
@@ -53,6 +55,38 @@ def test_bad_words_are_refused_by_name():
     assert raised.value.param == "bad_words"
 
 
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        ({"regex": "a+"}, {"regex": "a+"}),
+        ({"choice": ["a", "b"]}, {"choice": ["a", "b"]}),
+        ({"grammar": 'start: "a"'}, {"grammar": '%llguidance {}\nstart: "a"'}),
+        ({"grammar": '%llguidance {}\nstart: "a"'}, {"grammar": '%llguidance {}\nstart: "a"'}),
+    ],
+)
+def test_a_form_has_its_counterpart(form, expected):
+    request = converted(structured_outputs=form)
+    assert request.sampling["structured_outputs"] == expected
+    assert (request.sampling["stop_token_ids"], request.sampling["logit_bias"]) == ([2], None)
+
+
+def test_json_has_the_whitespace_of_the_own_engine():
+    schema = {"type": "string", "x-guidance": {"lenient": True}}
+    given = converted(structured_outputs={"json": schema}).sampling["structured_outputs"]["json"]
+    options = {"lenient": False, "whitespace_flexible": True, "whitespace_pattern": "( |\\r?\\n[ \\t]{0,32})"}
+    assert json.loads(given) == {"type": "string", "x-guidance": options}
+    given = converted(structured_outputs={"json_object": True, "disable_any_whitespace": True})
+    options = {"lenient": False, "whitespace_flexible": False}
+    assert json.loads(given.sampling["structured_outputs"]["json"]) == {"type": "object", "x-guidance": options}
+
+
+def test_an_end_token_that_is_ignored_is_the_last_resort_of_a_form():
+    request = converted(structured_outputs={"regex": "a+"}, logit_bias={5: 1.0}, ignore_eos=True)
+    assert (request.sampling["stop_token_ids"], request.sampling["logit_bias"]) == ([2], {5: 1.0, 2: -1e9})
+    request = converted(structured_outputs={"regex": "a+"}, end_id=3)
+    assert (request.sampling["stop_token_ids"], request.sampling["logit_bias"]) == ([2, 3], None)
+
+
 def test_greedy_answers_have_no_generator_and_no_end_token_if_it_is_ignored():
     request = converted(temperature=1e-6, ignore_eos=True)
     assert (request.sampling["temperature"], request.sampling["seed"]) == (0.0, None)
@@ -71,7 +105,15 @@ def test_a_greedy_answer_continues_after_its_tokens():
     assert (request.sampling["max_tokens"], request.sampling["min_tokens"]) == (17, 2)
 
 
-@pytest.mark.parametrize("fields", [{}, {"temperature": 0.0, "presence_penalty": 1.0}], ids=["sampled", "penalty"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"temperature": 0.0, "presence_penalty": 1.0},
+        {"temperature": 0.0, "structured_outputs": {"choice": ["a"]}},
+    ],
+    ids=["sampled", "penalty", "structured"],
+)
 def test_an_answer_that_depends_on_its_output_is_repeated(fields):
     request = converted([7, 8, 9], **fields)
     assert (request.prompt_ids, request.repeated) == ([5, 6], (7, 8, 9))
@@ -111,10 +153,11 @@ def test_on_a_gpu_the_cache_is_what_other_engines_leave():
     [
         ({"vllm_arguments": {"max_model_length": 5}}, "PREDICTOR_VLLM_ARGUMENTS: .*'max_model_length'"),
         ({"vllm_arguments": {"trust_remote_code": True}}, "PREDICTOR_VLLM_ARGUMENTS: trust_remote_code"),
+        ({"vllm_arguments": {"structured_outputs_config": {}}}, "PREDICTOR_VLLM_ARGUMENTS: structured_outputs_config"),
         ({"device": "cuda"}, "PREDICTOR_DEVICE=cuda: this vLLM is built for cpu"),
         ({"dtype": "fp64"}, "PREDICTOR_DTYPE=fp64"),
     ],
-    ids=["unknown", "reserved", "device", "dtype"],
+    ids=["unknown", "reserved", "forms", "device", "dtype"],
 )
 def test_wrong_settings_are_one_line(given, message):
     with pytest.raises(StartupError, match=message):

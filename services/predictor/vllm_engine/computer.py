@@ -26,7 +26,10 @@ from services.predictor.engine.interface import EngineStatistics, Logprobs
 from services.predictor.engine.sampling.sampler import NO_TOKEN
 from services.predictor.engine.state.sequence import Row, Sequence
 from services.predictor.engine.step import Outcome, Result
+from services.predictor.vllm_engine.constrained import checked
 from services.predictor.vllm_engine.parameters import VllmRequest, vllm_request
+
+_LOWEST = -9999.0  # Log probabilities that are minus infinity, as vLLM's own server has them.
 
 # vLLM's log probabilities of one position: token id → an object with `logprob` and `rank`; the likeliest has rank 1.
 Position = Mapping[int, Any]
@@ -65,7 +68,7 @@ class _InVllm:
                     self.error = RequestFailedError("vLLM does not repeat the tokens of the answer's beginning")
                     return
                 continue
-            logprobs = None if position is None else Logprobs(position[token_id].logprob, _likeliest(position, top))
+            logprobs = None if position is None else _logprobs(position, token_id, top)
             self.tokens.append(_Token(token_id, logprobs))
         if output.finished:
             self.ended = completion.finish_reason or "nothing"
@@ -79,7 +82,10 @@ class _InVllm:
 
 
 class VllmComputer:
-    """A StepComputer. `llm` is vLLM's LLMEngine; `parameters` makes its SamplingParams, `inputs` its prompt."""
+    """A StepComputer. `llm` is vLLM's LLMEngine; `parameters` makes its SamplingParams, `inputs` its prompt.
+
+    `end_id` is the end token of vLLM's grammars, None if it has none.
+    """
 
     start_ids: tuple[int, ...] = ()
 
@@ -90,12 +96,14 @@ class VllmComputer:
         inputs: Callable[..., Any],
         eos_ids: frozenset[int],
         description: str,
+        end_id: int | None = None,
     ) -> None:
         self.description = description
         self._llm = llm
         self._parameters = parameters
         self._inputs = inputs
         self._eos_ids = eos_ids
+        self._end_id = end_id
         self._in_vllm: dict[str, _InVllm] = {}
         self._numbers = count()
 
@@ -118,14 +126,26 @@ class VllmComputer:
             if not isinstance(request, _InVllm):
                 if not row.samples:  # The beginning of a prompt that is scored: vLLM gets it with its end.
                     results.append(Result(row, NO_TOKEN, None))
+            elif (constraint := row.sequence.constraint) is not None and constraint.has_ended:
+                results.append(Result(row, NO_TOKEN, None))
+            elif (error := self._check(request)) is not None:
+                failed.append((row.sequence, error))
             elif request.tokens:
                 results += self._results(row, request, statistics)
-            elif (error := request.failure) is not None:
-                failed.append((row.sequence, error))
             elif not row.sequence.proven:
                 # vLLM still computes its prompt.
                 results.append(Result(Row(row.sequence, 0, row.sequence.computed), NO_TOKEN, None))
         return Outcome(results, failed)
+
+    def _check(self, request: _InVllm) -> MillraceError | None:
+        """Why a sequence cannot get another token; without a reason, its next one is a token that its form allows."""
+        if request.sequence.constraint is not None and request.tokens and request.error is None:
+            token = request.tokens[0]
+            token_id = checked(request.sequence, token.id, self._end_id, self._eos_ids)
+            if isinstance(token_id, MillraceError):
+                return token_id
+            request.tokens[0] = token._replace(id=token_id)
+        return request.failure
 
     def _abort_absent(self, rows: list[Row]) -> None:
         """Takes sequences out of vLLM that have ended, are preempted, or wait for an isolated one."""
@@ -149,7 +169,7 @@ class VllmComputer:
                 continue
             number = str(next(self._numbers))
             try:
-                request = vllm_request(sequence.request, sequence.output_ids, self._eos_ids)
+                request = vllm_request(sequence.request, sequence.output_ids, self._eos_ids, self._end_id)
                 self._add(number, request, sequence)
             except InvalidRequestError as refusal:
                 failed.append((sequence, refusal))
@@ -170,7 +190,7 @@ class VllmComputer:
         self._llm.add_request(number, prompt, self._parameters(**sampling))
 
     def _results(self, row: Row, request: _InVllm, statistics: EngineStatistics) -> Iterator[Result]:
-        """The tokens of a sequence: all that vLLM has, or one if they are paced."""
+        """The tokens of a sequence: all that vLLM has, or one if they are paced or any may be the last."""
         sequence = row.sequence
         scores = None
         if not sequence.proven:
@@ -179,7 +199,7 @@ class VllmComputer:
                 statistics.cached_tokens += sequence.cached_tokens
             scores = _prompt_logprobs(sequence, request.prompt)
             request.prompt = []
-        tokens = 1 if sequence.request.sampling.pace else len(request.tokens)
+        tokens = 1 if sequence.request.sampling.pace or sequence.constraint is not None else len(request.tokens)
         for number in range(tokens):
             token = request.tokens.popleft()
             if number:
@@ -193,9 +213,13 @@ def _lacks_token(row: Row) -> bool:
     return isinstance(request, _InVllm) and not request.tokens and request.failure is None
 
 
+def _logprobs(position: Position, token_id: int, top: int) -> Logprobs:
+    return Logprobs(max(position[token_id].logprob, _LOWEST), _likeliest(position, top))
+
+
 def _likeliest(position: Position, top: int) -> list[tuple[int, float]]:
     ranked = sorted((each.rank, token_id, each.logprob) for token_id, each in position.items() if each.rank <= top)
-    return [(token_id, logprob) for _, token_id, logprob in ranked]
+    return [(token_id, max(logprob, _LOWEST)) for _, token_id, logprob in ranked]
 
 
 def _prompt_logprobs(sequence: Sequence, positions: list[Position | None]) -> PromptLogprobs | None:

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from millrace.models.sources import read_config
 from millrace.sampling import defaults_of, end_ids_of
 from millrace_protos import engine_pb2
 from services.predictor.engine.engine import ContinuousBatchingEngine
+from services.predictor.engine.grammar.compiler import GrammarCompiler
 from services.predictor.engine.interface import EngineLimits
 from services.predictor.engine.load.pace import PrefillPace
 from services.predictor.engine.scheduler import Scheduler
@@ -30,6 +30,7 @@ from services.predictor.engine.state.blocks import RESERVED, BlockManager
 from services.predictor.generation.running_model import LoadedGeneration
 from services.predictor.models.fingerprint import fingerprint_of
 from services.predictor.vllm_engine.computer import VllmComputer
+from services.predictor.vllm_engine.constrained import end_id_of
 from services.predictor.vllm_engine.settings import VllmSettings, engine_arguments
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ _ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # This process has threads.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "HF_HUB_OFFLINE": "1",
+    "LLGUIDANCE_LOG_LEVEL": "0",
 }
 # vLLM compiles parts of its sampler nevertheless, which needs a compiler where it runs.
 _EAGER = {"TORCH_COMPILE_DISABLE": "1"}
@@ -78,21 +80,20 @@ def load_vllm(launch: engine_pb2.EngineLaunch, flush: Callable[[], None]) -> Loa
     import vllm
     from vllm.inputs.engine import tokens_input
     from vllm.platforms import current_platform
-    from vllm.sampling_params import RequestOutputKind
 
     device = str(current_platform.device_type)
     known = {field.name for field in dataclasses.fields(vllm.EngineArgs)}
     arguments = engine_arguments(settings, known, device, _elsewhere(launch, device))
-    llm = _start(name, folder, arguments)
-    make_sampling = partial(vllm.SamplingParams, output_kind=RequestOutputKind.DELTA)
-    _warm_up(llm, make_sampling, tokens_input)
+    end_id = end_id_of(folder)
+    llm = _start(name, folder, arguments, has_tokenizer=end_id is not None)
+    _warm_up(llm, tokens_input, has_tokenizer=end_id is not None)
     facts, cache = llm.vllm_config.model_config, llm.vllm_config.cache_config
     context, vocabulary = int(facts.max_model_len), int(facts.get_vocab_size())
     generation = read_config(folder, "generation_config.json")
     eos_ids = end_ids_of(generation.get("eos_token_id", config.get("eos_token_id")))
     blocks = int(cache.kv_cache_size_tokens) // int(cache.block_size)
     version = f"vllm {vllm.__version__}"
-    computer = VllmComputer(llm, make_sampling, tokens_input, eos_ids, version)
+    computer = VllmComputer(llm, _sampling_params, tokens_input, eos_ids, version, end_id)
     engine = ContinuousBatchingEngine(
         name,
         computer,
@@ -109,6 +110,7 @@ def load_vllm(launch: engine_pb2.EngineLaunch, flush: Callable[[], None]) -> Loa
         eos_ids,
         settings.step_timeout,
         flush,
+        None if end_id is None else GrammarCompiler(folder),
     )
     given = json.dumps(settings.vllm_arguments, sort_keys=True)
     engine.description["engine_arguments"] = given
@@ -131,12 +133,19 @@ def _environment(arguments: dict[str, Any]) -> dict[str, str]:
     return _ENVIRONMENT | (_EAGER if arguments.get("enforce_eager") else {}) | ({} if several_hosts else _ONE_HOST)
 
 
-def _start(name: str, folder: Path, arguments: dict[str, Any]) -> Any:
-    """vLLM's LLMEngine; raises StartupError for wrong arguments."""
+def _start(name: str, folder: Path, arguments: dict[str, Any], has_tokenizer: bool) -> Any:
+    """vLLM's LLMEngine; raises StartupError for wrong arguments. Only its grammars need a tokenizer."""
     import vllm
+    from vllm.config import StructuredOutputsConfig
 
     try:
-        args = vllm.EngineArgs(model=str(folder), served_model_name=name, skip_tokenizer_init=True, **arguments)
+        args = vllm.EngineArgs(
+            model=str(folder),
+            served_model_name=name,
+            skip_tokenizer_init=not has_tokenizer,
+            structured_outputs_config=StructuredOutputsConfig(backend="guidance"),
+            **arguments,
+        )
         return vllm.LLMEngine.from_engine_args(args)
     except ValidationError as error:
         first = error.errors()[0]
@@ -145,9 +154,17 @@ def _start(name: str, folder: Path, arguments: dict[str, Any]) -> Any:
         raise StartupError(f"model {name}: vLLM refuses its arguments: {f'{field}: ' * bool(field)}{message}") from None
 
 
-def _warm_up(llm: Any, make_sampling: Callable[..., Any], make_prompt: Callable[..., Any]) -> None:
-    """Uses what vLLM would compile at the first request that asks for it."""
-    sampling = make_sampling(
+def _sampling_params(structured_outputs: dict[str, Any] | None = None, **fields: Any) -> Any:
+    """vLLM's SamplingParams."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+
+    form = None if structured_outputs is None else StructuredOutputsParams(**structured_outputs)
+    return SamplingParams(output_kind=RequestOutputKind.DELTA, structured_outputs=form, **fields)
+
+
+def _warm_up(llm: Any, make_prompt: Callable[..., Any], has_tokenizer: bool) -> None:
+    """Uses what vLLM would compile or read at the first request that asks for it."""
+    sampling = _sampling_params(
         max_tokens=2,
         seed=0,
         top_k=2,
@@ -155,6 +172,7 @@ def _warm_up(llm: Any, make_sampling: Callable[..., Any], make_prompt: Callable[
         logprobs=1,
         prompt_logprobs=1,
         ignore_eos=True,
+        structured_outputs={"regex": "(.|\\n)*"} if has_tokenizer else None,
         detokenize=False,
     )
     llm.add_request("warm-up", make_prompt([0, 0]), sampling)

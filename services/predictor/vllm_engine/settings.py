@@ -14,9 +14,19 @@ from millrace.errors import StartupError
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _CPU_CACHE_BYTES = 1 << 30
-# Arguments that follow from MODELS, and code of a model's author, which no engine runs.
+# Arguments that follow from MODELS, what concerns forms of answers, and code of a model's author, which no engine runs.
 _RESERVED = frozenset(
-    {"model", "revision", "served_model_name", "skip_tokenizer_init", "tokenizer", "trust_remote_code"}
+    {
+        "model",
+        "reasoning_parser",
+        "reasoning_parser_plugin",
+        "revision",
+        "served_model_name",
+        "skip_tokenizer_init",
+        "structured_outputs_config",
+        "tokenizer",
+        "trust_remote_code",
+    }
 )
 
 

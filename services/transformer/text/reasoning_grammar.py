@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from millrace.grammars import JSON_WHITESPACE
+from millrace.grammars import json_options
 from millrace.structured_outputs import Constraint
 from services.transformer.text.reasoning import ReasoningMarks
 
@@ -44,10 +43,7 @@ def form_rule(form: Constraint) -> str | None:
     schema = {"type": "object"} if form.kind == "json_object" else form.value
     if form.kind == "grammar" or schema is False:
         return None
-    style: dict[str, Any] = {"lenient": False, "whitespace_flexible": not form.disable_any_whitespace}
-    if not form.disable_any_whitespace:
-        style["whitespace_pattern"] = JSON_WHITESPACE
-    return f"%json {json.dumps({**({} if schema is True else schema), 'x-guidance': style})}"
+    return f"%json {json.dumps({**({} if schema is True else schema), 'x-guidance': json_options(form)})}"
 
 
 def mark_symbol(text: str, token_ids: Mapping[str, int]) -> str:
