@@ -86,7 +86,7 @@ async def test_an_answer_continues_from_each_of_its_tokens(engine, form):
 
 
 async def test_tokens_that_the_grammar_forces_need_no_step(engine):
-    form = {"json": PERSON, "disable_any_whitespace": True}
+    form = FORMS[1]
     before = engine.statistics.steps
     answer = await generate(engine, form)
     assert engine.statistics.steps - before < len(answer[0]) - 10

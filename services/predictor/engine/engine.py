@@ -93,7 +93,11 @@ class ContinuousBatchingEngine:
         self._flush = flush
         self._estimate = QueueEstimate(scheduler.max_running)
         self._ending = Ending(runner, scheduler, self._changed, self.statistics, self._estimate, self._isolation)
-        self._publisher = Publisher(scheduler, self._ending, self._isolation, self.statistics, limits.vocabulary_size)
+        # What computes steps itself generates every token.
+        forces = not isinstance(runner, StepComputer)
+        self._publisher = Publisher(
+            scheduler, self._ending, self._isolation, self.statistics, limits.vocabulary_size, forces
+        )
         self._progress = ProgressWatch(step_timeout_s)
         self._step_timeout_s = step_timeout_s
         self._grammars = grammars

@@ -15,7 +15,7 @@ from services.predictor.engine.step import Result
 
 
 class Publisher:
-    """See the module. `vocabulary` is the number of the model's logits."""
+    """See the module. `vocabulary` is the number of the model's logits; without `forces` no token is forced."""
 
     def __init__(
         self,
@@ -24,12 +24,14 @@ class Publisher:
         isolation: Isolation,
         statistics: EngineStatistics,
         vocabulary: int,
+        forces: bool,
     ) -> None:
         self._scheduler = scheduler
         self._ending = ending
         self._isolation = isolation
         self._statistics = statistics
         self._vocabulary = vocabulary
+        self._forces = forces
 
     def publish(self, results: Iterable[Result]) -> None:
         """Records what a step computed, and wakes the readers of its tokens."""
@@ -59,7 +61,7 @@ class Publisher:
         prompt = sequence.take_prompt()
         finish = self._count(sequence, sequence.append(token_id))
         reader = sequence.slot.publish(token_id, logprobs, finish, prompt)
-        while finish is None and (forced := sequence.forced(self._vocabulary)) is not None:
+        while self._forces and finish is None and (forced := sequence.forced(self._vocabulary)) is not None:
             finish = self._count(sequence, sequence.append_forced(forced))
             reader = sequence.slot.publish(forced, None, finish) or reader
         return reader
