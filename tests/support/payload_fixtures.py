@@ -18,11 +18,16 @@ from tests.support.payload_ingest import Taps, listening
 only_sqlite = pytest.mark.parametrize("store", ["sqlite"], indirect=True)
 
 
-def on_both_databases(metafunc, modules):
-    """Parametrizes the tests of some modules that take `store`; for `pytest_generate_tests`."""
-    chosen = metafunc.module.__name__.rpartition(".")[2] in modules and "store" in metafunc.fixturenames
+def on_both_databases(metafunc, modules, full):
+    """Parametrizes the tests of some modules that take `store`; for `pytest_generate_tests`.
+
+    Those of the modules in `full` take PostgreSQL with FULL=1 only.
+    """
+    name = metafunc.module.__name__.rpartition(".")[2]
+    chosen = name in modules | full and "store" in metafunc.fixturenames
     if chosen and not any("store" in mark.args[:1] for mark in metafunc.definition.iter_markers("parametrize")):
-        metafunc.parametrize("store", ["sqlite", "postgresql"], indirect=True)
+        marks = pytest.mark.full if name in full else ()
+        metafunc.parametrize("store", ["sqlite", pytest.param("postgresql", marks=marks)], indirect=True)
 
 
 @pytest.fixture(scope="session")
