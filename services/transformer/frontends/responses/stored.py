@@ -117,8 +117,8 @@ def tools_of(record: PayloadRecord) -> ToolUse | None:
 
 
 def _message_of(message: dict[str, Any]) -> TemplateMessage:
-    fields = {name: value for name, value in message.items() if name not in ("role", "content")}
     pair = message["role"], message["content"]
+    fields = {name: value for name, value in message.items() if name not in ("role", "content")}
     return (*pair, json.dumps(fields)) if fields else pair
 
 
