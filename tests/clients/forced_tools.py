@@ -1,7 +1,7 @@
 """OpenAI's and Anthropic's own clients, unmodified, with calls that a model must make: GATEWAY, MODEL.
 
-In the Responses API and in the Messages API, whole and streamed. Run in the clients' environment; prints "done" if every
-check passed.
+In the Responses API and in the Messages API, whole and streamed. Run in the clients' environment; prints "done" if
+every check passed.
 """
 
 import sys

@@ -86,7 +86,7 @@ async def echoing(running):
 
 def check_grammars(grammars, count):
     """The first lets every function be called, the others `time` alone."""
-    functions = [set(re.findall(r'name\\": \\"(\w+)', grammar))) for grammar in grammars]
+    functions = [set(re.findall(r'name\\": \\"(\w+)', grammar)) for grammar in grammars]
     assert functions == [{"weather", "time"}] + [{"time"}] * (count - 1)
 
 
