@@ -1,5 +1,7 @@
 """What Anthropic's clients send, parsed and checked, and the shape of errors."""
 
+import json
+
 import orjson
 import pytest
 
@@ -13,6 +15,7 @@ from services.transformer.text.answer_parts import CallArguments, CallStart
 
 USER = {"role": "user", "content": "Hello."}
 TOOL = {"name": "f", "description": "d", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}}
+DEEP = json.loads('{"x": ' * 300 + "0" + "}" * 300)  # Deeper than JSON is written.
 CALL = {"type": "tool_use", "id": "1", "name": "f", "input": {"x": 1}}
 
 
@@ -21,7 +24,7 @@ def messages(*turns, **fields):
 
 
 def parse_one(cls, body):
-    return parse(cls, orjson.dumps(body))
+    return parse(cls, json.dumps(body).encode())
 
 
 def test_a_system_prompt_goes_before_the_turns():
@@ -100,6 +103,7 @@ def test_sampling_fields_are_read_and_others_named():
             "tool_use_id",
         ),
         ({"messages": [{"role": "assistant", "content": [CALL | {"input": "x"}]}]}, "messages.0.content", "an object"),
+        ({"messages": [{"role": "assistant", "content": [CALL | {"input": DEEP}]}]}, "messages.0.content", "as JSON"),
         ({"messages": [{"role": "user", "content": [CALL]}]}, "messages.0.content", "'tool_use' are not"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking", "is not supported"),
         ({"system": 5}, "system", "valid string"),

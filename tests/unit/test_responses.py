@@ -16,9 +16,12 @@ from services.transformer.text.answer_parts import CallArguments, CallStart, Con
 
 FUNCTION = {"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}}
 
+DEEP = json.loads('{"x": ' * 300 + "0" + "}" * 300)  # Deeper than JSON is written.
+DEEP_CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": json.dumps(DEEP)}
+
 
 def request(**fields):
-    return parse(ResponsesRequest, orjson.dumps({"input": "Hello."} | fields))
+    return parse(ResponsesRequest, json.dumps({"input": "Hello."} | fields).encode())
 
 
 def test_input_is_a_text_or_messages_with_text():
@@ -99,6 +102,8 @@ def test_sampling_fields_are_read_and_others_named():
         ({"tools": [{"type": "function"}]}, "tools", "tool 0: a name must have"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "tool 0: a name must have"),
         ({"tools": [{"type": "web_search"}]}, "tools", "not of type function but 'web_search'"),
+        ({"tools": [FUNCTION | {"parameters": DEEP}]}, "tools", "cannot be written as JSON"),
+        ({"input": [DEEP_CALL]}, "input", "cannot be written as JSON"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "names 'g'"),
         ({"tools": [FUNCTION], "tool_choice": {"type": "web_search"}}, "tool_choice", "must be none, auto"),

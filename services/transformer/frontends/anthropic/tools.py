@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import orjson
-
 from services.transformer.frontends.openai.requests import text_of
 from services.transformer.frontends.openai.tools import (
     TemplateMessage,
     ToolCall,
     ToolChoice,
     call_of,
+    json_text,
     read_tools,
     template_message,
 )
@@ -77,7 +76,7 @@ def _call(block: dict[str, Any]) -> ToolCall:
     values = block.get("input")
     if not isinstance(values, dict):
         raise ValueError("a tool_use block must have an input, which is an object")
-    return call_of(_string(block, "id"), _string(block, "name"), orjson.dumps(values).decode())
+    return call_of(_string(block, "id"), _string(block, "name"), json_text(values))
 
 
 def _function(number: int, tool: Any) -> Any:

@@ -242,6 +242,11 @@ class ChatCompletionRequest(GenerationRequest):
         if self.extra.get("function_call") == "none":  # A model that may call no function needs none.
             self.extra.pop("functions", None)
         super().check()
+        try:
+            for message in self.messages:
+                _ = message.for_template  # It is kept.
+        except ValueError as error:
+            raise InvalidRequestError(f"messages: {error}", param="messages") from None
         _ = self.tool_use
         check_template_options(self.chat_template_kwargs)
 

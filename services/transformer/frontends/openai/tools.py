@@ -108,7 +108,7 @@ def template_message(
         fields["tool_call_id"] = call_id
     if reasoning:
         fields["reasoning_content"] = reasoning
-    return (role, content, orjson.dumps(fields).decode()) if fields else (role, content)
+    return (role, content, json_text(fields)) if fields else (role, content)
 
 
 def read_tools(value: Any) -> tuple[ToolFunction, ...]:
@@ -158,10 +158,11 @@ def _function(number: int, tool: Any) -> ToolFunction:
         raise ValueError(f"tool {number}: the description must be a string")
     if not isinstance(parameters, dict | None):
         raise ValueError(f"tool {number}: the parameters must be a JSON schema of an object")
-    return ToolFunction(name, _json(tool), _json(parameters or _ANY_ARGUMENTS))
+    return ToolFunction(name, json_text(tool), json_text(parameters or _ANY_ARGUMENTS))
 
 
-def _json(value: Any) -> str:
+def json_text(value: Any) -> str:
+    """JSON; what is nested too deep for it raises ValueError."""
     try:
         return orjson.dumps(value).decode()
     except orjson.JSONEncodeError as error:

@@ -17,7 +17,7 @@ from millrace_protos.millrace_pb2 import Usage
 from services.transformer.frontends.http import EVENTS, json_body, named_event
 from services.transformer.frontends.responses.items import OutputItem, item_of, output_of, whole_output
 from services.transformer.frontends.responses.requests import ResponsesRequest
-from services.transformer.frontends.responses.tools import flat_tool
+from services.transformer.frontends.responses.tools import flat_tool, written_choice
 from services.transformer.generation.chunks import TextChunk, joined
 from services.transformer.text.answer_parts import Content, Part, begins_segment
 
@@ -34,7 +34,7 @@ class ResponseAnswer:
             "store": request.store,
             "temperature": request.extra.get("temperature"),
             "text": {"format": request.text.format},
-            "tool_choice": request.tool_choice,
+            "tool_choice": written_choice(request.tool_choice),
             "tools": [flat_tool(function.definition) for function in request.tools],
             "top_p": request.extra.get("top_p"),
         }

@@ -15,7 +15,7 @@ from services.transformer.calls import check_message_count
 from services.transformer.frontends.openai.errors import UnsupportedFieldError
 from services.transformer.frontends.openai.sampled_request import SCORELESS, SampledRequest
 from services.transformer.frontends.openai.structured_outputs import structured_outputs_of
-from services.transformer.frontends.openai.tools import TemplateMessage, read_tool_choice, read_tools
+from services.transformer.frontends.openai.tools import TemplateMessage, json_text, read_tool_choice, read_tools
 from services.transformer.frontends.responses.input_items import Item, messages_of
 from services.transformer.frontends.responses.tools import nested_choice, nested_tool
 from services.transformer.text.tools import ToolFunction, ToolUse
@@ -79,6 +79,7 @@ class ResponsesRequest(SampledRequest):
     @field_validator("tools", mode="before")
     @classmethod
     def _read_tools(cls, value: Any) -> Any:
+        json_text([[[value]]])  # As deep as an event of the answer has them.
         return read_tools(list(map(nested_tool, value)) if isinstance(value, list) else value)
 
     @property

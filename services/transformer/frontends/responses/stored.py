@@ -136,10 +136,10 @@ def _answer_of(parts: Sequence[Part]) -> TemplateMessage:
     content, reasoning = ("".join(found) for found in texts.values())
     try:
         found = [call_of(start.id, start.name, "".join(arguments)) for start, arguments in calls]
+        return template_message("assistant", content, found, reasoning=reasoning)
     except ValueError as error:
         text = f"a call on record cannot be continued: {error}"
         raise InvalidRequestError(text, param="previous_response_id") from None
-    return template_message("assistant", content, found, reasoning=reasoning)
 
 
 def _request_id(wanted: str) -> str | None:

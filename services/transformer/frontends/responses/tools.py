@@ -27,6 +27,19 @@ def nested_choice(choice: Any) -> Any:
     return {"type": "allowed_tools", "allowed_tools": allowed}
 
 
+def written_choice(choice: Any) -> Any:
+    """A `tool_choice` that was checked, as a response has it."""
+    if not isinstance(choice, dict):
+        return choice
+    if choice["type"] == "function":
+        return _named(choice)
+    return {"type": "allowed_tools", "mode": choice["mode"], "tools": list(map(_named, choice["tools"]))}
+
+
+def _named(tool: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "name": tool["name"]}
+
+
 def flat_tool(definition: str) -> dict[str, Any]:
     """The declaration of a function, which is JSON text in the form of chat completions."""
     return {"type": "function", **orjson.loads(definition)["function"]}
