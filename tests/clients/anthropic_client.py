@@ -70,8 +70,10 @@ with raises(anthropic.NotFoundError, "not_found_error", "no model 'nobody'"):
 with raises(anthropic.NotFoundError, "not_found_error", "no model 'nobody'"):
     client.messages.create(**{**GREEDY, "model": "nobody"}, stream=True)
 tools = [{"name": "f", "input_schema": {"type": "object"}}]
-with raises(anthropic.BadRequestError, "invalid_request_error", "tools="):
+with raises(anthropic.BadRequestError, "invalid_request_error", "has no place for tools"):
     client.messages.create(**GREEDY, tools=tools)
+with raises(anthropic.BadRequestError, "invalid_request_error", "has no place for tools"):
+    client.messages.count_tokens(model="storyteller", messages=MESSAGES, tools=tools)
 with raises(anthropic.BadRequestError, "invalid_request_error", "max_tokens: Field required"):
     client.post("/v1/messages", body={"model": "storyteller", "messages": MESSAGES}, cast_to=object)
 with raises(anthropic.BadRequestError, "invalid_request_error", "the last message must be the user's"):

@@ -99,7 +99,7 @@ private = client.responses.create(**LIMITED, input=INPUT, store=False)
 for wrong in (private.id, "resp_1"):
     with raises(openai.BadRequestError, "previous_response_id", "there is no response"):
         client.responses.create(**LIMITED, input="Go on.", previous_response_id=wrong)
-with raises(openai.BadRequestError, "tools", "is not supported"):
+with raises(openai.BadRequestError, "tools", "has no place for tools"):
     client.responses.create(**GREEDY, input=INPUT, tools=[{"type": "function", "name": "f", "parameters": {}}])
 with raises(openai.BadRequestError, "input.0.content", "'input_image' are not supported"):
     image = {"type": "input_image", "image_url": "https://host/image.png"}

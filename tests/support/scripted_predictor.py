@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import grpc
 import numpy as np
 import orjson
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from millrace.errors import DrainingError, HopBrokenError, MillraceError, NotFoundError
 from millrace.oip.model_description import FINGERPRINT
@@ -315,12 +316,17 @@ def holds_until(released, after=0):
 
 
 @asynccontextmanager
-async def serving(predictor, port=0):
-    """Its address while it runs; cut off at the end."""
+async def serving(predictor, port=0, healthy=()):
+    """Its address while it runs; cut off at the end. `healthy` are names that its health service reports as serving."""
     options = [("grpc.so_reuseport", 0)]
     server = grpc.aio.server(interceptors=(CallInterceptor("predictor"),), options=options)
     inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(predictor, server)
     steps_pb2_grpc.add_PredictorStepsServicer_to_server(predictor, server)
+    if healthy:
+        servicer = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+        for name in healthy:
+            await servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
     port = server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
     try:

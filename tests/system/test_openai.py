@@ -53,6 +53,10 @@ async def test_openais_own_client_works_unchanged(stack):
     await client_passes("openai_client", stack.gateway)
 
 
+async def test_calls_that_must_be_made_in_the_other_apis(stack):
+    await client_passes("forced_tools", stack.gateway, "caller")
+
+
 async def test_curl_reads_the_stream(stack):
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")

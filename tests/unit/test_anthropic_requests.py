@@ -1,14 +1,22 @@
 """What Anthropic's clients send, parsed and checked, and the shape of errors."""
 
+import json
+
 import orjson
 import pytest
 
 from millrace.errors import InvalidRequestError, NotReadyError, OverloadedError
+from services.transformer.frontends.anthropic.answers import whole
 from services.transformer.frontends.anthropic.errors import anthropic_error
 from services.transformer.frontends.anthropic.requests import ConversationRequest, MessagesRequest
 from services.transformer.frontends.openai.requests import parse, parse_large
+from services.transformer.generation.chunks import TextChunk
+from services.transformer.text.answer_parts import CallArguments, CallStart
 
 USER = {"role": "user", "content": "Hello."}
+TOOL = {"name": "f", "description": "d", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}}
+DEEP = json.loads('{"x": ' * 300 + "0" + "}" * 300)  # Deeper than JSON is written.
+CALL = {"type": "tool_use", "id": "1", "name": "f", "input": {"x": 1}}
 
 
 def messages(*turns, **fields):
@@ -16,7 +24,7 @@ def messages(*turns, **fields):
 
 
 def parse_one(cls, body):
-    return parse(cls, orjson.dumps(body))
+    return parse(cls, json.dumps(body).encode())
 
 
 def test_a_system_prompt_goes_before_the_turns():
@@ -29,6 +37,44 @@ def test_a_system_prompt_goes_before_the_turns():
         ("user", "Hello."),
     ]
     assert parse_one(ConversationRequest, {"messages": [USER]}).conversation == [("user", "Hello.")]
+
+
+def test_blocks_of_tools_are_messages_of_a_chat():
+    text, thinking = {"type": "text", "text": "t"}, {"type": "thinking", "thinking": "r", "signature": ""}
+    results = [
+        {"type": "tool_result", "tool_use_id": "1", "content": [text, text]},
+        {"type": "tool_result", "tool_use_id": "2", "is_error": True},
+        text,
+        text,
+    ]
+    turns = [USER, {"role": "assistant", "content": [thinking, text, CALL]}, {"role": "user", "content": results}]
+    whole = {"messages": turns, "max_tokens": 5, "tools": [TOOL], "tool_choice": {"type": "tool", "name": "f"}}
+    for request in (messages(*turns, tools=[TOOL]), parse_large(orjson.dumps(whole), MessagesRequest)[0]):
+        called = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+        assert [(*message[:2], *map(orjson.loads, message[2:])) for message in request.conversation] == [
+            ("user", "Hello."),
+            ("assistant", "t", {"tool_calls": [called], "reasoning_content": "r"}),
+            ("tool", "t\nt", {"tool_call_id": "1"}),
+            ("tool", "", {"tool_call_id": "2"}),
+            ("user", "t\nt"),
+        ]
+        function = {"name": "f", "description": "d", "parameters": {"type": "object"}}
+        assert orjson.loads(request.tool_use.definitions) == [{"type": "function", "function": function}]
+    single = messages(tools=[TOOL], tool_choice={"type": "any", "disable_parallel_tool_use": True}).tool_use
+    assert (single.is_required, single.is_parallel) == (True, False)
+    assert messages(tools=[TOOL], tool_choice={"type": "none"}).tool_use is None
+
+
+async def test_the_input_of_a_call_is_what_of_its_arguments_is_json():
+    for arguments, expected in (('{"x": [1, 2], "y": "z', {"x": [1, 2]}), ("{'x': 1}", {}), ('{"x": 1}', {"x": 1})):
+
+        async def chunks(arguments=arguments):
+            parts = [CallStart(0, "1", "f"), CallArguments(0, arguments)]
+            yield TextChunk("", [], [], [], "stop", parts=parts)
+
+        (body,) = [body async for body in whole("1", "m", chunks())]
+        (block,) = orjson.loads(body.data)["content"]
+        assert block == {"type": "tool_use", "id": "1", "name": "f", "input": expected}
 
 
 def test_sampling_fields_are_read_and_others_named():
@@ -45,7 +91,20 @@ def test_sampling_fields_are_read_and_others_named():
     ("fields", "param", "text"),
     [
         ({"max_tokens": None}, "max_tokens", "Field required"),
-        ({"tools": [{"name": "f"}]}, "tools", "is not supported"),
+        ({"tools": [{"name": "f"}]}, "tools", "tool 0: input_schema must be"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools", "tool 0 is of type 'bash_20250124'"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice", "names 'g'"),
+        ({"tools": [TOOL], "tool_choice": {"type": "some"}}, "tool_choice", "must be of type auto"),
+        ({"tools": [TOOL], "tool_choice": {"type": "any", "disable_parallel_tool_use": 1}}, "tool_choice", "true or"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice", "needs tools"),
+        (
+            {"messages": [USER, {"role": "user", "content": [{"type": "tool_result"}]}]},
+            "messages.1.content",
+            "tool_use_id",
+        ),
+        ({"messages": [{"role": "assistant", "content": [CALL | {"input": "x"}]}]}, "messages.0.content", "an object"),
+        ({"messages": [{"role": "assistant", "content": [CALL | {"input": DEEP}]}]}, "messages.0.content", "as JSON"),
+        ({"messages": [{"role": "user", "content": [CALL]}]}, "messages.0.content", "'tool_use' are not"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking", "is not supported"),
         ({"system": 5}, "system", "valid string"),
         ({"messages": []}, "messages", "at least 1 item"),

@@ -322,6 +322,7 @@ def test_a_messages_content_is_text_or_parts_of_text():
         ),
         ({"role": "assistant", "tool_calls": [called("[]")]}, f"{ARGUMENTS}", "JSON text of an object"),
         ({"role": "assistant", "tool_calls": [called("{")]}, f"{ARGUMENTS}", "is not JSON"),
+        ({"role": "assistant", "tool_calls": [called('{"x":' * 300 + "0" + "}" * 300)]}, "messages", "written as JSON"),
         ({"role": "assistant", "tool_calls": [CALL] * 129}, "messages.0.tool_calls", "at most 128"),
         ({"role": "user", "tool_calls": [CALL]}, "messages.0", "only the assistant's"),
         ({"role": "assistant", "function_call": {"name": "f"}}, "messages.0.function_call", "not supported"),

@@ -11,11 +11,17 @@ from millrace_protos.millrace_pb2 import PayloadRecord
 from services.transformer.frontends.openai.requests import parse, parse_large
 from services.transformer.frontends.responses import stored
 from services.transformer.frontends.responses.requests import ResponsesRequest
-from services.transformer.frontends.responses.stored import StoredResponses, conversation_of, new_response_id
+from services.transformer.frontends.responses.stored import StoredResponses, conversation_of, new_response_id, tools_of
+from services.transformer.text.answer_parts import CallArguments, CallStart, Content, Reasoning
+
+FUNCTION = {"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}}
+
+DEEP = json.loads('{"x": ' * 300 + "0" + "}" * 300)  # Deeper than JSON is written.
+DEEP_CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": json.dumps(DEEP)}
 
 
 def request(**fields):
-    return parse(ResponsesRequest, orjson.dumps({"input": "Hello."} | fields))
+    return parse(ResponsesRequest, json.dumps({"input": "Hello."} | fields).encode())
 
 
 def test_input_is_a_text_or_messages_with_text():
@@ -29,6 +35,43 @@ def test_input_is_a_text_or_messages_with_text():
     answer = {"type": "message", "id": "msg_1", "role": "assistant", "content": [{"type": "output_text", "text": "x"}]}
     items = [{"role": "developer", "content": "d"}, {"type": "message", "role": "user", "content": parts}, answer]
     assert request(input=items).conversation([]) == [("system", "d"), ("user", "one\ntwo"), ("assistant", "x")]
+
+
+def test_reasoning_and_calls_are_one_message_of_the_assistant():
+    call = {"type": "function_call", "id": "fc_1", "call_id": "1", "name": "f", "arguments": '{"x": 1}'}
+    reasoning = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "r"}]}
+    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]}
+    output = {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "o"}]}
+    items = [
+        {"role": "user", "content": "u"},
+        reasoning,
+        said,
+        call,
+        call,
+        output,
+        call,
+        said,
+        reasoning | {"content": None},
+    ]
+    body = {"input": items, "tools": [FUNCTION]}
+    function = {"name": "f", "arguments": {"x": 1}}
+    called = {"id": "1", "type": "function", "function": function}
+    for parsed in (request(**body), parse_large(orjson.dumps(body), ResponsesRequest)[0]):
+        messages = [(*message[:2], *map(json.loads, message[2:])) for message in parsed.conversation([])]
+        assert messages == [
+            ("user", "u"),
+            ("assistant", "a", {"tool_calls": [called, called], "reasoning_content": "r"}),
+            ("tool", "o", {"tool_call_id": "1"}),
+            ("assistant", "", {"tool_calls": [called]}),
+            ("assistant", "a"),
+            ("assistant", ""),
+        ]
+        nested = {"type": "function", "function": {k: v for k, v in FUNCTION.items() if k != "type"}}
+        assert json.loads(parsed.tool_use.definitions) == [nested]
+    assert request(tools=[FUNCTION], tool_choice="none").tool_use is None
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]}
+    use = request(tools=[FUNCTION, FUNCTION | {"name": "g"}], tool_choice=allowed, parallel_tool_calls=False).tool_use
+    assert (use.names, use.is_required, use.is_parallel) == ({"f"}, True, False)
 
 
 def test_sampling_fields_are_read_and_others_named():
@@ -47,13 +90,23 @@ def test_sampling_fields_are_read_and_others_named():
         ({"input": None}, "input", "Field required"),
         ({"input": []}, "input", "at least 1 item"),
         ({"input": [{"role": "user", "content": "x"}] * 4097}, None, "at most 4096"),
-        ({"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "input.0.type", "'message'"),
+        ({"input": [{"type": "web_search_call", "id": "1"}]}, "input.0.type", "'message'"),
+        ({"input": [{"role": "user"}]}, "input.0", "message needs content"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input.0", "function_call_output needs call_id"),
+        ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "[]"}]}, "input", "an object"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input.0.content", "'input_file' are not"),
         ({"background": True}, "background", "is not supported"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format", "is not supported"),
         ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format", "json_schema needs a name"),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "is not supported"),
-        ({"tools": [{"type": "function"}]}, "tools", "is not supported"),
+        ({"tools": [{"type": "function"}]}, "tools", "tool 0: a name must have"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "tool 0: a name must have"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "not of type function but 'web_search'"),
+        ({"tools": [FUNCTION | {"parameters": DEEP}]}, "tools", "cannot be written as JSON"),
+        ({"input": [DEEP_CALL]}, "input", "cannot be written as JSON"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "names 'g'"),
+        ({"tools": [FUNCTION], "tool_choice": {"type": "web_search"}}, "tool_choice", "must be none, auto"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(fields, param, text):
@@ -106,8 +159,24 @@ async def test_an_unknown_response_is_refused(wrong):
 
 
 def test_a_conversation_goes_on_without_its_instructions():
-    assert conversation_of(record({"instructions": True})) == [("user", "u"), ("assistant", "a")]
-    assert conversation_of(record({})) == [("system", "s"), ("user", "u"), ("assistant", "a")]
+    text = [Content("a")]
+    assert conversation_of(record({"instructions": True}), text) == [("user", "u"), ("assistant", "a")]
+    assert conversation_of(record({}), text) == [("system", "s"), ("user", "u"), ("assistant", "a")]
     for prompt in ("[REDACTED]", [], [5], {"role": "x"}):
         with pytest.raises(InvalidRequestError, match="not on record"):
-            conversation_of(record({}, prompt))
+            conversation_of(record({}, prompt), text)
+
+
+def test_a_conversation_goes_on_with_its_calls():
+    result = {"role": "tool", "content": "o", "tool_call_id": "0"}
+    parts = [Reasoning("r"), Content("a"), CallStart(0, "1", "f"), CallArguments(0, '{"x"'), CallArguments(0, ": 1}")]
+    *_, before, answer = conversation_of(record({}, [result]), parts)
+    assert (before[:2], json.loads(before[2])) == (("tool", "o"), {"tool_call_id": "0"})
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    assert (answer[:2], json.loads(answer[2])) == (("assistant", "a"), {"tool_calls": [call], "reasoning_content": "r"})
+    with pytest.raises(InvalidRequestError, match="cannot be continued") as raised:
+        conversation_of(record({}), parts[:-1])
+    assert raised.value.param == "previous_response_id"
+    assert tools_of(record({"tools": "[REDACTED]"})) is None
+    tools = tools_of(record({"tools": [{"type": "function", "function": {"name": "f"}}], "parallel_tool_calls": False}))
+    assert (tools.names, tools.is_parallel) == ({"f"}, False)

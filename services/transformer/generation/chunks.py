@@ -10,7 +10,7 @@ from millrace.oip.prompt_logprobs import PromptLogprobs
 from millrace_protos.millrace_pb2 import Usage
 from services.transformer.predictors.tokens import TokenChunk
 from services.transformer.text.answer_parser import AnswerParser
-from services.transformer.text.answer_parts import Part, merged
+from services.transformer.text.answer_parts import Content, Part, merged
 from services.transformer.text.detokenizer import Detokenizer
 
 
@@ -55,6 +55,13 @@ class TextChunk(NamedTuple):
     def has_news(self) -> bool:
         """Whether there is anything new to pass on."""
         return bool(self.text if self.parts is None else self.parts)
+
+    @property
+    def answer_parts(self) -> Sequence[Part]:
+        """The parts; the text alone for a model without calls and reasoning."""
+        if self.parts is not None:
+            return self.parts
+        return (Content(self.text),) if self.text else ()
 
     def without_output(self) -> TextChunk:
         """The chunk of an answer without tokens; a predictor generates at least one."""

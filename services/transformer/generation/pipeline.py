@@ -221,7 +221,7 @@ class Pipeline:
         self, request: TextRequest, model: TextModel, sampling: SamplingParameters, prompt_ids: Sequence[int]
     ) -> SamplingParameters:
         """The parameters with the form that the model's own syntax gives the answer: forced calls, free reasoning."""
-        syntax, tools = self._syntax(model), request.tools
+        syntax, tools = self.syntax(model), request.tools
         if tools is None or not tools.is_required:
             form = sampling.structured_outputs
             return sampling.changed(reasoned_form(form, syntax, model.tokenizer, prompt_ids)) if form else sampling
@@ -263,13 +263,14 @@ class Pipeline:
             check_token_count(len(request.prompt_ids), context_length)
             return list(request.prompt_ids)
         options, deadline = request.template_options, request.call.deadline
-        check_tools(request, model.name, self._syntax(model))
+        check_tools(request, model.name, self.syntax(model))
         tools = "" if request.tools is None else request.tools.definitions
         text = await tokenizer.render(request.messages, context_length, options, self._bodies, deadline, tools)
         # The template has written the special tokens already.
         return await tokenizer.encode(text, context_length, add_special_tokens=False)
 
-    def _syntax(self, model: TextModel) -> AnswerSyntax:
+    def syntax(self, model: TextModel) -> AnswerSyntax:
+        """How a model writes calls and reasoning."""
         return self._syntaxes.of(model.name, model.tokenizer.answer_syntax)
 
     def _assembler(self, request: TextRequest, model: TextModel, generation: Generation) -> Assembler:
@@ -277,7 +278,7 @@ class Pipeline:
         sampling, decoder = generation.sampling, model.tokenizer.decoder
         parser, kept = None, None
         if request.has_parts:
-            syntax = self._syntax(model)
+            syntax = self.syntax(model)
             parser = parser_of(request, syntax, model.tokenizer, generation.prompt_ids)
             kept = decoder.special_ids(syntax.marks(request.tools is not None)) if parser is not None else None
         detokenizer = Detokenizer(decoder, follows, request.stop, sampling.min_tokens, kept)

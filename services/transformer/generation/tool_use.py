@@ -12,6 +12,7 @@ from millrace.errors import InvalidRequestError
 from millrace.structured_outputs import constraint_of
 from services.transformer.generation.requests import TextRequest
 from services.transformer.text.answer_parser import AnswerParser
+from services.transformer.text.answer_parts import Content, Part
 from services.transformer.text.answer_syntax import AnswerSyntax
 from services.transformer.text.reasoning_grammar import after_reasoning, form_rule
 from services.transformer.text.tokenizer import TextTokenizer
@@ -66,11 +67,32 @@ def parser_of(
     """The parser of the answer; None if it is text alone."""
     if not request.has_parts or not (syntax.reasoning or request.tools):
         return None
-    tools = request.tools
-    prompt_end = _prompt_end(tokenizer, prompt_ids) if syntax.reasoning else ""
     seed = random.getrandbits(64) if request.default_seed is None else request.default_seed
+    return _parser(request.tools, seed, syntax, tokenizer, prompt_ids)
+
+
+def parts_of(
+    text: str,
+    tools: ToolUse | None,
+    seed: int,
+    syntax: AnswerSyntax,
+    tokenizer: TextTokenizer,
+    prompt_ids: Sequence[int],
+) -> list[Part]:
+    """The parts of a whole answer, with the ids of calls that the request had with this `default_seed`."""
+    parser = _parser(tools, seed, syntax, tokenizer, prompt_ids)
+    if parser is None:
+        return [Content(text)]
+    parser.push_rest(text)
+    parser.flush()
+    return parser.parts()
+
+
+def _parser(
+    tools: ToolUse | None, seed: int, syntax: AnswerSyntax, tokenizer: TextTokenizer, prompt_ids: Sequence[int]
+) -> AnswerParser | None:
     return syntax.parser(
-        prompt_end,
+        _prompt_end(tokenizer, prompt_ids) if syntax.reasoning else "",
         None if tools is None else tools.names,
         _call_ids(syntax.tools, seed),
         None if tools is None or tools.is_parallel else 1,

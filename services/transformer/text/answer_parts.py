@@ -32,6 +32,11 @@ class CallArguments(NamedTuple):
 Part = Content | Reasoning | CallStart | CallArguments
 
 
+def begins_segment(part: Part, last: Part | None) -> bool:
+    """Whether a part begins another reasoning, text or call than that of the part before it, None for none."""
+    return isinstance(part, CallStart) or (not isinstance(part, CallArguments) and type(part) is not type(last))
+
+
 def merged(parts: Iterable[Part]) -> list[Part]:
     """The parts, with neighbours joined that continue each other."""
     found: list[Part] = []

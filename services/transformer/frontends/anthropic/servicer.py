@@ -11,6 +11,7 @@ from contextlib import aclosing
 
 from google.api.httpbody_pb2 import HttpBody
 
+from millrace.errors import InvalidRequestError
 from millrace.rpc.call_context import call_context
 from millrace.rpc.handlers import Context
 from millrace_protos import rest_pb2_grpc
@@ -60,6 +61,8 @@ class AnthropicServicer(rest_pb2_grpc.AnthropicServicer):
             bad_words=parsed.bad_words,
             ignored_fields=ignored,
             default_seed=identity.seed,
+            tools=parsed.tool_use,
+            has_parts=True,
         )
         write = events if parsed.stream else whole
         async with (
@@ -75,5 +78,8 @@ class AnthropicServicer(rest_pb2_grpc.AnthropicServicer):
         parsed = await self._reader.parsed(ConversationRequest, request, call)
         model = self._models.resolve(parsed.model, call.client, "generation")
         tokenizer, _ = tokenizer_of(await self._router.wait_for(model, "", call))
-        text = await chat_text(parsed.conversation, {}, tokenizer, self._bodies, call.deadline)
+        if (tools := parsed.tool_use) is not None and not tokenizer.answer_syntax.takes_tools:
+            raise InvalidRequestError("the chat template of the model has no place for tools", param="tools")
+        definitions = "" if tools is None else tools.definitions
+        text = await chat_text(parsed.conversation, {}, tokenizer, self._bodies, call.deadline, definitions)
         yield json_body({"input_tokens": len(await tokenizer.ids(text, add_special_tokens=False))})

@@ -15,7 +15,15 @@ from services.transformer.frontends.openai.errors import UnsupportedFieldError
 from services.transformer.frontends.openai.requests import Prompt, read_prompts, text_of, trimmed_prompts
 from services.transformer.frontends.openai.sampled_request import SampledRequest
 from services.transformer.frontends.openai.structured_outputs import FIELDS, structured_outputs_of
-from services.transformer.frontends.openai.tools import MAX_TOOLS, ToolCall, ToolChoice, read_tool_choice, read_tools
+from services.transformer.frontends.openai.tools import (
+    MAX_TOOLS,
+    TemplateMessage,
+    ToolCall,
+    ToolChoice,
+    read_tool_choice,
+    read_tools,
+    template_message,
+)
 from services.transformer.text.tools import ToolFunction, ToolUse
 
 MAX_N = 16
@@ -169,16 +177,11 @@ class Message(BaseModel):
         return self
 
     @cached_property
-    def for_template(self) -> tuple[str, str] | tuple[str, str, str]:
-        """Role, content and, if there are any, the further fields that a chat template takes, as a JSON object."""
-        fields: dict[str, Any] = {}
-        if self.tool_calls:
-            fields["tool_calls"] = [call.as_template_takes_it() for call in self.tool_calls]
-        if self.role == "tool":
-            fields["tool_call_id"] = self.tool_call_id
-        if reasoning := self.reasoning_content or self.reasoning:
-            fields["reasoning_content"] = reasoning
-        return (self.role, self.content, orjson.dumps(fields).decode()) if fields else (self.role, self.content)
+    def for_template(self) -> TemplateMessage:
+        """The message as a chat template takes it."""
+        call_id = self.tool_call_id if self.role == "tool" else None
+        reasoning = self.reasoning_content or self.reasoning
+        return template_message(self.role, self.content, self.tool_calls or (), call_id, reasoning)
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -239,6 +242,11 @@ class ChatCompletionRequest(GenerationRequest):
         if self.extra.get("function_call") == "none":  # A model that may call no function needs none.
             self.extra.pop("functions", None)
         super().check()
+        try:
+            for message in self.messages:
+                _ = message.for_template  # It is kept.
+        except ValueError as error:
+            raise InvalidRequestError(f"messages: {error}", param="messages") from None
         _ = self.tool_use
         check_template_options(self.chat_template_kwargs)
 

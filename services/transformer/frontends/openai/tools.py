@@ -7,6 +7,7 @@ Source: OpenAI's API reference.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
 import orjson
@@ -18,6 +19,8 @@ MAX_TOOLS = 128  # OpenAI's limit.
 MAX_TOOLS_BYTES = 512 * 1024
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}", re.ASCII)
 _ANY_ARGUMENTS = {"type": "object"}
+
+TemplateMessage = tuple[str, str] | tuple[str, str, str]
 
 _ModelT = TypeVar("_ModelT", bound=BaseModel)
 
@@ -89,6 +92,25 @@ class ToolCall(BaseModel):
         return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
 
 
+def call_of(call_id: str, name: str, arguments: str) -> ToolCall:
+    """A call whose arguments are the JSON text of an object."""
+    return _validated(ToolCall, {"id": call_id, "function": {"name": name, "arguments": arguments}})
+
+
+def template_message(
+    role: str, content: str, calls: Sequence[ToolCall] = (), call_id: str | None = None, reasoning: str | None = None
+) -> TemplateMessage:
+    """Role, content and, if there are any, the further fields that a chat template takes, as a JSON object."""
+    fields: dict[str, Any] = {}
+    if calls:
+        fields["tool_calls"] = [call.as_template_takes_it() for call in calls]
+    if call_id is not None:
+        fields["tool_call_id"] = call_id
+    if reasoning:
+        fields["reasoning_content"] = reasoning
+    return (role, content, json_text(fields)) if fields else (role, content)
+
+
 def read_tools(value: Any) -> tuple[ToolFunction, ...]:
     """The functions of a request."""
     if not isinstance(value, list) or len(value) > MAX_TOOLS:
@@ -126,7 +148,9 @@ def _validated(cls: type[_ModelT], value: Any) -> _ModelT:
 def _function(number: int, tool: Any) -> ToolFunction:
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(function, dict):
-        raise ValueError(f"tool {number} is not of type function, the only one that is supported")
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        of_type = f" but {kind[:64]!r}" if isinstance(kind, str) and kind != "function" else ""
+        raise ValueError(f"tool {number} is not of type function{of_type}, the only one that is supported")
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError(f"tool {number}: a name must have 1 to 64 letters, digits, underscores and dashes")
@@ -134,10 +158,11 @@ def _function(number: int, tool: Any) -> ToolFunction:
         raise ValueError(f"tool {number}: the description must be a string")
     if not isinstance(parameters, dict | None):
         raise ValueError(f"tool {number}: the parameters must be a JSON schema of an object")
-    return ToolFunction(name, _json(tool), _json(parameters or _ANY_ARGUMENTS))
+    return ToolFunction(name, json_text(tool), json_text(parameters or _ANY_ARGUMENTS))
 
 
-def _json(value: Any) -> str:
+def json_text(value: Any) -> str:
+    """JSON; what is nested too deep for it raises ValueError."""
     try:
         return orjson.dumps(value).decode()
     except orjson.JSONEncodeError as error:

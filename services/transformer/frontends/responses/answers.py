@@ -1,4 +1,4 @@
-"""Answers as the Responses API writes them: one response with one message, or the events of a stream.
+"""Answers as the Responses API writes them: one response with its output, or the events of a stream.
 
 Each event has the next `sequence_number`. A stream ends in `response.completed`, in `response.incomplete` where the
 maximum of tokens ended it, or in `response.failed`. Source: OpenAI's API reference.
@@ -10,17 +10,16 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from itertools import count
 from typing import Any
 
-import orjson
 from google.api.httpbody_pb2 import HttpBody
 
 from millrace.errors import MillraceError
 from millrace_protos.millrace_pb2 import Usage
 from services.transformer.frontends.http import EVENTS, json_body, named_event
+from services.transformer.frontends.responses.items import OutputItem, item_of, output_of, whole_output
 from services.transformer.frontends.responses.requests import ResponsesRequest
+from services.transformer.frontends.responses.tools import flat_tool, written_choice
 from services.transformer.generation.chunks import TextChunk, joined
-
-_PLACE = {"output_index": 0, "content_index": 0}
-_DELTA = "response.output_text.delta"
+from services.transformer.text.answer_parts import Content, Part, begins_segment
 
 
 class ResponseAnswer:
@@ -30,36 +29,40 @@ class ResponseAnswer:
         self.head = head_of(response_id, created, request.model) | {
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
+            "parallel_tool_calls": request.parallel_tool_calls,
             "previous_response_id": request.previous_response_id,
             "store": request.store,
             "temperature": request.extra.get("temperature"),
             "text": {"format": request.text.format},
+            "tool_choice": written_choice(request.tool_choice),
+            "tools": [flat_tool(function.definition) for function in request.tools],
             "top_p": request.extra.get("top_p"),
         }
+        self._id = response_id
         self._numbers = count()
-        self._item_id = message_id(response_id)
-        around = named_event({"type": _DELTA, "item_id": self._item_id, **_PLACE, "logprobs": []})
-        self._delta_before = around.removesuffix(b"}\n\n") + b',"sequence_number":'
+        self._items: list[OutputItem] = []
+        self._last: Part | None = None
 
     async def whole(self, chunks: AsyncIterator[TextChunk]) -> AsyncGenerator[HttpBody, None]:
         """The response as one body."""
         chunk = joined([chunk async for chunk in chunks])
-        yield json_body(self.head | ended(self._item_id, chunk.text, chunk.finish_reason, chunk.usage))
+        status = status_of(chunk.finish_reason)
+        output = output_of(self._id, chunk.answer_parts, status)
+        yield json_body(self.head | ended(status, output, chunk.usage, chunk.reasoning_tokens))
 
     async def events(self, chunks: AsyncIterator[TextChunk]) -> AsyncGenerator[HttpBody, None]:
         """The response as events; those of one chunk are one body."""
-        begun, text = False, []
+        begun = False
         async for chunk in chunks:
             written = b""
             if not begun:
                 begun = True
-                written = self._begin()
-            if chunk.text:
-                text.append(chunk.text)
-                number = b"%d" % next(self._numbers)
-                written += self._delta_before + number + b',"delta":' + orjson.dumps(chunk.text) + b"}\n\n"
+                written = self._event("response.created", {"response": self.head})
+                written += self._event("response.in_progress", {"response": self.head})
+            for part in chunk.answer_parts:
+                written += self._take(part)
             if chunk.finish_reason is not None:
-                written += self._end("".join(text), chunk)
+                written += self._end(chunk)
             if written:
                 yield HttpBody(content_type=EVENTS, data=written)
 
@@ -72,25 +75,27 @@ class ResponseAnswer:
     def _event(self, kind: str, fields: Mapping[str, Any]) -> bytes:
         return named_event({"type": kind, "sequence_number": next(self._numbers), **fields})
 
-    def _begin(self) -> bytes:
-        item = message(self._item_id, "in_progress", [])
-        part = {"item_id": self._item_id, **_PLACE, "part": output_text("")}
-        return (
-            self._event("response.created", {"response": self.head})
-            + self._event("response.in_progress", {"response": self.head})
-            + self._event("response.output_item.added", {"output_index": 0, "item": item})
-            + self._event("response.content_part.added", part)
-        )
+    def _take(self, part: Part) -> bytes:
+        """The events of a part."""
+        written = b""
+        if begins_segment(part, self._last):
+            if self._items:
+                written = self._items[-1].end(self._event, "completed")
+            item = item_of(part, self._id, len(self._items))
+            self._items.append(item)
+            written += item.begin(self._event)
+        self._last = part
+        if text := self._items[-1].add(part):
+            written += self._items[-1].delta(text, next(self._numbers))
+        return written
 
-    def _end(self, text: str, chunk: TextChunk) -> bytes:
-        response = self.head | ended(self._item_id, text, chunk.finish_reason, chunk.usage)
-        place = {"item_id": self._item_id, **_PLACE}
-        return (
-            self._event("response.output_text.done", place | {"text": text, "logprobs": []})
-            + self._event("response.content_part.done", place | {"part": output_text(text)})
-            + self._event("response.output_item.done", {"output_index": 0, "item": response["output"][0]})
-            + self._event(f"response.{response['status']}", {"response": response})
-        )
+    def _end(self, chunk: TextChunk) -> bytes:
+        written = b"" if self._items else self._take(Content(""))
+        status = status_of(chunk.finish_reason)
+        written += self._items[-1].end(self._event, status)
+        output = whole_output(self._items, status)
+        response = self.head | ended(status, output, chunk.usage, chunk.reasoning_tokens)
+        return written + self._event(f"response.{status}", {"response": response})
 
 
 def head_of(response_id: str, created: int, model: str) -> dict[str, Any]:
@@ -106,40 +111,33 @@ def head_of(response_id: str, created: int, model: str) -> dict[str, Any]:
         "metadata": {},
         "model": model,
         "output": [],
-        "parallel_tool_calls": False,
+        "parallel_tool_calls": True,
         "text": {"format": {"type": "text"}},
-        "tool_choice": "none",
+        "tool_choice": "auto",
         "tools": [],
         "truncation": "disabled",
         "usage": None,
     }
 
 
-def message_id(response_id: str) -> str:
-    return "msg_" + response_id.removeprefix("resp_")
+def status_of(finish_reason: str | None) -> str:
+    return "incomplete" if finish_reason == "length" else "completed"
 
 
-def ended(item_id: str, text: str, finish_reason: str | None, usage: Usage | None) -> dict[str, Any]:
+def ended(
+    status: str, output: list[dict[str, Any]], usage: Usage | None, reasoning_tokens: int | None
+) -> dict[str, Any]:
     """The fields that the end of an answer adds or changes."""
     usage = usage or Usage()
-    status = "incomplete" if finish_reason == "length" else "completed"
     return {
         "status": status,
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-        "output": [message(item_id, status, [output_text(text)])],
+        "output": output,
         "usage": {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_tokens},
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": reasoning_tokens or 0},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         },
     }
-
-
-def message(item_id: str, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"id": item_id, "type": "message", "status": status, "role": "assistant", "content": content}
-
-
-def output_text(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -1,4 +1,4 @@
-"""Requests for responses: a text or items, of which messages with text are served.
+"""Requests for responses: a text or items, of which messages with text, reasoning and functions are served.
 
 Beside OpenAI's fields those of the sampling table are read. Source: OpenAI's API reference.
 """
@@ -6,36 +6,21 @@ Beside OpenAI's fields those of the sampling table are read. Source: OpenAI's AP
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
 
+from millrace.errors import InvalidRequestError
 from services.transformer.calls import check_message_count
 from services.transformer.frontends.openai.errors import UnsupportedFieldError
-from services.transformer.frontends.openai.requests import text_of
 from services.transformer.frontends.openai.sampled_request import SCORELESS, SampledRequest
 from services.transformer.frontends.openai.structured_outputs import structured_outputs_of
+from services.transformer.frontends.openai.tools import TemplateMessage, json_text, read_tool_choice, read_tools
+from services.transformer.frontends.responses.input_items import Item, messages_of
+from services.transformer.frontends.responses.tools import nested_choice, nested_tool
+from services.transformer.text.tools import ToolFunction, ToolUse
 
 _PLAIN_TEXT = {"type": "text"}
-_PARTS = ("input_text", "output_text", "text")
-
-
-class Item(BaseModel):
-    """One message of the conversation."""
-
-    type: Literal["message"] = "message"
-    role: Literal["user", "assistant", "system", "developer"]
-    content: str
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _read_content(cls, value: Any) -> Any:
-        return text_of(value, _PARTS)
-
-    @property
-    def message(self) -> tuple[str, str]:
-        """As (role, content); chat templates know the older name of `developer`."""
-        return "system" if self.role == "developer" else self.role, self.content
 
 
 class TextSettings(BaseModel):
@@ -64,11 +49,8 @@ class ResponsesRequest(SampledRequest):
         "include": ([],),
         "max_tool_calls": (),
         "moderation": (),
-        "parallel_tool_calls": (True, False),
         "prompt": (),
         "reasoning": ({}, {"effort": "none"}),
-        "tool_choice": ("none", "auto"),
-        "tools": ([],),
         "top_logprobs": (0,),
         "truncation": ("disabled",),
     }
@@ -78,10 +60,14 @@ class ResponsesRequest(SampledRequest):
     input: list[Item] = Field(min_length=1)
     instructions: str | None = None
     max_output_tokens: int | None = None
+    parallel_tool_calls: bool = True
     previous_response_id: str | None = Field(None, max_length=2048)
     store: bool = True
     stream: bool = False
     text: TextSettings = Field(default_factory=lambda: TextSettings())
+    tool_choice: Any = "auto"
+    tools: tuple[ToolFunction, ...] = ()
+    _messages: list[TemplateMessage] = PrivateAttr(default_factory=list)
 
     @field_validator("input", mode="before")
     @classmethod
@@ -90,13 +76,36 @@ class ResponsesRequest(SampledRequest):
             check_message_count(len(value))
         return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
-    def conversation(self, previous: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-        """(role, content) pairs: the instructions, the `previous` messages and the new ones."""
-        instructions = [("system", self.instructions)] if self.instructions else []
-        return [*instructions, *previous, *(item.message for item in self.input)]
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _read_tools(cls, value: Any) -> Any:
+        json_text([[[value]]])  # As deep as an event of the answer has them.
+        return read_tools(list(map(nested_tool, value)) if isinstance(value, list) else value)
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """The functions that the model may call, None for none."""
+        try:
+            return read_tool_choice(nested_choice(self.tool_choice)).use(self.tools, self.parallel_tool_calls)
+        except ValueError as error:
+            raise InvalidRequestError(f"tool_choice: {error}", param="tool_choice") from None
+
+    def conversation(self, previous: Sequence[TemplateMessage]) -> list[TemplateMessage]:
+        """The messages: the instructions, the `previous` ones and the new ones."""
+        instructions: list[TemplateMessage] = [("system", self.instructions)] if self.instructions else []
+        return [*instructions, *previous, *self._messages]
+
+    def trim(self) -> None:
+        super().trim()
+        self.input = []  # Its messages are kept.
 
     def check(self) -> None:
         super().check()
+        try:
+            self._messages = messages_of(self.input)
+        except ValueError as error:
+            raise InvalidRequestError(f"input: {error}", param="input") from None
+        _ = self.tool_use
         if self.text.verbosity not in (None, "medium"):
             raise UnsupportedFieldError("text.verbosity", self.text.verbosity)
         fields = {

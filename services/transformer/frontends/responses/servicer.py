@@ -7,35 +7,43 @@ log; the log records a request in either case. A stream that broke is not contin
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from google.api.httpbody_pb2 import HttpBody
 
+from millrace.errors import MillraceError
 from millrace.rpc.call_context import CallContext, call_context
 from millrace.rpc.handlers import Context
 from millrace_protos import rest_pb2, rest_pb2_grpc
+from millrace_protos.millrace_pb2 import PayloadRecord
 from services.transformer.frontends.http import Body, Header, KeepAlive, LastEvent, json_body, rest_errors
 from services.transformer.frontends.openai.errors import openai_error
 from services.transformer.frontends.openai.models import OpenAIModels
 from services.transformer.frontends.openai.reading import RequestReader
 from services.transformer.frontends.openai.requests import IGNORED_FIELDS
+from services.transformer.frontends.openai.tools import TemplateMessage
 from services.transformer.frontends.responses.answers import ResponseAnswer
 from services.transformer.frontends.responses.requests import ResponsesRequest
 from services.transformer.frontends.responses.stored import (
+    CALL_SEED,
     HAS_INSTRUCTIONS,
     RESPONSE_ID,
     StoredResponses,
     conversation_of,
     new_response_id,
+    parameters_of,
     stored_response,
+    tools_of,
 )
 from services.transformer.generation.pipeline import Pipeline
 from services.transformer.generation.requests import TextRequest
 from services.transformer.generation.resume_ids import identity_of
+from services.transformer.generation.tool_use import parts_of
 from services.transformer.processes.body_processes import BodyProcesses
 from services.transformer.routing.router import Router
+from services.transformer.text.answer_parts import Content, Part
 
 
 class ResponsesServicer(rest_pb2_grpc.ResponsesServicer):
@@ -45,6 +53,7 @@ class ResponsesServicer(rest_pb2_grpc.ResponsesServicer):
         self, pipeline: Pipeline, router: Router, bodies: BodyProcesses, log: Any, keep_alive_s: float = 15.0
     ) -> None:
         self._pipeline = pipeline
+        self._router = router
         self._stored = StoredResponses(log)
         self._keep_alive_s = keep_alive_s
         self._reader = RequestReader(pipeline, bodies, OpenAIModels(router))
@@ -72,7 +81,9 @@ class ResponsesServicer(rest_pb2_grpc.ResponsesServicer):
             bad_words=parsed.bad_words,
             ignored_fields=ignored,
             default_seed=identity.seed,
-            further_parameters=_further_parameters(parsed, own_id),
+            further_parameters=_further_parameters(parsed, own_id, identity.seed),
+            tools=parsed.tool_use,
+            has_parts=True,
         )
         write = answer.events if parsed.stream else answer.whole
         async with (
@@ -86,16 +97,30 @@ class ResponsesServicer(rest_pb2_grpc.ResponsesServicer):
     async def Retrieve(self, request: rest_pb2.ResponseRequest, context: Context) -> AsyncGenerator[HttpBody, None]:
         call = call_context(context, "millrace.rest.v1.Responses/Retrieve")
         record = await self._stored.find(request.response_id, call, "response_id")
-        yield json_body(stored_response(request.response_id, record))
+        yield json_body(stored_response(request.response_id, record, self._parts_of(record)))
 
-    async def _previous(self, parsed: ResponsesRequest, call: CallContext) -> list[tuple[str, str]]:
+    async def _previous(self, parsed: ResponsesRequest, call: CallContext) -> list[TemplateMessage]:
         """The messages that the request continues."""
         if not parsed.previous_response_id:
             return []
-        return conversation_of(await self._stored.find(parsed.previous_response_id, call, "previous_response_id"))
+        record = await self._stored.find(parsed.previous_response_id, call, "previous_response_id")
+        return conversation_of(record, self._parts_of(record))
+
+    def _parts_of(self, record: PayloadRecord) -> Sequence[Part]:
+        """The parts of an answer on record; the text alone where its model is not loaded any more."""
+        name, _, version = record.served_model.partition(":")
+        try:
+            model = self._router.as_text(self._router.find(name or record.model, version))
+        except MillraceError:
+            return [Content(record.text)]
+        seed = parameters_of(record).get(CALL_SEED, 0)
+        syntax = self._pipeline.syntax(model)
+        return parts_of(record.text, tools_of(record), seed, syntax, model.tokenizer, record.prompt_ids)
 
 
-def _further_parameters(parsed: ResponsesRequest, own_id: str) -> dict[str, Any]:
-    """The parameters by which the record is found again, unless the client wants that it is not."""
+def _further_parameters(parsed: ResponsesRequest, own_id: str, seed: int) -> dict[str, Any]:
+    """The parameters by which the record is found and read again, unless the client wants that it is not."""
     given: dict[str, Any] = {RESPONSE_ID: own_id} if parsed.store else {"store": False}
+    if parsed.store and parsed.tools:
+        given[CALL_SEED] = seed
     return given | {HAS_INSTRUCTIONS: True} if parsed.instructions else given

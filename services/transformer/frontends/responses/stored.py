@@ -12,17 +12,24 @@ import base64
 import binascii
 import json
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 from millrace.deadline import Deadline
 from millrace.errors import InvalidRequestError
 from millrace.rpc.call_context import CallContext
 from millrace_protos.millrace_pb2 import PayloadRecord, QueryPayloadsRequest
-from services.transformer.frontends.responses.answers import ended, head_of, message_id
+from services.transformer.frontends.openai.tools import TemplateMessage, call_of, read_tools, template_message
+from services.transformer.frontends.responses.answers import ended, head_of, status_of
+from services.transformer.frontends.responses.items import output_of
+from services.transformer.frontends.responses.tools import flat_tool
 from services.transformer.generation.recording import MAX_RECORDED_CHARACTERS
+from services.transformer.text.answer_parts import CallArguments, CallStart, Content, Part, Reasoning
+from services.transformer.text.tools import ToolUse
 
 RESPONSE_ID = "response_id"
 HAS_INSTRUCTIONS = "instructions"
+CALL_SEED = "call_seed"  # Of the ids of calls.
 _PREFIX = "resp_"
 _RANDOM_BYTES = 16
 _TIMEOUT_S = 5.0
@@ -74,23 +81,65 @@ def parameters_of(record: PayloadRecord) -> dict[str, Any]:
     return parameters if isinstance(parameters, dict) else {}
 
 
-def conversation_of(record: PayloadRecord) -> list[tuple[str, str]]:
-    """The messages before a response and its own, without its instructions; raises InvalidRequestError."""
+def conversation_of(record: PayloadRecord, parts: Sequence[Part]) -> list[TemplateMessage]:
+    """The messages before a response, without its instructions, and its own of `parts`; raises InvalidRequestError."""
     try:
-        messages = [(message["role"], message["content"]) for message in json.loads(record.prompt)]
+        messages = [_message_of(message) for message in json.loads(record.prompt)]
     except (ValueError, TypeError, KeyError):
         messages = []
     if not messages or len(record.prompt) >= MAX_RECORDED_CHARACTERS:
         raise InvalidRequestError("the response's messages are not on record", param="previous_response_id")
     begins = 1 if parameters_of(record).get(HAS_INSTRUCTIONS) else 0
-    return [*messages[begins:], ("assistant", record.text)]
+    return [*messages[begins:], _answer_of(parts)]
 
 
-def stored_response(wanted: str, record: PayloadRecord) -> dict[str, Any]:
-    """A response as its record has it."""
+def stored_response(wanted: str, record: PayloadRecord, parts: Sequence[Part]) -> dict[str, Any]:
+    """A response as its record has it; the tokens of its reasoning are not counted."""
+    parameters, tools = parameters_of(record), tools_of(record)
     head = head_of(wanted, record.time.seconds, record.model)
+    if tools is not None:
+        flat = [flat_tool(function.definition) for function in tools.functions]
+        choice = parameters.get("tool_choice", "auto")
+        head |= {"tools": flat, "tool_choice": choice, "parallel_tool_calls": tools.is_parallel}
+    status = status_of(record.finish_reason)
     usage = record.usage if record.HasField("usage") else None
-    return head | ended(message_id(wanted), record.text, record.finish_reason, usage)
+    return head | ended(status, output_of(wanted, parts, status), usage, None)
+
+
+def tools_of(record: PayloadRecord) -> ToolUse | None:
+    """The functions of a request on record; None where there are none, or where they are redacted."""
+    parameters = parameters_of(record)
+    try:
+        functions = read_tools(parameters.get("tools") or [])
+    except ValueError:
+        return None
+    return ToolUse(functions, is_parallel=parameters.get("parallel_tool_calls") is not False) if functions else None
+
+
+def _message_of(message: dict[str, Any]) -> TemplateMessage:
+    pair = message["role"], message["content"]
+    fields = {name: value for name, value in message.items() if name not in ("role", "content")}
+    return (*pair, json.dumps(fields)) if fields else pair
+
+
+def _answer_of(parts: Sequence[Part]) -> TemplateMessage:
+    """The assistant's message that an answer makes; raises InvalidRequestError."""
+    texts: dict[type[Part], list[str]] = {Content: [], Reasoning: []}
+    calls: list[tuple[CallStart, list[str]]] = []
+    for part in parts:
+        if isinstance(part, CallStart):
+            calls.append((part, []))
+        elif isinstance(part, CallArguments):
+            calls[-1][1].append(part.text)
+        else:
+            texts[type(part)].append(part.text)
+    content, reasoning = ("".join(found) for found in texts.values())
+    try:
+        found = [call_of(start.id, start.name, "".join(arguments)) for start, arguments in calls]
+        return template_message("assistant", content, found, reasoning=reasoning)
+    except ValueError as error:
+        text = f"a call on record cannot be continued: {error}"
+        raise InvalidRequestError(text, param="previous_response_id") from None
 
 
 def _request_id(wanted: str) -> str | None:
