@@ -58,7 +58,7 @@ _OPENAI: Mapping[str, Wrong] = {
     "stream_options": one_of("5", "[]", '"x"', '{"include_usage":true}', '{"include_usage":5}'),
     "response_format": one_of('{"type":"structural_tag"}', '{"type":"json_schema"}', "5", "[]"),
     "structured_outputs": one_of("{}", "5", "[]", '{"regex":"("}', '{"json":{"not":{}}}', '{"grammar":"start: x"}'),
-    "truncate_prompt_tokens": one_of("5", "true"),
+    "truncate_prompt_tokens": either(NO_WHOLE, one_of("0", "-2", "true"), HUGE),
 }
 COMPLETION: Mapping[str, Wrong] = {
     **_OPENAI,

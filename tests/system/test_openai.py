@@ -5,6 +5,7 @@ import http.client
 import json
 import shutil
 import subprocess
+import uuid
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,78 @@ async def test_choices_of_several_prompts_stream_by_index(stack):
     assert all(each[-1] == "length" and not any(each[:-1]) for each in reasons)
     assert last["choices"] == []
     assert last["usage"]["total_tokens"] == whole["usage"]["total_tokens"]
+
+
+def streamed_answer(answer):
+    """Text, token ids and the prompt's ids of an answer in events, from whichever of its two places."""
+    events = [json.loads(event) for event in answer.events[:-1]]
+    choices = [event["choices"][0] for event in events]
+    text = "".join(choice["text"] if "text" in choice else choice["delta"]["content"] for choice in choices)
+    prompts = [place["prompt_token_ids"] for place in (*events, *choices) if "prompt_token_ids" in place]
+    return text, [token_id for choice in choices for token_id in choice["token_ids"]], prompts
+
+
+async def test_an_answer_includes_its_stop_string_and_its_token_ids_on_request(stack):
+    body = {**STORY, "temperature": 0, "max_tokens": 30}
+    plain = (await post(stack, "/v1/completions", body)).json["choices"][0]
+    assert not {"token_ids", "prompt_token_ids"} & plain.keys()
+    stop = plain["text"][30:36]
+    body |= {"stop": [stop], "include_stop_str_in_output": True, "return_token_ids": True}
+    name = f"stop-{uuid.uuid4().hex}"
+    whole = (await post(stack, "/v1/completions", body, x_request_id=name)).json
+    (choice,) = whole["choices"]
+    assert choice["text"] == plain["text"][: plain["text"].index(stop) + len(stop)]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+    assert len(choice["token_ids"]) == whole["usage"]["completion_tokens"]
+    prompt_ids = (await post(stack, "/tokenize", {"model": "storyteller", "prompt": STORY["prompt"]})).json["tokens"]
+    assert choice["prompt_token_ids"] == prompt_ids
+    (record,) = await records(stack.gateway, request_id=name)
+    assert record.text == choice["text"]
+    streamed = streamed_answer(await post(stack, "/v1/completions", {**body, "stream": True}))
+    assert streamed == (choice["text"], choice["token_ids"], [prompt_ids])
+
+    body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
+    chat = (await post(stack, "/v1/chat/completions", body)).json
+    (choice,) = chat["choices"]
+    assert len(choice["token_ids"]) == chat["usage"]["completion_tokens"]
+    assert len(chat["prompt_token_ids"]) == chat["usage"]["prompt_tokens"]
+    streamed = streamed_answer(await post(stack, "/v1/chat/completions", {**body, "stream": True}))
+    assert streamed == (choice["message"]["content"], choice["token_ids"], [chat["prompt_token_ids"]])
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"allowed_token_ids": [4], "ignore_eos": True}, "<|user|>" * 3),
+        ({"allowed_token_ids": [2], "ignore_eos": False}, ""),
+        ({"allowed_token_ids": [2], "ignore_eos": False, "include_stop_str_in_output": True}, "</s>"),
+    ],
+)
+async def test_special_tokens_are_written_on_request(stack, fields, text):
+    body = {**STORY, "max_tokens": 3, **fields}
+    skipped = (await post(stack, "/v1/completions", body)).json["choices"][0]
+    assert skipped["text"] == ""
+    body |= {"skip_special_tokens": False, "return_token_ids": True, "spaces_between_special_tokens": True}
+    (choice,) = (await post(stack, "/v1/completions", body)).json["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (text, skipped["finish_reason"])
+    streamed = streamed_answer(await post(stack, "/v1/completions", {**body, "stream": True}))
+    assert streamed[:2] == (text, choice["token_ids"])
+
+
+async def test_the_last_tokens_of_a_prompt_are_kept(stack):
+    body = {**STORY, "prompt": "the fox sat on a mat " * 1000, "max_tokens": 8, "return_token_ids": True}
+    ids = (await post(stack, "/tokenize", {"model": "storyteller", "prompt": body["prompt"]})).json["tokens"]
+    for prompt in (body["prompt"], ids):
+        for limit, count in ((5, 5), (-1, 1024 - 8)):
+            cut = {**body, "prompt": prompt, "truncate_prompt_tokens": limit}
+            (choice,) = (await post(stack, "/v1/completions", cut)).json["choices"]
+            assert choice["prompt_token_ids"] == ids[-count:]
+    cut = {**body, "messages": [{"role": "user", "content": body.pop("prompt")}], "truncate_prompt_tokens": -1}
+    del cut["prompt"]
+    chat = (await post(stack, "/v1/chat/completions", cut)).json
+    assert len(chat["prompt_token_ids"]) == chat["usage"]["prompt_tokens"] == 1024 - 8
+    refused = await rest(stack.gateway, "POST", "/v1/chat/completions", {**cut, "truncate_prompt_tokens": 1025})
+    assert (refused.status, refused.json["error"]["param"]) == (400, "truncate_prompt_tokens")
 
 
 async def test_each_choice_has_a_record_under_the_requests_id(stack):

@@ -36,6 +36,8 @@ KINDS = (
     {"temperature": 1.0},
     {"temperature": 1.5, "stop": [" the", "."]},
     {"temperature": 1.0, "logprobs": 2, "stream_options": {"include_usage": True}},
+    {"temperature": 1.5, "stop": [" the", "."], "include_stop_str_in_output": True, "return_token_ids": True},
+    {"temperature": 1.5, "logit_bias": {"4": 8}, "skip_special_tokens": False},
 )
 
 
@@ -78,6 +80,7 @@ def answer_of(bodies):
             text += choice["text"]
             logprobs = choice["logprobs"] or {"tokens": (), "token_logprobs": (), "text_offset": ()}
             tokens += zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["text_offset"], strict=True)
+            tokens += choice.get("token_ids", ())
             ends += [choice["finish_reason"]] if choice["finish_reason"] else []
         if not chunk["choices"]:
             ends.append(chunk["usage"]["completion_tokens"])

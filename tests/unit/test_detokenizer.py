@@ -7,6 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from services.transformer.generation.chunks import Assembler
+from services.transformer.predictors.tokens import TokenChunk
 from services.transformer.text.detokenizer import Decoder, Detokenizer, StopFinder
 
 CORPUS = ["Once upon a time there was a dog.", "Zoë ate naïve crêpes 🥞 in 東京 😀😃 and sang ¡olé!"] * 20
@@ -253,6 +255,25 @@ def test_a_stop_string_across_tokens_is_not_returned(stop):
     text = "Once upon a time there was"
     pieces = stream(BYTE_LEVEL, BYTE_LEVEL.encode(text).ids, stop=[stop])
     assert "".join(pieces) == text[: text.index(stop)]
+
+
+@pytest.mark.parametrize("stop", [" upon", "pon a", "time"])
+def test_a_stop_string_is_included_on_request_and_nothing_behind_it(stop):
+    text = "Once upon a time there was"
+    detokenizer = Detokenizer(Decoder(BYTE_LEVEL), [], [stop], includes_stop=True)
+    made = "".join(detokenizer.push(token_id) for token_id in BYTE_LEVEL.encode(text).ids)
+    assert made == text[: text.index(stop) + len(stop)]
+
+
+@pytest.mark.parametrize(("includes_stop", "text"), [(False, "a</s>a"), (True, "a</s>a</s>")])
+def test_a_special_token_that_ends_the_answer_is_written_only_on_request(includes_stop, text):
+    decoder = Decoder(BYTE_FALLBACK)
+    end, a = (BYTE_FALLBACK.token_to_id(token) for token in ("</s>", "a"))
+    special = decoder.special_texts
+    detokenizer = Detokenizer(decoder, [], [], kept=special)
+    assembler = Assembler(detokenizer, [a], (), includes_stop=includes_stop, end_ids=special.keys())
+    chunk = assembler.take(TokenChunk([a, end, a, end], finish_reason="stop"), 0.0)
+    assert (chunk.text, chunk.token_ids, chunk.prompt_ids) == (text, [a, end, a, end], [a])
 
 
 @pytest.mark.parametrize(("before", "text"), [((0xC3, 0xA9), "é"), ((0xC3,), "\ufffd"), ((), "")])

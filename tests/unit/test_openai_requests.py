@@ -186,6 +186,8 @@ UNSUPPORTED = {
     "chat_template": (chat, {"chat_template": "{{ messages }}"}),
     "continue_final_message": (chat, {"continue_final_message": True}),
     "dimensions": (embeddings, {"dimensions": 8}),
+    "truncation_side": (completion, {"truncation_side": "right"}),
+    "spaces_between_special_tokens": (completion, {"spaces_between_special_tokens": False}),
 }
 
 
@@ -366,3 +368,10 @@ def test_a_body_that_is_no_request_is_refused(body, message):
 def test_errors_have_openais_shape(error, kind, code, param):
     body = openai_error(error)
     assert body == {"error": {"message": error.message, "type": kind, "code": code, "param": param}}
+
+
+@pytest.mark.parametrize("fields", [{"truncate_prompt_tokens": 0}, {"truncate_prompt_tokens": 5, "echo": True}])
+def test_a_truncation_that_cannot_be_made_is_refused(fields):
+    with pytest.raises(InvalidRequestError) as raised:
+        completion(**fields)
+    assert raised.value.param == "truncate_prompt_tokens"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,11 +26,12 @@ class TextChunk(NamedTuple):
     """New text and its token ids; the last chunk has `finish_reason` and `usage`.
 
     `logprobs` has one value for each id where the request asks for them, and `top_logprobs` the likeliest tokens at
-    that position with their log probabilities, best first. `prompt_tokens` is the same in every chunk. `prompt` is in
-    the first chunk where the request asks for it. `resumed` marks the first chunk after another predictor has resumed
-    the answer; `fingerprint` is that of the weights. `engine_s`, `predictor` and `repeated` are as of a TokenChunk.
-    Where the request asks for parts and the model writes calls or reasoning, `parts` are what `text` adds to the
-    answer's parts, and `reasoning_tokens` counts those of the reasoning so far.
+    that position with their log probabilities, best first. `prompt_tokens` and `prompt_ids`, a list that must not be
+    changed, are the same in every chunk. `prompt` is in the first chunk where the request asks for it. `resumed` marks
+    the first chunk after another predictor has resumed the answer; `fingerprint` is that of the weights. `engine_s`,
+    `predictor` and `repeated` are as of a TokenChunk. Where the request asks for parts and the model writes calls or
+    reasoning, `parts` are what `text` adds to the answer's parts, and `reasoning_tokens` counts those of the reasoning
+    so far.
     """
 
     text: str
@@ -50,6 +51,7 @@ class TextChunk(NamedTuple):
     repeated: bool = False
     parts: Sequence[Part] | None = None
     reasoning_tokens: int | None = None
+    prompt_ids: Sequence[int] = ()
 
     @property
     def has_news(self) -> bool:
@@ -102,8 +104,8 @@ def joined(chunks: Sequence[TextChunk]) -> TextChunk:
 class Assembler:
     """Turns a predictor's chunks into text chunks; a stop string ends the answer before the predictor does.
 
-    The stop token that ends an answer is among its ids, and its text is not in the answer's. `parser` separates the
-    answer's parts.
+    The token that ends an answer, one of `stop_token_ids` or of the special tokens `end_ids`, is among its ids; its
+    text is in the answer's only with `includes_stop`. `parser` separates the answer's parts.
     """
 
     def __init__(
@@ -112,7 +114,11 @@ class Assembler:
         prompt_ids: Sequence[int],
         stop_token_ids: Iterable[int],
         parser: AnswerParser | None = None,
+        includes_stop: bool = False,
+        end_ids: Container[int] = (),
     ) -> None:
+        self._includes_stop = includes_stop
+        self._end_ids = end_ids
         self._detokenizer = detokenizer
         self._parser = parser
         self._prompt_ids = prompt_ids
@@ -125,7 +131,9 @@ class Assembler:
         detokenizer, ids, reason, usage = self._detokenizer, chunk.token_ids, chunk.finish_reason, chunk.usage
         text, used, parser = "", 0, self._parser
         ends_with_stop_token = reason == "stop" and not self._stop_token_ids.isdisjoint(ids[-1:])
-        written = len(ids) - ends_with_stop_token
+        written = len(ids)
+        if reason == "stop" and not self._includes_stop:
+            written -= ends_with_stop_token or (bool(ids) and ids[-1] in self._end_ids)
         for token_id in ids:
             if used < written:
                 piece = detokenizer.push(token_id)
@@ -167,4 +175,5 @@ class Assembler:
             chunk.repeated,
             None if parser is None else parser.parts(),
             None if parser is None else parser.reasoning_tokens,
+            self._prompt_ids,
         )

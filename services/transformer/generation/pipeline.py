@@ -8,7 +8,7 @@ the first-token deadline. `generate` is the only loop over the tokens. Choices o
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import NamedTuple
@@ -32,6 +32,7 @@ from services.transformer.generation.shares import account_of
 from services.transformer.generation.telemetry import GenerationTelemetry
 from services.transformer.generation.token_quota import Reservation, TokenQuota
 from services.transformer.generation.tool_use import check_tools, forced_form, parser_of, reasoned_form
+from services.transformer.generation.truncation import MAX_TRUNCATED_TOKENS, kept_tokens
 from services.transformer.models.models import TextModel
 from services.transformer.predictors.first_token import FirstToken
 from services.transformer.predictors.resuming import ResumingGenerator, TokenStream
@@ -39,6 +40,7 @@ from services.transformer.predictors.tokens import Generation, TokenChunk
 from services.transformer.processes.body_processes import BodyProcesses
 from services.transformer.routing.router import Router
 from services.transformer.routing.shadows import Shadows, copied_call
+from services.transformer.text.answer_parser import AnswerParser
 from services.transformer.text.answer_syntax import AnswerSyntax, SyntaxSettings
 from services.transformer.text.detokenizer import Detokenizer
 from services.transformer.text.tokenizer import check_token_count
@@ -256,7 +258,13 @@ class Pipeline:
         return ids
 
     async def _prompt_ids(self, request: TextRequest, model: TextModel) -> list[int]:
-        tokenizer, context_length = model.tokenizer, model.limits.context_length
+        if request.truncate_prompt_tokens is None:
+            return await self._whole_ids(request, model, model.limits.context_length)
+        kept = kept_tokens(request.truncate_prompt_tokens, model.limits, request.sampling.get("max_tokens"))
+        return (await self._whole_ids(request, model, MAX_TRUNCATED_TOKENS))[-kept:]
+
+    async def _whole_ids(self, request: TextRequest, model: TextModel, context_length: int) -> list[int]:
+        tokenizer = model.tokenizer
         if request.prompt is not None:
             return await tokenizer.encode(request.prompt, context_length, request.add_special_tokens)
         if request.prompt_ids is not None:
@@ -276,13 +284,19 @@ class Pipeline:
     def _assembler(self, request: TextRequest, model: TextModel, generation: Generation) -> Assembler:
         follows = [] if model.limits.is_encoder_decoder else generation.prompt_ids
         sampling, decoder = generation.sampling, model.tokenizer.decoder
-        parser, kept = None, None
+        parser: AnswerParser | None = None
+        kept: Mapping[int, str] | None = None
         if request.has_parts:
             syntax = self.syntax(model)
             parser = parser_of(request, syntax, model.tokenizer, generation.prompt_ids)
             kept = decoder.special_ids(syntax.marks(request.tools is not None)) if parser is not None else None
-        detokenizer = Detokenizer(decoder, follows, request.stop, sampling.min_tokens, kept)
-        return Assembler(detokenizer, generation.prompt_ids, sampling.stop_token_ids, parser)
+        end_ids: Container[int] = ()
+        if not request.skip_special_tokens:
+            end_ids = decoder.special_texts.keys() - (kept or {}).keys()
+            kept = decoder.special_texts
+        includes_stop = request.include_stop_str_in_output
+        detokenizer = Detokenizer(decoder, follows, request.stop, sampling.min_tokens, kept, includes_stop)
+        return Assembler(detokenizer, generation.prompt_ids, sampling.stop_token_ids, parser, includes_stop, end_ids)
 
 
 class Begun(NamedTuple):

@@ -154,6 +154,12 @@ def _recorded_parameters(request: TextRequest) -> dict[str, Any]:
         given["stop"] = list(request.stop)
     if request.bad_words:
         given["bad_words"] = list(request.bad_words)
+    if request.include_stop_str_in_output:
+        given["include_stop_str_in_output"] = True
+    if request.truncate_prompt_tokens is not None:
+        given["truncate_prompt_tokens"] = request.truncate_prompt_tokens
+    if not request.skip_special_tokens:
+        given["skip_special_tokens"] = False
     if not request.add_special_tokens:
         given["add_special_tokens"] = False
     if request.template_options:

@@ -38,8 +38,9 @@ class TextRequest:
     likeliest tokens at each position; `choices` is how many such requests make one answer. With `prompt_only` the
     answer has no token of its own. `ignored_fields` are names, for the record. `default_seed` is the seed if `sampling`
     has none, None for a random one. The chunks that the client has, as `resume` says, are `repeated`.
-    `further_parameters` are for the record only. `tools` are the functions that the model may call; with `has_parts`
-    the chunks have calls and reasoning apart from the text.
+    `include_stop_str_in_output` and `skip_special_tokens` are vLLM's. Of the prompt the last `truncate_prompt_tokens`
+    are used, with -1 as many as leave room for the answer. `further_parameters` are for the record only. `tools` are
+    the functions that the model may call; with `has_parts` the chunks have calls and reasoning apart from the text.
     """
 
     call: CallContext
@@ -64,6 +65,9 @@ class TextRequest:
     further_parameters: Mapping[str, Any] = field(default_factory=dict)
     tools: ToolUse | None = None
     has_parts: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
 
     @property
     def prompt_kind(self) -> str:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 _FALLBACK = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -65,9 +66,13 @@ class _StopString:
 
 
 class StopFinder:
-    """Passes text on up to the stop string that ends first; of those that end together, up to the longest."""
+    """Passes text on up to the stop string that ends first; of those that end together, up to the longest.
 
-    def __init__(self, stop: Sequence[str]) -> None:
+    With `includes_stop` the stop string is passed on too.
+    """
+
+    def __init__(self, stop: Sequence[str], includes_stop: bool = False) -> None:
+        self._includes_stop = includes_stop
         self._stop = tuple(map(_StopString, stop))
         self._strings = tuple(stop)
         self._held = ""
@@ -87,7 +92,8 @@ class StopFinder:
         if end >= 0:
             found = (string for at, string in zip(ends, self._strings, strict=True) if at == end)
             self.found, self.string = True, max(found, key=len)
-            passed, self._held = self._held[: before + end - len(self.string)], ""
+            left_out = 0 if self._includes_stop else len(self.string)
+            passed, self._held = self._held[: before + end - left_out], ""
             return passed
         kept = len(self._held) - max(stop.matched for stop in self._stop)
         passed, self._held = self._held[:kept], self._held[kept:]
@@ -126,6 +132,11 @@ class Decoder:
     def skips(self, token_id: int) -> bool:
         """Whether the id has no text: a special token, or an id outside of the vocabulary."""
         return token_id in self._skipped or not 0 <= token_id < self._end
+
+    @cached_property
+    def special_texts(self) -> Mapping[int, str]:
+        """All special tokens, by id."""
+        return {token_id: self._backend.id_to_token(token_id) for token_id in self._skipped}
 
     def special_ids(self, marks: Iterable[str]) -> dict[int, str]:
         """Those of the marks that are special tokens, by id."""
@@ -183,7 +194,7 @@ class Detokenizer:
     `prompt_ids` are what the output follows, so that a tokenizer that drops the space before the first word of a text
     does not drop it here; empty where the output begins a text of its own. Stop strings, which must not be empty, are
     searched in the text that becomes certain after the first `min_tokens` ids. `kept` are texts of special tokens that
-    are not left out.
+    are not left out. With `includes_stop` the text ends with the stop string, not before it.
     """
 
     _CONTEXT = 6  # Ids of the prompt that decide how the output's first id is written.
@@ -197,6 +208,7 @@ class Detokenizer:
         stop: Sequence[str],
         min_tokens: int = 0,
         kept: Mapping[int, str] | None = None,
+        includes_stop: bool = False,
     ) -> None:
         self._decoder = decoder
         self._kept = kept or {}
@@ -211,7 +223,7 @@ class Detokenizer:
         self._passed_ids = len(self._ids)
         self._passed = len(decoder.decode(self._ids))
         self._is_settled = False  # The ids are of the output, with text that was passed on whole.
-        self._finder = StopFinder(stop)
+        self._finder = StopFinder(stop, includes_stop)
 
     @property
     def stopped(self) -> bool:

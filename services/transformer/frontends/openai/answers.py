@@ -23,12 +23,16 @@ from services.transformer.text.tokenizer import TextTokenizer
 
 
 class Format(ABC):
-    """One of the two APIs' ways; `index` is a choice's number; `scored` where the prompt's scores are wanted."""
+    """One of the two APIs' ways; `index` is a choice's number; `scored` where the prompt's scores are wanted.
+
+    With `returns_ids` a choice has its tokens' ids, and the answer the prompt's, as vLLM writes them.
+    """
 
     id_prefix: ClassVar[str]
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
     scored: TokenBytes | None = None
+    returns_ids = False
 
     def whole(self, index: int, chunks: Sequence[TextChunk]) -> dict[str, Any]:
         """A whole choice."""
@@ -37,6 +41,16 @@ class Format(ABC):
     def beside(self, first: TextChunk) -> dict[str, Any]:
         """Fields of a whole answer beside its choices, by the first chunk of its first choice."""
         return {}
+
+    def beside_first(self, chunk: TextChunk) -> dict[str, Any]:
+        """Fields of an event beside its choice, by the first chunk of that choice."""
+        return {}
+
+    def _ids(self, chunk: TextChunk) -> dict[str, Any]:
+        return {"token_ids": chunk.token_ids} if self.returns_ids else {}
+
+    def _prompt_ids(self, chunk: TextChunk) -> dict[str, Any]:
+        return {"prompt_token_ids": chunk.prompt_ids} if self.returns_ids else {}
 
     def _scores(self, chunk: TextChunk) -> dict[str, Any]:
         if self.scored is None or chunk.prompt is None:
@@ -68,7 +82,9 @@ class CompletionFormat(Format):
     def chunk(self, index: int, chunk: TextChunk, is_first: bool) -> dict[str, Any]:
         echo = self._echoes.of(index) if self._echoes is not None and is_first else ""
         logprobs = None if self._tokens is None else self._logprobs(self._tokens, index, chunk)
-        return {"index": index, "text": echo + chunk.text, "logprobs": logprobs, **_end(chunk)}
+        prompt_ids = self._prompt_ids(chunk) if is_first else {}
+        ids = self._ids(chunk)
+        return {"index": index, "text": echo + chunk.text, "logprobs": logprobs, **_end(chunk), **prompt_ids, **ids}
 
     def _logprobs(self, tokens: TokenBytes, index: int, chunk: TextChunk) -> dict[str, Any]:
         ids: list[int] = []
@@ -126,7 +142,10 @@ class ChatFormat(Format):
         return self._choice(index, chunk) | {"message": {"role": "assistant"} | message}
 
     def beside(self, first: TextChunk) -> dict[str, Any]:
-        return self._scores(first)
+        return self._scores(first) | self._prompt_ids(first)
+
+    def beside_first(self, chunk: TextChunk) -> dict[str, Any]:
+        return self._prompt_ids(chunk)
 
     def chunk(self, index: int, chunk: TextChunk, is_first: bool) -> dict[str, Any]:
         role = {"role": "assistant", "content": ""} if is_first else {}
@@ -142,7 +161,7 @@ class ChatFormat(Format):
         end = _end(chunk)
         if end["finish_reason"] == "stop" and index in self._calling:
             end["finish_reason"] = "tool_calls"
-        return {"index": index, "logprobs": logprobs, **end}
+        return {"index": index, "logprobs": logprobs, **end, **self._ids(chunk)}
 
     def _content(self, tokens: TokenBytes, chunk: TextChunk) -> list[dict[str, Any]]:
         def entry(token_id: int, logprob: float) -> dict[str, Any]:

@@ -69,7 +69,8 @@ async def answer(
         reasoning_tokens: list[int | None] = [None] * len(generations)
         # With include_usage every event has the field; the last one fills it.
         usage: dict[str, Any] = {"usage": None} if request.include_usage else {}
-        continuous_usage = request.continuous_usage
+        continuous_usage, returns_ids = request.continuous_usage, request.return_token_ids
+        reports_all = continuous_usage or returns_ids
         plain = _PlainEvents(head, usage, shape)
         # An id counts the tokens of one answer.
         is_single = len(generations) == 1 and not generations[0].prompt_only
@@ -82,13 +83,14 @@ async def answer(
             is_first = index not in begun
             if ids is not None:
                 ids.take(chunk.fingerprint, chunk.token_ids)
-            # Text that is held back makes no event of its own, unless its tokens have log probabilities to report.
+            # Text that is held back makes no event of its own, unless its tokens have log probabilities
+            # or ids to report.
             # What is repeated makes none either, but is counted.
             if chunk.repeated:
                 begun.add(index)
                 await _written(chunk, shape.chunk, index, chunk, is_first)
                 running -= chunk.finish_reason is not None
-            elif not (is_first or continuous_usage or chunk.logprobs or chunk.finish_reason is not None):
+            elif not (is_first or reports_all or chunk.logprobs or chunk.finish_reason is not None):
                 if chunk.parts is None and chunk.text:
                     line = b"" if ids is None else ids.line()
                     yield HttpBody(content_type=EVENTS, data=line + plain.event(index, chunk.text))
@@ -96,13 +98,14 @@ async def answer(
                     line = b"" if ids is None else ids.line()
                     written = event(head | {"choices": [shape.chunk(index, chunk, False)]} | usage)
                     yield HttpBody(content_type=EVENTS, data=line + written)
-            elif is_first or chunk.has_news or chunk.finish_reason is not None or chunk.logprobs:
+            elif is_first or chunk.has_news or chunk.finish_reason is not None or chunk.logprobs or returns_ids:
                 begun.add(index)
                 choice = await _written(chunk, shape.chunk, index, chunk, is_first)
                 if continuous_usage:
                     usage["usage"] = usage_so_far(chunk.prompt_tokens, completion_tokens[index])
                 line = b"" if ids is None else ids.line("" if chunk.finish_reason is None else "f")
-                written = line + event(head | {"choices": [choice]} | usage)
+                beside = shape.beside_first(chunk) if is_first else {}
+                written = line + event(head | {"choices": [choice]} | usage | beside)
                 running -= chunk.finish_reason is not None
                 if running:
                     yield HttpBody(content_type=EVENTS, data=written)

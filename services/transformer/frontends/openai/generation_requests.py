@@ -48,13 +48,11 @@ class GenerationRequest(SampledRequest):
     """What both kinds of completion share."""
 
     UNSUPPORTED: ClassVar[Mapping[str, Sequence[Any]]] = {
-        "include_stop_str_in_output": (False,),
         "length_penalty": (1, 1.0),
         "logits_processors": ([],),
-        "return_token_ids": (False,),
         "return_tokens_as_token_ids": (False,),
-        "skip_special_tokens": (True,),
-        "truncate_prompt_tokens": (),
+        "spaces_between_special_tokens": (True,),  # It has a meaning for slow tokenizers only.
+        "truncation_side": ("left",),
         "use_beam_search": (False,),
     }
 
@@ -65,6 +63,10 @@ class GenerationRequest(SampledRequest):
     stream: bool = False
     stream_options: StreamOptions | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    return_token_ids: bool = False
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
 
     @property
     def include_usage(self) -> bool:
@@ -80,6 +82,8 @@ class GenerationRequest(SampledRequest):
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options needs stream=true", param="stream_options")
         self._structured_outputs = structured_outputs_of(self.extra)
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequestError("0 would leave no prompt", param="truncate_prompt_tokens")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequestError("prompt_logprobs are not available with stream=true", param="prompt_logprobs")
 
@@ -111,6 +115,8 @@ class CompletionRequest(GenerationRequest):
             )
         if self.echo and None not in (self.logprobs, self.prompt_logprobs) and self.logprobs != self.prompt_logprobs:
             raise InvalidRequestError("with echo, prompt_logprobs and logprobs must be equal", param="prompt_logprobs")
+        if self.echo and self.truncate_prompt_tokens is not None:
+            raise InvalidRequestError("not available with echo", param="truncate_prompt_tokens")
         if self.best_of is not None and self.best_of < self.n:
             raise InvalidRequestError(f"best_of={self.best_of} is less than n={self.n}", param="best_of")
         if self.best_of is not None and self.best_of > self.n:

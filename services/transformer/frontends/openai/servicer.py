@@ -124,6 +124,9 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
                     default_max_tokens=COMPLETION_MAX_TOKENS,
                     stop=parsed.stop,
                     bad_words=parsed.bad_words,
+                    include_stop_str_in_output=parsed.include_stop_str_in_output,
+                    skip_special_tokens=parsed.skip_special_tokens,
+                    truncate_prompt_tokens=parsed.truncate_prompt_tokens,
                     ignored_fields=ignored,
                     prompt_logprobs=parsed.scored,
                     choices=len(parsed.prompt) * parsed.n,
@@ -133,6 +136,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
             )
         ]
         shape = CompletionFormat(echoes, tokens)
+        shape.returns_ids = parsed.return_token_ids
         shape.scored = await self._scoring(call, parsed)
         async with aclosing(answer(self._pipeline, generations, parsed, shape, identity)) as bodies:
             async for body in bodies:
@@ -156,6 +160,9 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
                 sampling=parsed.sampling(),
                 stop=parsed.stop,
                 bad_words=parsed.bad_words,
+                include_stop_str_in_output=parsed.include_stop_str_in_output,
+                skip_special_tokens=parsed.skip_special_tokens,
+                truncate_prompt_tokens=parsed.truncate_prompt_tokens,
                 ignored_fields=ignored,
                 prompt_logprobs=parsed.prompt_logprobs,
                 choices=parsed.n,
@@ -166,6 +173,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
         )
         tokens = (await self._tokenizer(call, parsed.model)).token_bytes if parsed.logprobs else None
         shape = ChatFormat(tokens)
+        shape.returns_ids = parsed.return_token_ids
         shape.scored = await self._scoring(call, parsed)
         async with aclosing(answer(self._pipeline, generations, parsed, shape, identity)) as bodies:
             async for body in bodies:
