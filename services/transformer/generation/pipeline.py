@@ -23,6 +23,7 @@ from millrace.sampling import SamplingParameters
 from services.transformer.generation.admission import Admission, AdmittedGeneration
 from services.transformer.generation.chunks import Assembler, TextChunk
 from services.transformer.generation.grammars import GrammarChecks
+from services.transformer.generation.prompts import Prompts
 from services.transformer.generation.recorded_tokens import RecordedTokens
 from services.transformer.generation.recording import recorded_generation
 from services.transformer.generation.repeating import RepeatedTokens
@@ -31,8 +32,7 @@ from services.transformer.generation.resume_ids import ResumePoint
 from services.transformer.generation.shares import account_of
 from services.transformer.generation.telemetry import GenerationTelemetry
 from services.transformer.generation.token_quota import Reservation, TokenQuota
-from services.transformer.generation.tool_use import check_tools, forced_form, parser_of, reasoned_form
-from services.transformer.generation.truncation import MAX_TRUNCATED_TOKENS, kept_tokens
+from services.transformer.generation.tool_use import forced_form, parser_of, reasoned_form
 from services.transformer.models.models import TextModel
 from services.transformer.predictors.first_token import FirstToken
 from services.transformer.predictors.resuming import ResumingGenerator, TokenStream
@@ -43,7 +43,6 @@ from services.transformer.routing.shadows import Shadows, copied_call
 from services.transformer.text.answer_parser import AnswerParser
 from services.transformer.text.answer_syntax import AnswerSyntax, SyntaxSettings
 from services.transformer.text.detokenizer import Detokenizer
-from services.transformer.text.tokenizer import check_token_count
 
 
 class Pipeline:
@@ -68,7 +67,6 @@ class Pipeline:
         self._router = router
         self._generator = generator
         self._tap = tap
-        self._bodies = bodies
         self._reports_cached_tokens = reports_cached_tokens
         self._admission = Admission()
         self._quota = quota or TokenQuota()
@@ -76,6 +74,7 @@ class Pipeline:
         self._recorded = recorded
         self._syntaxes = syntaxes or SyntaxSettings()
         self._grammars = GrammarChecks()
+        self._prompts = Prompts(bodies, self.syntax)
         self._telemetry = GenerationTelemetry(router.lists)
 
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
@@ -201,7 +200,7 @@ class Pipeline:
             await self._grammars.check(sampling.structured_outputs, request.call.deadline)
         if request.prompt_logprobs is not None and not model.scores_prompts:
             raise InvalidRequestError(f"model {model.name!r} has no log probabilities of prompts", param="logprobs")
-        prompt_ids = await self._shared_ids(request, model)
+        prompt_ids = await self._prompts.ids(request, model)
         if request.prompt_logprobs is not None:
             check_size(len(prompt_ids), request.prompt_logprobs, request.choices)
         if request.has_parts and (request.tools is not None or sampling.structured_outputs):
@@ -237,45 +236,6 @@ class Pipeline:
         except InvalidRequestError as refusal:
             raise InvalidRequestError(f"tools: {refusal.message}", param="tools") from None
         return sampling
-
-    async def _shared_ids(self, request: TextRequest, model: TextModel) -> list[int]:
-        """The prompt's ids: the first choice computes them, other choices wait; an InvalidRequestError is kept for all.
-
-        The list is shared: it must not be changed.
-        """
-        shared, ids = request.shared, request.shared.ids.get(model.name)
-        if ids is None:
-            async with shared.lock:
-                ids = shared.ids.get(model.name)
-                if ids is None:
-                    try:
-                        ids = await self._prompt_ids(request, model)
-                    except InvalidRequestError as refusal:
-                        ids = refusal
-                    shared.ids[model.name] = ids
-        if isinstance(ids, InvalidRequestError):
-            raise ids
-        return ids
-
-    async def _prompt_ids(self, request: TextRequest, model: TextModel) -> list[int]:
-        if request.truncate_prompt_tokens is None:
-            return await self._whole_ids(request, model, model.limits.context_length)
-        kept = kept_tokens(request.truncate_prompt_tokens, model.limits, request.sampling.get("max_tokens"))
-        return (await self._whole_ids(request, model, MAX_TRUNCATED_TOKENS))[-kept:]
-
-    async def _whole_ids(self, request: TextRequest, model: TextModel, context_length: int) -> list[int]:
-        tokenizer = model.tokenizer
-        if request.prompt is not None:
-            return await tokenizer.encode(request.prompt, context_length, request.add_special_tokens)
-        if request.prompt_ids is not None:
-            check_token_count(len(request.prompt_ids), context_length)
-            return list(request.prompt_ids)
-        options, deadline = request.template_options, request.call.deadline
-        check_tools(request, model.name, self.syntax(model))
-        tools = "" if request.tools is None else request.tools.definitions
-        text = await tokenizer.render(request.messages, context_length, options, self._bodies, deadline, tools)
-        # The template has written the special tokens already.
-        return await tokenizer.encode(text, context_length, add_special_tokens=False)
 
     def syntax(self, model: TextModel) -> AnswerSyntax:
         """How a model writes calls and reasoning."""

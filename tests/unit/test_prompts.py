@@ -2,7 +2,7 @@ import pytest
 
 from millrace.errors import InvalidRequestError
 from millrace.sampling import ContextLimits
-from services.transformer.generation.truncation import kept_tokens
+from services.transformer.generation.prompts import kept_tokens
 
 
 @pytest.mark.parametrize(
