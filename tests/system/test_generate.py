@@ -229,6 +229,7 @@ async def test_chat_streams_server_sent_events(stack):
         "stream": True,
         "max_tokens": 120,
         "ignore_eos": True,
+        "pace": 200,  # On a busy machine tokens that wait are sent together.
         "stream_options": {"include_usage": True},
     }
     answer = await rest(stack.gateway, "POST", "/v1/chat/completions", body)
