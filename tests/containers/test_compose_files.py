@@ -35,6 +35,8 @@ def test_compose_accepts_each_combination(compose, files):
     with_vllm = "compose.vllm.yaml" in files
     assert services["predictor"]["build"].get("target") == ("vllm" if with_vllm else None)
     assert services["predictor"]["image"].endswith("-vllm") == with_vllm
+    # Without a value it would be removed from the image's.
+    assert services["predictor"]["environment"]["PREDICTOR_ENGINE"] == ("vllm" if with_vllm else None)
     with_metrics = "compose.observability.yaml" in files
     assert (
         services.keys() >= {"prometheus", "grafana"}
