@@ -84,10 +84,10 @@ def children():
 
 
 def command_of(process):
-    """The command line; empty for a process that has ended and was not waited for yet."""
+    """The command line; empty for a process that has ended."""
     try:
         return process.cmdline()
-    except psutil.ZombieProcess:
+    except psutil.NoSuchProcess:  # A zombie too.
         return []
 
 

@@ -41,6 +41,13 @@ static_resources:
 """
 
 
+def runs(process):
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 class Gateway:
     """`start.sh` with a configuration of one fixed answer."""
 
@@ -80,7 +87,7 @@ class Gateway:
         return (self._folder / "log").read_text()
 
     def envoys(self):
-        return [c for c in psutil.Process(self.process.pid).children() if c.status() != psutil.STATUS_ZOMBIE]
+        return list(filter(runs, psutil.Process(self.process.pid).children()))
 
     def close(self):
         for process in self.envoys() if self.process.poll() is None else ():

@@ -127,7 +127,10 @@ def listening(parent, port):
     """The workers that listen there."""
 
     def listens(worker):
-        connections = worker.net_connections("tcp")
+        try:
+            connections = worker.net_connections("tcp")
+        except psutil.NoSuchProcess:
+            return False
         return any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in connections)
 
     return [worker for worker in psutil.Process(parent.pid).children() if listens(worker)]
