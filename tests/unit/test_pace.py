@@ -127,6 +127,15 @@ def test_costs_are_measured_while_the_same_streams_run():
     assert steps[2] > 0.9 * TARGET_S
 
 
+def test_prompts_that_come_all_at_once_to_a_new_engine_progress_before_any_step_without_prompts():
+    machine, pace = Machine(), PrefillPace(TARGET_S)
+    machine.observe(pace, 0, 256)
+    for streams in range(1, 32):
+        steps = machine.run_prompt(pace, 400, streams, prompts=32 - streams)
+        assert len(steps) <= 2
+        assert max(steps) < 1.25 * TARGET_S
+
+
 @given(
     st.lists(
         st.tuples(
