@@ -80,7 +80,8 @@ class Connection(asyncio.Protocol):
         self._transport = transport
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._end(CompletionError(f"the connection was closed within an answer ({error})"))
+        part = "its body" if self._in_body else "its head"
+        self._end(CompletionError(f"the connection was closed before the end of an answer, within {part} ({error})"))
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()

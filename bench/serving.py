@@ -89,7 +89,11 @@ async def _measure(arguments: argparse.Namespace) -> Rounds:
         cases = [(name, callers) for name in servers for callers in arguments.callers]
         for number in range(-1, arguments.rounds):
             for name, callers in random.sample(cases, len(cases)):
-                figures = await _figures(servers[name], callers, arguments.seconds)
+                try:
+                    figures = await _figures(servers[name], callers, arguments.seconds)
+                except Exception as error:
+                    error.add_note(f"of {name}, with {callers} callers")
+                    raise
                 if number >= 0:  # The first round warms up.
                     for figure, value in figures.items():
                         measured[name, callers][figure].append(value)

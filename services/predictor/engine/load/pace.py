@@ -53,7 +53,7 @@ class PrefillPace:
         alone_s = self._streams.estimate(streams)
         if not streams:
             return size_below(max(_LEAST_ALONE, self._tokens_in(_PATIENCE_S - alone_s, position)))
-        # `alone_s` is 0 until there was a step without prompts; an engine that has just started may be given many at once.
+        # `alone_s` is 0 until there was a step without prompts: a new engine may be given many of them at once.
         longest_s = max(
             self._max_gap_s,
             alone_s * max(_LEAST_STRETCH, 1 + prompts / streams),
