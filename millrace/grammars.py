@@ -55,6 +55,12 @@ def grammar_error(reason: str) -> InvalidRequestError:
     return InvalidRequestError(f"{PARAMETER}: {reason[:_MAX_REASON]}", param=PARAMETER)
 
 
+def no_token_error() -> InvalidRequestError:
+    """The error where the form and the tokens that the request allows have none in common."""
+    message = "the form of the answer and the tokens that are allowed leave no token at this point"
+    return InvalidRequestError(message, param=PARAMETER)
+
+
 def json_options(constraint: Constraint) -> JsonCompileOptions:
     """llguidance's options for the JSON of a form; a schema may have them as its `x-guidance`."""
     options: JsonCompileOptions = {"lenient": False, "whitespace_flexible": not constraint.disable_any_whitespace}

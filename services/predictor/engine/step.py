@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from millrace.errors import InvalidRequestError, MillraceError, RequestFailedError
-from millrace.grammars import PARAMETER
+from millrace.errors import MillraceError, RequestFailedError
+from millrace.grammars import no_token_error
 from millrace.oip.prompt_logprobs import PromptLogprobs
 from services.predictor.engine.faults import is_device_error, is_out_of_memory
 from services.predictor.engine.grammar.masks import forbidden_tokens
@@ -160,8 +160,7 @@ def _failure_of(row: Row) -> MillraceError:
     """The error of a row that has no token: the model failed, or the request allows none."""
     sampling = row.sequence.request.sampling
     if sampling.structured_outputs and sampling.has_restrictions:
-        message = "the form of the answer and the tokens that are allowed leave no token at this point"
-        return InvalidRequestError(message, param=PARAMETER)
+        return no_token_error()
     logger.error("request %s: the model's logits are not numbers", row.sequence.request.id)
     return RequestFailedError("the model failed on this request")
 

@@ -14,8 +14,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from millrace.errors import InvalidRequestError, MillraceError
-from millrace.grammars import PARAMETER, grammar_error
+from millrace.errors import MillraceError
+from millrace.grammars import grammar_error, no_token_error
 from services.predictor.engine.sampling.sampler import NO_TOKEN
 from services.predictor.engine.state.sequence import Sequence
 
@@ -51,6 +51,5 @@ def checked(sequence: Sequence, token_id: int, end_id: int | None, eos_ids: froz
         constraint.stop(is_complete=True)
         return NO_TOKEN
     if sampling.has_restrictions:
-        message = "the form of the answer and the tokens that are allowed leave no token at this point"
-        return InvalidRequestError(message, param=PARAMETER)
+        return no_token_error()
     return grammar_error("the grammar is too complex for vLLM at this point")
