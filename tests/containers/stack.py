@@ -23,7 +23,7 @@ from tests.support.free_ports import free_settings
 ROOT = Path(__file__).parents[2]
 BASE_IMAGE = "python:3.11-slim-bookworm"
 
-_PROJECT = "millrace-test"
+PROJECT = "millrace-test"
 FILES = ("compose.yaml", "tests/containers/offline.yaml")
 _COMMAND_TIMEOUT_S = 900
 _POLL_S = 0.2  # Calls of the engine use the cores that the stack needs.
@@ -68,8 +68,9 @@ class Container:
 class ComposeStack:
     """`times` has the durations of steps, in order; `sizes` the images' sizes in MB over their base."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, files: tuple[str, ...] = FILES, project: str = PROJECT) -> None:
         """`folder` is empty: it replaces a wheelhouse if this machine has none."""
+        self._files = files
         # Ports outside the ephemeral range; their assignment does not matter.
         ports = free_settings(folder)
         self.gateway = f"127.0.0.1:{ports.gateway_port}"
@@ -80,7 +81,7 @@ class ComposeStack:
         self.sizes: dict[str, float] = {}
         wheels = os.environ.get("PIP_FIND_LINKS", "")
         self.environment = os.environ | {
-            "COMPOSE_PROJECT_NAME": _PROJECT,
+            "COMPOSE_PROJECT_NAME": project,
             "IMAGE_TAG": "test",
             "GATEWAY_PORT": str(ports.gateway_port),
             "MANAGEMENT_PORT": str(ports.management_port),
@@ -90,9 +91,9 @@ class ComposeStack:
             "WHEELHOUSE": wheels if Path(wheels).is_dir() and wheels else str(folder),
         }
 
-    def compose(self, *arguments: str, files: tuple[str, ...] = FILES) -> str:
-        """The output of `docker compose …`; AssertionError with its error output."""
-        named = [part for file in files for part in ("--file", file)]
+    def compose(self, *arguments: str, files: tuple[str, ...] = ()) -> str:
+        """The output of `docker compose …`, with the stack's own files by default; AssertionError with its errors."""
+        named = [part for file in files or self._files for part in ("--file", file)]
         command = ["docker", "compose", "--project-directory", str(ROOT), *named, *arguments]
         return _output(command, env=self.environment)
 

@@ -1,10 +1,8 @@
 """A stack whose predictor runs its model on vLLM: the engine process dies, and streams continue in the next one."""
 
 import json
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
@@ -12,7 +10,7 @@ from tokenizers import Tokenizer
 from millrace_protos import inference_pb2, millrace_pb2, millrace_pb2_grpc
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.support.tool_models import save_tool_model
-from tests.support.vllm import ARGUMENTS, PYTHON, needs_vllm
+from tests.support.vllm import ARGUMENTS, PYTHON, needs_vllm, vllm_process
 from tests.system.calls import channel, generate, rest
 from tests.waiting import until
 
@@ -42,11 +40,7 @@ async def stack(stacks, tmp_path_factory):
 
 def engine_of(stack):
     """The process with vLLM."""
-    for child in psutil.Process(stack.pid("predictor-0")).children():
-        with suppress(psutil.NoSuchProcess):  # Zombies too.
-            if "services.predictor.vllm_engine" in child.cmdline():
-                return child
-    return None
+    return vllm_process(stack.pid("predictor-0"))
 
 
 def ids_of(responses):

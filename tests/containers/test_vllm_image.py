@@ -1,0 +1,115 @@
+"""The predictor's image with vLLM, built and started by the files that docs/engines.md names."""
+
+import json
+import re
+
+import pytest
+
+from millrace_protos import inference_pb2, millrace_pb2, millrace_pb2_grpc
+from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from tests.containers.calls import channel
+from tests.containers.stack import BASE_IMAGE, FILES, PROJECT, ComposeStack, docker, size_mb
+from tests.support.vllm import vllm_process
+from tests.system.calls import text_of
+from tests.waiting import until
+
+pytestmark = pytest.mark.full  # The short form: test_compose_files.py.
+
+START_S = 300  # A process imports vLLM and loads the models, on the cores that the others start on.
+GREEDY = {
+    "model": "storyteller",
+    "prompt": "Once upon a time",
+    "temperature": 0.0,
+    "max_tokens": 60,
+    "ignore_eos": True,
+}
+
+
+@pytest.fixture(scope="module")
+def vllm(built, tmp_path_factory):
+    """Beside the other tests' stack, of which it shares the images but the predictor's."""
+    files = (*FILES, "compose.vllm.yaml")
+    stack = ComposeStack(tmp_path_factory.mktemp("wheelhouse"), files, f"{PROJECT}-vllm")
+    stack.environment |= {
+        "MODELS": "storyteller=models/storyteller,normalizer=models/normalizer",
+        "PREDICTOR_DTYPE": "fp32",
+        "PREDICTOR_KV_CACHE_MEMORY": "64MiB",
+        "TRANSFORMER_PREDICTOR_START_WAIT": str(START_S),
+    }
+    with built.timed("build with vLLM (only what the engine has cached is not new)"):
+        stack.compose("build", "predictor")
+    built.sizes["predictor with vLLM"] = size_mb("millrace-predictor:test-vllm") - size_mb(BASE_IMAGE)
+    try:
+        with built.timed("up --wait with vLLM"):
+            stack.compose("up", "--wait", "--no-build", "envoy")
+        yield stack
+    finally:
+        stack.compose("down", "--volumes", "--remove-orphans")
+
+
+async def stream(stack, **fields):
+    request = millrace_pb2.GenerateRequest(**(GREEDY | fields))
+    async with channel(stack.gateway) as own:
+        async for response in millrace_pb2_grpc.TextGenerationStub(own).Generate(request, timeout=START_S):
+            yield response
+
+
+async def token_ids(stack, after_five=None, **fields):
+    """Of one stream; calls `after_five` once when five of them are there."""
+    ids = []
+    async for response in stream(stack, **fields):
+        ids += response.token_ids
+        if after_five and len(ids) >= 5:
+            after_five()
+            after_five = None
+    return ids
+
+
+def engine_of(stack):
+    return vllm_process(stack.container("predictor").facts["State"]["Pid"])
+
+
+async def test_the_decoder_runs_on_vllm_and_the_encoder_decoder_beside_it(vllm):
+    engines = {}
+    async with channel(vllm.gateway) as own:
+        for model in ("storyteller", "normalizer"):
+            request = inference_pb2.ModelConfigRequest(name=model)
+            response = await GRPCInferenceServiceStub(own).ModelConfig(request, timeout=60)
+            engines[model] = response.config.parameters["runner"].string_value
+    assert engines["storyteller"].startswith("vllm ")
+    assert engines["normalizer"] == "ragged decoder"
+
+
+async def test_a_stream_survives_the_kill_of_vllms_process(vllm):
+    undisturbed = await token_ids(vllm)
+    assert len(undisturbed) == GREEDY["max_tokens"]
+    container, engine = vllm.container("predictor"), engine_of(vllm)
+    assert await token_ids(vllm, engine.kill, pace=20) == undisturbed
+    await until(lambda: engine_of(vllm) not in (None, engine))
+    assert container.facts["RestartCount"] == 0
+
+
+async def test_an_answer_follows_its_form(vllm):
+    form = "([a-z]{2,5}, ){4}"
+    responses = [
+        response async for response in stream(vllm, structured_outputs=json.dumps({"regex": form}), ignore_eos=False)
+    ]
+    assert re.fullmatch(form, text_of(responses)), text_of(responses)
+
+
+def test_the_container_has_the_least_privileges(vllm):
+    facts = vllm.container("predictor").facts
+    assert facts["Config"]["User"] == "millrace"
+    assert facts["HostConfig"]["ReadonlyRootfs"]
+    assert facts["HostConfig"]["CapDrop"] == ["ALL"]
+    assert facts["HostConfig"]["PidsLimit"] == 1024
+    assert facts["HostConfig"]["ShmSize"] == 1 << 30
+
+
+def test_the_image_has_vllm_in_its_own_environment_only(vllm):
+    script = (
+        "import importlib.util as u; print(*(m for m in ('vllm', 'triton', 'sqlalchemy', 'pip') if u.find_spec(m)))"
+    )
+    predictor = vllm.container("predictor").id
+    assert docker("exec", predictor, "python", "-c", script).split() == []
+    assert docker("exec", predictor, "/venv-vllm/bin/python", "-c", script).split() == ["vllm"]
