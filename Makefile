@@ -26,6 +26,7 @@ DOCS := .venv-docs/.installed
 NODE_TOOLS := .tools/.installed
 BUF := @bufbuild/buf@1.75.0
 AXE := axe-core@4.14.1
+KUBERNETES_MODELS := $(addprefix @kubernetes-models/,gateway-api@2.0.0 keda@2.0.0 prometheus-operator@6.0.0) typescript@5.9.3
 TOOL_CLIENTS := openai==3.3.0 langchain-openai==1.7.4 litellm==1.110.2 instructor==1.17.0
 NODE_CLIENTS := openai@6.49.0 ai@6.0.326 @ai-sdk/openai-compatible@2.0.92 zod@4.6.7
 PARALLEL := $(VENV)/bin/python -m pytest -n 2
@@ -103,7 +104,7 @@ test-model: $(DEV_DEPENDENCIES) ## tests that compute with torch or read a token
 	$(PARALLEL) --dist loadfile tests/model $(PYTEST)
 
 .PHONY: test-process
-test-process: $(DEV_DEPENDENCIES) ## tests of one service, or of only Envoy
+test-process: $(DEV_DEPENDENCIES) $(NODE_TOOLS) ## tests of one service, or of only Envoy
 	$(PARALLEL_PROCESSES) tests/process $(PYTEST)
 
 .PHONY: test-system
@@ -240,5 +241,5 @@ $(DOCS): docs/requirements.txt
 	@touch $@
 
 $(NODE_TOOLS):
-	@mkdir -p .tools && if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix .tools $(BUF) $(AXE); fi
+	@mkdir -p .tools && if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix .tools $(BUF) $(AXE) $(KUBERNETES_MODELS); fi
 	@touch $@

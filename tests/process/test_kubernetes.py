@@ -1,7 +1,6 @@
 """The manifests of deploy/ are Kubernetes', and keep the promises of compose.yaml.
 
-Not validated against a schema: the custom resources in CUSTOM, whose definitions are no Python package. KServe's own
-client reads its resources.
+The custom resources are in test_kubernetes_custom.py; KServe's own client reads its resources here.
 """
 
 import json
