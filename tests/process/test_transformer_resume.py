@@ -373,6 +373,57 @@ async def test_a_stream_stays_at_its_predictor_until_another_can_continue_it():
         assert r.resumes == 1
 
 
+async def test_a_stream_goes_on_at_a_predictor_that_stops_until_another_has_begun():
+    goes_on, begins = asyncio.Event(), asyncio.Event()
+
+    async def one_more(predictor, call):
+        for _ in range(5):
+            yield 1
+        await goes_on.wait()
+        yield 1
+        await asyncio.Event().wait()
+
+    scripts = (leaves(one_more, after=4),), (is_accepted(holds_until(begins)),)
+    async with hedging(*scripts) as (r, (leaving, other)):
+        other.has_model = False
+        await until(lambda: sum(bool(link.loads) for link in r.generator.links.all) == 1)
+        chunks = r.chunks()
+        made = await chunks_of(5, chunks)
+        other.has_model = True
+        reading = asyncio.create_task(chunks_of(1, chunks))
+        await other.wait_for_calls(1)
+        goes_on.set()
+        made += await reading
+        assert [chunk.resumed for chunk in made] == [False] * len(made)
+        assert not leaving.calls[0].ended.is_set()
+        begins.set()
+        made += [chunk async for chunk in chunks]
+        check_whole(made)
+        assert [len(call.request.output_ids) for call in other.calls] == [5]
+        await until(leaving.calls[0].ended.is_set)
+        assert leaving.calls[0].was_cancelled
+        assert [chunk.resumed for chunk in made].count(True) == r.resumes == 1
+        assert len({chunk.predictor for chunk in made if chunk.predictor}) == 2
+
+
+async def test_a_hedged_stream_gets_another_second_predictor_before_its_own_stops():
+    released = asyncio.Event()
+    scripts = (leaves(holds_until(released, after=5), after=4),), (holds_until(released, after=7),), ()
+    async with hedging(*scripts) as (r, predictors):
+        leaving, staying, other = predictors
+        other.has_model = False
+        await until(lambda: sum(bool(link.loads) for link in r.generator.links.all) == 2)
+        chunks = r.chunks(sampling=HEDGED)
+        made = await chunks_of(7, chunks)
+        other.has_model = True
+        made += [chunk async for chunk in chunks]
+        check_whole(made)
+        await until(lambda: all(call.ended.is_set() for one in (leaving, other) for call in one.calls))
+        assert leaving.calls[0].was_cancelled
+        assert not staying.calls[0].output_ids[7:]
+        assert r.resumes == 0
+
+
 async def test_a_stream_that_no_other_predictor_can_take_ends_at_its_own():
     async with resuming(with_weights("a", leaves(whole))) as r:
         check_whole(await r.generate())

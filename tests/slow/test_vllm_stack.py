@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from millrace_protos import inference_pb2, millrace_pb2, millrace_pb2_grpc
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from tests.support.locust_page import check_report, locust_page
 from tests.support.tool_models import save_tool_model
 from tests.support.vllm import ARGUMENTS, PYTHON, needs_vllm, vllm_process
 from tests.system.calls import channel, generate, rest
@@ -123,3 +124,8 @@ async def test_the_model_reports_its_engine_and_its_neighbour_keeps_its_own(stac
         engines[model] = response.config.parameters["runner"].string_value
     assert engines["storyteller"].startswith("vllm ")
     assert engines["normalizer"] == "ragged decoder"
+
+
+async def test_the_load_test_has_the_report_that_it_has_on_the_own_engine(stack):
+    async with locust_page(stack) as page:
+        await check_report(page, stack.gateway)

@@ -21,6 +21,18 @@ from tests.support.chromium import SCREENSHOTS, WAIT_MS, started_browser
 from tests.support.locust_run import FILES
 from tests.waiting import until
 
+ROWS = {
+    "Generate",
+    "Generate TTFT",
+    "Generate gap",
+    "ModelStreamInfer TTFT",
+    "chat/completions TTFT",
+    "Cancelled Generate cancel latency",
+    "Slowly read Generate TTFT",
+    "ModelInfer at the predictor",
+    "v2 infer",
+}
+
 
 def fetch(url: str, form: dict[str, str] | None = None) -> str:
     data = urllib.parse.urlencode(form).encode() if form else None
@@ -59,6 +71,38 @@ async def locust_page(stack: Stack, *options: str) -> AsyncIterator[str]:
     finally:
         locust.terminate()
         await asyncio.wait_for(locust.wait(), 20)
+
+
+async def check_report(page: str, gateway: str) -> None:
+    """Starts every user by the form, and checks that each row has samples, without failures, and the figures with them.
+
+    The stack has the models `storyteller` and `normalizer`, and one predictor.
+    """
+    form = {"user_count": "11", "spawn_rate": "11", "host": f"http://{gateway}", "output_tokens": "16"}
+    refused = await fetch_json(f"{page}/swarm", form | {"objective": "quick"})
+    assert not refused["success"]
+    assert "objective: 'quick' is not like" in refused["message"]
+    assert (await fetch_json(f"{page}/swarm", form))["success"]
+    rows: dict[str, dict[str, Any]] = {}
+
+    async def every_row_has_samples() -> bool:
+        stats = (await fetch_json(f"{page}/stats/requests"))["stats"]
+        rows.update({row["name"]: row for row in stats})
+        return rows.keys() >= ROWS and all(rows[name]["num_requests"] >= 2 for name in ROWS)
+
+    await until(every_row_has_samples, timeout_s=60)
+    assert all(row["num_failures"] == 0 for row in rows.values())
+    assert rows["Generate TTFT"]["avg_response_time"] < rows["Generate"]["avg_response_time"]
+    whole = [row for row in rows.values() if row["method"] in ("gRPC", "HTTP")]
+    # Both values are from one answer of the page.
+    assert rows["Aggregated"]["num_requests"] == sum(row["num_requests"] for row in whole)
+    figures = await fetch_json(f"{page}/streams/figures")
+    assert {row["row"] for row in figures["rows"]} >= {"Generate", "chat/completions"}
+    assert {slow["row"] for slow in figures["slowest"]} <= {row["row"] for row in figures["rows"]}
+    assert [predictor["name"] for predictor in figures["predictors"]] == ["predictor-0"]
+    assert max(point["running"] or 0 for point in figures["course"]) > 0
+    assert max(point["cache"] or 0 for point in figures["course"]) > 0
+    assert (await fetch_json(f"{page}/stop", {"stop": "1"}))["success"]
 
 
 async def load_in_browser(address: str, model: str) -> str:

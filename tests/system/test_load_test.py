@@ -11,24 +11,13 @@ import pytest
 import pytest_asyncio
 
 from tests.support.chromium import needs_browser
-from tests.support.locust_page import fetch_json, load_in_browser, locust_page
+from tests.support.locust_page import check_report, fetch_json, load_in_browser, locust_page
 from tests.waiting import until
 
 # Not importorskip: importing locust patches the process for gevent.
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("locust") is None, reason="locust is missing: install the extra `loadtest`"
 )
-ROWS = {
-    "Generate",
-    "Generate TTFT",
-    "Generate gap",
-    "ModelStreamInfer TTFT",
-    "chat/completions TTFT",
-    "Cancelled Generate cancel latency",
-    "Slowly read Generate TTFT",
-    "ModelInfer at the predictor",
-    "v2 infer",
-}
 
 
 @pytest_asyncio.fixture
@@ -38,31 +27,7 @@ async def page(stack):
 
 
 async def test_every_user_runs_without_failures_from_the_form(stack, page):
-    form = {"user_count": "11", "spawn_rate": "11", "host": f"http://{stack.gateway}", "output_tokens": "16"}
-    refused = await fetch_json(f"{page}/swarm", form | {"objective": "quick"})
-    assert not refused["success"]
-    assert "objective: 'quick' is not like" in refused["message"]
-    assert (await fetch_json(f"{page}/swarm", form))["success"]
-    rows: dict[str, dict] = {}
-
-    async def every_row_has_samples():
-        stats = (await fetch_json(f"{page}/stats/requests"))["stats"]
-        rows.update({row["name"]: row for row in stats})
-        return rows.keys() >= ROWS and all(rows[name]["num_requests"] >= 2 for name in ROWS)
-
-    await until(every_row_has_samples, timeout_s=60)
-    assert all(row["num_failures"] == 0 for row in rows.values())
-    assert rows["Generate TTFT"]["avg_response_time"] < rows["Generate"]["avg_response_time"]
-    whole = [row for row in rows.values() if row["method"] in ("gRPC", "HTTP")]
-    # Both values are from one answer of the page.
-    assert rows["Aggregated"]["num_requests"] == sum(row["num_requests"] for row in whole)
-    figures = await fetch_json(f"{page}/streams/figures")
-    assert {row["row"] for row in figures["rows"]} >= {"Generate", "chat/completions"}
-    assert {slow["row"] for slow in figures["slowest"]} <= {row["row"] for row in figures["rows"]}
-    assert [predictor["name"] for predictor in figures["predictors"]] == ["predictor-0"]
-    assert max(point["running"] or 0 for point in figures["course"]) > 0
-    assert max(point["cache"] or 0 for point in figures["course"]) > 0
-    assert (await fetch_json(f"{page}/stop", {"stop": "1"}))["success"]
+    await check_report(page, stack.gateway)
 
 
 async def test_the_page_reads_that_a_load_has_stopped_and_not_that_it_is_about_to(stack):

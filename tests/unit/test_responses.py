@@ -101,7 +101,7 @@ def test_sampling_fields_are_read_and_others_named():
         ({"text": {"verbosity": "low"}}, "text.verbosity", "is not supported"),
         ({"tools": [{"type": "function"}]}, "tools", "tool 0: a name must have"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "tool 0: a name must have"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "not of type function but 'web_search'"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "is of type 'web_search'; only functions"),
         ({"tools": [FUNCTION | {"parameters": DEEP}]}, "tools", "cannot be written as JSON"),
         ({"input": [DEEP_CALL]}, "input", "cannot be written as JSON"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),

@@ -33,7 +33,7 @@ _END_TIMEOUT_S = 1.0
 class OipCall:
     """See the module. Such a call resumes nothing."""
 
-    is_accepted = runs_alone = is_leaving = False
+    is_accepted = runs_alone = False
     fingerprint = predictor = ""
 
     def __init__(

@@ -35,7 +35,7 @@ class Progress:
         self._cached_tokens: int | None = None
         self._engine_s = 0.0  # Of the latest call, and of those before it.
         self._earlier_engine_s = 0.0
-        self.was_moved = False  # A predictor lost it or handed it back.
+        self.was_moved = False  # A predictor lost it, handed it back or was about to stop.
         self._span: CallSpan | None = None  # The latest call's.
         self._follows = ""
 
@@ -79,9 +79,13 @@ class Progress:
         if not self.generation.resumes and self.crashes.next_call is not NextCall.SHARED:
             raise error  # It cannot run in isolation, so the cause of the crashes cannot be found.
         if isinstance(error, (HopBrokenError, DrainingError)):
-            self.was_moved = True
-            moved = (self.generation.request_id, len(self.output_ids), error.message)
-            logger.info("request %s is moved after %d tokens: %s", *moved)
+            self.moves(error)
+
+    def moves(self, error: MillraceError) -> None:
+        """Records that another call continues the answer because of `error`."""
+        self.was_moved = True
+        moved = (self.generation.request_id, len(self.output_ids), error.message)
+        logger.info("request %s is moved after %d tokens: %s", *moved)
 
     def last_word(self, error: MillraceError) -> MillraceError:
         """The error of the request if no predictor takes it in time."""

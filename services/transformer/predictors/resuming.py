@@ -7,8 +7,8 @@ follows:
 
 - a crash (the engine died) or the loss of the predictor (the link broke or fell silent): the next call resumes after
   the ids so far; crashes.py decides how often, and when in isolation;
-- a predictor that is about to stop: the stream stays there until another one can resume it, and is handed back at the
-  end of the drain;
+- a predictor that is about to stop: an answer that has begun goes on there until another predictor, which resumes it
+  meanwhile, has begun too (parallel_call.py); where none does, it is handed back at the end of the drain;
 - a predictor that hands the stream back, or has hung since before the call: the next call resumes in the same way,
   without a limit;
 - an overloaded predictor: a new request is refused at once, a resumed one waits;
@@ -43,25 +43,24 @@ from millrace.errors import (
     RequestFailedError,
 )
 from millrace.rpc.client_interceptors import CallSpan, ClientSpans
-from millrace.sampling import RESTRICTIONS, SamplingParameters
-from millrace_protos import steps_pb2 as pb
 from services.transformer.predictors.answers import BrokenAnswerError
 from services.transformer.predictors.crashes import CrashCount, NextCall, Quarantine, request_fingerprint
 from services.transformer.predictors.first_token import FirstToken
-from services.transformer.predictors.hedged_call import HedgedCall
 from services.transformer.predictors.link import PredictorLink
 from services.transformer.predictors.link_call import LinkCall
 from services.transformer.predictors.links import Links
 from services.transformer.predictors.oip_call import OipCall
+from services.transformer.predictors.parallel_call import ParallelCall
 from services.transformer.predictors.predictor import Predictor
 from services.transformer.predictors.progress import Progress
 from services.transformer.predictors.retries import Backoff
 from services.transformer.predictors.steps_call import METHOD
+from services.transformer.predictors.submission import write_submission
 from services.transformer.predictors.tokens import Generation, TokenChunk
 
 logger = logging.getLogger(__name__)
 
-Call: TypeAlias = LinkCall | HedgedCall | OipCall
+Call: TypeAlias = LinkCall | ParallelCall | OipCall
 
 _REFUSED = "this request has crashed its predictor repeatedly; it is refused for ten minutes"
 
@@ -135,10 +134,8 @@ class TokenStream:
                 elif chunk.token_ids or chunk.finish_reason is not None:
                     self._take(chunk)
                     return chunk
-                if call.is_leaving and self._can_move():
-                    raise DrainingError(
-                        "the predictor is stopping, and another one resumes the answer", hop="predictor"
-                    )
+                if isinstance(call, LinkCall) and call.is_leaving and self._can_move():
+                    self._move(call)
             except BrokenAnswerError:
                 raise
             except (HopBrokenError, NotReadyError, OverloadedError) as error:
@@ -172,46 +169,42 @@ class TokenStream:
             link = await self._ready_link()
         call = self._submit(link, progress.next_span(), is_isolated)
         if generation.sampling.hedge > 1 and not is_isolated:
-            return HedgedCall(call, self._twin, lambda: len(progress.output_ids))
+            return self._in_parallel(call, generation.sampling.hedge)
         return call
+
+    def _move(self, call: LinkCall) -> None:
+        """Leaves a predictor that is about to stop; raises DrainingError where that is a new call."""
+        error = DrainingError("the predictor is stopping, and another one resumes the answer", hop="predictor")
+        if not call.has_begun or self._is_isolated:
+            raise error
+        self._progress.moves(error)
+        self._call = self._in_parallel(call, 1)
+
+    def _in_parallel(self, call: LinkCall, calls: int) -> ParallelCall:
+        return ParallelCall(call, calls, self._twin, lambda: len(self._progress.output_ids))
 
     def _submit(self, link: PredictorLink, span: CallSpan, is_isolated: bool) -> LinkCall:
         """Begins a call at a predictor, which continues after the tokens so far."""
-        generation, output_ids = self._generation, self._progress.output_ids
         timeout_s = self._backoff.deadline.left()
         self._generator.spans.begin(METHOD, timeout_s, span)
-        # A call that continues after earlier ids follows one whose first chunk had the prompt's log probabilities.
-        scored = None if output_ids else generation.prompt_logprobs
-        call = LinkCall(generation, scored, span)
-        submission = pb.Submission(
-            model=generation.model,
-            request_id=generation.request_id,
-            prompt_ids=generation.prompt_ids,
-            output_ids=output_ids,
-            sampling=_sampling(generation.sampling),
-            prompt_logprobs=scored,
-            timeout_s=timeout_s,
-            alone=is_isolated,
-            fingerprint=self._progress.fingerprint,
-            traceparent=span.traceparent,
-            follows=span.follows,
-            client=generation.client,
-            weight=generation.weight,
-        )
-        if not output_ids and (left_s := self._first_token.left_s) is not None:
+        submission = write_submission(self._generation, self._progress, span, is_isolated, timeout_s)
+        if not self._progress.output_ids and (left_s := self._first_token.left_s) is not None:
             submission.first_token_timeout_s = left_s
+        scored = submission.prompt_logprobs if submission.HasField("prompt_logprobs") else None
+        call = LinkCall(self._generation, scored, span)
         link.submit(call, submission)
         return call
 
     def _twin(self, calls: Sequence[LinkCall]) -> LinkCall | None:
         """A call beside others, at another predictor with the same weights, if there is one.
 
-        After the death of a predictor all of its answers need one, and no answer waits for these calls. So few of them
-        catch up at a time: the steps of the streams beside them stay short.
+        After the death of a predictor, and before its stop, all of its answers need one, and no answer waits for these
+        calls. So few of them catch up at a time: the steps of the streams beside them stay short.
         """
         links = [call.link for call in calls]
         model = self._generation.model
-        fingerprint = next((link.loads[model].fingerprint for link in links if link and model in link.loads), "")
+        loaded = (link.loads[model].fingerprint for link in links if link and model in link.loads)
+        fingerprint = self._progress.fingerprint or next(loaded, "")
         if not fingerprint:
             return None
         catches_up = bool(self._progress.output_ids)
@@ -221,7 +214,7 @@ class TokenStream:
             link = self._generator.links.choose(self._generation, fingerprint, links)
         except NotReadyError:
             return None
-        call = self._submit(link, CallSpan(), is_isolated=False)
+        call = self._submit(link, self._progress.next_span() if catches_up else CallSpan(), is_isolated=False)
         if catches_up:
             link.catches_up(call)
         return call
@@ -247,14 +240,15 @@ class TokenStream:
         progress = self._progress
         if self._call is not None:
             self._follow(self._call)
-            if self._is_resume or not progress.output_ids:
+            chunk.resumed |= self._is_resume
+            if chunk.resumed or not progress.output_ids:
                 chunk.predictor = self._call.predictor
         self._end_isolation()  # It has run in isolation without a crash.
         progress.take(chunk)
         self._backoff.reset()
         self._backoff.answer_began()
         chunk.fingerprint = progress.fingerprint
-        chunk.resumed, self._is_resume = self._is_resume, False
+        self._is_resume = False
         if chunk.finish_reason is not None:
             self.close()
 
@@ -287,14 +281,8 @@ class TokenStream:
 
     def _deadline_passed(self) -> None:
         """Ends the running call; between two calls the backoff notices it."""
-        if isinstance(self._call, LinkCall | HedgedCall):
+        if isinstance(self._call, LinkCall | ParallelCall):
             self._call.fail(DeadlineError(PASSED))
-
-
-def _sampling(sampling: SamplingParameters) -> bytes:
-    """As JSON; without what changes nothing and a predictor of an earlier release would refuse."""
-    unused = {name for name in ("pace", "structured_outputs", *RESTRICTIONS) if not getattr(sampling, name)}
-    return sampling.model_dump_json(exclude_none=True, exclude=unused).encode()
 
 
 def _fingerprint(generation: Generation) -> bytes:

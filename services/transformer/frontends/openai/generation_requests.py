@@ -10,6 +10,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from millrace.errors import InvalidRequestError
+from millrace.rpc.call_context import CallContext
 from millrace.sampling import MAX_TOP_LOGPROBS, SamplingParameters
 from services.transformer.frontends.openai.errors import UnsupportedFieldError
 from services.transformer.frontends.openai.requests import Prompt, read_prompts, text_of, trimmed_prompts
@@ -24,6 +25,7 @@ from services.transformer.frontends.openai.tools import (
     read_tools,
     template_message,
 )
+from services.transformer.generation.requests import TextRequest
 from services.transformer.text.tools import ToolFunction, ToolUse
 
 MAX_N = 16
@@ -86,6 +88,21 @@ class GenerationRequest(SampledRequest):
             raise InvalidRequestError("0 would leave no prompt", param="truncate_prompt_tokens")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequestError("prompt_logprobs are not available with stream=true", param="prompt_logprobs")
+
+    def text_request(self, call: CallContext, ignored: Sequence[str], **own: Any) -> TextRequest:
+        """One of its generations. `ignored` are names of fields, `own` what only one of the two kinds has."""
+        return TextRequest(
+            call=call,
+            model=self.model,
+            sampling=self.sampling(),
+            stop=self.stop,
+            bad_words=self.bad_words,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            skip_special_tokens=self.skip_special_tokens,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            ignored_fields=ignored,
+            **own,
+        )
 
 
 class CompletionRequest(GenerationRequest):

@@ -46,7 +46,6 @@ from services.transformer.frontends.openai.text_requests import (
 )
 from services.transformer.frontends.openai.tokenizing import detokenize, tokenize, tokenizer_of
 from services.transformer.generation.pipeline import Pipeline
-from services.transformer.generation.requests import TextRequest
 from services.transformer.generation.resume_ids import AnswerIdentity, identity_of
 from services.transformer.inference.encoder_calls import EncoderCalls
 from services.transformer.processes.body_processes import BodyProcesses
@@ -114,20 +113,13 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
             choice
             for prompt in parsed.prompt
             for choice in choices_of(
-                TextRequest(
-                    call=call,
-                    model=parsed.model,
+                parsed.text_request(
+                    call,
+                    ignored,
                     prompt=prompt if isinstance(prompt, str) else None,
                     prompt_ids=None if isinstance(prompt, str) else prompt,
                     add_special_tokens=parsed.add_special_tokens,
-                    sampling=parsed.sampling(),
                     default_max_tokens=COMPLETION_MAX_TOKENS,
-                    stop=parsed.stop,
-                    bad_words=parsed.bad_words,
-                    include_stop_str_in_output=parsed.include_stop_str_in_output,
-                    skip_special_tokens=parsed.skip_special_tokens,
-                    truncate_prompt_tokens=parsed.truncate_prompt_tokens,
-                    ignored_fields=ignored,
                     prompt_logprobs=parsed.scored,
                     choices=len(parsed.prompt) * parsed.n,
                     prompt_only=parsed.prompt_only,
@@ -152,18 +144,11 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
         if parsed.stream:
             yield KeepAlive(self._keep_alive_s)
         generations = choices_of(
-            TextRequest(
-                call=call,
-                model=parsed.model,
+            parsed.text_request(
+                call,
+                ignored,
                 messages=[message.for_template for message in parsed.messages],
                 template_options=parsed.chat_template_kwargs,
-                sampling=parsed.sampling(),
-                stop=parsed.stop,
-                bad_words=parsed.bad_words,
-                include_stop_str_in_output=parsed.include_stop_str_in_output,
-                skip_special_tokens=parsed.skip_special_tokens,
-                truncate_prompt_tokens=parsed.truncate_prompt_tokens,
-                ignored_fields=ignored,
                 prompt_logprobs=parsed.prompt_logprobs,
                 choices=parsed.n,
                 tools=parsed.tool_use,

@@ -149,8 +149,8 @@ def _function(number: int, tool: Any) -> ToolFunction:
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(function, dict):
         kind = tool.get("type") if isinstance(tool, dict) else None
-        of_type = f" but {kind[:64]!r}" if isinstance(kind, str) and kind != "function" else ""
-        raise ValueError(f"tool {number} is not of type function{of_type}, the only one that is supported")
+        of_type = f" of type {kind[:64]!r}" if isinstance(kind, str) and kind != "function" else " malformed"
+        raise ValueError(f"tool {number} is{of_type}; only functions are supported")
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError(f"tool {number}: a name must have 1 to 64 letters, digits, underscores and dashes")

@@ -89,8 +89,7 @@ class _ContentItem(OutputItem):
         return super()._place() | {"content_index": 0}
 
     def _content_place(self, text: str) -> dict[str, Any]:
-        place = {"item_id": self._id, "output_index": self._index, "content_index": 0}
-        return place | {"part": self._part(text)}
+        return _ContentItem._place(self) | {"part": self._part(text)}
 
     def _begun(self) -> dict[str, Any]:
         return self._with("in_progress", [])

@@ -1,8 +1,9 @@
-"""One generation at two predictors at once: the first to deliver a position wins, so the crash of one causes no pause.
+"""One generation at several predictors at once: the first to deliver a position wins, so the end of one is no pause.
 
 Possible because the sampler is exact: predictors with the same weights compute the same tokens from the same seed. A
-call that ends early is replaced, while another predictor has the same weights; the generation ends with an error only
-when no call is left. Owned by one task, on the event loop.
+hedged generation has two calls. Any generation has one more while its predictor is about to stop, until the call that
+replaces that predictor's has begun. A call that ends early is replaced, while another predictor has the same weights;
+the generation ends with an error only when no call is left. Owned by one task, on the event loop.
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ from millrace.errors import HopBrokenError, MillraceError, NotFoundError, NotRea
 from services.transformer.predictors.link_call import LinkCall
 from services.transformer.predictors.tokens import TokenChunk
 
-_CALLS = 2
-
 
 @dataclass(eq=False)
 class _Runner:
@@ -24,22 +23,28 @@ class _Runner:
     position: int  # Of its next token in the answer.
 
 
-class HedgedCall:
+class ParallelCall:
     """As a LinkCall to its reader.
 
-    `add(calls)` makes a further call, at a predictor that has none of these calls, or returns None; it continues after
-    the answer's first `position()` tokens.
+    `calls`: how many are wanted, at predictors that stay. `add(calls)` makes a further one, at a predictor that has
+    none of these calls, or returns None; it continues after the answer's first `position()` tokens.
     """
 
     runs_alone = False
 
     def __init__(
-        self, first: LinkCall, add: Callable[[Sequence[LinkCall]], LinkCall | None], position: Callable[[], int]
+        self,
+        first: LinkCall,
+        calls: int,
+        add: Callable[[Sequence[LinkCall]], LinkCall | None],
+        position: Callable[[], int],
     ) -> None:
+        self._calls = calls
         self._add = add
         self._position = position
         self._runners = [_Runner(first, position())]
         self._earlier_engine_s = 0.0  # Of calls that have ended.
+        self._has_moved = False  # The next tokens are the first of another predictor.
 
     @property
     def is_accepted(self) -> bool:
@@ -54,14 +59,10 @@ class HedgedCall:
         """The name of the predictor that has computed it for longest."""
         return self._runners[0].call.predictor
 
-    @property
-    def is_leaving(self) -> bool:
-        """Every predictor that computes it is about to stop."""
-        return all(runner.call.is_leaving for runner in self._runners)
-
     async def read(self) -> TokenChunk | None:
         """The new tokens of whichever call has them first; see LinkCall."""
         self._complete()
+        self._leave()
         if (chunk := self._poll()) is None:
             waiter = asyncio.get_running_loop().create_future()
             for runner in self._runners:
@@ -84,22 +85,33 @@ class HedgedCall:
 
     def _complete(self) -> None:
         """Adds calls up to the number that is wanted, as far as there are predictors."""
-        while len(self._runners) < _CALLS:
+        while sum(not runner.call.is_leaving for runner in self._runners) < self._calls:
             call = self._add([runner.call for runner in self._runners])
             if call is None:
                 return
             self._runners.append(_Runner(call, self._position()))
+
+    def _leave(self) -> None:
+        """Ends the calls at predictors that are about to stop, once as many others as wanted have begun."""
+        staying = [runner for runner in self._runners if not runner.call.is_leaving]
+        if len(staying) < len(self._runners) and sum(runner.call.has_begun for runner in staying) >= self._calls:
+            for runner in [runner for runner in self._runners if runner.call.is_leaving]:
+                self._end(runner)
+
+    def _end(self, runner: _Runner) -> None:
+        runner.call.close()
+        self._has_moved |= self._calls == 1 and runner is self._runners[0]
+        self._runners.remove(runner)
+        self._earlier_engine_s += runner.call.engine_s
 
     def _poll(self) -> TokenChunk | None:
         for runner in tuple(self._runners):
             try:
                 chunk = runner.call.poll()
             except (HopBrokenError, NotReadyError, OverloadedError, NotFoundError):
-                runner.call.close()
                 if len(self._runners) == 1:
                     raise
-                self._runners.remove(runner)
-                self._earlier_engine_s += runner.call.engine_s
+                self._end(runner)
                 continue
             if chunk is not None and (new := self._new(runner, chunk)) is not None:
                 return new
@@ -114,6 +126,8 @@ class HedgedCall:
             chunk.logprobs, chunk.top_logprobs = chunk.logprobs[known:], chunk.top_logprobs[known:]
         if not chunk.token_ids and (chunk.finish_reason is None or runner.position != self._position()):
             return None
-        # Both predictors work for it.
+        if self._has_moved:
+            chunk.resumed, self._has_moved = True, False
+        # All of them work for it.
         chunk.engine_s = self._earlier_engine_s + sum(runner.call.engine_s for runner in self._runners)
         return chunk
