@@ -44,9 +44,10 @@ class Predictor:
         self._log, self._host, self._port = log, host, port
         self._running = None
         self.target = f"{host.address}:{port}"
-        self.serves = asyncio.Event()
+        self._serves = asyncio.Event()
+        self._task = asyncio.create_task(self._run())
 
-    async def run(self):
+    async def _run(self):
         environment = {"NAMESPACE": self._host.namespace, "PREDICTOR_HOST": "0.0.0.0", "PREDICTOR_DTYPE": "fp32"}
         environment |= {"PREDICTOR_PORT": str(self._port), "PREDICTOR_STEPS_PORT": str(self._port + 1)}
         while True:
@@ -59,11 +60,23 @@ class Predictor:
                 **environment,
             )
             async with started as self._running:
-                self.serves.set()
+                self._serves.set()
                 await self._running.process.wait()
 
+    async def wait_until_it_serves(self):
+        serves = asyncio.create_task(self._serves.wait())
+        done, _ = await asyncio.wait({serves, self._task}, timeout=BACK_S, return_when=asyncio.FIRST_COMPLETED)
+        serves.cancel()
+        if self._task in done:
+            self._task.result()
+        assert done, f"{self.target} does not serve"
+
+    async def close(self):
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
     async def kill(self):
-        self.serves.clear()
+        self._serves.clear()
         self._running.process.send_signal(signal.SIGKILL)
 
 
@@ -76,15 +89,12 @@ async def predictors(tmp_path):
         all_of_them = [
             Predictor(tmp_path / f"{h}-{port}.log", host, port) for h, host in enumerate((one, other)) for port in PORTS
         ]
-        tasks = [asyncio.create_task(predictor.run()) for predictor in all_of_them]
         try:
             for predictor in all_of_them:
-                await asyncio.wait_for(predictor.serves.wait(), BACK_S)
+                await predictor.wait_until_it_serves()
             yield (one, other), all_of_them
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*(predictor.close() for predictor in all_of_them))
 
 
 @pytest_asyncio.fixture
@@ -187,7 +197,7 @@ async def test_every_answer_is_right_while_predictors_gateways_transformers_and_
             done[name] += 1
             # The next fault comes when this one is healed: clients need one gateway, and that one predictor.
             for predictor in all_predictors:
-                await asyncio.wait_for(predictor.serves.wait(), BACK_S)
+                await predictor.wait_until_it_serves()
             for side in sides:
                 await side.wait_ready(BACK_S)
             await asyncio.sleep(PAUSE_S)

@@ -36,6 +36,22 @@ class PredictorProcess:
             return await self.process.wait()
 
 
+async def _serves(channel: grpc.aio.Channel) -> bool:
+    """Waits until it serves; False if the connection breaks before, as one to a dying process at the same port does."""
+    request = health_pb2.HealthCheckRequest(service="ready")
+    watch = health_pb2_grpc.HealthStub(channel).Watch(request, wait_for_ready=True)
+    try:
+        async for answer in watch:
+            if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                return True
+    except grpc.aio.AioRpcError as error:
+        if error.code() is not grpc.StatusCode.UNAVAILABLE:
+            raise
+    finally:
+        watch.cancel()
+    return False
+
+
 @asynccontextmanager
 async def predictor_process(
     log: Path, module: str = "services.predictor", address: str = "127.0.0.1", **environment: str
@@ -52,13 +68,9 @@ async def predictor_process(
     predictor = PredictorProcess(log, f"{address}:{port}", running)
     try:
         async with grpc.aio.insecure_channel(predictor.target, (("grpc.max_reconnect_backoff_ms", 100),)) as channel:
-            watch = health_pb2_grpc.HealthStub(channel).Watch(
-                health_pb2.HealthCheckRequest(service="ready"), wait_for_ready=True, timeout=60
-            )
-            async for answer in watch:
-                if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                    break
-            watch.cancel()
+            async with asyncio.timeout(60):
+                while not await _serves(channel):
+                    pass
         yield predictor
     finally:
         with suppress(ProcessLookupError):
