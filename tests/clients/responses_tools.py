@@ -126,7 +126,7 @@ assert [item.type for item in found.output] == ["reasoning", "function_call"], f
 
 # Refusals.
 for fields, param, text in (
-    ({"tools": [{"type": "web_search"}]}, "tools", "'web_search', the only one"),
+    ({"tools": [{"type": "web_search"}]}, "tools", "'web_search'; only functions"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "unknown"}}, "tool_choice", "not among the tools"),
     ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "x"}]}, "input", "is not JSON"),
 ):

@@ -208,7 +208,7 @@ async def test_ends_are_kept_when_the_spool_is_full(taps):
     assert all([await recording.flushed() for recording in open_ones])
     await written(tap)
     while not tap.dropped[FULL]:
-        open_ones[0].chunk("x" * 1000, [1])
+        open_ones[0].chunk("x" * 5000, [1])
         await written(tap)
     for recording in open_ones:
         recording.chunk("lost" * 1000, [2])
@@ -394,7 +394,7 @@ async def test_a_full_disk_affects_no_request_and_recording_recovers(small_disk)
     taps, target = Taps(small_disk / "spool"), away()
     tap = taps.start(target)
     whole, broken = [], []
-    for number in range(400):
+    for number in range(200):
         with begin(tap, f"r{number}", prompt="x" * 2000) as recording:
             assert await recording.flushed()
             recording.chunk("y" * 2000, [1])

@@ -17,7 +17,7 @@ from runner.stack import Stack
 from tests.support.free_ports import start_stack
 
 _OF_STACK = ("environment", "commands", "change_gateway")
-_IDLE = 1  # This many stacks without a user stay up; each has four processes or more.
+_IDLE = 2  # This many stacks without a user stay up; each has four processes or more.
 _LOG_LINES = 40
 
 StackFactory = Callable[..., Awaitable[Stack]]
@@ -26,7 +26,8 @@ StackFactory = Callable[..., Awaitable[Stack]]
 @dataclass
 class _Pooled:
     stack: Stack
-    users: int = 0
+    users: int = 0  # Now.
+    uses: int = 0
 
 
 class StackPool:
@@ -48,16 +49,17 @@ class StackPool:
             self._pooled[key] = _Pooled(await self.start(settings))
         pooled = self._pooled[key]
         pooled.users += 1
+        pooled.uses += 1
         try:
             yield pooled.stack
         finally:
             pooled.users -= 1
-            self._pooled[key] = self._pooled.pop(key)  # The most recent one without a user.
             await self.stop_idle(_IDLE)
 
     async def stop_idle(self, keep: int = 0) -> None:
-        """Stops the stacks without a user, except the `keep` that were used last."""
+        """Stops the stacks without a user, except the `keep` that were used most often."""
         idle = [key for key, pooled in self._pooled.items() if not pooled.users]
+        idle.sort(key=lambda key: self._pooled[key].uses)
         for key in idle[: max(0, len(idle) - keep)]:
             await self.stop(self._pooled.pop(key).stack)
 
