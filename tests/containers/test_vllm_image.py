@@ -5,11 +5,10 @@ import re
 
 import pytest
 
-from millrace_protos import inference_pb2, millrace_pb2, millrace_pb2_grpc
-from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from millrace_protos import millrace_pb2, millrace_pb2_grpc
 from tests.containers.calls import channel
 from tests.containers.stack import BASE_IMAGE, FILES, PROJECT, ComposeStack, docker, size_mb
-from tests.support.vllm import vllm_process
+from tests.support.vllm import check_engines, vllm_process
 from tests.system.calls import text_of
 from tests.waiting import until
 
@@ -70,14 +69,7 @@ def engine_of(stack):
 
 
 async def test_the_decoder_runs_on_vllm_and_the_encoder_decoder_beside_it(vllm):
-    engines = {}
-    async with channel(vllm.gateway) as own:
-        for model in ("storyteller", "normalizer"):
-            request = inference_pb2.ModelConfigRequest(name=model)
-            response = await GRPCInferenceServiceStub(own).ModelConfig(request, timeout=60)
-            engines[model] = response.config.parameters["runner"].string_value
-    assert engines["storyteller"].startswith("vllm ")
-    assert engines["normalizer"] == "ragged decoder"
+    await check_engines(vllm.gateway)
 
 
 async def test_a_stream_survives_the_kill_of_vllms_process(vllm):

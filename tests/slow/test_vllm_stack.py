@@ -7,11 +7,10 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from millrace_protos import inference_pb2, millrace_pb2, millrace_pb2_grpc
-from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from millrace_protos import millrace_pb2, millrace_pb2_grpc
 from tests.support.locust_page import check_report, locust_page
 from tests.support.tool_models import save_tool_model
-from tests.support.vllm import ARGUMENTS, PYTHON, needs_vllm, vllm_process
+from tests.support.vllm import ARGUMENTS, PYTHON, check_engines, needs_vllm, vllm_process
 from tests.system.calls import channel, generate, rest
 from tests.waiting import until
 
@@ -116,14 +115,7 @@ async def test_an_engine_that_dies_while_idle_is_replaced(stack):
 
 
 async def test_the_model_reports_its_engine_and_its_neighbour_keeps_its_own(stack):
-    engines = {}
-    for model in ("storyteller", "normalizer"):
-        async with channel(stack.gateway) as open_channel:
-            request = inference_pb2.ModelConfigRequest(name=model)
-            response = await GRPCInferenceServiceStub(open_channel).ModelConfig(request, timeout=60)
-        engines[model] = response.config.parameters["runner"].string_value
-    assert engines["storyteller"].startswith("vllm ")
-    assert engines["normalizer"] == "ragged decoder"
+    await check_engines(stack.gateway)
 
 
 async def test_the_load_test_has_the_report_that_it_has_on_the_own_engine(stack):
