@@ -5,11 +5,9 @@ import re
 
 import pytest
 
-from millrace_protos import millrace_pb2, millrace_pb2_grpc
-from tests.containers.calls import channel
 from tests.containers.stack import BASE_IMAGE, FILES, PROJECT, ComposeStack, docker, size_mb
-from tests.support.vllm import check_engines, vllm_process
-from tests.system.calls import text_of
+from tests.support.vllm import check_engines, token_ids, vllm_process
+from tests.system.calls import generate, text_of
 from tests.waiting import until
 
 pytestmark = pytest.mark.full  # The short form: test_compose_files.py.
@@ -46,24 +44,6 @@ def vllm(built, tmp_path_factory):
         stack.compose("down", "--volumes", "--remove-orphans")
 
 
-async def stream(stack, **fields):
-    request = millrace_pb2.GenerateRequest(**(GREEDY | fields))
-    async with channel(stack.gateway) as own:
-        async for response in millrace_pb2_grpc.TextGenerationStub(own).Generate(request, timeout=START_S):
-            yield response
-
-
-async def token_ids(stack, after_five=None, **fields):
-    """Of one stream; calls `after_five` once when five of them are there."""
-    ids = []
-    async for response in stream(stack, **fields):
-        ids += response.token_ids
-        if after_five and len(ids) >= 5:
-            after_five()
-            after_five = None
-    return ids
-
-
 def engine_of(stack):
     return vllm_process(stack.container("predictor").facts["State"]["Pid"])
 
@@ -73,19 +53,18 @@ async def test_the_decoder_runs_on_vllm_and_the_encoder_decoder_beside_it(vllm):
 
 
 async def test_a_stream_survives_the_kill_of_vllms_process(vllm):
-    undisturbed = await token_ids(vllm)
+    undisturbed = await token_ids(vllm.gateway, START_S, **GREEDY)
     assert len(undisturbed) == GREEDY["max_tokens"]
     container, engine = vllm.container("predictor"), engine_of(vllm)
-    assert await token_ids(vllm, engine.kill, pace=20) == undisturbed
+    assert await token_ids(vllm.gateway, START_S, engine.kill, pace=20, **GREEDY) == undisturbed
     await until(lambda: engine_of(vllm) not in (None, engine))
     assert container.facts["RestartCount"] == 0
 
 
 async def test_an_answer_follows_its_form(vllm):
     form = "([a-z]{2,5}, ){4}"
-    responses = [
-        response async for response in stream(vllm, structured_outputs=json.dumps({"regex": form}), ignore_eos=False)
-    ]
+    fields = GREEDY | {"structured_outputs": json.dumps({"regex": form}), "ignore_eos": False}
+    responses = await generate(vllm.gateway, **fields)
     assert re.fullmatch(form, text_of(responses)), text_of(responses)
 
 

@@ -7,11 +7,10 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from millrace_protos import millrace_pb2, millrace_pb2_grpc
 from tests.support.locust_page import check_report, locust_page
 from tests.support.tool_models import save_tool_model
-from tests.support.vllm import ARGUMENTS, PYTHON, check_engines, needs_vllm, vllm_process
-from tests.system.calls import channel, generate, rest
+from tests.support.vllm import ARGUMENTS, PYTHON, check_engines, needs_vllm, token_ids, vllm_process
+from tests.system.calls import rest
 from tests.waiting import until
 
 pytestmark = needs_vllm
@@ -43,10 +42,6 @@ def engine_of(stack):
     return vllm_process(stack.pid("predictor-0"))
 
 
-def ids_of(responses):
-    return [token for response in responses for token in response.token_ids]
-
-
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -57,17 +52,9 @@ def ids_of(responses):
     ids=["greedy", "sampled", "structured"],
 )
 async def test_a_stream_survives_the_kill_of_its_engine(stack, sampling):
-    undisturbed = ids_of(await generate(stack.gateway, **FIELDS, **sampling))
-    predictor, engine, ids, killed = stack.pid("predictor-0"), engine_of(stack), [], False
-    async with channel(stack.gateway) as open_channel:
-        stub = millrace_pb2_grpc.TextGenerationStub(open_channel)
-        call = stub.Generate(millrace_pb2.GenerateRequest(**FIELDS, **sampling, pace=20), timeout=2 * START_S)
-        async for response in call:
-            ids += response.token_ids
-            if not killed and len(ids) >= 5:
-                engine.kill()
-                killed = True
-    assert ids == undisturbed
+    undisturbed = await token_ids(stack.gateway, 60, **FIELDS, **sampling)
+    predictor, engine = stack.pid("predictor-0"), engine_of(stack)
+    assert await token_ids(stack.gateway, 2 * START_S, engine.kill, pace=20, **FIELDS, **sampling) == undisturbed
     assert stack.pid("predictor-0") == predictor
     assert engine_of(stack) not in (None, engine)
 
@@ -104,14 +91,11 @@ async def test_a_tool_that_is_required_is_called(stack):
 
 
 async def test_an_engine_that_dies_while_idle_is_replaced(stack):
-    undisturbed = ids_of(await generate(stack.gateway, **FIELDS, temperature=0.0))
+    undisturbed = await token_ids(stack.gateway, 60, **FIELDS, temperature=0.0)
     engine = engine_of(stack)
     engine.kill()
     await until(lambda: engine_of(stack) not in (None, engine))
-    async with channel(stack.gateway) as open_channel:
-        stub = millrace_pb2_grpc.TextGenerationStub(open_channel)
-        call = stub.Generate(millrace_pb2.GenerateRequest(**FIELDS, temperature=0.0), timeout=START_S)
-        assert ids_of([response async for response in call]) == undisturbed
+    assert await token_ids(stack.gateway, START_S, **FIELDS, temperature=0.0) == undisturbed
 
 
 async def test_the_model_reports_its_engine_and_its_neighbour_keeps_its_own(stack):

@@ -1,14 +1,16 @@
-"""The interpreter with vLLM, how its engine starts fast enough for tests, and its process."""
+"""The interpreter with vLLM, how its engine starts fast enough for tests, its process and what it answers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from millrace_protos import inference_pb2
+from millrace_protos import inference_pb2, millrace_pb2, millrace_pb2_grpc
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.system.calls import channel
 
@@ -26,6 +28,21 @@ def vllm_process(predictor: int) -> psutil.Process | None:
             if "services.predictor.vllm_engine" in child.cmdline():
                 return child
     return None
+
+
+async def token_ids(
+    gateway: str, timeout_s: float, after_five: Callable[[], None] | None = None, **fields: Any
+) -> list[int]:
+    """Of one `Generate`; calls `after_five` once when five of them are there."""
+    ids: list[int] = []
+    async with channel(gateway) as opened:
+        stub = millrace_pb2_grpc.TextGenerationStub(opened)
+        async for response in stub.Generate(millrace_pb2.GenerateRequest(**fields), timeout=timeout_s):
+            ids += response.token_ids
+            if after_five and len(ids) >= 5:
+                after_five()
+                after_five = None
+    return ids
 
 
 async def check_engines(gateway: str) -> None:

@@ -10,14 +10,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
 from runner.process import Running
 from runner.services import predictor_tuning
+from tests.chaos.health import serves
 from tests.support.forkserver import spawn
 from tests.support.free_ports import free_settings
 from tests.support.logger_process import free_port
+from tests.waiting import until
 
 _ROOT = Path(__file__).parents[2]
 
@@ -36,22 +35,6 @@ class PredictorProcess:
             return await self.process.wait()
 
 
-async def _serves(channel: grpc.aio.Channel) -> bool:
-    """Waits until it serves; False if the connection breaks before, as one to a dying process at the same port does."""
-    request = health_pb2.HealthCheckRequest(service="ready")
-    watch = health_pb2_grpc.HealthStub(channel).Watch(request, wait_for_ready=True)
-    try:
-        async for answer in watch:
-            if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                return True
-    except grpc.aio.AioRpcError as error:
-        if error.code() is not grpc.StatusCode.UNAVAILABLE:
-            raise
-    finally:
-        watch.cancel()
-    return False
-
-
 @asynccontextmanager
 async def predictor_process(
     log: Path, module: str = "services.predictor", address: str = "127.0.0.1", **environment: str
@@ -67,10 +50,8 @@ async def predictor_process(
         )
     predictor = PredictorProcess(log, f"{address}:{port}", running)
     try:
-        async with grpc.aio.insecure_channel(predictor.target, (("grpc.max_reconnect_backoff_ms", 100),)) as channel:
-            async with asyncio.timeout(60):
-                while not await _serves(channel):
-                    pass
+        # A connection may reach a dying process at the same port first, and break.
+        await until(lambda: serves(predictor.target, "ready"), 60)
         yield predictor
     finally:
         with suppress(ProcessLookupError):

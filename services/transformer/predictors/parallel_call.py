@@ -62,7 +62,6 @@ class ParallelCall:
     async def read(self) -> TokenChunk | None:
         """The new tokens of whichever call has them first; see LinkCall."""
         self._complete()
-        self._leave()
         if (chunk := self._poll()) is None:
             waiter = asyncio.get_running_loop().create_future()
             for runner in self._runners:
@@ -84,19 +83,19 @@ class ParallelCall:
             runner.call.fail(error)
 
     def _complete(self) -> None:
-        """Adds calls up to the number that is wanted, as far as there are predictors."""
-        while sum(not runner.call.is_leaving for runner in self._runners) < self._calls:
+        """Adds calls up to the number that is wanted, as far as there are predictors; ends those at predictors that are
+        about to stop, once as many others as wanted have begun."""
+        staying = [runner for runner in self._runners if not runner.call.is_leaving]
+        while len(staying) < self._calls:
             call = self._add([runner.call for runner in self._runners])
             if call is None:
-                return
-            self._runners.append(_Runner(call, self._position()))
-
-    def _leave(self) -> None:
-        """Ends the calls at predictors that are about to stop, once as many others as wanted have begun."""
-        staying = [runner for runner in self._runners if not runner.call.is_leaving]
+                break
+            staying.append(_Runner(call, self._position()))
+            self._runners.append(staying[-1])
         if len(staying) < len(self._runners) and sum(runner.call.has_begun for runner in staying) >= self._calls:
-            for runner in [runner for runner in self._runners if runner.call.is_leaving]:
-                self._end(runner)
+            for runner in tuple(self._runners):
+                if runner not in staying:
+                    self._end(runner)
 
     def _end(self, runner: _Runner) -> None:
         runner.call.close()

@@ -90,17 +90,12 @@ class GenerationRequest(SampledRequest):
             raise InvalidRequestError("prompt_logprobs are not available with stream=true", param="prompt_logprobs")
 
     def text_request(self, call: CallContext, ignored: Sequence[str], **own: Any) -> TextRequest:
-        """One of its generations. `ignored` are names of fields, `own` what only one of the two kinds has."""
-        return TextRequest(
-            call=call,
-            model=self.model,
-            sampling=self.sampling(),
-            stop=self.stop,
-            bad_words=self.bad_words,
+        return super().text_request(
+            call,
+            ignored,
             include_stop_str_in_output=self.include_stop_str_in_output,
             skip_special_tokens=self.skip_special_tokens,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
-            ignored_fields=ignored,
             **own,
         )
 

@@ -7,9 +7,11 @@ from typing import Any, ClassVar
 
 from pydantic import PrivateAttr, field_validator
 
+from millrace.rpc.call_context import CallContext
 from millrace.sampling import SamplingParameters
 from services.transformer.calls import check_bad_words, check_stop
 from services.transformer.frontends.openai.requests import OpenAIRequest
+from services.transformer.generation.requests import TextRequest
 
 # The parameters of APIs whose answers have no log probabilities, and whose maximum of tokens has a field of its own.
 SCORELESS = tuple(
@@ -38,6 +40,18 @@ class SampledRequest(OpenAIRequest):
         check_stop(self.stop)
         check_bad_words(self.bad_words)
         super().trim()
+
+    def text_request(self, call: CallContext, ignored: Sequence[str], **own: Any) -> TextRequest:
+        """One of its generations. `ignored` are names of fields, `own` what not all kinds of request have."""
+        return TextRequest(
+            call=call,
+            model=self.model,
+            sampling=self.sampling(),
+            stop=self.stop,
+            bad_words=self.bad_words,
+            ignored_fields=ignored,
+            **own,
+        )
 
     def sampling(self) -> dict[str, Any]:
         """The sampling parameters given."""

@@ -38,7 +38,6 @@ from services.transformer.frontends.responses.stored import (
     tools_of,
 )
 from services.transformer.generation.pipeline import Pipeline
-from services.transformer.generation.requests import TextRequest
 from services.transformer.generation.resume_ids import identity_of
 from services.transformer.generation.tool_use import parts_of
 from services.transformer.processes.body_processes import BodyProcesses
@@ -72,14 +71,10 @@ class ResponsesServicer(rest_pb2_grpc.ResponsesServicer):
         if parsed.stream:
             yield LastEvent(answer.failed)
             yield KeepAlive(self._keep_alive_s)
-        generation = TextRequest(
-            call=call,
-            model=parsed.model,
+        generation = parsed.text_request(
+            call,
+            ignored,
             messages=parsed.conversation(previous),
-            sampling=parsed.sampling(),
-            stop=parsed.stop,
-            bad_words=parsed.bad_words,
-            ignored_fields=ignored,
             default_seed=identity.seed,
             further_parameters=_further_parameters(parsed, own_id, identity.seed),
             tools=parsed.tool_use,
