@@ -6,6 +6,7 @@
 -- caller that have been idle for longest (millrace/rpc/idle_calls.py): so the many calls of one user refuse none of another's
 -- behind the same proxy.
 
+local caller_of = require("caller")
 local direct_models = require("direct_models")
 
 local METADATA = "millrace.first_message"
@@ -38,11 +39,6 @@ local function count_again()
     calls_of_caller[caller] = (calls_of_caller[caller] or 0) + 1
     calls = calls + 1
   end
-end
-
--- The client's name or, without keys, the address that Envoy has seen, before which a caller may have sent others.
-local function caller_of(headers)
-  return headers:get("x-millrace-client") or (headers:get("x-forwarded-for") or ""):match("[^,%s]*$")
 end
 
 -- Whether the call is held.

@@ -7,11 +7,13 @@ import asyncio
 import base64
 import http.client
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
+import psutil
 import pytest
 import pytest_asyncio
 from opentelemetry.propagate import extract
@@ -70,6 +72,19 @@ async def call(
             connection.close()
 
     return await asyncio.to_thread(send)
+
+
+def raw_call(address: str, path: str, fields: Sequence[tuple[str, bytes]]) -> None:
+    """A POST with these headers, `host` among them or not; its answer does not matter."""
+    connection = http.client.HTTPConnection(address, timeout=30)
+    try:
+        connection.putrequest("POST", path, skip_host=any(name == "host" for name, _ in fields))
+        for name, value in (*fields, ("content-length", b"5")):
+            connection.putheader(name, value)
+        connection.endheaders(bytes(5))
+        connection.getresponse().read()
+    finally:
+        connection.close()
 
 
 async def test_a_malformed_deadline_is_refused_by_the_gateway(gateway: Gateway) -> None:
@@ -140,6 +155,58 @@ async def test_too_many_headers_are_431_and_are_not_tried_again(gateway: Gateway
         assert (answer.status, answer.headers["x-failed-hop"]) == (431, "gateway")
         assert answer.json["error"]["type"] == "invalid_request_error"
         assert "at most 16384" in answer.json["error"]["message"]
+
+
+# Worst inputs of each pattern over a caller's bytes: what almost matches, and what matches in many ways.
+FILLERS = {
+    "x-forwarded-for": (b"1", b"1.", b"a ", b" "),
+    "host": (b"1", b":1", b".", b"[1", b".localhost"),
+    "origin": (b"https://", b"a"),
+    "authorization": (b"Bearer ", b" ", b"a", b"a "),
+    "x-api-key": (b"a", b"\xc3"),
+    "content-encoding": (b"gzip", b"\xc3"),
+    "x-some-bin": (b"A", b"=", b"AB=", b"AQ"),
+    "x-timeout-ms": (b"1", b" 1"),
+    "grpc-timeout": (b"1", b"1m"),
+    "grpc-encoding": (b"gzip,",),
+    "content-type": (b"a/", b";"),
+    "traceparent": (b"00-", b"0"),
+}
+SIZES = (1000, 15_000, 55_000)  # The last is more than the gateway reads, and almost more than Envoy takes.
+CALLS = 4
+
+
+@pytest.mark.parametrize("keys", [False, True])
+async def test_no_header_costs_the_gateway_more_than_its_length(tmp_path: Path, gateway: Gateway, keys: bool) -> None:
+    async with AsyncExitStack() as opened:
+        if keys:
+            (tmp_path / "digests").write_text(f"{'0' * 64}\tnobody\tuser\t\n")
+            environment = {"KEY_DIGESTS": str(tmp_path / "digests")}
+            gateway = await opened.enter_async_context(running_gateway(tmp_path, environment=environment))
+        envoy = psutil.Process(gateway.process.pid)
+
+        async def cost_s(content_type: str, path: str, name: str, value: bytes) -> float:
+            before = sum(envoy.cpu_times()[:2])
+            fields = [("content-type", content_type)] * (name != "content-type") + [(name, value)] * (name != "path")
+            for _ in range(CALLS):
+                with suppress(http.client.HTTPException, ConnectionError):  # Envoy itself refuses some.
+                    await asyncio.to_thread(raw_call, gateway.address, path, fields)
+            return (sum(envoy.cpu_times()[:2]) - before) / CALLS
+
+        costs = {}
+        for content_type, path in ((GRPC, METADATA), ("application/json", OPENAI)):
+            for name, fillers in FILLERS.items():
+                for filler in fillers:
+                    times = [await cost_s(content_type, path, name, filler * (size // len(filler))) for size in SIZES]
+                    costs[content_type, name, filler] = times
+            for size in SIZES:
+                costs[content_type, "path", size] = [
+                    await cost_s(content_type, f"{path}/{'/a' * (size // 2)}", "path", b"")
+                ]
+    # Fifty times the bytes; with a pattern that backtracks the second takes 0.5 s.
+    slow = {what: times for what, times in costs.items() if max(times) > 0.05 + 50 * min(times)}
+    assert not slow
+    assert max(max(times) for times in costs.values()) < 0.25
 
 
 @pytest.mark.parametrize("name", ["x-a", "x-request-id", "user-agent", "tracestate"])
