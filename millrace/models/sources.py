@@ -39,9 +39,15 @@ class ModelSource:
 
 
 def read_config(folder: Path, name: str) -> dict[str, Any]:
-    """A JSON file of a model's folder; empty where there is none; ValueError where it is not JSON."""
+    """A JSON file of a model's folder; empty where there is none; raises ValueError, which names the file."""
     path = folder / name
-    return dict(json.loads(path.read_text())) if path.is_file() else {}
+    try:
+        value = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} has no JSON object")
+    return value
 
 
 def parse_models(text: str) -> tuple[ModelSource, ...]:

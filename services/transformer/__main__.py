@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -49,8 +47,7 @@ async def serve_worker(settings: TransformerSettings, page: int) -> None:
 
 async def _serve(settings: TransformerSettings) -> None:
     keys = KeyFile(settings.keys, settings.key_digests) if settings.keys and settings.key_digests else None
-    # transformers takes seconds to import: wrong settings are reported before that.
-    _import_transformers()
+    # Wrong settings are reported before the rest is imported.
     from services.transformer.batches.service import BatchService
     from services.transformer.frontends.anthropic.errors import anthropic_error
     from services.transformer.frontends.anthropic.servicer import AnthropicServicer
@@ -185,29 +182,6 @@ async def _serve(settings: TransformerSettings) -> None:
     await server.run()
     pool.shutdown(wait=False, cancel_futures=True)
     work.close()
-
-
-def _import_transformers() -> None:
-    """Imports the tokenizers' library before the event loop serves calls: the import blocks the interpreter."""
-    _leave_out_torch()
-    from transformers import AutoTokenizer, PreTrainedTokenizerBase  # noqa: F401
-
-
-def _leave_out_torch() -> None:
-    """Makes transformers work without torch, as in this service's image: importing torch would take seconds.
-
-    transformers caches the answer of its own check. Other code, such as a processor, can still import torch.
-    """
-    if "torch" in sys.modules:
-        return
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # Otherwise each start warns that torch is missing.
-    sys.modules["torch"] = None  # type: ignore[assignment]
-    try:
-        from transformers.utils.import_utils import is_torch_available
-
-        is_torch_available()
-    finally:
-        del sys.modules["torch"]
 
 
 if __name__ == "__main__":

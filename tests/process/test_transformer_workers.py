@@ -68,19 +68,11 @@ def test_a_taken_port_is_one_line_at_the_start(names):
     assert error_text.count("\n") == 1
 
 
-@pytest.fixture
-def no_tokenizers(tmp_path):
-    """The environment of workers whose models need no tokenizers: they do not wait for the import of transformers."""
-    package = tmp_path / "transformers"
-    (package / "utils").mkdir(parents=True)
-    (package / "__init__.py").write_text("AutoTokenizer = PreTrainedTokenizerBase = None\n")
-    (package / "utils" / "import_utils.py").write_text("is_torch_available = bool\n")
-    path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
-    return {"PYTHONPATH": path, "MODELS": "identity=models/identity"}
+NO_TOKENIZERS = {"MODELS": "identity=models/identity"}
 
 
-def test_a_worker_that_cannot_start_ends_all_with_its_error_line(tmp_path, no_tokenizers):
-    process = start(0, **no_tokenizers | {"MODELS": f"x={tmp_path}"})
+def test_a_worker_that_cannot_start_ends_all_with_its_error_line(tmp_path):
+    process = start(0, **NO_TOKENIZERS | {"MODELS": f"x={tmp_path}"})
     _, error_text = process.communicate(timeout=60)
     assert process.returncode == os.EX_CONFIG
     assert "has no config.json" in error_text
@@ -88,12 +80,10 @@ def test_a_worker_that_cannot_start_ends_all_with_its_error_line(tmp_path, no_to
 
 
 @pytest.mark.full  # The short form: tests/system/test_transformer_workers.py.
-async def test_a_retired_parent_ends_with_its_workers_and_the_successors_serve_until_their_parent_is_killed(
-    no_tokenizers,
-):
+async def test_a_retired_parent_ends_with_its_workers_and_the_successors_serve_until_their_parent_is_killed():
     with closing(listener(0)) as held, closing(listener(0)) as http_held:
         port, http_port = held.getsockname()[1], http_held.getsockname()[1]
-    own = no_tokenizers | {"TRANSFORMER_LISTEN": "shared", "TRANSFORMER_METRICS_PORT": "0"}
+    own = NO_TOKENIZERS | {"TRANSFORMER_LISTEN": "shared", "TRANSFORMER_METRICS_PORT": "0"}
     old = start(port, http_port, **own)
     new = None
     try:

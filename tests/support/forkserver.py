@@ -33,7 +33,7 @@ from tests.support.zygote import MAX_REQUEST
 IMPORTS = {
     "logger": ("services.logger.__main__", "services.logger.servicer"),
     "transformer": (
-        "services.transformer.__main__:_import_transformers",
+        "services.transformer.__main__",
         "services.transformer.frontends.openai.servicer",
         "services.transformer.frontends.v2_rest.servicer",
         "services.transformer.models.catalogue",

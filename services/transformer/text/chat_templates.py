@@ -6,19 +6,27 @@ template that once went beyond that bound, in a process of its own, which can be
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime
+from functools import lru_cache
 from types import FrameType
 from typing import Any
 
 import jinja2
 import orjson
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from millrace.errors import InvalidRequestError
 
 _MAX_TIME_S = 0.25
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 # Messages of callers may make a template raise any of these.
 _ERRORS = (jinja2.TemplateError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError)
 
@@ -70,13 +78,58 @@ def conversation_of(messages: Iterable[Sequence[str]]) -> list[dict[str, Any]]:
 
 def render(conversation: bytes, model: str, template: str, variables: Mapping[str, Any]) -> tuple[None, bytes]:
     """Renders a conversation, which is JSON of messages and tools; for a process of bodies."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
     messages, tools = orjson.loads(conversation)
-    if tools:
-        variables = {**variables, "tools": orjson.loads(tools)}
+    return None, rendered(messages, tools, model, template, variables).encode()
+
+
+def rendered(
+    messages: Iterable[Sequence[str]], tools: str, model: str, template: str, variables: Mapping[str, Any]
+) -> str:
+    """The prompt that a template makes of messages and a JSON list of tools, as in transformers; raises
+    InvalidRequestError."""
     with refusals(model):
-        rendered: Any = render_jinja_template(
-            conversations=[conversation_of(messages)], chat_template=template, **variables
-        )
-    return None, rendered[0][0].encode()
+        conversation = [_plain(message) for message in conversation_of(messages)]
+        options = {"add_generation_prompt": True, **variables}
+        listed = orjson.loads(tools) if tools else None
+        return _compiled(template).render(messages=conversation, tools=listed, documents=None, **options)
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """A message without absent fields, and with its reasoning under each name that templates read."""
+    message = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((message[name] for name in _REASONING if name in message), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+class _Generation(Extension):
+    """`{% generation %}`, which marks answers for training; its body is written as it is."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+@lru_cache(maxsize=64)
+def _compiled(template: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    # Jinja's own filter escapes for HTML.
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
+    return environment.from_string(template)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **layout: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **layout)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _now(layout: str) -> str:
+    return datetime.now().strftime(layout)

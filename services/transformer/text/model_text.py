@@ -11,8 +11,9 @@ from millrace.errors import MillraceError, StartupError
 from millrace.models.hub import fetch
 from millrace.models.kinds import ModelKind, kind_of
 from millrace.models.sources import ModelSource, read_config
+from millrace.models.tokenizer_files import CHAT_TEMPLATE_FILE, has_vocabulary
 from millrace.sampling import ContextLimits, SamplingParameters, defaults_of
-from services.transformer.text.tokenizer import CHAT_TEMPLATE_FILE, FILES, TextTokenizer, has_vocabulary, row_tokenizer
+from services.transformer.text.tokenizer import FILES, TextTokenizer, row_tokenizer
 
 _DEFAULTS_FILE = "generation_config.json"
 # The names that configurations of transformers have for it.

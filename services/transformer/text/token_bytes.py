@@ -52,6 +52,6 @@ class TokenBytes:
 @cache
 def _bytes_of_characters() -> dict[str, int]:
     """The byte that each character of a byte-level vocabulary stands for."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    return {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's: others are written from U+0100 on.
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -5,17 +5,17 @@ text releases it. So a prompt that is too long for any tokens is refused before 
 once, and a long one goes to a bounded pool.
 
 On the request path only the backend's `encode` and `encode_batch` are called, on an instance whose truncation and
-padding were switched off once: the wrapper's own settings leak between threads.
+padding were switched off once.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +24,27 @@ import orjson
 from millrace.deadline import Deadline
 from millrace.errors import ContextLengthError, InvalidRequestError, StartupError
 from millrace.models.kinds import MODULES_FILE
+from millrace.models.tokenizer_files import NAMED_TOKENS, has_vocabulary, read_tokenizer
 from millrace.oip.row_outputs import TOKEN_TYPE_IDS
 from services.transformer.processes.body_processes import TEMPLATES, BodyProcesses
 from services.transformer.text.answer_syntax import AnswerSyntax, syntax_of
-from services.transformer.text.chat_templates import TemplateTimeoutError, bounded, conversation_of, refusals, render
+from services.transformer.text.chat_templates import TemplateTimeoutError, bounded, render, rendered
 from services.transformer.text.detokenizer import Decoder
 from services.transformer.text.token_bytes import TokenBytes
 
 FILES = ("*.json", "*.model", "*.txt", "*.jinja")
-CHAT_TEMPLATE_FILE = "chat_template.jinja"
-_VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")  # Without one, AutoTokenizer makes up its own.
 _INLINE_BYTES = 8 * 1024
 _INLINE_MESSAGES = 64
-_MAX_REASON = 500
-
 _INLINE_TOOLS_BYTES = 64 * 1024
+# The tokenizer classes of transformers that make types of the ids of a pair.
+_MAKE_TYPES = re.compile(
+    "(Bert|ConvBert|Deberta|DebertaV2|Electra|FNet|LayoutLM|Lxmert|MobileBert|SqueezeBert)Tokenizer"
+)
+# The parameters of transformers' `apply_chat_template` itself, which are not variables of the template.
+_NOT_TEMPLATE_OPTIONS = re.compile(
+    "self|conversation|tools|documents|chat_template|continue_final_message|tokenize|sanitize_control_tokens|padding|"
+    "truncation|max_length|return_tensors|return_dict|return_assistant_tokens_mask|tokenizer_kwargs|kwargs"
+)
 Messages = Sequence[tuple[str, str] | tuple[str, str, str]]  # (role, content[, further fields as a JSON object])
 
 
@@ -46,14 +52,13 @@ class TextTokenizer:
     """One model's tokenizer; `pool` is shared by all models."""
 
     def __init__(self, name: str, folder: Path, pool: ThreadPoolExecutor) -> None:
-        if not has_vocabulary(folder):
-            raise StartupError(f"model {name}: no tokenizer in {folder}: it has none of {', '.join(_VOCABULARIES)}")
-        self._tokenizer: Any = _read_tokenizer(name, folder)
-        self.backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
-        if self.backend is None:
-            raise StartupError(f"model {name}: its tokenizer has no fast version")
-        self.backend.no_truncation()
-        self.backend.no_padding()
+        try:
+            files = read_tokenizer(folder)
+        except (ValueError, OSError) as error:
+            raise StartupError(f"model {name}: {error}") from None
+        self.backend: Any = files.backend
+        self._files = files
+        self._templates = dict(files.templates)
         self.decoder = Decoder(self.backend)
         self._name = name
         self._has_slow_template = False
@@ -92,7 +97,11 @@ class TextTokenizer:
     @property
     def makes_types(self) -> bool:
         """Whether the model is meant to get the types of a pair's ids."""
-        return TOKEN_TYPE_IDS in self._tokenizer.model_input_names
+        config = self._files.config
+        if "model_input_names" in config:
+            return TOKEN_TYPE_IDS in config["model_input_names"]
+        name = config.get("tokenizer_class")
+        return name is None or _MAKE_TYPES.fullmatch(str(name).removesuffix("Fast")) is not None
 
     async def bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
         """The ids of each word as vLLM reads bad words: at the beginning of a text, and after a space."""
@@ -113,13 +122,12 @@ class TextTokenizer:
     @property
     def description(self) -> dict[str, Any]:
         """The attributes in the tokenizer's files."""
-        special = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
-        tokens = {name: getattr(self._tokenizer, name, None) for name in special}
+        templates: Any = self._templates
         return {
-            "tokenizer_class": type(self._tokenizer).__name__,
-            "chat_template": self._tokenizer.chat_template,
+            "tokenizer_class": self._files.config.get("tokenizer_class"),
+            "chat_template": templates.get("default") if len(templates) < 2 else templates,
             "vocab_size": self.backend.get_vocab_size(with_added_tokens=True),
-            **{name: None if token is None else str(token) for name, token in tokens.items()},
+            **{name: self._files.special_tokens.get(name) for name in NAMED_TOKENS},
         }
 
     @cached_property
@@ -140,12 +148,12 @@ class TextTokenizer:
         return ids
 
     def set_chat_template(self, template: str) -> None:
-        """Replaces the chat template of the tokenizer's own files."""
-        self._tokenizer.chat_template = template
+        """Replaces the chat templates of the tokenizer's own files."""
+        self._templates = {"default": template}
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._tokenizer.chat_template)
+        return bool(self._templates)
 
     async def render(
         self,
@@ -164,9 +172,7 @@ class TextTokenizer:
                 return self.render_chat(messages, max_tokens, options, tools)
             except TemplateTimeoutError:
                 self._has_slow_template = True
-        self._check_chat(messages, max_tokens, options or {}, tools)
-        variables = {**self._tokenizer.special_tokens_map, "add_generation_prompt": True, **(options or {})}
-        arguments = (self._name, self._tokenizer.get_chat_template(tools=[] if tools else None), variables)
+        arguments = self._template_arguments(messages, max_tokens, options or {}, tools)
         conversation = orjson.dumps([messages, tools])
         _, text = await bodies.run(render, arguments, conversation, deadline, lane=TEMPLATES)
         return text.decode()
@@ -180,14 +186,9 @@ class TextTokenizer:
         cannot fit `max_tokens` tokens is refused unread; on the main thread, a template that takes too long raises
         TemplateTimeoutError.
         """
-        options = options or {}
-        self._check_chat(messages, max_tokens, options, tools)
-        arguments = {"add_generation_prompt": True, **options}
-        if tools:
-            arguments["tools"] = orjson.loads(tools)
-        with refusals(self._name), bounded():
-            text: str = self._tokenizer.apply_chat_template(conversation_of(messages), tokenize=False, **arguments)
-        return text
+        arguments = self._template_arguments(messages, max_tokens, options or {}, tools)
+        with bounded():
+            return rendered(messages, tools, *arguments)
 
     def text_of(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens included."""
@@ -197,48 +198,27 @@ class TextTokenizer:
     @cached_property
     def answer_syntax(self) -> AnswerSyntax:
         """How the model writes calls and reasoning, as far as its files show."""
-        templates = self._tokenizer.chat_template or ""
-        texts = list(templates.values()) if isinstance(templates, dict) else [templates]
+        texts = list(self._templates.values())
         return syntax_of(texts, lambda token: self.backend.token_to_id(token) is not None)
 
-    def _check_chat(self, messages: Messages, max_tokens: int, options: Mapping[str, Any], tools: str) -> None:
+    def _template_arguments(
+        self, messages: Messages, max_tokens: int, options: Mapping[str, Any], tools: str
+    ) -> tuple[str, str, dict[str, Any]]:
+        """The model's name, its template and the template's variables; raises InvalidRequestError."""
         size = sum(sum(map(len, message)) for message in messages) + len(tools)
         self._refuse_oversize(size + (len(json.dumps(options)) if options else 0), max_tokens)
         if not self.has_chat_template:
             raise InvalidRequestError(f"model {self._name!r} has no chat template; use completions with a prompt")
         for name in options:
-            if name in _not_template_options():
+            if _NOT_TEMPLATE_OPTIONS.fullmatch(name):
                 raise InvalidRequestError(
                     f"{name!r} is not a variable of a chat template", param="chat_template_kwargs"
                 )
-
-
-@cache
-def _not_template_options() -> frozenset[str]:
-    """The parameters of `apply_chat_template` itself, which are not variables of the template."""
-    from transformers import PreTrainedTokenizerBase
-
-    own = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
-    return frozenset(own) - {"add_generation_prompt"}
-
-
-def has_vocabulary(folder: Path) -> bool:
-    """Whether a folder has the files of a tokenizer."""
-    return any(file.is_file() for pattern in _VOCABULARIES for file in folder.glob(pattern))
-
-
-def _read_tokenizer(name: str, folder: Path) -> Any:
-    """The tokenizer in a folder; raises StartupError for any fault of the files."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except BaseException as error:
-        # tokenizers raises bare Exceptions, and PanicException, which is none.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_REASON]
-        raise StartupError(f"model {name}: the tokenizer in {folder} cannot be read: {reason}") from None
+        template = self._templates.get("tool_use" if tools else "default") or self._templates.get("default")
+        if template is None:
+            names = ", ".join(sorted(self._templates))
+            raise InvalidRequestError(f"model {self._name!r} has several chat templates and no default one: {names}")
+        return self._name, template, {**self._files.special_tokens, **options}
 
 
 def _bytes_of(text: str) -> int:

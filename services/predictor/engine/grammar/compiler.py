@@ -13,10 +13,11 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from millrace.errors import InvalidRequestError, MillraceError, OverloadedError, RequestFailedError
 from millrace.grammars import PARAMETER, compile_grammar
+from millrace.models.tokenizer_files import read_tokenizer
 from services.predictor.engine.state.constraint import Constraint
 from services.predictor.engine.state.sequence import Sequence
 
@@ -114,13 +115,8 @@ class GrammarCompiler:
 
 def _read_vocabulary(folder: Path) -> tuple[LLTokenizer, int]:
     from llguidance import LLTokenizer
-    from tokenizers import Tokenizer
-    from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    backend.no_truncation()
-    backend.no_padding()
+    backend = read_tokenizer(folder).backend
     backend.add_special_tokens([_END])
     end = backend.token_to_id(_END)
     if end is None or end < max(backend.get_vocab().values()):
