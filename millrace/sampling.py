@@ -7,8 +7,8 @@ the sampler and for the engine.
 
 from __future__ import annotations
 
-import random
 import reprlib
+import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -187,8 +187,8 @@ class SamplingParameters(BaseModel):
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError(f"top_logprobs={self.top_logprobs} needs logprobs", param="top_logprobs")
         seed = default_seed if self.seed is None else self.seed
-        if seed is None:  # Not a secret: the module's generator takes no system call.
-            seed = random.getrandbits(63)
+        if seed is None:
+            seed = secrets.randbits(63)
         return self.model_copy(update={"max_tokens": max_tokens, "seed": seed})
 
     @property

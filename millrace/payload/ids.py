@@ -6,8 +6,8 @@ Records have UUIDs of version 7, which sort in the order of their creation: RFC 
 
 from __future__ import annotations
 
-import random
 import re
+import secrets
 import uuid
 
 # The id of a replayed request is this and the id of the record.
@@ -17,8 +17,7 @@ _REPLAY_ID = re.compile(REPLAY_PREFIX + r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{
 
 def next_id(now_ms: int, previous: int) -> int:
     """A number of 48 bits of Unix milliseconds and 74 random bits, above `previous` even if the clock goes back."""
-    # Ids are no secret: the module's generator makes no system call, and Python seeds it anew after a fork.
-    return max(now_ms << 74 | random.getrandbits(74), previous + 1)
+    return max(now_ms << 74 | secrets.randbits(74), previous + 1)
 
 
 def as_uuid7(value: int) -> uuid.UUID:

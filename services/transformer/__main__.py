@@ -19,6 +19,7 @@ from millrace_protos.millrace_pb2_grpc import PayloadLogStub, add_TextGeneration
 from services.transformer.frontends.grpc import development
 from services.transformer.keys import KeyFile
 from services.transformer.settings import TransformerSettings
+from services.transformer.signing import signer_of
 from services.transformer.supervisor import open_page, supervise
 
 logger = logging.getLogger(__name__)
@@ -112,7 +113,9 @@ async def _serve(settings: TransformerSettings) -> None:
     reports_cached = settings.cached_tokens == "all"
     recorded = RecordedTokens(log_stub)
     syntaxes = SyntaxSettings(settings.tool_formats, settings.reasoning_formats)
-    pipeline = Pipeline(router, generator, tap, bodies, reports_cached, quota, shadows, recorded, syntaxes)
+    key = settings.signing_key.get_secret_value() if settings.signing_key else None
+    signer = signer_of(key, settings.payload_spool)
+    pipeline = Pipeline(router, generator, tap, bodies, reports_cached, quota, shadows, recorded, syntaxes, signer)
     public = (*_OWN, _PAYLOAD_LOG, *development.services(settings.development))
     server = Server.of("transformer", settings, public, settings.max_calls)
     server.limits.add(quota.remaining)

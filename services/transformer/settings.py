@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import ByteSize, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, ByteSize, Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from millrace.endpoints import is_service, parse_endpoints
@@ -20,7 +20,14 @@ from services.transformer.text.tool_calls import PARSERS
 Addresses = Annotated[tuple[str, ...], NoDecode, read_by(parse_endpoints)]
 ToolFormats = Annotated[dict[str, str], NoDecode, read_by(partial(parse_formats, known=tuple(PARSERS)))]
 ReasoningFormats = Annotated[dict[str, str], NoDecode, read_by(partial(parse_formats, known=tuple(REASONING_FORMATS)))]
+_LEAST_SIGNING_KEY = 16
 Processors = Annotated[tuple[ProcessorSource, ...], NoDecode, read_by(parse_processors)]
+
+
+def _long_enough(key: SecretStr) -> SecretStr:
+    if len(key.get_secret_value()) < _LEAST_SIGNING_KEY:
+        raise ValueError(f"must have at least {_LEAST_SIGNING_KEY} characters, such as those of `openssl rand -hex 32`")
+    return key
 
 
 class TransformerSettings(RecordingSettings):
@@ -51,6 +58,13 @@ class TransformerSettings(RecordingSettings):
             "_service._tcp.domain without a port for the hosts and ports of its SRV records. Generations, loading, "
             "unloading, index and statistics call them directly. Empty: there is only the one behind "
             "TRANSFORMER_PREDICTOR."
+        ),
+    )
+    signing_key: Annotated[SecretStr, AfterValidator(_long_enough)] | None = Field(
+        None,
+        description=(
+            "Secret text that signs the ids with which clients continue answers and responses, the same for all "
+            "transformers of a stack. Empty: they share a file in payload_spool."
         ),
     )
     silence_limit: float = Field(

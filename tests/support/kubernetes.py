@@ -75,8 +75,11 @@ def config_map(documents: tuple[Document, ...], name: str) -> Document:
     return found
 
 
+_OF_CLUSTER = {"LOGGER_DATABASE_URL": "postgresql://user@host/log", "TRANSFORMER_SIGNING_KEY": "7f" * 32}
+
+
 def environment(documents: tuple[Document, ...], container: Document) -> dict[str, str]:
-    """A container's variables; one with a value of the cluster has 1, or a URL."""
+    """A container's variables; one with a value of the cluster has 1, or what it needs."""
     variables: dict[str, str] = {}
     for source in container.get("envFrom", ()):
         variables |= of_kind(documents, "ConfigMap")[source["configMapRef"]["name"]]["data"]
@@ -84,8 +87,7 @@ def environment(documents: tuple[Document, ...], container: Document) -> dict[st
         if key := each.get("valueFrom", {}).get("configMapKeyRef"):
             variables[each["name"]] = of_kind(documents, "ConfigMap")[key["name"]]["data"][key["key"]]
         else:
-            of_cluster = "postgresql://user@host/log" if each["name"] == "LOGGER_DATABASE_URL" else "1"
-            variables[each["name"]] = each.get("value", of_cluster)
+            variables[each["name"]] = each.get("value", _OF_CLUSTER.get(each["name"], "1"))
     return variables
 
 

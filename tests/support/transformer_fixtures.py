@@ -38,6 +38,7 @@ from services.transformer.predictors.v2_rest.client import V2RestClient
 from services.transformer.processes.body_processes import BodyProcesses
 from services.transformer.routing.router import Router
 from services.transformer.routing.shadows import Shadows
+from services.transformer.signing import Signer
 from tests.support.http2_client import connected
 from tests.waiting import until
 
@@ -77,7 +78,7 @@ async def transformer(
     tap.start()
     router = Router(catalogue, routes, lambda model: protocol == "v2" or links.can_resume(model, ""))
     generator, shadows = ResumingGenerator(links, client, resume_limit), Shadows()
-    pipeline = Pipeline(router, generator, tap, bodies, reports_cached_tokens, shadows=shadows)
+    pipeline = Pipeline(router, generator, tap, bodies, reports_cached_tokens, shadows=shadows, signer=Signer(b"a key"))
     inference = Inference(pipeline, router, Relay(client), tap, shadows)
     options = [("grpc.max_receive_message_length", 64 * 1024 * 1024), ("grpc.max_send_message_length", -1)]
     interceptor = CallInterceptor("transformer")

@@ -18,6 +18,7 @@ import pytest_asyncio
 from millrace.rpc.call_context import CallContext
 from millrace_protos import millrace_pb2, millrace_pb2_grpc
 from services.transformer.generation.resume_ids import MAX_AGE_S, ResumeIds, identity_of
+from services.transformer.signing import Signer
 from tests.support.events import read_events
 from tests.support.full import FULL
 from tests.support.weights import copy_with_other_weights
@@ -29,6 +30,7 @@ MODELS = "storyteller=models/storyteller"
 STREAMS = 200 if FULL else 12
 AT_ONCE = 16
 TOKENS, PACE = 40, 100
+SIGNING_KEY = "of both stacks: the one continues what the other began"
 EVENTS = {"accept": "text/event-stream"}
 KINDS = (
     {"temperature": 0},
@@ -44,10 +46,12 @@ KINDS = (
 @pytest_asyncio.fixture(scope="module")
 async def sides(stacks):
     """Two stacks with the same two predictors."""
-    one = {"models": MODELS, "predictors": 2, "environment": {"predictor": {"PREDICTOR_DTYPE": "fp32"}}}
+    signed = {"TRANSFORMER_SIGNING_KEY": SIGNING_KEY}
+    exact = {"predictor": {"PREDICTOR_DTYPE": "fp32"}, "transformer": signed}
+    one = {"models": MODELS, "predictors": 2, "environment": exact}
     async with stacks.use(**one) as first:
         endpoints = ",".join(f"127.0.0.1:{port}" for port in first.settings.predictor_ports)
-        limits = {"transformer": {"TRANSFORMER_PREDICTOR_START_WAIT": "60"}}
+        limits = {"transformer": {"TRANSFORMER_PREDICTOR_START_WAIT": "60"} | signed}
         async with stacks.use(models=MODELS, predictors=0, predictor_endpoints=endpoints, environment=limits) as second:
             yield first, second
 
@@ -203,15 +207,20 @@ async def was_cancelled(stack, request_id):
     return [record.status for record in found] == ["CANCELLED"]
 
 
-async def test_ids_that_are_wrong_or_too_old_are_refused(sides):
+async def test_ids_that_are_wrong_or_too_old_are_refused(sides, monkeypatch):
     _, second = sides
     body = {"model": "storyteller", "prompt": "Once", "max_tokens": TOKENS, "stream": True}
-    identity = await identity_of(CallContext("", ""), json.dumps(body).encode(), has_ids=True)
-    ids = ResumeIds(replace(identity, created=int(time.time()) - 2 * MAX_AGE_S))
+    signer, begun_s = Signer(SIGNING_KEY.encode()), time.time() - 2 * MAX_AGE_S
+    identity = await identity_of(CallContext("", ""), json.dumps(body).encode(), signer=signer, has_ids=True)
+    ids = ResumeIds(replace(identity, created=int(begun_s)))
     ids.take("0" * 32, [1])
-    old = ids.id().rpartition(".")[0] + ".0"
+    with monkeypatch.context() as then:
+        then.setattr(time, "time", lambda: begun_s)
+        old = ids.id()
+    *head, _, _ = old.split(".")
     for id, other, status, code in (
         (old, {}, 410, "failed_precondition"),
+        (".".join([*head, "599", "0" * 16]), {}, 400, "invalid_argument"),
         (old, {"top_k": 3}, 400, "invalid_argument"),
         ("7", {}, 400, "invalid_argument"),
     ):
@@ -227,7 +236,7 @@ async def test_an_answer_of_weights_that_are_gone_ends_with_a_clear_error(sides,
         models=f"storyteller={updated}",
         environment={
             "predictor": {"PREDICTOR_DTYPE": "fp32"},
-            "transformer": {"TRANSFORMER_PREDICTOR_START_WAIT": "1"},
+            "transformer": {"TRANSFORMER_PREDICTOR_START_WAIT": "1", "TRANSFORMER_SIGNING_KEY": SIGNING_KEY},
         },
     )
     body = {"model": "storyteller", "prompt": "Once", "max_tokens": TOKENS, "stream": True, "pace": PACE}

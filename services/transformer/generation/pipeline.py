@@ -40,6 +40,7 @@ from services.transformer.predictors.tokens import Generation, TokenChunk
 from services.transformer.processes.body_processes import BodyProcesses
 from services.transformer.routing.router import Router
 from services.transformer.routing.shadows import Shadows, copied_call
+from services.transformer.signing import Signer
 from services.transformer.text.answer_parser import AnswerParser
 from services.transformer.text.answer_syntax import AnswerSyntax, SyntaxSettings
 from services.transformer.text.detokenizer import Detokenizer
@@ -63,7 +64,9 @@ class Pipeline:
         shadows: Shadows | None = None,
         recorded: RecordedTokens | None = None,
         syntaxes: SyntaxSettings | None = None,
+        signer: Signer | None = None,
     ) -> None:
+        self.signer = signer or Signer()
         self._router = router
         self._generator = generator
         self._tap = tap

@@ -4,11 +4,11 @@ Nothing is stored: seed, prompt and weights decide an answer. Its client sends t
 last event that it received. The id has the seed and the weights' fingerprint, the number of tokens that the client has
 and their checksum. The transformer computes the answer again and sends what follows.
 
-An id is `<base64url of nonce, creation time, fingerprint, digest>.<tokens>[f|u].<checksum>.<age>`. Seed and id of the
-answer derive from the nonce. A request with an `Idempotency-Key` has its nonce from key, client and body; others draw
-it. The digest binds the first part to client and body. `f` means that the event had the finish reason, `u` the usage at
-the end; the age is the event's, in seconds since the creation. An id is no secret and gives no rights: who invents one
-selects a seed, which every request may do.
+An id is `<base64url of nonce, creation time, fingerprint, signature>.<tokens>[f|u].<checksum>.<age>.<signature>`. Seed
+and id of the answer derive from the nonce. A request with an `Idempotency-Key` has its nonce from key, client and body;
+others draw it. The first signature binds the first part to client and body, the second one binds the age to the first
+part, so that nobody invents or renews an id. `f` means that the event had the finish reason, `u` the usage at the end;
+the age is the event's, in seconds since the creation.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
-import random
+import hmac
 import re
+import secrets
 import struct
 import time
 import zlib
@@ -28,12 +29,13 @@ from typing import Literal
 
 from millrace.errors import GoneError, InvalidRequestError
 from millrace.rpc.call_context import IDEMPOTENCY_KEY, CallContext
+from services.transformer.signing import Signer
 
 MAX_AGE_S = 300
 _MAX_KEY = 255  # Characters.
 _NONCE_BYTES = 12
 _HEAD = struct.Struct(f">{_NONCE_BYTES}sI16s8s")
-_ID = re.compile(r"([\w-]{54})\.(\d{1,9})([fu]?)\.([0-9a-f]{8})\.(\d{1,9})", re.ASCII)
+_ID = re.compile(r"([\w-]{54})\.(\d{1,9})([fu]?)\.([0-9a-f]{8})\.(\d{1,9})\.([0-9a-f]{16})", re.ASCII)
 _FINGERPRINT = re.compile(r"[0-9a-f]{32}")  # A predictor of ours reports such a one.
 _HASHED_AT_ONCE = 256 * 1024  # Bytes; hashing more on the event loop would delay other requests.
 
@@ -57,6 +59,7 @@ class AnswerIdentity:
     `created` is a Unix time; `body` a digest of client and body, empty if the answer's messages have no ids.
     """
 
+    signer: Signer
     nonce: bytes
     created: int
     body: bytes = b""
@@ -77,13 +80,18 @@ class AnswerIdentity:
         """32 hexadecimal digits."""
         return hashlib.blake2b(self.nonce, digest_size=16, person=b"answer id").hexdigest()
 
-    def digest(self, fingerprint: bytes) -> bytes:
+    def signature(self, fingerprint: bytes) -> bytes:
         """Binds the first part of an id to the client and its body."""
-        data = self.nonce + self.created.to_bytes(4, "big") + fingerprint + self.body
-        return hashlib.blake2b(data, digest_size=8, person=b"resume id 1").digest()
+        return self.signer.sign(b"resume id", self.nonce + self.created.to_bytes(4, "big") + fingerprint + self.body)
+
+    def age_signature(self, head: str, age_s: int) -> str:
+        """Binds the age of an id to its first part."""
+        return self.signer.sign(b"age", f"{head}.{age_s}".encode()).hex()
 
 
-async def identity_of(call: CallContext, body: bytes, resume_from: str = "", *, has_ids: bool) -> AnswerIdentity:
+async def identity_of(
+    call: CallContext, body: bytes, resume_from: str = "", *, signer: Signer, has_ids: bool
+) -> AnswerIdentity:
     """The identity of the answer to a request; `has_ids`: its messages will have ids.
 
     Raises InvalidRequestError for a malformed id, one of another body or client, and a malformed key; GoneError for an
@@ -91,7 +99,7 @@ async def identity_of(call: CallContext, body: bytes, resume_from: str = "", *, 
     """
     key = call.header(IDEMPOTENCY_KEY)
     if not (key or resume_from or has_ids):
-        return AnswerIdentity(_drawn(), int(time.time()))
+        return AnswerIdentity(signer, secrets.token_bytes(_NONCE_BYTES), int(time.time()))
     if len(key) > _MAX_KEY:
         raise InvalidRequestError(
             f"the key has {len(key)} characters, at most {_MAX_KEY} are allowed", param=IDEMPOTENCY_KEY
@@ -99,11 +107,10 @@ async def identity_of(call: CallContext, body: bytes, resume_from: str = "", *, 
     arguments = (call.client.name, body)
     digest = _digest(*arguments) if len(body) <= _HASHED_AT_ONCE else await asyncio.to_thread(_digest, *arguments)
     if resume_from:
-        return _resumed(resume_from, digest)
-    nonce = _drawn()
-    if key:
-        nonce = hashlib.blake2b(digest + key.encode(), digest_size=_NONCE_BYTES, person=b"idempotency key").digest()
-    return AnswerIdentity(nonce, int(time.time()), digest if has_ids else b"")
+        return _resumed(resume_from, digest, signer)
+    drawn = secrets.token_bytes(_NONCE_BYTES)
+    nonce = signer.sign(b"idempotency key", digest + key.encode(), _NONCE_BYTES) if key else drawn
+    return AnswerIdentity(signer, nonce, int(time.time()), digest if has_ids else b"")
 
 
 class ResumeIds:
@@ -114,6 +121,7 @@ class ResumeIds:
         self._head: str | None = None  # "" where the weights are unknown: such an answer cannot be repeated.
         self._tokens = 0
         self._checksum = 0
+        self._age = -1, ""  # Seconds, and the end of the ids that are so old.
 
     def take(self, fingerprint: str, token_ids: Sequence[int]) -> None:
         if self._head is None:
@@ -128,7 +136,9 @@ class ResumeIds:
         if not self._head:
             return ""
         age_s = max(0, int(time.time()) - self._identity.created)
-        return f"{self._head}.{self._tokens}{stage}.{self._checksum:08x}.{age_s}"
+        if self._age[0] != age_s:
+            self._age = age_s, f"{age_s}.{self._identity.age_signature(self._head, age_s)}"
+        return f"{self._head}.{self._tokens}{stage}.{self._checksum:08x}.{self._age[1]}"
 
     def line(self, stage: Stage = "") -> bytes:
         """The same as a line of a server-sent event."""
@@ -144,19 +154,20 @@ def _head(identity: AnswerIdentity, fingerprint: str) -> str:
     if not identity.has_ids or not _FINGERPRINT.fullmatch(fingerprint):
         return ""
     weights = bytes.fromhex(fingerprint)
-    head = _HEAD.pack(identity.nonce, identity.created, weights, identity.digest(weights))
+    head = _HEAD.pack(identity.nonce, identity.created, weights, identity.signature(weights))
     return base64.urlsafe_b64encode(head).rstrip(b"=").decode()
 
 
-def _resumed(resume_from: str, body: bytes) -> AnswerIdentity:
+def _resumed(resume_from: str, body: bytes, signer: Signer) -> AnswerIdentity:
     found = _ID.fullmatch(resume_from)
     if found is None:
         raise InvalidRequestError(f"{resume_from[:96]!r} is not an id of this server", param="resume_from")
-    head, tokens, stage, tokens_checksum, age_s = found.groups()
-    nonce, created, weights, digest = _HEAD.unpack(base64.urlsafe_b64decode(head + "=="))
+    head, tokens, stage, tokens_checksum, age_s, age_signature = found.groups()
+    nonce, created, weights, signature = _HEAD.unpack(base64.urlsafe_b64decode(head + "=="))
     point = ResumePoint(weights.hex(), int(tokens), int(tokens_checksum, 16), stage)  # type: ignore[arg-type]
-    identity = AnswerIdentity(nonce, created, body, point)
-    if identity.digest(weights) != digest:
+    identity = AnswerIdentity(signer, nonce, created, body, point)
+    is_ours = hmac.compare_digest(identity.signature(weights), signature)
+    if not (is_ours and hmac.compare_digest(identity.age_signature(head, int(age_s)), age_signature)):
         raise InvalidRequestError(
             "the id is damaged or of another request: send the same body with it, as the same client",
             param="resume_from",
@@ -171,8 +182,3 @@ def _digest(client: str, body: bytes) -> bytes:
     digest.update(b"\0")
     digest.update(body)
     return digest.digest()
-
-
-def _drawn() -> bytes:
-    # Not a secret: the module's generator takes no system call.
-    return random.getrandbits(8 * _NONCE_BYTES).to_bytes(_NONCE_BYTES, "big")

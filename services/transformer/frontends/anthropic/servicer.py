@@ -48,7 +48,7 @@ class AnthropicServicer(rest_pb2_grpc.AnthropicServicer):
         if ignored := parsed.ignored_fields():
             yield Header(IGNORED_FIELDS, ", ".join(ignored))
         with self._pipeline.recording_refusals(call, parsed.model):
-            identity = await identity_of(call, request.data, has_ids=False)
+            identity = await identity_of(call, request.data, signer=self._pipeline.signer, has_ids=False)
         if parsed.stream:
             yield LastEvent(lambda error: named_event(anthropic_error(error)))
             yield KeepAlive(self._keep_alive_s)

@@ -53,7 +53,8 @@ class TextGenerationServicer(millrace_pb2_grpc.TextGenerationServicer):
             check_stop_count(len(request.stop))
             check_bad_words(request.bad_words)
             body = _body(request)
-            identity = await identity_of(call, body, request.resume_from, has_ids=bool(body))
+            signer = self._pipeline.signer
+            identity = await identity_of(call, body, request.resume_from, signer=signer, has_ids=bool(body))
             self._pipeline.route_to_weights(request.model, identity.resume, call)
         text_request = TextRequest(
             call=call,

@@ -231,7 +231,8 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
         """
         has_ids = parsed.stream and EVENTS in call.header("accept")
         with self._pipeline.recording_refusals(call, parsed.model):
-            identity = await identity_of(call, request.data, call.header(_LAST_EVENT_ID), has_ids=has_ids)
+            last_id, signer = call.header(_LAST_EVENT_ID), self._pipeline.signer
+            identity = await identity_of(call, request.data, last_id, signer=signer, has_ids=has_ids)
             self._pipeline.route_to_weights(parsed.model, identity.resume, call)
         return identity
 

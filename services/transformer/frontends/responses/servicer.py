@@ -53,7 +53,7 @@ class ResponsesServicer(rest_pb2_grpc.ResponsesServicer):
     ) -> None:
         self._pipeline = pipeline
         self._router = router
-        self._stored = StoredResponses(log)
+        self._stored = StoredResponses(log, pipeline.signer)
         self._keep_alive_s = keep_alive_s
         self._reader = RequestReader(pipeline, bodies, OpenAIModels(router))
 
@@ -64,9 +64,9 @@ class ResponsesServicer(rest_pb2_grpc.ResponsesServicer):
         if ignored := parsed.ignored_fields():
             yield Header(IGNORED_FIELDS, ", ".join(ignored))
         with self._pipeline.recording_refusals(call, parsed.model):
-            identity = await identity_of(call, request.data, has_ids=False)
+            identity = await identity_of(call, request.data, signer=self._pipeline.signer, has_ids=False)
             previous = await self._previous(parsed, call)
-        own_id = new_response_id(call.request_id)
+        own_id = new_response_id(call, self._pipeline.signer)
         answer = ResponseAnswer(own_id, identity.created, parsed)
         if parsed.stream:
             yield LastEvent(answer.failed)

@@ -1,8 +1,8 @@
 """Responses that are on record: what `previous_response_id` continues, and what a GET returns.
 
 The payload log keeps them, for as long as it keeps records. A response's id has the id of its request, by which the log
-finds the record, and a random part, which the record's parameters repeat: so nobody can guess it. A client finds its
-own responses only. The texts are those of the record: redacted where a rule redacts them.
+finds the record, a random part, which the record's parameters repeat, and a signature: only an id that its client has
+from this stack costs a look at the log. The texts are those of the record: redacted where a rule redacts them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import base64
 import binascii
 import json
 import secrets
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from services.transformer.frontends.responses.answers import ended, head_of, sta
 from services.transformer.frontends.responses.items import output_of
 from services.transformer.frontends.responses.tools import flat_tool
 from services.transformer.generation.recording import MAX_RECORDED_CHARACTERS
+from services.transformer.signing import SIGNATURE_BYTES, Signer
 from services.transformer.text.answer_parts import CallArguments, CallStart, Content, Part, Reasoning
 from services.transformer.text.tools import ToolUse
 
@@ -31,28 +33,32 @@ RESPONSE_ID = "response_id"
 HAS_INSTRUCTIONS = "instructions"
 CALL_SEED = "call_seed"  # Of the ids of calls.
 _PREFIX = "resp_"
-_RANDOM_BYTES = 16
+_RANDOM_BYTES = 8
+_TOKEN = struct.Struct(f"{_RANDOM_BYTES}s{SIGNATURE_BYTES}s")
+_SIGNED = b"response id"
 _TIMEOUT_S = 5.0
 _MAX_RECORDS = 16  # With the same request id.
 _PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.0)  # A record is in the log some time after the answer's end.
 
 
-def new_response_id(request_id: str) -> str:
+def new_response_id(call: CallContext, signer: Signer) -> str:
     """An id for the response to a request."""
-    return (
-        _PREFIX + secrets.token_hex(_RANDOM_BYTES) + base64.urlsafe_b64encode(request_id.encode()).rstrip(b"=").decode()
-    )
+    drawn = secrets.token_bytes(_RANDOM_BYTES)
+    signature = signer.sign(_SIGNED, _signed(drawn, call.request_id, call))
+    ending = base64.urlsafe_b64encode(call.request_id.encode()).rstrip(b"=").decode()
+    return f"{_PREFIX}{(drawn + signature).hex()}{ending}"
 
 
 class StoredResponses:
     """Reads `log`, a PayloadLogStub."""
 
-    def __init__(self, log: Any) -> None:
+    def __init__(self, log: Any, signer: Signer) -> None:
         self._log = log
+        self._signer = signer
 
     async def find(self, wanted: str, call: CallContext, param: str) -> PayloadRecord:
         """The record of a response, once the log has it; raises InvalidRequestError, named `param`, if it has none."""
-        request_id = _request_id(wanted)
+        request_id = _request_id(wanted, call, self._signer)
         for pause_s in (*_PAUSES_S, 0.0):
             if request_id is not None and (found := await self._query(wanted, request_id, call)) is not None:
                 return found
@@ -142,11 +148,18 @@ def _answer_of(parts: Sequence[Part]) -> TemplateMessage:
         raise InvalidRequestError(text, param="previous_response_id") from None
 
 
-def _request_id(wanted: str) -> str | None:
-    """The id of the request that a response answered, None if it is no id of this server."""
-    encoded = wanted.removeprefix(_PREFIX)[2 * _RANDOM_BYTES :]
+def _request_id(wanted: str, call: CallContext, signer: Signer) -> str | None:
+    """The id of the request that a response answered, None if its client has no such id from this stack."""
+    token = wanted.removeprefix(_PREFIX)
+    encoded = token[2 * _TOKEN.size :]
     try:
-        decoded = base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4)).decode()
-    except (binascii.Error, ValueError):
+        drawn, signature = _TOKEN.unpack(bytes.fromhex(token[: 2 * _TOKEN.size]))
+        request_id = base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4)).decode()
+    except (binascii.Error, struct.error, ValueError):
         return None
-    return decoded if wanted.startswith(_PREFIX) and decoded else None
+    is_ours = signer.verifies(_SIGNED, _signed(drawn, request_id, call), signature)
+    return request_id if wanted.startswith(_PREFIX) and is_ours else None
+
+
+def _signed(drawn: bytes, request_id: str, call: CallContext) -> bytes:
+    return drawn + json.dumps([call.client.name, request_id]).encode()
