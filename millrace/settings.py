@@ -18,6 +18,7 @@ from millrace.errors import StartupError
 from millrace.models.sources import DEFAULT_MODELS, ModelSource, parse_models
 from millrace.service_links import drop_service_links
 from millrace.telemetry.logs import LogFormat
+from millrace.validation import first_fault
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 
@@ -114,11 +115,12 @@ def load(cls: type[SettingsT], program: str) -> SettingsT:
     try:
         return cls()
     except ValidationError as error:
-        first = error.errors()[0]
-        field = str(first["loc"][0]) if first["loc"] else ""
+        place, message = first_fault(error)
+        field = str(place[0]) if place else ""
         name = field if field in known else f"{prefix}{field}".upper()
-        given = "" if field in cls.model_fields and _is_secret(cls.model_fields[field].annotation) else first["input"]
-        raise StartupError(f"{name}={given}: {first['msg'].removeprefix('Value error, ')}") from None
+        is_secret = field in cls.model_fields and _is_secret(cls.model_fields[field].annotation)
+        given = "" if is_secret else error.errors()[0]["input"]
+        raise StartupError(f"{name}={given}: {message}") from None
 
 
 def _is_secret(annotation: Any) -> bool:

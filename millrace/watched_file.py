@@ -14,7 +14,6 @@ from typing import Any, Generic, TypeVar
 
 import yaml
 from opentelemetry import metrics
-from pydantic import ValidationError
 
 from millrace.errors import StartupError
 
@@ -89,12 +88,6 @@ def load_yaml(text: str) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         raise ValueError(f"is not YAML{f', line {mark.line + 1}' if mark else ''}") from None
-
-
-def first_fault(error: ValidationError) -> tuple[tuple[int | str, ...], str]:
-    """The place and the message of the first fault; without the value, which may be secret."""
-    first = error.errors(include_input=False, include_url=False)[0]
-    return first["loc"], first["msg"].removeprefix("Value error, ")
 
 
 def replace_file(path: Path, data: str | bytes, mode: int = 0o644) -> None:

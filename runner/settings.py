@@ -12,7 +12,7 @@ import re
 import sysconfig
 from ipaddress import IPv4Address
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from dotenv import dotenv_values
@@ -23,6 +23,7 @@ from millrace.endpoints import host_and_port, is_service, parse_endpoints
 from millrace.errors import StartupError
 from millrace.models.sources import DEFAULT_MODELS
 from millrace.service_links import drop_service_links
+from millrace.validation import first_fault
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
 IS_CHECKOUT = (_CHECKOUT / "envoy" / "envoy.yaml").exists()
@@ -304,9 +305,8 @@ def load() -> StackSettings:
     try:
         return StackSettings()
     except ValidationError as error:
-        first: Any = error.errors()[0]
-        message = first["msg"].removeprefix("Value error, ")
-        raise StartupError(f"{str(first['loc'][0]).upper()}={first['input']}: {message}") from None
+        (field, *_), message = first_fault(error)
+        raise StartupError(f"{str(field).upper()}={error.errors()[0]['input']}: {message}") from None
 
 
 def environment() -> dict[str, str]:

@@ -35,6 +35,7 @@ import re2
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from millrace.payload.answer_redaction import Match, replace, replace_all
+from millrace.validation import first_fault
 from millrace_protos.millrace_pb2 import PayloadRecord, PayloadTensor
 
 REDACTED = "[redacted]"
@@ -224,8 +225,8 @@ def _redaction(number: int, rule: Any) -> Redaction:
         parsed = _Rule.model_validate(rule)
         return Redaction(parsed.path, parsed.pattern, parsed.replace)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise ValueError(f"rule {number}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        place, message = first_fault(error)
+        raise ValueError(f"rule {number}: {'.'.join(map(str, place))}: {message}") from None
     except ValueError as error:
         raise ValueError(f"rule {number}: {error}") from None
 

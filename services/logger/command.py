@@ -13,6 +13,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from millrace.errors import StartupError
+from millrace.validation import first_fault
 from services.logger.settings import LoggerSettings
 from services.logger.store.opening import Location
 
@@ -45,8 +46,8 @@ def database_of(named: Path | None) -> Location:
         settings = LoggerSettings()
         return settings.database_url or settings.database
     except ValidationError as error:
-        first = error.errors()[0]
-        raise StartupError(f"LOGGER_{first['loc'][0]}: {first['msg']}; or name a file with --database") from None
+        (name, *_), message = first_fault(error)
+        raise StartupError(f"LOGGER_{str(name).upper()}: {message}; or name a file with --database") from None
 
 
 def _leave_stdout() -> None:

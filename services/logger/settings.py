@@ -10,6 +10,7 @@ from pydantic import AfterValidator, ByteSize, Field, HttpUrl, SecretStr
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from millrace.settings import Port, ServiceSettings, read_by
+from millrace.validation import matching
 
 
 def _check_url(url: SecretStr) -> SecretStr:
@@ -25,6 +26,9 @@ def _check_url(url: SecretStr) -> SecretStr:
 
 DatabaseUrl = Annotated[SecretStr, AfterValidator(_check_url)]
 Sinks = Annotated[tuple[HttpUrl, ...], NoDecode, read_by(lambda text: text.split(","))]
+
+
+Printable = Annotated[str, matching("[!-~]+", "must have printable ASCII characters only, without spaces")]
 
 
 class LoggerSettings(ServiceSettings):
@@ -74,9 +78,11 @@ class LoggerSettings(ServiceSettings):
             "Comma list of http(s) URLs that receive every record as CloudEvents; write a comma in a URL as %2C."
         ),
     )
-    gen_ai_url: str = Field(
+    gen_ai_url: Annotated[
+        str,
+        matching(r"((grpcs?://[^/?#]+)|(https?://.+))?", "must be such as grpc://host:4317 or https://host/v1/traces"),
+    ] = Field(
         "",
-        pattern=r"^((grpcs?://[^/?#]+)|(https?://.+))?$",
         description=(
             "OTLP receiver of every generation as a span with `gen_ai.*` attributes, prompts and answers included: "
             "`grpc://host:4317`, `grpcs://host:4317` with TLS, or the URL of an HTTP receiver, `https://host/v1/traces`."
@@ -90,11 +96,8 @@ class LoggerSettings(ServiceSettings):
     )
     sink_timeout_s: float = Field(30.0, gt=0, le=3600, description="Seconds that a sink has to accept an event.")
     sink_concurrency: int = Field(16, ge=1, le=256, description="Maximum of events in flight to a sink.")
-    sink_source: str = Field(
+    sink_source: Printable = Field(
         "/millrace",
-        pattern="^[!-~]+$",
         description="Source of the events, a URI reference to which /request or /response is added.",
     )
-    sink_namespace: str = Field(
-        "default", pattern="^[!-~]+$", description="Namespace in the events, an attribute of KServe's."
-    )
+    sink_namespace: Printable = Field("default", description="Namespace in the events, an attribute of KServe's.")

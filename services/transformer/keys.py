@@ -25,18 +25,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, StringConstraints, TypeAdapter, ValidationError, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from millrace.clients import NAME_PATTERN, Policy
 from millrace.errors import StartupError
-from millrace.watched_file import WatchedFile, first_fault, load_yaml, replace_file
+from millrace.validation import first_fault, matching
+from millrace.watched_file import WatchedFile, load_yaml, replace_file
 
 MAX_ENTRIES = 10_000
 _LEAST_KEY, _MOST_KEY = 16, 512
 
-Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
-Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-Key = Annotated[str, StringConstraints(pattern=rf"^[!-~]{{{_LEAST_KEY},{_MOST_KEY}}}$")]
+Name = Annotated[str, matching(NAME_PATTERN, "must have 1 to 128 letters, digits and . _ : @ | -")]
+Digest = Annotated[
+    str, matching("[0-9a-f]{64}", "must be the SHA-256 of the key, as `sha256sum` prints it: 64 hexadecimal digits")
+]
+Key = Annotated[
+    str,
+    matching(
+        f"[!-~]{{{_LEAST_KEY},{_MOST_KEY}}}",
+        f"must have {_LEAST_KEY} to {_MOST_KEY} printable ASCII characters without spaces; `make key NAME=…` makes one",
+    ),
+]
 
 
 class Entry(Policy):

@@ -23,7 +23,7 @@ SERVICES = {
     "malformed": (
         "predictor",
         {"PREDICTOR_THREADS": "many"},
-        "PREDICTOR_THREADS=many: Input should be a valid integer",
+        "PREDICTOR_THREADS=many: must be an integer",
     ),
 }
 MODELS = {

@@ -42,7 +42,10 @@ def test_a_name_may_have_two_keys_of_one_policy():
         ("[1]", "entry 1: "),
         ("[{name: a}]", r"entry 1 \(a\): needs one of key and sha256"),
         (f"[{{name: a, key: {KEY}, sha256: {DIGEST}}}]", "needs one of"),
-        ("[{name: a, key: short}]", r"entry 1 \(a\): key: "),
+        (
+            "[{name: a, key: short}]",
+            r"entry 1 \(a\): key: must have 16 to 512 printable .*; `make key NAME=…` makes one",
+        ),
         ("[{name: a, key: 'with space in the middle'}]", "key: "),
         (f"[{{name: a, sha256: {DIGEST[1:]}}}]", "sha256: "),
         (f"[{{name: a, sha256: {DIGEST.upper()}}}]", "sha256: "),

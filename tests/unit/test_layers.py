@@ -13,6 +13,7 @@ MILLRACE = (
     ("millrace.clients", "millrace.deadline", "millrace.grammars", "millrace.sampling", "millrace.step_errors"),
     ("millrace.models",),
     ("millrace.telemetry",),
+    ("millrace.validation",),
     ("millrace.private_file", "millrace.settings", "millrace.watched_file"),
     ("millrace.rpc",),
     ("millrace.oip",),
@@ -51,6 +52,7 @@ PREDICTOR = (
 )
 TRANSFORMER = (
     ("services.transformer.calls", "services.transformer.keys", "services.transformer.processes"),
+    ("services.transformer.signing",),
     ("services.transformer.predictors",),
     ("services.transformer.text",),
     ("services.transformer.models",),

@@ -106,19 +106,19 @@ async def answered(router, name, call=None, version=""):
     [
         ("- a", "is not a mapping"),
         ("a: {model: b", "is not YAML, line 1"),
-        ("a: {}", "a.split: Field required"),
+        ("a: {}", "a.split: is missing"),
         ("a: {model: b, split: [c]}", "a: has a model or a split, not both"),
         ("a: {split: []}", "a.split: Tuple should have at least 1 item"),
-        ("a: {split: [{model: b, weight: -1}]}", "a.split.0.weight: Input should be greater than or equal to 0"),
+        ("a: {split: [{model: b, weight: -1}]}", "a.split.0.weight: must be at least 0"),
         ("a: {split: [{model: b, weight: 0}]}", "a: a split needs a weight above 0"),
-        ("a: {split: [{model: b, weight: .nan}]}", "a.split.0.weight: Input should be a finite number"),
+        ("a: {split: [{model: b, weight: .nan}]}", "a.split.0.weight: must be a finite number"),
         (
             "a: {model: b, shadow: {model: c, percent: 101}}",
-            "a.shadow.percent: Input should be less than or equal to 100",
+            "a.shadow.percent: must be at most 100",
         ),
-        ("a: {model: b, fallbacks: [c]}", "a.fallbacks: Extra inputs are not permitted"),
-        ("a: {model: ''}", "a.split.0.model: String should have at least 1 character"),
-        ("'': {model: b}", "String should have at least 1 character"),
+        ("a: {model: b, fallbacks: [c]}", "a.fallbacks: unknown field"),
+        ("a: {model: ''}", "a.split.0.model: must not be empty"),
+        ("'': {model: b}", "must not be empty"),
     ],
 )
 def test_the_error_of_an_unusable_file_names_the_place(text, fault):

@@ -262,7 +262,7 @@ def test_rules_know_whether_they_need_whole_answers(rule, touches):
         ("/nowhere/rules.json", "neither a JSON list nor a file"),
         ('[{"pattern": "a"}, {}]', "rule 2: has neither a path nor a pattern"),
         ('[{"path": "$.prompt", "replace": "x"}]', "rule 1: replace needs a pattern"),
-        ('[{"pattern": "a", "patern": "b"}]', "rule 1: patern: Extra inputs"),
+        ('[{"pattern": "a", "patern": "b"}]', "rule 1: patern: unknown field"),
         ('[{"pattern": 5}]', "rule 1: pattern"),
         ('["prompt"]', "rule 1"),
         ('[{"pattern": "("}]', r"rule 1: '\(' is no pattern of RE2: missing \)"),

@@ -59,12 +59,12 @@ def test_the_environment_sets_what_is_recorded(settings):
     ("name", "value", "text"),
     [
         ("LOG", "some", "'some' is no mode; there are all, request, response, metadata, off"),
-        ("SAMPLE", "2", "less than or equal to 1"),
+        ("SAMPLE", "2", "must be at most 1"),
         ("REDACT", '[{"pattern": "("}]', "rule 1: '(' is no pattern of RE2: missing )"),
         ("REDACT", "nowhere.json", "neither a JSON list nor a file"),
         ("METADATA", "x-user,authorization", "authorization is a secret"),
-        ("TENSOR_BYTES", "1TiB", "less than or equal to"),
-        ("TENSOR_DIGEST", "md5", "'off', 'blake2b' or 'sha256'"),
+        ("TENSOR_BYTES", "1TiB", "must be at most"),
+        ("TENSOR_DIGEST", "md5", "must be off, blake2b or sha256"),
     ],
 )
 def test_a_wrong_setting_is_refused_in_one_line(settings, name, value, text):

@@ -1,13 +1,20 @@
 """Settings: unknown and malformed ones are refused in one line that names them."""
 
+import re
 import sys
 
 import pytest
+from pydantic import ValidationError
 from pydantic_settings import SettingsConfigDict
 
 from millrace.errors import StartupError
 from millrace.models.sources import ModelSource, parse_models
 from millrace.settings import Models, ServiceSettings, load, models_field
+from millrace.validation import first_fault
+from runner.settings import StackSettings
+from services.logger.settings import LoggerSettings
+from services.predictor.settings import PredictorSettings
+from services.transformer.settings import TransformerSettings
 
 
 class MillSettings(ServiceSettings):
@@ -88,11 +95,11 @@ def test_settings_cannot_be_changed(monkeypatch):
     ("name", "value", "text"),
     [
         ("MILL_PROT", "1", "MILL_PROT: unknown setting"),
-        ("MILL_PORT", "http", "MILL_PORT=http: Input should be a valid integer"),
-        ("MILL_PORT", "65536", "MILL_PORT=65536: Input should be less than or equal to 65535"),
-        ("MILL_PORT", "-1", "MILL_PORT=-1: Input should be greater than or equal to 0"),
-        ("MILL_LOG_LEVEL", "LOUD", "MILL_LOG_LEVEL=LOUD: Input should be 'DEBUG', "),
-        ("MILL_DRAIN_S", "-1", "MILL_DRAIN_S=-1: Input should be greater than or equal to 0"),
+        ("MILL_PORT", "http", "MILL_PORT=http: must be an integer"),
+        ("MILL_PORT", "65536", "MILL_PORT=65536: must be at most 65535"),
+        ("MILL_PORT", "-1", "MILL_PORT=-1: must be at least 0"),
+        ("MILL_LOG_LEVEL", "LOUD", "MILL_LOG_LEVEL=LOUD: must be DEBUG, "),
+        ("MILL_DRAIN_S", "-1", "MILL_DRAIN_S=-1: must be at least 0"),
         ("MODELS", "storyteller", "MODELS=storyteller: 'storyteller' is not name=folder-or-hub-id"),
     ],
 )
@@ -149,3 +156,21 @@ def test_a_folder_may_have_an_at_sign(tmp_path):
 def test_malformed_models_are_refused_by_name(text, message):
     with pytest.raises(ValueError, match=message):
         parse_models(text)
+
+
+@pytest.mark.parametrize("cls", [TransformerSettings, PredictorSettings, LoggerSettings, StackSettings])
+@pytest.mark.parametrize("value", ["?", "-7e99", " ", "x" * 200])
+def test_no_refusal_is_in_the_words_of_a_library(cls, value):
+    names = {field.validation_alias or name for name, field in cls.model_fields.items()}
+    refusals = []
+    for name in sorted(map(str, names)):
+        try:
+            cls.model_validate({name: value})
+        except ValidationError as error:
+            refusals.append(first_fault(error)[1])
+    assert refusals
+    for message in refusals:
+        assert not re.search(
+            r"[Ii]nput|[Vv]alue (should|is not)|String|[Uu]nable|pydantic|[Pp]attern '|Traceback", message
+        )
+        assert "\n" not in message
