@@ -7,6 +7,7 @@ prints "done" if every check passed.
 import sys
 
 import anthropic
+from pydantic import TypeAdapter
 
 client = anthropic.Anthropic(base_url=f"http://{sys.argv[1]}", api_key="any", max_retries=0)
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -26,6 +27,9 @@ def answer(**fields):
     """A whole message; the streamed one must have the same content, in blocks that follow each other."""
     whole = client.messages.create(**fields)
     events = list(client.messages.create(**fields, stream=True))
+    check_fields(anthropic.types.Message, whole)
+    for event in events:
+        check_fields(anthropic.types.RawMessageStreamEvent, event)
     kinds = [event.type for event in events]
     assert (kinds[0], kinds[-2:]) == ("message_start", ["message_delta", "message_stop"]), kinds
     count, is_open = 0, False
@@ -39,6 +43,18 @@ def answer(**fields):
         final = stream.get_final_message()
     assert without_ids(final) == without_ids(whole), final
     return whole
+
+
+def check_fields(kind, received):
+    """Every field that the API always has is there, and none is null that the API leaves out."""
+    fields = received.to_dict(mode="json")
+    TypeAdapter(kind).validate_python(fields)
+    blocks = [*fields.get("content", ()), fields.get("content_block", {})]
+    assert not any("citations" in block for block in blocks), fields
+    for block in blocks:
+        assert block.get("type") != "tool_use" or block["caller"] == {"type": "direct"}, block
+    for end in (fields, fields.get("delta", {})):
+        assert "stop_reason" not in end or end.keys() >= {"stop_sequence", "stop_details"}, end
 
 
 def without_ids(message):
@@ -57,6 +73,8 @@ cut = answer(**request(BOTH, tools=TOOLS, max_tokens=40))
 assert (cut.stop_reason, cut.content[-1].type) == ("max_tokens", "tool_use"), cut
 unread = answer(**request(BOTH, tools=TOOLS, tool_choice={"type": "none"}))
 assert (unread.stop_reason, unread.content[0].text) == ("end_turn", BOTH.removeprefix("Say: ")), unread
+
+first_text = {"type": "text", "text": "You are brief."}
 
 # The results of calls go back.
 asked = [{"role": "user", "content": BOTH}, {"role": "assistant", "content": [b.to_dict() for b in first.content]}]
@@ -93,6 +111,43 @@ assert [block.type for block in after.content] == ["thinking", "text"], after
 assert (after.content[1].text, after.stop_reason) == ("It is sunny.", "end_turn"), after
 cut = answer(**request("Say: Rome is\nfar, so far.</think>Well.", model="thinker", max_tokens=4))
 assert ([block.type for block in cut.content], cut.stop_reason) == (["thinking"], "max_tokens"), cut
+
+# What coding agents send: thinking in each way, further messages of the system, cached and redacted blocks.
+cache = {"cache_control": {"type": "ephemeral"}}
+for thinking, said in (("adaptive", "Hm.</think>Well."), ("enabled", "Hm.</think>Well."), ("disabled", "Well.")):
+    budget = {"budget_tokens": 1024} if thinking == "enabled" else {}
+    sent = client.beta.messages.with_raw_response.create(
+        **request(
+            [{"type": "text", "text": f"Say: {said}", **cache}], model="thinker", system=[{**first_text, **cache}]
+        ),
+        thinking={"type": thinking, **budget},
+        output_config={"effort": "high"},
+        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        metadata={"user_id": "u"},
+        betas=["context-management-2025-06-27"],
+    )
+    expected = ["text"] if thinking == "disabled" else ["thinking", "text"]
+    assert [block.type for block in sent.parse().content] == expected, (thinking, sent.text)
+    ignored = set(sent.headers["x-ignored-fields"].split(", "))
+    assert {"content.cache_control", "system.cache_control", "context_management", "metadata"} < ignored, ignored
+    assert ("thinking.budget_tokens" in ignored) == (thinking == "enabled"), ignored
+redacted = {
+    "role": "assistant",
+    "content": [{"type": "redacted_thinking", "data": "x"}, *reasoned.to_dict()["content"]],
+}
+later = [{"role": "user", "content": "Rome?"}, redacted, {"role": "user", "content": [result]}]
+after = answer(**request("Say: Yes.", *later, {"role": "system", "content": "Be brief."}, tools=TOOLS))
+assert after.content[0].text == "Yes.", after
+
+# An answer that is begun, one in a form, of a document, and one that may be longer than the context.
+begun = {"role": "assistant", "content": "It is wa"}
+assert answer(**{**request("Say: rm."), "messages": [{"role": "user", "content": "Say: rm."}, begun]}), begun
+form = {"format": {"type": "json_schema", "schema": SCHEMA}}
+assert answer(**request('Say: {"city": "Oslo"}', output_config=form)).content[0].text == '{"city": "Oslo"}'
+source = {"type": "text", "media_type": "text/plain", "data": "It rains."}
+document = {"type": "document", "source": source, "title": "Rome"}
+read = [document, {"type": "text", "text": "Say: It does."}]
+assert answer(**request(read, max_tokens=8_000)).content[0].text == "It does.", read
 
 # Refusals.
 for fields, text in (

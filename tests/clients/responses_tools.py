@@ -8,6 +8,8 @@ import json
 import sys
 
 import openai
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
 
 client = openai.OpenAI(base_url=f"http://{sys.argv[1]}/v1", api_key="any", max_retries=0)
 CALLER = {"model": "caller", "max_output_tokens": 250}
@@ -23,6 +25,9 @@ def streamed(**fields):
     events = list(client.responses.create(**fields, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events))), events
     assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"], events
+    for event in events:
+        TypeAdapter(ResponseStreamEvent).validate_python(event.to_dict(mode="json"))
+        assert "usage" not in event.to_dict().get("response", {}) or event is events[-1], event
     response, items, texts = events[-1].response, [], []
     for event in events[2:-1]:
         if event.type == "response.output_item.added":
@@ -58,6 +63,9 @@ def without_ids(response):
 def answer(**fields):
     """A whole response; the streamed one must have the same output."""
     whole = client.responses.create(**fields)
+    Response.model_validate(whole.to_dict(mode="json"))
+    assert whole.usage.input_tokens_details.cache_write_tokens == 0, whole
+    assert {tool.strict for tool in whole.tools} <= {False}, whole
     assert without_ids(streamed(**fields)) == without_ids(whole), whole
     return whole
 

@@ -54,7 +54,8 @@ class Echoing(NamedTuple):
     def grammars(self):
         """The grammars of calls that must be made."""
         sampling = [orjson.loads(call.request.sampling) for call in self.predictor.calls]
-        return [orjson.loads(one["structured_outputs"])["grammar"] for one in sampling if "structured_outputs" in one]
+        forms = [orjson.loads(one.get("structured_outputs", "{}")) for one in sampling]
+        return [form["grammar"] for form in forms if "grammar" in form]
 
 
 @pytest_asyncio.fixture(scope="module")
@@ -122,3 +123,6 @@ async def test_anthropics_own_client_calls_tools_and_reads_reasoning(echoing):
     assert len(reasoned) == 1
     assert f"<|assistant|>(Rome is\nfar.) {CALL}" in reasoned.pop()
     check_grammars(echoing.grammars, 2)
+    assert {text.rpartition("<|user|>")[2] for text in echoing.given("It is wa")} == {"Say: rm.<|assistant|>It is wa"}
+    assert all("<|user|>Rome\nIt rains.\nSay:" in text for text in echoing.given("Say: It does."))
+    assert all(text.endswith("</think>\n\n") for text in echoing.given("<|user|>Say: Well."))

@@ -17,6 +17,11 @@ USER = {"role": "user", "content": "Hello."}
 TOOL = {"name": "f", "description": "d", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}}
 DEEP = json.loads('{"x": ' * 300 + "0" + "}" * 300)  # Deeper than JSON is written.
 CALL = {"type": "tool_use", "id": "1", "name": "f", "input": {"x": 1}}
+DATA = {"type": "text", "media_type": "text/plain", "data": "It rains."}
+
+
+def document(source, **fields):
+    return {"role": "user", "content": [{"type": "document", "source": source, **fields}]}
 
 
 def messages(*turns, **fields):
@@ -74,7 +79,7 @@ async def test_the_input_of_a_call_is_what_of_its_arguments_is_json():
 
         (body,) = [body async for body in whole("1", "m", chunks())]
         (block,) = orjson.loads(body.data)["content"]
-        assert block == {"type": "tool_use", "id": "1", "name": "f", "input": expected}
+        assert block == {"type": "tool_use", "id": "1", "name": "f", "input": expected, "caller": {"type": "direct"}}
 
 
 def test_sampling_fields_are_read_and_others_named():
@@ -105,11 +110,17 @@ def test_sampling_fields_are_read_and_others_named():
         ({"messages": [{"role": "assistant", "content": [CALL | {"input": "x"}]}]}, "messages.0.content", "an object"),
         ({"messages": [{"role": "assistant", "content": [CALL | {"input": DEEP}]}]}, "messages.0.content", "as JSON"),
         ({"messages": [{"role": "user", "content": [CALL]}]}, "messages.0.content", "'tool_use' are not"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking", "is not supported"),
-        ({"system": 5}, "system", "valid string"),
+        ({"thinking": {"type": "always"}}, "thinking.type", "'enabled', 'adaptive' or 'disabled'"),
+        ({"mcp_servers": [{"name": "m"}]}, "mcp_servers", "is not supported"),
+        ({"output_config": {"format": {"type": "regex"}}}, "output_config.format", "'regex'"),
+        ({"system": 5}, "system", "a string or a list of blocks"),
         ({"messages": []}, "messages", "at least 1 item"),
-        ({"messages": [USER, {"role": "assistant", "content": "x"}]}, "messages", "the last message"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "'user' or 'assistant'"),
+        ({"messages": [USER, {"role": "assistant", "content": [CALL]}]}, "messages", "can be continued"),
+        ({"messages": [USER, {"role": "assistant", "content": " "}]}, "messages", "can be continued"),
+        ({"messages": [document({"type": "base64", "data": "eA=="})]}, "messages.0.content", "source of type 'base64'"),
+        ({"messages": [document({"type": "url", "url": "http://x"})]}, "messages.0.content", "source of type 'url'"),
+        ({"messages": [document(DATA, citations={"enabled": True})]}, "messages.0.content", "citations of a document"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "'user', 'assistant' or 'system'"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content", "'image' are not"),
         ({"messages": [{"role": "user", "content": ["x"]}]}, "messages.0.content", "an object with a type"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content", "must have a text"),
@@ -135,3 +146,68 @@ def test_values_that_ask_for_nothing_are_accepted():
 )
 def test_errors_have_anthropics_shape(error, kind):
     assert anthropic_error(error) == {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def test_what_agents_send_is_read_or_named():
+    cached = {"type": "text", "text": "t", "cache_control": {"type": "ephemeral"}}
+    answer = {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, cached, CALL]}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [cached], "is_error": False}
+    turns = [USER, {"role": "system", "content": [cached]}, answer, {"role": "user", "content": [result]}]
+    body = {
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "output_config": {"effort": "high"},
+        "context_management": {"edits": []},
+        "metadata": {"user_id": "u"},
+        "tools": [TOOL],
+    }
+    request = messages(*turns, **body)
+    assert [message[:2] for message in request.conversation] == [
+        ("user", "Hello."),
+        ("system", "t"),
+        ("assistant", "t"),
+        ("tool", "t"),
+    ]
+    request.name_unread_hints(lambda variable: variable == "enable_thinking")
+    assert sorted(request.ignored_fields()) == [
+        "content.cache_control",
+        "content.redacted_thinking",
+        "context_management",
+        "metadata",
+        "output_config.effort",
+        "thinking.budget_tokens",
+        "tools.cache_control",
+    ]
+    request.name_unread_hints(lambda variable: False)
+    assert "thinking" in request.ignored_fields()
+
+
+@pytest.mark.parametrize(
+    ("thinking", "variables"),
+    [("enabled", {"enable_thinking": True}), ("disabled", {"enable_thinking": False}), ("adaptive", {})],
+)
+def test_thinking_is_a_variable_of_the_template(thinking, variables):
+    assert messages(thinking={"type": thinking}).template_options == variables
+
+
+def test_documents_are_texts():
+    parts = {"type": "content", "content": [{"type": "text", "text": "It is"}, {"type": "text", "text": "warm."}]}
+    found = {"type": "search_result", "source": "s", "title": "t", "content": [{"type": "text", "text": "Rome."}]}
+    turns = [document(DATA, title="Rome", context="Today."), document(parts), {"role": "user", "content": [found]}]
+    assert messages(*turns).conversation == [
+        ("user", "Rome\nToday.\nIt rains."),
+        ("user", "It is\nwarm."),
+        ("user", "t\ns\nRome."),
+    ]
+
+
+@pytest.mark.parametrize("place", ["output_config", "output_format"])
+def test_a_form_of_the_answer_is_read_in_both_its_places(place):
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    request = messages(**{place: form if place == "output_format" else {"format": form}})
+    assert json.loads(request.sampling()["structured_outputs"]) == {"json": {"type": "object"}}
+    assert request.ignored_fields() == []
+
+
+def test_a_last_message_of_the_assistant_is_continued():
+    request = messages(USER, {"role": "assistant", "content": "Once"})
+    assert request.template_options == {"continue_final_message": True, "add_generation_prompt": False}

@@ -1,8 +1,60 @@
+"""The ids of a prompt: cut, without its oldest messages, and with the system's messages where a template takes them."""
+
+from types import SimpleNamespace
+
 import pytest
 
-from millrace.errors import InvalidRequestError
+from millrace.errors import ContextLengthError, InvalidRequestError
+from millrace.rpc.call_context import CallContext
 from millrace.sampling import ContextLimits
-from services.transformer.generation.prompts import kept_tokens
+from services.transformer.generation.prompts import Prompts, kept_tokens, rendered
+from services.transformer.generation.requests import TextRequest
+
+
+class Strict:
+    """A tokenizer of one id for each message; its template takes system messages only at the beginning."""
+
+    async def render(self, messages, *_):
+        if any(role == "system" for role, *_ in messages[1:]):
+            raise InvalidRequestError("the system's message must be the first")
+        return " ".join(content for _, content in messages)
+
+    async def encode(self, text, max_tokens, add_special_tokens):
+        if len(words := text.split()) > max_tokens:
+            raise ContextLengthError(f"{len(words)} tokens")
+        return words
+
+
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        ([("system", "a"), ("user", "b"), ("system", "c"), ("user", "d")], "a\n\nc b d"),
+        ([("user", "b"), ("system", "c"), ("user", "d")], "c b d"),
+        ([("system", "a"), ("user", "b")], "a b"),
+    ],
+)
+async def test_a_template_that_takes_the_system_first_gets_all_its_messages_there(messages, text):
+    assert await rendered(Strict(), messages, 9, {}, None, None, "") == text
+
+
+async def test_another_refusal_of_a_template_stays():
+    with pytest.raises(InvalidRequestError, match="must be the first"):
+        await rendered(Strict(), [("user", "a"), ("system", "")], 9, {}, None, None, "")
+
+
+@pytest.mark.parametrize(("context", "kept"), [(9, "s u1 a1 u2 a2 u3"), (6, "s u2 a2 u3"), (4, "s u3"), (2, None)])
+async def test_the_oldest_messages_of_a_conversation_that_is_too_long_are_left_out(context, kept):
+    roles = {"s": "system", "u": "user", "a": "assistant"}
+    messages = [(roles[word[0]], word) for word in ["s", "u1", "a1", "u2", "a2", "u3"]]
+    request = TextRequest(CallContext("", ""), "m", messages=messages, drops_messages=True)
+    limits = ContextLimits(context, is_encoder_decoder=False)
+    model = SimpleNamespace(name="m", tokenizer=Strict(), limits=limits)
+    prompts = Prompts(None, lambda model: None)
+    if kept is None:
+        with pytest.raises(ContextLengthError):
+            await prompts.ids(request, model)
+    else:
+        assert await prompts.ids(request, model) == kept.split()
 
 
 @pytest.mark.parametrize(

@@ -208,12 +208,15 @@ class Pipeline:
             check_size(len(prompt_ids), request.prompt_logprobs, request.choices)
         if request.has_parts and (request.tools is not None or sampling.structured_outputs):
             sampling = await self._formed(request, model, sampling, prompt_ids)
+        room = model.limits.room(len(prompt_ids))
+        if request.cuts_max_tokens and sampling.max_tokens is not None:
+            sampling = sampling.changed({"max_tokens": min(sampling.max_tokens, max(room, 1))})
         account = account_of(request.call)
         return Generation(
             model.name,
             request.call.request_id,
             prompt_ids,
-            sampling.resolved(model.limits.room(len(prompt_ids)), request.default_max_tokens, request.default_seed),
+            sampling.resolved(room, request.default_max_tokens, request.default_seed),
             model.dialect,
             model.resumes,
             request.prompt_logprobs,

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from millrace.errors import InvalidRequestError
+from millrace.deadline import Deadline
+from millrace.errors import ContextLengthError, InvalidRequestError
 from millrace.sampling import ContextLimits
 from services.transformer.generation.requests import TextRequest
 from services.transformer.generation.tool_use import check_tools
 from services.transformer.models.models import TextModel
 from services.transformer.processes.body_processes import BodyProcesses
 from services.transformer.text.answer_syntax import AnswerSyntax
-from services.transformer.text.tokenizer import check_token_count
+from services.transformer.text.tokenizer import Messages, TextTokenizer, check_token_count
 
 _MAX_CUT = 1024 * 1024  # Tokens of a prompt before it is cut; longer ones are refused.
 
@@ -45,10 +47,37 @@ class Prompts:
         return ids
 
     async def _cut(self, request: TextRequest, model: TextModel) -> list[int]:
+        if request.drops_messages:
+            return await self._newest(request, model)
         if request.truncate_prompt_tokens is None:
             return await self._whole(request, model, model.limits.context_length)
         kept = kept_tokens(request.truncate_prompt_tokens, model.limits, request.sampling.get("max_tokens"))
         return (await self._whole(request, model, _MAX_CUT))[-kept:]
+
+    async def _newest(self, request: TextRequest, model: TextModel) -> list[int]:
+        """The ids of as many of the newest messages as leave room for the answer, after the system's first ones.
+
+        They begin with a message of the user, by whom templates expect that a conversation begins.
+        """
+        messages = request.messages
+        head = next((i for i, (role, *_) in enumerate(messages) if role != "system"), len(messages))
+        users = [index for index, (role, *_) in enumerate(messages) if role == "user" and index > head]
+        most = kept_tokens(-1, model.limits, request.sampling.get("max_tokens"))
+        try:
+            return await self._whole(request, model, most)
+        except ContextLengthError as refusal:
+            found: list[int] | ContextLengthError = refusal
+        first, last = 0, len(users) - 1
+        while first <= last:
+            middle = (first + last) // 2
+            kept = [*messages[:head], *messages[users[middle] :]]
+            try:
+                found, last = await self._whole(replace(request, messages=kept), model, most), middle - 1
+            except ContextLengthError:
+                first = middle + 1
+        if isinstance(found, ContextLengthError):
+            raise found
+        return found
 
     async def _whole(self, request: TextRequest, model: TextModel, context_length: int) -> list[int]:
         tokenizer = model.tokenizer
@@ -60,9 +89,35 @@ class Prompts:
         options, deadline = request.template_options, request.call.deadline
         check_tools(request, model.name, self._syntax(model))
         tools = "" if request.tools is None else request.tools.definitions
-        text = await tokenizer.render(request.messages, context_length, options, self._bodies, deadline, tools)
+        text = await rendered(tokenizer, request.messages, context_length, options, self._bodies, deadline, tools)
         # The template has written the special tokens already.
         return await tokenizer.encode(text, context_length, add_special_tokens=False)
+
+
+async def rendered(
+    tokenizer: TextTokenizer,
+    messages: Messages,
+    max_tokens: int,
+    options: Mapping[str, Any],
+    bodies: BodyProcesses,
+    deadline: Deadline,
+    tools: str,
+) -> str:
+    """The prompt that the chat template makes of messages.
+
+    Where it refuses them, it gets the texts of all system messages as one before the others: many templates know a
+    system message only there, and agents send further ones later.
+    """
+    try:
+        return await tokenizer.render(messages, max_tokens, options, bodies, deadline, tools)
+    except ContextLengthError:
+        raise
+    except InvalidRequestError:
+        others = [message for message in messages if message[0] != "system"]
+        system = "\n\n".join(message[1] for message in messages if message[0] == "system")
+        if list(messages[1:]) == others or not system:
+            raise
+        return await tokenizer.render([("system", system), *others], max_tokens, options, bodies, deadline, tools)
 
 
 def kept_tokens(limit: int, limits: ContextLimits, max_tokens: Any) -> int:

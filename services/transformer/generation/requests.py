@@ -40,7 +40,9 @@ class TextRequest:
     has none, None for a random one. The chunks that the client has, as `resume` says, are `repeated`.
     `include_stop_str_in_output` and `skip_special_tokens` are vLLM's. Of the prompt the last `truncate_prompt_tokens`
     are used, with -1 as many as leave room for the answer. `further_parameters` are for the record only. `tools` are
-    the functions that the model may call; with `has_parts` the chunks have calls and reasoning apart from the text.
+    the functions that the model may call. With `cuts_max_tokens` a maximum beyond the room in the context is that room;
+    with `drops_messages` the oldest messages of a conversation that is too long are left out; with `has_parts` the
+    chunks have calls and reasoning apart from the text.
     """
 
     call: CallContext
@@ -64,6 +66,8 @@ class TextRequest:
     resume: ResumePoint | None = None
     further_parameters: Mapping[str, Any] = field(default_factory=dict)
     tools: ToolUse | None = None
+    cuts_max_tokens: bool = False
+    drops_messages: bool = False
     has_parts: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True

@@ -7,6 +7,7 @@ template that once went beyond that bound, in a process of its own, which can be
 from __future__ import annotations
 
 import json
+import secrets
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from millrace.errors import InvalidRequestError
 
 _MAX_TIME_S = 0.25
+_END = secrets.token_hex(16)  # Stands behind a content that is continued.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 # Messages of callers may make a template raise any of these.
 _ERRORS = (jinja2.TemplateError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError)
@@ -86,12 +88,21 @@ def rendered(
     messages: Iterable[Sequence[str]], tools: str, model: str, template: str, variables: Mapping[str, Any]
 ) -> str:
     """The prompt that a template makes of messages and a JSON list of tools, as in transformers; raises
-    InvalidRequestError."""
+    InvalidRequestError.
+
+    With `continue_final_message` among the variables it ends with the content of the last message.
+    """
     with refusals(model):
         conversation = [_plain(message) for message in conversation_of(messages)]
         options = {"add_generation_prompt": True, **variables}
+        is_continued = options.pop("continue_final_message", False) and conversation
+        if is_continued:
+            conversation[-1]["content"] += _END
         listed = orjson.loads(tools) if tools else None
-        return _compiled(template).render(messages=conversation, tools=listed, documents=None, **options)
+        text = _compiled(template).render(messages=conversation, tools=listed, documents=None, **options)
+        if is_continued and _END not in text:
+            raise ValueError("the last message is not in the prompt as it is, so it cannot be continued")
+        return text.rpartition(_END)[0] if is_continued else text
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ _MAKE_TYPES = re.compile(
 )
 # The parameters of transformers' `apply_chat_template` itself, which are not variables of the template.
 _NOT_TEMPLATE_OPTIONS = re.compile(
-    "self|conversation|tools|documents|chat_template|continue_final_message|tokenize|sanitize_control_tokens|padding|"
+    "self|conversation|tools|documents|chat_template|tokenize|sanitize_control_tokens|padding|"
     "truncation|max_length|return_tensors|return_dict|return_assistant_tokens_mask|tokenizer_kwargs|kwargs"
 )
 Messages = Sequence[tuple[str, str] | tuple[str, str, str]]  # (role, content[, further fields as a JSON object])
@@ -154,6 +154,10 @@ class TextTokenizer:
     @property
     def has_chat_template(self) -> bool:
         return bool(self._templates)
+
+    def template_reads(self, variable: str) -> bool:
+        """Whether the chat template mentions a variable."""
+        return any(variable in template for template in self._templates.values())
 
     async def render(
         self,

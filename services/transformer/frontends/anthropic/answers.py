@@ -21,13 +21,15 @@ from services.transformer.frontends.http import EVENTS, json_body, named_event
 from services.transformer.generation.chunks import TextChunk, joined
 from services.transformer.text.answer_parts import CallStart, Content, Part, Reasoning, begins_segment
 
+_NOT_CREATED = {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0}  # The cache's tokens have no lifetime.
+
 
 async def whole(answer_id: str, model: str, chunks: AsyncIterator[TextChunk]) -> AsyncGenerator[HttpBody, None]:
     """The message as one body."""
     chunk = joined([chunk async for chunk in chunks])
     content = _blocks_of(chunk.answer_parts or [Content("")])
     end = _end(chunk, any(block["type"] == "tool_use" for block in content))
-    yield json_body(_message(answer_id, model, _usage(chunk)) | {"content": content} | end)
+    yield json_body(_message(answer_id, model, _usage_of(chunk)) | {"content": content} | end)
 
 
 async def events(answer_id: str, model: str, chunks: AsyncIterator[TextChunk]) -> AsyncGenerator[HttpBody, None]:
@@ -37,14 +39,14 @@ async def events(answer_id: str, model: str, chunks: AsyncIterator[TextChunk]) -
         written = b""
         if not begun:
             begun = True
-            usage = {"input_tokens": chunk.prompt_tokens, "output_tokens": 0}
+            usage = _usage(Usage(prompt_tokens=chunk.prompt_tokens))
             written = named_event({"type": "message_start", "message": _message(answer_id, model, usage)})
             written += named_event({"type": "ping"})
         for part in chunk.answer_parts:
             written += blocks.take(part)
         if chunk.finish_reason is not None:
             written += blocks.end()
-            end = {"type": "message_delta", "delta": _end(chunk, blocks.has_call), "usage": _usage(chunk)}
+            end = {"type": "message_delta", "delta": _end(chunk, blocks.has_call), "usage": _usage_of(chunk)}
             written += named_event(end) + named_event({"type": "message_stop"})
         if written:
             yield HttpBody(content_type=EVENTS, data=written)
@@ -98,10 +100,11 @@ def _delta_of(first: Part) -> tuple[str, str]:
 def _block_of(first: Part) -> dict[str, Any]:
     """The block that a part begins, empty."""
     if isinstance(first, CallStart):
-        return {"type": "tool_use", "id": first.id, "name": first.name, "input": {}}
+        caller = {"type": "direct"}  # The model, and no code that it runs.
+        return {"type": "tool_use", "id": first.id, "name": first.name, "input": {}, "caller": caller}
     if isinstance(first, Reasoning):
         return {"type": "thinking", "thinking": "", "signature": ""}
-    return {"type": "text", "text": "", "citations": None}
+    return {"type": "text", "text": ""}  # An answer that cites nothing has no `citations`.
 
 
 def _blocks_of(parts: Iterable[Part]) -> list[dict[str, Any]]:
@@ -140,21 +143,27 @@ def _message(answer_id: str, model: str, usage: dict[str, Any]) -> dict[str, Any
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
-        "usage": usage,
+        "stop_details": None,
+        "usage": usage | {"cache_creation": _NOT_CREATED, "service_tier": "standard"},
     }
 
 
 def _end(chunk: TextChunk, has_call: bool) -> dict[str, Any]:
     """Why the answer ended; a stop token is not a stop sequence."""
+    reason, sequence = "tool_use" if has_call else "end_turn", None
     if chunk.finish_reason == "length":
-        return {"stop_reason": "max_tokens", "stop_sequence": None}
-    if isinstance(chunk.stop_reason, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": chunk.stop_reason}
-    return {"stop_reason": "tool_use" if has_call else "end_turn", "stop_sequence": None}
+        reason = "max_tokens"
+    elif isinstance(chunk.stop_reason, str):
+        reason, sequence = "stop_sequence", chunk.stop_reason
+    return {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None}
 
 
-def _usage(chunk: TextChunk) -> dict[str, Any]:
-    usage = chunk.usage or Usage()
+def _usage_of(chunk: TextChunk) -> dict[str, Any]:
+    details = {"output_tokens_details": {"thinking_tokens": chunk.reasoning_tokens}}
+    return _usage(chunk.usage or Usage()) | ({} if chunk.reasoning_tokens is None else details)
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,

@@ -1,7 +1,8 @@
 """Requests for messages, and for the number of their tokens.
 
-Of content in blocks, text, calls of tools, their results and thinking are served; several blocks of text are joined by
-newlines. Beside Anthropic's fields those of the sampling table are read. Source: Anthropic's API reference.
+Of content in blocks, text, documents of text, calls of tools, their results and thinking are served; several texts are
+joined by newlines. Beside Anthropic's fields those of the sampling table are read. Fields of blocks and of tools that
+are not read, such as `cache_control`, are named as ignored. Source: Anthropic's API reference.
 """
 
 from __future__ import annotations
@@ -9,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
 from millrace.errors import InvalidRequestError
 from millrace.sampling import SamplingParameters
 from services.transformer.calls import check_bad_words, check_stop
-from services.transformer.frontends.anthropic.tools import messages_of, read_choice, read_declarations
-from services.transformer.frontends.openai.requests import OpenAIRequest, text_of
+from services.transformer.frontends.anthropic.blocks import messages_of, text_of_blocks, unread_fields
+from services.transformer.frontends.anthropic.tools import read_choice, read_declarations
+from services.transformer.frontends.openai.requests import OpenAIRequest
 from services.transformer.frontends.openai.sampled_request import SCORELESS
+from services.transformer.frontends.openai.structured_outputs import structured_outputs_of
 from services.transformer.frontends.openai.tools import TemplateMessage
 from services.transformer.text.tools import ToolFunction, ToolUse
 
@@ -24,7 +27,7 @@ from services.transformer.text.tools import ToolFunction, ToolUse
 class Turn(BaseModel):
     """One message of the conversation; its content as messages of chat templates."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: list[TemplateMessage]
 
     @field_validator("content", mode="before")
@@ -38,20 +41,41 @@ class Turn(BaseModel):
         return messages_of(role, value)
 
 
+class Thinking(BaseModel):
+    """How much the model thinks; with `adaptive` as it does by itself."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["enabled", "adaptive", "disabled"]
+
+
+class OutputConfig(BaseModel):
+    """The form of the answer's text."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    format: dict[str, Any] | None = None
+
+
 class ConversationRequest(OpenAIRequest):
     """A conversation whose next message is the assistant's; also a request for the number of its tokens."""
 
     UNSUPPORTED: ClassVar[Mapping[str, Sequence[Any]]] = {
         "mcp_servers": ([],),
-        "output_config": ({},),
-        "output_format": (),
-        "thinking": ({"type": "disabled"},),
     }
 
     messages: list[Turn] = Field(min_length=1)
     system: str = ""
     tool_choice: dict[str, Any] = Field(default_factory=lambda: {"type": "auto"})
     tools: tuple[ToolFunction, ...] = ()
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    unread: tuple[str, ...] = ()  # Of blocks and tools.
+
+    @model_validator(mode="before")
+    @classmethod
+    def _note_unread(cls, values: Any) -> Any:
+        return {**values, "unread": unread_fields(values)}
 
     @field_validator("tools", mode="before")
     @classmethod
@@ -61,7 +85,19 @@ class ConversationRequest(OpenAIRequest):
     @field_validator("system", mode="before")
     @classmethod
     def _read_system(cls, value: Any) -> Any:
-        return text_of(value, part="block")
+        return text_of_blocks(value)
+
+    @property
+    def template_hints(self) -> Mapping[str, Any]:
+        variables = {"enabled": {"enable_thinking": True}, "disabled": {"enable_thinking": False}, "adaptive": {}}
+        return {} if self.thinking is None else {"thinking": variables[self.thinking.type]}
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """Variables of the chat template: a last message of the assistant is continued."""
+        is_begun = self.messages[-1].role == "assistant"
+        continued = {"continue_final_message": True, "add_generation_prompt": False} if is_begun else {}
+        return {**self.template_hints.get("thinking", {}), **continued}
 
     @property
     def conversation(self) -> list[TemplateMessage]:
@@ -81,8 +117,10 @@ class ConversationRequest(OpenAIRequest):
     def check(self) -> None:
         super().check()
         _ = self.tool_use
-        if self.messages[-1].role != "user":
-            raise InvalidRequestError("the last message must be the user's", param="messages")
+        last = self.messages[-1]
+        if last.role == "assistant" and not (len(last.content[-1]) == 2 and last.content[-1][1].strip()):
+            raise InvalidRequestError("only a last message of text can be continued", param="messages")
+        self._ignored += self.unread
 
 
 class MessagesRequest(ConversationRequest):
@@ -91,10 +129,12 @@ class MessagesRequest(ConversationRequest):
     UNSUPPORTED: ClassVar[Mapping[str, Sequence[Any]]] = {**ConversationRequest.UNSUPPORTED, "container": ()}
     READ: ClassVar[frozenset[str]] = frozenset(SCORELESS)
 
-    max_tokens: int
+    max_tokens: int = Field(ge=1)
     stream: bool = False
     stop_sequences: tuple[str, ...] = ()
     bad_words: tuple[str, ...] = ()
+    output_format: dict[str, Any] | None = None  # The older place of `output_config.format`.
+    _structured_outputs: str = PrivateAttr("")
 
     @field_validator("stop_sequences", "bad_words", mode="before")
     @classmethod
@@ -107,7 +147,18 @@ class MessagesRequest(ConversationRequest):
         check_bad_words(self.bad_words)
         super().trim()
 
+    def check(self) -> None:
+        super().check()
+        forms = {"output_format": self.output_format, "structured_outputs": self.extra.get("structured_outputs")}
+        if self.output_config is not None:
+            forms["output_config.format"] = self.output_config.format
+        for name in ("output_config.format", "output_format"):
+            if (form := forms.get(name)) is not None and form.get("type") == "json_schema":
+                forms[name] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.get("schema")}}
+        self._structured_outputs = structured_outputs_of(forms, "output_config.format", "output_format")
+
     def sampling(self) -> dict[str, Any]:
         """The sampling parameters given."""
         given = {name: self.extra[name] for name in SCORELESS if self.extra.get(name) is not None}
-        return given | {"max_tokens": self.max_tokens}
+        form = {"structured_outputs": self._structured_outputs} if self._structured_outputs else {}
+        return given | form | {"max_tokens": self.max_tokens}

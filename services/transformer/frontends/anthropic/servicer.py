@@ -56,7 +56,9 @@ class AnthropicServicer(rest_pb2_grpc.AnthropicServicer):
             call=call,
             model=parsed.model,
             messages=parsed.conversation,
+            template_options=parsed.template_options,
             sampling=parsed.sampling(),
+            cuts_max_tokens=True,
             stop=parsed.stop_sequences,
             bad_words=parsed.bad_words,
             ignored_fields=ignored,
@@ -81,5 +83,6 @@ class AnthropicServicer(rest_pb2_grpc.AnthropicServicer):
         if (tools := parsed.tool_use) is not None and not tokenizer.answer_syntax.takes_tools:
             raise InvalidRequestError("the chat template of the model has no place for tools", param="tools")
         definitions = "" if tools is None else tools.definitions
-        text = await chat_text(parsed.conversation, {}, tokenizer, self._bodies, call.deadline, definitions)
+        options = parsed.template_options
+        text = await chat_text(parsed.conversation, options, tokenizer, self._bodies, call.deadline, definitions)
         yield json_body({"input_tokens": len(await tokenizer.ids(text, add_special_tokens=False))})

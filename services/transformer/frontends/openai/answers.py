@@ -139,7 +139,8 @@ class ChatFormat(Format):
 
     def _whole(self, index: int, chunk: TextChunk) -> dict[str, Any]:
         message = {"content": chunk.text} if chunk.parts is None else message_of(chunk.parts)
-        return self._choice(index, chunk) | {"message": {"role": "assistant"} | message}
+        fields: dict[str, Any] = {"role": "assistant", "refusal": None, "annotations": []}
+        return self._choice(index, chunk) | {"message": fields | message}
 
     def beside(self, first: TextChunk) -> dict[str, Any]:
         return self._scores(first) | self._prompt_ids(first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, Literal
 
 from millrace.clients import Client
@@ -51,6 +52,14 @@ class OpenAIModels:
         if isinstance(model, TextModel) and model.base:
             card["parent"] = model.base  # As vLLM names the base of an adapter.
         return card | ({FINGERPRINT: model.fingerprint} if model.fingerprint else {})
+
+    def template_reader(self, name: str) -> Callable[[str], bool]:
+        """Whether a model's chat template reads a variable; a model that is not loaded reads all."""
+        try:
+            model = self._router.find(name)
+        except (NotFoundError, NotReadyError):
+            return lambda variable: True
+        return model.tokenizer.template_reads if isinstance(model, TextModel) else lambda variable: False
 
     def resolve(self, name: str, client: Client, *kinds: Kind) -> str:
         """The model that a request names, or the only one of these kinds where it names none; raises

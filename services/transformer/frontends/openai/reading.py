@@ -24,6 +24,8 @@ class RequestReader:
         with self._pipeline.recording_refusals(call):
             parsed = await self.parsed(cls, request, call)
             parsed.model = self._models.resolve(parsed.model, call.client, *kinds)
+            if parsed.template_hints:
+                parsed.name_unread_hints(self._models.template_reader(parsed.model))
             return parsed
 
     async def parsed(self, cls: type[RequestT], request: HttpBody, call: CallContext) -> RequestT:

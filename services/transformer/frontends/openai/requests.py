@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import islice
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 
 from millrace.errors import InvalidRequestError
 from services.transformer.calls import check_message_count
@@ -30,6 +30,9 @@ IGNORED_FIELDS = "x-ignored-fields"
 _MAX_IGNORED, _MAX_FIELD_NAME = 16, 64  # What is named of them: a header is short.
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_.-]")
 
+_EFFORT = "reasoning_effort"
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
 Prompt = str | list[int]
 
 
@@ -44,6 +47,8 @@ class OpenAIRequest(BaseModel):
     READ: ClassVar[frozenset[str]] = frozenset()
 
     model: str = ""
+    # The names, or paths, of what is ignored beside undeclared fields.
+    _ignored: list[str] = PrivateAttr(default_factory=list)
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -53,11 +58,24 @@ class OpenAIRequest(BaseModel):
     def ignored_fields(self) -> list[str]:
         """The names of fields that have no effect, fit for a header: what is longer or more is cut."""
         names = [name for name in self.extra if name not in self.READ and name not in self.UNSUPPORTED]
+        names += dict.fromkeys(self._ignored)
         for name in self.__class__.model_fields:
             nested = getattr(self, name)
             if isinstance(nested, BaseModel) and nested.model_extra:
                 names += [f"{name}.{inner}" for inner in nested.model_extra]
         return [_NOT_IN_A_NAME.sub("?", name[:_MAX_FIELD_NAME]) for name in names[:_MAX_IGNORED]]
+
+    @property
+    def template_hints(self) -> Mapping[str, Any]:
+        """Variables of the chat template, by fields of the API for which a template may have no use.
+
+        The variables are an object; a field whose variables the model's template does not read is ignored.
+        """
+        return {}
+
+    def name_unread_hints(self, reads: Callable[[str], bool]) -> None:
+        """Adds to the ignored fields those whose variables the chat template does not read."""
+        self._ignored += [name for name, given in self.template_hints.items() if not any(map(reads, given))]
 
     def check(self) -> None:
         """Refuses what the fields' types do not."""
@@ -161,6 +179,13 @@ def _text_of_part(value: Any, kinds: Container[str], part: str) -> str:
     if not isinstance(value.get("text"), str):
         raise ValueError(f"a text {part} must have a text")
     return str(value["text"])
+
+
+def effort_variables(effort: str | None, name: str) -> dict[str, Any]:
+    """What a chat template gets for an effort of reasoning, by the `name` of the field."""
+    if effort is None:
+        return {}
+    return {name: {"enable_thinking": False} if effort == "none" else {"enable_thinking": True, _EFFORT: effort}}
 
 
 def _checked_ids(ids: list[Any]) -> list[int]:

@@ -16,17 +16,18 @@ _GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "gramm
 FIELDS = frozenset(("response_format", "structured_outputs", *_GUIDED))
 
 
-def structured_outputs_of(fields: Mapping[str, Any], format_field: str = "response_format") -> str:
+def structured_outputs_of(fields: Mapping[str, Any], *format_fields: str) -> str:
     """The sampling parameter that a request's fields state; "" for none; raises InvalidRequestError.
 
-    `format_field` is what an API calls `response_format`.
+    `format_fields` are what an API calls `response_format`.
     """
+    format_fields = format_fields or ("response_format",)
     texts: dict[str, str] = {}
-    for name in sorted({format_field, *FIELDS}):
+    for name in sorted({*format_fields, *FIELDS}):
         value = fields.get(name)
         if value is None:
             continue
-        if name == format_field:
+        if name in format_fields:
             value = _of_format(value, name)
         try:
             text = read_structured_outputs({_GUIDED[name]: value} if name in _GUIDED else value)

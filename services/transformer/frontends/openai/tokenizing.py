@@ -11,6 +11,7 @@ from typing import Any
 from millrace.deadline import Deadline
 from millrace.errors import InvalidRequestError
 from services.transformer.frontends.openai.text_requests import DetokenizeRequest, TokenizeRequest
+from services.transformer.generation.prompts import rendered
 from services.transformer.models.models import RelayedModel, TextModel
 from services.transformer.processes.body_processes import BodyProcesses
 from services.transformer.text.tokenizer import Messages, TextTokenizer
@@ -64,7 +65,7 @@ async def chat_text(
     """The prompt that the chat template makes of messages; raises InvalidRequestError for more than MAX_TEXT_BYTES."""
     if sum(sum(map(len, message)) for message in messages) > MAX_TEXT_BYTES:
         raise _too_long()
-    text = await tokenizer.render(messages, MAX_TEXT_BYTES, options, bodies, deadline, tools)
+    text = await rendered(tokenizer, messages, MAX_TEXT_BYTES, options, bodies, deadline, tools)
     _check_length(text)
     return text
 

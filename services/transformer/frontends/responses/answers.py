@@ -116,7 +116,6 @@ def head_of(response_id: str, created: int, model: str) -> dict[str, Any]:
         "tool_choice": "auto",
         "tools": [],
         "truncation": "disabled",
-        "usage": None,
     }
 
 
@@ -135,7 +134,7 @@ def ended(
         "output": output,
         "usage": {
             "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": reasoning_tokens or 0},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,

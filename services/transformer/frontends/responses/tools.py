@@ -42,4 +42,4 @@ def _named(tool: dict[str, Any]) -> dict[str, Any]:
 
 def flat_tool(definition: str) -> dict[str, Any]:
     """The declaration of a function, which is JSON text in the form of chat completions."""
-    return {"type": "function", **orjson.loads(definition)["function"]}
+    return {"type": "function", "parameters": None, "strict": False, **orjson.loads(definition)["function"]}
