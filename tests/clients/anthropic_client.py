@@ -52,6 +52,11 @@ assert client.messages.count_tokens(model="storyteller", messages=longer, system
 sampled = {**GREEDY, "messages": longer, "extra_body": {"top_p": 0.9, "top_k": 20}}
 assert client.messages.create(**sampled, system=system).content
 
+# An answer that is begun: the model goes on where it would.
+middle = block.text.index(" ", len(block.text) // 2)
+begun = [*MESSAGES, {"role": "assistant", "content": block.text[:middle]}]
+assert client.messages.create(**{**LIMITED, "messages": begun}).content[0].text.startswith(block.text[middle:])
+
 # A stream.
 with client.messages.stream(**LIMITED) as stream:
     events = list(stream)
@@ -76,8 +81,9 @@ with raises(anthropic.BadRequestError, "invalid_request_error", "has no place fo
     client.messages.count_tokens(model="storyteller", messages=MESSAGES, tools=tools)
 with raises(anthropic.BadRequestError, "invalid_request_error", "max_tokens: Field required"):
     client.post("/v1/messages", body={"model": "storyteller", "messages": MESSAGES}, cast_to=object)
-with raises(anthropic.BadRequestError, "invalid_request_error", "the last message must be the user's"):
-    client.messages.create(**{**GREEDY, "messages": longer[:2]})
+call = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+with raises(anthropic.BadRequestError, "invalid_request_error", "only a last message of text can be continued"):
+    client.messages.create(**{**GREEDY, "messages": [*MESSAGES, {"role": "assistant", "content": [call]}]})
 with raises(anthropic.BadRequestError, "invalid_request_error", "x-timeout-ms"):
     client.messages.create(**GREEDY, extra_headers={"x-timeout-ms": "soon"})
 with raises(anthropic.NotFoundError, "not_found_error", ""):
