@@ -1,13 +1,13 @@
-"""Several replicas are presented as one: a model is ready if all have it, and counts are added up."""
+"""Several replicas are presented as one: a model is what its best replica is, and counts are added up."""
 
 import asyncio
 import random
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import pytest
 
 from millrace.deadline import NO_DEADLINE
-from millrace.errors import HopBrokenError
+from millrace.errors import HopBrokenError, MillraceError
 from millrace_protos import inference_pb2 as pb
 from services.transformer.predictors import replicas as module
 from services.transformer.predictors import resolver
@@ -17,32 +17,31 @@ from services.transformer.predictors.statistics import summed
 from tests.support.scripted_predictor import MODEL, ScriptedPredictor, serving
 
 
-def index(**states):
-    response = pb.RepositoryIndexResponse()
-    for name, state in states.items():
-        response.models.add(name=name, version="1", state=state, reason="broken" if state == "UNAVAILABLE" else "")
-    return response
+def table(**states):
+    return {name: ModelState(state, "broken" if state == "UNAVAILABLE" else "", "1") for name, state in states.items()}
 
 
 def test_the_index_of_one_replica_is_unchanged():
-    assert merged([index(a="READY", b="UNAVAILABLE")]) == {
-        "a": ModelState("READY", "", "1"),
-        "b": ModelState("UNAVAILABLE", "broken", "1"),
-    }
+    of_one = table(a="READY", b="UNAVAILABLE")
+    assert merged([of_one]) == of_one
 
 
 @pytest.mark.parametrize(
-    ("other", "state", "reason"),
+    ("one", "other", "state", "reason"),
     [
-        (index(a="READY"), "READY", ""),
-        (index(a="LOADING"), "LOADING", "1 of 2 replicas lack it"),
-        (index(a="UNAVAILABLE"), "UNAVAILABLE", "1 of 2 replicas lack it: broken"),
-        (index(), "UNAVAILABLE", "1 of 2 replicas lack it"),
+        ("READY", table(a="READY"), "READY", ""),
+        ("READY", table(a="LOADING"), "READY", "1 of 2 replicas lack it"),
+        ("READY", table(a="UNAVAILABLE"), "READY", "1 of 2 replicas lack it: broken"),
+        ("READY", table(), "READY", "1 of 2 replicas lack it"),
+        ("LOADING", table(a="UNAVAILABLE"), "LOADING", ""),
+        ("LOADING", table(), "LOADING", ""),
+        ("UNAVAILABLE", table(), "UNAVAILABLE", "broken"),
     ],
 )
-def test_a_model_is_ready_if_every_replica_has_it(other, state, reason):
-    model = merged([index(a="READY"), other])["a"]
-    assert (model.state, model.reason) == (state, reason)
+def test_a_model_is_what_its_best_replica_is(one, other, state, reason):
+    for tables in ([table(a=one), other], [other, table(a=one)]):
+        model = merged(tables)["a"]
+        assert (model.state, model.reason) == (state, reason)
 
 
 def test_counts_of_replicas_are_added_up():
@@ -115,6 +114,34 @@ async def test_a_scale_down_amid_many_calls_fails_none(monkeypatch):
             known[:] = random.sample(everyone, random.randint(1, 4))
             await asyncio.sleep(0.003)
         await asking
+
+
+async def test_what_a_replica_had_is_loading_while_it_is_away_and_missing_once_it_is_unloaded():
+    first, second = ScriptedPredictor(models=("one",)), ScriptedPredictor(models=("other", "third"))
+    client = PredictorClient("127.0.0.1:1")
+    async with serving(first, healthy=("", "ready")) as here:
+        async with AsyncExitStack() as stack:
+            there = await stack.enter_async_context(serving(second, healthy=("",)))
+            replicas = Replicas([there, here], client)
+            index = await replicas.index()
+            assert {name: model.state for name, model in index.items()} == dict.fromkeys(
+                ("one", "other", "third"), "READY"
+            )
+            assert [(await replicas.describe(name)).name for name in ("one", "other")] == ["one", "other"]
+            assert await replicas.ready()  # One of them is.
+        for _ in range(2):
+            index = await replicas.index()
+            assert {name: model.state for name, model in index.items()} == {
+                "one": "READY",
+                "other": "LOADING",
+                "third": "LOADING",
+            }
+        with suppress(MillraceError):  # The fake has no such method.
+            await replicas.unload(pb.RepositoryModelUnloadRequest(model_name="third"), NO_DEADLINE)
+        assert set(await replicas.index()) == {"one", "other"}
+        assert await replicas.ready()
+    await replicas.close()
+    await client.close()
 
 
 async def test_a_call_of_a_removed_replica_ends_with_an_error_and_not_as_a_cancel(monkeypatch):

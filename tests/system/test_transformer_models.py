@@ -109,16 +109,25 @@ async def test_a_model_that_is_loaded_at_a_predictor_appears(stack, stub):
     async with channel(stack.addresses["predictor-1"]) as open_channel:
         await unload(GRPCInferenceServiceStub(open_channel), "echo")
 
-    async def disappears():
-        return not await ready(stub, "echo")
+    async def one_lacks_it():
+        index = await stub.RepositoryIndex(pb.RepositoryIndexRequest())
+        return "1 of 2 replicas lack it" in next(entry.reason for entry in index.models if entry.name == "echo")
 
-    # One of two predictors has it: a call could reach the other.
-    await until(disappears)
-    index = await stub.RepositoryIndex(pb.RepositoryIndexRequest())
-    assert "1 of 2 replicas lack it" in next(entry.reason for entry in index.models if entry.name == "echo")
-    await load(stub, "echo")
+    # One of two predictors has it, and answers every call, by each way.
+    await until(one_lacks_it)
     assert await ready(stub, "echo")
+    request = pb.ModelInferRequest(model_name="echo", id="1")
+    add_input(request, Tensor("x", "FP32", np.arange(3, dtype=np.float32)))
+    async with channel(stack.addresses["inner"]) as inner:
+        for called in (stub, GRPCInferenceServiceStub(inner)):
+            for _ in range(10):
+                assert (await called.ModelInfer(request)).id == "1"
+                assert (await called.ModelMetadata(pb.ModelMetadataRequest(name="echo"))).name == "echo"
+                assert (await called.ModelConfig(pb.ModelConfigRequest(name="echo"))).config.name == "echo"
+            answers = [answer async for answer in called.ModelStreamInfer(iter([request]))]
+            assert [answer.error_message for answer in answers] == [""]
     await unload(stub, "echo")
+    assert await refused(stub.ModelInfer(request)) is NOT_FOUND
 
 
 async def test_forbidden_loads_are_refused_and_affect_no_model(stub):

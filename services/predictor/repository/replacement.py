@@ -56,7 +56,7 @@ async def _replace(repository: ModelRepository, entry: Entry, death: EngineProce
             except StartupError as error:
                 entry.backoff.failed()
                 logger.error("model %s: its engine cannot be started again: %s", name, error)
-                entry.set(State.UNAVAILABLE, str(error))
+                entry.set(State.LOADING, f"{error}; its engine is started again")
             else:
                 logger.warning("model %s: another engine serves it", name)
                 await repository.serve(entry, new)

@@ -225,8 +225,11 @@ class Catalogue:
             if name not in self._described and name not in self._describing and self._tasks is not None:
                 self._describing[name] = self._tasks.create_task(self._describe(name), name=f"describe-{name}")
         # Other models stay ready while a new one is added.
-        known = self.ready or self._described.issuperset(ready)
-        return known and await self._predictor.ready()
+        if not (self.ready or self._described.issuperset(ready)):
+            return False
+        # Each of two replicas may lack a model that the other one has.
+        is_served = bool(ready) and all(s.state in (READY, UNAVAILABLE) for s in self._states.values())
+        return (self._is_complete and is_served) or await self._replicas.ready()
 
     def _forget(self, name: str) -> None:
         self._models.pop(name, None)
