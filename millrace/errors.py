@@ -7,6 +7,8 @@ its meaning and its origin across any number of hops.
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -23,8 +25,40 @@ DRAINING = "x-millrace-draining"
 _MAX_MESSAGE_BYTES = 1024
 
 
+# Errors of the machine, not of a setting: they may pass by themselves.
+_FAULTS = {
+    *(errno.EDQUOT, errno.EIO, errno.ENOSPC, errno.EROFS, errno.ESTALE),
+    *(errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM),
+    errno.EADDRINUSE,
+}
+_FAULT_TEXTS = (*map(os.strerror, _FAULTS), "out of memory")  # Of libraries that have errors of their own.
+_SQLITE_FAULTS = ("BUSY", "CANTOPEN", "FULL", "IOERR", "LOCKED", "NOMEM", "READONLY")
+
+
 class StartupError(Exception):
     """The process cannot start; the message is one line that says what to do."""
+
+    @property
+    def is_fault(self) -> bool:
+        """Whether a later attempt may succeed: judged by the errors that led to it."""
+        causes: list[BaseException] = [self]
+        while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
+            causes.append(cause)
+        return any(map(may_pass, causes))
+
+
+class StartupFault(StartupError):  # noqa: N818
+    """No setting is wrong: a later attempt may succeed."""
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether an error is of the machine, such as a full disk, and not of a setting."""
+    if isinstance(error, StartupFault | MemoryError | TimeoutError | ConnectionError):
+        return True
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in _FAULTS
+    sqlite = getattr(error, "sqlite_errorname", "").removeprefix("SQLITE_")
+    return sqlite.startswith(_SQLITE_FAULTS) or any(text in str(error) for text in _FAULT_TEXTS)
 
 
 class MillraceError(Exception):

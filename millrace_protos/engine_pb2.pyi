@@ -241,7 +241,10 @@ class EngineFrame(_message.Message):
     STARTUP_ERROR_FIELD_NUMBER: _builtins.int
     FIRST_TOKENS_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    IS_FAULT_FIELD_NUMBER: _builtins.int
     startup_error: _builtins.str
+    is_fault: _builtins.bool
+    """With `startup_error`: a later attempt may succeed."""
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChannelStep]: ...
     @_builtins.property
@@ -274,10 +277,11 @@ class EngineFrame(_message.Message):
         startup_error: _builtins.str | None = ...,
         first_tokens: _abc.Iterable[Global___SequenceTime] | None = ...,
         adapters: _abc.Iterable[Global___AdapterLoaded] | None = ...,
+        is_fault: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_ready", b"_ready", "_startup_error", b"_startup_error", "_state", b"_state", "ready", b"ready", "startup_error", b"startup_error", "state", b"state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ready", b"_ready", "_startup_error", b"_startup_error", "_state", b"_state", "adapters", b"adapters", "alone", b"alone", "ended", b"ended", "first_tokens", b"first_tokens", "ready", b"ready", "started", b"started", "startup_error", b"startup_error", "state", b"state", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ready", b"_ready", "_startup_error", b"_startup_error", "_state", b"_state", "adapters", b"adapters", "alone", b"alone", "ended", b"ended", "first_tokens", b"first_tokens", "is_fault", b"is_fault", "ready", b"ready", "started", b"started", "startup_error", b"startup_error", "state", b"state", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__ready: _TypeAlias = _typing.Literal["ready"]  # noqa: Y015
     _WhichOneofArgType__ready: _TypeAlias = _typing.Literal["_ready", b"_ready"]  # noqa: Y015
@@ -303,20 +307,24 @@ class AdapterLoaded(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    IS_FAULT_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     fingerprint: _builtins.str
     error: _builtins.str
     """In one line; empty: it is loaded."""
+    is_fault: _builtins.bool
+    """A later attempt may succeed."""
     def __init__(
         self,
         *,
         number: _builtins.int = ...,
         fingerprint: _builtins.str = ...,
         error: _builtins.str = ...,
+        is_fault: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "fingerprint", b"fingerprint", "number", b"number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "fingerprint", b"fingerprint", "is_fault", b"is_fault", "number", b"number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

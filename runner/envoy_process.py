@@ -136,7 +136,7 @@ class EnvoyProcess(Process):
 
     def _forget_base_id(self) -> None:
         """Removes the files that Envoy leaves for a successor."""
-        with suppress(FileNotFoundError, ValueError):
+        with suppress(OSError, ValueError):
             base_id = int(self._base_id_file.read_text())
             self._base_id_file.unlink()
             # The last digit is the number of the generation.

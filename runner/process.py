@@ -28,6 +28,7 @@ MAX_DELAY_S = 10.0
 STEADY_S = 30.0  # After a run of this length the backoff starts at the first delay again.
 
 _TAIL_BYTES = 4096
+_REASONED = (os.EX_CONFIG, os.EX_TEMPFAIL)  # Exit codes after a line with the reason.
 _ENDING = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 
 Say = Callable[[str], None]
@@ -37,8 +38,8 @@ Say = Callable[[str], None]
 class ProcessSpec:
     """The command of a process and how it ends.
 
-    An exit code in `fatal_exit_codes` means that a restart cannot help. After SIGTERM the process has `grace_s` seconds
-    before SIGKILL.
+    An exit code in `fatal_exit_codes` means that a restart cannot help, until the process has served once. After
+    SIGTERM the process has `grace_s` seconds before SIGKILL.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Process:
         self._supervision: asyncio.Task[None] | None = None
         self._replaced = asyncio.Event()
         self._predecessors: set[asyncio.Task[int]] = set()  # Tasks that wait for their ends.
+        self.has_served = False  # Then its settings are right: whatever ends it may pass.
 
     @property
     def pid(self) -> int:
@@ -119,7 +121,9 @@ class Process:
         while not self._stopping.is_set():
             started = time.monotonic()
             try:
-                ended = how_it_ended(await self._live())
+                exit_code = await self._live()
+                reason = self.last_line() if exit_code in _REASONED else ""
+                ended = how_it_ended(exit_code) + (reason and f": {reason}")
             except OSError as error:
                 # A full disk or too many processes: a retry may succeed.
                 ended = f"could not be started ({error})"
@@ -140,7 +144,7 @@ class Process:
         if self._stopping.is_set():
             self._signal(signal.SIGTERM)
         exit_code = await self._until_end(self._process)
-        if exit_code in self.spec.fatal_exit_codes and not self._stopping.is_set():
+        if exit_code in self.spec.fatal_exit_codes and not self.has_served and not self._stopping.is_set():
             raise StartupError(self.last_line() or f"{self.spec.name} {how_it_ended(exit_code)}")
         return exit_code
 
@@ -173,9 +177,16 @@ class Process:
         return exit_code
 
     async def _run(self, command: tuple[str, ...], environment: Mapping[str, str] | None = None) -> Running:
-        with self.log.open("ab") as log:
-            environment = self.spec.environment if environment is None else environment
+        environment = self.spec.environment if environment is None else environment
+        with self._open_log() as log:
             return await spawn(command, environment, self._working_folder, log)
+
+    def _open_log(self) -> IO[bytes]:
+        try:
+            return self.log.open("ab")
+        except OSError as error:
+            self._say(f"{self.log} cannot be written ({error.strerror}): the output of {self.spec.name} is lost")
+            return Path(os.devnull).open("ab")
 
     def _signal(self, signum: signal.Signals) -> None:
         with suppress(ProcessLookupError):

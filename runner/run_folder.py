@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -75,14 +76,15 @@ class RunFolder:
 
     def release(self) -> None:
         if self._lock is not None:
-            self._lock.truncate(0)
+            with suppress(OSError):  # Read-only by now, or full.
+                self._lock.truncate(0)
             self._lock.close()
             self._lock = None
 
     def holder(self) -> int | None:
         """The process that holds the folder, if any."""
         try:
-            with self._pid_file.open("r+") as lock:
+            with self._pid_file.open() as lock:
                 return None if _try_lock(lock) else int(lock.read())
         except (FileNotFoundError, ValueError):
             return None

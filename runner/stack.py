@@ -249,6 +249,7 @@ class Stack:
             while missing := await readiness.missing():
                 for name in sorted(waited_for - {*missing}):
                     waited_for.remove(name)
+                    self._processes[name].has_served = True
                     on_ready(name)
                 if time.monotonic() >= report_at:
                     report_at += _REPORT_S
@@ -257,6 +258,7 @@ class Stack:
                         self._say(f"waiting for {name}{line and f': {line}'}")
                 await asyncio.sleep(_POLL_S)
             for name in (*sorted(waited_for), "envoy"):
+                self._processes[name].has_served = True
                 on_ready(name)
         finally:
             await readiness.close()

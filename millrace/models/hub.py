@@ -12,7 +12,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 from tqdm.asyncio import tqdm_asyncio
 
-from millrace.errors import StartupError
+from millrace.errors import StartupError, StartupFault
 from millrace.models.sources import ModelSource
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def fetch(source: ModelSource, patterns: Sequence[str], report: Report = lambda 
     except HFValidationError:
         raise StartupError(f"{where} is neither a folder nor a hub id") from None
     except OSError:
-        raise StartupError(f"{where}: the hub cannot be reached; check the network or name a local folder") from None
+        raise StartupFault(f"{where}: the hub cannot be reached; check the network or name a local folder") from None
 
 
 def _progress_shown_by(show: Report) -> type[tqdm_asyncio[Any]]:

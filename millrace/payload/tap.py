@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from millrace.errors import StartupError
 from millrace.payload.drops import Drops
 from millrace.payload.ids import next_id
 from millrace.payload.outbox.frames import FrameEncoder
@@ -35,6 +37,9 @@ from millrace.payload.rules import PayloadRules
 from millrace.payload.settings import RecordingSettings
 from millrace.payload.shipping import PayloadShipping
 
+logger = logging.getLogger(__name__)
+
+_OPEN_AGAIN_S = 1.0
 _POLL_S = 0.01  # The interval at which a drain checks whether it is done.
 
 
@@ -68,6 +73,7 @@ class PayloadTap:
         self._spool: Spool | None = None
         self._writer: PayloadWriter | None = None
         self._shipper: PayloadShipping | None = None
+        self._opening: asyncio.Task[None] | None = None
         self._begins_answered = False  # Whether the writer settles begins, so that answers wait for them.
 
     @classmethod
@@ -119,7 +125,26 @@ class PayloadTap:
         return self._shipper.unacknowledged if self._shipper else 0
 
     def start(self) -> None:
-        """Opens the spool and starts the threads; raises StartupError if the folder cannot be used."""
+        """Opens the spool and starts the threads; raises StartupError if the setting of the folder is wrong.
+
+        While the disk cannot take a spool, parts wait in memory up to the bound, and it is tried again.
+        """
+        try:
+            self._start(*open_spools(self._root, self._spool_max, self._fsync))
+        except StartupError as error:
+            if not error.is_fault:
+                raise
+            logger.error("%s; records wait in memory meanwhile", error)
+            self._opening = asyncio.create_task(self._open_later(), name="open the spool")
+
+    async def _open_later(self) -> None:
+        while self._writer is None:
+            await asyncio.sleep(_OPEN_AGAIN_S)
+            with contextlib.suppress(StartupError):
+                self._start(*await asyncio.to_thread(open_spools, self._root, self._spool_max, self._fsync))
+                logger.warning("the spool folder %s can be used again: records go there", self._root)
+
+    def _start(self, own: Spool, orphans: list[Spool]) -> None:
         loop = asyncio.get_running_loop()
 
         def settle(parts: Sequence[BeginPart | RequestPart]) -> bool:
@@ -130,7 +155,6 @@ class PayloadTap:
                     loop.call_soon_threadsafe(end_waits, waiting)
             return bool(waiting)
 
-        own, orphans = open_spools(self._root, self._spool_max, self._fsync)
         self._spool = own
         self._shipper = PayloadShipping(self._target, own, orphans, self._drops, self.hop)
         self._writer = PayloadWriter(
@@ -187,6 +211,9 @@ class PayloadTap:
 
     async def stop(self, timeout_s: float) -> None:
         """Drains, then ends the threads."""
+        if self._opening is not None:
+            self._opening.cancel()
+            await asyncio.gather(self._opening, return_exceptions=True)
         await self.drain(timeout_s)
         await asyncio.to_thread(self.close)
 
@@ -196,6 +223,8 @@ class PayloadTap:
         if self._writer is not None and self._shipper is not None:
             written = self._writer.close()
             self._shipper.close(remove=written)
+        elif lost := len(self._queue.begins):
+            logger.error("%d payload records are lost: there was no spool to write them to", lost)
 
     def _journal_for(self, begin: BeginPart) -> Journal | None:
         """The journal that may keep the begin as it is; none if rules may redact it, or it is surely too large."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import grpc
 
-from millrace.errors import StartupError
+from millrace.errors import StartupError, StartupFault
 
 _ANY_PORT = range(32_000, 32_768)  # Below Linux's ephemeral ports.
 
@@ -58,7 +58,7 @@ class Listeners(grpc.aio.Server):
             for server in self._servers:
                 port = str(server.add_insecure_port(f"{host}:{port}"))
         except RuntimeError:
-            raise StartupError(f"{address} cannot be listened on: is the port taken?") from None
+            raise StartupFault(f"{address} cannot be listened on: is the port taken?") from None
         return int(port)
 
     def add_secure_port(self, address: str, server_credentials: grpc.ServerCredentials) -> int:
@@ -105,7 +105,7 @@ def _free_port(family: socket.AddressFamily, host: str) -> int:
         with socket.socket(family) as probe, suppress(OSError):
             probe.bind((host, port))
             return port
-    raise StartupError(f"{host} has no free port")
+    raise StartupFault(f"{host} has no free port")
 
 
 def _bind(held: socket.socket, address: tuple[str, int]) -> None:

@@ -23,7 +23,10 @@ SettingsT = TypeVar("SettingsT", bound=ServiceSettings)
 def run_service(
     name: str, settings_class: type[SettingsT], serve: Callable[[SettingsT], Coroutine[Any, Any, None]]
 ) -> None:
-    """Runs `serve(settings)` on uvloop; exits with EX_CONFIG if a new attempt to start cannot succeed."""
+    """Runs `serve(settings)` on uvloop.
+
+    Exits with EX_CONFIG if a setting is wrong, with EX_TEMPFAIL if a later attempt to start may succeed.
+    """
     try:
         settings = load(settings_class, f"services.{name}")
         # The hub's client reports every request that went well.
@@ -35,7 +38,7 @@ def run_service(
                 runner.run(serve(settings))
     except StartupError as error:
         sys.stderr.write(f"{name}: {error}\n")
-        raise SystemExit(os.EX_CONFIG) from None
+        raise SystemExit(os.EX_TEMPFAIL if error.is_fault else os.EX_CONFIG) from None
     # Everything is closed. An ordinary exit would also free gRPC's memory piece by piece: after thousands of calls that
     # takes seconds, and the supervisor would kill the process before its end.
     logging.shutdown()

@@ -1,4 +1,4 @@
-"""Starts the logger: the store, its gRPC services, retention, and health checks that reflect the state of the store.
+"""Starts the logger: the store, its gRPC services, retention, and health: SERVING while records can be committed.
 
 With `export`, `backup` or `restore` as its first argument it runs that command instead.
 """
@@ -6,7 +6,9 @@ With `export`, `backup` or `restore` as its first argument it runs that command 
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
+from collections.abc import Awaitable
 
 from millrace.errors import NotReadyError
 from millrace.rpc.server import Server
@@ -22,7 +24,10 @@ from services.logger.store.retention import Retention
 from services.logger.store.store import Store
 from services.logger.tails import Tails
 
+logger = logging.getLogger(__name__)
+
 _PROBE_S = 5.0
+_READS = "reads"  # Health by this name: the log can be read, even while nothing can be committed. Envoy's check.
 
 
 async def serve(settings: LoggerSettings) -> None:
@@ -40,8 +45,8 @@ async def serve(settings: LoggerSettings) -> None:
         store, settings.retention_days, settings.max_size, tuple(sinks), usage_days=settings.usage_days
     )
     observe_sinks(sinks)
-    await _report_health(server, store)
-    server.own("store probe", _probe(server, store))
+    refused = await _report_health(server, store)
+    server.own("store probe", _probe(server, store, refused))
     server.own("retention", retention.run())
     server.own("end of tails", _end_tails(server, tails))
     await server.run()
@@ -55,20 +60,30 @@ def _tails(server: Server, store: Store) -> Tails:
     return tails
 
 
-async def _report_health(server: Server, store: Store) -> None:
-    try:
-        await store.check()
-        answers = True
-    except NotReadyError:
-        answers = False
+async def _report_health(server: Server, store: Store, refused: str | None = None) -> str | None:
+    """Sets the health by two probes; returns why nothing can be committed, if so."""
+    before, refused = refused, await _refusal(store.check())
     for name in ("", PAYLOAD_LOG):
-        await server.set_serving(name, answers)
+        await server.set_serving(name, refused is None)
+    await server.set_serving(_READS, await _refusal(store.check_reading()) is None)
+    if refused != before:
+        logger.error("NOT_SERVING: %s", refused) if refused else logger.warning("SERVING again")
+    return refused
 
 
-async def _probe(server: Server, store: Store) -> None:
+async def _refusal(check: Awaitable[None]) -> str | None:
+    try:
+        await check
+    except NotReadyError as error:
+        reason = getattr(error.__cause__, "orig", None)
+        return error.message + (f": {' '.join(str(reason).split())}" if reason else "")
+    return None
+
+
+async def _probe(server: Server, store: Store, refused: str | None) -> None:
     while True:
         await asyncio.sleep(_PROBE_S)
-        await _report_health(server, store)
+        refused = await _report_health(server, store, refused)
 
 
 async def _end_tails(server: Server, tails: Tails) -> None:

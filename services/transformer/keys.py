@@ -20,7 +20,9 @@ which has no keys, and passes name and policy on with each call (envoy/callers.l
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,7 +34,10 @@ from millrace.errors import StartupError
 from millrace.validation import first_fault, matching
 from millrace.watched_file import WatchedFile, load_yaml, replace_file
 
+logger = logging.getLogger(__name__)
+
 MAX_ENTRIES = 10_000
+_RETRY_S = 5.0
 _LEAST_KEY, _MOST_KEY = 16, 512
 
 Name = Annotated[str, matching(NAME_PATTERN, "must have 1 to 128 letters, digits and . _ : @ | -")]
@@ -106,29 +111,38 @@ class KeyFile:
     """The operator's file, which the gateway's follows.
 
     A process that restarts while the operator's cannot be read leaves the gateway's as it is; StartupError if there is
-    none, or if it cannot be written.
+    none, or if it cannot be written. While a disk cannot take a change, it is tried again.
     """
 
     def __init__(self, path: Path, gateway_file: Path) -> None:
         self._gateway_file = gateway_file
         unread: list[Entry] = []
         self._file = WatchedFile(path, parse_keys, unread if gateway_file.exists() else None)
-        if self._file.value is unread:
-            return
-        try:
+        self._unwritten: Sequence[Entry] | None = None
+        if self._file.value is not unread:
             self._write(self._file.value)
-        except ValueError as error:
-            raise StartupError(str(error)) from None
 
     async def follow(self) -> None:
         """Keeps the gateway's file equal to the operator's, until cancelled."""
-        await self._file.watch(self._write)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._file.watch(self._write), name="changes of the keys")
+            group.create_task(self._write_later(), name="keys that a disk did not take")
+
+    async def _write_later(self) -> None:
+        while True:
+            await asyncio.sleep(_RETRY_S)
+            if self._unwritten is not None:
+                await asyncio.to_thread(self._write, self._unwritten)
 
     def _write(self, entries: Sequence[Entry]) -> None:
         try:
             replace_file(self._gateway_file, digests(entries))
+            self._unwritten = None
         except OSError as error:
-            raise ValueError(f"{self._gateway_file} cannot be written: {error.strerror}") from None
+            if not self._gateway_file.exists():
+                raise StartupError(f"{self._gateway_file} cannot be written: {error.strerror}") from None
+            self._unwritten = entries
+            logger.error("%s cannot be written, the gateway keeps its keys: %s", self._gateway_file, error.strerror)
 
 
 def _first_fault(error: ValidationError, document: list[Any]) -> str:

@@ -122,15 +122,16 @@ def open_page(descriptor: int) -> None:
 
 async def _keep(worker: str, environment: Mapping[str, str], orders: _Orders, grace_s: float, pages: _Pages) -> None:
     """One worker, started again until the parent is to end."""
-    delay_s = _FIRST_DELAY_S
+    delay_s, is_first = _FIRST_DELAY_S, True
     while not orders.end():
         started = time.monotonic()
         with pages.of(worker) as page:
             exit_code = await _run(environment, orders, grace_s, page)
         if orders.end():
             return
-        if exit_code == os.EX_CONFIG:
+        if exit_code == os.EX_CONFIG and is_first:
             raise _WorkerRefusedError
+        is_first = False
         if time.monotonic() - started >= _STEADY_S:
             delay_s = _FIRST_DELAY_S
         logger.error("worker %s ended with exit code %d; starting it again in %.1f s", worker, exit_code, delay_s)

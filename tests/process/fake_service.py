@@ -22,7 +22,8 @@ async def main(kind: str) -> None:
         sys.exit(os.EX_CONFIG)
     server = grpc.aio.server(options=(("grpc.so_reuseport", 1),))
     servicer = health.aio.HealthServicer()
-    await servicer.set("ready", health_pb2.HealthCheckResponse.SERVING)
+    for name in ("ready", "reads"):
+        await servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     try:
         server.add_insecure_port(f"127.0.0.1:{os.environ[f'{kind}_PORT']}")

@@ -213,7 +213,8 @@ class FakeHealth(health.aio.HealthServicer):
 async def serve(port: int, name: str, openai: FakeOpenAI, servicer: FakeHealth | None = None) -> grpc.aio.Server:
     server = grpc.aio.server(options=(*SERVER_OPTIONS, ("grpc.so_reuseport", 0)))
     servicer = servicer or FakeHealth()
-    await servicer.set("ready", health_pb2.HealthCheckResponse.SERVING)
+    for checked in ("ready", "reads"):
+        await servicer.set(checked, health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(FakeInference(name), server)
     millrace_pb2_grpc.add_TextGenerationServicer_to_server(FakeTextGeneration(openai), server)

@@ -1,7 +1,10 @@
 """Errors keep their class, text and origin over any number of hops, and reveal no internals."""
 
 import asyncio
-from contextlib import asynccontextmanager
+import errno
+import os
+import sqlite3
+from contextlib import asynccontextmanager, closing
 
 import grpc
 import pytest
@@ -18,6 +21,8 @@ from millrace.errors import (
     NotReadyError,
     OverloadedError,
     RequestFailedError,
+    StartupError,
+    StartupFault,
     TooLargeError,
     from_rpc_error,
 )
@@ -274,3 +279,50 @@ def rpc_error(code, details, **metadata):
 )  # fmt: skip
 def test_a_status_without_a_class_gets_the_most_likely_class(error, cls):
     assert type(from_rpc_error(error, "predictor")) is cls
+
+
+def started(cause, text="it cannot start"):
+    """The StartupError that was raised while `cause` was handled."""
+    try:
+        try:
+            raise cause
+        except BaseException:
+            raise StartupError(text) from None
+    except StartupError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        *(OSError(number, os.strerror(number)) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)),
+        *(OSError(number, os.strerror(number)) for number in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)),
+        OSError(errno.EADDRINUSE, "taken"),
+        MemoryError(),
+        TimeoutError(),
+        StartupFault("the engine host died"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory. Error code 12 (Cannot allocate memory)"),
+        RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    ],
+)
+def test_what_the_machine_lacks_may_pass(cause):
+    assert started(cause).is_fault
+
+
+@pytest.mark.parametrize(
+    "cause", [FileNotFoundError(errno.ENOENT, "no such file"), PermissionError(errno.EACCES, "denied"), KeyError("x")]
+)
+def test_what_a_setting_names_wrongly_does_not_pass(cause):
+    assert not started(cause).is_fault
+    assert not StartupError("PREDICTOR_THREADS=many").is_fault
+
+
+@pytest.mark.parametrize(("statement", "passes"), [("full", True), ("not a database", False)])
+def test_of_the_errors_of_a_database_only_those_of_the_disk_may_pass(tmp_path, statement, passes):
+    path = tmp_path / "file"
+    if not passes:
+        path.write_bytes(b"no database at all" * 100)
+    script = "PRAGMA max_page_count = 2; CREATE TABLE one (x); CREATE TABLE two (x)"
+    with closing(sqlite3.connect(path)) as connection, pytest.raises(sqlite3.DatabaseError, match=statement) as failed:
+        connection.executescript(script)
+    assert started(failed.value).is_fault is passes

@@ -17,6 +17,7 @@ from services.logger.store.filters import Filters
 from services.logger.store.schema import SCHEMA_VERSION
 from services.logger.store.store import SqliteStore
 from tests.support.payload_fixtures import only_sqlite
+from tests.support.small_disk import small_disk
 
 SOURCE = str(uuid.uuid4())
 
@@ -312,6 +313,23 @@ async def test_a_failing_database_is_reported_as_not_ready(store, tmp_path):
     for work in (store.check(), store.append([append_request(1)])):
         with pytest.raises(NotReadyError, match="the payload store does not answer"):
             await work
+
+
+async def test_the_check_commits_so_that_a_full_disk_fails_it_and_room_makes_it_pass_again(tmp_path):
+    with small_disk(tmp_path / "disk", megabytes=2) as disk:
+        store = SqliteStore(disk.path / "payloads.sqlite3")
+        await store.append([append_request(1)])
+        await store.check()
+        disk.fill()
+        with pytest.raises(NotReadyError):
+            await store.append([append_request(number, prompt="x" * 10_000) for number in range(2, 1000)])
+        with pytest.raises(NotReadyError):
+            await store.check()
+        await store.check_reading()
+        disk.empty()
+        await store.append([append_request(1001)])
+        await store.check()
+        await store.close()
 
 
 async def test_a_text_search_that_takes_too_long_returns_a_token_to_continue(tmp_path):

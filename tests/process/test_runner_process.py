@@ -77,6 +77,36 @@ async def test_a_startup_error_is_reported_by_its_last_line_and_not_retried(tmp_
     assert reports == []
 
 
+async def test_after_one_good_start_no_exit_ends_the_stack_and_each_is_reported_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "FIRST_DELAY_S", 0.02)
+    source = "import os, sys; sys.exit(print('worker: no room', file=sys.stderr) or os.EX_CONFIG)"
+    reports = Lines()
+    process = Process(script("worker", source), tmp_path, tmp_path, reports)
+    process.has_served = True
+    process.start()
+    await reports.count(2)
+    await process.stop()
+    assert all(line.startswith("worker ended with exit code 78: worker: no room; starting") for line in reports[:2])
+
+
+async def test_a_process_starts_without_its_log(tmp_path: Path) -> None:
+    reports = Lines()
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    process = Process(script("worker", "import time; time.sleep(600)"), logs, tmp_path, reports)
+    process.start()
+    process.log.unlink()
+    logs.rmdir()
+    await reports.count(1)
+    assert reports == [f"{process.log} cannot be written (No such file or directory): the output of worker is lost"]
+    while process._process is None:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    assert process.pid
+    await process.stop()
+
+
 async def test_a_process_that_ignores_sigterm_is_killed_with_its_children(tmp_path: Path) -> None:
     source = (
         "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"

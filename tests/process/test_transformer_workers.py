@@ -63,7 +63,7 @@ def test_a_taken_port_is_one_line_at_the_start(names):
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         process = start(**{"port": 0} | {names: taken.getsockname()[1]})
         _, error_text = process.communicate(timeout=60)
-    assert process.returncode == os.EX_CONFIG
+    assert process.returncode == os.EX_TEMPFAIL
     assert error_text.startswith("transformer: 127.0.0.1:")
     assert error_text.count("\n") == 1
 

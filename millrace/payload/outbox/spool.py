@@ -229,7 +229,11 @@ def open_spools(root: Path, max_bytes: int, fsync: bool = False) -> tuple[Spool,
 
 def _create(folder: Path, segment_bytes: int, fsync: bool) -> Spool:
     folder.mkdir(mode=0o700)
-    lock = _lock_file(folder)
+    try:
+        lock = _lock_file(folder)
+    except OSError:
+        folder.rmdir()
+        raise
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     spool = Spool(folder, lock, segment_bytes, fsync)
     spool.reserve()

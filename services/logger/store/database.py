@@ -17,8 +17,6 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sql
 
-from services.logger.store.tables import records
-
 READERS = 4
 
 T = TypeVar("T")
@@ -77,11 +75,6 @@ class Database(ABC):
         The check blocks.
         """
         raise NotImplementedError
-
-    async def check(self) -> None:
-        """Raises NotReadyError unless the database answers, to reads and to writes."""
-        await self.write(lambda connection: None)
-        await self.select(sql.select(records.c.position).limit(1))
 
     async def close(self) -> None:
         """Ends the threads after their current work and closes the connections."""

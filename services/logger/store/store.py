@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import sqlalchemy as sql
 
+from millrace.errors import NotReadyError
 from millrace_protos.millrace_pb2 import AppendRequest, PayloadRecord, UsageResponse
 from services.logger.store import reading, removing, tables, usage, writing
 from services.logger.store.database import Database
@@ -37,6 +38,8 @@ from services.logger.telemetry import Commits
 
 SEARCH_S = 5.0
 
+_CHECK = "health check"
+_REFUSED_S = 30.0
 _ROWS_PER_READ = 100
 _MOVE_CURSOR = (
     "INSERT INTO cursors (name, position) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET position = excluded.position"
@@ -65,6 +68,7 @@ class Store(ABC):
         self._gathered: list[AppendRequest] = []
         self._next_commit: asyncio.Task[set[int]] | None = None
         self._committing = asyncio.Lock()
+        self._refused_until = 0.0  # From a commit of records that failed, to the next one or this time.
 
     @abstractmethod
     def _open(self) -> Database:
@@ -96,7 +100,12 @@ class Store(ABC):
         """Commits the requests submitted during the previous commit; returns the `id` of each new one."""
         async with self._committing:
             requests, self._gathered, self._next_commit = self._gathered, [], None
-            new = await self._database.run_writing(self._commits.observe, requests, lambda: self._add(requests))
+            try:
+                new = await self._database.run_writing(self._commits.observe, requests, lambda: self._add(requests))
+            except NotReadyError:
+                self._refused_until = time.monotonic() + _REFUSED_S
+                raise
+            self._refused_until = 0.0
         if new:
             for notice in self._notices:
                 notice()
@@ -241,8 +250,16 @@ class Store(ABC):
         await self._database.give_back()
 
     async def check(self) -> None:
-        """Raises NotReadyError unless the store answers."""
-        await self._database.check()
+        """Commits a small write; raises NotReadyError unless it, and the records that came last, could be committed."""
+        await self.move_cursor(_CHECK, 0)
+        await self.check_reading()
+        # On a full disk the small write may find room where records do not. They are sent again and again.
+        if time.monotonic() < self._refused_until:
+            raise NotReadyError("the newest records could not be committed")
+
+    async def check_reading(self) -> None:
+        """Raises NotReadyError unless the store answers to reads."""
+        await self._database.select(sql.select(tables.records.c.position).limit(1))
 
     def alone(self, name: str) -> AbstractAsyncContextManager[Callable[[], bool]]:
         """Of a shared store: waits until no other logger has this name; gives a check, which blocks, that it is so."""

@@ -36,7 +36,7 @@ class AdapterLoading:
             with as_startup_error(adapter.name):
                 result.fingerprint = self._fingerprint(adapter)
         except StartupError as error:
-            result.error = str(error)
+            result.error, result.is_fault = str(error), error.is_fault
         self._send(engine_pb2.EngineFrame(adapters=[result]))
 
     def _fingerprint(self, adapter: engine_pb2.AdapterToLoad) -> str:

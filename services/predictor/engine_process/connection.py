@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import cast
 
-from millrace.errors import StartupError
+from millrace.errors import StartupError, StartupFault
 from millrace_protos import engine_pb2
 from services.predictor.engine_process.framing import Frames, framed
 
@@ -32,7 +32,7 @@ class EngineConnection(asyncio.Protocol):
         frame = await self._first
         if frame.HasField("ready"):
             return frame.ready
-        raise StartupError(frame.startup_error)
+        raise (StartupFault if frame.is_fault else StartupError)(frame.startup_error)
 
     def deliver(self, take: Callable[[engine_pb2.EngineFrame], None], lost: Callable[[], None]) -> None:
         """Calls `take` for each further frame and, once, `lost` when the socket has closed."""
@@ -78,7 +78,7 @@ class EngineConnection(asyncio.Protocol):
         self._is_lost = True
         if not self._first.done():
             self._first.set_exception(
-                StartupError(f"model {self._name}: its engine process ended while it loaded; see the log")
+                StartupFault(f"model {self._name}: its engine process ended while it loaded; see the log")
             )
             self._first.exception()  # It may have no waiter.
         if self._lost is not None:

@@ -14,7 +14,7 @@ import socket
 import subprocess
 from contextlib import suppress
 
-from millrace.errors import StartupError
+from millrace.errors import StartupFault
 from millrace.exit_status import how_it_ended
 from services.predictor.engine_process import host
 
@@ -54,7 +54,7 @@ class EngineHost:
         theirs.close()
 
     async def start_engine(self, connection: socket.socket) -> int:
-        """Forks an engine process that serves a socket; returns its process id; raises StartupError."""
+        """Forks an engine process that serves a socket; returns its process id; raises StartupFault."""
         async with self._turn:
             for _ in range(_ATTEMPTS):
                 try:
@@ -62,7 +62,7 @@ class EngineHost:
                 except (OSError, TimeoutError) as error:
                     logger.warning("the engine host failed: %s", error or type(error).__name__)
                     await self._end()
-        raise StartupError("no engine process can be started; see the log")
+        raise StartupFault("no engine process can be started; see the log")
 
     async def close(self) -> None:
         """Ends the host and with it every engine process."""

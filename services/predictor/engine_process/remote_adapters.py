@@ -8,7 +8,7 @@ from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
-from millrace.errors import StartupError
+from millrace.errors import StartupError, StartupFault
 from millrace_protos import engine_pb2
 
 _LOAD_S = 600.0  # The longest that loading an adapter takes.
@@ -48,7 +48,7 @@ class RemoteAdapters:
         finally:
             del self._loading[number]
         if result.error:
-            raise StartupError(result.error)
+            raise (StartupFault if result.is_fault else StartupError)(result.error)
         return LoadedAdapter(number, result.fingerprint)
 
     def unload(self, number: int) -> None:

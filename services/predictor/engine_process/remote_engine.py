@@ -21,7 +21,7 @@ from itertools import count
 from pathlib import Path
 from typing import Protocol
 
-from millrace.errors import HopBrokenError, MillraceError, NotReadyError, OverloadedError, StartupError
+from millrace.errors import HopBrokenError, MillraceError, NotReadyError, OverloadedError, StartupFault
 from millrace.step_errors import write_error
 from millrace_protos import engine_pb2, steps_pb2
 from services.predictor.engine.interface import (
@@ -162,7 +162,7 @@ class RemoteEngine:
     async def load_adapter(self, name: str, folder: Path, is_local: bool) -> LoadedAdapter:
         """Loads an adapter of the model; raises StartupError."""
         if self._closing or self._ended.is_set():
-            raise StartupError(f"model {name}: the engine of its base is stopping")
+            raise StartupFault(f"model {name}: the engine of its base is stopping")
         return await self._adapters.load(name, folder, is_local)
 
     def unload_adapter(self, number: int) -> None:

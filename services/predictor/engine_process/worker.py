@@ -55,7 +55,10 @@ def run(connection: socket.socket, load: Loader) -> NoReturn:
         _serve(connection, frames, launch, load)
         status = os.EX_OK
     except StartupError as error:
-        _send(connection, framed(engine_pb2.EngineFrame(startup_error=str(error)).SerializeToString()))
+        _send(
+            connection,
+            framed(engine_pb2.EngineFrame(startup_error=str(error), is_fault=error.is_fault).SerializeToString()),
+        )
         status = os.EX_CONFIG
     except (OSError, StopIteration):
         status = os.EX_OK  # The front has ended.

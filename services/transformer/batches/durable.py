@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import time
@@ -10,10 +9,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from millrace.errors import OverloadedError
+from millrace.errors import OverloadedError, may_pass
 
 _POLL_S, _LONGEST_WAIT_S = 0.01, 5.0
-_OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 def write_durably(path: Path, data: bytes) -> None:
@@ -86,13 +84,13 @@ def locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def refusing_when_full() -> Iterator[None]:
-    """Makes OverloadedError of a full disk."""
+    """Makes OverloadedError of a full or read-only disk."""
     try:
         yield
     except OSError as error:
-        if error.errno not in _OUT_OF_SPACE:
+        if not may_pass(error):
             raise
-        raise OverloadedError("the disk of the folder of batches is full; nothing was kept") from None
+        raise OverloadedError(f"the disk of the folder of batches: {error.strerror}; nothing was kept") from None
 
 
 def older(paths: Iterable[Path], than: float) -> Iterator[Path]:

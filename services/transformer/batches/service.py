@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
-from millrace.errors import StartupError
+from millrace.errors import StartupError, may_pass
 from millrace.rpc.http2.methods import HttpMethod
 from services.transformer.batches import http_methods
 from services.transformer.batches.line_calls import methods_of
@@ -17,6 +18,8 @@ from services.transformer.frontends.responses.servicer import ResponsesServicer
 from services.transformer.processes.body_processes import BodyProcesses
 from services.transformer.routing.router import Router
 from services.transformer.settings import TransformerSettings
+
+logger = logging.getLogger(__name__)
 
 
 class BatchService:
@@ -52,8 +55,11 @@ class BatchService:
 def _store(settings: TransformerSettings) -> Store | None:
     if settings.batches is None:
         return None
-    limits = Limits(settings.batch_storage, settings.batches_per_client, settings.batch_days)
     try:
-        return Store(settings.batches, limits)
+        settings.batches.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StartupError(f"TRANSFORMER_BATCHES={settings.batches}: {error.strerror}") from None
+        reason = f"TRANSFORMER_BATCHES={settings.batches}: {error.strerror}"
+        if not may_pass(error):
+            raise StartupError(reason) from None
+        logger.warning("%s; batches are refused meanwhile", reason)
+    return Store(settings.batches, Limits(settings.batch_storage, settings.batches_per_client, settings.batch_days))

@@ -56,17 +56,16 @@ class Store:
         self._clock = clock
         self._lock = folder / ".lock"
         self._unfinished = folder / "unfinished"
-        self._unfinished.mkdir(parents=True, exist_ok=True)
 
     # ------------------------------------------------------------------ files
 
     def add_file(self, client: Client, filename: str, purpose: str, contents: bytes) -> StoredFile:
         """Keeps a file; raises OverloadedError where the folder is full."""
         folder = self._own(client.name) / "files"
-        folder.mkdir(parents=True, exist_ok=True)
         file_id = new_id("file-")
         path = folder / f"{file_id}.jsonl"
         with refusing_when_full():
+            folder.mkdir(parents=True, exist_ok=True)
             self._check_room(client, folder, len(contents))
             write_durably(path, contents)
             try:
@@ -126,8 +125,10 @@ class Store:
                 raise OverloadedError(f"{in_progress} batches are in progress, no more are allowed at once")
             if sum(1 for _ in folder.glob("batch_*.json")) >= MAX_BATCHES:
                 raise OverloadedError(f"{MAX_BATCHES} batches are kept; the oldest go after {self._limits.days} days")
-            self._mark(batch).touch()
-            self.save(batch)
+            with refusing_when_full():
+                self._unfinished.mkdir(exist_ok=True)
+                self._mark(batch).touch()
+                self.save(batch)
 
     def batch(self, client: Client, batch_id: str) -> Batch:
         for folder in self._seen(client):
@@ -160,7 +161,7 @@ class Store:
 
     def unfinished(self) -> list[tuple[str, str]]:
         """The batches that are not final, by id and client, the oldest first."""
-        names = sorted(path.name for path in self._unfinished.iterdir())
+        names = sorted(path.name for path in self._unfinished.glob("*"))
         return [(batch_id, client) for batch_id, _, client in (name.partition(" ") for name in names)]
 
     def take(self, batch_id: str, client: str) -> tuple[Batch, FileLock] | None:

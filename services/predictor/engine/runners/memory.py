@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from millrace.errors import StartupError
+from millrace.errors import StartupError, StartupFault
 from services.predictor.engine.state.blocks import RESERVED
 from services.predictor.engine.state.cache import BLOCK_TOKENS, CacheShape
 from services.predictor.settings import PredictorSettings
@@ -58,7 +58,8 @@ def plan_memory(name: str, model: Any, shape: CacheShape, settings: PredictorSet
     needed = settings.max_context or min(own, _LEAST_CONTEXT)
     if fits < needed:
         bytes_needed = (needed + BLOCK_TOKENS) * copies * shape.bytes_per_token
-        raise StartupError(
+        error = StartupFault if settings.kv_cache_memory is None else StartupError
+        raise error(
             f"model {name}: context {needed} needs {bytes_needed / 1e9:.2g} GB, "
             f"have {memory / 1e9:.2g}; raise PREDICTOR_KV_CACHE_MEMORY or lower PREDICTOR_MAX_CONTEXT"
         )
@@ -85,7 +86,7 @@ def cache_memory(name: str, device: torch.device, settings: PredictorSettings) -
         if size is None:
             return _CPU_DEFAULT if most is None else min(_CPU_DEFAULT, int(most * _CONTAINER_SHARE))
     if most is not None and size > most:
-        raise StartupError(
+        raise StartupFault(
             f"model {name}: PREDICTOR_KV_CACHE_MEMORY is {size / 1e9:.2g} GB, "
             f"but only {max(0, most) / 1e9:.2g} are left"
         )
