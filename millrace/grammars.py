@@ -10,10 +10,7 @@ Source of the limits' meaning: llguidance's LLParserLimits.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator
-from decimal import Decimal
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from millrace.errors import InvalidRequestError
 from millrace.structured_outputs import Constraint, constraint_of
@@ -23,7 +20,6 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 PARAMETER = "structured_outputs"
-_MAX_DIVISOR = 10_000  # llguidance builds an automaton with so many states for multipleOf, and its limits ignore them.
 _MAX_REASON = 500
 # Between JSON's tokens: a space, or a line break and an indentation. Small models never end whitespace that may go on.
 _JSON_WHITESPACE = r"( |\r?\n[ \t]{0,32})"
@@ -103,18 +99,7 @@ def _json_grammar(constraint: Constraint) -> str:
     from llguidance import LLMatcher
 
     schema = {"type": "object"} if constraint.kind == "json_object" else constraint.value
-    divisor = math.lcm(*_divisors(schema))
-    if divisor > _MAX_DIVISOR:
-        raise grammar_error(f"multipleOf: the least common multiple of all is {divisor}, more than {_MAX_DIVISOR}")
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=json_options(constraint))
-
-
-def _divisors(schema: Any) -> Iterator[int]:
-    """The digits of each `multipleOf`, without the decimal point."""
-    left = [schema]
-    while left:
-        part = left.pop()
-        left += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
-        value = part.get("multipleOf") if isinstance(part, dict) else None
-        if isinstance(value, (int, float)) and value:
-            yield int("".join(map(str, Decimal(str(value)).normalize().as_tuple().digits)))
+    try:
+        return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=json_options(constraint))
+    except ValueError as error:  # Numbers beyond those of doubles, deep nesting.
+        raise grammar_error(str(error)) from None

@@ -20,6 +20,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from millrace.json_schemas import enforceable
+
 MAX_BYTES = 64 * 1024  # Of the text.
 MAX_CHOICES = 1024
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
@@ -98,11 +100,11 @@ def _constraint(given: dict[str, Any]) -> Constraint:
     return Constraint(kind, value, disable)
 
 
-def _schema(value: Any) -> Any:
+def _schema(value: Any) -> dict[str, Any]:
     schema = _parsed(value) if isinstance(value, str) else value
     if not isinstance(schema, (dict, bool)):
         raise ValueError("json must be a JSON schema, as an object or its text")
-    return schema
+    return enforceable(schema)
 
 
 def _choices(value: Any) -> list[str]:

@@ -112,3 +112,45 @@ def test_a_form_begins_after_the_reasoning(tokenizer, kind):
     assert not allows(tokenizer, opened, f"Hm.\n</think>\n\n{other}")
     assert allows(tokenizer, possible, fits)
     assert not allows(tokenizer, possible, other)
+
+
+@pytest.mark.parametrize("tool_format", PARSERS)
+@pytest.mark.parametrize("kind", FORMS)
+def test_a_model_may_call_or_answer_in_the_form(tokenizer, tool_format, kind):
+    ids = tokenizer[2]
+    given, fits, other = FORMS[kind]
+    form = constraint_of(read_structured_outputs(given))
+    auto = ToolUse((WEATHER, TIME))
+    plain, opened = (
+        calls_grammar(auto, tool_format, ids, marks, marks is not None, form)
+        for marks in (None, REASONING_FORMATS["think"])
+    )
+    one = calls(tool_format, ("weather", ROME), args="[ARGS]" in ids)
+    two = calls(tool_format, ("time", "{}"), ("weather", ROME), args="[ARGS]" in ids)
+    for text in (one, two, fits):
+        assert allows(tokenizer, plain, text)
+        assert allows(tokenizer, opened, f"Hm.</think>{text}")
+    for text in (other, f"{one}{fits}", f"{fits}{one}", f"Look: {one}", ""):
+        assert not allows(tokenizer, plain, text)
+
+
+def test_forms_and_calls_may_begin_alike(tokenizer):
+    """A form with a member `name` beside calls that are objects with one; both with references."""
+    named = {"name": {"$ref": "#/$defs/text"}, "age": {"type": "integer"}}
+    form = {"json": {"properties": named, "additionalProperties": False, "$defs": {"text": {"type": "string"}}}}
+    city = {
+        "properties": {"city": {"$ref": "#/$defs/text"}},
+        "required": ["city"],
+        "$defs": {"text": {"enum": ["Rome"]}},
+    }
+    tools = ToolUse((ToolFunction("weather", "{}", json.dumps(city)),))
+    grammar = calls_grammar(tools, "llama", tokenizer[2], form=constraint_of(read_structured_outputs(form)))
+    for text in (
+        '{"name": "x"}',
+        '{"name":"weather", "age": 3}',
+        '{\n "name": "x"\n}',
+        call("parameters", "weather", ROME),
+    ):
+        assert allows(tokenizer, grammar, text)
+    assert not allows(tokenizer, grammar, call("parameters", "other", ROME))
+    assert not allows(tokenizer, grammar, call("parameters", "weather", '{"city": "Paris"}'))

@@ -227,6 +227,49 @@ async def test_the_record_of_calls_has_the_models_own_text_and_the_tools(stack):
     assert "grammar" in record.sampling
 
 
+async def test_a_model_with_tools_and_a_form_calls_or_answers_in_the_form(stack):
+    schema = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Rome"]}, "days": {"type": "array", "items": {}, "uniqueItems": True}},
+        "required": ["city"],
+    }
+    form = {"properties": {"warm": {"type": "boolean"}}, "required": ["warm"], "additionalProperties": False}
+    formats = [
+        {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "object", **form}, "strict": True}}
+    ]
+    formats += [{"type": "json_object", name: form} for name in ("schema", "value")]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    body = {
+        "model": "caller",
+        "messages": [{"role": "user", "content": "Is it warm?"}],
+        "tools": tools,
+        "temperature": 2,
+    }
+
+    async def ask(number, **fields):
+        fields |= {"response_format": formats[number % 3], "seed": number, "max_tokens": 400}
+        answer = await post(stack, "/v1/chat/completions", {**body, **fields})
+        return answer.headers.get("x-ignored-fields"), answer.json["choices"][0]
+
+    begin = (await post(stack, "/tokenize", {"model": "caller", "prompt": "<tool_call>"})).json["tokens"][1]
+    asked = [ask(number, logit_bias=bias) for bias in ({}, {begin: 100}) for number in range(6)]
+    reasons = set()
+    for ignored, choice in await asyncio.gather(*asked):
+        assert ignored == "tools.f.uniqueItems"
+        message, reason = choice["message"], choice["finish_reason"]
+        reasons.add(reason)
+        assert (message["content"] is None) == ("tool_calls" in message)
+        if reason == "tool_calls":
+            assert {json.loads(call["function"]["arguments"])["city"] for call in message["tool_calls"]} == {"Rome"}
+        elif reason == "stop":
+            assert json.loads(message["content"]).keys() == {"warm"}
+    assert reasons >= {"tool_calls", "stop"}
+    _, choice = await ask(0, tool_choice="required", parallel_tool_calls=False)
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+    _, choice = await ask(0, tool_choice="none")
+    assert json.loads(choice["message"]["content"]).keys() == {"warm"}
+
+
 async def test_a_client_that_leaves_ends_every_choice(stack):
     predictor = stack.addresses["predictor-0"]
 

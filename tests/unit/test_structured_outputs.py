@@ -27,7 +27,7 @@ def sampling(value):
     [
         ({"json": SCHEMA}, Constraint("json", SCHEMA)),
         ({"json": json.dumps(SCHEMA)}, Constraint("json", SCHEMA)),
-        ({"json": True}, Constraint("json", True)),
+        ({"json": True}, Constraint("json", {})),
         ({"json_object": True, "disable_any_whitespace": True}, Constraint("json_object", True, True)),
         ({"regex": "[a-z]+", "json": None, "json_object": False}, Constraint("regex", "[a-z]+")),
         ({"choice": ["a", "b"]}, Constraint("choice", ["a", "b"])),

@@ -32,7 +32,7 @@ from services.transformer.generation.resume_ids import ResumePoint
 from services.transformer.generation.shares import account_of
 from services.transformer.generation.telemetry import GenerationTelemetry
 from services.transformer.generation.token_quota import Reservation, TokenQuota
-from services.transformer.generation.tool_use import forced_form, parser_of, reasoned_form
+from services.transformer.generation.tool_use import formed, parser_of
 from services.transformer.models.models import TextModel
 from services.transformer.predictors.first_token import FirstToken
 from services.transformer.predictors.resuming import ResumingGenerator, TokenStream
@@ -227,21 +227,25 @@ class Pipeline:
     async def _formed(
         self, request: TextRequest, model: TextModel, sampling: SamplingParameters, prompt_ids: Sequence[int]
     ) -> SamplingParameters:
-        """The parameters with the form that the model's own syntax gives the answer: forced calls, free reasoning."""
-        syntax, tools = self.syntax(model), request.tools
-        if tools is None or not tools.is_required:
-            form = sampling.structured_outputs
-            return sampling.changed(reasoned_form(form, syntax, model.tokenizer, prompt_ids)) if form else sampling
-        if not model.resumes:
+        """The parameters with the form that the model's own syntax gives the answer: calls, free reasoning."""
+        syntax, tools, form = self.syntax(model), request.tools, sampling.structured_outputs
+        if tools is not None and tools.is_required and not model.resumes:
             raise InvalidRequestError(
                 f"model {model.name!r}: its predictor cannot force a call, it is not Millrace's", param="tool_choice"
             )
         try:
-            sampling = sampling.changed(forced_form(tools, syntax, model.tokenizer, prompt_ids))
-            await self._grammars.check(sampling.structured_outputs, request.call.deadline)
+            changed = formed(form, tools, syntax, model.tokenizer, prompt_ids)
+            if not changed:
+                return sampling
+            found = sampling.changed(changed)
+            await self._grammars.check(found.structured_outputs, request.call.deadline)
+            return found
         except InvalidRequestError as refusal:
+            if tools is None:
+                raise
+            if not tools.is_required and tools != tools.loosened:  # The form needs a grammar; the calls do not.
+                return await self._formed(replace(request, tools=tools.loosened), model, sampling, prompt_ids)
             raise InvalidRequestError(f"tools: {refusal.message}", param="tools") from None
-        return sampling
 
     def syntax(self, model: TextModel) -> AnswerSyntax:
         """How a model writes calls and reasoning."""

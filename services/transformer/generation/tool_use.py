@@ -26,8 +26,6 @@ def check_tools(request: TextRequest, model: str, syntax: AnswerSyntax) -> None:
     """Refuses functions for a model that cannot be given them, or whose calls could not be read."""
     if request.tools is None:
         return
-    if request.tools.is_required and request.sampling.get("structured_outputs"):
-        raise InvalidRequestError("a tool that must be called leaves no other form for the answer", param="tool_choice")
     if not syntax.takes_tools:
         raise InvalidRequestError(f"the chat template of model {model!r} has no place for tools", param="tools")
     if not syntax.tools:
@@ -37,28 +35,27 @@ def check_tools(request: TextRequest, model: str, syntax: AnswerSyntax) -> None:
         )
 
 
-def forced_form(
-    tools: ToolUse, syntax: AnswerSyntax, tokenizer: TextTokenizer, prompt_ids: Sequence[int]
+def formed(
+    form: str, tools: ToolUse | None, syntax: AnswerSyntax, tokenizer: TextTokenizer, prompt_ids: Sequence[int]
 ) -> dict[str, Any]:
-    """The sampling parameter by which the answer is one or more calls."""
-    reasoning, is_open = syntax.reasoning_after(_prompt_end(tokenizer, prompt_ids))
-    ids = tokenizer.decoder.grammar_ids(syntax.marks(with_tools=True))
-    return {"structured_outputs": {"grammar": calls_grammar(tools, syntax.tools, ids, reasoning, is_open)}}
+    """The sampling parameter for an answer of calls, if they are required, else of the `form` ("" for none) or calls.
 
-
-def reasoned_form(
-    form: str, syntax: AnswerSyntax, tokenizer: TextTokenizer, prompt_ids: Sequence[int]
-) -> dict[str, Any]:
-    """The sampling parameter for a form that begins after the reasoning; empty if it begins with the answer.
-
-    A grammar is the caller's own and covers all of the answer.
+    Both begin after the reasoning. Empty if the form is the whole answer: a grammar is always, being the caller's own.
     """
-    reasoning, is_open = syntax.reasoning_after(_prompt_end(tokenizer, prompt_ids))
-    rule = None if reasoning is None else form_rule(constraint_of(form))
-    if rule is None:
+    constraint = constraint_of(form) if form else None
+    if tools is not None and tools.is_required:
+        constraint = None
+    elif constraint is None or form_rule(constraint) is None:
         return {}
-    ids = tokenizer.decoder.grammar_ids(syntax.marks(with_tools=False))
-    return {"structured_outputs": {"grammar": after_reasoning([rule], reasoning, is_open, ids)}}
+    reasoning, is_open = syntax.reasoning_after(_prompt_end(tokenizer, prompt_ids))
+    ids = tokenizer.decoder.grammar_ids(syntax.marks(with_tools=tools is not None))
+    if tools is not None:
+        grammar = calls_grammar(tools, syntax.tools, ids, reasoning, is_open, constraint)
+    elif reasoning is None or constraint is None:
+        return {}
+    else:
+        grammar = after_reasoning([str(form_rule(constraint))], reasoning, is_open, ids)
+    return {"structured_outputs": {"grammar": grammar}}
 
 
 def parser_of(

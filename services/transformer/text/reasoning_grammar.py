@@ -40,10 +40,10 @@ def form_rule(form: Constraint) -> str | None:
         return f"/{escaped}/"
     if form.kind == "choice":
         return " | ".join(map(quoted, form.value))
-    schema = {"type": "object"} if form.kind == "json_object" else form.value
-    if form.kind == "grammar" or schema is False:
+    if form.kind == "grammar":
         return None
-    return f"%json {json.dumps({**({} if schema is True else schema), 'x-guidance': json_options(form)})}"
+    schema = {"type": "object"} if form.kind == "json_object" else form.value
+    return f"%json {json.dumps({**schema, 'x-guidance': json_options(form)})}"
 
 
 def mark_symbol(text: str, token_ids: Mapping[str, int]) -> str:

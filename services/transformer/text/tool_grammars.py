@@ -1,7 +1,7 @@
-"""Grammars by which an answer is one or more calls of functions, in a model's own format.
+"""Grammars by which an answer is one or more calls of functions, in a model's own format, or has another form.
 
 In llguidance's form of Lark, where a special token of the model stands by its id. The arguments follow the function's
-schema; keywords of JSON Schema that llguidance does not have are ignored. Reasoning stays free.
+schema, as far as it is `enforceable`. Reasoning stays free.
 Source: docs/syntax.md and docs/json_schema.md of llguidance.
 """
 
@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
+from millrace.grammars import json_options
+from millrace.json_schemas import enforceable
+from millrace.structured_outputs import Constraint
 from services.transformer.text.reasoning import ReasoningMarks
-from services.transformer.text.reasoning_grammar import after_reasoning, mark_symbol, quoted
-from services.transformer.text.tool_schemas import arguments_schema
+from services.transformer.text.reasoning_grammar import after_reasoning, form_rule, mark_symbol, quoted
 from services.transformer.text.tools import ToolFunction, ToolUse
 
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
 # As models write JSON, without more white space.
-_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": True}
+_STYLE: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def calls_grammar(
@@ -25,34 +31,41 @@ def calls_grammar(
     token_ids: Mapping[str, int],
     reasoning: ReasoningMarks | None = None,
     is_open: bool = False,
+    form: Constraint | None = None,
 ) -> str:
-    """The grammar of calls of `tools`; see `after_reasoning`."""
-    return after_reasoning(_RULES[tool_format](tools, token_ids), reasoning, is_open, token_ids)
+    """The grammar of calls of `tools`, or of a `form` in their place; see `after_reasoning`."""
+    rule = None if form is None else form_rule(form)
+    # Two ways to write white space in one grammar would take it from each other.
+    style = _STYLE if form is None else json_options(form)
+    calls, *rules = _RULES[tool_format](tools, token_ids, style)
+    first = [calls] if rule is None else ["form | calls", f"form: {rule}", f"calls: {calls}"]
+    return after_reasoning([*first, *rules], reasoning, is_open, token_ids)
 
 
-def _hermes(tools: ToolUse, ids: Mapping[str, int]) -> list[str]:
+def _hermes(tools: ToolUse, ids: Mapping[str, int], style: JsonCompileOptions) -> list[str]:
     begin, end = mark_symbol("<tool_call>", ids), mark_symbol("</tool_call>", ids)
     return [
         _several(tools, r'"\n"'),
         rf'call: {begin} "\n" function "\n" {end}',
-        *_functions(tools, "arguments"),
+        *_functions(tools, "arguments", style),
     ]
 
 
-def _llama(tools: ToolUse, ids: Mapping[str, int]) -> list[str]:
-    return [_several(tools, '"; "'), "call: function", *_functions(tools, "parameters")]
+def _llama(tools: ToolUse, ids: Mapping[str, int], style: JsonCompileOptions) -> list[str]:
+    return [_several(tools, '"; "'), "call: function", *_functions(tools, "parameters", style)]
 
 
-def _mistral(tools: ToolUse, ids: Mapping[str, int]) -> list[str]:
+def _mistral(tools: ToolUse, ids: Mapping[str, int], style: JsonCompileOptions) -> list[str]:
     begin = mark_symbol("[TOOL_CALLS]", ids)
     if "[ARGS]" in ids:
+        args = mark_symbol("[ARGS]", ids)
         functions = [
-            f"function_{number}: {quoted(function.name)} {mark_symbol('[ARGS]', ids)} %json {_schema(function)}"
+            f"function_{number}: {quoted(function.name)} {args} {_json(_schema(function), function, style)}"
             for number, function in enumerate(tools.functions)
         ]
         return ["call+" if tools.is_parallel else "call", f"call: {begin} function", _any_of(tools), *functions]
     calls = _several(tools, '", "')
-    return [f'{begin} "[" {calls} "]"', "call: function", *_functions(tools, "arguments")]
+    return [f'{begin} "[" {calls} "]"', "call: function", *_functions(tools, "arguments", style)]
 
 
 _RULES = {"hermes": _hermes, "llama": _llama, "mistral": _mistral}
@@ -62,12 +75,13 @@ def _several(tools: ToolUse, separator: str) -> str:
     return f"call ({separator} call)*" if tools.is_parallel else "call"
 
 
-def _functions(tools: ToolUse, member: str) -> list[str]:
+def _functions(tools: ToolUse, member: str, style: JsonCompileOptions) -> list[str]:
     """The rules of JSON objects with the name of a function and its arguments."""
     rules = [_any_of(tools)]
     for number, function in enumerate(tools.functions):
-        begin = f'{{"name": {json.dumps(function.name)}, "{member}": '
-        rules.append(f'function_{number}: {quoted(begin)} %json {_schema(function)} "}}"')
+        members = {"name": {"const": function.name}, member: _schema(function, f"#/properties/{member}")}
+        call = {"type": "object", "properties": members, "required": [*members], "additionalProperties": False}
+        rules.append(f"function_{number}: {_json(call, function, style)}")
     return rules
 
 
@@ -75,5 +89,25 @@ def _any_of(tools: ToolUse) -> str:
     return f"function: {' | '.join(f'function_{number}' for number in range(len(tools.functions)))}"
 
 
-def _schema(function: ToolFunction) -> str:
-    return json.dumps({**arguments_schema(json.loads(function.parameters)), "x-guidance": _STYLE})
+def ignored_keywords(tools: ToolUse) -> list[str]:
+    """The keywords of JSON Schema that the grammar does not enforce, each after its function; raises ValueError."""
+    found = []
+    for function in tools.functions:
+        ignored: set[str] = set()
+        _schema(function, ignored=ignored)
+        found += [f"{function.name}.{name}" for name in sorted(ignored)]
+    return found
+
+
+def _schema(function: ToolFunction, place: str = "#", ignored: set[str] | None = None) -> dict[str, Any]:
+    """The schema of a function's arguments.
+
+    An object with `properties` has no others unless its schema says more about them, which is how vLLM's grammars read
+    schemas too: a function knows no other arguments, and few declarations state it.
+    """
+    schema = {"type": "object", **json.loads(function.parameters)}
+    return enforceable(schema, ignored, function.is_strict, closes=True, place=place)
+
+
+def _json(schema: dict[str, Any], function: ToolFunction, style: JsonCompileOptions) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': {**style, 'lenient': not function.is_strict}})}"

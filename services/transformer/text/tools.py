@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class ToolFunction:
-    """`definition` is the whole declaration, `parameters` the schema of the arguments, both JSON objects as text."""
+    """`definition` is the whole declaration, `parameters` the schema of the arguments, both JSON objects as text.
+
+    `is_strict`: a schema that cannot be enforced is refused.
+    """
 
     name: str
     definition: str
     parameters: str
+    is_strict: bool = False
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,12 @@ class ToolUse:
     @property
     def names(self) -> frozenset[str]:
         return frozenset(function.name for function in self.functions)
+
+    @property
+    def loosened(self) -> ToolUse:
+        """The same, with any arguments for functions that are not strict."""
+        loose = (one if one.is_strict else replace(one, parameters="{}") for one in self.functions)
+        return replace(self, functions=tuple(loose))
 
     @property
     def definitions(self) -> str:

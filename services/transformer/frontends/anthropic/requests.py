@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from millrace.errors import InvalidRequestError
 from millrace.sampling import SamplingParameters
@@ -134,7 +134,6 @@ class MessagesRequest(ConversationRequest):
     stop_sequences: tuple[str, ...] = ()
     bad_words: tuple[str, ...] = ()
     output_format: dict[str, Any] | None = None  # The older place of `output_config.format`.
-    _structured_outputs: str = PrivateAttr("")
 
     @field_validator("stop_sequences", "bad_words", mode="before")
     @classmethod
@@ -152,10 +151,9 @@ class MessagesRequest(ConversationRequest):
         forms = {"output_format": self.output_format, "structured_outputs": self.extra.get("structured_outputs")}
         if self.output_config is not None:
             forms["output_config.format"] = self.output_config.format
-        for name in ("output_config.format", "output_format"):
-            if (form := forms.get(name)) is not None and form.get("type") == "json_schema":
-                forms[name] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.get("schema")}}
-        self._structured_outputs = structured_outputs_of(forms, "output_config.format", "output_format")
+        names = "output_config.format", "output_format"
+        self._structured_outputs = structured_outputs_of(forms, *names, ignored=self._ignored)
+        self.note_keywords(self.tool_use)
 
     def sampling(self) -> dict[str, Any]:
         """The sampling parameters given."""

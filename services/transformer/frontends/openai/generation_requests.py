@@ -83,7 +83,7 @@ class GenerationRequest(SampledRequest):
         super().check()
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options needs stream=true", param="stream_options")
-        self._structured_outputs = structured_outputs_of(self.extra)
+        self._structured_outputs = structured_outputs_of(self.extra, ignored=self._ignored)
         if self.truncate_prompt_tokens == 0:
             raise InvalidRequestError("0 would leave no prompt", param="truncate_prompt_tokens")
         if self.prompt_logprobs is not None and self.stream:
@@ -265,7 +265,7 @@ class ChatCompletionRequest(GenerationRequest):
                 _ = message.for_template  # It is kept.
         except ValueError as error:
             raise InvalidRequestError(f"messages: {error}", param="messages") from None
-        _ = self.tool_use
+        self.note_keywords(self.tool_use)
         check_template_options(self.chat_template_kwargs)
 
     def sampling(self) -> dict[str, Any]:

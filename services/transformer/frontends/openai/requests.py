@@ -19,6 +19,8 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 from millrace.errors import InvalidRequestError
 from services.transformer.calls import check_message_count
 from services.transformer.frontends.openai.errors import UnsupportedFieldError
+from services.transformer.text.tool_grammars import ignored_keywords
+from services.transformer.text.tools import ToolUse
 
 # Larger than any prompt, its JSON escapes included; parsing more would stop the event loop.
 MAX_BODY_BYTES = 8 * 1024 * 1024
@@ -49,6 +51,7 @@ class OpenAIRequest(BaseModel):
     model: str = ""
     # The names, or paths, of what is ignored beside undeclared fields.
     _ignored: list[str] = PrivateAttr(default_factory=list)
+    _structured_outputs: str = PrivateAttr("")
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -76,6 +79,15 @@ class OpenAIRequest(BaseModel):
     def name_unread_hints(self, reads: Callable[[str], bool]) -> None:
         """Adds to the ignored fields those whose variables the chat template does not read."""
         self._ignored += [name for name, given in self.template_hints.items() if not any(map(reads, given))]
+
+    def note_keywords(self, tools: ToolUse | None) -> None:
+        """Adds to the ignored fields the keywords in the schemas of functions that a grammar cannot enforce."""
+        if tools is None or not (tools.is_required or self._structured_outputs):
+            return
+        try:
+            self._ignored += [f"tools.{name}" for name in ignored_keywords(tools)]
+        except ValueError as error:
+            raise InvalidRequestError(f"tools: {error}", param="tools") from None
 
     def check(self) -> None:
         """Refuses what the fields' types do not."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from pydantic import PrivateAttr, field_validator
+from pydantic import field_validator
 
 from millrace.rpc.call_context import CallContext
 from millrace.sampling import SamplingParameters
@@ -26,7 +26,6 @@ class SampledRequest(OpenAIRequest):
 
     stop: tuple[str, ...] = ()
     bad_words: tuple[str, ...] = ()
-    _structured_outputs: str = PrivateAttr("")
 
     @field_validator("stop", "bad_words", mode="before")
     @classmethod

@@ -158,7 +158,10 @@ def _function(number: int, tool: Any) -> ToolFunction:
         raise ValueError(f"tool {number}: the description must be a string")
     if not isinstance(parameters, dict | None):
         raise ValueError(f"tool {number}: the parameters must be a JSON schema of an object")
-    return ToolFunction(name, json_text(tool), json_text(parameters or _ANY_ARGUMENTS))
+    if function.get("strict") not in (None, True, False):
+        raise ValueError(f"tool {number}: strict must be true or false")
+    schema = json_text(parameters or _ANY_ARGUMENTS)
+    return ToolFunction(name, json_text(tool), schema, function.get("strict") is True)
 
 
 def json_text(value: Any) -> str:

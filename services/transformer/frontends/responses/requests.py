@@ -105,14 +105,14 @@ class ResponsesRequest(SampledRequest):
             self._messages = messages_of(self.input)
         except ValueError as error:
             raise InvalidRequestError(f"input: {error}", param="input") from None
-        _ = self.tool_use
         if self.text.verbosity not in (None, "medium"):
             raise UnsupportedFieldError("text.verbosity", self.text.verbosity)
         fields = {
             "text.format": self.text.as_response_format,
             "structured_outputs": self.extra.get("structured_outputs"),
         }
-        self._structured_outputs = structured_outputs_of(fields, "text.format")
+        self._structured_outputs = structured_outputs_of(fields, "text.format", ignored=self._ignored)
+        self.note_keywords(self.tool_use)
 
     def sampling(self) -> dict[str, Any]:
         """The sampling parameters given."""

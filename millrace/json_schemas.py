@@ -1,0 +1,258 @@
+"""JSON schemas as the grammars of llguidance enforce them. Pure.
+
+What asks for nothing and what only annotates is left out. What llguidance can enforce in other words only is put so,
+exactly or a little stricter: an answer is valid against the schema as it was given. The rest is ignored and named, or
+stays where it is, for llguidance to refuse. Source: llguidance's docs/json_schema.md.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from decimal import Decimal
+from typing import Any
+
+_MAX_DIVISOR = 10_000  # llguidance builds an automaton with so many states for multipleOf, and its limits ignore them.
+_MAX_DEPTH = 100
+_MAX_BOUND = 10**18  # llguidance fails for larger ones, or for both together.
+
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SINGLE = ("items", "additionalItems", "additionalProperties")
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+# Beside these, other schemas may name more properties.
+_OPEN = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties", "additionalProperties", "unevaluatedProperties"}
+_ANNOTATIONS = {
+    *("$comment", "$id", "contentEncoding", "contentMediaType", "contentSchema", "default", "deprecated"),
+    *("description", "discriminator", "example", "examples", "externalDocs", "nullable", "readOnly", "title"),
+    *("writeOnly", "xml"),
+}
+# Without support, with the values that ask for nothing.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "contains": (),
+    "dependencies": ({},),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "if": (),
+    "not": (False,),
+    "propertyNames": (True, {}, {"type": "string"}),
+    "unevaluatedItems": (True, {}),
+    "unevaluatedProperties": (True, {}),
+    "uniqueItems": (False,),
+}
+_PARTS = {"contains": ("minContains", "maxContains"), "if": ("then", "else")}  # Nothing without the keyword.
+_FORMATS = frozenset(["date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"])
+_LOOK_AROUND = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?<?[=!]|\\[1-9bBk])")
+_UUID = "^[0-9a-f]{{8}}-[0-9a-f]{{4}}-{}[0-9a-f]{{3}}-[89ab][0-9a-f]{{3}}-[0-9a-f]{{12}}$"
+
+
+def enforceable(
+    schema: Any, ignored: set[str] | None = None, is_strict: bool = True, closes: bool = False, place: str = "#"
+) -> dict[str, Any]:
+    """The schema as the module says; raises ValueError.
+
+    The names of keywords that are not enforced go to `ignored`; with `is_strict` those that ask for something stay.
+    With `closes` an object with `properties` has no others unless its schema says more about them. `place` is where
+    the schema will be in another.
+    """
+    if not isinstance(schema, dict | bool) or schema is False:
+        raise ValueError("no answer can be valid" if schema is False else "a JSON schema must be an object")
+    reader = _Reader({} if schema is True else schema, set() if ignored is None else ignored, is_strict, closes, place)
+    read: dict[str, Any] = reader.read(reader.root)
+    return read
+
+
+class _Reader:
+    def __init__(self, root: dict[str, Any], ignored: set[str], is_strict: bool, closes: bool, place: str) -> None:
+        self.root = root
+        self._ignored = ignored
+        self._is_strict = is_strict
+        self._closes = closes
+        self._place = place
+        self._divisor = 1
+        self._depth = 0
+
+    def read(self, schema: Any, is_whole: bool = True) -> Any:
+        """A schema; one that is not the whole of its object stays open."""
+        if not isinstance(schema, dict):
+            return schema
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise ValueError("is nested too deep")
+        # A null stands for an absent keyword, but not in a value.
+        given = {k: v for k, v in schema.items() if (v is not None or k == "const") and not _annotates(k, v)}
+        self._drop_unsupported(given)
+        self._rewrite(given)
+        is_alone = is_whole and "properties" not in given
+        found: dict[str, Any] = {}
+        for name, value in given.items():
+            if name in _BY_NAME and isinstance(value, dict):
+                found[name] = {key: self.read(item) for key, item in value.items()}
+            elif name in _LISTS and isinstance(value, list):
+                is_choice = name != "allOf" or len(value) == 1
+                found[name] = [self.read(item, (is_alone and is_choice) or name == "prefixItems") for item in value]
+            elif name == "items" and isinstance(value, list):
+                found[name] = [self.read(item) for item in value]
+            elif name in _SINGLE:
+                found[name] = self.read(value)
+            elif name == "$ref" and isinstance(value, str) and value.startswith("#"):
+                found[name] = self._place + value[1:]
+            else:
+                found[name] = value
+        if self._closes and is_whole and isinstance(found.get("properties"), dict) and not found.keys() & _OPEN:
+            found["additionalProperties"] = False
+        self._depth -= 1
+        return found
+
+    def _drop(self, schema: dict[str, Any], name: str) -> None:
+        if not self._is_strict:
+            self._ignored.add(name)
+            schema.pop(name, None)
+
+    def _drop_unsupported(self, schema: dict[str, Any]) -> None:
+        names, rest = schema.get("propertyNames"), schema.get("additionalProperties", {})
+        if isinstance(names, dict) and "properties" not in schema and "patternProperties" not in schema:
+            keys = names.get("enum", [names["const"]] if "const" in names else None)
+            if isinstance(keys, list) and all(isinstance(key, str) for key in keys):
+                schema |= {"properties": dict.fromkeys(keys, rest), "additionalProperties": False}
+                del schema["propertyNames"]
+            elif isinstance(names.get("pattern"), str) and not names.keys() - {"type", "pattern"}:
+                schema |= {"patternProperties": {names["pattern"]: rest}, "additionalProperties": False}
+                del schema["propertyNames"]
+        if schema.get("unevaluatedProperties") is False and not schema.keys() & (_OPEN - {"unevaluatedProperties"}):
+            schema["additionalProperties"] = schema.pop("unevaluatedProperties")
+        for name, harmless in _UNSUPPORTED.items():
+            parts = [part for part in _PARTS.get(name, ()) if part in schema]
+            is_nothing = name not in schema or any(schema[name] == one for one in harmless)
+            if is_nothing or (name == "if" and not parts) or (name == "contains" and schema.get("minContains") == 0):
+                schema.pop(name, None)
+            else:
+                self._drop(schema, name)
+            if name not in schema:
+                for part in parts:
+                    del schema[part]
+
+    def _rewrite(self, schema: dict[str, Any]) -> None:
+        """Changes what llguidance knows in other words only."""
+        kind = schema.get("type")
+        for name in _COUNTS:
+            if isinstance(value := schema.get(name), float) and value.is_integer():
+                schema[name] = int(value)
+        for name in _BOUNDS:
+            value = schema.get(name)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                is_low = name.endswith("inimum")
+                if (is_low and value < -_MAX_BOUND) or (not is_low and value > _MAX_BOUND):
+                    schema[name] = -_MAX_BOUND if is_low else _bounded(value, kind)
+        for divisor in _divisors(schema):
+            before, self._divisor = self._divisor, math.lcm(self._divisor, divisor)
+            lcm = self._divisor
+            if lcm > _MAX_DIVISOR and self._is_strict:
+                raise ValueError(f"multipleOf: the least common multiple of all is {lcm}, more than {_MAX_DIVISOR}")
+            if lcm > _MAX_DIVISOR:
+                self._divisor = before
+                self._drop(schema, "multipleOf")
+        self._read_text(schema)
+        if isinstance(choices := schema.get("anyOf"), list):
+            enforced = [one for one in choices if not (isinstance(one, dict) and _looks_around(one))]
+            schema["anyOf"] = enforced or choices
+        if isinstance(choices := schema.get("oneOf"), list) and "anyOf" not in schema:
+            tag = self._tag_of(choices)
+            kinds = {kind for one in choices if isinstance(kind := self._resolved(one).get("type"), str)} - {"number"}
+            if tag is None and len(kinds) < len(choices):
+                self._drop(schema, "oneOf")
+                if self._is_strict:
+                    return
+            schema.pop("oneOf", None)
+            if tag is not None:  # So that an answer is valid against one of them only.
+                choices = [{**one, "required": [*dict.fromkeys([*one.get("required", ()), tag])]} for one in choices]
+            schema["anyOf"] = choices
+
+    def _read_text(self, schema: dict[str, Any]) -> None:
+        """The format and the pattern of a text."""
+        form, pattern = schema.get("format"), schema.get("pattern")
+        if isinstance(form, str) and form not in _FORMATS:
+            if re.fullmatch("uuid[1-8]", form) and pattern is None:
+                schema["pattern"] = _UUID.format(form[-1])
+            elif schema.get("type") in ("string", None):
+                self._ignored.add("format")
+            del schema["format"]
+        if not isinstance(pattern, str) or not _LOOK_AROUND.search(pattern):
+            return
+        # What must follow from the beginning on is one more pattern.
+        parts = []
+        while pattern.startswith("^(?=") and (end := _closing(pattern, 1)):
+            parts.append(f"^(?:{pattern[4:end]})")
+            pattern = "^" + pattern[end + 1 :]
+        if parts and not _LOOK_AROUND.search("".join([pattern, *parts])):
+            schema["pattern"] = pattern
+            schema["allOf"] = [*schema.get("allOf", ()), *({"type": "string", "pattern": part} for part in parts)]
+        elif "format" in schema:  # It states the same, such as a duration.
+            del schema["pattern"]
+        else:
+            self._drop(schema, "pattern")
+
+    def _tag_of(self, choices: list[Any]) -> str | None:
+        """A property whose value tells the choices apart."""
+        seen: dict[str, list[Any]] = {}
+        for choice in map(self._resolved, choices):
+            for name, value in choice["properties"].items() if isinstance(choice.get("properties"), dict) else ():
+                values = (
+                    value.get("enum", [value["const"]] if "const" in value else []) if isinstance(value, dict) else ()
+                )
+                seen.setdefault(name, []).append([repr(one) for one in values])
+        for name, lists in seen.items():
+            every = [one for values in lists for one in values]
+            if len(lists) == len(choices) and all(lists) and len(set(every)) == len(every):
+                return name
+        return None
+
+    def _resolved(self, schema: Any) -> dict[str, Any]:
+        """The schema that a reference from the root names; empty for what is none."""
+        found: Any = schema
+        if isinstance(schema, dict) and isinstance(ref := schema.get("$ref"), str) and ref.startswith("#/"):
+            found = self.root
+            for part in ref[2:].split("/"):
+                found = found.get(part) if isinstance(found, dict) else None
+        return found if isinstance(found, dict) else {}
+
+
+def _annotates(name: str, value: Any) -> bool:
+    is_dialect = isinstance(value, str) and re.match("https?://json-schema.org/", value)
+    return name in _ANNOTATIONS or name.startswith("x-") or (name == "$schema" and not is_dialect)
+
+
+def _looks_around(schema: dict[str, Any]) -> bool:
+    pattern = schema.get("pattern")
+    return isinstance(pattern, str) and bool(_LOOK_AROUND.search(pattern)) and not pattern.startswith("^(?=")
+
+
+def _bounded(value: float, kind: Any) -> float:
+    """A maximum beyond the limit: of integers, what has 64 bits."""
+    return min(int(value), 2**63 - 1) if kind == "integer" else _MAX_BOUND
+
+
+def _divisors(schema: dict[str, Any]) -> Iterator[int]:
+    """The digits of `multipleOf`, without the decimal point."""
+    value = schema.get("multipleOf")
+    if isinstance(value, int | float) and not isinstance(value, bool) and value:
+        yield int("".join(map(str, Decimal(str(value)).normalize().as_tuple().digits)))
+
+
+def _closing(pattern: str, at: int) -> int:
+    """The index of the parenthesis that closes the one at an index; 0 for none."""
+    depth, in_class = 0, False
+    while at < len(pattern):
+        character = pattern[at]
+        if character == "\\":
+            at += 1
+        elif in_class or character == "[":
+            in_class = character != "]"
+        else:
+            depth += (character == "(") - (character == ")")
+            if not depth:
+                return at
+        at += 1
+    return 0
