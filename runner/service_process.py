@@ -8,11 +8,14 @@ retiring; the next replacement waits for it, and ends it after its timeout.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
+import sys
 import tempfile
 from asyncio.subprocess import Process as Running
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from millrace.errors import StartupError
 from millrace.rpc.hand_over import NOTIFY_SOCKET, READY_MESSAGE, RETIRE
@@ -37,7 +40,7 @@ class ServiceProcess(Process):
         if running is None or running.returncode is not None:
             raise StartupError(f"{self.spec.name} is starting; try again")
         with (
-            tempfile.TemporaryDirectory(prefix="millrace-") as folder,
+            _short_path() as folder,
             socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready,
         ):
             ready.setblocking(False)
@@ -86,6 +89,20 @@ class ServiceProcess(Process):
             for task in (readiness, ended):
                 task.cancel()
             await asyncio.gather(readiness, ended, return_exceptions=True)
+
+
+@contextmanager
+def _short_path() -> Iterator[str]:
+    """A folder of this process's user, by a path that has room for a socket's name however long that of TMPDIR is."""
+    with tempfile.TemporaryDirectory(prefix="millrace-") as folder:
+        if sys.platform != "linux":
+            yield folder
+            return
+        descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+        try:
+            yield f"/proc/{os.getpid()}/fd/{descriptor}"
+        finally:
+            os.close(descriptor)
 
 
 class _Retiring:

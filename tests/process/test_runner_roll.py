@@ -15,9 +15,12 @@ from tests.process.test_runner_stack import gone
 
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    with running(tmp_path_factory.mktemp("roll") / "run") as started:
-        started.wait_ready()
-        yield started
+    with pytest.MonkeyPatch.context() as environment:
+        # A path of more characters than that of a socket may have.
+        environment.setenv("TMPDIR", str(tmp_path_factory.mktemp("t" * 100)))
+        with running(tmp_path_factory.mktemp("roll") / "run") as started:
+            started.wait_ready()
+            yield started
 
 
 def test_settings_that_only_a_start_can_change_are_refused(runner: Runner) -> None:
