@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+import yaml
 from pydantic import ByteSize
 from pydantic_settings import BaseSettings
 
@@ -29,14 +30,39 @@ HEAD = """# Settings
 Every setting is an environment variable or a line `NAME=value` in a file `.env` beside the Makefile, which `make` and
 `docker compose` read where it exists; git ignores it. `.env.example` has the settings of the whole stack with their
 defaults, those of `docker compose` alone (`MEMORY_*` and others) too. An unknown or malformed setting is refused at
-start. The services also take OpenTelemetry's `OTEL_*` and the hub client's `HF_*`.
+start. `make up` and `make roll` refuse a setting of a service that the stack computes, and name the stack's own. The
+services also take OpenTelemetry's `OTEL_*` and the hub client's `HF_*`.
 
+"""
+
+
+CONTAINERS = """
+## In containers
+
+`compose.yaml` passes every setting of the services on but `…_HOST` and `…_LISTEN`, which are the images', and these,
+which it sets itself. An overlay of your own (`docker compose -f compose.yaml -f mine.yaml`) can set them, and mount a
+folder where one is named:
+
+| setting | in containers |
+|---|---|
 """
 
 
 def page() -> str:
     """The whole page."""
-    return HEAD + "\n".join(_table(title, settings) for title, settings in SECTIONS)
+    tables = "\n".join(_table(title, settings) for title, settings in SECTIONS)
+    return HEAD + tables + CONTAINERS + "".join(f"| `{name}` | `{value}` |\n" for name, value in fixed().items())
+
+
+def fixed() -> dict[str, str]:
+    """The services' settings to which compose.yaml gives a value."""
+    services = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    return {
+        name: value
+        for service in ("transformer", "predictor", "logger")
+        for name, value in services[service]["environment"].items()
+        if name.startswith(f"{service.upper()}_") and value is not None
+    }
 
 
 def _table(title: str, settings: type[BaseSettings]) -> str:

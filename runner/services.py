@@ -10,10 +10,11 @@ from pathlib import Path
 
 import envoy
 from millrace.endpoints import parse_endpoints
+from millrace.errors import StartupError
 from runner.envoy_config import lua_path
 from runner.envoy_process import PREDECESSOR_LIFE_S
 from runner.process import ProcessSpec
-from runner.settings import LOOPBACK, StackSettings, environment
+from runner.settings import HOME, LOOPBACK, StackSettings, environment
 
 Environment = dict[str, str]
 
@@ -30,6 +31,28 @@ _LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 _GPU_MEMORY_SHARE = 0.85
 
 _PAYLOAD_RULES = ("LOG", "SAMPLE", "REDACT", "METADATA", "TENSOR_BYTES", "TENSOR_DIGEST")
+
+# Files and folders of the services, in the run folder unless the user names others.
+_PLACES = {
+    "TRANSFORMER_BATCHES": "batches",
+    "TRANSFORMER_PAYLOAD_SPOOL": "spool",
+    "PREDICTOR_PAYLOAD_SPOOL": "spool-predictor",
+    "LOGGER_DATABASE": "payloads.sqlite3",
+}
+# What to set instead of a service's setting that the stack computes; for the others there is nothing to set.
+_INSTEAD = {
+    "TRANSFORMER_PREDICTOR": "PREDICTOR_ENDPOINTS",
+    "TRANSFORMER_PREDICTOR_REPLICAS": "PREDICTOR_ENDPOINTS",
+    "TRANSFORMER_LOGGER": "LOGGER_PORT",
+    "PREDICTOR_LOGGER": "LOGGER_PORT",
+    "TRANSFORMER_KEYS": "GATEWAY_KEYS",
+    "TRANSFORMER_KEY_DIGESTS": "RUN_FOLDER",
+    "TRANSFORMER_DIRECT_MODELS": "RUN_FOLDER",
+    "TRANSFORMER_GATEWAY_ENDPOINTS": "RUN_FOLDER",
+    "TRANSFORMER_DEVELOPMENT": "DEVELOPMENT",
+    "PREDICTOR_DEVELOPMENT": "DEVELOPMENT",
+    "PREDICTOR_DEVICE": "DEVICE",
+}
 
 # Seconds between SIGTERM and SIGKILL. The stages of `StackPlan` take ten together at most.
 _GRACE_S = {"envoy": 1.5, "transformer": 5.5, "predictor": 5.5, "logger": 2.5}
@@ -64,7 +87,8 @@ def plan(
     """The processes of a stack.
 
     `commands` replaces commands, `extra` adds to the environment, each by kind: "logger", "predictor", "transformer",
-    "envoy"; `extra` also by name, such as "predictor-1".
+    "envoy"; `extra` also by name, such as "predictor-1". Raises StartupError for a service's setting that the stack
+    computes and the user has set to something else: nothing that is set has no effect.
     """
     inherited = environment()
     rules = _rules({**inherited, **extra.get("transformer", {})})
@@ -72,19 +96,22 @@ def plan(
     def spec(kind: str, name: str, port: int, own: Environment, tuning: Environment | None = None) -> ProcessSpec:
         added = {**extra.get(kind, {}), **extra.get(name, {})}
         command = commands.get(kind, (sys.executable, "-m", f"services.{kind}"))
+        _refuse_computed(inherited, own)
         return ProcessSpec(name, command, (tuning or {}) | inherited | own | added, port, _GRACE_S[kind])
 
     tuning = predictor_tuning(settings) | rules
+    places = {
+        name: str(HOME / inherited[name]) if inherited.get(name) else str(settings.run_folder / default)
+        for name, default in _PLACES.items()
+    }
+    inherited |= places
     return StackPlan(
         logger=spec("logger", "logger", settings.logger_port, _logger(settings)),
         predictors=tuple(
             spec("predictor", f"predictor-{replica}", port, _predictor(settings, replica), tuning)
             for replica, port in enumerate(settings.predictor_ports)
         ),
-        transformer=spec(
-            *("transformer", "transformer", settings.transformer_port, _transformer(settings)),
-            _ALLOCATOR | {"TRANSFORMER_BATCHES": str(settings.run_folder / "batches")},
-        ),
+        transformer=spec("transformer", "transformer", settings.transformer_port, _transformer(settings), _ALLOCATOR),
         envoy=ProcessSpec(
             name="envoy",
             command=commands.get("envoy", _envoy_command(envoy_config)),
@@ -96,13 +123,19 @@ def plan(
     )
 
 
+def _refuse_computed(inherited: Mapping[str, str], own: Environment) -> None:
+    for name, value in own.items():
+        if inherited.get(name, "") not in ("", value) and name.lower() not in StackSettings.model_fields:
+            instead = f"set {_INSTEAD[name]} instead" if name in _INSTEAD else "services of a stack share one machine"
+            raise StartupError(f"{name}={inherited[name]}: the stack sets it itself; {instead}")
+
+
 def _logger(settings: StackSettings) -> Environment:
     return {
         "LOGGER_HOST": LOOPBACK,
         "LOGGER_LISTEN": "shared",
         "LOGGER_PORT": str(settings.logger_port),
         "LOGGER_METRICS_PORT": str(settings.logger_metrics_port),
-        "LOGGER_DATABASE": str(settings.run_folder / "payloads.sqlite3"),
     }
 
 
@@ -115,7 +148,6 @@ def _predictor(settings: StackSettings, replica: int) -> Environment:
         "PREDICTOR_METRICS_PORT": str(settings.predictor_metrics_ports[replica]),
         "PREDICTOR_DEVICE": settings.device,
         "PREDICTOR_LOGGER": f"{LOOPBACK}:{settings.logger_port}",
-        "PREDICTOR_PAYLOAD_SPOOL": str(settings.run_folder / "spool-predictor"),
         "PREDICTOR_DEVELOPMENT": _lower(settings.development),
         "MODELS": settings.models,
     }
@@ -168,7 +200,6 @@ def _transformer(settings: StackSettings) -> Environment:
         "TRANSFORMER_PREDICTOR": f"{LOOPBACK}:{settings.gateway_inner_port}",
         "TRANSFORMER_PREDICTOR_REPLICAS": ",".join(_predictor_addresses(settings)),
         "TRANSFORMER_LOGGER": f"{LOOPBACK}:{settings.logger_port}",
-        "TRANSFORMER_PAYLOAD_SPOOL": str(settings.run_folder / "spool"),
         "TRANSFORMER_DIRECT_MODELS": str(direct_models(settings)),
         "TRANSFORMER_GATEWAY_ENDPOINTS": str(settings.listed_predictors or ""),
         "TRANSFORMER_KEYS": str(settings.key_file or ""),

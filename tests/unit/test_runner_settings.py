@@ -11,6 +11,9 @@ from millrace.errors import StartupError
 from runner import settings as stack_settings
 from runner.services import plan
 from runner.settings import StackSettings
+from services.logger.settings import LoggerSettings
+from services.predictor.settings import PredictorSettings
+from services.transformer.settings import TransformerSettings
 
 
 @pytest.mark.parametrize(
@@ -78,3 +81,43 @@ def test_an_address_of_all_interfaces_is_reached_on_loopback(tmp_path: Path) -> 
     address = IPv4Address("0.0.0.0")
     settings = StackSettings(gateway_insecure=True, gateway_bind=address, gateway_port=8081, run_folder=tmp_path)
     assert settings.gateway == "127.0.0.1:8081"
+
+
+SERVICES = (TransformerSettings, PredictorSettings, LoggerSettings)
+ALL = [
+    (kind.model_config["env_prefix"].lower().rstrip("_"), str(field.validation_alias or "").upper() or name)
+    for kind in SERVICES
+    for name, field in (
+        (f"{kind.model_config['env_prefix']}{name}".upper(), field) for name, field in kind.model_fields.items()
+    )
+]
+
+
+@pytest.mark.parametrize(("service", "name"), ALL)
+def test_each_setting_of_a_service_reaches_it_or_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, service: str, name: str
+) -> None:
+    if name.lower() in StackSettings.model_fields:
+        return  # The stack's own, with the same meaning.
+    monkeypatch.setenv(name, "/elsewhere/7")
+    reason = ""
+    try:
+        planned = plan(StackSettings(run_folder=tmp_path), tmp_path / "envoy.yaml", {}, {})
+    except StartupError as refused:
+        reason = str(refused)
+    if reason:
+        assert reason.startswith(f"{name}=/elsewhere/7: the stack sets it itself; ")
+        instead = reason.partition("; set ")[2].removesuffix(" instead")
+        assert instead == "" or instead.lower() in StackSettings.model_fields
+    else:
+        processes = {"transformer": planned.transformer, "predictor": planned.predictors[0], "logger": planned.logger}
+        assert processes[service].environment[name] == "/elsewhere/7"
+
+
+def test_a_folder_of_a_service_is_relative_to_that_of_the_settings(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LOGGER_DATABASE", "data/log.sqlite3")
+    planned = plan(StackSettings(run_folder=tmp_path), tmp_path / "envoy.yaml", {}, {})
+    assert planned.logger.environment["LOGGER_DATABASE"] == str(stack_settings.HOME / "data" / "log.sqlite3")
+    assert planned.transformer.environment["TRANSFORMER_PAYLOAD_SPOOL"] == str(tmp_path / "spool")
