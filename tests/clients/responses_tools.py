@@ -136,7 +136,6 @@ assert [item.type for item in found.output] == ["reasoning", "function_call"], f
 for fields, param, text in (
     ({"tools": [{"type": "web_search"}]}, "tools", "'web_search'; only functions"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "unknown"}}, "tool_choice", "not among the tools"),
-    ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "x"}]}, "input", "is not JSON"),
 ):
     raised = None
     try:

@@ -71,6 +71,7 @@ class Stack:
         """A whole answer's message and finish reason; the streamed one must be the same."""
         whole = await self.chat(**fields)
         (choice,) = whole["choices"]
+        assert (choice["message"].pop("refusal"), choice["message"].pop("annotations")) == (None, [])
         events = await self.chat(stream=True, stream_options={"include_usage": True}, **fields)
         *chunks, last = [orjson.loads(event.data) for event in events[:-1]]
         message, reason = joined(chunks)

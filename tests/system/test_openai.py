@@ -222,7 +222,7 @@ async def test_the_record_of_calls_has_the_models_own_text_and_the_tools(stack):
         "required",
         False,
     )
-    assert called["tool_calls"][0]["function"] == {"name": "f", "arguments": {"city": "Rome"}}
+    assert called["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"city": "Rome"}'}
     assert result == {"role": "tool", "content": "There.", "tool_call_id": "1"}
     assert "grammar" in record.sampling
 

@@ -55,7 +55,7 @@ def test_blocks_of_tools_are_messages_of_a_chat():
     turns = [USER, {"role": "assistant", "content": [thinking, text, CALL]}, {"role": "user", "content": results}]
     whole = {"messages": turns, "max_tokens": 5, "tools": [TOOL], "tool_choice": {"type": "tool", "name": "f"}}
     for request in (messages(*turns, tools=[TOOL]), parse_large(orjson.dumps(whole), MessagesRequest)[0]):
-        called = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+        called = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x":1}'}}
         assert [(*message[:2], *map(orjson.loads, message[2:])) for message in request.conversation] == [
             ("user", "Hello."),
             ("assistant", "t", {"tool_calls": [called], "reasoning_content": "r"}),
@@ -107,7 +107,6 @@ def test_sampling_fields_are_read_and_others_named():
             "messages.1.content",
             "tool_use_id",
         ),
-        ({"messages": [{"role": "assistant", "content": [CALL | {"input": "x"}]}]}, "messages.0.content", "an object"),
         ({"messages": [{"role": "assistant", "content": [CALL | {"input": DEEP}]}]}, "messages.0.content", "as JSON"),
         ({"messages": [{"role": "user", "content": [CALL]}]}, "messages.0.content", "'tool_use' are not"),
         ({"thinking": {"type": "always"}}, "thinking.type", "'enabled', 'adaptive' or 'disabled'"),

@@ -1,5 +1,6 @@
 """The ids of a prompt: cut, without its oldest messages, and with the system's messages where a template takes them."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from millrace.rpc.call_context import CallContext
 from millrace.sampling import ContextLimits
 from services.transformer.generation.prompts import Prompts, kept_tokens, rendered
 from services.transformer.generation.requests import TextRequest
+from services.transformer.text import chat_templates
 
 
 class Strict:
@@ -72,3 +74,25 @@ def test_a_limit_beyond_the_context_is_refused():
     with pytest.raises(InvalidRequestError) as raised:
         kept_tokens(101, ContextLimits(100, is_encoder_decoder=False), None)
     assert raised.value.param == "truncate_prompt_tokens"
+
+
+CALLS = "{% for call in messages[0].tool_calls %}{% set a = call.function.arguments %}"
+TEMPLATES = {
+    "text or object": CALLS + "{{ a if a is string else a | tojson }} {% endfor %}",
+    "mapping": CALLS + "{% for name, value in a | items %}{{ name }}={{ value }};{% endfor %} {% endfor %}",
+    "method": CALLS + "{% for name in a.keys() %}{{ name }}={{ a[name] }};{% endfor %} {% endfor %}",
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_template_gets_arguments_as_an_object_or_as_their_text(template):
+    texts = ['{"id": 123456789012345678901}', "", '{"a": "Ro', '{"a": "x\ny"}', "[1]", "null", '{"a":' * 100_000]
+    calls = [{"function": {"name": "f", "arguments": text}} for text in texts]
+    message = ("assistant", "", json.dumps({"tool_calls": calls}))
+    text = chat_templates.rendered([message], "", "m", TEMPLATES[template], {})
+    if template == "text or object":
+        assert text.split(" ", 2)[:2] == ['{"id":', "123456789012345678901}"]
+        assert text.endswith(" ".join(["", "{}", *texts[2:], ""]))
+    else:
+        others = [f"arguments={text};" for text in texts[2:]]
+        assert text == " ".join(["id=123456789012345678901;", "", *others, ""])

@@ -69,12 +69,35 @@ def bounded() -> Iterator[None]:
 
 
 def conversation_of(messages: Iterable[Sequence[str]]) -> list[dict[str, Any]]:
-    """Messages, each a role, a content and perhaps further fields as a JSON object, as templates take them."""
+    """Messages, each a role, a content and perhaps further fields as a JSON object, as templates take them.
+
+    The arguments of a call are an object, or the text that a model wrote in its place.
+    """
     conversation: list[dict[str, Any]] = []
     for role, content, *fields in messages:
         conversation.append({"role": role, "content": content})
         for field in fields:
             conversation[-1].update(orjson.loads(field))
+        for call in conversation[-1].get("tool_calls") or ():
+            call["function"]["arguments"] = _arguments(call["function"]["arguments"])
+    return conversation
+
+
+def _arguments(value: Any) -> Any:
+    """The arguments of a call as an object, or as they are if they are not the text of one."""
+    try:
+        found = json.loads(value or "{}") if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
+    return found if isinstance(found, dict) else value
+
+
+def _loosened(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation with an object around arguments that are none, for a template that reads nothing else."""
+    for message in conversation:
+        for call in message.get("tool_calls") or ():
+            if not isinstance(call["function"]["arguments"], dict):
+                call["function"]["arguments"] = {"arguments": call["function"]["arguments"]}
     return conversation
 
 
@@ -99,7 +122,11 @@ def rendered(
         if is_continued:
             conversation[-1]["content"] += _END
         listed = orjson.loads(tools) if tools else None
-        text = _compiled(template).render(messages=conversation, tools=listed, documents=None, **options)
+        given = {"tools": listed, "documents": None, **options}
+        try:
+            text = _compiled(template).render(messages=conversation, **given)
+        except _ERRORS:
+            text = _compiled(template).render(messages=_loosened(conversation), **given)
         if is_continued and _END not in text:
             raise ValueError("the last message is not in the prompt as it is, so it cannot be continued")
         return text.rpartition(_END)[0] if is_continued else text

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.transformer.frontends.openai.requests import text_of
-from services.transformer.frontends.openai.tools import TemplateMessage, ToolCall, call_of, json_text, template_message
+from services.transformer.frontends.openai.tools import TemplateMessage, ToolCall, call_of, template_message
 
 _REDACTED = "redacted_thinking"
 _READ = frozenset(("type", "text", "id", "name", "input", "caller", "tool_use_id", "content", "thinking", "signature"))
@@ -56,7 +56,7 @@ def _question_of(role: str, blocks: list[Any]) -> list[TemplateMessage]:
             messages.append((role, text_of_blocks(texts)))
             texts = []
         content = text_of_blocks(block.get("content") or "")
-        messages.append(template_message("tool", content, call_id=_string(block, "tool_use_id")))
+        messages.append(template_message("tool", content, tool_call_id=_string(block, "tool_use_id")))
     return [*messages, (role, text_of_blocks(texts))] if texts or not messages else messages
 
 
@@ -68,10 +68,7 @@ def _answer_of(blocks: list[Any]) -> TemplateMessage:
 
 
 def _call(block: dict[str, Any]) -> ToolCall:
-    values = block.get("input")
-    if not isinstance(values, dict):
-        raise ValueError("a tool_use block must have an input, which is an object")
-    return call_of(_string(block, "id"), _string(block, "name"), json_text(values))
+    return call_of(_string(block, "id"), _string(block, "name"), block.get("input"))
 
 
 def _plain(block: Any) -> Any:

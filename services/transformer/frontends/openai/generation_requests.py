@@ -159,8 +159,12 @@ class CompletionRequest(GenerationRequest):
 class Message(BaseModel):
     """One message of a conversation; of content in parts, only text is served."""
 
+    model_config = ConfigDict(extra="allow")
+
     role: str = Field(min_length=1)
     content: str = ""
+    name: str | None = None
+    refusal: str | None = None
     tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_TOOLS)
     tool_call_id: str | None = None
     reasoning: str | None = None
@@ -177,7 +181,7 @@ class Message(BaseModel):
     @field_validator("content", mode="before")
     @classmethod
     def _read_content(cls, value: Any) -> Any:
-        return "" if value is None else text_of(value)
+        return "" if value is None else text_of(value, ("text", "refusal"))
 
     @field_validator("function_call", "audio")
     @classmethod
@@ -197,9 +201,16 @@ class Message(BaseModel):
     @cached_property
     def for_template(self) -> TemplateMessage:
         """The message as a chat template takes it."""
-        call_id = self.tool_call_id if self.role == "tool" else None
         reasoning = self.reasoning_content or self.reasoning
-        return template_message(self.role, self.content, self.tool_calls or (), call_id, reasoning)
+        others = {"name": self.name, "refusal": self.refusal}
+        if self.role == "tool":
+            others["tool_call_id"] = self.tool_call_id
+        return template_message(self.role, self.content, self.tool_calls or (), reasoning, **others)
+
+    @property
+    def unread(self) -> list[str]:
+        """The paths of fields that have no effect."""
+        return [f"messages.{name}" for name, value in (self.model_extra or {}).items() if value]
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -254,7 +265,7 @@ class ChatCompletionRequest(GenerationRequest):
         super().trim()
         for message in self.messages:
             _ = message.for_template  # It is kept, as one text.
-            message.tool_calls = None
+            message.tool_calls = message.__pydantic_extra__ = None
 
     def check(self) -> None:
         if self.extra.get("function_call") == "none":  # A model that may call no function needs none.
@@ -265,6 +276,7 @@ class ChatCompletionRequest(GenerationRequest):
                 _ = message.for_template  # It is kept.
         except ValueError as error:
             raise InvalidRequestError(f"messages: {error}", param="messages") from None
+        self._ignored += dict.fromkeys(name for message in self.messages for name in message.unread)
         self.note_keywords(self.tool_use)
         check_template_options(self.chat_template_kwargs)
 

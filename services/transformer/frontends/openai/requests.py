@@ -188,9 +188,10 @@ def _text_of_part(value: Any, kinds: Container[str], part: str) -> str:
         raise ValueError(f"a {part} of the content must be an object with a type")
     if value["type"] not in kinds:
         raise ValueError(f"{part}s of type {str(value['type'])[:64]!r} are not supported, only text is")
-    if not isinstance(value.get("text"), str):
+    text = value.get("refusal" if value["type"] == "refusal" else "text")
+    if not isinstance(text, str):
         raise ValueError(f"a text {part} must have a text")
-    return str(value["text"])
+    return text
 
 
 def effort_variables(effort: str | None, name: str) -> dict[str, Any]:

@@ -69,12 +69,11 @@ class _CalledFunction(BaseModel):
     name: str = Field(min_length=1)
     arguments: str = ""
 
-    @field_validator("arguments")
+    @field_validator("arguments", mode="before")
     @classmethod
-    def _is_object(cls, value: str) -> str:
-        if not isinstance(_parsed(value or "{}"), dict):
-            raise ValueError("must be the JSON text of an object")
-        return value
+    def _read_arguments(cls, value: Any) -> Any:
+        """The text as it is, whatever a model wrote; what is no text becomes JSON."""
+        return value if isinstance(value, str) else "" if value is None else json_text(value)
 
 
 class ToolCall(BaseModel):
@@ -86,26 +85,19 @@ class ToolCall(BaseModel):
     type: Literal["function"] = "function"
     function: _CalledFunction
 
-    def as_template_takes_it(self) -> dict[str, Any]:
-        """The call with its arguments as an object."""
-        arguments = _parsed(self.function.arguments or "{}")
-        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
 
-
-def call_of(call_id: str, name: str, arguments: str) -> ToolCall:
-    """A call whose arguments are the JSON text of an object."""
+def call_of(call_id: str, name: str, arguments: Any) -> ToolCall:
+    """A call in a message of the assistant."""
     return _validated(ToolCall, {"id": call_id, "function": {"name": name, "arguments": arguments}})
 
 
 def template_message(
-    role: str, content: str, calls: Sequence[ToolCall] = (), call_id: str | None = None, reasoning: str | None = None
+    role: str, content: str, calls: Sequence[ToolCall] = (), reasoning: str | None = None, **others: str | None
 ) -> TemplateMessage:
     """Role, content and, if there are any, the further fields that a chat template takes, as a JSON object."""
-    fields: dict[str, Any] = {}
+    fields: dict[str, Any] = {name: value for name, value in others.items() if value is not None}
     if calls:
-        fields["tool_calls"] = [call.as_template_takes_it() for call in calls]
-    if call_id is not None:
-        fields["tool_call_id"] = call_id
+        fields["tool_calls"] = [call.model_dump() for call in calls]
     if reasoning:
         fields["reasoning_content"] = reasoning
     return (role, content, json_text(fields)) if fields else (role, content)
@@ -170,10 +162,3 @@ def json_text(value: Any) -> str:
         return orjson.dumps(value).decode()
     except orjson.JSONEncodeError as error:
         raise ValueError(f"cannot be written as JSON: {error}") from None
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        raise ValueError(f"is not JSON: {error}") from None

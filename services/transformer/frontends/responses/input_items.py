@@ -31,7 +31,7 @@ class Item(BaseModel):
     content: str = ""
     call_id: str = ""
     name: str = ""
-    arguments: str = ""
+    arguments: Any = ""
     output: str = ""
 
     @field_validator("content", "output", mode="before")
@@ -66,7 +66,7 @@ class _Assistant:
 
 
 def messages_of(items: Iterable[Item]) -> list[TemplateMessage]:
-    """The messages; raises ValueError for arguments that are not a JSON object."""
+    """The messages."""
     messages: list[_Assistant | TemplateMessage] = []
     for item in items:
         last = messages[-1] if messages else None
@@ -78,7 +78,7 @@ def messages_of(items: Iterable[Item]) -> list[TemplateMessage]:
                 messages.append(assistant := _Assistant())
             assistant.calls.append(call_of(item.call_id, item.name, item.arguments))
         elif item.type == "function_call_output":
-            messages.append(template_message("tool", item.output, call_id=item.call_id))
+            messages.append(template_message("tool", item.output, tool_call_id=item.call_id))
         elif item.role == "assistant" and assistant is not None and assistant.only_reasons and assistant.reasoning:
             assistant.content = item.content
         elif item.role == "assistant":

@@ -129,7 +129,7 @@ def _message_of(message: dict[str, Any]) -> TemplateMessage:
 
 
 def _answer_of(parts: Sequence[Part]) -> TemplateMessage:
-    """The assistant's message that an answer makes; raises InvalidRequestError."""
+    """The assistant's message that an answer makes."""
     texts: dict[type[Part], list[str]] = {Content: [], Reasoning: []}
     calls: list[tuple[CallStart, list[str]]] = []
     for part in parts:
@@ -140,12 +140,8 @@ def _answer_of(parts: Sequence[Part]) -> TemplateMessage:
         else:
             texts[type(part)].append(part.text)
     content, reasoning = ("".join(found) for found in texts.values())
-    try:
-        found = [call_of(start.id, start.name, "".join(arguments)) for start, arguments in calls]
-        return template_message("assistant", content, found, reasoning=reasoning)
-    except ValueError as error:
-        text = f"a call on record cannot be continued: {error}"
-        raise InvalidRequestError(text, param="previous_response_id") from None
+    found = [call_of(start.id, start.name, "".join(arguments)) for start, arguments in calls]
+    return template_message("assistant", content, found, reasoning=reasoning)
 
 
 def _request_id(wanted: str, call: CallContext, signer: Signer) -> str | None:
