@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
+    AutoConfig,
+    AutoModel,
     BertConfig,
     BertForSequenceClassification,
     BertModel,
@@ -46,11 +48,54 @@ ENCODERS: Mapping[str, Callable[[], Any]] = {
     ),
 }
 
+# Further types of models, for comparisons with sentence-transformers.
+TYPES: Mapping[str, Mapping[str, Any]] = {
+    "bert": {},
+    "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64},
+    "mpnet": {"pad_token_id": 0},
+    "xlm-roberta": {"pad_token_id": 0},
+    "modernbert": {"pad_token_id": 0, "local_attention": 8, "global_attn_every_n_layers": 2},
+    "deberta-v2": {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0},
+    "gemma3_text": {
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "pad_token_id": 0,
+        "sliding_window": 8,
+        "use_bidirectional_attention": True,
+    },
+    "t5": {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
+    "bart": {
+        "d_model": 32,
+        "encoder_ffn_dim": 64,
+        "decoder_ffn_dim": 64,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "pad_token_id": 0,
+        "decoder_start_token_id": 3,
+    },
+}
+
+
+def save_random_type(kind: str, folder: Path, auto: Any = AutoModel, **more: Any) -> Any:
+    """As `save_random_encoder`, for a type of TYPES and one of transformers' Auto classes."""
+    # The id that ends a text in `save_words_tokenizer`.
+    specials = {"eos_token_id": 3, "bos_token_id": 2, "cls_token_id": 2, "sep_token_id": 3}
+    config = AutoConfig.for_model(kind, **{**_COMMON, **specials, **TYPES[kind], **more})
+    torch.manual_seed(0)
+    return _save_random(auto.from_config(config), folder)
+
 
 def save_random_encoder(kind: str, folder: Path) -> Any:
     """Makes a model, saves it, and returns it in float32; weights are large enough for answers to differ."""
     torch.manual_seed(0)
-    model = ENCODERS[kind]().eval()
+    return _save_random(ENCODERS[kind](), folder)
+
+
+def _save_random(model: Any, folder: Path) -> Any:
+    model = model.eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:
@@ -83,6 +128,8 @@ def save_words_tokenizer(folder: Path, *words: str) -> Any:
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",
         special_tokens=[("[CLS]", vocabulary["[CLS]"]), ("[SEP]", vocabulary["[SEP]"])],
     )
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]"
+    )
     fast.save_pretrained(folder)
     return fast

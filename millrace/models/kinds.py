@@ -4,7 +4,7 @@ It depends only on the folder's files, so that both services decide the same. Th
 
 1. `model.py`, in a local folder: a Python model (code of the hub is never run);
 2. `adapter_config.json` (PEFT's): an adapter of a model that generates text;
-3. `modules.json` (a model of sentence-transformers): embeddings;
+3. `modules.json` (a model of sentence-transformers): classification if it is a cross-encoder, embeddings otherwise;
 4. `config.json` names a class `…ForSequenceClassification`: classification;
 5. it names an encoder (`BertModel`, `T5EncoderModel`, …): embeddings;
 6. anything else generates text, or the predictor refuses it.
@@ -16,11 +16,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from millrace.models.sentence_files import MODULES_FILE, read_sentence_files
 from millrace.models.sources import ModelSource, read_config
 
 PYTHON_FILE = "model.py"
 ADAPTER_FILE = "adapter_config.json"
-MODULES_FILE = "modules.json"
 
 _GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
@@ -40,7 +40,8 @@ def kind_of(source: ModelSource, folder: Path) -> ModelKind:
     if (folder / ADAPTER_FILE).is_file():
         return ModelKind.ADAPTER
     if (folder / MODULES_FILE).is_file():
-        return ModelKind.EMBEDDING
+        is_cross_encoder = read_sentence_files(folder).is_cross_encoder
+        return ModelKind.CLASSIFICATION if is_cross_encoder else ModelKind.EMBEDDING
     config = read_config(folder, "config.json")
     architecture = str((config.get("architectures") or [""])[0])
     if architecture.endswith("ForSequenceClassification"):

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 EMBEDDING, LOGITS = "embedding", "logits"
 TOKEN_TYPE_IDS = "token_type_ids"  # noqa: S105  # no password
+POOLING_MASK = "pooling_mask"  # Input of embedding models that leave the tokens of a prompt out of the pooling.
 LABELS, ACTIVATION = "labels", "activation"
 
 Vector = NDArray[np.float32]

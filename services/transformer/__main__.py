@@ -126,7 +126,9 @@ async def _serve(settings: TransformerSettings) -> None:
     text = TextGenerationServicer(pipeline)
     add_TextGenerationServicer_to_server(text, server.grpc)
     rest_pb2_grpc.add_TextGenerationServicer_to_server(RestTextGenerationServicer(pipeline, text, bodies), server.grpc)
-    openai = OpenAIServicer(pipeline, router, EncoderCalls(router, predictor, tap), bodies, settings.sse_keep_alive)
+    openai = OpenAIServicer(
+        pipeline, router, EncoderCalls(router, predictor, tap, bodies), bodies, settings.sse_keep_alive
+    )
     http = HttpServer(server.interceptor, error_body, shares_port=settings.listen != "alone")
     http.add(*http_methods("OpenAI", openai))
     responses = ResponsesServicer(pipeline, router, bodies, log_stub, settings.sse_keep_alive)

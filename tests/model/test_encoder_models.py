@@ -10,9 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoModelForSequenceClassification
 
 from millrace.deadline import NO_DEADLINE
-from millrace.errors import InvalidRequestError, StartupError
+from millrace.errors import InvalidRequestError, RequestFailedError, StartupError
 from millrace.models.kinds import ModelKind, kind_of
 from millrace.models.sources import ModelSource
 from millrace.oip.model_description import INPUT_IDS, config_of, metadata_of
@@ -22,7 +23,7 @@ from millrace_protos.inference_pb2 import ModelInferRequest
 from services.predictor.repository.loading import build_here, fetch_model
 from services.predictor.settings import PredictorSettings
 from services.predictor.tensor_models.rows import ATTENTION_MASK, pad
-from tests.random_encoders import ENCODERS, VOCABULARY, save_pooling, save_random_encoder
+from tests.random_encoders import ENCODERS, VOCABULARY, save_pooling, save_random_encoder, save_random_type
 
 CPU = torch.device("cpu")
 
@@ -135,6 +136,33 @@ async def test_encoders_of_other_kinds_embed_too(saved, serve, kind):
     rows = [ids_of(length, seed) for seed, length in enumerate((7, 12, 5))]
     for ids, vector in zip(rows, await asyncio.gather(*(answer(served, request(i)) for i in rows)), strict=True):
         np.testing.assert_allclose(vector[0], reference(model, ids).mean(0), rtol=1e-4, atol=1e-5)
+
+
+async def test_a_vector_that_is_not_finite_fails_its_request_only(tmp_path, serve):
+    model = save_random_encoder("bert", tmp_path)
+    with torch.no_grad():
+        model.embeddings.word_embeddings.weight[77] = torch.nan
+    model.save_pretrained(tmp_path)
+    served = serve(tmp_path)
+    rows = [ids_of(9, seed) % 70 for seed in range(4)] + [np.array([5, 77, 6])]
+    *vectors, error = await asyncio.gather(*(answer(served, request(row)) for row in rows), return_exceptions=True)
+    assert isinstance(error, RequestFailedError)
+    assert "embedding of these ids has numbers that are not finite" in error.message
+    assert served.statistics.steps < len(rows)
+    for row, vector in zip(rows, vectors, strict=False):
+        np.testing.assert_allclose(vector[0], reference(model, row).mean(0), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["bart", "t5"])
+async def test_a_classifier_with_a_decoder_takes_rows_of_several_ends(tmp_path, serve, kind):
+    model = save_random_type(kind, tmp_path, AutoModelForSequenceClassification)
+    served = serve(tmp_path)
+    rows = [[5, 6, 3], [7, 3, 8, 3, 9], [3], [*ids_of(20), 3]]  # 3 ends a text.
+    answers = await asyncio.gather(*(answer(served, request(ids)) for ids in rows))
+    for ids, logits in zip(rows, answers, strict=True):
+        np.testing.assert_allclose(logits, reference(model, ids), rtol=1e-4, atol=1e-5)
+    with pytest.raises(InvalidRequestError, match="a row lacks the id 3, by which the model reads a text's end"):
+        await served.infer(request([5, 6]), NO_DEADLINE)
 
 
 async def test_requests_of_several_rows_masks_and_types_get_their_own_answers(saved, serve):
@@ -267,12 +295,6 @@ async def test_an_unsupported_model_is_refused_in_one_line(tmp_path, serve):
     refused("model m cannot be loaded: BertForMaskedLM is not served; it must generate text, classify or embed")
     rewrite(tmp_path, architectures=["BertForSequenceClassification"])
     refused("model m: the folder lacks classifier.bias, classifier.weight, without which its answers are random")
-    save_pooling(tmp_path, {"pooling_mode_weightedmean_tokens": True}, "Normalize")
-    refused(r"its pooling \(pooling_mode_weightedmean_tokens\) is not one of cls, mean, max, lasttoken")
-    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode": "mean"}')
-    modules = json.loads((tmp_path / "modules.json").read_text())
-    (tmp_path / "modules.json").write_text(json.dumps([*modules, {"type": "a.Dense", "path": "3_Dense"}]))
-    refused("has a step Dense, which is not served")
 
 
 @pytest.mark.parametrize(
@@ -300,8 +322,9 @@ def test_the_kind_is_decided_by_the_folder(tmp_path, config, kind):
     # Code of the hub is never run, whatever the source of its file.
     assert kind_of(hub, tmp_path) is kind
     assert kind_of(local, tmp_path) is ModelKind.PYTHON
-    (tmp_path / "modules.json").touch()
-    assert kind_of(hub, tmp_path) is ModelKind.EMBEDDING
+    (tmp_path / "modules.json").write_text('[{"type": "sentence_transformers.models.Transformer", "path": ""}]')
+    is_pairs = "ForSequenceClassification" in str(config)
+    assert kind_of(hub, tmp_path) is (ModelKind.CLASSIFICATION if is_pairs else ModelKind.EMBEDDING)
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 20)), min_size=1, max_size=6))

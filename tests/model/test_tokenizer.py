@@ -11,6 +11,7 @@ import pytest
 
 from millrace.deadline import NO_DEADLINE, Deadline
 from millrace.errors import ContextLengthError, DeadlineError, InvalidRequestError, StartupError
+from millrace.models.sentence_files import read_sentence_files
 from services.transformer.processes import body_processes
 from services.transformer.processes.body_processes import BodyProcesses
 from services.transformer.text.tokenizer import TextTokenizer, row_tokenizer
@@ -150,14 +151,14 @@ def test_variables_too_large_for_the_context_are_refused_unread(moody):
 
 def test_an_embedding_models_tokenizer_is_in_its_folder(pool, tmp_path):
     save_random_encoder("bert", tmp_path)
-    assert row_tokenizer("x", tmp_path, pool) is None
+    assert row_tokenizer("x", read_sentence_files(tmp_path), pool) is None
     save_pooling(tmp_path, {"pooling_mode_mean_tokens": True})
     part = tmp_path / "0_Transformer"
     modules = json.loads((tmp_path / "modules.json").read_text())
     modules[0]["path"] = part.name
     (tmp_path / "modules.json").write_text(json.dumps(modules))
     save_words_tokenizer(part, "the", "fox")
-    found = row_tokenizer("x", tmp_path, pool)
+    found = row_tokenizer("x", read_sentence_files(tmp_path), pool)
     assert found.backend.encode("the fox").ids == [2, 5, 6, 3]
 
 

@@ -87,7 +87,9 @@ async def transformer(
     servicer.add_to_server(server)
     add_TextGenerationServicer_to_server(TextGenerationServicer(pipeline), server)
     http = HttpServer(interceptor, error_body)
-    http.add(*http_methods("OpenAI", OpenAIServicer(pipeline, router, EncoderCalls(router, client, tap), bodies)))
+    http.add(
+        *http_methods("OpenAI", OpenAIServicer(pipeline, router, EncoderCalls(router, client, tap, bodies), bodies))
+    )
     add_OpenInferenceServicer_to_server(OpenInferenceServicer(servicer, pipeline, bodies, links), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
+from sentence_transformers import CrossEncoder, SentenceTransformer
+from sentence_transformers.sentence_transformer import modules as parts
 
-from tests.random_encoders import save_random_encoder, save_words_tokenizer
+from tests.random_encoders import save_random_encoder, save_random_type, save_words_tokenizer
 from tests.system.calls import rest
 from tests.system.payload_log import records
 
@@ -33,13 +35,42 @@ def cross_encoder(tmp_path_factory):
     return saved("cross-encoder", tmp_path_factory)
 
 
+@pytest.fixture(scope="module")
+def sentences(tmp_path_factory):
+    """A model of sentence-transformers with prompts, whose vectors can be shortened, and its folder."""
+    inner, folder = tmp_path_factory.mktemp("inner"), tmp_path_factory.mktemp("sentences")
+    save_random_type("bert", inner, is_matryoshka=True)
+    save_words_tokenizer(inner, *WORDS, "query", "passage")
+    modules = [parts.Transformer(str(inner), max_seq_length=9), parts.Pooling(32, "weightedmean"), parts.Normalize()]
+    prompts = {"query": "query a ", "document": "passage on ", "plain": ""}
+    SentenceTransformer(modules=modules, prompts=prompts, default_prompt_name="query").save(str(folder))
+    return SentenceTransformer(str(folder)), folder
+
+
+@pytest.fixture(scope="module")
+def ranker(tmp_path_factory, cross_encoder):
+    """A cross-encoder as sentence-transformers saves it, and its folder."""
+    folder = tmp_path_factory.mktemp("ranker")
+    CrossEncoder(str(cross_encoder[2]), activation_fn=torch.nn.Identity()).save(str(folder))
+    return CrossEncoder(str(folder)), folder
+
+
+def damaged(kind, tmp_path_factory):
+    """The folder of a model that gives no number for a text with a bird."""
+    model, _, folder = saved(kind, tmp_path_factory)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[5 + WORDS.index("bird")] = torch.nan
+    model.save_pretrained(folder)
+    return folder
+
+
 def saved(kind, tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / kind
     return save_random_encoder(kind, folder), save_words_tokenizer(folder, *WORDS), folder
 
 
 @pytest_asyncio.fixture(scope="module")
-async def stack(stacks, tmp_path_factory, embedder, classifier, cross_encoder):
+async def stack(stacks, tmp_path_factory, embedder, classifier, cross_encoder, sentences, ranker):
     without_tokenizer = tmp_path_factory.mktemp("models") / "bert"
     save_random_encoder("bert", without_tokenizer)
     models = {
@@ -49,6 +80,10 @@ async def stack(stacks, tmp_path_factory, embedder, classifier, cross_encoder):
         "classifier": classifier[2],
         "cross-encoder": cross_encoder[2],
         "identity": "models/identity",
+        "sentences": sentences[1],
+        "ranker": ranker[1],
+        "damaged-embedder": damaged("bert", tmp_path_factory),
+        "damaged-ranker": damaged("cross-encoder", tmp_path_factory),
     }
     async with stacks.use(models=",".join(f"{name}={where}" for name, where in models.items())) as started:
         yield started
@@ -82,6 +117,70 @@ async def test_embeddings_are_those_of_the_model(stack, embedder):
         np.testing.assert_allclose(packed, vectors[1][i], rtol=1e-4, atol=1e-5)
 
 
+async def embed(stack, texts, **fields):
+    body = {"model": "sentences", "input": texts, **fields}
+    rows = (await post(stack, "/v1/embeddings", body)).json["data"]
+    return np.array([row["embedding"] for row in rows])
+
+
+TEXTS = ["the fox sat", "a bird", "on a mat"]
+
+
+async def test_embeddings_have_the_prompts_and_sizes_that_the_request_names(stack, sentences):
+    model, _ = sentences
+    close = {"rtol": 1e-4, "atol": 1e-5}
+    np.testing.assert_allclose(await embed(stack, TEXTS), model.encode(TEXTS), **close)
+    plain = await embed(stack, TEXTS, prompt_name="plain")
+    np.testing.assert_allclose(plain, model.encode(TEXTS, prompt_name="plain"), **close)
+    passages = await embed(stack, TEXTS, input_type="passage")
+    np.testing.assert_allclose(passages, model.encode_document(TEXTS), **close)
+    short = model.encode(TEXTS, truncate_dim=8, normalize_embeddings=True)
+    np.testing.assert_allclose(await embed(stack, TEXTS, dimensions=8), short, **close)
+    long = ["the fox sat on a mat the bird sat on a fox"]
+    np.testing.assert_allclose(await embed(stack, long, truncate_prompt_tokens=-1), model.encode(long), **close)
+    body = {"model": "sentences", "query": TEXTS[0], "documents": TEXTS[1:]}
+    ranked = (await post(stack, "/rerank", body)).json["results"]
+    wanted = model.similarity(model.encode_query(TEXTS[:1]), model.encode_document(TEXTS[1:]))[0]
+    for result in ranked:
+        assert result["relevance_score"] == pytest.approx(float(wanted[result["index"]]), abs=1e-4)
+    body = {"model": "sentences", "text_1": TEXTS[0], "text_2": TEXTS[1:]}
+    scores = [one["score"] for one in (await post(stack, "/score", body)).json["data"]]
+    np.testing.assert_allclose(scores, model.similarity(*(model.encode(t) for t in (TEXTS[:1], TEXTS[1:])))[0], **close)
+
+
+async def test_a_cross_encoder_of_sentence_transformers_ranks_as_it_does_there(stack, ranker):
+    model, _ = ranker
+    documents = ["the bird sat", "the fox sat on a mat", "a mat", "on a fox"]
+    body = {"model": "ranker", "query": "a fox", "documents": documents}
+    results = (await post(stack, "/rerank", body)).json["results"]
+    wanted = model.rank("a fox", documents)
+    assert [one["index"] for one in results] == [one["corpus_id"] for one in wanted]
+    scores = [one["score"] for one in wanted]
+    np.testing.assert_allclose([one["relevance_score"] for one in results], scores, rtol=1e-4, atol=1e-5)
+
+
+NOT_FINITE = {
+    "floats": ("/v1/embeddings", {"model": "damaged-embedder", "input": ["a fox", "a bird"]}),
+    "base64": ("/v1/embeddings", {"model": "damaged-embedder", "input": "a bird", "encoding_format": "base64"}),
+    "cosines": ("/score", {"model": "damaged-embedder", "text_1": "a fox", "text_2": ["a mat", "a bird"]}),
+    "scores": ("/score", {"model": "damaged-ranker", "text_1": "a fox", "text_2": ["a mat", "a bird"]}),
+    "ranks": ("/rerank", {"model": "damaged-ranker", "query": "a bird", "documents": ["a mat"]}),
+    "classes": ("/classify", {"model": "damaged-ranker", "input": "a bird"}),
+    "tensors": (
+        "/v2/models/damaged-embedder/infer",
+        {"inputs": [{"name": "input_ids", "shape": [1], "datatype": "INT64", "data": [5 + WORDS.index("bird")]}]},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NOT_FINITE)
+async def test_numbers_that_are_not_finite_are_an_error(stack, case):
+    path, body = NOT_FINITE[case]
+    answer = await rest(stack.gateway, "POST", path, body)
+    assert answer.status == 500, answer.body
+    assert b"numbers that are not finite" in answer.body
+
+
 async def test_a_thousand_inputs_are_answered_in_order(stack):
     inputs = [[5 + i % 7, 5 + i // 7 % 7, 5 + i // 49 % 7] for i in range(1000)]
     many = (await post(stack, "/v1/embeddings", {"model": "embedder", "input": inputs})).json["data"]
@@ -102,6 +201,15 @@ EMBEDDINGS = {
     "empty text": ({"input": ["fox", ""]}, 400, "input 1: the prompt is empty"),
     "empty ids": ({"input": [[5], []]}, 400, "input 1: the prompt is empty"),
     "too many": ({"input": [[5]] * 2049}, 400, "has 2049 items, at most 2048 are allowed"),
+    "prompt": ({"model": "sentences", "prompt_name": "x"}, 400, "has no prompt 'x'; it has query, document, plain"),
+    "input type": ({"model": "sentences", "input_type": "x"}, 400, "input_type 'x' is not one of query, document, pas"),
+    "both": ({"model": "sentences", "prompt_name": "plain", "input_type": "query"}, 400, "not both"),
+    "prompt of ids": ({"model": "sentences", "input": [5], "prompt_name": "query"}, 400, "the input is token ids"),
+    "long for sentence-transformers": ({"model": "sentences", "input": "fox " * 8}, 400, "input 0: the prompt has 12"),
+    "shorter": ({"dimensions": 8}, 400, "do not say that its vectors can be shortened"),
+    "more": ({"model": "sentences", "dimensions": 33}, 400, "dimensions 33 is not one of the model's: 1 to 32"),
+    "no room": ({"truncate_prompt_tokens": 1}, 400, "input 0: 1 tokens have no room for the model's 2 special tokens"),
+    "none left": ({"truncate_prompt_tokens": 0}, 400, "0 leaves no token"),
     "deadline": ({"input": [[5]] * 2048}, 504, "the deadline passed"),
 }
 
@@ -196,7 +304,8 @@ SCORES = {
     "none": ("/rerank", {"model": "cross-encoder", "query": "a", "documents": []}, "a string or a list of strings"),
     "many": ("/rerank", {"model": "cross-encoder", "query": "a", "documents": ["a"] * 2049}, "at most 2048"),
     "types": ("/rerank", {"model": "cross-encoder", "query": "a", "documents": ["a", 1]}, "a list of strings"),
-    "cut": ("/rerank", {"query": "a", "documents": ["a"], "truncate_prompt_tokens": 8}, "truncate_prompt_tokens"),
+    "cut": ("/rerank", {"query": "a", "documents": ["a"], "max_tokens_per_doc": 8}, "max_tokens_per_doc"),
+    "prompt": ("/score", {"model": "ranker", "text_1": "a", "text_2": "a", "prompt_name": "x"}, "'x'; it has none"),
 }
 
 

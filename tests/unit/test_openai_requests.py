@@ -197,7 +197,6 @@ UNSUPPORTED = {
     "modalities": (chat, {"modalities": ["text", "audio"]}),
     "chat_template": (chat, {"chat_template": "{{ messages }}"}),
     "continue_final_message": (chat, {"continue_final_message": True}),
-    "dimensions": (embeddings, {"dimensions": 8}),
     "truncation_side": (completion, {"truncation_side": "right"}),
     "spaces_between_special_tokens": (completion, {"spaces_between_special_tokens": False}),
 }

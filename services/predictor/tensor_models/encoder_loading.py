@@ -6,94 +6,240 @@ import inspect
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoModelForTextEncoding
+from torch.nn import functional
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTextEncoding,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING
 
 from millrace.errors import StartupError
 from millrace.models.kinds import ModelKind
+from millrace.models.sentence_files import SentenceFiles, read_sentence_files
+from millrace.models.sources import read_config
 from millrace.oip.model_description import FINGERPRINT, INPUT_IDS, ModelDescription, TensorSpec
-from millrace.oip.row_outputs import ACTIVATION, EMBEDDING, LABELS, LOGITS, TOKEN_TYPE_IDS, Activation
+from millrace.oip.row_outputs import (
+    ACTIVATION,
+    EMBEDDING,
+    LABELS,
+    LOGITS,
+    POOLING_MASK,
+    TOKEN_TYPE_IDS,
+    Activation,
+)
 from services.predictor.models.fingerprint import fingerprint_of
-from services.predictor.models.weights import dtype_name, load_weights
+from services.predictor.models.weights import load_weights
 from services.predictor.settings import PredictorSettings
 from services.predictor.tensor_models.encoder_model import BatchSettings, EncoderModel
-from services.predictor.tensor_models.pooling import read_pooling
-from services.predictor.tensor_models.row_network import RowNetwork
+from services.predictor.tensor_models.row_network import Compute, RowNetwork
 from services.predictor.tensor_models.rows import ATTENTION_MASK, RowLimits
+from services.predictor.tensor_models.sentence_steps import (
+    CAUSAL,
+    LAYERS,
+    MEAN_POOLING,
+    SCORES,
+    SENTENCE,
+    TOKENS,
+    Features,
+    step_of,
+)
 
 logger = logging.getLogger(__name__)
 
 _NAMED = 3
 _ACTIVATIONS = {"Identity": Activation.IDENTITY, "Sigmoid": Activation.SIGMOID}  # torch.nn's.
-_UNSTATED_LENGTH = 512  # For models without a position table, such as T5's, whose configuration names no length.
+_UNSTATED_LENGTH = 512  # For models without a position table, such as T5's, whose files name no length.
+_UNBOUNDED_LENGTH = 128 * 1024  # Of models that only look tokens up.
+# By the task of sentence-transformers' Transformer: the output of transformers' model, and the feature that it becomes.
+_OUTPUTS = {
+    "feature-extraction": ("last_hidden_state", TOKENS),
+    "sequence-classification": ("logits", SCORES),
+    "text-generation": ("logits", CAUSAL),
+}
+
+
+@dataclass(frozen=True)
+class _Network:
+    """What computes vectors of rows; `config` is transformers', if it is one of its models."""
+
+    compute: Compute
+    limits: RowLimits
+    architecture: str
+    parameters: int
+    dtype: torch.dtype
+    config: Any = None
+    alone: bool = False
 
 
 def load_encoder(
     name: str, folder: Path, is_local: bool, kind: ModelKind, settings: PredictorSettings, device: torch.device
 ) -> EncoderModel:
-    """Returns the model with its thread running; may also raise transformers' errors for damaged files."""
-    model, head, output = (_classifier if kind is ModelKind.CLASSIFICATION else _embedder)(
-        name, folder, settings, device
-    )
-    pad_id = model.config.get_text_config().pad_token_id
-    limits = RowLimits(
-        model.get_input_embeddings().num_embeddings,
-        _max_length(model, settings.max_context),
-        settings.batch_rows,
-        _token_types(model),
-        pad_id or 0,
-    )
-    parameters = model.num_parameters()  # After packing, weights are no longer parameters.
-    network = RowNetwork(model, head, limits.pad_id)
-    network.prove(limits.vocabulary_size, limits.max_length)
+    """Returns the model with its thread running; may also raise any error for damaged files."""
+    files = read_sentence_files(folder)
+    load = _static_embedding if files.is_static else _transformer
+    loaded = load(name, files, kind, settings, device)
+    limits = loaded.limits
+    network = RowNetwork(loaded.compute, limits.pad_id, device, loaded.dtype, loaded.alone)
+    size = network.prove(limits.vocabulary_size, limits.max_length, limits.end_id)
+    dtype = str(loaded.dtype).removeprefix("torch.")
     logger.info(
         "model %s: %s, %.1fM parameters, %s on %s, rows of %d, %s",
-        *(name, type(model).__name__, parameters / 1e6, dtype_name(model), device.type, limits.max_length),
+        *(name, loaded.architecture, loaded.parameters / 1e6, dtype, device.type, limits.max_length),
         "padded to batches" if network.pads_rows else "each run alone",
     )
     # Requests that will form the next batch do not count as waiting.
     max_waiting = settings.max_waiting + settings.batch_rows
     batches = BatchSettings(settings.batch_delay_ms / 1000, max_waiting, settings.step_timeout)
-    description = _describe(name, model, device, kind, limits, output, network.pads_rows)
-    fingerprint = fingerprint_of(folder, dtype_name(model), is_local)
-    description = replace(description, parameters={**description.parameters, FINGERPRINT: fingerprint})
+    parameters = {
+        "architecture": loaded.architecture,
+        "device": device.type,
+        "dtype": dtype,
+        "kind": str(kind),
+        "context_length": str(limits.max_length),
+        "vocabulary_size": str(limits.vocabulary_size),
+        "max_batch": str(limits.max_rows),
+        "pads_rows": str(network.pads_rows).lower(),
+        FINGERPRINT: fingerprint_of(folder, dtype, is_local),
+    }
+    if kind is ModelKind.CLASSIFICATION:
+        labels = loaded.config.id2label
+        names = [labels[i] for i in sorted(labels)] if len(labels) == size else [f"LABEL_{i}" for i in range(size)]
+        parameters[LABELS] = json.dumps(names, ensure_ascii=False)
+        parameters[ACTIVATION] = _activation_of(name, files, loaded.config, size)
+    description = ModelDescription(
+        platform="pytorch_transformers",
+        inputs=[
+            TensorSpec(INPUT_IDS, "INT64", [-1, -1]),
+            *(TensorSpec(name, "INT64", [-1, -1], optional=True) for name in limits.optional_inputs),
+        ],
+        outputs=[TensorSpec(LOGITS if kind is ModelKind.CLASSIFICATION else EMBEDDING, "FP32", [-1, size])],
+        max_batch_size=limits.max_rows,
+        parameters=parameters,
+    )
     return EncoderModel(name, network, limits, description, batches)
 
 
-def _classifier(
-    name: str, folder: Path, settings: PredictorSettings, device: torch.device
-) -> tuple[Any, Any, TensorSpec]:
-    model, missing = load_weights(name, folder, AutoModelForSequenceClassification, settings.dtype, device)
-    _check_whole(name, missing)
-    return model, _logits, TensorSpec(LOGITS, "FP32", [-1, model.config.num_labels])
-
-
-def _embedder(
-    name: str, folder: Path, settings: PredictorSettings, device: torch.device
-) -> tuple[Any, Any, TensorSpec]:
-    pooling = read_pooling(name, folder)
-    config = AutoConfig.from_pretrained(pooling.folder, trust_remote_code=False)
-    # Encoder-decoder models: only the encoder.
-    auto = AutoModelForTextEncoding if type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING else AutoModel
-    model, missing = load_weights(name, pooling.folder, auto, settings.dtype, device)
+def _transformer(
+    name: str, files: SentenceFiles, kind: ModelKind, settings: PredictorSettings, device: torch.device
+) -> _Network:
+    """A model of transformers, and the steps behind it."""
+    classifies = kind is ModelKind.CLASSIFICATION
+    task, result = files.task, SCORES if classifies else SENTENCE
+    if files.modules:
+        if files.modules[0].kind != "Transformer":
+            raise ValueError(f"its module {files.modules[0].kind} is not served, only Transformer and StaticEmbedding")
+        steps = [step_of(module, device) for module in files.modules[1:]]
+    else:
+        task, steps = ("sequence-classification", []) if classifies else (task, [MEAN_POOLING])
+    if task not in _OUTPUTS:
+        raise ValueError(f"its task {task} is not served, only {', '.join(_OUTPUTS)}")
+    auto = {
+        "sequence-classification": AutoModelForSequenceClassification,
+        "text-generation": AutoModelForCausalLM,
+    }.get(task) or _encoder_class(files.inner)
+    model, missing = load_weights(name, files.inner, auto, settings.dtype, device)
     # Some models have a pooling layer for classification; embeddings do not use it.
-    _check_whole(name, [weight for weight in missing if not weight.startswith("pooler.")])
+    _check_whole(name, [one for one in missing if task != "feature-extraction" or not one.startswith("pooler.")])
+    config = model.config.get_text_config()
+    config.use_cache = False
+    if task == "text-generation":
+        _keep_scored_tokens(model, files)
+    attribute, feature = _OUTPUTS[task]
+    has_layers = bool(config.output_hidden_states)
 
-    def head(output: Any, mask: Tensor) -> Tensor:
-        return pooling(output.last_hidden_state, mask)
+    def compute(tensors: dict[str, Tensor]) -> Tensor:
+        mask = tensors[ATTENTION_MASK]
+        features: Features = {ATTENTION_MASK: mask, POOLING_MASK: tensors.pop(POOLING_MASK, mask)}
+        output = model(**tensors, return_dict=True)
+        features[feature] = getattr(output, attribute).float()
+        if has_layers:
+            features[LAYERS] = torch.stack(output.hidden_states).float()
+        for step in steps:
+            step(features)
+        if result not in features:
+            raise StartupError(f"model {name}: its modules make no {result}")
+        return features[result][:, : files.config.get("truncate_dim")]
 
-    return model, head, TensorSpec(EMBEDDING, "FP32", [-1, model.config.get_text_config().hidden_size])
+    ends_text = classifies and model.config.is_encoder_decoder and not model.config.model_type.startswith("t5gemma")
+    limits = RowLimits(
+        model.get_input_embeddings().num_embeddings,
+        _max_length(model, files, settings.max_context),
+        settings.batch_rows,
+        _token_types(model),
+        config.pad_token_id or 0,
+        takes_pooling_mask=any(
+            module.kind == "Pooling" and read_config(module.folder, "config.json").get("include_prompt") is False
+            for module in files.modules
+        ),
+        end_id=config.eos_token_id if ends_text else None,
+    )
+    # A classifier with a decoder fails on a batch whose rows have different numbers of the id that ends a text.
+    return _Network(
+        compute, limits, type(model).__name__, model.num_parameters(), model.dtype, model.config, alone=ends_text
+    )
 
 
-def _logits(output: Any, mask: Tensor) -> Tensor:
-    logits: Tensor = output.logits
-    return logits
+def _static_embedding(
+    name: str, files: SentenceFiles, kind: ModelKind, settings: PredictorSettings, device: torch.device
+) -> _Network:
+    """The mean of the tokens' rows in a table, as sentence-transformers' StaticEmbedding and model2vec compute it."""
+    path = files.inner / "model.safetensors"
+    if not path.is_file():
+        raise ValueError(f"{files.inner} has no {path.name}; other formats are not loaded")
+    weights = load_file(path)
+    table = weights.get("embedding.weight", weights.get("embeddings"))
+    if table is None:
+        raise ValueError(f"{path} has neither embedding.weight nor embeddings")
+    table = table[weights["mapping"].long()] if "mapping" in weights else table
+    table = (table.float() * weights["weights"].float()[:, None] if "weights" in weights else table.float()).to(device)
+    steps = [step_of(module, device) for module in files.modules[1:]]
+
+    def compute(tensors: dict[str, Tensor]) -> Tensor:
+        mask = tensors[ATTENTION_MASK].bool()
+        counts = mask.sum(1)
+        ids, offsets = tensors[INPUT_IDS][mask], counts.cumsum(0) - counts
+        features = {SENTENCE: functional.embedding_bag(ids, table, offsets, mode="mean")}
+        for step in steps:
+            step(features)
+        return features[SENTENCE][:, : files.config.get("truncate_dim")]
+
+    limits = RowLimits(len(table), settings.max_context or _UNBOUNDED_LENGTH, settings.batch_rows, 0, 0)
+    return _Network(compute, limits, "StaticEmbedding", table.numel(), table.dtype)
+
+
+def _encoder_class(folder: Path) -> Any:
+    """The class that loads an encoder, or the encoder of an encoder-decoder model."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    if type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING:
+        return AutoModelForTextEncoding
+    if config.is_encoder_decoder:
+        raise ValueError(f"the encoder of {config.model_type} is not served by itself")
+    return AutoModel
+
+
+def _keep_scored_tokens(model: Any, files: SentenceFiles) -> None:
+    """Leaves of the output layer the tokens whose logits are the score, so that others are not computed."""
+    found = [module for module in files.modules if module.kind == "LogitScore"]
+    if not found:
+        raise ValueError("a model that generates text makes a score only with the module LogitScore")
+    stated = read_config(found[0].folder, "config.json")
+    ids = [stated[name] for name in ("true_token_id", "false_token_id") if stated.get(name) is not None]
+    whole = model.get_output_embeddings()
+    kept = torch.nn.Linear(whole.in_features, len(ids), whole.bias is not None, whole.weight.device, whole.weight.dtype)
+    kept.weight.data = whole.weight.data[ids].clone()
+    if whole.bias is not None:
+        kept.bias.data = whole.bias.data[ids].clone()
+    model.set_output_embeddings(kept)
 
 
 def _check_whole(name: str, missing: Sequence[str]) -> None:
@@ -104,15 +250,15 @@ def _check_whole(name: str, missing: Sequence[str]) -> None:
         )
 
 
-def _max_length(model: Any, setting: int) -> int:
-    """The maximum length of a row: that of the position table, or a lower setting."""
-    stated: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+def _max_length(model: Any, files: SentenceFiles, setting: int) -> int:
+    """The maximum length of a row: that of the position table, where sentence-transformers cuts, or a setting."""
+    positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     for part, module in model.named_modules():
         if part.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
             # RoBERTa's family numbers positions from the padding's index + 1.
-            stated = module.num_embeddings - module.padding_idx - 1
-    stated = stated or setting or _UNSTATED_LENGTH
-    return min(setting or stated, stated)
+            positions = module.num_embeddings - module.padding_idx - 1
+    lengths = [length for length in (positions, files.max_length, setting) if length and length > 0]
+    return min(lengths, default=_UNSTATED_LENGTH)
 
 
 def _token_types(model: Any) -> int:
@@ -120,11 +266,11 @@ def _token_types(model: Any) -> int:
     return int(getattr(model.config, "type_vocab_size", 0) or 0) if takes else 0
 
 
-def _activation_of(name: str, config: Any) -> Activation:
+def _activation_of(name: str, files: SentenceFiles, config: Any, labels: int) -> Activation:
     """A classifier's activation: the one of a CrossEncoder of sentence-transformers, or the one of transformers'
     pipeline for text classification; raises StartupError for others."""
     stated = getattr(config, "sentence_transformers", None)
-    function = stated.get("activation_fn") if isinstance(stated, dict) else None
+    function = files.config.get("activation_fn") or (stated.get("activation_fn") if isinstance(stated, dict) else None)
     function = function or getattr(config, "sbert_ce_default_activation_function", None)
     if function:
         try:
@@ -133,37 +279,9 @@ def _activation_of(name: str, config: Any) -> Activation:
             raise StartupError(
                 f"model {name}: its activation {function!r} is not one of {', '.join(_ACTIVATIONS)}"
             ) from None
+    if files.is_cross_encoder:
+        return Activation.SIGMOID if labels == 1 else Activation.IDENTITY
     if config.problem_type == "regression":
         return Activation.IDENTITY
-    is_each = config.problem_type == "multi_label_classification" or config.num_labels == 1
+    is_each = config.problem_type == "multi_label_classification" or labels == 1
     return Activation.SIGMOID if is_each else Activation.SOFTMAX
-
-
-def _describe(
-    name: str, model: Any, device: torch.device, kind: ModelKind, limits: RowLimits, output: TensorSpec, pads_rows: bool
-) -> ModelDescription:
-    names = [ATTENTION_MASK, *([TOKEN_TYPE_IDS] if limits.token_types else [])]
-    parameters = {
-        "architecture": type(model).__name__,
-        "device": device.type,
-        "dtype": dtype_name(model),
-        "kind": str(kind),
-        "context_length": str(limits.max_length),
-        "vocabulary_size": str(limits.vocabulary_size),
-        "max_batch": str(limits.max_rows),
-        "pads_rows": str(pads_rows).lower(),
-    }
-    if kind is ModelKind.CLASSIFICATION:
-        labels = model.config.id2label
-        parameters[LABELS] = json.dumps([labels[i] for i in sorted(labels)], ensure_ascii=False)
-        parameters[ACTIVATION] = _activation_of(name, model.config)
-    return ModelDescription(
-        platform="pytorch_transformers",
-        inputs=[
-            TensorSpec(INPUT_IDS, "INT64", [-1, -1]),
-            *(TensorSpec(name, "INT64", [-1, -1], optional=True) for name in names),
-        ],
-        outputs=[output],
-        max_batch_size=limits.max_rows,
-        parameters=parameters,
-    )

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from millrace.deadline import NO_DEADLINE, Deadline
-from millrace.errors import MillraceError, StartupError
+from millrace.errors import MillraceError, RequestFailedError, StartupError
 from millrace.oip.model_description import INPUT_IDS, ModelDescription
 from millrace.oip.stream_infer import FINAL
 from millrace.oip.tensors import Tensor, add_output
@@ -63,6 +63,8 @@ class EncoderModel:
         self, request: pb.ModelInferRequest, deadline: Deadline, caller: Caller = ANY_CALLER
     ) -> pb.ModelInferResponse:
         vectors = await self._run(read_rows(request, self._output, self._limits), deadline)
+        if not np.isfinite(vectors).all():
+            raise RequestFailedError(f"the model's {self._output} of these ids has numbers that are not finite")
         response = pb.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
         add_output(response, Tensor(self._output, "FP32", vectors))
         return response
@@ -78,7 +80,7 @@ class EncoderModel:
         """Does nothing: the model's answers cannot resume elsewhere."""
 
     async def warm_up(self) -> None:
-        ids = np.zeros((1, 1), dtype=np.int64)
+        ids = np.full((1, 1), self._limits.end_id or 0, dtype=np.int64)
         try:
             await self._run({INPUT_IDS: ids, ATTENTION_MASK: np.ones_like(ids)}, NO_DEADLINE)
         except MillraceError as error:

@@ -1,4 +1,4 @@
-"""A model of transformers that computes one vector for each row of token ids.
+"""A model that computes one vector for each row of token ids.
 
 `run` blocks; only one thread calls it. Rows are padded to one batch if that does not change results: `prove` compares a
 short row alone with the same row padded. If they differ (the model uses padding as input, or has no padding token),
@@ -8,7 +8,6 @@ every row runs alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from millrace.oip.model_description import INPUT_IDS
 from services.predictor.tensor_models.rows import ATTENTION_MASK, Rows, pad
 
 Vectors = NDArray[np.float32]
-Head = Callable[[Any, Tensor], Tensor]  # From the model's output and the attention mask to vectors [rows, size].
+Compute = Callable[[dict[str, Tensor]], Tensor]  # From a batch's inputs (see rows.py) to vectors [rows, size].
 
 _SHORT, _LONG = 3, 11
 # Rounding depends on the batch's shape; a real effect of padding is far larger.
@@ -28,13 +27,16 @@ _LOW_PRECISION_TOLERANCE = 0.1
 
 
 class RowNetwork:
-    """See the module. `pad_id` is the model's own padding id."""
+    """See the module. `pad_id` is the model's own padding id; with `alone` no rows are padded."""
 
-    def __init__(self, model: Any, head: Head, pad_id: int) -> None:
-        self.pads_rows = True
-        self._model = model
-        self._head = head
+    def __init__(
+        self, compute: Compute, pad_id: int, device: torch.device, dtype: torch.dtype, alone: bool = False
+    ) -> None:
+        self.pads_rows = not alone
+        self._compute = compute
         self._pad_id = pad_id
+        self._device = device
+        self._dtype = dtype
 
     def run(self, requests: Sequence[Rows]) -> list[Vectors]:
         """Returns the vectors [rows, size] of each request."""
@@ -44,24 +46,27 @@ class RowNetwork:
         ends = np.cumsum([len(rows[INPUT_IDS]) for rows in requests])
         return np.split(vectors, ends[:-1])
 
-    def prove(self, vocabulary_size: int, max_length: int) -> None:
-        """Decides whether rows can be padded."""
-        ids = np.array([i for i in range(_LONG + 1) if i != self._pad_id], dtype=np.int64) % vocabulary_size
-        short, long = (_plain(ids[: min(length, max_length)]) for length in (_SHORT, _LONG))
+    def prove(self, vocabulary_size: int, max_length: int, end_id: int | None = None) -> int:
+        """Decides whether rows can be padded, each ending in `end_id`; returns the size of a vector."""
+        ids = np.array([i for i in range(_LONG + 2) if i not in (self._pad_id, end_id)], dtype=np.int64)
+        rows = [ids[: min(length, max_length)] % vocabulary_size for length in (_SHORT, _LONG)]
+        for row in rows:
+            row[-1] = row[-1] if end_id is None else end_id
+        short, long = map(_plain, rows)
         alone = self._forward(short)
-        try:
-            padded = self._forward(pad([short, long], self._pad_id))[:1]
-        except (ValueError, IndexError, RuntimeError):
-            self.pads_rows = False
-            return
-        tolerance = _TOLERANCES.get(self._model.dtype, _LOW_PRECISION_TOLERANCE)
-        self.pads_rows = bool(np.abs(padded - alone).max() <= tolerance * max(1.0, np.abs(alone).max()))
+        if self.pads_rows:
+            tolerance = _TOLERANCES.get(self._dtype, _LOW_PRECISION_TOLERANCE)
+            try:
+                padded = self._forward(pad([short, long], self._pad_id))[:1]
+                self.pads_rows = bool(np.abs(padded - alone).max() <= tolerance * max(1.0, np.abs(alone).max()))
+            except (ValueError, IndexError, RuntimeError):
+                self.pads_rows = False
+        return int(alone.shape[1])
 
     @torch.inference_mode()
     def _forward(self, rows: Rows) -> Vectors:
-        tensors = {name: torch.from_numpy(ids).to(self._model.device) for name, ids in rows.items()}
-        output = self._model(**tensors, return_dict=True)
-        vectors: Vectors = self._head(output, tensors[ATTENTION_MASK]).float().cpu().numpy()
+        tensors = {name: torch.from_numpy(ids).to(self._device) for name, ids in rows.items()}
+        vectors: Vectors = self._compute(tensors).float().cpu().numpy()
         return vectors
 
 

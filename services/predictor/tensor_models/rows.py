@@ -1,8 +1,8 @@
 """Validates the token ids of a request, and pads the rows of several requests to one batch.
 
 Inputs: `input_ids` INT64 or INT32, [N] or [B, N]; optional, of the same shape, `attention_mask` (0 or 1; default 1)
-and, if the model takes it, `token_type_ids` (default 0). Invalid inputs raise InvalidRequestError. Padding is on the
-right, with mask 0.
+and, if the model takes them, `token_type_ids` (default 0) and `pooling_mask` (0 where a token is read and not pooled;
+default: the attention mask). Invalid inputs raise InvalidRequestError. Padding is on the right, with mask 0.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from millrace.errors import InvalidRequestError
 from millrace.oip.model_description import INPUT_IDS
-from millrace.oip.row_outputs import TOKEN_TYPE_IDS
+from millrace.oip.row_outputs import POOLING_MASK, TOKEN_TYPE_IDS
 from millrace.oip.tensors import Tensor, checked_shape, decode_inputs
 from millrace_protos import inference_pb2 as pb
 
@@ -28,13 +28,21 @@ Rows = Mapping[str, Ids]  # Each input [rows, length]; input_ids and attention_m
 
 @dataclass(frozen=True)
 class RowLimits:
-    """A model's limits; `token_types` is 0 if it takes no token_type_ids."""
+    """A model's limits; `token_types` is 0 if it takes no token_type_ids. Each row needs the id `end_id`, if any."""
 
     vocabulary_size: int
     max_length: int
     max_rows: int
     token_types: int
     pad_id: int
+    takes_pooling_mask: bool = False
+    end_id: int | None = None
+
+    @property
+    def optional_inputs(self) -> list[str]:
+        """The names of the inputs beside the ids."""
+        types = [TOKEN_TYPE_IDS] if self.token_types else []
+        return [ATTENTION_MASK, *types, *([POOLING_MASK] if self.takes_pooling_mask else [])]
 
 
 def read_rows(request: pb.ModelInferRequest, output: str, limits: RowLimits) -> Rows:
@@ -44,7 +52,7 @@ def read_rows(request: pb.ModelInferRequest, output: str, limits: RowLimits) -> 
         if math.prod(shape) > limits.max_rows * limits.max_length:
             _check_shape(shape, limits)
     tensors = decode_inputs(request)
-    known = [INPUT_IDS, ATTENTION_MASK, *([TOKEN_TYPE_IDS] if limits.token_types else [])]
+    known = [INPUT_IDS, *limits.optional_inputs]
     for name in tensors:
         if name not in known:
             raise InvalidRequestError(f"unknown input {name!r}; the model takes {', '.join(known)}")
@@ -56,14 +64,20 @@ def read_rows(request: pb.ModelInferRequest, output: str, limits: RowLimits) -> 
     shape = tensors[INPUT_IDS].array.shape
     _check_shape(shape, limits)
     rows = {INPUT_IDS: _integers(tensors[INPUT_IDS], shape, limits.vocabulary_size)}
-    if ATTENTION_MASK in tensors:
-        rows[ATTENTION_MASK] = _integers(tensors[ATTENTION_MASK], shape, 2)
-        if not rows[ATTENTION_MASK].any(axis=1).all():
-            raise InvalidRequestError(f"{ATTENTION_MASK} hides every token of a row")
-    else:
-        rows[ATTENTION_MASK] = np.ones_like(rows[INPUT_IDS])
+    if limits.end_id is not None and not (rows[INPUT_IDS] == limits.end_id).any(axis=1).all():
+        raise InvalidRequestError(
+            f"{INPUT_IDS}: a row lacks the id {limits.end_id}, by which the model reads a text's end"
+        )
+    rows[ATTENTION_MASK] = np.ones_like(rows[INPUT_IDS])
+    for name in (ATTENTION_MASK, POOLING_MASK):
+        if name in tensors:
+            rows[name] = _integers(tensors[name], shape, 2)
+            if not (rows[name] & rows[ATTENTION_MASK]).any(axis=1).all():
+                raise InvalidRequestError(f"{name} hides every token of a row")
     if TOKEN_TYPE_IDS in tensors:
         rows[TOKEN_TYPE_IDS] = _integers(tensors[TOKEN_TYPE_IDS], shape, limits.token_types)
+    if limits.takes_pooling_mask:
+        rows[POOLING_MASK] = rows.get(POOLING_MASK, rows[ATTENTION_MASK]) & rows[ATTENTION_MASK]
     return rows
 
 

@@ -16,7 +16,7 @@ import orjson
 
 from millrace.errors import HopBrokenError, InvalidRequestError
 from millrace.oip.model_description import INPUT_IDS
-from millrace.oip.row_outputs import TOKEN_TYPE_IDS, Vector
+from millrace.oip.row_outputs import POOLING_MASK, TOKEN_TYPE_IDS, Vector
 from millrace.oip.tensors import Tensor, add_input, decode_outputs
 from millrace.payload.call import recorded
 from millrace.payload.tap import PayloadTap
@@ -24,34 +24,29 @@ from millrace.rpc.call_context import CallContext
 from millrace_protos import inference_pb2
 from millrace_protos.millrace_pb2 import Usage
 from services.transformer.generation.recording import MAX_RECORDED_CHARACTERS, recorded_list
+from services.transformer.inference.rows import Row, RowReader, Text
 from services.transformer.models.models import RelayedModel, RowModel, TextModel
 from services.transformer.predictors.answers import predictor_answers
 from services.transformer.predictors.predictor import Predictor
+from services.transformer.processes.body_processes import BodyProcesses
 from services.transformer.routing.router import Router
-from services.transformer.text.tokenizer import check_token_count
 
 _CALLS_AT_ONCE = 32
-_UNSTATED_LENGTH = 128 * 1024  # Tokens of a row where the predictor reports no limit: it refuses longer ones.
-
-Text = str | Sequence[int]
-
-
-class Row(NamedTuple):
-    """The token ids of a text or of a pair of texts, and in a pair the type of each."""
-
-    ids: Sequence[int]
-    type_ids: Sequence[int] | None = None
 
 
 class Request(NamedTuple):
-    """`texts` are on record. `makes` names what is wanted, for errors; the model's output must be one of `outputs`."""
+    """`texts` are on record. `makes` names what is wanted, for errors; the model's output must be one of `outputs`.
+
+    `cut` is that of RowReader.
+    """
 
     model: str
     texts: Sequence[Text]
     makes: str
     outputs: Container[str]
-    rows_of: Callable[[RowModel], Awaitable[Sequence[Row]]]
+    rows_of: Callable[[RowReader], Awaitable[Sequence[Row]]]
     ignored_fields: Sequence[str]
+    cut: int | None = None
 
 
 class Encoded(NamedTuple):
@@ -65,10 +60,11 @@ class Encoded(NamedTuple):
 class EncoderCalls:
     """Owned by the event loop; one for all requests."""
 
-    def __init__(self, router: Router, predictor: Predictor, tap: PayloadTap) -> None:
+    def __init__(self, router: Router, predictor: Predictor, tap: PayloadTap, bodies: BodyProcesses) -> None:
         self._router = router
         self._predictor = predictor
         self._tap = tap
+        self._bodies = bodies
 
     async def encode(self, request: Request, call: CallContext) -> Encoded:
         """The vectors of a request's rows; raises MillraceError."""
@@ -86,7 +82,7 @@ class EncoderCalls:
 
     async def _encode(self, request: Request, call: CallContext) -> Encoded:
         name, model = await self._model(request, call)
-        rows = await request.rows_of(model)
+        rows = await request.rows_of(RowReader(model, self._bodies, call.deadline, request.cut))
         vectors: list[Vector] = [np.empty(0, np.float32)] * len(rows)
         waiting = iter(range(len(rows)))
 
@@ -119,6 +115,9 @@ class EncoderCalls:
         add_input(request, Tensor(INPUT_IDS, "INT64", np.array(row.ids, dtype=np.int64)))
         if row.type_ids is not None:
             add_input(request, Tensor(TOKEN_TYPE_IDS, "INT64", np.array(row.type_ids, dtype=np.int64)))
+        if row.not_pooled:
+            pooled = (np.arange(len(row.ids)) >= row.not_pooled).astype(np.int64)
+            add_input(request, Tensor(POOLING_MASK, "INT64", pooled))
         data = request.SerializeToString()
         answer = await self._predictor.backoff(call.deadline).retry(
             lambda: self._predictor.infer_bytes(data, call.deadline)
@@ -130,38 +129,9 @@ class EncoderCalls:
         vector = outputs[output].array
         if vector.dtype.kind != "f" or not vector.size:
             raise HopBrokenError(f"model {model!r} gave an {output} that is no vector of floats", hop="predictor")
+        if not np.isfinite(vector).all():  # Other servers may give such; JSON has no form of them.
+            raise HopBrokenError(f"model {model!r} gave an {output} with numbers that are not finite", hop="predictor")
         return vector.reshape(-1).astype("<f4", copy=False)
-
-
-async def row_of(text: Text, model: RowModel, where: str, param: str) -> Row:
-    """The row of a text; an error names it as `where`. Others have their turn after each."""
-    await asyncio.sleep(0)
-    length = model.context_length or _UNSTATED_LENGTH
-    try:
-        if isinstance(text, str):
-            if not text:
-                raise InvalidRequestError("the prompt is empty")
-            return Row(await model.tokenizer.encode(text, length))
-        check_token_count(len(text), length)
-        return Row(text)
-    except InvalidRequestError as error:
-        # The same words as for a prompt, and which of the texts it is.
-        raise type(error)(f"{where}: {error.message}", param=param) from None
-
-
-async def rows_of_inputs(inputs: Sequence[Text], model: RowModel) -> list[Row]:
-    """The rows of a request's `input`."""
-    return [await row_of(text, model, f"input {index}", "input") for index, text in enumerate(inputs)]
-
-
-async def row_of_pair(first: str, second: str, model: RowModel, where: str, param: str) -> Row:
-    """As `row_of`, of two texts that the model reads together."""
-    await asyncio.sleep(0)
-    try:
-        ids, type_ids = await model.tokenizer.pair(first, second, model.context_length or _UNSTATED_LENGTH)
-    except InvalidRequestError as error:
-        raise type(error)(f"{where}: {error.message}", param=param) from None
-    return Row(ids, type_ids if model.takes_types else None)
 
 
 def _recorded(texts: Sequence[Text]) -> str:

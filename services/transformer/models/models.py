@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from millrace.oip.row_outputs import TOKEN_TYPE_IDS, Activation
+from millrace.models.sentence_files import SentenceFiles
+from millrace.oip.row_outputs import POOLING_MASK, TOKEN_TYPE_IDS, Activation
 from millrace.sampling import ContextLimits, SamplingParameters
 from services.transformer.models.processors import RunningProcessor
 from services.transformer.predictors.descriptions import OURS, Dialect, PredictorModel
@@ -40,9 +41,11 @@ class RowModel:
     """How a model makes a vector of a text, or of a pair of texts: see millrace/oip/row_outputs.py."""
 
     tokenizer: TextTokenizer
+    files: SentenceFiles
     output: str
     context_length: int | None = None  # Tokens of a row at most; None if the predictor reports no limit.
     takes_types: bool = False  # It distinguishes the texts of a pair by token_type_ids.
+    takes_pooling_mask: bool = False
     labels: Sequence[str] = ()
     activation: Activation = Activation.SOFTMAX
 
@@ -76,7 +79,7 @@ Model = TextModel | RelayedModel | ProcessedModel
 def model_of(name: str, described: PredictorModel, text: ModelText) -> TextModel | RelayedModel:
     """The model that a predictor describes, with the text side that its files give."""
     if not described.generates:
-        return _relayed(name, described, text.tokenizer)
+        return _relayed(name, described, text)
     limits = _limits_of(described, text)
     if text.tokenizer is None or limits is None:
         return _relayed(name, described)
@@ -95,17 +98,19 @@ def model_of(name: str, described: PredictorModel, text: ModelText) -> TextModel
     )
 
 
-def _relayed(name: str, described: PredictorModel, tokenizer: TextTokenizer | None = None) -> RelayedModel:
+def _relayed(name: str, described: PredictorModel, text: ModelText | None = None) -> RelayedModel:
     is_ours = described.source is not None  # Only our predictors report the source of a model.
     rows = None
-    if tokenizer is not None and described.row_output is not None:
+    if text is not None and text.tokenizer is not None and text.rows is not None and described.row_output is not None:
         rows = RowModel(
-            tokenizer,
+            text.tokenizer,
+            text.rows,
             described.row_output,
             described.context_length,
-            TOKEN_TYPE_IDS in described.inputs and tokenizer.makes_types,
-            described.labels,
-            described.activation,
+            takes_types=TOKEN_TYPE_IDS in described.inputs and text.tokenizer.makes_types,
+            takes_pooling_mask=POOLING_MASK in described.inputs,
+            labels=described.labels,
+            activation=described.activation,
         )
     return RelayedModel(name, described.versions, described.fingerprint, is_ours, rows)
 

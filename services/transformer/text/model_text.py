@@ -10,6 +10,7 @@ from typing import Any
 from millrace.errors import MillraceError, StartupError
 from millrace.models.hub import fetch
 from millrace.models.kinds import ModelKind, kind_of
+from millrace.models.sentence_files import SentenceFiles, read_sentence_files
 from millrace.models.sources import ModelSource, read_config
 from millrace.models.tokenizer_files import CHAT_TEMPLATE_FILE, has_vocabulary
 from millrace.sampling import ContextLimits, SamplingParameters, defaults_of
@@ -22,11 +23,15 @@ _CONTEXT_LENGTH = ("max_position_embeddings", "n_positions", "max_sequence_lengt
 
 @dataclass(frozen=True)
 class ModelText:
-    """See the module; a model that takes no text has no tokenizer. `limits` are None if no file has them."""
+    """See the module; a model that takes no text has no tokenizer. `limits` are None if no file has them.
+
+    `rows` are the files of a model that makes vectors of rows.
+    """
 
     tokenizer: TextTokenizer | None = None
     defaults: SamplingParameters = field(default_factory=SamplingParameters)
     limits: ContextLimits | None = None
+    rows: SentenceFiles | None = None
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,8 @@ def read_text(source: ModelSource, pool: ThreadPoolExecutor, base: AdapterBase |
         if kind is ModelKind.PYTHON:
             return ModelText()
         if kind is not ModelKind.GENERATION:
-            return ModelText(row_tokenizer(source.name, folder, pool))
+            files = read_sentence_files(folder)
+            return ModelText(row_tokenizer(source.name, files, pool), rows=files)
         return _read_generation(TextTokenizer(source.name, folder, pool), folder, folder)
     except (ValueError, TypeError, AttributeError, OSError, MillraceError) as error:  # Files may have any contents.
         raise StartupError(f"model {source.name}: {folder}: {error}") from None

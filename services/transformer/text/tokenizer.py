@@ -15,7 +15,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import orjson
 
 from millrace.deadline import Deadline
 from millrace.errors import ContextLengthError, InvalidRequestError, StartupError
-from millrace.models.kinds import MODULES_FILE
+from millrace.models.sentence_files import SentenceFiles
 from millrace.models.tokenizer_files import NAMED_TOKENS, has_vocabulary, read_tokenizer
 from millrace.oip.row_outputs import TOKEN_TYPE_IDS
 from services.transformer.processes.body_processes import TEMPLATES, BodyProcesses
@@ -81,18 +81,47 @@ class TextTokenizer:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, self._encode_long, text, add_special_tokens)
 
-    async def pair(self, first: str, second: str, max_tokens: int) -> tuple[list[int], list[int]]:
-        """The ids of two texts as one row, and the type of each id; raises InvalidRequestError."""
-        size = _bytes_of(first) + _bytes_of(second)
-        self._refuse_oversize(size, max_tokens)
-        encode = self.backend.encode_batch
-        if size <= _INLINE_BYTES:
-            (encoded,) = encode([(first, second)])
-        else:
-            loop = asyncio.get_running_loop()
-            (encoded,) = await loop.run_in_executor(self._pool, encode, [(first, second)])
+    async def row(
+        self, texts: Sequence[str], max_tokens: int, cut_side: str | None = None, add_special_tokens: bool = True
+    ) -> tuple[list[int], list[int]]:
+        """The ids of a text, or of two as one row, and the type of each id; raises InvalidRequestError.
+
+        With `cut_side` (left, right) tokens beyond `max_tokens` are left out, of the longer text first, as transformers
+        does by `longest_first`.
+        """
+        size = sum(map(_bytes_of, texts))
+        if cut_side is None:
+            self._refuse_oversize(size, max_tokens)
+        encode = partial(self._encode_row, texts, max_tokens, cut_side, add_special_tokens)
+        loop = asyncio.get_running_loop()
+        encoded = encode() if size <= _INLINE_BYTES else await loop.run_in_executor(self._pool, encode)
         check_token_count(len(encoded.ids), max_tokens)
         return encoded.ids, encoded.type_ids
+
+    def _encode_row(self, texts: Sequence[str], max_tokens: int, cut_side: str | None, add_special_tokens: bool) -> Any:
+        row = texts[0] if len(texts) == 1 else tuple(texts)
+        (encoded,) = self.backend.encode_batch([row], add_special_tokens=add_special_tokens)
+        if cut_side is None or len(encoded.ids) <= max_tokens:
+            return encoded
+        parts = self.backend.encode_batch(list(texts), add_special_tokens=False)
+        special = self.backend.num_special_tokens_to_add(len(texts) == 2) if add_special_tokens else 0
+        if special > max_tokens:
+            raise InvalidRequestError(f"{max_tokens} tokens have no room for the model's {special} special tokens")
+        for part, length in zip(
+            parts, _cut_lengths([len(one.ids) for one in parts], max_tokens - special), strict=True
+        ):
+            part.truncate(length, direction=cut_side)
+        return self.backend.post_process(*parts, add_special_tokens=add_special_tokens)
+
+    def make_lower_case(self) -> None:
+        """Lowers the case of every text first, as sentence-transformers' `do_lower_case` does."""
+        from tokenizers import normalizers
+
+        present: Any = self.backend.normalizer
+        is_list = isinstance(present, normalizers.Sequence)
+        steps = list(present) if is_list else [present] if present is not None else []
+        if not any(isinstance(step, normalizers.Lowercase) for step in steps):
+            self.backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *steps])
 
     @property
     def makes_types(self) -> bool:
@@ -237,14 +266,26 @@ def check_token_count(count: int, max_tokens: int) -> None:
         raise InvalidRequestError("the prompt is empty")
 
 
-def row_tokenizer(name: str, folder: Path, pool: ThreadPoolExecutor) -> TextTokenizer | None:
+def row_tokenizer(name: str, files: SentenceFiles, pool: ThreadPoolExecutor) -> TextTokenizer | None:
     """The tokenizer of an encoder or classifier; None where its folder has none, because ids suffice; blocks.
 
     It lies beside the weights, which sentence-transformers may put into a folder of their own.
     """
-    modules = json.loads((folder / MODULES_FILE).read_text()) if (folder / MODULES_FILE).is_file() else []
-    parts = [module.get("path", "") for module in modules if str(module.get("type")).endswith("Transformer")]
-    for place in (folder, *(folder / part for part in parts)):
+    for place in (files.inner, files.folder):
         if has_vocabulary(place):
-            return TextTokenizer(name, place, pool)
+            tokenizer = TextTokenizer(name, place, pool)
+            if files.transformer.get("do_lower_case"):
+                tokenizer.make_lower_case()
+            return tokenizer
     return None
+
+
+def _cut_lengths(lengths: list[int], room: int) -> list[int]:
+    """The lengths to which a text or two are cut, the longer first: the algorithm of the library tokenizers."""
+    if sum(lengths) <= room or len(lengths) == 1:
+        return [min(length, room) for length in lengths]
+    shorter = min(lengths)
+    if 2 * shorter > room:
+        halves = [room // 2, room - room // 2]
+        return halves if lengths[0] <= lengths[1] else halves[::-1]
+    return [shorter if length == shorter else room - shorter for length in lengths]

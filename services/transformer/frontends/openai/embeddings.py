@@ -7,21 +7,56 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator, Sequence
-from functools import partial
 
+import numpy as np
 import orjson
 
+from millrace.errors import InvalidRequestError
+from millrace.models.sentence_files import SentenceFiles
 from millrace.oip.row_outputs import EMBEDDING, Vector
+from millrace.rpc.call_context import CallContext
 from services.transformer.frontends.openai.text_requests import EmbeddingsRequest
-from services.transformer.inference.encoder_calls import Request, rows_of_inputs
+from services.transformer.inference.encoder_calls import EncoderCalls, Request
+from services.transformer.inference.rows import Row, RowReader
 
+_TINY = np.finfo(np.float32).tiny
 _ROWS_A_PIECE = 64  # Of the answer's JSON, so that writing it does not hold the event loop.
 
 
-def encoding_of(request: EmbeddingsRequest) -> Request:
-    """The request for its inputs' vectors."""
-    rows_of = partial(rows_of_inputs, request.input)
-    return Request(request.model, request.input, "embeddings", [EMBEDDING], rows_of, request.ignored_fields())
+async def embed(request: EmbeddingsRequest, encoders: EncoderCalls, call: CallContext) -> Iterator[bytes]:
+    """The JSON of its inputs' vectors, in pieces."""
+
+    async def rows_of(reader: RowReader) -> list[Row]:
+        prompt = reader.prompt(request.prompt_name, request.input_type)
+        is_ids = any(not isinstance(text, str) for text in request.input)
+        if is_ids and (name := request.prompt_name or request.input_type):
+            raise InvalidRequestError(f"prompt {name[:64]!r} goes before texts, and the input is token ids")
+        return [await reader.row(text, f"input {i}", "input", prompt) for i, text in enumerate(request.input)]
+
+    cut = request.truncate_prompt_tokens
+    wanted = Request(request.model, request.input, "embeddings", [EMBEDDING], rows_of, request.ignored_fields(), cut)
+    model, vectors, tokens = await encoders.encode(wanted, call)
+    if request.dimensions is not None:
+        vectors = [_shortened(vector, request.dimensions, model.files) for vector in vectors]
+    return embeddings_json(request, vectors, tokens)
+
+
+def _shortened(vector: Vector, dimensions: int, files: SentenceFiles) -> Vector:
+    """A vector's first numbers, of a model whose files say that they suffice; of length one if the whole one is."""
+    allowed = files.dimensions
+    if dimensions == len(vector):
+        return vector
+    if allowed is None:
+        raise InvalidRequestError(
+            "the model's files do not say that its vectors can be shortened: its config.json needs is_matryoshka or "
+            f"matryoshka_dimensions; without dimensions they have {len(vector)}",
+            param="dimensions",
+        )
+    if dimensions > len(vector) or (allowed and dimensions not in allowed):
+        choices = ", ".join(map(str, allowed)) or f"1 to {len(vector)}"
+        raise InvalidRequestError(f"dimensions {dimensions} is not one of the model's: {choices}", param="dimensions")
+    first = vector[:dimensions]
+    return first / max(np.linalg.norm(first), _TINY) if files.normalizes else first
 
 
 def embeddings_json(request: EmbeddingsRequest, vectors: Sequence[Vector], tokens: int) -> Iterator[bytes]:

@@ -2,14 +2,13 @@
 
 A classifier's probabilities are those that its files define (millrace/oip/row_outputs.py). The score of two texts is
 that of a cross-encoder, which is a classifier of pairs with one label, or the cosine of the vectors of an embedding
-model. Source of the shapes: vLLM's OpenAI-compatible server.
+model, or what its files say instead of the cosine. Source of the shapes: vLLM's OpenAI-compatible server.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,8 @@ from millrace.errors import InvalidRequestError
 from millrace.oip.row_outputs import EMBEDDING, LOGITS, Vector
 from millrace.rpc.call_context import CallContext
 from services.transformer.frontends.openai.text_requests import ClassifyRequest, RerankRequest, ScoreRequest
-from services.transformer.inference.encoder_calls import EncoderCalls, Request, Row, row_of, row_of_pair, rows_of_inputs
+from services.transformer.inference.encoder_calls import EncoderCalls, Request
+from services.transformer.inference.rows import Row, RowReader
 from services.transformer.models.models import RowModel
 
 _TINY = np.finfo(np.float32).tiny
@@ -26,9 +26,15 @@ _TINY = np.finfo(np.float32).tiny
 
 async def classify(request: ClassifyRequest, encoders: EncoderCalls, call: CallContext) -> dict[str, Any]:
     """The class of each input, with the probabilities of all."""
-    rows_of = partial(rows_of_inputs, request.input)
-    asked = Request(request.model, request.input, "classes", [LOGITS], rows_of, request.ignored_fields())
-    model, vectors, tokens = await encoders.encode(asked, call)
+
+    async def rows_of(reader: RowReader) -> list[Row]:
+        prompt = reader.prompt(request.prompt_name) if request.prompt_name else ""
+        inputs = enumerate(request.input)
+        return [await reader.row(text, f"input {i}", "input", prompt, verbatim=True) for i, text in inputs]
+
+    cut = request.truncate_prompt_tokens
+    wanted = Request(request.model, request.input, "classes", [LOGITS], rows_of, request.ignored_fields(), cut)
+    model, vectors, tokens = await encoders.encode(wanted, call)
     data = [
         {"index": index, "label": _label(model, vector), "probs": probabilities, "num_classes": len(probabilities)}
         for index, vector in enumerate(vectors)
@@ -75,23 +81,32 @@ async def _scores(
     """The score of each pair, and the number of tokens that the model has read."""
     distinct = list(dict.fromkeys(firsts))  # An embedding model reads a query once.
 
-    async def rows_of(model: RowModel) -> list[Row]:
+    async def rows_of(reader: RowReader) -> list[Row]:
+        model, name = reader.model, request.prompt_name
+        prompt = reader.prompt(name)
         if model.output == EMBEDDING:
-            rows = [await row_of(text, model, names[0], names[0]) for text in distinct]
-            return rows + [await row_of(text, model, f"{names[1]} {i}", names[1]) for i, text in enumerate(seconds)]
+            prompts = prompt, prompt
+            if isinstance(request, RerankRequest) and name is None:
+                prompts = reader.prompt(input_type="query"), reader.prompt(input_type="document")
+            rows = [await reader.row(text, names[0], names[0], prompts[0]) for text in distinct]
+            others = enumerate(seconds)
+            return rows + [await reader.row(text, f"{names[1]} {i}", names[1], prompts[1]) for i, text in others]
         if len(model.labels) > 1:
             raise InvalidRequestError(
                 f"model {request.model!r} has {len(model.labels)} labels; a score needs a model of one", param="model"
             )
         pairs = zip(firsts, seconds, strict=True)
-        return [await row_of_pair(*pair, model, f"{names[1]} {i}", names[1]) for i, pair in enumerate(pairs)]
+        return [await reader.pair(*pair, f"{names[1]} {i}", names[1], prompt) for i, pair in enumerate(pairs)]
 
     texts = [*distinct, *seconds]
-    asked = Request(request.model, texts, "scores", [EMBEDDING, LOGITS], rows_of, request.ignored_fields())
-    model, vectors, tokens = await encoders.encode(asked, call)
+    ignored, cut = request.ignored_fields(), request.truncate_prompt_tokens
+    wanted = Request(request.model, texts, "scores", [EMBEDDING, LOGITS], rows_of, ignored, cut)
+    model, vectors, tokens = await encoders.encode(wanted, call)
     if model.output == EMBEDDING:
         of = dict(zip(distinct, vectors, strict=False))
-        scores = [_cosine(of[first], vector) for first, vector in zip(firsts, vectors[len(distinct) :], strict=True)]
+        similar = _SIMILARITIES[model.files.config.get("similarity_fn_name") or "cosine"]
+        pairs = zip(firsts, vectors[len(distinct) :], strict=True)
+        scores = [float(similar(of[first].astype(float), vector.astype(float))) for first, vector in pairs]
     else:
         scores = [float((model.activation(vector) if request.use_activation else vector)[0]) for vector in vectors]
     return scores, tokens
@@ -103,8 +118,13 @@ def _label(model: RowModel, logits: Vector) -> str:
     return model.labels[index] if index < len(model.labels) else str(index)
 
 
-def _cosine(first: Vector, second: Vector) -> float:
-    return float(first @ second / max(np.linalg.norm(first) * np.linalg.norm(second), _TINY))
+# sentence-transformers' similarity functions, of vectors in float64: squares of float32 overflow.
+_SIMILARITIES: Mapping[str, Callable[[Any, Any], Any]] = {
+    "cosine": lambda first, second: first @ second / max(np.linalg.norm(first) * np.linalg.norm(second), _TINY),
+    "dot": lambda first, second: first @ second,
+    "euclidean": lambda first, second: -np.linalg.norm(first - second),
+    "manhattan": lambda first, second: -np.abs(first - second).sum(),
+}
 
 
 def _listed(kind: str, model: str, call: CallContext) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from services.transformer.frontends.http import EVENTS, JSON, PLAIN, Body, Heade
 from services.transformer.frontends.openai.answers import ChatFormat, CompletionFormat, Echoes
 from services.transformer.frontends.openai.bodies import answer
 from services.transformer.frontends.openai.choices import choices_of
-from services.transformer.frontends.openai.embeddings import embeddings_json, encoding_of
+from services.transformer.frontends.openai.embeddings import embed
 from services.transformer.frontends.openai.errors import openai_error
 from services.transformer.frontends.openai.generation_requests import (
     COMPLETION_MAX_TOKENS,
@@ -170,8 +170,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
         parsed = await self._read(EmbeddingsRequest, request, call, "embedding")
         if ignored := parsed.ignored_fields():
             yield Header(IGNORED_FIELDS, ", ".join(ignored))
-        _, vectors, tokens = await self._encoders.encode(encoding_of(parsed), call)
-        for piece in embeddings_json(parsed, vectors, tokens):
+        for piece in await embed(parsed, self._encoders, call):
             yield HttpBody(content_type=JSON, data=piece)
 
     @rest_errors(openai_error)

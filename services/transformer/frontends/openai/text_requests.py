@@ -5,7 +5,6 @@ Apart from what serves them: the processes that parse large bodies import this, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from pydantic import AliasChoices, Field, field_validator
@@ -18,7 +17,6 @@ from services.transformer.text.tools import ToolFunction, ToolUse
 
 MAX_INPUTS = 2048  # OpenAI's limit.
 _MAX_IDS = 128 * 1024  # Decoded in about 10 ms.
-_NOT_CUT: Mapping[str, Sequence[Any]] = {"truncate_prompt_tokens": ()}  # Texts that are too long are refused.
 
 
 def _texts(value: Any) -> Any:
@@ -31,10 +29,23 @@ def _texts(value: Any) -> Any:
     return texts
 
 
-class InputsRequest(OpenAIRequest):
-    """A request about each of its inputs."""
+class RowsRequest(OpenAIRequest):
+    """A request for vectors of texts; see `RowReader` for the fields."""
 
-    UNSUPPORTED: ClassVar[Mapping[str, Sequence[Any]]] = _NOT_CUT
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    prompt_name: str | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequestError(
+                "truncate_prompt_tokens: 0 leaves no token of a text; give a number, or -1 for the model's",
+                param="truncate_prompt_tokens",
+            )
+
+
+class InputsRequest(RowsRequest):
+    """A request about each of its inputs."""
 
     input: list[Prompt]
 
@@ -51,8 +62,8 @@ class InputsRequest(OpenAIRequest):
 class EmbeddingsRequest(InputsRequest):
     """A request for the vectors of its inputs."""
 
-    UNSUPPORTED: ClassVar[Mapping[str, Sequence[Any]]] = {**_NOT_CUT, "dimensions": ()}
-
+    dimensions: int | None = Field(None, ge=1)
+    input_type: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
 
 
@@ -62,10 +73,8 @@ class ClassifyRequest(InputsRequest):
     use_activation: bool = True
 
 
-class ScoreRequest(OpenAIRequest):
+class ScoreRequest(RowsRequest):
     """A request for the scores of pairs of texts: of one text with each other one, or of those in equal places."""
-
-    UNSUPPORTED: ClassVar = _NOT_CUT
 
     text_1: list[str] = Field(validation_alias=AliasChoices("text_1", "queries", "data_1"))
     text_2: list[str] = Field(validation_alias=AliasChoices("text_2", "documents", "data_2"))
@@ -85,10 +94,10 @@ class ScoreRequest(OpenAIRequest):
             )
 
 
-class RerankRequest(OpenAIRequest):
+class RerankRequest(RowsRequest):
     """A request for the order of documents by a query; `top_n` 0: all of them."""
 
-    UNSUPPORTED: ClassVar = {**_NOT_CUT, "max_chunks_per_doc": (), "max_tokens_per_doc": ()}
+    UNSUPPORTED: ClassVar = {"max_chunks_per_doc": (), "max_tokens_per_doc": ()}
 
     query: str
     documents: list[str]
