@@ -83,6 +83,7 @@ async def _serve(settings: TransformerSettings) -> None:
     from services.transformer.routing.router import Router
     from services.transformer.routing.shadows import Shadows
     from services.transformer.text.answer_syntax import SyntaxSettings
+    from services.transformer.text.tokenizer import start_rendering
 
     bodies = BodyProcesses()
     waits = (settings.predictor_wait, settings.predictor_start_wait)
@@ -159,6 +160,7 @@ async def _serve(settings: TransformerSettings) -> None:
 
     for name in ("", READY, *_OWN, _PAYLOAD_LOG):
         await server.set_serving(name, False)
+    server.own("chat-templates", start_rendering(bodies))
     server.own("links", links.run())
     if settings.direct_models is not None:
         server.own("direct-models", list_direct_models(settings.direct_models, router))

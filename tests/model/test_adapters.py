@@ -22,6 +22,7 @@ from services.transformer.text.model_text import AdapterBase, BaseNeededError, r
 from tests.model.bfloat16 import PACKED_DTYPES
 from tests.random_adapters import merge, save_random_adapter
 from tests.random_models import PAGED, VOCABULARY, random_model, save_random_model
+from tests.support.chat_prompts import chat_prompt
 
 LENGTH = 45
 # Some layers only, as most adapters have it: the rest of a joined product is zero.
@@ -144,7 +145,8 @@ def test_scales_follow_the_rank_its_root_and_patterns(tmp_path):
     model = random_model("llama")
     fields = {
         "lora_alpha": 6,
-        "alpha_pattern": {"layers.1.self_attn.q_proj": 3, "up_proj": 5},
+        # The first one backtracks for ever in Python's own expressions.
+        "alpha_pattern": {r"((\w|\.)*)*!": 7, "layers.1.self_attn.q_proj": 3, "up_proj": 5},
         "ranks": {"v_proj": 9},
     }
     for name, use_root in {"plain": False, "root": True}.items():
@@ -171,6 +173,8 @@ def test_scales_follow_the_rank_its_root_and_patterns(tmp_path):
         ({"bias": "all"}, "it changes biases"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa changes the base"),
         ({"rank": 257}, "has rank 257; the maximum is 256"),
+        ({"alpha_pattern": {"(?=q)q_proj": 3}}, "its alpha_pattern is not a regular expression that RE2 reads"),
+        ({"alpha_pattern": {str(number): 1 for number in range(5000)}}, "has 5000 patterns; the maximum is 4096"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(tmp_path, fields, message):
@@ -221,16 +225,16 @@ def test_the_text_side_is_the_bases_except_for_what_the_adapters_folder_has(tmp_
         assert read_text(source, pool, AdapterBase(base_source, base)) is base
         own = read_text(source, pool, AdapterBase(base_source))
         hello = [("user", "Hello")]
-        assert own.tokenizer.render_chat(hello, 99) == base.tokenizer.render_chat(hello, 99)
+        assert chat_prompt(own.tokenizer, hello, 99) == chat_prompt(base.tokenizer, hello, 99)
         assert own.limits == base.limits
         (adapter / "chat_template.jinja").write_text("mine: {{ messages[0]['content'] }}")
         (adapter / "generation_config.json").write_text('{"temperature": 0.25, "do_sample": true}')
         own = read_text(source, pool, AdapterBase(base_source, base))
-        assert own.tokenizer.render_chat(hello, 99) == "mine: Hello"
+        assert chat_prompt(own.tokenizer, hello, 99) == "mine: Hello"
         assert own.defaults.temperature == 0.25
         # A tokenizer of its own without a template.
         (adapter / "chat_template.jinja").unlink()
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(tmp_path / "base" / name, adapter / name)
         own = read_text(source, pool, AdapterBase(base_source, base))
-        assert own.tokenizer.render_chat(hello, 99) == base.tokenizer.render_chat(hello, 99)
+        assert chat_prompt(own.tokenizer, hello, 99) == chat_prompt(base.tokenizer, hello, 99)

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from millrace.deadline import NO_DEADLINE, Deadline
-from millrace.errors import ContextLengthError, DeadlineError, InvalidRequestError, StartupError
+from millrace.errors import ContextLengthError, InvalidRequestError, StartupError
 from millrace.models.sentence_files import read_sentence_files
 from services.transformer.processes import body_processes
 from services.transformer.processes.body_processes import BodyProcesses
 from services.transformer.text.tokenizer import TextTokenizer, row_tokenizer
 from tests.random_encoders import save_pooling, save_random_encoder, save_words_tokenizer
+from tests.support.chat_prompts import chat_prompt
 from tests.support.loop_lag import loop_lag
 
 MODELS = Path(__file__).parents[2] / "models"
@@ -73,19 +74,19 @@ async def test_any_text_can_be_a_prompt(storyteller):
 
 
 def test_the_chat_template_writes_the_roles(storyteller):
-    text = storyteller.render_chat([("user", "Tell me a story about a fox.")], 1024)
+    text = chat_prompt(storyteller, [("user", "Tell me a story about a fox.")], 1024)
     assert text.startswith("<s><|user|>Tell me a story about a fox.")
     assert text.endswith("<|assistant|>")
 
 
 def test_messages_that_the_template_refuses_are_refused(storyteller):
     with pytest.raises(InvalidRequestError, match="refuses the messages"):
-        storyteller.render_chat([("robot", "beep")], 1024)
+        chat_prompt(storyteller, [("robot", "beep")], 1024)
 
 
 def test_chat_needs_a_model_with_a_chat_template(pool):
     with pytest.raises(InvalidRequestError, match="no chat template; use completions"):
-        TextTokenizer("normalizer", MODELS / "normalizer", pool).render_chat([("user", "hello")], 1024)
+        chat_prompt(TextTokenizer("normalizer", MODELS / "normalizer", pool), [("user", "hello")], 1024)
 
 
 def test_a_folder_without_a_tokenizer_is_a_start_up_error(pool, tmp_path):
@@ -111,28 +112,28 @@ HELLO = [("user", "hello")]
 
 
 def test_a_chat_templates_variables_can_be_set(moody):
-    assert moody.render_chat(HELLO, 1024) == "1.0 : hello >"
-    assert moody.render_chat(HELLO, 1024, {"mood": "glad"}) == "1.0 glad: hello >"
-    assert moody.render_chat(HELLO, 1024, {"add_generation_prompt": False}) == "1.0 : hello"
+    assert chat_prompt(moody, HELLO, 1024) == "1.0 : hello >"
+    assert chat_prompt(moody, HELLO, 1024, {"mood": "glad"}) == "1.0 glad: hello >"
+    assert chat_prompt(moody, HELLO, 1024, {"add_generation_prompt": False}) == "1.0 : hello"
 
 
 @pytest.mark.parametrize("name", ["chat_template", "tokenize", "tools", "conversation", "self", "tokenizer_kwargs"])
 def test_unknown_variables_of_the_template_are_refused(moody, name):
     with pytest.raises(InvalidRequestError, match=f"'{name}' is not a variable of a chat template") as raised:
-        moody.render_chat(HELLO, 1024, {name: "{{ 1 }}"})
+        chat_prompt(moody, HELLO, 1024, {name: "{{ 1 }}"})
     assert raised.value.param == "chat_template_kwargs"
 
 
 @pytest.mark.parametrize("options", [{"messages": []}, {"divisor": "x"}, {"divisor": [1]}])
 def test_variables_that_break_the_template_are_the_callers_error(moody, options):
     with pytest.raises(InvalidRequestError, match="refuses the messages"):
-        moody.render_chat(HELLO, 1024, options)
+        chat_prompt(moody, HELLO, 1024, options)
 
 
 CALL = '{"tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}'
 
 
-async def test_tools_and_calls_are_objects_to_the_template_inline_and_in_a_process(moody, bodies):
+async def test_tools_and_calls_are_objects_to_the_template(moody, bodies):
     called = moody_like(
         moody, "{{ tools[0].f }} {{ messages[1].tool_calls[0].function.arguments.x }}{{ messages[0].content }}"
     )
@@ -146,7 +147,7 @@ async def test_tools_and_calls_are_objects_to_the_template_inline_and_in_a_proce
 
 def test_variables_too_large_for_the_context_are_refused_unread(moody):
     with pytest.raises(ContextLengthError, match="more than fit a context of 10 tokens"):
-        moody.render_chat(HELLO, 10, {"mood": "x" * 1_000_000})
+        chat_prompt(moody, HELLO, 10, {"mood": "x" * 1_000_000})
 
 
 def test_an_embedding_models_tokenizer_is_in_its_folder(pool, tmp_path):
@@ -180,19 +181,19 @@ def looping(pool, tmp_path):
 async def bodies():
     """A template may take two seconds of the processor instead of three; the first call's imports take one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(body_processes._LIMITS, body_processes.TEMPLATES, (2, 512 * 1024**2, 5))
+        patch.setitem(body_processes._LIMITS, body_processes.SLOW_TEMPLATES, (2, 512 * 1024**2, 5))
         made = BodyProcesses()
     yield made
     await made.close()
 
 
-async def test_a_large_conversation_is_rendered_like_a_small_one_outside_the_event_loop(looping, bodies):
+async def test_conversations_of_any_size_are_rendered_outside_the_event_loop(looping, bodies):
     small = [("user", "hello"), ("assistant", "hi 🦄")]
     large = small * 2000
     options = {"mood": "glad "}
     text = await looping.render(large, 100_000, options, bodies, NO_DEADLINE)
-    assert text == looping.render_chat(large, 100_000, options)
-    assert await looping.render(small, 1024, None, bodies, NO_DEADLINE) == looping.render_chat(small, 1024)
+    assert text == chat_prompt(looping, large, 100_000, options)
+    assert await looping.render(small, 1024, None, bodies, NO_DEADLINE) == chat_prompt(looping, small, 1024)
     with pytest.raises(InvalidRequestError, match="refuses the messages: division by zero"):
         await moody_like(looping, "{{ 1 / 0 }}").render(large, 100_000, None, bodies, NO_DEADLINE)
 
@@ -202,15 +203,26 @@ def moody_like(tokenizer, template):
     return tokenizer
 
 
-async def test_an_endless_chat_template_blocks_the_event_loop_for_a_moment_at_most(looping, bodies):
-    async with loop_lag() as lag:
-        for _ in range(3):
-            with pytest.raises(DeadlineError):
-                await looping.render([("user", "loop")], 1024, None, bodies, Deadline.after(0.3))
-    assert lag.longest_s < 1
-    # The template counts as slow now: the loop does not try it again. Others are served once the process is replaced.
-    begun = time.process_time()
-    assert await looping.render([("user", "hello")], 1024, None, bodies, Deadline.after(60)) == looping.render_chat(
-        [("user", "hello")], 1024
+@pytest.mark.parametrize("bomb", [LOOP, "{{ 9 ** (9 ** n) }}", "{{ 'a' * 10 ** n }}", "{{ '%099999999999d' % n }}"])
+async def test_a_hostile_chat_template_delays_neither_the_event_loop_nor_other_models(looping, moody, bodies, bomb):
+    hostile = moody_like(
+        looping, "{% set n = messages|length + 9 %}{% if messages[0].content == 'loop' %}" + bomb + "{% endif %}fine"
     )
-    assert time.process_time() - begun < 1
+    async with loop_lag() as lag:
+        with pytest.raises(InvalidRequestError, match=r"refuses the messages|takes too much time or memory"):
+            await hostile.render([("user", "loop")], 1024, None, bodies, NO_DEADLINE)
+    assert lag.longest_s < 1
+    moody_like(moody, "{{ messages[0].content }}")
+    assert await moody.render(HELLO, 1024, None, bodies, Deadline.after(60)) == "hello"
+    assert await hostile.render(HELLO, 1024, None, bodies, Deadline.after(60)) == "fine"
+
+
+async def test_a_template_that_was_slow_once_delays_no_other(looping, moody, bodies):
+    moody_like(moody, "{{ messages[0].content }}")
+    looping._has_slow_template = True
+    slow = asyncio.create_task(looping.render([("user", "loop")], 1024, None, bodies, NO_DEADLINE))
+    await asyncio.sleep(0)
+    assert await moody.render(HELLO, 1024, None, bodies, Deadline.after(60)) == "hello"
+    assert not slow.done()
+    with pytest.raises(InvalidRequestError, match="takes too much time or memory"):
+        await slow

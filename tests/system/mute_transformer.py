@@ -11,12 +11,12 @@ from services.transformer.text.detokenizer import Detokenizer
 from services.transformer.text.tokenizer import TextTokenizer
 
 
-def fail(*_: Any) -> str:
+async def fail(*_: Any) -> str:
     raise RuntimeError("no chat today")
 
 
 if __name__ == "__main__":
-    TextTokenizer.render_chat = fail  # type: ignore[method-assign]
+    TextTokenizer.render = fail  # type: ignore[method-assign]
     Detokenizer.push = lambda self, token_id: ""  # type: ignore[method-assign]
     Detokenizer.flush = lambda self: ""  # type: ignore[method-assign]
     run_service("transformer", TransformerSettings, serve)

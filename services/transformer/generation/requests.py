@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from millrace.errors import InvalidRequestError
 from millrace.rpc.call_context import CallContext
 from millrace.sampling import DEFAULT_MAX_TOKENS
 from services.transformer.calls import check_bad_words, check_stop
 from services.transformer.generation.resume_ids import ResumePoint
-from services.transformer.text.tokenizer import Messages
 from services.transformer.text.tools import ToolUse
+
+if TYPE_CHECKING:  # The processes of bodies need no tokenizer.
+    from services.transformer.text.tokenizer import Messages
 
 
 class SharedPrompt:

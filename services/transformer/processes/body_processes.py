@@ -4,11 +4,11 @@ A call for one names a function of a module, its arguments and a body. The funct
 pickled, and bytes, which come back as they are: receiving a result is cheap for any size. Bodies up to `SMALL_BYTES`
 are parsed on the event loop instead.
 
-There are three processes, each with a queue and a thread that waits for it: one for bodies up to `LARGE_BYTES`, so that
-a long prompt does not wait for a tensor of 50 MB in JSON, one for larger ones, and one for chat templates. Each starts
-with its first call, see body_worker.py for what bounds their memory and time. One that ends fails the call it has, and
-the next call starts another. What waits is bounded in bytes and in calls: beyond that, OverloadedError. A wait ends
-with the request's deadline.
+Each process has a queue and a thread that waits for it: there is one for bodies up to `LARGE_BYTES`, so that a long
+prompt does not wait for a tensor of 50 MB in JSON, one for larger ones, one for chat templates, and one for templates
+that were slow. Each starts with its first call, see body_worker.py for what bounds their memory and time. One that ends
+fails the call it has, and the next call starts another. What waits is bounded in bytes and in calls: beyond that,
+OverloadedError. A wait ends with the request's deadline.
 """
 
 from __future__ import annotations
@@ -31,12 +31,18 @@ from millrace.errors import InvalidRequestError, MillraceError, OverloadedError,
 
 SMALL_BYTES = 64 * 1024  # Parsed in a millisecond.
 LARGE_BYTES = 4 * 1024 * 1024
-BODIES, LARGE_BODIES, TEMPLATES = "bodies", "large-bodies", "chat-templates"
+BODIES, LARGE_BODIES, TEMPLATES, SLOW_TEMPLATES = "bodies", "large-bodies", "chat-templates", "slow-templates"
 _MIB = 1024**2
 # Of each process: CPU seconds for one call, bytes of memory, and its nice value.
-_LIMITS = {BODIES: (5, 512 * _MIB, 5), LARGE_BODIES: (15, 1536 * _MIB, 10), TEMPLATES: (3, 512 * _MIB, 5)}
+_LIMITS = {
+    BODIES: (5, 512 * _MIB, 5),
+    LARGE_BODIES: (15, 1536 * _MIB, 10),
+    TEMPLATES: (2, 512 * _MIB, 0),
+    SLOW_TEMPLATES: (3, 512 * _MIB, 5),
+}
 _MAX_BYTES = 512 * _MIB
 _MAX_WAITING = 256
+_MAX_CHATS_WAITING = 4096
 _RETRY_AFTER_MS = 1000
 _PASSED = "the deadline passed while the body was read or written"
 _WORKER = "services.transformer.processes.body_worker"
@@ -56,7 +62,8 @@ class BodyProcesses:
     def __init__(self, max_bytes: int = _MAX_BYTES) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._bytes = self._waiting = 0
+        self._bytes = 0
+        self._waiting = dict.fromkeys(_LIMITS, 0)
         self._lanes = {name: _Lane(name, *limits) for name, limits in _LIMITS.items()}
 
     async def run(
@@ -69,24 +76,25 @@ class BodyProcesses:
     ) -> tuple[T, bytes]:
         """The result or error of `work(body, *arguments)`; `work` is a module-level function with small arguments."""
         size = len(body)
+        lane = lane or (LARGE_BODIES if size > LARGE_BYTES else BODIES)
+        most = _MAX_CHATS_WAITING if lane == TEMPLATES else _MAX_WAITING
         try:
             call = pickle.dumps((work, arguments))
         except RecursionError:
             raise nested_too_deep() from None
         with self._lock:
-            if self._bytes + size > self._max_bytes or self._waiting >= _MAX_WAITING:
+            if self._bytes + size > self._max_bytes or self._waiting[lane] >= most:
                 raise OverloadedError(
                     "too many large bodies are being read or written; retry later", retry_after_ms=_RETRY_AFTER_MS
                 )
             self._bytes += size
-            self._waiting += 1
+            self._waiting[lane] += 1
 
         def done(_: Future[Any]) -> None:
             with self._lock:
                 self._bytes -= size
-                self._waiting -= 1
+                self._waiting[lane] -= 1
 
-        lane = lane or (LARGE_BODIES if size > LARGE_BYTES else BODIES)
         future = self._lanes[lane].submit(call, body)
         future.add_done_callback(done)
         async with deadline.scope(_PASSED):

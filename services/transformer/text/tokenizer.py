@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -22,20 +23,18 @@ from typing import Any
 import orjson
 
 from millrace.deadline import Deadline
-from millrace.errors import ContextLengthError, InvalidRequestError, StartupError
+from millrace.errors import ContextLengthError, InvalidRequestError, MillraceError, StartupError, TooLargeError
 from millrace.models.sentence_files import SentenceFiles
 from millrace.models.tokenizer_files import NAMED_TOKENS, has_vocabulary, read_tokenizer
 from millrace.oip.row_outputs import TOKEN_TYPE_IDS
-from services.transformer.processes.body_processes import TEMPLATES, BodyProcesses
+from services.transformer.processes.body_processes import SLOW_TEMPLATES, TEMPLATES, BodyProcesses
 from services.transformer.text.answer_syntax import AnswerSyntax, syntax_of
-from services.transformer.text.chat_templates import TemplateTimeoutError, bounded, render, rendered
+from services.transformer.text.chat_templates import render
 from services.transformer.text.detokenizer import Decoder
 from services.transformer.text.token_bytes import TokenBytes
 
 FILES = ("*.json", "*.model", "*.txt", "*.jinja")
 _INLINE_BYTES = 8 * 1024
-_INLINE_MESSAGES = 64
-_INLINE_TOOLS_BYTES = 64 * 1024
 # The tokenizer classes of transformers that make types of the ids of a pair.
 _MAKE_TYPES = re.compile(
     "(Bert|ConvBert|Deberta|DebertaV2|Electra|FNet|LayoutLM|Lxmert|MobileBert|SqueezeBert)Tokenizer"
@@ -197,31 +196,22 @@ class TextTokenizer:
         deadline: Deadline,
         tools: str = "",
     ) -> str:
-        """As `render_chat`; slow renderings run in another process."""
-        size = sum(len(content) + sum(map(len, fields)) for _, content, *fields in messages)
-        is_small = size <= _INLINE_BYTES and len(messages) <= _INLINE_MESSAGES and len(tools) <= _INLINE_TOOLS_BYTES
-        if is_small and not self._has_slow_template:
-            try:
-                return self.render_chat(messages, max_tokens, options, tools)
-            except TemplateTimeoutError:
-                self._has_slow_template = True
-        arguments = self._template_arguments(messages, max_tokens, options or {}, tools)
-        conversation = orjson.dumps([messages, tools])
-        _, text = await bodies.run(render, arguments, conversation, deadline, lane=TEMPLATES)
-        return text.decode()
+        """The messages as the prompt that the model's chat template makes of them; raises InvalidRequestError.
 
-    def render_chat(
-        self, messages: Messages, max_tokens: int, options: Mapping[str, Any] | None = None, tools: str = ""
-    ) -> str:
-        """The messages as the prompt that the model's chat template makes of them.
-
-        `options` are further variables of the template, `tools` a JSON list of functions. What
-        cannot fit `max_tokens` tokens is refused unread; on the main thread, a template that takes too long raises
-        TemplateTimeoutError.
+        `options` are further variables of the template, `tools` a JSON list of functions. What cannot fit `max_tokens`
+        tokens is refused unread. A template that was slow once no longer delays those of other models.
         """
         arguments = self._template_arguments(messages, max_tokens, options or {}, tools)
-        with bounded():
-            return rendered(messages, tools, *arguments)
+        lane = SLOW_TEMPLATES if self._has_slow_template else TEMPLATES
+        try:
+            is_slow, text = await bodies.run(render, arguments, orjson.dumps([messages, tools]), deadline, lane=lane)
+        except TooLargeError:
+            self._has_slow_template = True
+            raise InvalidRequestError(
+                f"the chat template of {self._name!r} takes too much time or memory for these messages"
+            ) from None
+        self._has_slow_template |= is_slow
+        return text.decode()
 
     def text_of(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens included."""
@@ -256,6 +246,12 @@ class TextTokenizer:
 
 def _bytes_of(text: str) -> int:
     return len(text.encode("utf-8", "surrogatepass"))
+
+
+async def start_rendering(bodies: BodyProcesses) -> None:
+    """Starts the process of the chat templates, so that the first chat does not wait for it."""
+    with suppress(MillraceError):  # Then the first chat shows it.
+        await bodies.run(render, ("", "", {}), orjson.dumps([[], ""]), lane=TEMPLATES)
 
 
 def check_token_count(count: int, max_tokens: int) -> None:

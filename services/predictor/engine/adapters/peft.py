@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import re2
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from millrace.models.sources import read_config
 from services.predictor.engine.adapters.low_rank import LowRankWeights
 
 MAX_RANK = 256
+_MAX_PATTERNS = 4096
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 _KEY = re.compile(r"base_model\.model\.(?P<path>.+)\.lora_(?P<side>[AB])\.weight")
@@ -73,11 +75,12 @@ def read_adapter(
         sides.setdefault(match["path"], {})[match["side"]] = tensor
     if not sides:
         raise ValueError("it has no weights")
+    alphas = _alpha_patterns(config)
     weights = {}
     for path, pair in sides.items():
         down, up = _checked(path, pair, shapes)
         # Scaled before it is rounded to the model's dtype.
-        up = up.float() * _scale(config, path, len(down))
+        up = up.float() * _scale(config, alphas, path, len(down))
         weights[path] = LowRankWeights(*(tensor.to(device, dtype).contiguous() for tensor in (down, up)))
     return weights
 
@@ -114,9 +117,20 @@ def _checked(path: str, pair: Mapping[str, Tensor], shapes: Mapping[str, LinearS
     return down, up
 
 
-def _scale(config: Mapping[str, Any], path: str, rank: int) -> float:
-    """Patterns are regular expressions for the end of a path, as PEFT reads them; the first that fits counts."""
+def _alpha_patterns(config: Mapping[str, Any]) -> list[tuple[Any, float]]:
+    """Regular expressions for the end of a path, as PEFT reads them, by RE2: none of them backtracks."""
     patterns: Mapping[str, float] = config.get("alpha_pattern") or {}
-    fits = (alpha for pattern, alpha in patterns.items() if re.fullmatch(rf"(.*\.)?({pattern})", path))
-    alpha = next(fits, config.get("lora_alpha", 8))
+    if len(patterns) > _MAX_PATTERNS:
+        raise ValueError(f"its alpha_pattern has {len(patterns)} patterns; the maximum is {_MAX_PATTERNS}")
+    options = re2.Options()
+    options.log_errors = False
+    try:
+        return [(re2.compile(rf"(.*\.)?({pattern})", options), alpha) for pattern, alpha in patterns.items()]
+    except re2.error as error:
+        raise ValueError(f"its alpha_pattern is not a regular expression that RE2 reads: {error}") from None
+
+
+def _scale(config: Mapping[str, Any], alphas: Sequence[tuple[Any, float]], path: str, rank: int) -> float:
+    """The first pattern that fits counts."""
+    alpha = next((alpha for pattern, alpha in alphas if pattern.fullmatch(path)), config.get("lora_alpha", 8))
     return float(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))

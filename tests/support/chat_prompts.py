@@ -1,0 +1,7 @@
+"""What a model's chat template makes of messages, rendered in the test's own process."""
+
+from services.transformer.text.chat_templates import rendered
+
+
+def chat_prompt(tokenizer, messages, max_tokens, options=None):
+    return rendered(messages, "", *tokenizer._template_arguments(messages, max_tokens, options or {}, ""))
