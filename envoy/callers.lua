@@ -18,18 +18,14 @@ local NEEDS_KEY = FILE ~= "" or JWT
 local MAX_KEY_BYTES = 512
 -- Paths that need no key: probes, and the playground, which asks for one.
 local OPEN_PATHS = {
-  ["/"] = true,
-  ["/favicon.ico"] = true,
-  ["/health"] = true,
-  ["/v2/health/live"] = true,
-  ["/v2/health/ready"] = true,
-  ["/inference.GRPCInferenceService/ServerLive"] = true,
-  ["/inference.GRPCInferenceService/ServerReady"] = true,
+  ["/"] = true, ["/favicon.ico"] = true, ["/health"] = true, ["/v2/health/live"] = true, ["/v2/health/ready"] = true,
+  ["/inference.GRPCInferenceService/ServerLive"] = true, ["/inference.GRPCInferenceService/ServerReady"] = true,
 }
 local OPEN_PREFIXES = { "^/playground/", "^/grpc%.health%.v1%.Health/" }
 
 -- The routes refuse what is closed, for they see the method that a REST path means: under `log` the payload log, under
--- `settings` load and unload, the settings of logs and traces, and development.
+-- `settings` load and unload, the settings of logs and traces, and development, under `tokens` inference at a predictor,
+-- which does not count the tokens of a key.
 local MANAGEMENT = "millrace.management"
 -- Without keys: whether both are closed but at the management listener.
 local MANAGEMENT_IS_CLOSED = os.getenv("PUBLIC_MANAGEMENT") == "false"
@@ -59,6 +55,7 @@ local function client_with(name, role, policy)
     policy = '{"role":"' .. role .. '"' .. (policy ~= "" and "," or "") .. policy .. "}",
     limit = rate_limits.limit_of(policy),
     per_second = rate_limits.per_second_of(policy),
+    counts_tokens = policy:find('"tokens_per_', 1, true) ~= nil,
   }
 end
 
@@ -174,6 +171,9 @@ local function check_key(handle, headers)
   headers:replace(POLICY, client.policy)
   if client.role ~= "admin" then
     close(handle, "settings")
+  end
+  if client.counts_tokens then
+    close(handle, "tokens")
   end
   if (client.limit or client.per_second) and not is_open(headers) then
     if client.per_second and rate_limits.is_flood(handle, client) then

@@ -3,8 +3,7 @@
 -- Requests of every protocol: who may call is in callers.lua. What gRPC and the services parse out of headers is refused
 -- here where they could not (400, INVALID_ARGUMENT), and so are more headers than they take (431, RESOURCE_EXHAUSTED).
 -- Beyond that gRPC calls pass untouched.
--- Requests of REST: the transcoder, or the filter `buffer`, holds a body until its last byte has come, so the bytes that a
--- worker of Envoy holds, or has promised to, are bounded (429). The service keeps the deadlines of the headers
+-- Requests of REST: their bodies are bounded (bodies.lua). The service keeps the deadlines of the headers
 -- x-timeout-ms and x-first-token-timeout-ms, so that it can say in the stream that one passed; the gRPC deadline, a
 -- second after the first, ends a service that does not. A body that is compressed in a way that nobody behind the
 -- gateway reads is refused, for it would be taken for what it is not.
@@ -12,17 +11,14 @@
 -- own headers go, a stream of lines says that it is one, and every error has its API's shape. Bodies are read of
 -- errors alone, so that streams stay unbuffered.
 
+local bodies = require("bodies")
 local callers = require("callers")
 local rate_limits = require("rate_limits")
 
 local METADATA = "millrace.rest"
+local FULL = "the gateway holds as many bytes of requests as it may"
 local INTERNAL = {
-  "grpc-status",
-  "grpc-message",
-  "grpc-status-details-bin",
-  "grpc-encoding",
-  "grpc-accept-encoding",
-  "x-http-status",
+  "grpc-status", "grpc-message", "grpc-status-details-bin", "grpc-encoding", "grpc-accept-encoding", "x-http-status",
 }
 local MAX_HEADERS_BYTES = 16384 -- Of names and values together; the services take four times as much (millrace/rpc/server.py).
 local GRPC_STATUSES = { ["400"] = "3", ["401"] = "16", ["403"] = "7", ["429"] = "8", ["431"] = "8", ["501"] = "12", ["503"] = "14" }
@@ -30,83 +26,19 @@ local GRPC_ENCODINGS = { identity = true, gzip = true, deflate = true }
 local TIMEOUTS = { "x-timeout-ms", "x-first-token-timeout-ms" }
 -- Paths whose answers are lines of JSON.
 local LINES = {
-  ["/millrace/v1/generate"] = true,
-  ["/millrace/v1/payloads"] = true,
-  ["/millrace/v1/payloads:tail"] = true,
+  ["/millrace/v1/generate"] = true, ["/millrace/v1/payloads"] = true, ["/millrace/v1/payloads:tail"] = true,
 }
 -- Paths beside /v1/ whose errors have OpenAI's shape.
 local OPENAI_PATHS = {
-  ["/health"] = true,
-  ["/version"] = true,
-  ["/tokenize"] = true,
-  ["/detokenize"] = true,
-  ["/tokenizer_info"] = true,
-  ["/classify"] = true,
-  ["/score"] = true,
-  ["/rerank"] = true,
-  ["/v2/rerank"] = true,
+  ["/health"] = true, ["/version"] = true, ["/tokenize"] = true, ["/detokenize"] = true, ["/tokenizer_info"] = true,
+  ["/classify"] = true, ["/score"] = true, ["/rerank"] = true, ["/v2/rerank"] = true,
 }
-local OPENAI_TYPES = {
-  ["400"] = "invalid_request_error",
-  ["401"] = "authentication_error",
-  ["403"] = "permission_error",
-  ["404"] = "invalid_request_error",
-  ["413"] = "invalid_request_error",
-  ["431"] = "invalid_request_error",
-  ["429"] = "rate_limit_error",
-}
+local OPENAI_TYPES = { ["401"] = "authentication_error", ["403"] = "permission_error", ["429"] = "rate_limit_error" }
 local ANTHROPIC_TYPES = {
-  ["400"] = "invalid_request_error",
-  ["401"] = "authentication_error",
-  ["403"] = "permission_error",
-  ["404"] = "not_found_error",
-  ["413"] = "request_too_large",
-  ["429"] = "rate_limit_error",
-  ["431"] = "request_too_large",
-  ["503"] = "overloaded_error",
-  ["504"] = "timeout_error",
+  ["400"] = "invalid_request_error", ["401"] = "authentication_error", ["403"] = "permission_error",
+  ["404"] = "not_found_error", ["413"] = "request_too_large", ["429"] = "rate_limit_error",
+  ["431"] = "request_too_large", ["503"] = "overloaded_error", ["504"] = "timeout_error",
 }
-
--- Of bodies, for each worker. A quarter of it is for small ones alone; a tiny one is not counted.
-local BODIES_BYTES = tonumber(os.getenv("REST_BODIES_MIB") or "512") * 1048576
-local LARGE_BODIES_BYTES = BODIES_BYTES * 3 / 4
-local MAX_BODY_BYTES = 62914560 -- The transcoder's max_request_body_size.
-local SMALL_BODY_BYTES, TINY_BODY_BYTES = 65536, 8192
-local MAX_INFLATION = 100 -- The decompressor's max_inflate_ratio.
-local WITHOUT_BODY = { GET = true, HEAD = true, OPTIONS = true, DELETE = true }
-
-local held = 0 -- Bytes.
-local collected_at = 0 -- When what is dead was last looked for, in whole seconds.
--- A hold lasts until its answer begins, or as long as the request's handle, which is the stream: one that is reset runs
--- no code of ours, so a finalizer gives its bytes back.
-local hold_of_handle = setmetatable({}, { __mode = "k" })
-local hold_of_call = setmetatable({}, { __mode = "v" })
-
-local function settle(hold, size)
-  held = held - hold.size + size
-  hold.size = size
-end
-
--- Takes so many bytes of the bound for a call; nil where it has not got as many.
-local function take(handle, call, size)
-  local bound = size > SMALL_BODY_BYTES and LARGE_BODIES_BYTES or BODIES_BYTES
-  if held + size > bound and os.time() ~= collected_at then -- Once a second: it takes milliseconds of every call.
-    collected_at = os.time()
-    collectgarbage() -- What the first finds dead, among them handles, leaves the weak tables at the second.
-    collectgarbage()
-  end
-  if held + size > bound then
-    return nil
-  end
-  held = held + size
-  local hold = { size = size, finalizer = newproxy(true) }
-  getmetatable(hold.finalizer).__gc = function()
-    settle(hold, 0)
-  end
-  hold_of_handle[handle] = hold
-  hold_of_call[call] = hold
-  return hold
-end
 
 local function remove_internal(fields)
   for _, name in ipairs(INTERNAL) do
@@ -140,7 +72,7 @@ local function error_body(api, status, message)
   if api ~= "openai" then
     return '{"error":' .. message .. "}"
   end
-  local kind = OPENAI_TYPES[status] or "server_error"
+  local kind = OPENAI_TYPES[status] or status < "500" and "invalid_request_error" or "server_error"
   return '{"error":{"message":' .. message .. ',"type":"' .. kind .. '","code":null,"param":null}}'
 end
 
@@ -233,8 +165,8 @@ function envoy_on_request(handle)
   metadata:set(METADATA, "api", is_anthropic and "anthropic" or is_openai and "openai" or "v2")
   metadata:set(METADATA, "lines", LINES[path:match("^[^?]*")] or false)
 
-  local coding = (headers:get("content-encoding") or "identity"):lower()
-  if coding ~= "identity" and coding ~= "gzip" and not (coding == "deflate" and path:find("^/v2/")) then
+  local coding = (headers:get("content-encoding") or "identity"):lower() -- The decompressor has removed `gzip`.
+  if coding ~= "identity" and not (coding == "deflate" and path:find("^/v2/")) then
     handle:respond({ [":status"] = "400" }, "a body with this content-encoding is not read; gzip is")
     return
   end
@@ -255,28 +187,8 @@ function envoy_on_request(handle)
     headers:replace("grpc-timeout", string.format("%dm", math.min(tonumber(timeout) + 1000, 99999999)))
   end
 
-  local length = tonumber(headers:get("content-length") or "")
-  if length == nil and WITHOUT_BODY[headers:get(":method")] and not headers:get("transfer-encoding") then
-    return
-  end
-  local size = math.min((length or MAX_BODY_BYTES) * (coding == "gzip" and MAX_INFLATION or 1), MAX_BODY_BYTES)
-  if size <= TINY_BODY_BYTES then
-    return
-  end
-  local call = headers:get("x-millrace-call-id")
-  local hold = take(handle, call, size)
-  if hold == nil then
-    local later = { [":status"] = "429", ["retry-after-ms"] = "1000" }
-    handle:respond(later, "the gateway holds as many bytes of requests as it may")
-    return
-  end
-  metadata:set(METADATA, "call", call)
-  if length == nil and coding == "identity" then -- As many as may come, until it is known how many there are.
-    local received = 0
-    for chunk in handle:bodyChunks() do
-      received = received + chunk:length()
-    end
-    settle(hold, math.min(received, hold.size))
+  if not bodies.pass(handle, headers) then
+    handle:respond({ [":status"] = "429", ["retry-after-ms"] = "1000" }, FULL)
   end
 end
 
@@ -286,13 +198,15 @@ function envoy_on_response(handle)
   if rest == nil then
     return
   end
-  local hold = rest["call"] and hold_of_call[rest["call"]]
-  if hold then
-    settle(hold, 0)
-  end
+  local is_refused = bodies.answered(rest)
   local headers = handle:headers()
   local chosen = headers:get("x-http-status")
   remove_internal(headers)
+  if is_refused then -- By its route, or by the transcoder or a service, which miss what was dropped.
+    chosen = "429"
+    headers:replace("retry-after-ms", "1000")
+    headers:replace("x-failed-hop", "gateway")
+  end
   local retry_after_ms = tonumber(headers:get("retry-after-ms") or "")
   if retry_after_ms then
     headers:replace("retry-after", string.format("%d", math.ceil(retry_after_ms / 1000)))
@@ -320,7 +234,8 @@ function envoy_on_response(handle)
   local body = handle:body(true)
   local text = body:getBytes(0, body:length())
   -- The transcoder's google.rpc.Status, whose message is escaped already.
-  local message = text:match('^{"code":%d+,"message":(".*")}$')
+  local message = is_refused and json_string(FULL)
+    or text:match('^{"code":%d+,"message":(".*")}$')
     or text:match('^{"code":%d+,"message":(".-"),"details":')
   if message == nil then
     if not by_envoy then

@@ -56,6 +56,11 @@ class Client:
         return self.policy.requests_per_minute is not None or self.policy.tokens_per_minute is not None
 
     @property
+    def counts_tokens(self) -> bool:
+        """Whether its tokens are limited."""
+        return (self.policy.tokens_per_minute, self.policy.tokens_per_month) != (None, None)
+
+    @property
     def is_admin(self) -> bool:
         return self.policy.role == "admin"
 

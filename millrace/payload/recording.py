@@ -48,7 +48,8 @@ class Recording:
     `served_model` is the model that answers, if a route chose another one than the request names. `prompt_ids`,
     `sampling` and `prompt_kind` are as in PayloadRecord; they are kept where the request is.
 
-    If the caller or an error cuts an answer short, its usage is `prompt_tokens` and the tokens of its chunks.
+    If its end has no usage, as where the caller or an error cuts an answer short, it is `prompt_tokens` and
+    `completion_tokens`, which counts those of the chunks.
 
     As a context manager it ends with the block: with the block's error, or as CANCELLED if the block did not end it.
     """
@@ -63,7 +64,7 @@ class Recording:
         self.prompt_kind = ""
         self.engine_s: float | None = None
         self._predictors: list[tuple[str, float]] = []
-        self._tokens = 0
+        self.completion_tokens = 0
         self._id = as_bytes(number)
         self.record_id = as_text(self._id)
         self._tap = tap
@@ -122,7 +123,7 @@ class Recording:
             count = len(token_ids)
             if count and self._ttft_ms is None:
                 self._ttft_ms = offset_ms
-            self._tokens += count
+            self.completion_tokens += count
             if not self._keeps_answer:
                 return
             cost = PART_BYTES + len(text) + TOKEN_BYTES * (count + len(logprobs))
@@ -160,7 +161,7 @@ class Recording:
         if not self._keeps_answer:
             text, outputs = None, ()
         if usage is None and self.prompt_tokens:
-            usage = Usage(prompt_tokens=self.prompt_tokens, completion_tokens=self._tokens)
+            usage = Usage(prompt_tokens=self.prompt_tokens, completion_tokens=self.completion_tokens)
         duration_ms = (time.monotonic() - self._arrived) * 1000
         try:
             outputs, prompt_ids = self._within_memory(outputs), self._kept_ids()

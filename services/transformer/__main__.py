@@ -121,15 +121,14 @@ async def _serve(settings: TransformerSettings) -> None:
     server = Server.of("transformer", settings, public, settings.max_calls)
     server.limits.add(quota.remaining)
 
-    requests = Inference(pipeline, router, Relay(predictor), tap, shadows)
+    requests = Inference(pipeline, router, Relay(predictor), tap, shadows, quota)
     inference = InferenceServicer(requests, catalogue, router, predictor, replicas)
     inference.add_to_server(server.grpc)
     text = TextGenerationServicer(pipeline)
     add_TextGenerationServicer_to_server(text, server.grpc)
     rest_pb2_grpc.add_TextGenerationServicer_to_server(RestTextGenerationServicer(pipeline, text, bodies), server.grpc)
-    openai = OpenAIServicer(
-        pipeline, router, EncoderCalls(router, predictor, tap, bodies), bodies, settings.sse_keep_alive
-    )
+    encoders = EncoderCalls(router, predictor, tap, bodies, quota)
+    openai = OpenAIServicer(pipeline, router, encoders, bodies, settings.sse_keep_alive)
     http = HttpServer(server.interceptor, error_body, shares_port=settings.listen != "alone")
     http.add(*http_methods("OpenAI", openai))
     responses = ResponsesServicer(pipeline, router, bodies, log_stub, settings.sse_keep_alive)

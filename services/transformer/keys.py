@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 MAX_ENTRIES = 10_000
 _RETRY_S = 5.0
 _LEAST_KEY, _MOST_KEY = 16, 512
+_MOST_POLICY_BYTES = 8192  # Beside the caller's headers (envoy/rest_errors.lua) in the 64 KiB that a service takes.
 
 Name = Annotated[str, matching(NAME_PATTERN, "must have 1 to 128 letters, digits and . _ : @ | -")]
 Digest = Annotated[
@@ -72,6 +74,12 @@ class Entry(Policy):
         return self.sha256 or hashlib.sha256((self.key or "").encode()).hexdigest()
 
     @property
+    def gateway_policy(self) -> str:
+        """The members of the policy without its role, as JSON of visible ASCII: a header of each call."""
+        members = self.policy.model_dump(mode="json", exclude={"role"}, exclude_defaults=True)
+        return json.dumps(members, separators=(",", ":"))[1:-1].replace("\x7f", r"\u007f")
+
+    @property
     def policy(self) -> Policy:
         return Policy(**self.model_dump(include=set(Policy.model_fields)))
 
@@ -90,7 +98,12 @@ def parse_keys(text: str) -> list[Entry]:
         raise ValueError(_first_fault(error, document)) from None
     policies: dict[str, Policy] = {}
     names: dict[str, str] = {}
-    for entry in entries:
+    for number, entry in enumerate(entries, 1):
+        if (size := len(entry.gateway_policy)) > _MOST_POLICY_BYTES:
+            raise ValueError(
+                f"entry {number} ({entry.name}): its policy has {size} bytes, a call carries at most"
+                f" {_MOST_POLICY_BYTES}: name fewer models, or a route for several"
+            )
         if policies.setdefault(entry.name, entry.policy) != entry.policy:
             raise ValueError(f"the entries of {entry.name} differ in more than the key")
         if names.setdefault(entry.digest, entry.name) != entry.name:
@@ -102,8 +115,7 @@ def digests(entries: Sequence[Entry]) -> str:
     """The gateway's file: a line for each entry, with digest, name, role and the rest of the policy."""
     lines = []
     for entry in entries:
-        rest = entry.policy.model_dump_json(exclude={"role"}, exclude_defaults=True)[1:-1]
-        lines.append(f"{entry.digest}\t{entry.name}\t{entry.role}\t{rest}\n")
+        lines.append(f"{entry.digest}\t{entry.name}\t{entry.role}\t{entry.gateway_policy}\n")
     return "".join(lines)
 
 

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 
 import grpc
+import psutil
 import pytest
 import pytest_asyncio
 
@@ -95,20 +96,20 @@ async def test_headers_too_large_for_the_codec_end_only_their_own_call(gateway: 
         await stream.end()
 
 
-LARGE = 60 << 20  # The largest body of a REST request; a worker of Envoy holds six of them.
+LARGE = 60 << 20  # The largest body of a REST request; a worker of Envoy holds six of them, and three of one caller.
 
 
 class Upload:
-    """A REST request whose last byte is never sent."""
+    """A REST request whose last byte is not sent until `finish`."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
 
     @classmethod
-    async def begin(cls, gateway: Gateway, *headers: str) -> Upload:
+    async def begin(cls, gateway: Gateway, *headers: str, path: str = OPENAI, address: str = "127.0.0.2") -> Upload:
         host, port = gateway.address.rsplit(":", 1)
-        upload = cls(*await asyncio.open_connection(host, int(port)))
-        lines = ("POST /v1/completions HTTP/1.1", "host: gateway", *headers, "", "")
+        upload = cls(*await asyncio.open_connection(host, int(port), local_addr=(address, 0)))
+        lines = (f"POST {path} HTTP/1.1", "host: gateway", *headers, "", "")
         upload._writer.write("\r\n".join(lines).encode())
         return upload
 
@@ -128,28 +129,56 @@ class Upload:
         await asyncio.gather(self._writer.wait_closed(), return_exceptions=True)
 
 
+async def posted(gateway: Gateway, size: int) -> int:
+    """The status of an honest body of a size; 0 where the connection broke."""
+    with suppress(OSError):
+        return (await gateway.request("POST", OPENAI, b"{}" + b" " * (size - 2))).status
+    return 0
+
+
 @pytest.mark.parametrize("headers", [(f"content-length: {LARGE}",), ("transfer-encoding: chunked",)])
-async def test_bodies_that_never_end_take_bounded_memory_and_block_no_small_body(
-    gateway: Gateway, headers: tuple[str, ...]
-) -> None:
-    uploads = [await Upload.begin(gateway, *headers) for _ in range(6)]
-    refused = await Upload.begin(gateway, *headers)
-    head, body = await refused.answer()
+async def test_bodies_that_are_only_announced_hold_nothing(gateway: Gateway, headers: tuple[str, ...]) -> None:
+    uploads = [await Upload.begin(gateway, *headers, address="127.0.0.1") for _ in range(64)]
+    for upload in uploads:
+        await upload.send(b"1\r\n{\r\n" if "chunked" in headers[0] else b"{")
+    assert [await posted(gateway, size) for size in (2, 40 << 10, 1 << 20, LARGE)] == [200] * 4
+    for upload in uploads:
+        await upload.leave()
+
+
+@pytest.mark.parametrize("path", [OPENAI, "/v2/models/a/infer"])
+async def test_a_caller_s_bodies_have_a_share_and_leave_room_for_those_of_others(gateway: Gateway, path: str) -> None:
+    most, last = 8 << 20, 1 << 20
+    uploads = [await Upload.begin(gateway, f"content-length: {LARGE}", path=path) for _ in range(4)]
+    for upload in uploads:  # What is beyond 192 MiB is read and dropped.
+        for _ in range((LARGE - last) // most):
+            await upload.send(b" " * most)
+    resident = psutil.Process(gateway.process.pid).memory_info().rss
+    assert resident < 400 << 20
+    for size in (2, 40 << 10, LARGE):
+        assert await posted(gateway, size) == 200
+    await uploads[-1].send(b" " * ((LARGE - last) % most + last))
+    head, body = await uploads[-1].answer()
     assert head.startswith(b"HTTP/1.1 429")
     assert b"x-failed-hop: gateway" in head
     assert b"retry-after: 1" in head
-    assert json.loads(body)["error"]["type"] == "rate_limit_error"
-    # No small body is refused for them, nor one that fits in the rest, and each gives back its memory.
-    for _ in range(30):
-        for size in (0, 40 << 10, 1 << 20):
-            assert (await gateway.request("POST", OPENAI, b"{}" + b" " * size)).status == 200
-    # Uploads that leave give back theirs.
-    for upload in (*uploads, refused):
+    message = json.loads(body)["error"]
+    assert "as many bytes of requests as it may" in (message["message"] if path == OPENAI else message)
+    # Another one is refused before its first byte.
+    early = await Upload.begin(gateway, f"content-length: {LARGE}", path=path)
+    assert (await early.answer())[0].startswith(b"HTTP/1.1 429")
+    for upload in (*uploads, early):
         await upload.leave()
 
     async def fits() -> bool:
-        with suppress(OSError):  # A refusal that arrives while the body is sent.
-            return (await gateway.request("POST", OPENAI, b"{}" + b" " * (30 << 20))).status == 200
-        return False
+        again = await Upload.begin(gateway, f"content-length: {LARGE}", path=path)
+        try:
+            async with asyncio.timeout(0.2):
+                await again.answer()
+                return False
+        except TimeoutError:
+            return True
+        finally:
+            await again.leave()
 
     await until(fits)

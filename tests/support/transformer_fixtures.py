@@ -23,6 +23,7 @@ from services.transformer.frontends.openai.http_methods import error_body, http_
 from services.transformer.frontends.openai.servicer import OpenAIServicer
 from services.transformer.frontends.v2_rest.servicer import OpenInferenceServicer
 from services.transformer.generation.pipeline import Pipeline
+from services.transformer.generation.token_quota import TokenQuota
 from services.transformer.inference.encoder_calls import EncoderCalls
 from services.transformer.inference.infer import Inference
 from services.transformer.models.catalogue import Catalogue
@@ -77,9 +78,11 @@ async def transformer(
     tap = PayloadTap(NOWHERE, spool=Path(spool.name))
     tap.start()
     router = Router(catalogue, routes, lambda model: protocol == "v2" or links.can_resume(model, ""))
-    generator, shadows = ResumingGenerator(links, client, resume_limit), Shadows()
-    pipeline = Pipeline(router, generator, tap, bodies, reports_cached_tokens, shadows=shadows, signer=Signer(b"a key"))
-    inference = Inference(pipeline, router, Relay(client), tap, shadows)
+    generator, shadows, quota = ResumingGenerator(links, client, resume_limit), Shadows(), TokenQuota()
+    pipeline = Pipeline(
+        router, generator, tap, bodies, reports_cached_tokens, quota, shadows=shadows, signer=Signer(b"a key")
+    )
+    inference = Inference(pipeline, router, Relay(client), tap, shadows, quota)
     options = [("grpc.max_receive_message_length", 64 * 1024 * 1024), ("grpc.max_send_message_length", -1)]
     interceptor = CallInterceptor("transformer")
     server = grpc.aio.server(interceptors=(interceptor,), options=options)
@@ -87,9 +90,8 @@ async def transformer(
     servicer.add_to_server(server)
     add_TextGenerationServicer_to_server(TextGenerationServicer(pipeline), server)
     http = HttpServer(interceptor, error_body)
-    http.add(
-        *http_methods("OpenAI", OpenAIServicer(pipeline, router, EncoderCalls(router, client, tap, bodies), bodies))
-    )
+    encoders = EncoderCalls(router, client, tap, bodies, quota)
+    http.add(*http_methods("OpenAI", OpenAIServicer(pipeline, router, encoders, bodies)))
     add_OpenInferenceServicer_to_server(OpenInferenceServicer(servicer, pipeline, bodies, links), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -21,6 +21,13 @@ def test_an_entry_has_a_digest_and_a_policy():
     assert json.loads(f"{{{rest}}}").keys() == {"models", "weight", "streams"}
 
 
+def test_a_policy_is_a_header_that_every_hop_takes():
+    (entry,) = parse_keys(f'[{{name: a, key: {KEY}, models: ["modèle", "\\x7f\\u2028"]}}]')
+    rest = digests([entry]).removesuffix("\n").split("\t")[3]
+    assert all(" " <= letter <= "~" for letter in rest)
+    assert client_of([("x-millrace-client", "a"), (POLICY, f"{{{rest}}}")]).policy == entry.policy
+
+
 def test_the_gateway_gets_only_the_digest_of_a_key():
     entries = parse_keys(f"[{{name: root, key: {KEY}, role: admin}}]")
     assert digests(entries) == f"{DIGEST}\troot\tadmin\t\n"
@@ -53,6 +60,10 @@ def test_a_name_may_have_two_keys_of_one_policy():
         (f"[{{name: a, key: {KEY}, role: king}}]", "role: "),
         (f"[{{name: a, key: {KEY}, wieght: 1}}]", "wieght: "),
         (f"[{{name: a, key: {KEY}, streams: 0}}]", "streams: "),
+        (
+            f"[{{name: a, key: {KEY}, models: {[f'model-of-a-team-{number}' for number in range(2201)]}}}]",
+            r"entry 1 \(a\): its policy has \d+ bytes, a call carries at most 8192",
+        ),
         (f"[{{name: a, key: {KEY}}}, {{name: b, key: {KEY}}}]", "a and b have the same key"),
         (f"[{{name: a, key: {KEY}}}, {{name: a, key: {KEY}1, streams: 1}}]", "the entries of a differ"),
     ],

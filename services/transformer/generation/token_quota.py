@@ -1,4 +1,4 @@
-"""Tokens by client, in a minute: a generation reserves its prompt and max_tokens, and settles at its end.
+"""Tokens by client, in a minute: a request reserves its prompt and max_tokens, and settles at its end.
 
 So generations that run at the same time cannot exceed the limit together. A cancelled one is charged for its prompt and
 what it had generated. The counts are those of one process.
@@ -7,8 +7,8 @@ what it had generated. The counts are those of one process.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from millrace.clients import Client
 from millrace.errors import InvalidRequestError, OverloadedError
@@ -19,7 +19,7 @@ from services.transformer.generation.month_budget import MonthBudget
 
 
 class Reservation:
-    """The tokens of one generation; the owner keeps `generated` up to date."""
+    """The tokens of one request; the owner keeps `generated` up to date."""
 
     def __init__(self) -> None:
         self.generated = 0
@@ -38,6 +38,13 @@ class TokenQuota:
         if self._month is not None:
             await self._month.check(client)
 
+    @asynccontextmanager
+    async def charged(self, client: Client, prompt_tokens: int, max_tokens: int = 0) -> AsyncIterator[Reservation]:
+        """As `reserved`, and checks the month."""
+        await self.check_month(client)
+        with self.reserved(client, prompt_tokens, max_tokens) as reservation:
+            yield reservation
+
     def remaining(self, client: Client) -> Pairs:
         """Headers with the remaining tokens of a client's minute, without reserved ones; none without a limit."""
         limit = client.policy.tokens_per_minute
@@ -53,7 +60,7 @@ class TokenQuota:
 
     @contextmanager
     def reserved(self, client: Client, prompt_tokens: int, max_tokens: int) -> Iterator[Reservation]:
-        """Holds the tokens of the generation in the block.
+        """Holds the tokens of the request in the block.
 
         Raises OverloadedError if the client has to wait, and InvalidRequestError if it asks for more than its key
         allows in a minute.
@@ -77,7 +84,7 @@ class TokenQuota:
         wanted = prompt_tokens + max_tokens
         if wanted > limit:
             raise InvalidRequestError(
-                f"prompt and max_tokens are {wanted} tokens, the key of {client.name} allows {limit} in a minute",
+                f"the request takes up to {wanted} tokens, the key of {client.name} allows {limit} in a minute",
                 param="max_tokens",
             )
         minute = self._minutes[client.name]
@@ -85,7 +92,7 @@ class TokenQuota:
         if minute.used + wanted > limit:
             left = max(0, limit - minute.used)
             raise OverloadedError(
-                f"prompt and max_tokens are {wanted} tokens, of {limit} a minute {client.name} has {left} left",
+                f"the request takes up to {wanted} tokens, of {limit} a minute {client.name} has {left} left",
                 retry_after_ms=int(1000 * minute.wait_s(wanted, limit)),
             )
         second = minute.add(wanted)
@@ -93,4 +100,4 @@ class TokenQuota:
             yield
         finally:
             minute.advance(self._clock())
-            minute.add(min(0, prompt_tokens + reservation.generated - wanted), second)
+            minute.add(prompt_tokens + reservation.generated - wanted, second)

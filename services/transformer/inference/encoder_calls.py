@@ -24,6 +24,7 @@ from millrace.rpc.call_context import CallContext
 from millrace_protos import inference_pb2
 from millrace_protos.millrace_pb2 import Usage
 from services.transformer.generation.recording import MAX_RECORDED_CHARACTERS, recorded_list
+from services.transformer.generation.token_quota import TokenQuota
 from services.transformer.inference.rows import Row, RowReader, Text
 from services.transformer.models.models import RelayedModel, RowModel, TextModel
 from services.transformer.predictors.answers import predictor_answers
@@ -60,8 +61,11 @@ class Encoded(NamedTuple):
 class EncoderCalls:
     """Owned by the event loop; one for all requests."""
 
-    def __init__(self, router: Router, predictor: Predictor, tap: PayloadTap, bodies: BodyProcesses) -> None:
+    def __init__(
+        self, router: Router, predictor: Predictor, tap: PayloadTap, bodies: BodyProcesses, quota: TokenQuota
+    ) -> None:
         self._router = router
+        self._quota = quota
         self._predictor = predictor
         self._tap = tap
         self._bodies = bodies
@@ -83,6 +87,7 @@ class EncoderCalls:
     async def _encode(self, request: Request, call: CallContext) -> Encoded:
         name, model = await self._model(request, call)
         rows = await request.rows_of(RowReader(model, self._bodies, call.deadline, request.cut))
+        tokens = sum(len(row.ids) for row in rows)
         vectors: list[Vector] = [np.empty(0, np.float32)] * len(rows)
         waiting = iter(range(len(rows)))
 
@@ -91,12 +96,12 @@ class EncoderCalls:
                 vectors[index] = await self._vector(name, model.output, rows[index], call)
 
         try:
-            async with asyncio.TaskGroup() as group:
+            async with self._quota.charged(call.client, tokens), asyncio.TaskGroup() as group:
                 for number in range(min(_CALLS_AT_ONCE, len(rows))):
                     group.create_task(work(), name=f"encode-{number}")
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
-        return Encoded(model, vectors, sum(len(row.ids) for row in rows))
+        return Encoded(model, vectors, tokens)
 
     async def _model(self, request: Request, call: CallContext) -> tuple[str, RowModel]:
         """The model that answers, and its name."""

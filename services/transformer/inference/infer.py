@@ -21,7 +21,9 @@ from millrace_protos import inference_pb2 as pb
 from services.transformer.generation.chunks import joined
 from services.transformer.generation.pipeline import Pipeline
 from services.transformer.generation.text_tensors import TextAnswer, TextCall, read_request
+from services.transformer.generation.token_quota import TokenQuota
 from services.transformer.inference import processed
+from services.transformer.inference.counted_relay import CountedRelay
 from services.transformer.inference.request import InferRequest
 from services.transformer.models.models import Model, ProcessedModel, RelayedModel, TextModel
 from services.transformer.predictors.relay import Relay
@@ -34,8 +36,11 @@ _BESIDE_PROMPT = 1024 * 1024  # An upper bound of a request's bytes besides its 
 class Inference:
     """Owned by the event loop; one for all requests."""
 
-    def __init__(self, pipeline: Pipeline, router: Router, relay: Relay, tap: PayloadTap, shadows: Shadows) -> None:
+    def __init__(
+        self, pipeline: Pipeline, router: Router, relay: Relay, tap: PayloadTap, shadows: Shadows, quota: TokenQuota
+    ) -> None:
         self._pipeline = pipeline
+        self._quota = quota
         self._router = router
         self._shadows = shadows
         self._relay = relay
@@ -47,7 +52,7 @@ class Inference:
         if isinstance(model, TextModel):
             return await self._whole_text(model, request, self._read(model, request, call))
         with self._recorded(request, call) as recording:
-            answer = await self._answered(model, request, call)
+            answer = await self._answered(model, request, call, recording)
             recording.served_model = self._router.answering(request.model_name, call)
             recording.end("OK", outputs=answer_tensors(answer))
             await recording.flushed()
@@ -55,15 +60,16 @@ class Inference:
             return self._named(answer, request, call)
 
     async def _answered(
-        self, model: RelayedModel | ProcessedModel, request: InferRequest, call: CallContext
+        self, model: RelayedModel | ProcessedModel, request: InferRequest, call: CallContext, recording: Recording
     ) -> pb.ModelInferResponse | bytes:
         """The answer of the model, or of one that its route falls back to."""
         while True:
+            relay = self._relay_of(model, call, recording)
             try:
                 if isinstance(model, ProcessedModel):
-                    return await processed.infer(model, request, self._relay, call.deadline)
+                    return await processed.infer(model, request, relay, call.deadline)
                 data, wait_s = self._routed(request, call).data, self._router.wait_s(request.model_name, call)
-                return await self._relay.infer(data, call.deadline, wait_s)
+                return await relay.infer(data, call.deadline, wait_s)
             except MillraceError as error:
                 other = self._router.fall_back(request.model_name, call, model, error)
                 if other is None or isinstance(other, TextModel):
@@ -88,10 +94,11 @@ class Inference:
     ) -> AsyncGenerator[pb.ModelInferResponse | bytes, None]:
         with self._recorded(request, call) as recording:
             answers: AsyncGenerator[pb.ModelInferResponse | bytes, None]
+            relay = self._relay_of(model, call, recording)
             if isinstance(model, ProcessedModel):
-                answers = processed.stream(model, request, self._relay, call.deadline)
+                answers = processed.stream(model, request, relay, call.deadline)
             else:
-                answers = self._relay.stream(self._routed(request, call).data, call.deadline)
+                answers = relay.stream(self._routed(request, call).data, call.deadline)
             recording.served_model = self._router.answering(request.model_name, call)
             is_copied = False
             async with aclosing(answers):
@@ -102,6 +109,12 @@ class Inference:
                         is_copied = True
                         self._copy(request, call, recording.record_id)
                     yield self._named(answer, request, call, is_streamed=True)
+
+    def _relay_of(self, model: RelayedModel | ProcessedModel, call: CallContext, recording: Recording) -> Relay:
+        if not call.client.counts_tokens:
+            return self._relay
+        generates = isinstance(model, RelayedModel) and model.generates
+        return CountedRelay(self._relay, self._quota, call.client, recording, generates)
 
     def _routed(self, request: InferRequest, call: CallContext) -> InferRequest:
         """The request with the model that the route chose."""

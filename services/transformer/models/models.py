@@ -54,7 +54,8 @@ class RowModel:
 class RelayedModel:
     """A model that needs no text processing; an encoder or classifier takes text too, if its folder has a tokenizer.
 
-    A direct one is served by our predictor, which can answer calls without the transformer.
+    A direct one is served by our predictor, which can answer calls without the transformer. One that `generates` has
+    token ids for its callers, because its folder has no tokenizer.
     """
 
     name: str
@@ -62,6 +63,7 @@ class RelayedModel:
     fingerprint: str = ""
     is_direct: bool = False
     rows: RowModel | None = None
+    generates: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def _relayed(name: str, described: PredictorModel, text: ModelText | None = None
             labels=described.labels,
             activation=described.activation,
         )
-    return RelayedModel(name, described.versions, described.fingerprint, is_ours, rows)
+    return RelayedModel(name, described.versions, described.fingerprint, is_ours, rows, described.generates)
 
 
 def _limits_of(described: PredictorModel, text: ModelText) -> ContextLimits | None:
