@@ -196,7 +196,7 @@ def test_a_cancelled_generation_is_charged_for_its_tokens_so_far():
 
 
 def test_a_request_beyond_a_whole_minutes_limit_is_refused_without_retry():
-    refusal = pytest.raises(InvalidRequestError, match="are 101 tokens, the key of alice allows 100")
+    refusal = pytest.raises(InvalidRequestError, match="up to 101 tokens, the key of alice allows 100")
     with refusal, TokenQuota().reserved(alice(tokens_per_minute=100), 1, 100):
         pass
 
