@@ -1,20 +1,28 @@
 """One generation at several predictors at once: the first to deliver a position wins, so the end of one is no pause.
 
-Possible because the sampler is exact: predictors with the same weights compute the same tokens from the same seed. A
-hedged generation has two calls. Any generation has one more while its predictor is about to stop, until the call that
-replaces that predictor's has begun. A call that ends early is replaced, while another predictor has the same weights;
-the generation ends with an error only when no call is left. Owned by one task, on the event loop.
+Predictors with the same weights compute the same tokens from the same seed, except where their sums are rounded
+differently, as in bfloat16. So a call is of use only as long as all tokens that it has delivered are the answer's: one
+that differs is ended, and replaced by one that continues after the answer's tokens. The answer is thus at any time the
+whole output of each of its calls. A hedged generation has two calls. Any generation has one more while its predictor is
+about to stop, until the call that replaces that predictor's has begun. A call that ends early is replaced, while
+another predictor has the same weights; the generation ends with an error only when no call is left. Owned by one task,
+on the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from millrace.errors import HopBrokenError, MillraceError, NotFoundError, NotReadyError, OverloadedError
+from millrace.errors import DrainingError, HopBrokenError, MillraceError, NotFoundError, NotReadyError, OverloadedError
 from services.transformer.predictors.link_call import LinkCall
 from services.transformer.predictors.tokens import TokenChunk
+
+logger = logging.getLogger(__name__)
+
+_MAX_DIFFERENT = 3  # Calls of an answer that differed: beyond that, none is replaced.
 
 
 @dataclass(eq=False)
@@ -27,7 +35,7 @@ class ParallelCall:
     """As a LinkCall to its reader.
 
     `calls`: how many are wanted, at predictors that stay. `add(calls)` makes a further one, at a predictor that has
-    none of these calls, or returns None; it continues after the answer's first `position()` tokens.
+    none of these calls, or returns None; it continues after the answer's tokens so far, `output_ids`, which grow.
     """
 
     runs_alone = False
@@ -37,12 +45,13 @@ class ParallelCall:
         first: LinkCall,
         calls: int,
         add: Callable[[Sequence[LinkCall]], LinkCall | None],
-        position: Callable[[], int],
+        output_ids: Sequence[int],
     ) -> None:
         self._calls = calls
         self._add = add
-        self._position = position
-        self._runners = [_Runner(first, position())]
+        self._output_ids = output_ids
+        self._runners = [_Runner(first, len(output_ids))]
+        self._different = 0
         self._earlier_engine_s = 0.0  # Of calls that have ended.
         self._has_moved = False  # The next tokens are the first of another predictor.
 
@@ -86,11 +95,11 @@ class ParallelCall:
         """Adds calls up to the number that is wanted, as far as there are predictors; ends those at predictors that are
         about to stop, once as many others as wanted have begun."""
         staying = [runner for runner in self._runners if not runner.call.is_leaving]
-        while len(staying) < self._calls:
+        while len(staying) < self._calls and self._different <= _MAX_DIFFERENT:
             call = self._add([runner.call for runner in self._runners])
             if call is None:
                 break
-            staying.append(_Runner(call, self._position()))
+            staying.append(_Runner(call, len(self._output_ids)))
             self._runners.append(staying[-1])
         if len(staying) < len(self._runners) and sum(runner.call.has_begun for runner in staying) >= self._calls:
             for runner in tuple(self._runners):
@@ -107,23 +116,30 @@ class ParallelCall:
         for runner in tuple(self._runners):
             try:
                 chunk = runner.call.poll()
+                new = None if chunk is None else self._new(runner, chunk)
             except (HopBrokenError, NotReadyError, OverloadedError, NotFoundError):
                 if len(self._runners) == 1:
                     raise
                 self._end(runner)
                 continue
-            if chunk is not None and (new := self._new(runner, chunk)) is not None:
+            if new is not None:
                 return new
         return None
 
     def _new(self, runner: _Runner, chunk: TokenChunk) -> TokenChunk | None:
-        """What a chunk adds to the answer."""
-        known = self._position() - runner.position
+        """What a chunk adds to the answer; raises DrainingError where its tokens are not the answer's."""
+        known = len(self._output_ids) - runner.position
+        common = self._output_ids[runner.position : runner.position + len(chunk.token_ids)]
         runner.position += len(chunk.token_ids)
+        is_short = chunk.finish_reason is not None and runner.position < len(self._output_ids)
+        if is_short or chunk.token_ids[: len(common)] != common:
+            self._different += 1
+            logger.info("a predictor computes other tokens than the answer's, before token %d", runner.position)
+            raise DrainingError("the predictor computes other tokens than the answer's", hop="predictor")
         if known > 0:
             chunk.token_ids = chunk.token_ids[known:]
             chunk.logprobs, chunk.top_logprobs = chunk.logprobs[known:], chunk.top_logprobs[known:]
-        if not chunk.token_ids and (chunk.finish_reason is None or runner.position != self._position()):
+        if not chunk.token_ids and chunk.finish_reason is None:
             return None
         if self._has_moved:
             chunk.resumed, self._has_moved = True, False

@@ -181,7 +181,7 @@ class TokenStream:
         self._call = self._in_parallel(call, 1)
 
     def _in_parallel(self, call: LinkCall, calls: int) -> ParallelCall:
-        return ParallelCall(call, calls, self._twin, lambda: len(self._progress.output_ids))
+        return ParallelCall(call, calls, self._twin, self._progress.output_ids)
 
     def _submit(self, link: PredictorLink, span: CallSpan, is_isolated: bool) -> LinkCall:
         """Begins a call at a predictor, which continues after the tokens so far."""

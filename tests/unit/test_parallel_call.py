@@ -1,0 +1,93 @@
+"""A hedged answer is the whole output of one predictor: the tokens of two that differ are never mixed."""
+
+import pytest
+
+from millrace.errors import DrainingError, HopBrokenError
+from services.transformer.predictors.parallel_call import ParallelCall
+from services.transformer.predictors.tokens import TokenChunk
+
+
+class ScriptedCall:
+    """As a LinkCall: has one chunk, or None, at each poll, at last with `finish_reason` or `error`."""
+
+    engine_s, fingerprint, predictor = 0.0, "f", "p"
+    is_accepted = has_begun = True
+
+    def __init__(self, *chunks, error=None, finish_reason=None):
+        self.is_leaving, self.is_closed = False, False
+        self._chunks, self._error, self._finish_reason = list(chunks), error, finish_reason
+
+    def poll(self):
+        if not self._chunks and self._error is not None:
+            raise self._error
+        chunk = self._chunks.pop(0) if self._chunks else None
+        is_last = not self._chunks
+        return (
+            None if chunk is None else TokenChunk(list(chunk), finish_reason=self._finish_reason if is_last else None)
+        )
+
+    def close(self):
+        self.is_closed = True
+
+    @property
+    def waiter(self):
+        raise NotImplementedError
+
+    @waiter.setter
+    def waiter(self, waiter):
+        if waiter is not None and (self._chunks or self._error) and not waiter.done():
+            waiter.set_result(None)
+
+
+async def answered(first, *others):
+    """The answer's ids, and at which of them each further call was added."""
+    ids, added, others = [], [], list(others)
+
+    def add(calls):
+        if not others:
+            return None
+        added.append(len(ids))
+        return others.pop(0)
+
+    call = ParallelCall(first, 2, add, ids)
+    while len(ids) < 6:
+        chunk = await call.read()
+        if chunk is not None:
+            ids += chunk.token_ids
+    return ids, added
+
+
+async def test_calls_that_agree_take_turns_by_who_is_first():
+    slow, fast = ScriptedCall(None, [1], [2, 3], [4], [5, 6]), ScriptedCall([1, 2], [3, 4, 5], [6])
+    assert await answered(slow, fast) == ([1, 2, 3, 4, 5, 6], [0])
+    assert [slow.is_closed, fast.is_closed] == [False, False]
+
+
+async def test_a_call_that_differs_is_ended_and_replaced_after_the_answers_tokens():
+    first, other, third = ScriptedCall([1], None, None, [2, 3]), ScriptedCall([1], [9, 8], [7], [6, 5]), ScriptedCall()
+    # `other` is the first to have a second token: from there on the answer is its own.
+    assert await answered(first, other, third) == ([1, 9, 8, 7, 6, 5], [0, 4])
+    assert (first.is_closed, other.is_closed, third.is_closed) == (True, False, False)
+
+
+async def test_an_early_end_of_one_is_a_difference_too():
+    first, other = ScriptedCall([1, 2, 3], None, [4], [5, 6]), ScriptedCall([1, 2], finish_reason="stop")
+    assert await answered(first, other) == ([1, 2, 3, 4, 5, 6], [0])
+    assert other.is_closed
+
+
+async def test_the_last_call_that_differs_lets_the_answer_resume():
+    ids = []
+    first, other = ScriptedCall([1, 2], error=HopBrokenError("lost")), ScriptedCall(None, [1, 3])
+    call = ParallelCall(first, 2, lambda calls: other if calls == [first] else None, ids)
+    ids += (await call.read()).token_ids
+    with pytest.raises(DrainingError, match="other tokens"):
+        await call.read()
+
+
+async def test_calls_that_always_differ_are_not_replaced_for_ever():
+    others = [ScriptedCall(*([0] for _ in range(9))) for _ in range(9)]
+    first = ScriptedCall(*([number] for number in range(1, 7)))
+    ids, added = await answered(first, *others)
+    assert len(added) <= 4
+    assert ids == [1, 2, 3, 4, 5, 6]
