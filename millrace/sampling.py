@@ -10,7 +10,7 @@ from __future__ import annotations
 import reprlib
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Annotated, Any
 
@@ -41,15 +41,25 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 @dataclass(frozen=True)
 class ContextLimits:
-    """How many tokens a model holds."""
+    """How many tokens a model holds; of an answer without max_tokens, what the model's generation config says."""
 
     context_length: int
     is_encoder_decoder: bool
+    max_new_tokens: int | None = field(default=None, kw_only=True)
+    max_length: int | None = field(default=None, kw_only=True)  # With the prompt, or the decoder's start token.
 
     def room(self, prompt_tokens: int) -> int:
         """Tokens that the context has left for output after a prompt."""
         # An encoder-decoder model has separate limits for its prompt and its output.
         return self.context_length if self.is_encoder_decoder else self.context_length - prompt_tokens
+
+    def default_tokens(self, prompt_tokens: int) -> int:
+        """`max_tokens` of a request that has none."""
+        if self.max_new_tokens is not None or self.max_length is None:
+            return self.max_new_tokens or DEFAULT_MAX_TOKENS
+        if self.is_encoder_decoder:
+            return max(1, self.max_length - 1)
+        return min(DEFAULT_MAX_TOKENS, max(1, self.max_length - prompt_tokens))
 
 
 class SamplingParameters(BaseModel):
@@ -158,7 +168,12 @@ class SamplingParameters(BaseModel):
             if (value is True or value is False) and name in _NUMBERS:  # To pydantic they are 1 and 0.
                 raise InvalidRequestError(f"{name}={value}: a number is needed", param=name)
         try:
-            return SamplingParameters.model_validate({**self.model_dump(exclude_unset=True), **given})
+            own = self.model_dump(exclude_unset=True)
+            changed = SamplingParameters.model_validate({**own, **given})
+            if "min_tokens" in own and "min_tokens" not in given and given.get("max_tokens") is not None:
+                least = min(changed.min_tokens, changed.max_tokens or 0)  # A default does not contradict a request.
+                changed = changed.model_copy(update={"min_tokens": least})
+            return changed
         except ValidationError as error:
             first = error.errors()[0]
             name = str(first["loc"][0]) if first["loc"] else "parameters"
@@ -248,12 +263,21 @@ def end_ids_of(eos_token_id: int | Iterable[int] | None) -> frozenset[int]:
     return frozenset([eos_token_id] if isinstance(eos_token_id, int) else eos_token_id)
 
 
-def defaults_of(generation_config: Mapping[str, Any], is_encoder_decoder: bool) -> SamplingParameters:
-    """A model's defaults: those of its generation_config.json if that samples, otherwise those of the table."""
-    if generation_config.get("do_sample"):
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        given = {name: generation_config[name] for name in names if generation_config.get(name) is not None}
-        return SamplingParameters().changed(given)
-    if is_encoder_decoder or generation_config.get("do_sample") is False:
-        return SamplingParameters(temperature=0.0)
-    return SamplingParameters()
+def defaults_of(generation: Mapping[str, Any], is_encoder_decoder: bool) -> SamplingParameters:
+    """A model's defaults: what its generation config says, see millrace/models/generation_config.py, or the table's."""
+    names = ["repetition_penalty"]
+    samples = generation.get("do_sample")
+    if samples or (samples is None and not is_encoder_decoder):
+        names += ["temperature", "top_p", "top_k", "min_p"]
+    given = {name: generation[name] for name in names if generation.get(name) is not None}
+    if len(names) == 1:
+        given["temperature"] = 0.0
+    least = generation.get("min_new_tokens") or 0
+    if is_encoder_decoder:
+        least = max(least, (generation.get("min_length") or 0) - 1)  # The decoder's start token counts there.
+    return SamplingParameters().changed(given | ({"min_tokens": least} if least > 0 else {}))
+
+
+def lengths_of(generation: Mapping[str, Any]) -> dict[str, int]:
+    """The fields of ContextLimits that a generation config, or a model's description, has."""
+    return {name: int(generation[name]) for name in ("max_new_tokens", "max_length") if generation.get(name)}

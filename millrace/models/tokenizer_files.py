@@ -13,6 +13,7 @@ length and padding in the file are switched off.
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -23,6 +24,8 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from millrace.models.sources import read_config
+
+logger = logging.getLogger(__name__)
 
 TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
@@ -77,6 +80,19 @@ def read_tokenizer(folder: Path) -> ModelTokenizer:
         return ModelTokenizer(backend, named, _templates(folder, config), config)
     except (TypeError, AttributeError, KeyError) as error:
         raise ValueError(f"{folder}: the tokenizer's configuration cannot be read: {error!r}") from None
+
+
+def own_eos_id(folder: Path) -> int | None:
+    """The end token of a folder's tokenizer; None where there is no tokenizer that can be read."""
+    try:
+        config = read_config(folder, "tokenizer_config.json")
+        for index, token in (config.get("added_tokens_decoder") or {}).items():
+            if token["content"] == config.get("eos_token"):
+                return int(index)  # Without reading a vocabulary, which may have megabytes.
+        return read_tokenizer(folder).eos_id if has_vocabulary(folder) else None
+    except (ValueError, TypeError, AttributeError, KeyError, OSError):
+        logger.warning("the tokenizer in %s cannot be read", folder, exc_info=True)
+        return None
 
 
 def _read(path: Path, contents: bytes) -> Tokenizer:

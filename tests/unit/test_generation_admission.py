@@ -9,11 +9,12 @@ import pytest
 from millrace.deadline import NO_DEADLINE, Deadline
 from millrace.errors import OverloadedError
 from millrace.rpc.call_context import CallContext
+from millrace.sampling import ContextLimits
 from services.transformer.generation.admission import Admission
 from services.transformer.generation.chunks import TextChunk
 from services.transformer.generation.requests import TextRequest
 
-MODEL = SimpleNamespace(name="m", limits=SimpleNamespace(context_length=1024))
+MODEL = SimpleNamespace(name="m", limits=ContextLimits(1024, is_encoder_decoder=False))
 
 
 def request(deadline=NO_DEADLINE, arrived=None, client="", shadow_of="", **sampling):

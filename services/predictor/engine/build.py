@@ -41,8 +41,12 @@ def build_engine(
     settings: PredictorSettings,
     flush: Callable[[], None] = lambda: None,
     grammars: GrammarCompiler | None = None,
+    eos_ids: frozenset[int] | None = None,
 ) -> ContinuousBatchingEngine:
-    """Builds and starts the engine of a generation model; raises StartupError. For the rest see engine.py."""
+    """Builds and starts the engine of a generation model; raises StartupError. For the rest see engine.py.
+
+    Without `eos_ids` the model's own are the end tokens.
+    """
     shape = cache_shape(model)
     context, blocks = plan_memory(name, model, shape, settings)
     # Before a runner packs the weights in a form of its own.
@@ -67,7 +71,7 @@ def build_engine(
         scheduler,
         PrefillPace(settings.max_gap_ms / 1000),
         EngineLimits(context, bool(model.config.is_encoder_decoder), vocabulary, runner.scores_prompts),
-        end_ids_of(model.generation_config.eos_token_id),
+        end_ids_of(model.generation_config.eos_token_id) if eos_ids is None else eos_ids,
         settings.step_timeout,
         flush,
         grammars,

@@ -21,6 +21,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
@@ -29,6 +30,7 @@ import torch
 
 from millrace.errors import HopBrokenError, InvalidRequestError, MillraceError, NotReadyError
 from millrace.grammars import PARAMETER
+from millrace.models.generation_config import GenerationRules
 from millrace.rpc.watchdog import Watchdog, dump_tracebacks
 from services.predictor.engine.ending import Ending
 from services.predictor.engine.grammar.compiler import GrammarCompiler
@@ -81,6 +83,7 @@ class ContinuousBatchingEngine:
         self.statistics = EngineStatistics()
         self.description = {"runner": runner.description}
         self.adapters: Adapters | None = None  # None: the runner supports none.
+        self.rules: GenerationRules | None = None
         self._runner = runner
         self._scheduler = scheduler
         self._pace = pace
@@ -123,6 +126,11 @@ class ContinuousBatchingEngine:
         sequence = Sequence(request, output, self._end_ids, self._runner.start_ids)
         if request.adapter:
             sequence.adapter = self._adapter(request.adapter)
+        if self.rules is not None:
+            rules = self.rules
+            if request.sampling.structured_outputs:  # The form alone says how an answer begins and ends.
+                rules = replace(rules, forced_bos=None, forced_eos=())
+            sequence.row = sequence.row._replace(rules=rules, takes_likeliest=False)
         if (restrictions := sequence.row.restrictions) is not None:
             masked = request.sampling.end_ids(self._end_ids) if request.sampling.min_tokens else frozenset()
             restrictions.check(masked, self.limits.vocabulary_size)

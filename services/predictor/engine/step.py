@@ -159,7 +159,7 @@ class StepRunner:
 def _failure_of(row: Row) -> MillraceError:
     """The error of a row that has no token: the model failed, or the request allows none."""
     sampling = row.sequence.request.sampling
-    if sampling.structured_outputs and sampling.has_restrictions:
+    if sampling.structured_outputs and (sampling.has_restrictions or row.sequence.row.rules is not None):
         return no_token_error()
     logger.error("request %s: the model's logits are not numbers", row.sequence.request.id)
     return RequestFailedError("the model failed on this request")

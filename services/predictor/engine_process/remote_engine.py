@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Protocol
 
 from millrace.errors import HopBrokenError, MillraceError, NotReadyError, OverloadedError, StartupFault
+from millrace.sampling import lengths_of
 from millrace.step_errors import write_error
 from millrace_protos import engine_pb2, steps_pb2
 from services.predictor.engine.interface import (
@@ -66,7 +67,11 @@ class RemoteEngine:
     ) -> None:
         self.pid = pid
         self.limits = EngineLimits(
-            facts.context_length, facts.is_encoder_decoder, facts.vocabulary_size, facts.scores_prompts
+            facts.context_length,
+            facts.is_encoder_decoder,
+            facts.vocabulary_size,
+            facts.scores_prompts,
+            **lengths_of(facts.description),
         )
         self.description = dict(facts.description)
         self.statistics = EngineStatistics()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
 from millrace.errors import StartupError
-from millrace.models.sources import read_config
-from millrace.sampling import defaults_of
+from millrace.models.generation_config import describe, eos_ids_of, read_generation, rules_of
+from millrace.models.tokenizer_files import own_eos_id
+from millrace.sampling import defaults_of, lengths_of
 from services.predictor.engine.build import build_engine
 from services.predictor.engine.grammar.compiler import GrammarCompiler
 from services.predictor.generation.running_model import LoadedGeneration
@@ -44,13 +46,20 @@ def load_generation(
         logger.warning("model %s: the folder lacks weights, which are random now: %s", name, ", ".join(missing))
     fingerprint = fingerprint_of(folder, dtype_name(model), is_local, random_weights=bool(missing))
     parameters = model.num_parameters()  # After packing, weights are no longer parameters.
-    engine = build_engine(name, model, settings, flush, GrammarCompiler(folder))
+    generation = read_generation(folder)
+    eos_ids = eos_ids_of(generation, folder, own_eos_id(folder))
+    engine = build_engine(name, model, settings, flush, GrammarCompiler(folder), eos_ids)
+    lengths = lengths_of(generation)
+    limits = replace(engine.limits, max_new_tokens=lengths.get("max_new_tokens"), max_length=lengths.get("max_length"))
+    engine.limits = limits
+    engine.rules = rules_of(generation, eos_ids, limits.is_encoder_decoder, limits.vocabulary_size)
+    engine.description |= describe(name, generation)
     loaded = LoadedGeneration(
         name,
         type(model).__name__,
         device.type,
         dtype_name(model),
-        defaults_of(read_config(folder, "generation_config.json"), engine.limits.is_encoder_decoder),
+        defaults_of(generation, engine.limits.is_encoder_decoder),
         engine,
         fingerprint,
     )

@@ -188,7 +188,9 @@ def _sampling(
 ) -> SamplingParameters:
     """The complete parameters of a request, with the model's defaults."""
     limits = model.engine.limits
-    sampling = model.defaults.changed(parameters).resolved(limits.room(prompt_tokens))
+    sampling = model.defaults.changed(parameters).resolved(
+        limits.room(prompt_tokens), limits.default_tokens(prompt_tokens)
+    )
     _check_ids("stop_token_ids", sampling.stop_token_ids, limits)
     if sampling.has_restrictions:
         _check_ids("logit_bias", list(sampling.logit_bias), limits)

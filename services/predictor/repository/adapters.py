@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from millrace.errors import InvalidRequestError, StartupError
+from millrace.models.generation_config import GENERATION_FILE
 from millrace.models.kinds import ADAPTER_FILE, ModelKind
 from millrace.models.sources import ModelSource, read_config
 from millrace.sampling import defaults_of
@@ -75,7 +76,7 @@ async def attach(source: ModelSource, folder: Path, base: Entry, report: Callabl
     if not (isinstance(model, GenerationModel) and isinstance(engine, RemoteEngine)):
         raise StartupError(f"model {source.name}: its base {base.source.name} has no engine process")
     number, fingerprint = await engine.load_adapter(source.name, folder, source.is_local)
-    own = read_config(folder, "generation_config.json")
+    own = read_config(folder, GENERATION_FILE)
     loaded = replace(
         model.loaded,
         name=source.name,

@@ -18,8 +18,9 @@ import torch
 from pydantic import ValidationError
 
 from millrace.errors import StartupError
+from millrace.models.generation_config import describe, eos_ids_of, read_generation
 from millrace.models.sources import read_config
-from millrace.sampling import defaults_of, end_ids_of
+from millrace.sampling import defaults_of
 from millrace_protos import engine_pb2
 from services.predictor.engine.engine import ContinuousBatchingEngine
 from services.predictor.engine.grammar.compiler import GrammarCompiler
@@ -89,8 +90,8 @@ def load_vllm(launch: engine_pb2.EngineLaunch, flush: Callable[[], None]) -> Loa
     _warm_up(llm, tokens_input, has_tokenizer=end_id is not None)
     facts, cache = llm.vllm_config.model_config, llm.vllm_config.cache_config
     context, vocabulary = int(facts.max_model_len), int(facts.get_vocab_size())
-    generation = read_config(folder, "generation_config.json")
-    eos_ids = end_ids_of(generation.get("eos_token_id", config.get("eos_token_id")))
+    generation = read_generation(folder)
+    eos_ids = eos_ids_of(generation, folder, end_id)
     blocks = int(cache.kv_cache_size_tokens) // int(cache.block_size)
     version = f"vllm {vllm.__version__}"
     computer = VllmComputer(llm, _sampling_params, tokens_input, eos_ids, version, end_id)
@@ -113,7 +114,7 @@ def load_vllm(launch: engine_pb2.EngineLaunch, flush: Callable[[], None]) -> Loa
         None if end_id is None else GrammarCompiler(folder),
     )
     given = json.dumps(settings.vllm_arguments, sort_keys=True)
-    engine.description["engine_arguments"] = given
+    engine.description |= {"engine_arguments": given, **describe(name, generation, honours_rules=False)}
     dtype = str(facts.dtype).removeprefix("torch.")
     logger.info("model %s: %s, %s on %s, context %d, %d blocks", name, version, dtype, device, context, blocks)
     return LoadedGeneration(

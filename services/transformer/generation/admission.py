@@ -35,7 +35,7 @@ class Admission:
         """Counts the generation in the block, or raises OverloadedError."""
         load = self._loads.setdefault(model.name, LoadEstimate())
         now, given = time.monotonic(), request.sampling.get("max_tokens")
-        max_tokens = given if isinstance(given, int) else request.default_max_tokens or model.limits.context_length
+        max_tokens = given if isinstance(given, int) else request.default_max_tokens or model.limits.default_tokens(0)
         client = account_of(request.call)
         retry_after_s = load.retry_after_s(request.call.deadline.at - now, max_tokens, now, client)
         if retry_after_s is not None:

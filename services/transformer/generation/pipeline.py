@@ -216,7 +216,11 @@ class Pipeline:
             model.name,
             request.call.request_id,
             prompt_ids,
-            sampling.resolved(room, request.default_max_tokens, request.default_seed),
+            sampling.resolved(
+                room,
+                request.default_max_tokens or model.limits.default_tokens(len(prompt_ids)),
+                request.default_seed,
+            ),
             model.dialect,
             model.resumes,
             request.prompt_logprobs,

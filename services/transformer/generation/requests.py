@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from millrace.errors import InvalidRequestError
 from millrace.rpc.call_context import CallContext
-from millrace.sampling import DEFAULT_MAX_TOKENS
 from services.transformer.calls import check_bad_words, check_stop
 from services.transformer.generation.resume_ids import ResumePoint
 from services.transformer.text.tools import ToolUse
@@ -35,16 +34,16 @@ class TextRequest:
     """One generation: one of `prompt`, `prompt_ids` and `messages`, and the sampling parameters given.
 
     `add_special_tokens` is of `prompt`. `bad_words` become `bad_token_ids`. `template_options` are variables of the
-    chat template. Without max_tokens in `sampling`, the maximum is `default_max_tokens` or the room left in the
-    context, if that is less. `prompt_logprobs` asks for the prompt's own log probabilities, and for so many of the
-    likeliest tokens at each position; `choices` is how many such requests make one answer. With `prompt_only` the
-    answer has no token of its own. `ignored_fields` are names, for the record. `default_seed` is the seed if `sampling`
-    has none, None for a random one. The chunks that the client has, as `resume` says, are `repeated`.
-    `include_stop_str_in_output` and `skip_special_tokens` are vLLM's. Of the prompt the last `truncate_prompt_tokens`
-    are used, with -1 as many as leave room for the answer. `further_parameters` are for the record only. `tools` are
-    the functions that the model may call. With `cuts_max_tokens` a maximum beyond the room in the context is that room;
-    with `drops_messages` the oldest messages of a conversation that is too long are left out; with `has_parts` the
-    chunks have calls and reasoning apart from the text.
+    chat template. Without max_tokens in `sampling`, the maximum is `default_max_tokens`, or the model's default, or the
+    room left in the context, if that is less. `prompt_logprobs` asks for the prompt's own log probabilities, and for so
+    many of the likeliest tokens at each position; `choices` is how many such requests make one answer. With
+    `prompt_only` the answer has no token of its own. `ignored_fields` are names, for the record. `default_seed` is the
+    seed if `sampling` has none, None for a random one. The chunks that the client has, as `resume` says, are
+    `repeated`. `include_stop_str_in_output` and `skip_special_tokens` are vLLM's. Of the prompt the last
+    `truncate_prompt_tokens` are used, with -1 as many as leave room for the answer. `further_parameters` are for the
+    record only. `tools` are the functions that the model may call. With `cuts_max_tokens` a maximum beyond the room in
+    the context is that room; with `drops_messages` the oldest messages of a conversation that is too long are left out;
+    with `has_parts` the chunks have calls and reasoning apart from the text.
     """
 
     call: CallContext
@@ -55,7 +54,7 @@ class TextRequest:
     add_special_tokens: bool = True
     template_options: Mapping[str, Any] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    default_max_tokens: int = DEFAULT_MAX_TOKENS
+    default_max_tokens: int | None = None
     stop: Sequence[str] = ()
     bad_words: Sequence[str] = ()
     version: str = ""

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from millrace.errors import MillraceError, StartupError
+from millrace.models.generation_config import GENERATION_FILE, read_generation
 from millrace.models.hub import fetch
 from millrace.models.kinds import ModelKind, kind_of
 from millrace.models.sentence_files import SentenceFiles, read_sentence_files
 from millrace.models.sources import ModelSource, read_config
 from millrace.models.tokenizer_files import CHAT_TEMPLATE_FILE, has_vocabulary
-from millrace.sampling import ContextLimits, SamplingParameters, defaults_of
+from millrace.sampling import ContextLimits, SamplingParameters, defaults_of, lengths_of
 from services.transformer.text.tokenizer import FILES, TextTokenizer, row_tokenizer
 
-_DEFAULTS_FILE = "generation_config.json"
 # The names that configurations of transformers have for it.
 _CONTEXT_LENGTH = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
 
@@ -70,7 +70,7 @@ def read_text(source: ModelSource, pool: ThreadPoolExecutor, base: AdapterBase |
 
 def _read_adapter(source: ModelSource, folder: Path, base: AdapterBase, pool: ThreadPoolExecutor) -> ModelText:
     has_tokenizer = has_vocabulary(folder)
-    has_template, has_defaults = ((folder / name).is_file() for name in (CHAT_TEMPLATE_FILE, _DEFAULTS_FILE))
+    has_template, has_defaults = ((folder / name).is_file() for name in (CHAT_TEMPLATE_FILE, GENERATION_FILE))
     if base.text is not None and not (has_tokenizer or has_template or has_defaults):
         return base.text  # A tokenizer takes tens of megabytes.
     base_folder = fetch(base.source, FILES)
@@ -85,10 +85,11 @@ def _read_adapter(source: ModelSource, folder: Path, base: AdapterBase, pool: Th
 def _read_generation(tokenizer: TextTokenizer, folder: Path, defaults_folder: Path) -> ModelText:
     config = read_config(folder, "config.json")
     is_encoder_decoder = bool(config.get("is_encoder_decoder"))
-    defaults = defaults_of(read_config(defaults_folder, _DEFAULTS_FILE), is_encoder_decoder)
-    return ModelText(tokenizer, defaults, _limits(config, is_encoder_decoder))
+    generation = read_generation(defaults_folder)
+    limits = _limits(config, is_encoder_decoder, lengths_of(generation))
+    return ModelText(tokenizer, defaults_of(generation, is_encoder_decoder), limits)
 
 
-def _limits(config: dict[str, Any], is_encoder_decoder: bool) -> ContextLimits | None:
+def _limits(config: dict[str, Any], is_encoder_decoder: bool, default: dict[str, int]) -> ContextLimits | None:
     lengths = [config[name] for name in _CONTEXT_LENGTH if isinstance(config.get(name), int)]
-    return ContextLimits(lengths[0], is_encoder_decoder) if lengths else None
+    return ContextLimits(lengths[0], is_encoder_decoder, **default) if lengths else None

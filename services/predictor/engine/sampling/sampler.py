@@ -5,10 +5,10 @@ distribution at it, summed in float64 in the order of token ids after all masks.
 sequence that resumes elsewhere from its own ids continues with the same tokens. The result of a row depends on that row
 only, never on its neighbours.
 
-Order: bias, penalties, the masks of allowed and bad tokens, of grammars and of the minimum length, then temperature,
-top-k, top-p, min-p. As in vLLM, a penalty applies to the biased logit. Tokens that tie with the last one that top-k or
-top-p keeps are kept. Equal scores: greedy takes the lowest id. Log probabilities are those of the model's raw logits,
-in nats.
+Order: bias, penalties, the masks of allowed and bad tokens, of grammars and of the minimum length, the model's own
+rules (rules.py), then temperature, top-k, top-p, min-p. As in vLLM, a penalty applies to the biased logit. Tokens that
+tie with the last one that top-k or top-p keeps are kept. Equal scores: greedy takes the lowest id. Log probabilities
+are those of the model's raw logits, in nats.
 
 A row whose logits are not numbers (any is NaN, or the largest is infinite, as when every token is masked) gets
 `NO_TOKEN`. Any device; float32 and float64 are computed in their own precision, other dtypes in float32. One transfer
@@ -34,12 +34,13 @@ from torch import Tensor
 from millrace.sampling import MAX_TOP_LOGPROBS, SamplingParameters
 from services.predictor.engine.interface import Logprobs
 from services.predictor.engine.sampling.restrictions import add_biases, mask, places
+from services.predictor.engine.sampling.rules import add_rule_biases, apply_rules
 from services.predictor.engine.sampling.vocabulary import argmax, invert, largest, maximum, ordered
 from services.predictor.engine.state.sequence import SamplingRow
 
 NO_TOKEN = -1
 # Part of a model's fingerprint; raise it with any change after which the same logits and seed may give another token.
-SAMPLER_VERSION = 1
+SAMPLER_VERSION = 2
 
 # The numbers of candidates that a CPU tries before it sorts the whole vocabulary. Fixed, so that a row takes the same
 # path, with the same rounding, in every batch.
@@ -70,8 +71,8 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], masks: tuple[list[int], 
     raw = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
     if not raw.is_cuda and all(map(_TAKES_LIKELIEST, rows)):
         return _largest(raw.numpy())
-    scores = mask(_penalise(add_biases(raw, rows), rows), rows)
-    scores = _mask_early_end(_mask_forbidden(scores, masks), rows)
+    scores = mask(_penalise(add_rule_biases(add_biases(raw, rows), rows), rows), rows)
+    scores = apply_rules(_mask_early_end(_mask_forbidden(scores, masks), rows), rows)
     is_plain = scores is raw and all(row.sampling.is_greedy and not row.sampling.logprobs for row in rows)
     if is_plain and not raw.is_cuda:
         return _largest(raw.numpy())
@@ -118,7 +119,9 @@ def _penalise(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
     # A token that occurs twice is written twice, with the same value.
     if repeating:
-        seen = [np.concatenate([_ids(rows[i].input_ids), _ids(rows[i].output_ids)]) for i in repeating]
+        seen = [
+            np.concatenate([_ids(rows[i].start_ids or rows[i].input_ids), _ids(rows[i].output_ids)]) for i in repeating
+        ]
         at, lengths = places(repeating, seen, scores.device)
         penalty = column([rows[i].sampling.repetition_penalty for i in repeating], lengths)
         before = scores[at]

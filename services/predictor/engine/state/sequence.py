@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from numpy.typing import NDArray
 
 from millrace.errors import DeadlineError
+from millrace.models.generation_config import GenerationRules
 from millrace.oip.prompt_logprobs import PromptLogprobs
 from millrace.sampling import SamplingParameters
 from services.predictor.engine.interface import GenerationRequest, Usage
@@ -29,7 +30,8 @@ class SamplingRow(NamedTuple):
     """The sampler's input for a row of logits: its parameters, the ids for penalties, and the model's own end tokens.
 
     Ids may be arrays: lists are converted at each step if a row has penalties. `takes_likeliest` may be the parameters'
-    own; False costs time only. `restrictions` are those of the parameters, None where these have none.
+    own; False costs time only. `restrictions` are those of the parameters, `rules` those of the model, None where there
+    are none. `start_ids` are what an encoder-decoder model's output follows in place of its prompt.
     """
 
     sampling: SamplingParameters
@@ -38,6 +40,8 @@ class SamplingRow(NamedTuple):
     end_ids: frozenset[int]
     takes_likeliest: bool = False
     restrictions: Restrictions | None = None
+    rules: GenerationRules | None = None
+    start_ids: Ids[int] = ()
 
 
 class Sequence:
@@ -61,6 +65,7 @@ class Sequence:
             end_ids,
             sampling.takes_likeliest,
             restrictions_of(sampling),
+            start_ids=start_ids,
         )
         # An encoder reads its whole prompt at once.
         self.indivisible = len(request.input_ids) + len(start_ids) if start_ids else 1
@@ -201,7 +206,7 @@ class Sequence:
         None where the sampler has a say: for log probabilities, at a pace, with restrictions and at an end token.
         """
         sampling = self.request.sampling
-        if self.constraint is None or sampling.logprobs or sampling.pace or self.row.restrictions is not None:
+        if self.constraint is None or sampling.logprobs or sampling.pace or self.row.restrictions or self.row.rules:
             return None
         token_id = self.constraint.forced()
         return None if token_id is None or token_id >= vocabulary or token_id in self._end_ids else token_id

@@ -1,0 +1,204 @@
+"""What a model's generation_config.json says holds as in `generate`, or the load says that it does not."""
+
+import json
+import logging
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+
+from millrace.models.generation_config import eos_ids_of, read_generation
+from millrace.models.tokenizer_files import own_eos_id
+from services.predictor.engine.interface import GenerationRequest
+from services.predictor.generation.loading import load_generation
+from services.predictor.generation.model import GenerationModel
+from services.predictor.settings import PredictorSettings
+from tests.random_models import VOCABULARY, random_model
+
+TOKENIZER = Path(__file__).parents[2] / "models/storyteller/tokenizer.json"
+PROMPTS = [[5, 6, 7, 8, 9, 10, 5, 6], [40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 2], [9]]
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 128,
+    "decoder_ffn_dim": 128,
+    "max_position_embeddings": 128,
+}
+IDS = {
+    "bos_token_id": 0,
+    "pad_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+    "forced_eos_token_id": None,
+}
+SEQ2SEQ = {
+    "bart": lambda: hf.BartForConditionalGeneration(hf.BartConfig(**SIZES, **IDS)),
+    "mbart": lambda: hf.MBartForConditionalGeneration(hf.MBartConfig(**SIZES, **IDS)),
+    "m2m": lambda: hf.M2M100ForConditionalGeneration(hf.M2M100Config(**SIZES, **IDS)),
+    "marian": lambda: hf.MarianMTModel(hf.MarianConfig(**SIZES, **IDS, decoder_vocab_size=VOCABULARY)),
+}
+RULES = {
+    "summaries": {
+        "forced_bos_token_id": 0,
+        "forced_eos_token_id": 2,
+        "min_length": 12,
+        "max_length": 24,
+        "no_repeat_ngram_size": 2,
+        "begin_suppress_tokens": [11, 12],
+        "renormalize_logits": True,
+    },
+    "translation": {"forced_bos_token_id": 77, "max_new_tokens": 20, "repetition_penalty": 1.4, "bad_words_ids": [[1]]},
+    "bans": {
+        "suppress_tokens": [3, 4],
+        "encoder_no_repeat_ngram_size": 1,
+        "max_new_tokens": 16,
+        "min_new_tokens": 10,
+        "exponential_decay_length_penalty": [4, 1.3],
+    },
+}
+
+
+def model_of(name):
+    if name not in SEQ2SEQ:
+        return random_model(name)
+    torch.manual_seed(1)
+    model = SEQ2SEQ[name]().eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.dim() == 2 and "embed_positions" not in parameter_name:  # Some are computed, not saved.
+                parameter.normal_(0, (3 if "attn" in parameter_name else 1.5) / parameter.shape[1] ** 0.5)
+    return model
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folders = {}
+
+    def save(name):
+        if name not in folders:
+            folders[name] = tmp_path_factory.mktemp(name), model_of(name)
+            folders[name][1].save_pretrained(folders[name][0])
+        return folders[name]
+
+    return save
+
+
+def load(folder, **generation):
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    return load_generation("x", folder, True, PredictorSettings(), torch.device("cpu"))
+
+
+def banned_by(model, prompt, generation):
+    """Rules of this model's own tokens: what it would say without rules is what they forbid."""
+    plain = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=9, min_new_tokens=9)[0].tolist()
+    said = plain[1:] if model.config.is_encoder_decoder else plain[len(prompt) :]
+    own = dict(generation)
+    own["bad_words_ids"] = [*own.get("bad_words_ids", []), said[1:3], [said[4]]]
+    own["sequence_bias"] = [[said[:2], -8.0], [[said[-1]], 3.0]]
+    own["suppress_tokens"] = [*own.get("suppress_tokens", []), said[6]]
+    return own
+
+
+async def answer(loaded, prompt, **given):
+    limits = loaded.engine.limits
+    sampling = loaded.defaults.changed({"temperature": 0, **given})
+    sampling = sampling.resolved(limits.room(len(prompt)), limits.default_tokens(len(prompt)))
+    slot, ids = loaded.engine.submit(GenerationRequest("r", list(prompt), sampling)), []
+    while (chunk := await slot.read()).finish_reason is None:
+        ids += chunk.output_ids
+    return ids + chunk.output_ids
+
+
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("name", [*SEQ2SEQ, "t5", "llama", "gpt2"])
+async def test_answers_are_those_of_generate(name, rules, saved):
+    folder, model = saved(name)
+    stated = {"eos_token_id": 2, "pad_token_id": 1, **RULES[rules]}
+    if model.config.is_encoder_decoder:
+        stated["decoder_start_token_id"] = model.config.decoder_start_token_id
+    for prompt in PROMPTS:
+        generation = banned_by(model, prompt, stated)
+        loaded = load(folder, **generation)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                expected = model.generate(
+                    torch.tensor([prompt]), generation_config=hf.GenerationConfig(do_sample=False, **generation)
+                )[0].tolist()
+            skipped = 1 if model.config.is_encoder_decoder else len(prompt)
+            assert await answer(loaded, prompt) == expected[skipped:]
+            assert "generation_config_ignored" not in loaded.engine.description
+        finally:
+            loaded.engine.close()
+
+
+async def test_a_request_has_precedence_over_the_lengths_of_the_file(saved):
+    folder, _ = saved("bart")
+    loaded = load(folder, eos_token_id=2, decoder_start_token_id=2, min_length=30, max_length=50, forced_eos_token_id=2)
+    try:
+        assert len(await answer(loaded, PROMPTS[0])) >= 29
+        short = await answer(loaded, PROMPTS[0], max_tokens=5)
+        assert (len(short), short[-1]) == (5, 2)
+        assert loaded.defaults.changed({"min_tokens": 0}).min_tokens == 0
+    finally:
+        loaded.engine.close()
+
+
+async def test_a_form_is_not_bound_by_forced_tokens(saved):
+    folder, _ = saved("bart")
+    shutil.copy(TOKENIZER, folder)
+    loaded = load(folder, eos_token_id=2, decoder_start_token_id=2, forced_bos_token_id=0, forced_eos_token_id=2)
+    try:
+        assert await answer(loaded, PROMPTS[0], structured_outputs='{"regex": "(yes|no)"}', max_tokens=9)
+    finally:
+        loaded.engine.close()
+        (folder / "tokenizer.json").unlink()
+
+
+def test_what_is_not_honoured_is_logged_and_shown(saved, caplog):
+    folder, _ = saved("bart")
+    with caplog.at_level(logging.WARNING):
+        loaded = load(
+            folder,
+            eos_token_id=2,
+            decoder_start_token_id=2,
+            num_beams=4,
+            length_penalty=2.0,
+            early_stopping=True,
+            typical_p=0.9,
+            epsilon_cutoff=0.0,
+            max_new_tokens=33,
+            chat_format="chatml",
+        )
+    loaded.engine.close()
+    shown = GenerationModel(loaded).description.parameters
+    assert shown["generation_config_ignored"] == "num_beams=4, typical_p=0.9, length_penalty=2.0, early_stopping=true"
+    assert shown["max_new_tokens"] == "33"
+    assert f"not honoured: {shown['generation_config_ignored']}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "tokenizer", "expected"),
+    [
+        ({}, {"eos_token_id": 7}, {}, {7}),
+        ({"eos_token_id": 5}, {"eos_token_id": [7, 8]}, {}, {7, 8}),
+        ({"eos_token_id": [5, 6]}, {"temperature": 0.5}, {}, {5, 6}),
+        ({"eos_token_id": None, "text_config": {"eos_token_id": 9}}, {}, {}, {9}),
+        ({}, {"eos_token_id": 7}, {"eos_token": "<|user|>"}, {7, 4}),
+        ({}, {"eos_token_id": 7}, {"eos_token": "X", "added_tokens_decoder": {"11": {"content": "X"}}}, {7, 11}),
+    ],
+)
+def test_the_end_tokens_are_those_of_the_generation_config_and_the_tokenizers_own(
+    tmp_path, config, generation, tokenizer, expected
+):
+    shutil.copy(TOKENIZER, tmp_path)
+    for name, values in (("config", config), ("generation_config", generation), ("tokenizer_config", tokenizer)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(values))
+    assert eos_ids_of(read_generation(tmp_path), tmp_path, own_eos_id(tmp_path)) == expected
