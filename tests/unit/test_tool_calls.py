@@ -1,6 +1,7 @@
 """Calls of functions and reasoning in an answer's text: each format, whole and cut anywhere."""
 
 import json
+import random
 
 import pytest
 from hypothesis import given, settings
@@ -64,13 +65,13 @@ CALLS = {
             ("weather", PARIS),
             ("add", ROME),
         ],
-        f"<tool_call>{ORDER}</tool_call> done": [("weather", PARIS.replace(" ", "")), " done"],
+        f"<tool_call>{ORDER}</tool_call> done": [("weather", PARIS), " done"],
         f"<tool_call>{TEXT}</tool_call>": [("weather", PARIS)],
         '<tool_call>{"name": "unknown"}</tool_call>': [("unknown", "{}")],
         '<tool_call>{"name": "add", "arguments": ""}</tool_call>': [("add", "{}")],
         '<tool_call>{"name": "weather", "arguments": {"city": "Pa': [("weather", '{"city": "Pa')],
         f"<tool_call>{WEATHER}": [("weather", PARIS)],
-        f"<tool_call>{WEATHER[:-1]} and more": [("weather", PARIS), "and more"],
+        f"<tool_call>{WEATHER[:-1]} and more": [("weather", PARIS), " and more"],
         f"{'1 < 2 <tool_calls> '} <tool": ["1 < 2 <tool_calls>  <tool"],
         f"<tool_call>no <tool_call>{WEATHER}</tool_call>": ["<tool_call>no", ("weather", PARIS)],
         '<tool_call>{"name": 5}</tool_call>': ['<tool_call>{"name": 5}</tool_call>'],
@@ -84,7 +85,7 @@ CALLS = {
         f"\n<|python_tag|>{OTHER};{WEATHER}": [("add", ROME), ("weather", PARIS)],
         f'{{"type": "function", "name": "add", "parameters": {ROME}}}; {ORDER}': [
             ("add", ROME),
-            ("weather", PARIS.replace(" ", "")),
+            ("weather", PARIS),
         ],
         f"I look. <|python_tag|>{OTHER}": ["I look.", ("add", ROME)],
         f"I look. {OTHER}": [f"I look. {OTHER}"],
@@ -95,7 +96,7 @@ CALLS = {
     },
     "mistral": {
         f"[TOOL_CALLS][{WEATHER}, {OTHER}]": [("weather", PARIS), ("add", ROME)],
-        f"[TOOL_CALLS] [{ORDER}]": [("weather", PARIS.replace(" ", ""))],
+        f"[TOOL_CALLS] [{ORDER}]": [("weather", PARIS)],
         f"Look:[TOOL_CALLS]weather{PARIS}[TOOL_CALLS]add{ROME}": ["Look:", ("weather", PARIS), ("add", ROME)],
         f"[TOOL_CALLS]weather[CALL_ID]a1b2c3d4e[ARGS]{PARIS}": [("weather", PARIS)],
         f"[TOOL_CALLS]weather[ARGS] {PARIS}": [("weather", PARIS)],
@@ -147,11 +148,108 @@ def test_the_parts_of_any_text_depend_on_the_text_alone(tool_format, reasoning, 
         assert "".join(part.text for part in whole) == text
 
 
-@given(st.text(alphabet='<tool_call>{}[]"\\ x', max_size=80))
-def test_text_without_a_call_loses_no_character(text):
-    parts = parts_of(text, "hermes")
-    if all(isinstance(part, Content) for part in parts):
+def pieces_of(text, generator):
+    """The text cut at random."""
+    cuts = sorted(generator.randrange(len(text) + 1) for _ in range(generator.randrange(9)))
+    return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+NO_CALL = [
+    "<tool_call>",
+    "</tool_call>",
+    "<|python_tag|>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "[CALL_ID]",
+    "<tool",
+    "[TOOL_",
+    "]",
+]
+NO_CALL += ['[{"a": 1}]', "[1, 2]", "[", "; ", ", ", " ", "\n", "\t", " " * 70, "x", "π\u2028", '"', "\\", "<|", "f(x)"]
+OBJECTS = [
+    '{"city": "Rome"}',
+    '{"name": 5}',
+    '{"name": "", "arguments": {}}',
+    '{"arguments": {"a": 1}}',
+    "{",
+    "}",
+    "{}",
+]
+OBJECTS += ['{"name": "weather", "arguments": {', '{"name"', "{'name': 'weather', 'arguments': {}}", '{"function": {}}']
+
+
+@pytest.mark.parametrize("tool_format", PARSERS)
+def test_text_without_a_call_comes_out_as_it_is(tool_format):
+    generator = random.Random(8)
+    for _ in range(10_000):
+        objects = [] if tool_format == "mistral" else [one for one in OBJECTS if '{"name": "weather"' not in one]
+        text = "".join(generator.choices(NO_CALL + objects, k=generator.randrange(12)))
+        if generator.random() < 0.2:
+            text += "" if tool_format == "mistral" else "x" + OBJECTS[-4]
+        parts = parts_of(pieces_of(text, generator), tool_format)
         assert "".join(part.text for part in parts) == text
+        assert all(isinstance(part, Content) for part in parts)
+
+
+ARGUMENTS = ["{}", PARIS, ROME, '{"id": 123456789012345678901234567890, "x": 1.10, "y": 1e400}', '{"a": 1, "a": 2}']
+ARGUMENTS += [
+    '{\n  "q": "\\u00e9 \\ud83e\\udd84 \\"}{[ \\\\",\n  "n": [ ]\n}',
+    '{"</tool_call>": "[TOOL_CALLS], <tool_call>{"}',
+]
+
+
+def spelled(generator, member):
+    """An object that is a call in one of the accepted spellings, with its name and arguments."""
+    name, arguments, space = generator.choice(NAMES), generator.choice(ARGUMENTS), generator.choice(["", " ", "\n "])
+    kind = generator.choice(["object", "object", "text", "null", "list", "missing", "empty"])
+    values = {"object": arguments, "text": json.dumps(arguments), "null": "null", "list": "[]", "empty": '""'}
+    members = [("name", json.dumps(name) if generator.random() < 0.9 else f'"\\u{ord(name[0]):04x}{name[1:]}"')]
+    if kind != "missing":
+        members.append((generator.choice([member, "arguments", "parameters"]), values[kind]))
+    others = [("id", '"call_1"'), ("type", '"function"'), ("note", '{"x": ["}", 1]}'), ("index", "0")]
+    members += generator.sample(others, generator.randrange(3))
+    if generator.random() < 0.7:
+        generator.shuffle(members)
+    pairs = (f'"{key}"{space}:{space}{value}' for key, value in members)
+    text = "{" + space + f"{space},{space}".join(pairs) + space + "}"
+    if generator.random() < 0.1:
+        text = f'{{"type": "function", "function": {text}}}'
+    return text, (name, arguments if kind in ("object", "text") else "{}")
+
+
+def written(generator, tool_format, objects):
+    """The objects as a model of a format may write them."""
+    if generator.random() < 0.3:
+        body = "[" + generator.choice([",", ", ", ",\n"]).join(objects) + "]"
+    else:
+        body = generator.choice([", ", ";", "; ", "\n", "\n\n", ""]).join(objects)
+    if tool_format == "hermes":
+        return f"<tool_call>\n{body}\n</tool_call>" if generator.random() < 0.8 else f"<tool_call>{body}"
+    return (
+        generator.choice(["[TOOL_CALLS]", "[TOOL_CALLS] "]) if tool_format == "mistral" else "<|python_tag|>"
+    ) + body
+
+
+@pytest.mark.parametrize("tool_format", PARSERS)
+def test_no_call_is_lost_in_any_spelling(tool_format):
+    generator = random.Random(8)
+    member = "parameters" if tool_format == "llama" else "arguments"
+    for _ in range(2000):
+        expected, text = [], ""
+        if generator.random() < 0.3:
+            expected, text = ["I look. [1]"], "I look. [1]" + generator.choice(["", "\n\n"])
+        marks = [
+            [spelled(generator, member) for _ in range(generator.randint(1, 3))] for _ in range(generator.randint(1, 2))
+        ]
+        if tool_format == "mistral" and generator.random() < 0.3:
+            text += "[TOOL_CALLS]weather[ARGS]" + PARIS
+            expected.append(("weather", PARIS))
+        for mark in marks:
+            text += written(generator, tool_format, [one for one, _ in mark]) + generator.choice(["", "\n"])
+            expected += [call for _, call in mark]
+        if generator.random() < 0.3:
+            text, expected = text.rstrip() + " Done. ", [*expected, " Done. "]
+        assert simple(parts_of(pieces_of(text, generator), tool_format)) == expected, text
 
 
 def test_only_the_first_call_is_kept_on_request():
