@@ -65,15 +65,19 @@ def model_and_crowd(architecture: str) -> tuple[Any, list[list[int]]]:
     return model, generate_crowd(model)
 
 
+def tight_settings(model: Any, cache_tokens: int, **given: Any) -> PredictorSettings:
+    """Settings of an engine with memory for so many tokens."""
+    memory = str((cache_tokens + 32) * cache_shape(model).bytes_per_token)
+    return PredictorSettings(**{**_TIGHT, "kv_cache_memory": memory, **given})
+
+
 @contextmanager
 def random_engines() -> Iterator[Callable[..., Engine]]:
     """Makes engines of copies of models, with memory for so many tokens, and closes them at the end."""
     engines = []
 
     def make(model: Any, cache_tokens: int = 4000, **given: Any) -> Engine:
-        memory = str((cache_tokens + 32) * cache_shape(model).bytes_per_token)
-        settings = PredictorSettings(**{**_TIGHT, "kv_cache_memory": memory, **given})
-        engines.append(build_engine("test", copy.deepcopy(model), settings))
+        engines.append(build_engine("test", copy.deepcopy(model), tight_settings(model, cache_tokens, **given)))
         return engines[-1]
 
     try:
