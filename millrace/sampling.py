@@ -10,9 +10,9 @@ from __future__ import annotations
 import reprlib
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import from_json
@@ -30,6 +30,7 @@ MAX_ALLOWED_TOKEN_IDS = 1024
 MAX_BAD_SEQUENCES = 128
 MAX_BAD_TOKENS = 4096  # Of all sequences together.
 SLOWEST_PACE = 5
+LENGTHS = ("max_new_tokens", "max_length")
 # The parameters that change the logits of single tokens.
 RESTRICTIONS = ("logit_bias", "allowed_token_ids", "bad_token_ids")
 
@@ -47,6 +48,11 @@ class ContextLimits:
     is_encoder_decoder: bool
     max_new_tokens: int | None = field(default=None, kw_only=True)
     max_length: int | None = field(default=None, kw_only=True)  # With the prompt, or the decoder's start token.
+
+    def with_defaults(self, stated: Mapping[str, Any]) -> Self:
+        """With what a generation config, or a model's description, states of the last two."""
+        lengths = {name: int(stated[name]) for name in LENGTHS if stated.get(name)}
+        return replace(self, max_new_tokens=lengths.get(LENGTHS[0]), max_length=lengths.get(LENGTHS[1]))
 
     def room(self, prompt_tokens: int) -> int:
         """Tokens that the context has left for output after a prompt."""
@@ -276,8 +282,3 @@ def defaults_of(generation: Mapping[str, Any], is_encoder_decoder: bool) -> Samp
     if is_encoder_decoder:
         least = max(least, (generation.get("min_length") or 0) - 1)  # The decoder's start token counts there.
     return SamplingParameters().changed(given | ({"min_tokens": least} if least > 0 else {}))
-
-
-def lengths_of(generation: Mapping[str, Any]) -> dict[str, int]:
-    """The fields of ContextLimits that a generation config, or a model's description, has."""
-    return {name: int(generation[name]) for name in ("max_new_tokens", "max_length") if generation.get(name)}

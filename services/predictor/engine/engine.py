@@ -21,7 +21,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
@@ -129,7 +128,7 @@ class ContinuousBatchingEngine:
         if self.rules is not None:
             rules = self.rules
             if request.sampling.structured_outputs:  # The form alone says how an answer begins and ends.
-                rules = replace(rules, forced_bos=None, forced_eos=())
+                rules = rules.model_copy(update={"forced_bos_token_id": None, "forced_eos_token_id": ()})
             sequence.row = sequence.row._replace(rules=rules, takes_likeliest=False)
         if (restrictions := sequence.row.restrictions) is not None:
             masked = request.sampling.end_ids(self._end_ids) if request.sampling.min_tokens else frozenset()

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Protocol
 
 from millrace.errors import HopBrokenError, MillraceError, NotReadyError, OverloadedError, StartupFault
-from millrace.sampling import lengths_of
 from millrace.step_errors import write_error
 from millrace_protos import engine_pb2, steps_pb2
 from services.predictor.engine.interface import (
@@ -71,8 +70,7 @@ class RemoteEngine:
             facts.is_encoder_decoder,
             facts.vocabulary_size,
             facts.scores_prompts,
-            **lengths_of(facts.description),
-        )
+        ).with_defaults(facts.description)
         self.description = dict(facts.description)
         self.statistics = EngineStatistics()
         self._name = name

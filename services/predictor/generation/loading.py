@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from millrace.errors import StartupError
 from millrace.models.generation_config import describe, eos_ids_of, read_generation, rules_of
 from millrace.models.tokenizer_files import own_eos_id
-from millrace.sampling import defaults_of, lengths_of
+from millrace.sampling import defaults_of
 from services.predictor.engine.build import build_engine
 from services.predictor.engine.grammar.compiler import GrammarCompiler
 from services.predictor.generation.running_model import LoadedGeneration
@@ -49,10 +48,8 @@ def load_generation(
     generation = read_generation(folder)
     eos_ids = eos_ids_of(generation, folder, own_eos_id(folder))
     engine = build_engine(name, model, settings, flush, GrammarCompiler(folder), eos_ids)
-    lengths = lengths_of(generation)
-    limits = replace(engine.limits, max_new_tokens=lengths.get("max_new_tokens"), max_length=lengths.get("max_length"))
-    engine.limits = limits
-    engine.rules = rules_of(generation, eos_ids, limits.is_encoder_decoder, limits.vocabulary_size)
+    engine.limits = engine.limits.with_defaults(generation)
+    engine.rules = rules_of(generation, engine.limits.is_encoder_decoder, engine.limits.vocabulary_size)
     engine.description |= describe(name, generation)
     loaded = LoadedGeneration(
         name,

@@ -124,9 +124,5 @@ def _limits_of(described: PredictorModel, text: ModelText) -> ContextLimits | No
     is_encoder_decoder = described.is_encoder_decoder
     if is_encoder_decoder is None:
         is_encoder_decoder = text.limits is not None and text.limits.is_encoder_decoder
-    lengths = (
-        {}
-        if text.limits is None
-        else {"max_new_tokens": text.limits.max_new_tokens, "max_length": text.limits.max_length}
-    )
-    return ContextLimits(described.context_length, is_encoder_decoder, **lengths)
+    limits = ContextLimits(described.context_length, is_encoder_decoder)
+    return limits if text.limits is None else limits.with_defaults(vars(text.limits))

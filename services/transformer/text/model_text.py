@@ -14,7 +14,7 @@ from millrace.models.kinds import ModelKind, kind_of
 from millrace.models.sentence_files import SentenceFiles, read_sentence_files
 from millrace.models.sources import ModelSource, read_config
 from millrace.models.tokenizer_files import CHAT_TEMPLATE_FILE, has_vocabulary
-from millrace.sampling import ContextLimits, SamplingParameters, defaults_of, lengths_of
+from millrace.sampling import ContextLimits, SamplingParameters, defaults_of
 from services.transformer.text.tokenizer import FILES, TextTokenizer, row_tokenizer
 
 # The names that configurations of transformers have for it.
@@ -86,10 +86,11 @@ def _read_generation(tokenizer: TextTokenizer, folder: Path, defaults_folder: Pa
     config = read_config(folder, "config.json")
     is_encoder_decoder = bool(config.get("is_encoder_decoder"))
     generation = read_generation(defaults_folder)
-    limits = _limits(config, is_encoder_decoder, lengths_of(generation))
+    limits = _limits(config, is_encoder_decoder)
+    limits = limits and limits.with_defaults(generation)
     return ModelText(tokenizer, defaults_of(generation, is_encoder_decoder), limits)
 
 
-def _limits(config: dict[str, Any], is_encoder_decoder: bool, default: dict[str, int]) -> ContextLimits | None:
+def _limits(config: dict[str, Any], is_encoder_decoder: bool) -> ContextLimits | None:
     lengths = [config[name] for name in _CONTEXT_LENGTH if isinstance(config.get(name), int)]
-    return ContextLimits(lengths[0], is_encoder_decoder, **default) if lengths else None
+    return ContextLimits(lengths[0], is_encoder_decoder) if lengths else None

@@ -19,24 +19,19 @@ from services.predictor.engine.state.sequence import SamplingRow
 
 def add_rule_biases(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Scores after `sequence_bias`."""
-    biased = [(i, row) for i, row in enumerate(rows) if row.rules is not None and row.rules.biases]
-    if not biased:
-        return scores
-    scores = scores.clone()
-    for i, row in biased:
-        ids = _decoded(row)
-        for sequence, bias in row.rules.biases if row.rules else ():
-            if _follows(ids, sequence):
-                scores[i, sequence[-1]] += bias
+    for i, row in enumerate(rows):
+        if row.rules is not None and row.rules.sequence_bias:
+            ids, scores = _decoded(row), scores.clone()
+            for sequence, bias in row.rules.sequence_bias:
+                if sequence[-1] < scores.shape[1] and _follows(ids, sequence):
+                    scores[i, sequence[-1]] += bias
     return scores
 
 
 def apply_rules(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Scores after all other rules; last of all, because a forced token takes precedence."""
     ruled = [i for i, row in enumerate(rows) if row.rules is not None]
-    if not ruled:
-        return scores
-    scores = scores.clone()
+    scores = scores.clone() if ruled else scores
     for i in ruled:
         _apply(scores[i], rows[i])
     return scores
@@ -46,26 +41,28 @@ def _apply(scores: Tensor, row: SamplingRow) -> None:
     rules, ids, produced = row.rules, _decoded(row), len(row.output_ids)
     if rules is None:
         return
-    eos = list(rules.eos_ids)
-    if rules.decay is not None and produced > rules.decay[0]:
-        start, factor = rules.decay
+    eos = list(row.end_ids)
+    if rules.exponential_decay_length_penalty is not None:
+        start, factor = rules.exponential_decay_length_penalty
         ends = scores[eos]
-        scores[eos] = torch.where(ends.isfinite(), ends + ends.abs() * (factor ** (produced - start) - 1), ends)
-    banned = {*rules.suppressed, *(sequence[-1] for sequence in rules.bad if _follows(ids, sequence))}
-    banned |= _repeats(ids, ids, rules.ngram) | _repeats(np.asarray(row.input_ids), ids, rules.encoder_ngram)
-    is_only_start = len(ids) - produced == 1  # Of the decoder's ids, before the first output.
-    if produced == (1 if is_only_start and rules.forced_bos is not None else 0):
-        banned.update(rules.begin_suppressed)
+        gain = ends.abs() * (factor ** max(produced - start, 0) - 1)
+        scores[eos] = torch.where(ends.isfinite(), ends + gain, ends)
+    banned = {*rules.suppress_tokens}
+    banned.update(bad[-1] for bad in rules.bad_words_ids if _follows(ids, bad) and (len(bad) > 1 or bad[0] not in eos))
+    banned |= _repeats(ids, ids, rules.no_repeat_ngram_size)
+    banned |= _repeats(np.asarray(row.input_ids), ids, rules.encoder_no_repeat_ngram_size)
+    has_start_only = len(ids) - produced == 1  # Of the decoder's ids, before the first output.
+    if produced == int(has_start_only and rules.forced_bos_token_id is not None):
+        banned.update(rules.begin_suppress_tokens)
     if len(ids) < rules.min_length:
         banned.update(eos)
-    if banned:
-        scores[list(banned)] = -torch.inf
-    forced = [] if rules.forced_bos is None or len(ids) != 1 else [rules.forced_bos]
-    if produced + 1 == row.sampling.max_tokens:
-        forced = forced or list(rules.forced_eos)
+    scores[[token_id for token_id in banned if token_id < len(scores)]] = -torch.inf
+    forced = rules.forced_eos_token_id if produced + 1 == row.sampling.max_tokens else ()
+    if rules.forced_bos_token_id is not None and len(ids) == 1:
+        forced = (rules.forced_bos_token_id,)
     if forced:
         scores.fill_(-torch.inf)
-        scores[forced] = 0.0
+        scores[list(forced)] = 0.0
 
 
 def _decoded(row: SamplingRow) -> NDArray[np.int64]:
