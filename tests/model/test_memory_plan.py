@@ -1,11 +1,19 @@
 """The cache takes free memory only, and the error message says if that is too little."""
 
+import types
+
 import pytest
 import torch
 
 from millrace.errors import StartupError
 from services.predictor.engine.runners import memory
-from services.predictor.engine.runners.memory import cache_memory, cache_shape, container_memory_left, plan_memory
+from services.predictor.engine.runners.memory import (
+    cache_memory,
+    cache_shape,
+    container_memory_left,
+    plan_memory,
+    stated_context,
+)
 from services.predictor.settings import PredictorSettings
 from tests.random_models import random_model
 
@@ -63,3 +71,21 @@ def test_an_encoder_decoder_model_needs_room_for_prompt_and_output():
     assert blocks >= 600 / 32
     with pytest.raises(StartupError, match="context 400 needs"):
         plan_memory("t5", model, shape, settings.model_copy(update={"max_context": 400}))
+
+
+@pytest.mark.parametrize(
+    ("scaling", "context"),
+    [
+        ({"rope_type": "default"}, 64),
+        ({"rope_type": "dynamic", "factor": 4.0}, 256),
+        ({"rope_type": "linear", "factor": 2.0}, 128),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}, 64),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8}, 64),
+        ({"rope_type": "longrope", "factor": 8.0, "original_max_position_embeddings": 8}, 64),
+        ({"full_attention": {"rope_type": "linear", "factor": 8.0}}, 64),
+    ],
+)
+def test_a_scaling_of_positions_extends_the_context_unless_it_is_stated_scaled(scaling, context):
+    config = types.SimpleNamespace(max_position_embeddings=64, rope_parameters=scaling)
+    assert stated_context(config) == context

@@ -25,6 +25,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 _CONTAINER_SHARE = 0.5  # Of the free memory of a container: copies of weights and activations need the rest.
 _UNSTATED_CONTEXT = 512  # For models without a position table, such as T5's, whose configuration names no length.
 _LEAST_CONTEXT = 256
+_ALREADY_SCALED = ("longrope", "llama3")  # Kinds of scalings whose configurations state the scaled context.
 
 
 def cache_shape(model: Any) -> CacheShape:
@@ -50,8 +51,7 @@ def plan_memory(name: str, model: Any, shape: CacheShape, settings: PredictorSet
     # An encoder-decoder model stores the prompt as well as the output, and the decoder's start token.
     copies = 2 if model.config.is_encoder_decoder else 1
     fits = max(0, tokens // copies - (copies - 1))
-    config = model.config.get_text_config(decoder=True)
-    stated = next((n for k in ("max_position_embeddings", "n_positions") if (n := getattr(config, k, None))), None)
+    stated = stated_context(model.config.get_text_config(decoder=True))
     if stated is not None and settings.max_context > stated:
         raise StartupError(f"model {name}: PREDICTOR_MAX_CONTEXT={settings.max_context}, but its context is {stated}")
     own = stated or _UNSTATED_CONTEXT
@@ -69,6 +69,19 @@ def plan_memory(name: str, model: Any, shape: CacheShape, settings: PredictorSet
     # Limited to the blocks that whole contexts of all running requests can fill.
     useful = settings.max_running * 2 * copies * (context + BLOCK_TOKENS) // BLOCK_TOKENS
     return context, min(tokens // BLOCK_TOKENS, useful) + RESERVED
+
+
+def stated_context(config: Any) -> int | None:
+    """The longest context that a configuration allows: with scaled positions a multiple, as in vLLM."""
+    stated: int | None = next(
+        (n for k in ("max_position_embeddings", "n_positions") if (n := getattr(config, k, None))), None
+    )
+    scaling = getattr(config, "rope_parameters", None) or {}
+    kind, factor = scaling.get("rope_type"), scaling.get("factor")
+    if stated is None or factor is None or kind in (None, "default", *_ALREADY_SCALED):
+        return stated
+    original = scaling.get("original_max_position_embeddings", stated) if kind == "yarn" else stated
+    return max(stated, int(original * factor))
 
 
 def cache_memory(name: str, device: torch.device, settings: PredictorSettings) -> int:
