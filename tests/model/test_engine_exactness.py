@@ -1,5 +1,7 @@
 """Crowded, chunked, preempted, sampled, resumed: every request gets the same answer as alone."""
 
+import contextlib
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -8,9 +10,11 @@ import torch
 from services.predictor.engine import build
 from services.predictor.engine.cpu import kernel
 from services.predictor.engine.runners import attention
-from services.predictor.engine.runners import paged as paged_runner
 from services.predictor.engine.runners.memory import cache_shape
-from services.predictor.engine.runners.paged import PagedRunner, self_test
+from services.predictor.engine.runners.paged import PagedRunner
+from services.predictor.engine.runners.proof import Proof
+from services.predictor.engine.runners.rotary import SequenceRotary
+from services.predictor.engine.runners.step_plan import StepPlan
 from tests.model.bfloat16 import needs_bfloat16_processor
 from tests.model.random_crowd import (
     LENGTHS,
@@ -22,9 +26,9 @@ from tests.model.random_crowd import (
     read_all,
     request,
 )
-from tests.random_models import ARCHITECTURES, ONE_ROW, PAGED, RAGGED, VOCABULARY, random_model
+from tests.random_models import ARCHITECTURES, LIMITED, ONE_ROW, PAGED, RAGGED, VOCABULARY, greedy, random_model
 
-KINDS = {"paged": PAGED, "one row": ONE_ROW, "ragged": RAGGED}
+KINDS = {"paged": PAGED | LIMITED, "one row": ONE_ROW, "ragged": RAGGED}
 # Of PAGED: sliding window and grouped queries; rotary positions; learned positions.
 PORTABLE = ("gemma3", "llama", "opt")
 
@@ -74,8 +78,8 @@ async def test_fixed_buffers_of_padded_rows_and_blocks_give_the_same(engine_of, 
         recorded.append(forward)
         return forward
 
-    def recording_runner(model, shape, blocks, _, adapters):
-        return PagedRunner(model, shape, blocks, record, adapters)
+    def recording_runner(model, shape, blocks, _, *others):
+        return PagedRunner(model, shape, blocks, record, *others)
 
     monkeypatch.setattr(build, "PagedRunner", recording_runner)
     if not compiled:
@@ -132,26 +136,85 @@ async def test_other_dtypes_are_served(engine_of, dtype):
         assert same > 0.5 * sum(LENGTHS)
 
 
-def test_the_self_test_finds_a_model_whose_attention_is_not_replaced():
+@pytest.mark.parametrize("architecture", [*LIMITED, "llama4_tuned", "deepseek_v32"])
+async def test_cached_prefixes_and_continuations_across_a_limit_give_the_same(architecture, engine_of):
+    """Prompts and answers on both sides of it: of 20, 26 and 37 ids with answers of 12, and their next turns."""
+    model = random_model(architecture)
+    engine = engine_of(model)
+    for length in (20, 26, 37):
+        prompt = PROMPTS[-1][:length]
+        answer = greedy(model, prompt, 12)
+        turn = [*prompt, *answer, *PROMPTS[3]]
+        expected = [answer, answer, greedy(model, turn, 9)]
+        slots = [engine.submit(request(f"{length}", ids, n)) for ids, n in ((prompt, 12), (prompt, 12), (turn, 9))]
+        assert [await read_all(slot) for slot in slots] == expected
+        for cut in (1, 5, 11):
+            rest = await read_all(engine.submit(request("rest", prompt, 12, answer[:cut])))
+            assert answer[:cut] + rest == answer
+
+
+def proof_of(model, context=200, packed=4096):
+    with torch.inference_mode():
+        return Proof(model, cache_shape(model), VOCABULARY, context, packed)
+
+
+def unlimited(plan, reach):
+    return torch.zeros_like(plan.ends)
+
+
+def of_the_longest(rotary, rows):
+    return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize(
+    ("architecture", "target", "name", "fault"),
+    [
+        ("mistral", StepPlan, "firsts", unlimited),
+        ("gemma3", StepPlan, "firsts", unlimited),
+        ("llama4", StepPlan, "firsts", unlimited),
+        ("phimoe", StepPlan, "firsts", unlimited),
+        ("phimoe", SequenceRotary, "packed", of_the_longest),
+        ("phi3_long", SequenceRotary, "packed", of_the_longest),
+        ("llama_long", SequenceRotary, "packed", of_the_longest),
+        ("llama_dynamic", SequenceRotary, "packed", of_the_longest),
+    ],
+)
+def test_the_proof_finds_a_limit_that_is_ignored(architecture, target, name, fault, scaled, monkeypatch):
+    """Also where it is far away, and in a model as it is initialised, which hardly depends on its context."""
+
+    def model():
+        if scaled:
+            return random_model(architecture)
+        torch.manual_seed(0)
+        return ARCHITECTURES[architecture]().eval()
+
+    with torch.inference_mode():
+        assert proof_of(model()).of_paged() is None
+        monkeypatch.setattr(target, name, fault)
+        assert "differ" in (proof_of(model()).of_paged() or "")
+
+
+def test_the_proof_leaves_the_limits_as_they_are():
+    for architecture in ("gemma3", "llama4", "phimoe", "llama_dynamic"):
+        model = random_model(architecture)
+        before, ids = copy.deepcopy(model), torch.tensor([PROMPTS[-1][:20]])
+        with torch.inference_mode():
+            assert proof_of(model).of_paged() is None
+            reaches = [module.reach for module in model.modules() if hasattr(module, "reach")]
+            assert reaches == [module.reach for module in before.modules() if hasattr(module, "reach")]
+            model.set_attn_implementation(before.config._attn_implementation)
+            assert model.config.to_dict() == before.config.to_dict()
+            assert torch.equal(model(ids).logits, before(ids).logits)
+
+
+def test_the_proof_finds_a_model_whose_attention_is_not_replaced():
     model = random_model("llama")
     with torch.inference_mode():
-        assert self_test(model, cache_shape(model), VOCABULARY) is None
+        assert proof_of(model).of_paged() is None
         assert model.config._attn_implementation == attention.NAME
-    wrong = random_model("llama")
-    for layer in wrong.model.layers:
-        layer.self_attn.scaling = 3.0
-    with torch.inference_mode():
-        shape = cache_shape(wrong)
-        expected = wrong(input_ids=torch.tensor([[1, 2, 3]]), use_cache=False).logits
-        original = paged_runner.PagedRunner.run
-
-        def misled(self, rows):
-            for layer in wrong.model.layers:
-                layer.self_attn.scaling = 0.1
-            return original(self, rows)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(paged_runner.PagedRunner, "run", misled)
-            assert "differ" in (self_test(wrong, shape, VOCABULARY) or "")
-    assert wrong.config._attn_implementation != attention.NAME
-    assert expected.isfinite().all()
+        model.set_attn_implementation("sdpa")
+        for layer in model.model.layers:
+            layer.self_attn.config = copy.deepcopy(layer.self_attn.config)  # It does not follow the model's.
+        assert "attention" in (proof_of(model).of_paged() or "")
+    assert model.config._attn_implementation != attention.NAME

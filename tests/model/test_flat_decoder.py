@@ -12,7 +12,7 @@ from services.predictor.engine.state.sequence import Row, detached_sequence
 from tests.model.bfloat16 import PACKED_DTYPES
 from tests.random_models import ARCHITECTURES, VOCABULARY, random_model
 
-FLAT = ["llama", "mistral", "qwen2", "qwen3"]
+FLAT = ["llama", "llama_long", "mistral", "qwen2", "qwen3"]
 
 
 def fused(architecture, dtype=torch.float32):
@@ -51,7 +51,7 @@ def test_it_equals_transformers_around_the_layers(architecture, dtype, monkeypat
     assert (got - expected).abs().max() <= tolerance * expected.abs().max()
 
 
-@pytest.mark.parametrize("architecture", sorted(set(ARCHITECTURES) - set(FLAT)))
+@pytest.mark.parametrize("architecture", sorted(set(ARCHITECTURES) - {*FLAT, "llama_dynamic"}))
 def test_other_models_keep_their_own_forward_pass(architecture):
     assert not FlatDecoder.takes(fused(architecture))
 

@@ -1,7 +1,7 @@
 """Builds the engine of a loaded transformers model: memory, runner, scheduler.
 
 Three kinds of runners; the fastest that supports the model is chosen: paged for decoders that take an attention
-function (verified by a self-test), ragged for T5 and its family, one row at a time for the rest. A model or memory that
+function (see proof.py), ragged for T5 and its family, one row at a time for the rest. A model or memory that
 cannot be served raises StartupError here, with one line of text.
 """
 
@@ -24,8 +24,9 @@ from services.predictor.engine.runners.decode_graphs import record_cuda_graph
 from services.predictor.engine.runners.fused_layers import fuse_layers
 from services.predictor.engine.runners.interface import ModelRunner
 from services.predictor.engine.runners.memory import cache_shape, plan_memory
-from services.predictor.engine.runners.paged import PagedRunner, self_test
-from services.predictor.engine.runners.row import CachelessRunner, CausalRunner, EncoderDecoderRunner
+from services.predictor.engine.runners.paged import PagedRunner
+from services.predictor.engine.runners.proof import Proof
+from services.predictor.engine.runners.row import EncoderDecoderRunner
 from services.predictor.engine.runners.t5 import T5Runner
 from services.predictor.engine.scheduler import Scheduler
 from services.predictor.engine.state.blocks import BlockManager
@@ -57,13 +58,15 @@ def build_engine(
     }
     vocabulary = model.get_input_embeddings().num_embeddings
     with torch.inference_mode():
-        runner, adapters = _choose_runner(name, model, shape, blocks, vocabulary, settings.cuda_graphs)
+        proof = Proof(model, shape, vocabulary, context, 2 * settings.step_tokens)
+        runner, adapters, reason = _choose_runner(name, model, shape, blocks, proof, settings.cuda_graphs)
     scheduler = Scheduler(
         BlockManager(blocks, BLOCK_TOKENS),
         settings.max_running,
         settings.max_waiting,
         settings.step_tokens,
         runner.reuses_prefixes,
+        runner.scaling,
     )
     engine = ContinuousBatchingEngine(
         name,
@@ -76,43 +79,31 @@ def build_engine(
         flush,
         grammars,
     )
-    engine.description |= size
+    engine.description |= size | ({} if reason is None else {"runner_reason": reason})
     engine.adapters = adapters
     return engine
 
 
 def _choose_runner(
-    name: str, model: Any, shape: CacheShape, blocks: int, vocabulary: int, cuda_graphs: bool
-) -> tuple[ModelRunner, Adapters | None]:
-    """The runner, and the adapters that it can compute."""
+    name: str, model: Any, shape: CacheShape, blocks: int, proof: Proof, cuda_graphs: bool
+) -> tuple[ModelRunner, Adapters | None, str | None]:
+    """The runner, the adapters that it can compute, and why it is not a faster one."""
     runner: ModelRunner
     adapters: Adapters | None = None
+    reason: str | None = None
     if T5Runner.supports(model):
         pack_linears(model)
         runner = T5Runner(model, shape, blocks)
     elif model.config.is_encoder_decoder:
-        runner = EncoderDecoderRunner(model)
-    elif (reason := self_test(model, shape, vocabulary)) is None:
+        runner, reason = EncoderDecoderRunner(model), "it is an encoder-decoder model of another family than T5"
+    elif (reason := proof.of_paged()) is None:
         adapters = Adapters(model)  # Before the layers are replaced.
         fuse_layers(model)
         pack_linears(model)
         records = cuda_graphs and model.device.type == "cuda"
-        runner = PagedRunner(model, shape, blocks, record_cuda_graph if records else None, adapters)
+        runner = PagedRunner(model, shape, blocks, record_cuda_graph if records else None, adapters, proof.rotary)
     else:
         logger.warning("model %s is run one row at a time: %s", name, reason)
-        runner = CausalRunner(model) if _keeps_keys_and_values(model) else CachelessRunner(model)
+        runner = proof.row_runner()
     logger.info("model %s: runner %s, %d blocks of %d tokens", name, runner.description, blocks, BLOCK_TOKENS)
-    return runner, adapters
-
-
-def _keeps_keys_and_values(model: Any) -> bool:
-    """Whether transformers' own cache works for the model: two passes with it give the same logits as one without."""
-    ids = torch.arange(8, device=model.device)[None]
-    try:
-        whole = model(input_ids=ids, use_cache=False).logits[0, -1].float()
-        first = model(input_ids=ids[:, :5], use_cache=True)
-        rest = model(input_ids=ids[:, 5:], past_key_values=first.past_key_values, use_cache=True)
-    except (AttributeError, TypeError, ValueError, RuntimeError):
-        logger.debug("the model does not continue from a cache", exc_info=True)
-        return False
-    return bool(((rest.logits[0, -1].float() - whole).abs().max() <= 3e-2 * whole.abs().max()).item())
+    return runner, adapters, reason

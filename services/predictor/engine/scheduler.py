@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator
 
 from services.predictor.engine.state.blocks import BlockManager
 from services.predictor.engine.state.in_flight import InFlight
+from services.predictor.engine.state.scaling import Scaling
 from services.predictor.engine.state.sequence import Row, Sequence, precedence
 
 # Maximum of prompt positions that one step scores, in all its rows together: each needs the logits of the whole
@@ -36,9 +37,15 @@ class Scheduler(InFlight):
     """Plans steps, and preempts where slots, blocks or memory run short."""
 
     def __init__(
-        self, blocks: BlockManager, max_running: int, max_waiting: int, step_tokens: int, reuses_prefixes: bool = True
+        self,
+        blocks: BlockManager,
+        max_running: int,
+        max_waiting: int,
+        step_tokens: int,
+        reuses_prefixes: bool = True,
+        scaling: Scaling | None = None,
     ) -> None:
-        super().__init__(blocks, max_running, max_waiting, step_tokens, reuses_prefixes)
+        super().__init__(blocks, max_running, max_waiting, step_tokens, reuses_prefixes, scaling)
         self._gave_way = False  # Whether the latest step was that of an isolated sequence.
         self._full = False  # Whether the latest step had no blocks for the next sequence.
         self._closed = False  # Whether this step starts no more sequences.
@@ -105,6 +112,7 @@ class Scheduler(InFlight):
         rows: dict[Sequence, Row] = {}
         self._scores_left = _MAX_SCORED
         self._took_slot = False
+        self.rescale()
         alone = self._next_alone() if self._alone else None
         if alone is not None:
             self._plan(alone, min(alone.remaining, max(self.step_tokens, alone.indivisible)), rows)

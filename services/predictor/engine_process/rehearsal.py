@@ -15,7 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from services.predictor.engine.cpu.packed_linear import pack_linears
 from services.predictor.engine.runners.fused_layers import fuse_layers
 from services.predictor.engine.runners.memory import cache_shape
-from services.predictor.engine.runners.paged import PagedRunner, self_test
+from services.predictor.engine.runners.paged import PagedRunner
+from services.predictor.engine.runners.proof import Proof
+from services.predictor.engine.state.cache import BLOCK_TOKENS
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +43,7 @@ def _run_tiny_model() -> None:
     with torch.inference_mode():
         model = LlamaForCausalLM(config).eval()  # type: ignore[no-untyped-call]
         shape = cache_shape(model)
-        self_test(model, shape, _VOCABULARY)
+        Proof(model, shape, _VOCABULARY, _BLOCKS * BLOCK_TOKENS).of_paged()
         fuse_layers(model)
         pack_linears(model)
         PagedRunner(model, shape, _BLOCKS).probe()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from services.predictor.engine.cpu import kernel
+from services.predictor.engine.runners.reach import Reach
 from services.predictor.engine.runners.step_plan import Chunk, StepPlan
 from services.predictor.engine.state.cache import BLOCK_TOKENS
 
@@ -31,7 +32,6 @@ def paged_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
     step_plan: StepPlan | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
@@ -42,24 +42,24 @@ def paged_attention(
         raise NotImplementedError(f"attention with {', '.join(unknown)}")
     layer: int = module.layer_idx  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    window = sliding_window or 0
+    reach: Reach = module.reach  # type: ignore[assignment]  # Not `sliding_window`: some families only have the mask.
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     attend = _attend_compiled if kernel.takes(queries) else _attend_in_copies
-    return attend(step_plan, layer, queries, keys, values, scale, window)[None], None
+    return attend(step_plan, layer, queries, keys, values, scale, reach)[None], None
 
 
 def _attend_compiled(
-    plan: StepPlan, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float, window: int
+    plan: StepPlan, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float, reach: Reach
 ) -> Tensor:
     """Output [T, heads, head size]."""
     packed = torch.cat((queries, keys, values), dim=1)
     attend = kernel.Attention(queries.shape[1], keys.shape[1], scale)
     output = kernel.Buffer(queries.shape, queries.dtype)
-    return attend(plan.cache.arrays[layer], plan.ranges(window), packed, output).view(queries.shape)
+    return attend(plan.cache.arrays[layer], plan.ranges(reach), packed, output).view(queries.shape)
 
 
 def _attend_in_copies(
-    plan: StepPlan, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float, window: int
+    plan: StepPlan, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float, reach: Reach
 ) -> Tensor:
     """Output [T, heads, head size], from copies of the blocks."""
     plan.cache.write(layer, plan.places(), keys, values)
@@ -68,13 +68,13 @@ def _attend_in_copies(
         read_keys, read_values = plan.cache.read(layer, plan.table[:decodes])
         grouped = queries[:decodes].reshape(decodes, keys.shape[1], -1, queries.shape[-1])
         scores = torch.matmul(grouped, read_keys).float() * scale
-        weights = scores.masked_fill(~plan.decode_mask(window), -torch.inf).softmax(-1).to(values.dtype)
+        weights = scores.masked_fill(~plan.decode_mask(reach), -torch.inf).softmax(-1).to(values.dtype)
         outputs.append(torch.matmul(weights, read_values).view_as(queries[:decodes]))
-    outputs += [_prefill(plan, layer, chunk, queries, scale, window) for chunk in plan.chunks]
+    outputs += [_prefill(plan, layer, chunk, queries, scale, reach) for chunk in plan.chunks]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _prefill(plan: StepPlan, layer: int, chunk: Chunk, queries: Tensor, scale: float, window: int) -> Tensor:
+def _prefill(plan: StepPlan, layer: int, chunk: Chunk, queries: Tensor, scale: float, reach: Reach) -> Tensor:
     """Output [tokens, heads, head size] of a chunk whose keys and values are already in the cache."""
     blocks = -(-(chunk.start + chunk.count) // BLOCK_TOKENS)
     keys, values = plan.cache.read(layer, plan.table[chunk.owner : chunk.owner + 1, :blocks])
@@ -83,7 +83,7 @@ def _prefill(plan: StepPlan, layer: int, chunk: Chunk, queries: Tensor, scale: f
     keys = keys.transpose(2, 3)
     if group > 1:
         keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-    mask = plan.chunk_mask(chunk, window)
+    mask = plan.chunk_mask(chunk, reach)
     return F.scaled_dot_product_attention(query, keys, values, mask, scale=scale)[0].transpose(0, 1)
 
 

@@ -30,6 +30,7 @@ from services.predictor.engine.adapters.low_rank import LowRank, LowRankWeights,
 from services.predictor.engine.cpu import kernel
 from services.predictor.engine.cpu.kernel import Buffer
 from services.predictor.engine.cpu.packed_linear import PackedLinear, packs
+from services.predictor.engine.runners.reach import Reach
 from services.predictor.engine.runners.step_plan import StepPlan
 from services.predictor.engine.state.arrays import Array, array_of
 
@@ -72,7 +73,7 @@ class OPTProducts(NamedTuple):
 class _Attention:
     """Attention over the cache, from normed hidden states to the heads' outputs, before the output layer."""
 
-    def __init__(self, attention: Any, scale: float, window: int) -> None:
+    def __init__(self, attention: Any, scale: float) -> None:
         projections = attention.q_proj, attention.k_proj, attention.v_proj
         self._project = PackedLinear.of(*projections)
         self._sizes = [projection.out_features for projection in projections]
@@ -80,7 +81,7 @@ class _Attention:
         self._size: int = attention.head_dim
         self._query_heads: int = attention.q_proj.out_features // self._size
         self._key_heads: int = attention.k_proj.out_features // self._size
-        self._window = window
+        self._reach: Reach = attention.reach
         self._attend = kernel.Attention(self._query_heads, self._key_heads, scale)
         # Qwen3 norms each query head and each key head.
         norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
@@ -113,7 +114,7 @@ class _Attention:
             norm_queries, norm_keys = self._head_norms
             norm_queries.normalise_heads(packed, 0, self._query_heads)
             norm_keys.normalise_heads(packed, self._query_heads, self._query_heads + self._key_heads)
-        return self._attend(plan.cache.arrays[self._layer], plan.ranges(self._window), packed, output, rotary)
+        return self._attend(plan.cache.arrays[self._layer], plan.ranges(self._reach), packed, output, rotary)
 
 
 class GatedLayer(nn.Module):
@@ -122,10 +123,7 @@ class GatedLayer(nn.Module):
     def __init__(self, layer: Any) -> None:
         super().__init__()
         attention, feed_forward = layer.self_attn, layer.mlp
-        # Qwen defines it for each layer, Mistral for all.
-        windowed = attention if hasattr(attention, "sliding_window") else attention.config
-        window = getattr(windowed, "sliding_window", None) or 0
-        self._attention = _Attention(attention, attention.scaling, window)
+        self._attention = _Attention(attention, attention.scaling)
         # A tuple, because an attribute that is a module takes a microsecond to read.
         linears = attention.o_proj, feed_forward.gate_proj, feed_forward.up_proj, feed_forward.down_proj
         self._width: int = feed_forward.up_proj.out_features
@@ -208,7 +206,7 @@ class OPTLayer(nn.Module):
     def __init__(self, layer: Any) -> None:
         super().__init__()
         attention = layer.self_attn
-        self._attention = _Attention(attention, attention.scaling, 0)
+        self._attention = _Attention(attention, attention.scaling)
         self._output, self._first, self._second = (
             PackedLinear.of(linear) for linear in (attention.out_proj, layer.fc1, layer.fc2)
         )
@@ -254,7 +252,7 @@ FUSED = (GatedLayer, OPTLayer)
 
 
 def fuse_layers(model: Any) -> None:
-    """Replaces the decoder layers of a paged model that are of a supported kind."""
+    """Replaces the decoder layers of a paged model that are of a supported kind; after `find_reaches`."""
     if not packs(model):
         return
     for layers in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from services.predictor.engine.state.scaling import Scaling
 from services.predictor.engine.state.sequence import Row
 
 
@@ -23,11 +24,15 @@ class ModelRunner(Protocol):
 
     @property
     def reuses_prefixes(self) -> bool:
-        """Whether a block's contents depend only on the ids up to its end."""
+        """Whether a block's contents depend only on the ids up to its end, and the stage of `scaling`."""
 
     @property
     def scores_prompts(self) -> bool:
         """Whether rows may have positions to score."""
+
+    @property
+    def scaling(self) -> Scaling | None:
+        """How its keys depend on the length of their sequence, see state/scaling.py; None: they do not."""
 
     def run(self, rows: Rows[Row]) -> Tensor:
         """Computes the rows' ids; returns the last logits [rows that sample, vocabulary] of rows that sample, in order.

@@ -1,13 +1,11 @@
 """Runs any decoder of transformers that takes an attention function: one forward pass for all rows of a step.
 
 Tokens of all rows are packed into one row of ids with explicit positions; only `attention.py` knows where one sequence
-ends and the next begins. Some models ignore the attention function silently, so `self_test` verifies at load that the
-model uses it.
+ends and the next begins. `proof.py` verifies at load that this is right for the model.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence as Rows
 from typing import Any
 
@@ -21,17 +19,12 @@ from services.predictor.engine.runners.adapters import AdapterHooks, Adapters
 from services.predictor.engine.runners.attention import NAME
 from services.predictor.engine.runners.decode_graphs import DecodeGraphs, Record
 from services.predictor.engine.runners.flat_decoder import FlatDecoder
+from services.predictor.engine.runners.rotary import SequenceRotary
 from services.predictor.engine.runners.step_plan import StepPlan, StepPlanner, adapted_tokens
-from services.predictor.engine.state.blocks import RESERVED
-from services.predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache
+from services.predictor.engine.state.cache import CacheShape, KeyValueCache
 from services.predictor.engine.state.sequence import Row, detached_sequence
 
-logger = logging.getLogger(__name__)
-
-_TEST_LENGTH = 40
 _PADDING = 8  # Maximum of tokens in a row of padding: a model may have few positions.
-# Differences by rounding only, relative to the largest logit; wrong attention differs by tens of percent.
-_TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}
 
 
 class PagedRunner:
@@ -41,6 +34,7 @@ class PagedRunner:
     start_ids: tuple[int, ...] = ()
     reuses_prefixes = True
     scores_prompts = True
+    reads_whole_prompts = False
 
     def __init__(
         self,
@@ -49,14 +43,18 @@ class PagedRunner:
         blocks: int,
         record: Record | None = None,
         adapters: Adapters | None = None,
+        rotary: SequenceRotary | None = None,
     ) -> None:
-        """With `record`, decode-only steps without adapters are recorded and replayed."""
+        """After `find_reaches`. With `record`, decode-only steps without adapters are recorded and replayed."""
         self._adapters = adapters
         self._model = model
         self._cache = KeyValueCache(shape, blocks, model.device)
         self._planner = StepPlanner(self._cache)
         self._flat = FlatDecoder(model) if FlatDecoder.takes(model) else None
-        self._graphs = DecodeGraphs(self._forward, self._cache, record) if record else None
+        self._rotary = rotary
+        self.scaling = None if rotary is None else rotary.scaling
+        # A recorded pass would repeat the factors of its first rows.
+        self._graphs = DecodeGraphs(self._forward, self._cache, record) if record and rotary is None else None
         self._hooks = AdapterHooks(model)
         self._filler = detached_sequence([0] * (_PADDING + 1))  # Longer than its rows, so that none samples.
         self._filler.blocks = [0]
@@ -90,7 +88,7 @@ class PagedRunner:
         plan = self._planner.plan(packed, adapted_tokens(packed) if numbers else ())
         tensors = self._tensor([ids]), self._tensor([positions])
         places = [*last, *(place for i in sorted(scored) for place in scored[i])]
-        return self._forward(*tensors, plan, self._tensor(places))
+        return self._forward_rows(packed, *tensors, plan, self._tensor(places))
 
     def _adapter_numbers(self, rows: Rows[Row]) -> dict[int, int]:
         """The numbers of the adapters of rows that have one, by the row's index."""
@@ -110,7 +108,17 @@ class PagedRunner:
         ids = self._tensor([[row.sequence.ids[row.start] for row in rows]])
         positions = self._tensor([[row.start for row in rows]])
         plan = self._planner.plan(rows)
-        return self._graphs.run(ids, positions, plan) if self._graphs else self._forward(ids, positions, plan)
+        return (
+            self._graphs.run(ids, positions, plan) if self._graphs else self._forward_rows(rows, ids, positions, plan)
+        )
+
+    def _forward_rows(
+        self, rows: Rows[Row], ids: Tensor, positions: Tensor, plan: StepPlan, places: Tensor | None = None
+    ) -> Tensor:
+        if self._rotary is None:
+            return self._forward(ids, positions, plan, places)
+        with self._rotary.packed(rows):
+            return self._forward(ids, positions, plan, places)
 
     def _forward(self, ids: Tensor, positions: Tensor, plan: StepPlan, places: Tensor | None = None) -> Tensor:
         """Logits of the tokens at `places`, by default of all."""
@@ -142,47 +150,3 @@ class PagedRunner:
         sequence = detached_sequence([0])
         sequence.blocks = [0]
         check_numbers(self.run([Row(sequence, 0, 1)]))
-
-
-def self_test(model: Any, shape: CacheShape, vocabulary_size: int) -> str | None:
-    """Why `PagedRunner` cannot run the model; None if it gives the logits of a plain forward pass.
-
-    Tests two sequences, one in uneven chunks while the other decodes. Leaves the model with paged attention if it
-    passes, and unchanged otherwise.
-    """
-    if not getattr(model, "_supports_attention_backend", False):
-        return "it does not take an attention function"
-    own_attention = model.config._attn_implementation
-    longest = min(_TEST_LENGTH, getattr(model.config.get_text_config(), "max_position_embeddings", _TEST_LENGTH))
-    ids = [(7 * i * i + 3 * i) % vocabulary_size for i in range(longest)]
-    expected = model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0]
-    try:
-        difference = _largest_difference(PagedRunner(model, shape, 2 * _TEST_LENGTH), ids, expected)
-    except Exception as error:
-        logger.debug("paged attention failed in the self-test", exc_info=True)
-        reason = f"its attention is of another kind ({type(error).__name__}: {error})"
-    else:
-        if difference <= _TOLERANCES.get(shape.dtype, 3e-2):
-            return None
-        reason = f"its logits differ by {difference:.2g} of their size"
-    model.set_attn_implementation(own_attention)
-    return reason
-
-
-def _largest_difference(runner: PagedRunner, ids: list[int], expected: Tensor) -> float:
-    """The largest difference between logits of chunked or decoded rows and `expected`, relative to its largest."""
-    chunked, decoded = detached_sequence([]), detached_sequence([])
-    blocks = len(ids) // BLOCK_TOKENS + 1
-    chunked.blocks = list(range(RESERVED, RESERVED + blocks))
-    decoded.blocks = list(range(RESERVED + blocks, RESERVED + 2 * blocks))
-    worst = 0.0
-    start = 0
-    for step, end in enumerate([len(ids) // 3, len(ids) // 2, len(ids) - 1, len(ids)]):
-        chunked.ids, decoded.ids = ids[:end], ids[: step + 1]
-        rows = [Row(chunked, start, end - start), Row(decoded, step, 1)]
-        logits = runner.run(rows)
-        for got, position in zip(logits, (end - 1, step), strict=True):
-            reference = expected[position].float()
-            worst = max(worst, float((got.float() - reference).abs().max() / reference.abs().max()))
-        start = end
-    return worst

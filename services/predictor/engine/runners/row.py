@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence as Rows
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache
 
+from millrace.errors import StartupError
 from services.predictor.engine.faults import check_numbers
+from services.predictor.engine.runners.rotary import SequenceRotary
+from services.predictor.engine.state.scaling import Scaling
 from services.predictor.engine.state.sequence import Row
 
 
@@ -26,6 +30,8 @@ class _RowRunner:
     start_ids: tuple[int, ...] = ()
     reuses_prefixes = False
     scores_prompts = False
+    scaling: Scaling | None = None
+    reads_whole_prompts = False
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -35,7 +41,8 @@ class _RowRunner:
 
     def run(self, rows: Rows[Row]) -> Tensor:
         logits = [self._last_logits(row) for row in rows]
-        return torch.stack([one for one, row in zip(logits, rows, strict=True) if row.samples] or [logits[0]])
+        sampled = [one for one, row in zip(logits, rows, strict=True) if row.samples]
+        return torch.stack(sampled) if sampled else torch.empty(0)
 
     def clear(self, blocks: Rows[int]) -> None:
         """Does nothing: everything of a sequence is in its state."""
@@ -51,7 +58,17 @@ class _RowRunner:
 
 
 class CausalRunner(_RowRunner):
-    """Decoder-only models: the prompt and the output share one cache."""
+    """Decoder-only models: the prompt and the output share one cache.
+
+    With `whole`, as `generate` does, a pass has either the whole prompt or one id: an index that selects positions may
+    choose among equals by their number.
+    """
+
+    def __init__(self, model: Any, rotary: SequenceRotary | None = None, whole: bool = False) -> None:
+        super().__init__(model)
+        self._rotary = rotary
+        self.scaling = None if rotary is None else rotary.scaling
+        self.reads_whole_prompts = whole
 
     def _last_logits(self, row: Row) -> Tensor:
         sequence = row.sequence
@@ -60,15 +77,27 @@ class CausalRunner(_RowRunner):
         if cache is None or cache.get_seq_length() > row.start:  # The latter if the step is repeated.
             cache = DynamicCache(config=self._model.config)
         done, end = cache.get_seq_length(), row.start + row.count
-        positions = {"position_ids": self._tensor([*range(done, end)])} if "position_ids" in self._takes else {}
-        output = self._model(
-            input_ids=self._tensor(sequence.ids[done:end]),
-            **positions,
-            past_key_values=cache,
-            use_cache=True,
-            **self._only_last,
-        )
+        ends = [end]
+        if self.reads_whole_prompts:  # None for a part of the prompt: a later row computes it.
+            ends = list(range(max(len(sequence.request.input_ids), done + 1), end + 1))
+        logits = torch.empty(0)
+        for end in ends:
+            logits = self._pass(Row(sequence, done, end - done), cache)
+            done = end
         sequence.state = cache
+        return logits
+
+    def _pass(self, row: Row, cache: DynamicCache) -> Tensor:
+        end = row.start + row.count
+        positions = {"position_ids": self._tensor([*range(row.start, end)])} if "position_ids" in self._takes else {}
+        with nullcontext() if self._rotary is None else self._rotary.packed([row]):
+            output = self._model(
+                input_ids=self._tensor(row.sequence.ids[row.start : end]),
+                **positions,
+                past_key_values=cache,
+                use_cache=True,
+                **self._only_last,
+            )
         logits: Tensor = output.logits[0, -1]
         return logits
 
@@ -78,8 +107,7 @@ class EncoderDecoderRunner(_RowRunner):
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
-        start = model.generation_config.decoder_start_token_id
-        self.start_ids = (model.config.decoder_start_token_id if start is None else start,)
+        self.start_ids = (decoder_start(model),)
 
     def probe(self) -> None:
         ids = self._tensor([0])
@@ -91,8 +119,8 @@ class EncoderDecoderRunner(_RowRunner):
         prompt = sequence.request.input_ids
         if state is None or len(prompt) + state[1].get_seq_length() > row.start:
             encoded = self._model.get_encoder()(input_ids=self._tensor(prompt), return_dict=True)
-            config = self._model.config
-            state = encoded, EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
+            # Cross-attention reaches the whole prompt, whatever window the decoder has.
+            state = encoded, EncoderDecoderCache(DynamicCache(config=self._model.config), DynamicCache())
         encoded, cache = state
         output = self._model(
             encoder_outputs=encoded,
@@ -103,6 +131,16 @@ class EncoderDecoderRunner(_RowRunner):
         sequence.state = state
         logits: Tensor = output.logits[0, -1]
         return logits
+
+
+def decoder_start(model: Any) -> int:
+    """The id from which an encoder-decoder model's decoder starts, as in `generate`; raises StartupError."""
+    generation, config = model.generation_config, model.config
+    starts = (getattr(source, "decoder_start_token_id", None) for source in (generation, config))
+    start: int | None = next((start for start in starts if start is not None), generation.bos_token_id)
+    if start is None:
+        raise StartupError("its configuration names no decoder_start_token_id")
+    return start
 
 
 class CachelessRunner(_RowRunner):

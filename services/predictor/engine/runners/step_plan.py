@@ -19,6 +19,7 @@ from torch import Tensor
 
 from services.predictor.engine.adapters.low_rank import AdaptedTokens, Adapter
 from services.predictor.engine.cpu.kernel import Ranges
+from services.predictor.engine.runners.reach import Reach
 from services.predictor.engine.state.cache import BLOCK_TOKENS, KeyValueCache
 from services.predictor.engine.state.sequence import Row
 
@@ -48,17 +49,13 @@ class StepPlan:
     adapted: Sequence[AdaptedTokens] = ()  # The tokens that have adapters.
     _derived: dict[tuple[object, ...], Any] = field(default_factory=dict)
 
-    def firsts(self, window: int) -> Tensor:
-        """The first position [T] that each token attends to; `window` is the maximum number of positions, 0 for all."""
-        if not window:
-            return self._once(("firsts",), lambda: torch.zeros_like(self.ends))
-        return self._once(("firsts", window), lambda: (self.ends - window).clamp(min=0))
+    def firsts(self, reach: Reach) -> Tensor:
+        """The first position [T] that each token attends to."""
+        return self._once(("firsts", reach), lambda: reach.firsts(self.ends - 1))
 
-    def ranges(self, window: int) -> Ranges:
-        """What each token attends to, for the compiled kernel; for `window` see `firsts`."""
-        return self._once(
-            ("ranges", window), lambda: Ranges.of(self.table, self.owners, self.firsts(window), self.ends)
-        )
+    def ranges(self, reach: Reach) -> Ranges:
+        """What each token attends to, for the compiled kernel."""
+        return self._once(("ranges", reach), lambda: Ranges.of(self.table, self.owners, self.firsts(reach), self.ends))
 
     def places(self) -> tuple[Tensor, Tensor]:
         """The block [T] of each token's own keys and values, and the offset [T] in it."""
@@ -66,19 +63,19 @@ class StepPlan:
         block = self._once(("block",), lambda: self.table[self.owners.long(), position // BLOCK_TOKENS].long())
         return block, self._once(("offset",), lambda: position % BLOCK_TOKENS)
 
-    def decode_mask(self, window: int) -> Tensor:
+    def decode_mask(self, reach: Reach) -> Tensor:
         """The positions in its blocks that each decoding row attends to: [decodes, 1, 1, tokens]."""
-        return self._once(("decodes", window), lambda: self._mask(slice(0, self.decodes), self.table.shape[1], window))
+        return self._once(("decodes", reach), lambda: self._mask(slice(0, self.decodes), self.table.shape[1], reach))
 
-    def chunk_mask(self, chunk: Chunk, window: int) -> Tensor:
+    def chunk_mask(self, chunk: Chunk, reach: Reach) -> Tensor:
         """The positions in its blocks that each token of a chunk attends to: [1, 1, chunk, tokens]."""
         tokens = slice(chunk.at, chunk.at + chunk.count)
         blocks = -(-(chunk.start + chunk.count) // BLOCK_TOKENS)
-        return self._once((chunk, window), lambda: self._mask(tokens, blocks, window).permute(1, 2, 0, 3))
+        return self._once((chunk, reach), lambda: self._mask(tokens, blocks, reach).permute(1, 2, 0, 3))
 
-    def _mask(self, tokens: slice, blocks: int, window: int) -> Tensor:
+    def _mask(self, tokens: slice, blocks: int, reach: Reach) -> Tensor:
         positions = torch.arange(blocks * BLOCK_TOKENS, device=self.ends.device)[None]
-        mask = (positions < self.ends[tokens, None]) & (positions >= self.firsts(window)[tokens, None])
+        mask = (positions < self.ends[tokens, None]) & (positions >= self.firsts(reach)[tokens, None])
         return mask[:, None, None]
 
     def _once(self, key: tuple[object, ...], derive: Callable[[], _T]) -> _T:

@@ -26,6 +26,7 @@ from transformers import MT5ForConditionalGeneration, T5ForConditionalGeneration
 
 from services.predictor.engine.cpu import kernel
 from services.predictor.engine.faults import check_numbers
+from services.predictor.engine.runners.row import decoder_start
 from services.predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache
 from services.predictor.engine.state.sequence import Row, Sequence, detached_sequence
 
@@ -64,11 +65,11 @@ class T5Runner:
     description = "ragged decoder"
     reuses_prefixes = False
     scores_prompts = False
+    scaling = None
 
     def __init__(self, model: Any, shape: CacheShape, blocks: int) -> None:
         config = model.config
-        start = model.generation_config.decoder_start_token_id
-        self.start_ids: tuple[int, ...] = (config.decoder_start_token_id if start is None else start,)
+        self.start_ids: tuple[int, ...] = (decoder_start(model),)
         self._model = model
         self._scale = config.d_model**-0.5 if _SCALES_OUTPUTS[type(model)](config) else None
         self._cache = KeyValueCache(shape, blocks, model.device)

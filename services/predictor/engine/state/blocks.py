@@ -1,8 +1,9 @@
 """The owners of the KV cache's blocks, and the blocks that other sequences can reuse.
 
 Pure: block numbers and names, no tensors. A block holds the keys and values of `block_tokens` tokens. Full blocks are
-named by a hash of all ids up to their end, salted with the client's name, the request's `cache_salt` and the adapter's
-number, so equal names mean equal contents, and response times do not reveal another client's prompts. A block that is
+named by a hash of all ids up to their end, salted with the client's name, the request's `cache_salt`, the adapter's
+number and the stage of a scaling, so equal names mean equal contents, and response times do not reveal another client's
+prompts. A block that is
 not in use keeps its contents until it is evicted as the least recently used one. Block 0 is never allocated: padding
 rows write there.
 Source: prefix caching by hashed blocks (Kwon et al. 2023, PagedAttention; vLLM's design notes).
@@ -19,10 +20,10 @@ from hashlib import blake2b
 RESERVED = 1  # Block 0.
 
 
-def first_name(client: str, salt: str, adapter: int = 0) -> bytes:
+def first_name(client: str, salt: str, adapter: int = 0, stage: int = 0) -> bytes:
     """The name from which the name of a sequence's first block is derived; `client` is "" where there are no keys."""
     key = blake2b(client.encode()).digest() if client else b""
-    return blake2b(salt.encode(), key=key, salt=adapter.to_bytes(8), digest_size=32).digest()
+    return blake2b(salt.encode(), key=key, salt=adapter.to_bytes(8) + stage.to_bytes(8), digest_size=32).digest()
 
 
 def block_name(before: bytes, ids: Ids[int]) -> bytes:

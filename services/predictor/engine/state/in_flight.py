@@ -11,6 +11,7 @@ from itertools import count as counter
 from millrace.errors import InvalidRequestError, OverloadedError
 from services.predictor.engine.state.blocks import BlockManager
 from services.predictor.engine.state.holdings import Holdings
+from services.predictor.engine.state.scaling import Scaling
 from services.predictor.engine.state.sequence import Row, Sequence, precedence
 from services.predictor.engine.state.shares import Shares
 from services.predictor.engine.state.step_limits import StepLimits
@@ -20,11 +21,17 @@ class InFlight:
     """The queue of waiting sequences, the list of running ones, and the accounts of their clients.
 
     `step_tokens` is the maximum that a step computes, except that an encoder's prompt, which cannot be divided, may
-    exceed it. `reuses_prefixes`: the contents of a block depend only on the ids up to its end.
+    exceed it. `reuses_prefixes`: the contents of a block depend only on the ids up to its end, and the stage.
     """
 
     def __init__(
-        self, blocks: BlockManager, max_running: int, max_waiting: int, step_tokens: int, reuses_prefixes: bool = True
+        self,
+        blocks: BlockManager,
+        max_running: int,
+        max_waiting: int,
+        step_tokens: int,
+        reuses_prefixes: bool = True,
+        scaling: Scaling | None = None,
     ) -> None:
         self.blocks = blocks
         # Both sorted by `precedence`.
@@ -36,6 +43,7 @@ class InFlight:
         self._limits = StepLimits(max(step_tokens, max_running), max_running)
         self._holdings = Holdings(blocks, reuses_prefixes)
         self._shares = Shares()
+        self._scaling = scaling
         self._alone: list[Sequence] = []  # Isolated sequences without their next token, in order of arrival.
         self._max_waiting = max_waiting
         self._arrivals = counter()
@@ -69,6 +77,7 @@ class InFlight:
         if len(self.waiting) >= self._max_waiting and ahead >= self.max_running:
             self._crowd_out(sequence, retry_after_ms)
         sequence.number = next(self._arrivals)
+        self._enter(sequence)
         self._shares.arrive(sequence)
         insort(self.waiting, sequence, key=precedence)
         if sequence.alone:
@@ -94,10 +103,19 @@ class InFlight:
         """Frees the blocks of a running sequence and returns it to its place in the queue."""
         self.running.remove(sequence)
         self._holdings.release(sequence)
+        self._enter(sequence)
         self._shares.preempt(sequence)
         insort(self.waiting, sequence, key=precedence)
         sequence.preempt()
         self.preempted += 1
+
+    def rescale(self) -> None:
+        """Preempts what has grown into another stage: all its keys have to be computed again."""
+        scaling = self._scaling
+        if scaling is not None and scaling.recomputes:
+            for sequence in list(self.running):
+                if self._stage(sequence, scaling) != sequence.stage:
+                    self.preempt(sequence)
 
     def regain(self) -> None:
         """Called after a step that fit: undoes, gradually, what `make_room` reduced."""
@@ -106,6 +124,14 @@ class InFlight:
     def restore(self) -> None:
         """Undoes all of it, when nothing runs."""
         self._limits.restore()
+
+    def _enter(self, sequence: Sequence) -> None:
+        if self._scaling is not None:
+            sequence.enter(self._stage(sequence, self._scaling))
+
+    @staticmethod
+    def _stage(sequence: Sequence, scaling: Scaling) -> int:
+        return scaling.base(len(sequence.request.input_ids), len(sequence.ids))
 
     def _running_alone(self) -> Sequence | None:
         return next((sequence for sequence in self._alone if sequence.alone and sequence in self.running), None)

@@ -75,6 +75,7 @@ class Sequence:
         self.cached_tokens = 0
         self.announced: list[bytes] = []
         self.number = 0  # Its position in the order of arrival.
+        self.stage = 0  # Of its first keys, see scaling.py.
         self.state: Any = None  # A model runner's own state of it; discarded with its blocks.
         self.constraint: Constraint | None = None  # Set before it is queued.
         self.adapter: Any = None  # See engine/adapters/low_rank.py; set before it is queued.
@@ -154,9 +155,15 @@ class Sequence:
         """The names of its first `count` blocks, all of which are full."""
         names, request = self._block_names, self.request
         for index in range(len(names), count):
-            before = names[-1] if names else first_name(request.client, request.sampling.cache_salt, request.adapter)
+            salt = request.sampling.cache_salt
+            before = names[-1] if names else first_name(request.client, salt, request.adapter, self.stage)
             names.append(block_name(before, self.ids[index * block_tokens : (index + 1) * block_tokens]))
         return names[:count]
+
+    def enter(self, stage: int) -> None:
+        """Sets the stage of its keys, before any is computed."""
+        self.stage = stage
+        self._block_names = []
 
     @property
     def reusable(self) -> int:

@@ -1,0 +1,198 @@
+"""Proves at load that a runner gives the model's own logits, with every mechanism of its configuration.
+
+The model itself runs, with its own weights, layers and head sizes. Limits within the context that a short test would
+not reach (windows, chunks, lengths beyond which positions are scaled otherwise, numbers of positions that an index
+selects) are set to a few positions meanwhile. The test crosses them by the chunks of a prompt beside another sequence,
+by that one's decoding, and behind a prefix from the cache.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from collections.abc import Sequence as Rows
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from services.predictor.engine.runners.interface import ModelRunner
+from services.predictor.engine.runners.paged import PagedRunner
+from services.predictor.engine.runners.reach import find_reaches
+from services.predictor.engine.runners.rotary import SequenceRotary
+from services.predictor.engine.runners.row import CachelessRunner, CausalRunner
+from services.predictor.engine.state.blocks import RESERVED
+from services.predictor.engine.state.cache import BLOCK_TOKENS, CacheShape
+from services.predictor.engine.state.sequence import Row, detached_sequence
+
+logger = logging.getLogger(__name__)
+
+_PIECES = (5, 9, 20, 39, 40)  # Where the chunks of the prompt end.
+_PROMPT = 7  # The prompt of the sequence beside it, which decodes an id in each further step.
+# Differences by rounding only, relative to the largest logit; wrong attention differs by tens of percent.
+_TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-6}
+# Attributes of configurations and modules that are numbers of positions, and their values in the test.
+_LIMITS = {
+    "sliding_window": 8,
+    "sliding_window_size": 8,
+    "attention_window_size": 8,
+    "local_attention": 8,
+    "attention_chunk_size": 8,
+    "original_max_position_embeddings": 10,
+    "floor_scale": 4,
+    "index_topk": 6,
+    "keep_window_size": 6,
+}
+# Where positions are scaled dynamically; elsewhere the number of positions in a table.
+_GROWING = {"max_position_embeddings": 10, "original_max_seq_len": 10, "max_seq_len_cached": 10}
+
+
+class Proof:
+    """Chooses the runner of a decoder; `packed` is the maximum of tokens that a step packs."""
+
+    def __init__(self, model: Any, shape: CacheShape, vocabulary: int, context: int, packed: int = 0) -> None:
+        self.rotary = SequenceRotary.of(model, context)
+        self._model = model
+        self._shape = shape
+        self._context = context
+        self._far = max(context, packed)
+        length = min(_PIECES[-1], context)
+        self._ids = [(7 * i * i + 3 * i) % vocabulary for i in range(length)]
+        self._hides_masks = False  # Whether layers compute with their masks elsewhere than in the attention function.
+
+    def of_paged(self) -> str | None:
+        """Why `PagedRunner` cannot run the model; None if it can: then the attention modules have their reach."""
+        model = self._model
+        if not getattr(model, "_supports_attention_backend", False):
+            return "it does not take an attention function"
+        own = model.config._attn_implementation
+        try:
+            with self._near_limits() as changed:
+                self._find_reaches(len(self._ids) if changed else self._context)
+                difference = self._difference(lambda: PagedRunner(model, self._shape, 6, rotary=self.rotary))
+            if changed:
+                self._find_reaches(self._context)
+        except Exception as error:
+            logger.debug("paged attention failed in the proof", exc_info=True)
+            kind = "its layers compute with their masks" if self._hides_masks else "its attention is of another kind"
+            reason = f"{kind} ({type(error).__name__}: {error})"
+        else:
+            if difference <= self._tolerance:
+                return None
+            reason = f"its logits differ by {difference:.2g} of their size"
+        model.set_attn_implementation(own)
+        return reason
+
+    def row_runner(self) -> ModelRunner:
+        """The runner for one row at a time."""
+        model = self._model
+        for whole in (True,) if self._hides_masks else (False, True):
+            # Not every model has a cache that transformers can continue from.
+            with suppress(AttributeError, IndexError, TypeError, ValueError, RuntimeError), self._near_limits():
+                if self._difference(lambda whole=whole: CausalRunner(model, self.rotary, whole)) <= self._tolerance:
+                    return CausalRunner(model, self.rotary, whole)
+        return CachelessRunner(model)
+
+    @property
+    def _tolerance(self) -> float:
+        return _TOLERANCES.get(self._shape.dtype, 3e-2)
+
+    def _find_reaches(self, context: int) -> None:
+        self._hides_masks = True
+        find_reaches(self._model, context)
+        self._hides_masks = False
+
+    @contextmanager
+    def _near_limits(self) -> Iterator[bool]:
+        """Sets what is within the context and beyond the test to a few positions; gives whether there is any."""
+        grows = self.rotary is not None and self.rotary.scaling.grows
+        config = self._model.config
+        holders = [
+            vars(one) for one in {id(one): one for one in (config, config.get_text_config(decoder=True))}.values()
+        ]
+        rotary = [holder["rope_parameters"] for holder in holders if isinstance(holder.get("rope_parameters"), dict)]
+        rotary += [own for one in rotary for own in one.values() if isinstance(own, dict)]
+        holders += [*rotary, *(vars(module) for module in self._model.modules())]
+        changed = []
+        for name, near in (_LIMITS | (_GROWING if grows else {})).items():
+            for holder in holders:
+                value = holder.get(name)
+                if isinstance(value, int) and near < value < self._far:
+                    changed.append((holder, name, value))
+                    holder[name] = near
+        # Dynamically scaled modules replace theirs.
+        buffers = [(module, dict(module._buffers)) for module in self._model.modules() if hasattr(module, "rope_type")]
+        try:
+            yield bool(changed)
+        finally:
+            for holder, name, value in changed:
+                holder[name] = value
+            for module, own in buffers:
+                module._buffers.update(own)
+
+    def _expected(self, steps: int) -> tuple[Tensor, list[Tensor]]:
+        """The logits of each position of the whole prompt, and of the short one's last position as it grows."""
+        whole = self._run(self._ids)
+        lengths = range(min(_PROMPT, len(self._ids)), min(_PROMPT + steps, len(self._ids) + 1))
+        if self.rotary is None and not self._hides_masks:
+            return whole, [whole[length - 1] for length in lengths]
+        if self.rotary is not None and self.rotary.scaling.recomputes:
+            return whole, [self._run(self._ids[:length])[-1] for length in lengths]
+        # As in `generate`: earlier keys keep their factors, and an index selects for one id after the other.
+        cache, done, grown = None, 0, []
+        for length in lengths:
+            output = self._model(
+                input_ids=self._tensor(self._ids[done:length]),
+                position_ids=self._tensor(list(range(done, length))),
+                past_key_values=cache,
+                use_cache=True,
+            )
+            cache, done = output.past_key_values, length
+            grown.append(output.logits[0, -1])
+        return whole, grown
+
+    def _run(self, ids: list[int]) -> Tensor:
+        logits: Tensor = self._model(input_ids=self._tensor(ids), use_cache=False).logits[0]
+        return logits
+
+    def _tensor(self, ids: list[int]) -> Tensor:
+        return torch.tensor([ids], device=self._model.device)
+
+    def _difference(self, make: Any) -> float:
+        """The largest difference from the expected logits, relative to the largest of each position."""
+        ids = self._ids
+        pieces = sorted({min(end, len(ids)) for end in _PIECES})
+        whole, grown = self._expected(len(pieces))
+        runner = make()
+        chunked, decoded = detached_sequence(ids), detached_sequence(ids[:_PROMPT])
+        chunked.blocks, decoded.blocks = [RESERVED, RESERVED + 1], [RESERVED + 2, RESERVED + 3]
+        worst, start, done, stage = 0.0, 0, 0, 0
+
+        def compare(rows: Rows[Row], expected: Rows[Tensor]) -> float:
+            logits = runner.run(rows).float()
+            differences = (
+                (got - wanted).abs().max() / wanted.abs().max()
+                for got, wanted in zip(logits, (one.float() for one in expected), strict=True)
+            )
+            return max((float(difference) for difference in differences), default=0.0)
+
+        for step, end in enumerate(pieces):
+            chunked.ids = ids if runner.reads_whole_prompts else ids[:end]
+            row = Row(chunked, start, end - start)
+            rows, expected = [row], [whole[end - 1]] if row.samples else []
+            if step < len(grown):
+                length = _PROMPT + step
+                decoded.ids = ids[:length]
+                if runner.scaling is not None and runner.scaling.base(_PROMPT, length) != stage:
+                    stage, done = runner.scaling.base(_PROMPT, length), 0
+                rows.append(Row(decoded, done, length - done))
+                expected.append(grown[step])
+                done = length
+            worst = max(worst, compare(rows, expected))
+            start = end
+        if runner.reuses_prefixes and len(ids) > BLOCK_TOKENS:
+            follower = detached_sequence(ids)
+            follower.blocks = [chunked.blocks[0], RESERVED + 4]
+            worst = max(worst, compare([Row(follower, BLOCK_TOKENS, len(ids) - BLOCK_TOKENS)], [whole[-1]]))
+        return worst
