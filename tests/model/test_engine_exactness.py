@@ -216,5 +216,5 @@ def test_the_proof_finds_a_model_whose_attention_is_not_replaced():
         model.set_attn_implementation("sdpa")
         for layer in model.model.layers:
             layer.self_attn.config = copy.deepcopy(layer.self_attn.config)  # It does not follow the model's.
-        assert "attention" in (proof_of(model).of_paged() or "")
+        assert "masks" in (proof_of(model).of_paged() or "")
     assert model.config._attn_implementation != attention.NAME
