@@ -185,7 +185,7 @@ def _families() -> Iterator[Family]:
     # fmt: off
     yield _decoder("Llama 2", "llama", PAGED)
     yield _decoder("Llama 3", "llama", PAGED, rope_parameters=_LLAMA3 | {"original_max_position_embeddings": 32})
-    yield _decoder("Llama, dynamic scaling", "llama", PAGED, "the context before scaling is the limit",
+    yield _decoder("Llama, dynamic scaling", "llama", PAGED,
                    rope_parameters=_DYNAMIC, max_position_embeddings=48)
     yield _decoder("Llama 4, text", "llama4_text", ROW, **_EXPERTS, intermediate_size_mlp=128, attention_chunk_size=16,
                    no_rope_layers=[1, 0], floor_scale=16)
@@ -212,10 +212,10 @@ def _families() -> Iterator[Family]:
     yield _decoder("Mistral 4", "mistral4", ROW, "not loaded", **_DEEPSEEK, rope_parameters=_BETA)
     yield _decoder("Phi, Phi 2", "phi", PAGED)
     yield _decoder("Phi 3, Phi 4", "phi3", PAGED)
-    yield _decoder("Phi 3, Phi 4 mini: LongRoPE", "phi3", PAGED, "scaled by its longest neighbour",
+    yield _decoder("Phi 3, Phi 4 mini: LongRoPE", "phi3", PAGED,
                    rope_parameters=_LONG,
                    original_max_position_embeddings=48)
-    yield _decoder("Phi 3.5 MoE", "phimoe", ROW, **_EXPERTS, sliding_window=12)
+    yield _decoder("Phi 3.5 MoE", "phimoe", PAGED, **_EXPERTS, sliding_window=12)
     yield _decoder("GPT-2", "gpt2", PAGED)
     yield _decoder("GPT-J", "gptj", ROW, rotary_dim=8)
     yield _decoder("GPT-Neo", "gpt_neo", ROW, attention_types=[[["global", "local"], 1]], window_size=12)
@@ -239,7 +239,7 @@ def _families() -> Iterator[Family]:
                    shared_intermediate_size=64)
     yield _decoder("DeepSeek V2", "deepseek_v2", ROW, **_DEEPSEEK)
     yield _decoder("DeepSeek V3, R1, Kimi K2", "deepseek_v3", ROW, **_DEEPSEEK)
-    yield _decoder("DeepSeek V3.2", "deepseek_v32", ROW, "wrong in chunks", **_DEEPSEEK, index_topk=8,
+    yield _decoder("DeepSeek V3.2", "deepseek_v32", ROW, **_DEEPSEEK, index_topk=8,
                    index_n_heads=2, index_head_dim=16)
     yield _decoder("GLM 4", "glm", PAGED)
     yield _decoder("GLM 4 0414", "glm4", PAGED)
@@ -265,8 +265,8 @@ def _families() -> Iterator[Family]:
                    mamba_head_dim=16, ssm_state_size=16, n_groups=2)
     yield _decoder("Mamba", "mamba", CACHELESS, state_size=8)
     yield _decoder("Mamba 2", "mamba2", CACHELESS, state_size=8, num_heads=8, head_dim=16, n_groups=2)
-    yield _decoder("Jamba", "jamba", CACHELESS, **_EXPERTS, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8)
-    yield _decoder("Bamba", "bamba", CACHELESS, **_MAMBA, attn_layer_indices=[1])
+    yield _decoder("Jamba", "jamba", ROW, **_EXPERTS, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8)
+    yield _decoder("Bamba", "bamba", ROW, **_MAMBA, attn_layer_indices=[1])
     yield _decoder("RecurrentGemma", "recurrent_gemma", CACHELESS, block_types=["recurrent", "attention"],
                    attention_window_size=12)
     yield _decoder("RWKV", "rwkv", CACHELESS)
@@ -297,7 +297,7 @@ def _families() -> Iterator[Family]:
     yield Family("UMT5", "umt5", RAGGED, {}, _T5)
     yield Family("LongT5", "longt5", ROW, {}, _T5)
     yield Family("Switch Transformers", "switch_transformers", ROW, {"num_experts": 4}, _T5)
-    yield Family("T5Gemma", "t5gemma", ROW, {"encoder": _BLOCK, "decoder": _BLOCK}, {}, "not loaded")
+    yield Family("T5Gemma", "t5gemma", ROW, {"encoder": _BLOCK, "decoder": _BLOCK}, {})
     yield Family("BART", "bart", ROW, {}, _SEQ2SEQ)
     yield Family("mBART", "mbart", ROW, {}, _SEQ2SEQ)
     yield Family("Pegasus", "pegasus", ROW, {"scale_embedding": True}, _SEQ2SEQ)

@@ -83,6 +83,8 @@ class CausalRunner(_RowRunner):
         logits = torch.empty(0)
         for end in ends:
             logits = self._pass(Row(sequence, done, end - done), cache)
+            if cache.get_seq_length() != end:
+                raise ValueError("the model keeps nothing in its cache")
             done = end
         sequence.state = cache
         return logits
