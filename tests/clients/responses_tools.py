@@ -17,6 +17,13 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "require
 TOOLS = [{"type": "function", "name": name, "parameters": SCHEMA} for name in ("weather", "time")]
 CALLS = [("weather", '{"city": "Rome"}'), ("time", '{"city":"Paris","x":[1]}')]
 WRITTEN = [f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>' for name, arguments in CALLS]
+
+
+def written(name, arguments):
+    """A call as the model writes it."""
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
 BOTH = f"Say: I look. {WRITTEN[0]}\n{WRITTEN[1]}"
 
 
@@ -65,7 +72,7 @@ def answer(**fields):
     whole = client.responses.create(**fields)
     Response.model_validate(whole.to_dict(mode="json"))
     assert whole.usage.input_tokens_details.cache_write_tokens == 0, whole
-    assert {tool.strict for tool in whole.tools} <= {False}, whole
+    assert {tool.strict for tool in whole.tools if tool.type == "function"} <= {False}, whole
     assert without_ids(streamed(**fields)) == without_ids(whole), whole
     return whole
 
@@ -132,15 +139,59 @@ assert [(item.type, item.status) for item in cut.output] == [("reasoning", "inco
 found = client.responses.retrieve(reasoned.id)
 assert [item.type for item in found.output] == ["reasoning", "function_call"], found
 
+# What coding agents send: tools of other types, reasoning that goes back alone, fields without effect.
+custom = {"type": "custom", "name": "patch", "description": "Edits.", "format": {"type": "text"}}
+space = {"type": "namespace", "name": "maps", "description": "Maps.", "tools": [TOOLS[0]]}
+several = [custom, space, {"type": "web_search"}, {"type": "local_shell"}]
+asked = "Say: " + written("patch", {"input": 'a\n"b"'}) + written("maps__weather", {"city": "Rome"})
+edited = answer(**CALLER, input=asked, tools=several)
+patch, weather = edited.output
+assert (patch.type, patch.name, patch.input) == ("custom_tool_call", "patch", 'a\n"b"'), edited
+assert (weather.type, weather.name, weather.namespace) == ("function_call", "weather", "maps"), edited
+assert [(tool.type, tool.name) for tool in edited.tools] == [("custom", "patch"), ("namespace", "maps")], edited
+given = [
+    {"type": "custom_tool_call_output", "call_id": patch.call_id, "output": "Done."},
+    {"type": "function_call_output", "call_id": weather.call_id, "output": "Sun."},
+]
+question = {"role": "user", "content": "Say: Edited."}
+by_id = client.responses.create(**CALLER, tools=several, previous_response_id=edited.id, input=[*given, question])
+history = [{"role": "user", "content": asked}, *(item.to_dict() for item in edited.output)]
+assert answer(**CALLER, tools=several, input=[*history, *given, question]).output_text == by_id.output_text == "Edited."
+found = client.responses.retrieve(edited.id)
+assert [item.to_dict() for item in found.output] == [item.to_dict() for item in edited.output], found
+sent = client.responses.with_raw_response.create(
+    **thinker,
+    input="Say: Rome is far.</think>Well.",
+    include=["reasoning.encrypted_content"],
+    reasoning={"effort": "high", "summary": "auto"},
+    store=False,
+    text={"verbosity": "low"},
+    prompt_cache_key="k",
+)
+assert set(sent.headers["x-ignored-fields"].split(", ")) == {"prompt_cache_key", "reasoning.summary", "text.verbosity"}
+alone, message = (item.to_dict() for item in sent.parse().output)
+history = [{"role": "user", "content": "Rome?"}, alone | {"content": []}, message]
+question = {"role": "user", "content": "Say: Hm.</think>It is far."}
+assert answer(**thinker, input=[*history, question]).output_text == "It is far."
+silent = client.responses.create(**thinker, input="Say: Well.", reasoning={"effort": "none"})
+assert [item.type for item in silent.output] == ["message"], silent
+
+# A conversation that is too long is read from a later message on.
+turn = [{"role": "user", "content": "A word. " * 40}, {"role": "assistant", "content": "Another."}]
+long = {**CALLER, "input": [*turn * 20, {"role": "user", "content": "Say: The end."}]}
+assert answer(**long, truncation="auto", instructions="Be brief.").output_text == "The end."
+
 # Refusals.
 for fields, param, text in (
-    ({"tools": [{"type": "web_search"}]}, "tools", "'web_search'; only functions"),
+    ({"tools": [{"type": "file_search", "vector_store_ids": []}]}, "tools", "'file_search'; only functions"),
+    ({"background": True}, "background", "is not supported"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "unknown"}}, "tool_choice", "not among the tools"),
+    (long, "", "the context is 1024"),
 ):
     raised = None
     try:
         client.responses.create(**{**CALLER, "input": BOTH, **fields})
     except openai.BadRequestError as error:
         raised = error
-    assert (raised.param, text in raised.message) == (param, True), raised
+    assert (raised.param or "", text in raised.message) == (param, True), raised
 print("done")

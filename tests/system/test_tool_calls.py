@@ -107,6 +107,10 @@ async def test_openais_own_client_calls_tools_and_reads_reasoning(echoing):
     assert len(reasoned) == 1
     assert f"<|assistant|>(Rome is\nfar.) {CALL}" in reasoned.pop()
     check_grammars(echoing.grammars, 3)
+    assert all("<|assistant|>(Rome is far.) Well." in text for text in echoing.given("Say: Hm.</think>It is far."))
+    (kept,) = set(echoing.given("<|user|>Say: The end."))
+    assert kept.startswith("<s><|system|>Be brief.<|user|>A word. ")
+    assert 1 < kept.count("Another.") < 20
 
 
 async def test_anthropics_own_client_calls_tools_and_reads_reasoning(echoing):

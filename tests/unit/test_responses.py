@@ -65,7 +65,6 @@ def test_reasoning_and_calls_are_one_message_of_the_assistant():
             ("tool", "o", {"tool_call_id": "1"}),
             ("assistant", "", {"tool_calls": [called]}),
             ("assistant", "a"),
-            ("assistant", ""),
         ]
         nested = {"type": "function", "function": {k: v for k, v in FUNCTION.items() if k != "type"}}
         assert json.loads(parsed.tool_use.definitions) == [nested]
@@ -98,10 +97,12 @@ def test_sampling_fields_are_read_and_others_named():
         ({"background": True}, "background", "is not supported"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format", "is not supported"),
         ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format", "json_schema needs a name"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity", "is not supported"),
+        ({"reasoning": {"effort": "some"}}, "reasoning.effort", "'none', 'minimal'"),
+        ({"truncation": "some"}, "truncation", "'auto' or 'disabled'"),
         ({"tools": [{"type": "function"}]}, "tools", "tool 0: a name must have"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "tool 0: a name must have"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "is of type 'web_search'; only functions"),
+        ({"tools": [{"type": "mcp", "server_label": "m"}]}, "tools", "is of type 'mcp'; only functions"),
+        ({"tools": [{"type": "file_search"}]}, "tools", "is of type 'file_search'; only functions"),
         ({"tools": [FUNCTION | {"parameters": DEEP}]}, "tools", "cannot be written as JSON"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "names 'g'"),
@@ -183,3 +184,57 @@ def test_a_conversation_goes_on_with_its_calls():
     assert tools_of(record({"tools": "[REDACTED]"})) is None
     tools = tools_of(record({"tools": [{"type": "function", "function": {"name": "f"}}], "parallel_tool_calls": False}))
     assert (tools.names, tools.is_parallel) == ({"f"}, False)
+
+
+CUSTOM = {"type": "custom", "name": "patch", "description": "Edits."}
+SPACE = {"type": "namespace", "name": "mcp", "description": "Tools.", "tools": [FUNCTION]}
+
+
+def test_what_agents_send_is_read_or_named():
+    grammar = {"type": "grammar", "syntax": "lark", "definition": "start: x"}
+    asked = request(
+        include=["reasoning.encrypted_content", "web_search_call.results"],
+        max_tool_calls=3,
+        prompt_cache_key="k",
+        reasoning={"effort": "low", "summary": "auto"},
+        text={"verbosity": "low"},
+        tools=[{"type": "web_search"}, {"type": "local_shell"}, CUSTOM | {"format": grammar}, SPACE],
+        truncation="auto",
+    )
+    assert asked.template_options == {"enable_thinking": True, "reasoning_effort": "low"}
+    asked.name_unread_hints(lambda variable: variable == "reasoning_effort")
+    assert sorted(asked.ignored_fields()) == [
+        "include",
+        "max_tool_calls",
+        "prompt_cache_key",
+        "reasoning.summary",
+        "text.verbosity",
+        "tools.format",
+        "tools.local_shell",
+        "tools.web_search",
+    ]
+    patch, function = (json.loads(tool.definition)["function"] for tool in asked.tools)
+    assert (patch["name"], patch["parameters"]["required"]) == ("patch", ["input"])
+    assert patch["description"].endswith("lark grammar:\nstart: x")
+    assert (function["name"], function["description"]) == ("mcp__f", "d")
+    assert request(reasoning={"effort": "none"}).template_options == {"enable_thinking": False}
+
+
+def test_calls_of_custom_tools_and_of_namespaces_are_functions_calls():
+    custom = {"type": "custom_tool_call", "call_id": "1", "name": "patch", "input": "a\nb"}
+    spaced = {"type": "function_call", "call_id": "2", "name": "f", "namespace": "mcp", "arguments": "{}"}
+    results = [{"type": "custom_tool_call_output", "call_id": "1", "output": "done"}]
+    reasoning = {"type": "reasoning", "summary": [], "encrypted_content": "mr1.SG0u"}
+    _, answer, result = request(input=[{"role": "user", "content": "u"}, reasoning, custom, spaced, *results])._messages
+    fields = json.loads(answer[2])
+    called = [call["function"] for call in fields["tool_calls"]]
+    assert [call["name"] for call in called] == ["patch", "mcp__f"]
+    assert called[0]["arguments"] == {"input": "a\nb"}
+    assert fields["reasoning_content"] == "Hm."
+    assert result[:2] == ("tool", "done")
+
+
+def test_another_servers_reasoning_is_left_out():
+    foreign = {"type": "reasoning", "summary": [], "encrypted_content": "gAAAA"}
+    said = {"type": "message", "role": "assistant", "content": "a"}
+    assert request(input=[{"role": "user", "content": "u"}, foreign, said])._messages[1] == ("assistant", "a")

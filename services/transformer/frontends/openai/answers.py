@@ -156,24 +156,13 @@ class ChatFormat(Format):
     def _choice(self, index: int, chunk: TextChunk) -> dict[str, Any]:
         logprobs = None
         if self._tokens is not None:
-            logprobs = {"content": self._content(self._tokens, chunk), "refusal": None}
+            logprobs = {"content": token_scores(self._tokens, chunk), "refusal": None}
         if chunk.parts and has_call(chunk.parts):
             self._calling.add(index)
         end = _end(chunk)
         if end["finish_reason"] == "stop" and index in self._calling:
             end["finish_reason"] = "tool_calls"
         return {"index": index, "logprobs": logprobs, **end, **self._ids(chunk)}
-
-    def _content(self, tokens: TokenBytes, chunk: TextChunk) -> list[dict[str, Any]]:
-        def entry(token_id: int, logprob: float) -> dict[str, Any]:
-            data = tokens.of(token_id)
-            return {"token": _text(data), "logprob": _finite(logprob), "bytes": list(data)}
-
-        tops = chunk.top_logprobs or [[] for _ in chunk.token_ids]
-        return [
-            entry(token_id, logprob) | {"top_logprobs": [entry(*other) for other in top]}
-            for token_id, logprob, top in zip(chunk.token_ids, chunk.logprobs, tops, strict=True)
-        ]
 
 
 class Echoes:
@@ -195,6 +184,20 @@ class Echoes:
     def skips(self, token_id: int) -> bool:
         """Whether the id has no part in an echoed prompt: the tokenizer's own, such as what begins a text."""
         return self._tokenizer.decoder.skips(token_id)
+
+
+def token_scores(tokens: TokenBytes, chunk: TextChunk) -> list[dict[str, Any]]:
+    """The log probabilities of a chunk's tokens, and of the likeliest ones in their places."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        data = tokens.of(token_id)
+        return {"token": _text(data), "logprob": _finite(logprob), "bytes": list(data)}
+
+    tops = chunk.top_logprobs or [[] for _ in chunk.token_ids]
+    return [
+        entry(token_id, logprob) | {"top_logprobs": [entry(*other) for other in top]}
+        for token_id, logprob, top in zip(chunk.token_ids, chunk.logprobs, tops, strict=True)
+    ]
 
 
 def _end(chunk: TextChunk) -> dict[str, Any]:

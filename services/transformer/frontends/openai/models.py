@@ -10,8 +10,10 @@ from millrace.clients import Client
 from millrace.errors import InvalidRequestError, NotFoundError, NotReadyError
 from millrace.oip.model_description import FINGERPRINT
 from millrace.oip.row_outputs import EMBEDDING
+from millrace.rpc.call_context import CallContext
 from services.transformer.models.models import RelayedModel, TextModel
 from services.transformer.routing.router import Router
+from services.transformer.text.tokenizer import TextTokenizer
 
 Kind = Literal["generation", "embedding", "classification"]
 
@@ -52,6 +54,12 @@ class OpenAIModels:
         if isinstance(model, TextModel) and model.base:
             card["parent"] = model.base  # As vLLM names the base of an adapter.
         return card | ({FINGERPRINT: model.fingerprint} if model.fingerprint else {})
+
+    async def tokenizer(self, name: str, call: CallContext) -> TextTokenizer:
+        """The tokenizer of a model, whose weights the call keeps to."""
+        tokenizer = (await self._router.get(name, "", call)).tokenizer
+        self._router.keep(name, call)
+        return tokenizer
 
     def template_reader(self, name: str) -> Callable[[str], bool]:
         """Whether a model's chat template reads a variable; a model that is not loaded reads all."""

@@ -9,6 +9,7 @@ from services.transformer.frontends.openai.models import Kind, OpenAIModels
 from services.transformer.frontends.openai.requests import MAX_BODY_BYTES, RequestT, parse, parse_large
 from services.transformer.generation.pipeline import Pipeline
 from services.transformer.processes.body_processes import SMALL_BYTES, BodyProcesses
+from services.transformer.text.tokenizer import TextTokenizer
 
 
 class RequestReader:
@@ -27,6 +28,11 @@ class RequestReader:
             if parsed.template_hints:
                 parsed.name_unread_hints(self._models.template_reader(parsed.model))
             return parsed
+
+    async def tokenizer(self, call: CallContext, model: str) -> TextTokenizer:
+        """The tokenizer of the model that answers the call."""
+        with self._pipeline.recording_refusals(call, model):
+            return await self._models.tokenizer(model, call)
 
     async def parsed(self, cls: type[RequestT], request: HttpBody, call: CallContext) -> RequestT:
         """The request in a body; see `parse`."""

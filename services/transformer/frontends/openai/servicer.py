@@ -74,7 +74,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
         self._encoders = encoders
         self._models = OpenAIModels(router)
         reader = RequestReader(pipeline, bodies, self._models)
-        self._read, self._parsed = reader.read, reader.parsed
+        self._read, self._parsed, self._tokenizer = reader.read, reader.parsed, reader.tokenizer
 
     @rest_errors(openai_error)
     async def Health(self, request: Empty, context: Context) -> AsyncGenerator[HttpBody, None]:
@@ -238,9 +238,3 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
     async def _scoring(self, call: CallContext, parsed: GenerationRequest) -> TokenBytes | None:
         """The bytes of tokens for the prompt's scores, None if these are not wanted."""
         return None if parsed.prompt_logprobs is None else (await self._tokenizer(call, parsed.model)).token_bytes
-
-    async def _tokenizer(self, call: CallContext, model: str) -> TextTokenizer:
-        with self._pipeline.recording_refusals(call, model):
-            tokenizer = (await self._router.get(model, "", call)).tokenizer
-        self._router.keep(model, call)
-        return tokenizer

@@ -6,7 +6,7 @@ maximum of tokens ended it, or in `response.failed`. Source: OpenAI's API refere
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -15,17 +15,24 @@ from google.api.httpbody_pb2 import HttpBody
 from millrace.errors import MillraceError
 from millrace_protos.millrace_pb2 import Usage
 from services.transformer.frontends.http import EVENTS, json_body, named_event
-from services.transformer.frontends.responses.items import OutputItem, item_of, output_of, whole_output
+from services.transformer.frontends.openai.answers import token_scores
+from services.transformer.frontends.responses.items import ItemFields, MessageItem, OutputItem, item_of, whole_output
 from services.transformer.frontends.responses.requests import ResponsesRequest
 from services.transformer.frontends.responses.tools import flat_tool, written_choice
-from services.transformer.generation.chunks import TextChunk, joined
+from services.transformer.generation.chunks import TextChunk
 from services.transformer.text.answer_parts import Content, Part, begins_segment
+from services.transformer.text.token_bytes import TokenBytes
 
 
 class ResponseAnswer:
-    """Writes one answer; `head` has the fields that it has from its beginning to its end."""
+    """Writes one answer; `head` has the fields that it has from its beginning to its end.
 
-    def __init__(self, response_id: str, created: int, request: ResponsesRequest) -> None:
+    `tokens` where log probabilities are wanted: the tokens of a text have them, as the engine's steps bring both.
+    """
+
+    def __init__(
+        self, response_id: str, created: int, request: ResponsesRequest, tokens: TokenBytes | None = None
+    ) -> None:
         self.head = head_of(response_id, created, request.model) | {
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
@@ -34,21 +41,26 @@ class ResponseAnswer:
             "store": request.store,
             "temperature": request.extra.get("temperature"),
             "text": {"format": request.text.format},
+            "reasoning": {"effort": request.reasoning and request.reasoning.effort, "summary": None},
             "tool_choice": written_choice(request.tool_choice),
-            "tools": [flat_tool(function.definition) for function in request.tools],
+            "tools": [flat_tool(function.definition, request.origins) for function in request.tools],
             "top_p": request.extra.get("top_p"),
+            "truncation": request.truncation,
         }
         self._id = response_id
+        self._fields = ItemFields(request.origins, request.has_encrypted_reasoning)
+        self._tokens = tokens
+        self._scores: list[dict[str, Any]] = []  # Of tokens whose text is not there yet.
         self._numbers = count()
         self._items: list[OutputItem] = []
         self._last: Part | None = None
 
     async def whole(self, chunks: AsyncIterator[TextChunk]) -> AsyncGenerator[HttpBody, None]:
         """The response as one body."""
-        chunk = joined([chunk async for chunk in chunks])
-        status = status_of(chunk.finish_reason)
-        output = output_of(self._id, chunk.answer_parts, status)
-        yield json_body(self.head | ended(status, output, chunk.usage, chunk.reasoning_tokens))
+        async for chunk in chunks:
+            self._take_all(chunk)
+            if chunk.finish_reason is not None:
+                yield json_body(self._ended(chunk))
 
     async def events(self, chunks: AsyncIterator[TextChunk]) -> AsyncGenerator[HttpBody, None]:
         """The response as events; those of one chunk are one body."""
@@ -59,8 +71,7 @@ class ResponseAnswer:
                 begun = True
                 written = self._event("response.created", {"response": self.head})
                 written += self._event("response.in_progress", {"response": self.head})
-            for part in chunk.answer_parts:
-                written += self._take(part)
+            written += self._take_all(chunk)
             if chunk.finish_reason is not None:
                 written += self._end(chunk)
             if written:
@@ -75,17 +86,30 @@ class ResponseAnswer:
     def _event(self, kind: str, fields: Mapping[str, Any]) -> bytes:
         return named_event({"type": kind, "sequence_number": next(self._numbers), **fields})
 
-    def _take(self, part: Part) -> bytes:
+    def _take_all(self, chunk: TextChunk) -> bytes:
+        """The events of a chunk's parts; the scores of its tokens are those of its last text."""
+        if self._tokens is not None:
+            self._scores += token_scores(self._tokens, chunk)
+        texts = [number for number, part in enumerate(chunk.answer_parts) if isinstance(part, Content)]
+        written = b""
+        for number, part in enumerate(chunk.answer_parts):
+            is_scored = bool(texts) and number == texts[-1]
+            written += self._take(part, self._scores if is_scored else ())
+            if is_scored or not texts:
+                self._scores = []
+        return written
+
+    def _take(self, part: Part, scores: Sequence[dict[str, Any]] = ()) -> bytes:
         """The events of a part."""
         written = b""
         if begins_segment(part, self._last):
             if self._items:
                 written = self._items[-1].end(self._event, "completed")
-            item = item_of(part, self._id, len(self._items))
+            item = item_of(part, self._id, len(self._items), self._fields)
             self._items.append(item)
             written += item.begin(self._event)
         self._last = part
-        if text := self._items[-1].add(part):
+        if text := self._items[-1].add(part, scores):
             written += self._items[-1].delta(text, next(self._numbers))
         return written
 
@@ -93,9 +117,13 @@ class ResponseAnswer:
         written = b"" if self._items else self._take(Content(""))
         status = status_of(chunk.finish_reason)
         written += self._items[-1].end(self._event, status)
-        output = whole_output(self._items, status)
-        response = self.head | ended(status, output, chunk.usage, chunk.reasoning_tokens)
-        return written + self._event(f"response.{status}", {"response": response})
+        return written + self._event(f"response.{status}", {"response": self._ended(chunk)})
+
+    def _ended(self, chunk: TextChunk) -> dict[str, Any]:
+        """The whole response, with its last chunk."""
+        status = status_of(chunk.finish_reason)
+        output = whole_output(self._items or [MessageItem(self._id, 0)], status)
+        return self.head | ended(status, output, chunk.usage, chunk.reasoning_tokens)
 
 
 def head_of(response_id: str, created: int, model: str) -> dict[str, Any]:

@@ -12,13 +12,17 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ValidationInfo, field_validator, model_validator
 
 from services.transformer.frontends.openai.requests import text_of
-from services.transformer.frontends.openai.tools import TemplateMessage, ToolCall, call_of, template_message
+from services.transformer.frontends.openai.tools import TemplateMessage, ToolCall, call_of, json_text, template_message
+from services.transformer.frontends.responses.items import reasoning_of
+from services.transformer.frontends.responses.tools import INPUT, function_name
 
 _TEXTS = ("input_text", "output_text", "text")
 _NEEDED = {
     "message": ("role", "content"),
     "function_call": ("call_id", "name"),
     "function_call_output": ("call_id", "output"),
+    "custom_tool_call": ("call_id", "name", "input"),
+    "custom_tool_call_output": ("call_id", "output"),
     "reasoning": (),
 }
 
@@ -26,12 +30,22 @@ _NEEDED = {
 class Item(BaseModel):
     """One item of the conversation."""
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    type: Literal[
+        "message",
+        "function_call",
+        "function_call_output",
+        "custom_tool_call",
+        "custom_tool_call_output",
+        "reasoning",
+    ] = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: str = ""
     call_id: str = ""
     name: str = ""
+    namespace: str | None = None
     arguments: Any = ""
+    input: str = ""
+    encrypted_content: str | None = None
     output: str = ""
 
     @field_validator("content", "output", mode="before")
@@ -39,6 +53,17 @@ class Item(BaseModel):
     def _read_text(cls, value: Any, info: ValidationInfo) -> Any:
         is_reasoning = info.data.get("type") == "reasoning"
         return "" if value is None and is_reasoning else text_of(value, ("reasoning_text",) if is_reasoning else _TEXTS)
+
+    @property
+    def reasoning(self) -> str:
+        """The text of a reasoning item, also of one that has it only as content for the server."""
+        return self.content or reasoning_of(self.encrypted_content or "")
+
+    @property
+    def call(self) -> ToolCall:
+        """The call of an item; raises ValueError."""
+        arguments = json_text({INPUT: self.input}) if self.type == "custom_tool_call" else self.arguments
+        return call_of(self.call_id, function_name(self.name, self.namespace), arguments)
 
     @model_validator(mode="after")
     def _check_fields(self) -> Self:
@@ -72,12 +97,13 @@ def messages_of(items: Iterable[Item]) -> list[TemplateMessage]:
         last = messages[-1] if messages else None
         assistant = last if isinstance(last, _Assistant) else None
         if item.type == "reasoning":
-            messages.append(_Assistant(reasoning=item.content))
-        elif item.type == "function_call":
+            if item.reasoning:
+                messages.append(_Assistant(reasoning=item.reasoning))
+        elif item.type in ("function_call", "custom_tool_call"):
             if assistant is None:
                 messages.append(assistant := _Assistant())
-            assistant.calls.append(call_of(item.call_id, item.name, item.arguments))
-        elif item.type == "function_call_output":
+            assistant.calls.append(item.call)
+        elif item.type in ("function_call_output", "custom_tool_call_output"):
             messages.append(template_message("tool", item.output, tool_call_id=item.call_id))
         elif item.role == "assistant" and assistant is not None and assistant.only_reasons and assistant.reasoning:
             assistant.content = item.content

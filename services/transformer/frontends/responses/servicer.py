@@ -29,6 +29,7 @@ from services.transformer.frontends.responses.requests import ResponsesRequest
 from services.transformer.frontends.responses.stored import (
     CALL_SEED,
     HAS_INSTRUCTIONS,
+    ORIGINS,
     RESPONSE_ID,
     StoredResponses,
     conversation_of,
@@ -66,8 +67,9 @@ class ResponsesServicer(rest_pb2_grpc.ResponsesServicer):
         with self._pipeline.recording_refusals(call, parsed.model):
             identity = await identity_of(call, request.data, signer=self._pipeline.signer, has_ids=False)
             previous = await self._previous(parsed, call)
+        tokens = (await self._reader.tokenizer(call, parsed.model)).token_bytes if parsed.has_logprobs else None
         own_id = new_response_id(call, self._pipeline.signer)
-        answer = ResponseAnswer(own_id, identity.created, parsed)
+        answer = ResponseAnswer(own_id, identity.created, parsed, tokens)
         if parsed.stream:
             yield LastEvent(answer.failed)
             yield KeepAlive(self._keep_alive_s)
@@ -75,6 +77,8 @@ class ResponsesServicer(rest_pb2_grpc.ResponsesServicer):
             call,
             ignored,
             messages=parsed.conversation(previous),
+            template_options=parsed.template_options,
+            drops_messages=parsed.truncation == "auto",
             default_seed=identity.seed,
             further_parameters=_further_parameters(parsed, own_id, identity.seed),
             tools=parsed.tool_use,
@@ -118,4 +122,5 @@ def _further_parameters(parsed: ResponsesRequest, own_id: str, seed: int) -> dic
     given: dict[str, Any] = {RESPONSE_ID: own_id} if parsed.store else {"store": False}
     if parsed.store and parsed.tools:
         given[CALL_SEED] = seed
+        given |= {ORIGINS: dict(parsed.origins)} if parsed.origins else {}
     return given | {HAS_INSTRUCTIONS: True} if parsed.instructions else given

@@ -22,8 +22,8 @@ from millrace.rpc.call_context import CallContext
 from millrace_protos.millrace_pb2 import PayloadRecord, QueryPayloadsRequest
 from services.transformer.frontends.openai.tools import TemplateMessage, call_of, read_tools, template_message
 from services.transformer.frontends.responses.answers import ended, head_of, status_of
-from services.transformer.frontends.responses.items import output_of
-from services.transformer.frontends.responses.tools import flat_tool
+from services.transformer.frontends.responses.items import ItemFields, output_of
+from services.transformer.frontends.responses.tools import Origin, flat_tool
 from services.transformer.generation.recording import MAX_RECORDED_CHARACTERS
 from services.transformer.signing import SIGNATURE_BYTES, Signer
 from services.transformer.text.answer_parts import CallArguments, CallStart, Content, Part, Reasoning
@@ -32,6 +32,7 @@ from services.transformer.text.tools import ToolUse
 RESPONSE_ID = "response_id"
 HAS_INSTRUCTIONS = "instructions"
 CALL_SEED = "call_seed"  # Of the ids of calls.
+ORIGINS = "tool_origins"  # Of functions that stand for other tools.
 _PREFIX = "resp_"
 _RANDOM_BYTES = 8
 _TOKEN = struct.Struct(f"{_RANDOM_BYTES}s{SIGNATURE_BYTES}s")
@@ -102,14 +103,15 @@ def conversation_of(record: PayloadRecord, parts: Sequence[Part]) -> list[Templa
 def stored_response(wanted: str, record: PayloadRecord, parts: Sequence[Part]) -> dict[str, Any]:
     """A response as its record has it; the tokens of its reasoning are not counted."""
     parameters, tools = parameters_of(record), tools_of(record)
+    fields = ItemFields({name: Origin(*given) for name, given in parameters.get(ORIGINS, {}).items()})
     head = head_of(wanted, record.time.seconds, record.model)
     if tools is not None:
-        flat = [flat_tool(function.definition) for function in tools.functions]
+        flat = [flat_tool(function.definition, fields.origins) for function in tools.functions]
         choice = parameters.get("tool_choice", "auto")
         head |= {"tools": flat, "tool_choice": choice, "parallel_tool_calls": tools.is_parallel}
     status = status_of(record.finish_reason)
     usage = record.usage if record.HasField("usage") else None
-    return head | ended(status, output_of(wanted, parts, status), usage, None)
+    return head | ended(status, output_of(wanted, parts, status, fields), usage, None)
 
 
 def tools_of(record: PayloadRecord) -> ToolUse | None:
