@@ -91,6 +91,36 @@ class ResponseRequest(_message.Message):
 Global___ResponseRequest: _TypeAlias = ResponseRequest  # noqa: Y015
 
 @_typing.final
+class ResponseItemsRequest(_message.Message):
+    """`limit` 0 is the default."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESPONSE_ID_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
+    response_id: _builtins.str
+    after: _builtins.str
+    limit: _builtins.int
+    order: _builtins.str
+    def __init__(
+        self,
+        *,
+        response_id: _builtins.str = ...,
+        after: _builtins.str = ...,
+        limit: _builtins.int = ...,
+        order: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "limit", b"limit", "order", b"order", "response_id", b"response_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResponseItemsRequest: _TypeAlias = ResponseItemsRequest  # noqa: Y015
+
+@_typing.final
 class SharedMemoryRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -1066,6 +1066,21 @@ class ResponsesStub:
                 request_serializer=millrace__protos_dot_rest__pb2.ResponseRequest.SerializeToString,
                 response_deserializer=google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
                 _registered_method=True)
+        self.Delete = channel.unary_stream(
+                '/millrace.rest.v1.Responses/Delete',
+                request_serializer=millrace__protos_dot_rest__pb2.ResponseRequest.SerializeToString,
+                response_deserializer=google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+                _registered_method=True)
+        self.Cancel = channel.unary_stream(
+                '/millrace.rest.v1.Responses/Cancel',
+                request_serializer=millrace__protos_dot_rest__pb2.ResponseRequest.SerializeToString,
+                response_deserializer=google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+                _registered_method=True)
+        self.InputItems = channel.unary_stream(
+                '/millrace.rest.v1.Responses/InputItems',
+                request_serializer=millrace__protos_dot_rest__pb2.ResponseItemsRequest.SerializeToString,
+                response_deserializer=google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+                _registered_method=True)
 
 
 class ResponsesServicer:
@@ -1084,6 +1099,24 @@ class ResponsesServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Delete(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Cancel(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def InputItems(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ResponsesServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -1095,6 +1128,21 @@ def add_ResponsesServicer_to_server(servicer, server):
             'Retrieve': grpc.unary_stream_rpc_method_handler(
                     servicer.Retrieve,
                     request_deserializer=millrace__protos_dot_rest__pb2.ResponseRequest.FromString,
+                    response_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
+            ),
+            'Delete': grpc.unary_stream_rpc_method_handler(
+                    servicer.Delete,
+                    request_deserializer=millrace__protos_dot_rest__pb2.ResponseRequest.FromString,
+                    response_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
+            ),
+            'Cancel': grpc.unary_stream_rpc_method_handler(
+                    servicer.Cancel,
+                    request_deserializer=millrace__protos_dot_rest__pb2.ResponseRequest.FromString,
+                    response_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
+            ),
+            'InputItems': grpc.unary_stream_rpc_method_handler(
+                    servicer.InputItems,
+                    request_deserializer=millrace__protos_dot_rest__pb2.ResponseItemsRequest.FromString,
                     response_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
             ),
     }
@@ -1163,6 +1211,87 @@ class Responses:
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def Delete(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/millrace.rest.v1.Responses/Delete',
+            millrace__protos_dot_rest__pb2.ResponseRequest.SerializeToString,
+            google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cancel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/millrace.rest.v1.Responses/Cancel',
+            millrace__protos_dot_rest__pb2.ResponseRequest.SerializeToString,
+            google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def InputItems(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/millrace.rest.v1.Responses/InputItems',
+            millrace__protos_dot_rest__pb2.ResponseItemsRequest.SerializeToString,
+            google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class AnthropicStub:
     """Anthropic's Messages API, served as OpenAI's.
@@ -1174,6 +1303,16 @@ class AnthropicStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.Models = channel.unary_stream(
+                '/millrace.rest.v1.Anthropic/Models',
+                request_serializer=google_dot_protobuf_dot_empty__pb2.Empty.SerializeToString,
+                response_deserializer=google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+                _registered_method=True)
+        self.Model = channel.unary_stream(
+                '/millrace.rest.v1.Anthropic/Model',
+                request_serializer=millrace__protos_dot_rest__pb2.ModelRequest.SerializeToString,
+                response_deserializer=google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+                _registered_method=True)
         self.Messages = channel.unary_stream(
                 '/millrace.rest.v1.Anthropic/Messages',
                 request_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
@@ -1190,6 +1329,19 @@ class AnthropicServicer:
     """Anthropic's Messages API, served as OpenAI's.
     """
 
+    def Models(self, request, context):
+        """The same paths as OpenAI's methods of these names, for requests with Anthropic's headers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Model(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Messages(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -1205,6 +1357,16 @@ class AnthropicServicer:
 
 def add_AnthropicServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'Models': grpc.unary_stream_rpc_method_handler(
+                    servicer.Models,
+                    request_deserializer=google_dot_protobuf_dot_empty__pb2.Empty.FromString,
+                    response_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
+            ),
+            'Model': grpc.unary_stream_rpc_method_handler(
+                    servicer.Model,
+                    request_deserializer=millrace__protos_dot_rest__pb2.ModelRequest.FromString,
+                    response_serializer=google_dot_api_dot_httpbody__pb2.HttpBody.SerializeToString,
+            ),
             'Messages': grpc.unary_stream_rpc_method_handler(
                     servicer.Messages,
                     request_deserializer=google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
@@ -1226,6 +1388,60 @@ def add_AnthropicServicer_to_server(servicer, server):
 class Anthropic:
     """Anthropic's Messages API, served as OpenAI's.
     """
+
+    @staticmethod
+    def Models(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/millrace.rest.v1.Anthropic/Models',
+            google_dot_protobuf_dot_empty__pb2.Empty.SerializeToString,
+            google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Model(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/millrace.rest.v1.Anthropic/Model',
+            millrace__protos_dot_rest__pb2.ModelRequest.SerializeToString,
+            google_dot_api_dot_httpbody__pb2.HttpBody.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Messages(request,

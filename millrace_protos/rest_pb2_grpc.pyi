@@ -294,6 +294,9 @@ class ResponsesStub:
     def __new__(cls, channel: _aio.Channel) -> ResponsesAsyncStub: ...
     Create: _grpc.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
     Retrieve: _grpc.UnaryStreamMultiCallable[_rest_pb2.ResponseRequest, _httpbody_pb2.HttpBody]
+    Delete: _grpc.UnaryStreamMultiCallable[_rest_pb2.ResponseRequest, _httpbody_pb2.HttpBody]
+    Cancel: _grpc.UnaryStreamMultiCallable[_rest_pb2.ResponseRequest, _httpbody_pb2.HttpBody]
+    InputItems: _grpc.UnaryStreamMultiCallable[_rest_pb2.ResponseItemsRequest, _httpbody_pb2.HttpBody]
 
 @_typing.type_check_only
 class ResponsesAsyncStub(ResponsesStub):
@@ -302,6 +305,9 @@ class ResponsesAsyncStub(ResponsesStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Create: _aio.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     Retrieve: _aio.UnaryStreamMultiCallable[_rest_pb2.ResponseRequest, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    Delete: _aio.UnaryStreamMultiCallable[_rest_pb2.ResponseRequest, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    Cancel: _aio.UnaryStreamMultiCallable[_rest_pb2.ResponseRequest, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    InputItems: _aio.UnaryStreamMultiCallable[_rest_pb2.ResponseItemsRequest, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
 
 class ResponsesServicer(metaclass=_abc_1.ABCMeta):
     """OpenAI's Responses API, served as the one above."""
@@ -320,6 +326,27 @@ class ResponsesServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]: ...
 
+    @_abc_1.abstractmethod
+    def Delete(
+        self,
+        request: _rest_pb2.ResponseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]: ...
+
+    @_abc_1.abstractmethod
+    def Cancel(
+        self,
+        request: _rest_pb2.ResponseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]: ...
+
+    @_abc_1.abstractmethod
+    def InputItems(
+        self,
+        request: _rest_pb2.ResponseItemsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]: ...
+
 def add_ResponsesServicer_to_server(servicer: ResponsesServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class AnthropicStub:
@@ -329,6 +356,9 @@ class AnthropicStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AnthropicAsyncStub: ...
+    Models: _grpc.UnaryStreamMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]
+    """The same paths as OpenAI's methods of these names, for requests with Anthropic's headers."""
+    Model: _grpc.UnaryStreamMultiCallable[_rest_pb2.ModelRequest, _httpbody_pb2.HttpBody]
     Messages: _grpc.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
     CountTokens: _grpc.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]
 
@@ -337,11 +367,29 @@ class AnthropicAsyncStub(AnthropicStub):
     """Anthropic's Messages API, served as OpenAI's."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
+    Models: _aio.UnaryStreamMultiCallable[_empty_pb2.Empty, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
+    """The same paths as OpenAI's methods of these names, for requests with Anthropic's headers."""
+    Model: _aio.UnaryStreamMultiCallable[_rest_pb2.ModelRequest, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     Messages: _aio.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
     CountTokens: _aio.UnaryStreamMultiCallable[_httpbody_pb2.HttpBody, _httpbody_pb2.HttpBody]  # type: ignore[assignment]
 
 class AnthropicServicer(metaclass=_abc_1.ABCMeta):
     """Anthropic's Messages API, served as OpenAI's."""
+
+    @_abc_1.abstractmethod
+    def Models(
+        self,
+        request: _empty_pb2.Empty,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]:
+        """The same paths as OpenAI's methods of these names, for requests with Anthropic's headers."""
+
+    @_abc_1.abstractmethod
+    def Model(
+        self,
+        request: _rest_pb2.ModelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_httpbody_pb2.HttpBody], _abc.AsyncIterator[_httpbody_pb2.HttpBody]]: ...
 
     @_abc_1.abstractmethod
     def Messages(

@@ -57,6 +57,15 @@ middle = block.text.index(" ", len(block.text) // 2)
 begun = [*MESSAGES, {"role": "assistant", "content": block.text[:middle]}]
 assert client.messages.create(**{**LIMITED, "messages": begun}).content[0].text.startswith(block.text[middle:])
 
+# The models, in Anthropic's shape.
+listed = client.models.list()
+assert [model.id for model in listed.data if model.id == "storyteller"] == ["storyteller"], listed
+assert (listed.has_more, {model.type for model in listed.data}) == (False, {"model"}), listed
+found = client.models.retrieve("storyteller")
+assert (found.id, found.created_at.tzinfo is not None, found.max_tokens > 100) == ("storyteller", True, True), found
+with raises(anthropic.NotFoundError, "not_found_error", "nobody"):
+    client.models.retrieve("nobody")
+
 # A stream.
 with client.messages.stream(**LIMITED) as stream:
     events = list(stream)

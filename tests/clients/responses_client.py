@@ -80,6 +80,32 @@ assert (found.id, found.status, found.output_text) == (second.id, "incomplete", 
 assert found.usage.output_tokens == 24, found
 
 
+# The input on record, in pages; a response that is deleted; one that cannot be cancelled.
+listed = list(client.responses.input_items.list(third.id, limit=2, order="asc"))
+assert [item.type for item in listed] == ["message"] * 5, listed
+texts = [INPUT, first.output_text, "Go on.", second.output_text, "And then?"]
+assert [item.content[0].text for item in listed] == texts, listed
+newest = client.responses.input_items.list(third.id, limit=1)
+assert (newest.data[0].content[0].text, newest.has_more) == ("And then?", True), newest
+with raises(openai.BadRequestError, "after", "there is no item"):
+    client.responses.input_items.list(third.id, after="msg_1")
+with raises(openai.BadRequestError, None, "can be cancelled"):
+    client.responses.cancel(third.id)
+client.responses.delete(third.id)
+with raises(openai.NotFoundError, None, "there is no response"):
+    client.responses.retrieve(third.id)
+
+# Log probabilities, whole and in events.
+scored = {**LIMITED, "input": INPUT, "top_logprobs": 2, "include": ["message.output_text.logprobs"]}
+scores = client.responses.create(**scored).output[0].content[0].logprobs
+assert (len(scores), {len(score.top_logprobs) for score in scores}) == (24, {2}), scores
+assert "".join(score.token for score in scores) == whole.output_text, scores
+events = list(client.responses.create(**scored, stream=True))
+parts = [score.token for event in events if event.type == "response.output_text.delta" for score in event.logprobs]
+assert parts == [score.token for score in scores], parts
+assert [score.token for score in events[-1].response.output[0].content[0].logprobs] == parts, events[-1]
+
+
 # An answer of a form.
 class Fox(pydantic.BaseModel):
     name: Annotated[str, pydantic.Field(max_length=12)]

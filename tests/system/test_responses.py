@@ -25,4 +25,8 @@ async def test_a_client_continues_its_own_responses_only(keyed):
     assert (refused, body["error"]["param"]) == (400, "previous_response_id")
     path = f"/v1/responses/{first['id']}"
     assert (await rest(stack.gateway, "GET", path, None, **bearer("alice"))).json["output"] == first["output"]
-    assert (await rest(stack.gateway, "GET", path, None, **bearer("root"))).status == 400
+    for verb, place in (("GET", ""), ("GET", "/input_items"), ("POST", "/cancel"), ("DELETE", "")):
+        assert (await rest(stack.gateway, verb, path + place, None, **bearer("root"))).status == 404
+    assert (await rest(stack.gateway, "DELETE", path, None, **bearer("alice"))).json["deleted"] is True
+    gone = await rest(stack.gateway, "GET", path, None, **bearer("alice"))
+    assert (gone.status, gone.json["error"]["code"]) == (404, "not_found")

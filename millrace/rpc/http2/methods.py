@@ -28,7 +28,8 @@ class HttpMethod:
 
     With `takes_body` it is called by POST and `parse` gets the body. Otherwise it is called by GET, or by another
     `verb`, and `parse` gets the argument: the rest of the path after the name, or the value of the query's
-    `parameter`, as UTF-8; with `takes_query` the whole query as it is. `error_body` is None where errors have
+    `parameter`, as UTF-8; with `takes_query` the whole query as it is, with the rest of the path as its last `id`.
+    `error_body` is None where errors have
     the shape of the server's other methods.
     """
 
@@ -77,7 +78,7 @@ class MethodTable:
         if verb != (method.verb or ("POST" if method.takes_body else "GET")):
             return None
         if method.takes_query:
-            return Target(method, served, query.encode())
+            return Target(method, served, (f"{query}&id={rest}" if rest else query).encode())
         argument = unquote(rest)
         if not argument and method.parameter:
             argument = dict(parse_qsl(query)).get(method.parameter, "")

@@ -8,14 +8,13 @@ from urllib.parse import parse_qsl
 
 from google.api.httpbody_pb2 import HttpBody
 
-from millrace.errors import InvalidRequestError
 from millrace.rpc.http2.methods import HttpMethod
 from millrace_protos.rest_pb2 import DESCRIPTOR, ListRequest, ObjectRequest
 from services.transformer.batches.servicer import BatchesServicer
+from services.transformer.frontends.openai.http_methods import whole_number
 
 _SERVICE = DESCRIPTOR.services_by_name["Batches"]
 _VERBS = {"DeleteFile": "DELETE", "CancelBatch": "POST"}
-_MAX_DIGITS = 9
 
 
 def _object(name: bytes) -> ObjectRequest:
@@ -25,11 +24,8 @@ def _object(name: bytes) -> ObjectRequest:
 def _list(query: bytes) -> ListRequest:
     """The parameters of a list; others are ignored."""
     values = dict(parse_qsl(query.decode()))
-    limit = values.get("limit", "0")
-    if not (limit.isascii() and limit.isdecimal() and len(limit) <= _MAX_DIGITS):
-        raise InvalidRequestError("limit must be a whole number", param="limit")
     texts = {name: values[name] for name in ("after", "order", "purpose") if name in values}
-    return ListRequest(limit=int(limit), **texts)
+    return ListRequest(limit=whole_number(values, "limit"), **texts)
 
 
 _READING: dict[str, Callable[[bytes], Any]] = {

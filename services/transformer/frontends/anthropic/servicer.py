@@ -10,13 +10,17 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from google.api.httpbody_pb2 import HttpBody
+from google.protobuf.empty_pb2 import Empty
 
+from millrace.clients import client_of
 from millrace.errors import InvalidRequestError
+from millrace.rpc.admission import call_metadata
 from millrace.rpc.call_context import call_context
 from millrace.rpc.handlers import Context
-from millrace_protos import rest_pb2_grpc
+from millrace_protos import rest_pb2, rest_pb2_grpc
 from services.transformer.frontends.anthropic.answers import events, whole
 from services.transformer.frontends.anthropic.errors import anthropic_error
+from services.transformer.frontends.anthropic.models import model_info, model_list
 from services.transformer.frontends.anthropic.requests import ConversationRequest, MessagesRequest
 from services.transformer.frontends.http import Body, Header, KeepAlive, LastEvent, json_body, named_event, rest_errors
 from services.transformer.frontends.openai.models import OpenAIModels
@@ -40,6 +44,15 @@ class AnthropicServicer(rest_pb2_grpc.AnthropicServicer):
         self._keep_alive_s = keep_alive_s
         self._models = OpenAIModels(router)
         self._reader = RequestReader(pipeline, bodies, self._models)
+
+    @rest_errors(anthropic_error)
+    async def Models(self, request: Empty, context: Context) -> AsyncGenerator[HttpBody, None]:
+        yield json_body(model_list(self._models.cards(client_of(call_metadata(context)))))
+
+    @rest_errors(anthropic_error)
+    async def Model(self, request: rest_pb2.ModelRequest, context: Context) -> AsyncGenerator[HttpBody, None]:
+        client_of(call_metadata(context)).check_model(request.model)
+        yield json_body(model_info(self._models.card(request.model)))
 
     @rest_errors(anthropic_error)
     async def Messages(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:

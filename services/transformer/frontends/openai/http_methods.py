@@ -5,17 +5,30 @@ The gateway rewrites each path to the name of its method (envoy/envoy.yaml), whi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
+from urllib.parse import parse_qsl
 
 import orjson
 from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
 
-from millrace.errors import MillraceError
+from millrace.errors import InvalidRequestError, MillraceError
 from millrace.rpc.http2.methods import ErrorBody, HttpMethod
-from millrace_protos.rest_pb2 import DESCRIPTOR, ModelRequest, ResponseRequest
+from millrace_protos.rest_pb2 import DESCRIPTOR, ModelRequest, ResponseItemsRequest, ResponseRequest
 from services.transformer.frontends.openai.errors import openai_error
+
+_VERBS = {"Delete": "DELETE", "Cancel": "POST"}
+_MAX_DIGITS = 9
+
+
+def whole_number(values: Mapping[str, str], name: str) -> int:
+    """A parameter of a query, 0 for none."""
+    text = values.get(name, "0")
+    if not (text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS):
+        raise InvalidRequestError(f"{name} must be a whole number", param=name)
+    return int(text)
 
 
 def _body(data: bytes) -> HttpBody:
@@ -30,6 +43,12 @@ def _response(response_id: bytes) -> ResponseRequest:
     return ResponseRequest(response_id=response_id.decode())
 
 
+def _items(query: bytes) -> ResponseItemsRequest:
+    values = dict(parse_qsl(query.decode()))
+    texts = {name: values[name] for name in ("after", "order") if name in values}
+    return ResponseItemsRequest(response_id=values.get("id", ""), limit=whole_number(values, "limit"), **texts)
+
+
 def _empty(_: bytes) -> Empty:
     return Empty()
 
@@ -39,6 +58,7 @@ _READING = {
     HttpBody.DESCRIPTOR.full_name: (_body, True),
     ModelRequest.DESCRIPTOR.full_name: (_model, False),
     ResponseRequest.DESCRIPTOR.full_name: (_response, False),
+    ResponseItemsRequest.DESCRIPTOR.full_name: (_items, False),
     Empty.DESCRIPTOR.full_name: (_empty, False),
 }
 
@@ -61,7 +81,10 @@ def http_methods(
         name = f"{described.full_name}/{method.name}"
         behaviour = getattr(servicer, method.name)
         errors = None if shape is openai_error else _bodies_of(shape)
-        methods.append(HttpMethod(name, behaviour, parse, takes_body, parameter="model", error_body=errors))
+        method_of = partial(HttpMethod, name, behaviour, parse, takes_body, error_body=errors)
+        is_list = method.input_type is ResponseItemsRequest.DESCRIPTOR
+        verb = _VERBS.get(method.name, "")
+        methods.append(method_of(parameter="" if is_list else "model", takes_query=is_list, verb=verb))
     return methods
 
 

@@ -25,6 +25,7 @@ from services.transformer.frontends.openai.reading import RequestReader
 from services.transformer.frontends.openai.requests import IGNORED_FIELDS
 from services.transformer.frontends.openai.tools import TemplateMessage
 from services.transformer.frontends.responses.answers import ResponseAnswer
+from services.transformer.frontends.responses.recorded_items import input_items, page_of
 from services.transformer.frontends.responses.requests import ResponsesRequest
 from services.transformer.frontends.responses.stored import (
     CALL_SEED,
@@ -32,7 +33,10 @@ from services.transformer.frontends.responses.stored import (
     ORIGINS,
     RESPONSE_ID,
     StoredResponses,
+    cancelled,
     conversation_of,
+    fields_of,
+    messages_before,
     new_response_id,
     parameters_of,
     stored_response,
@@ -95,8 +99,28 @@ class ResponsesServicer(rest_pb2_grpc.ResponsesServicer):
     @rest_errors(openai_error)
     async def Retrieve(self, request: rest_pb2.ResponseRequest, context: Context) -> AsyncGenerator[HttpBody, None]:
         call = call_context(context, "millrace.rest.v1.Responses/Retrieve")
-        record = await self._stored.find(request.response_id, call, "response_id")
+        record = await self._stored.find(request.response_id, call)
         yield json_body(stored_response(request.response_id, record, self._parts_of(record)))
+
+    @rest_errors(openai_error)
+    async def Delete(self, request: rest_pb2.ResponseRequest, context: Context) -> AsyncGenerator[HttpBody, None]:
+        call = call_context(context, "millrace.rest.v1.Responses/Delete")
+        await self._stored.delete(await self._stored.find(request.response_id, call), call)
+        yield json_body({"id": request.response_id, "object": "response", "deleted": True})
+
+    @rest_errors(openai_error)
+    async def Cancel(self, request: rest_pb2.ResponseRequest, context: Context) -> AsyncGenerator[HttpBody, None]:
+        call = call_context(context, "millrace.rest.v1.Responses/Cancel")
+        yield json_body(cancelled(await self._stored.find(request.response_id, call)))
+
+    @rest_errors(openai_error)
+    async def InputItems(
+        self, request: rest_pb2.ResponseItemsRequest, context: Context
+    ) -> AsyncGenerator[HttpBody, None]:
+        call = call_context(context, "millrace.rest.v1.Responses/InputItems")
+        record = await self._stored.find(request.response_id, call)
+        items = input_items(request.response_id, messages_before(record), fields_of(record))
+        yield json_body(page_of(items, request.limit, request.order, request.after))
 
     async def _previous(self, parsed: ResponsesRequest, call: CallContext) -> list[TemplateMessage]:
         """The messages that the request continues."""

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from millrace.deadline import Deadline
-from millrace.errors import InvalidRequestError
+from millrace.errors import InvalidRequestError, NotFoundError
 from millrace.rpc.call_context import CallContext
-from millrace_protos.millrace_pb2 import PayloadRecord, QueryPayloadsRequest
+from millrace_protos.millrace_pb2 import DeletePayloadsRequest, PayloadRecord, QueryPayloadsRequest
 from services.transformer.frontends.openai.tools import TemplateMessage, call_of, read_tools, template_message
 from services.transformer.frontends.responses.answers import ended, head_of, status_of
 from services.transformer.frontends.responses.items import ItemFields, output_of
@@ -50,6 +50,10 @@ def new_response_id(call: CallContext, signer: Signer) -> str:
     return f"{_PREFIX}{(drawn + signature).hex()}{ending}"
 
 
+class ResponseNotFoundError(NotFoundError):
+    """No response has this id, or another client's."""
+
+
 class StoredResponses:
     """Reads `log`, a PayloadLogStub."""
 
@@ -57,8 +61,12 @@ class StoredResponses:
         self._log = log
         self._signer = signer
 
-    async def find(self, wanted: str, call: CallContext, param: str) -> PayloadRecord:
-        """The record of a response, once the log has it; raises InvalidRequestError, named `param`, if it has none."""
+    async def find(self, wanted: str, call: CallContext, param: str = "") -> PayloadRecord:
+        """The record of a response, once the log has it.
+
+        Raises ResponseNotFoundError if it has none, or for a response that a request's field `param` names
+        InvalidRequestError.
+        """
         request_id = _request_id(wanted, call, self._signer)
         for pause_s in (*_PAUSES_S, 0.0):
             if request_id is not None and (found := await self._query(wanted, request_id, call)) is not None:
@@ -66,7 +74,13 @@ class StoredResponses:
             if request_id is None or not pause_s or (call.deadline.left() or pause_s) < pause_s:
                 break
             await asyncio.sleep(pause_s)
-        raise InvalidRequestError(f"there is no response {wanted[:96]!r} on record", param=param)
+        message = f"there is no response {wanted[:96]!r} on record"
+        raise InvalidRequestError(message, param=param) if param else ResponseNotFoundError(message)
+
+    async def delete(self, record: PayloadRecord, call: CallContext) -> None:
+        """Deletes a record."""
+        timeout_s = min(_TIMEOUT_S, call.deadline.left() or _TIMEOUT_S)
+        await self._log.Delete(DeletePayloadsRequest(record_id=record.record_id), timeout=timeout_s)
 
     async def _query(self, wanted: str, request_id: str, call: CallContext) -> PayloadRecord | None:
         client = call.client.name or None
@@ -90,6 +104,11 @@ def parameters_of(record: PayloadRecord) -> dict[str, Any]:
 
 def conversation_of(record: PayloadRecord, parts: Sequence[Part]) -> list[TemplateMessage]:
     """The messages before a response, without its instructions, and its own of `parts`; raises InvalidRequestError."""
+    return [*messages_before(record), _answer_of(parts)]
+
+
+def messages_before(record: PayloadRecord) -> list[TemplateMessage]:
+    """The messages before a response, without its instructions; raises InvalidRequestError."""
     try:
         messages = [_message_of(message) for message in json.loads(record.prompt)]
     except (ValueError, TypeError, KeyError):
@@ -97,13 +116,13 @@ def conversation_of(record: PayloadRecord, parts: Sequence[Part]) -> list[Templa
     if not messages or len(record.prompt) >= MAX_RECORDED_CHARACTERS:
         raise InvalidRequestError("the response's messages are not on record", param="previous_response_id")
     begins = 1 if parameters_of(record).get(HAS_INSTRUCTIONS) else 0
-    return [*messages[begins:], _answer_of(parts)]
+    return messages[begins:]
 
 
 def stored_response(wanted: str, record: PayloadRecord, parts: Sequence[Part]) -> dict[str, Any]:
     """A response as its record has it; the tokens of its reasoning are not counted."""
     parameters, tools = parameters_of(record), tools_of(record)
-    fields = ItemFields({name: Origin(*given) for name, given in parameters.get(ORIGINS, {}).items()})
+    fields = fields_of(record)
     head = head_of(wanted, record.time.seconds, record.model)
     if tools is not None:
         flat = [flat_tool(function.definition, fields.origins) for function in tools.functions]
@@ -112,6 +131,16 @@ def stored_response(wanted: str, record: PayloadRecord, parts: Sequence[Part]) -
     status = status_of(record.finish_reason)
     usage = record.usage if record.HasField("usage") else None
     return head | ended(status, output_of(wanted, parts, status, fields), usage, None)
+
+
+def cancelled(record: PayloadRecord) -> dict[str, Any]:
+    """Raises InvalidRequestError: a response is on record when it has ended."""
+    raise InvalidRequestError("only a response with background: true can be cancelled, and there are none here")
+
+
+def fields_of(record: PayloadRecord) -> ItemFields:
+    """What the items of a response on record have."""
+    return ItemFields({name: Origin(*given) for name, given in parameters_of(record).get(ORIGINS, {}).items()})
 
 
 def tools_of(record: PayloadRecord) -> ToolUse | None:
