@@ -158,6 +158,11 @@ local function check_key(handle, headers)
   local key = key_of(headers)
   local client = client_of(handle, key)
   headers:remove("authorization")
+  if headers:get("x-api-key") and not headers:get("anthropic-version") then
+    -- Who has the key where Anthropic's clients have it gets the models in Anthropic's shape.
+    headers:add("anthropic-version", "2023-06-01")
+    handle:clearRouteCache()
+  end
   headers:remove("x-api-key")
   if client == nil then
     if is_open(headers) then

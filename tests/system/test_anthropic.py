@@ -20,3 +20,16 @@ async def test_the_key_may_be_where_anthropics_clients_have_it(keyed):
         assert (refused.status, refused.json["error"]["type"]) == (401, "authentication_error")
         forbidden = await rest(stack.gateway, "POST", path, body | {"model": "normalizer"}, **bearer("alice"))
         assert (forbidden.status, forbidden.json["error"]["type"]) == (403, "permission_error")
+
+
+async def test_models_have_the_shape_of_the_api_whose_headers_a_request_has(keyed):
+    stack, _ = keyed
+    for headers in ({"x-api-key": KEYS["alice"]}, bearer("alice") | {"anthropic-version": "2023-06-01"}):
+        (model,) = (await rest(stack.gateway, "GET", "/v1/models?limit=5", None, **headers)).json["data"]
+        assert (model["type"], model["id"], model["lifecycle"]) == ("model", MODEL, "active")
+        found = await rest(stack.gateway, "GET", f"/v1/models/{MODEL}", None, **headers)
+        assert found.json == model
+        refused = await rest(stack.gateway, "GET", "/v1/models/normalizer", None, **headers)
+        assert (refused.status, refused.json["error"]["type"]) == (403, "permission_error")
+    (model,) = (await rest(stack.gateway, "GET", "/v1/models", None, **bearer("alice"))).json["data"]
+    assert (model["object"], model["id"]) == ("model", MODEL)

@@ -229,7 +229,7 @@ def test_calls_of_custom_tools_and_of_namespaces_are_functions_calls():
     fields = json.loads(answer[2])
     called = [call["function"] for call in fields["tool_calls"]]
     assert [call["name"] for call in called] == ["patch", "mcp__f"]
-    assert called[0]["arguments"] == {"input": "a\nb"}
+    assert json.loads(called[0]["arguments"]) == {"input": "a\nb"}
     assert fields["reasoning_content"] == "Hm."
     assert result[:2] == ("tool", "done")
 
