@@ -4,6 +4,7 @@ import { call, json } from "./calls.js";
 import { Bars } from "./bars.js";
 import { showCode } from "./code.js";
 import { announce, button, make, milliseconds, percentile, showFailure } from "./dom.js";
+import { hasMarkdown, markdown } from "./markdown.js";
 import { traceLink } from "./settings.js";
 
 // Tokens at least so likely have the first class, those below the last one the next.
@@ -26,6 +27,7 @@ export class Answer {
     this.begun = performance.now();
     this.lastAt = this.begun;
     this.bars = new Bars();
+    this.marks = []; // Of predictors that died, each with the number of characters before it.
     this.shown = make("p", { className: "text" });
     if (request.prompt) this.shown.append(make("span", { className: "prompt" }, request.prompt));
     this.pausing = make("p", { className: "pausing", hidden: true });
@@ -84,7 +86,9 @@ export class Answer {
     const what = `${this.predictor} ${this.killed ? "killed" : "lost"} · continued on ${predictor} after ${milliseconds(gap)}`;
     this.killed = false;
     this.pausing.hidden = true;
-    this.shown.append(make("span", { className: "mark" }, `⚡ ${what}`));
+    const mark = make("span", { className: "mark" }, `⚡ ${what}`);
+    this.marks.push({ mark, at: this.text.length });
+    this.shown.append(mark);
     announce(what);
   }
 
@@ -113,12 +117,26 @@ export class Answer {
     this.element.classList.remove("streaming");
     this.pausing.hidden = true;
     this.bars.label();
+    this.showMarkdown();
     this.figure("finish", how, "", "ended by ");
     if (usage) this.figure("prompt", String(usage.prompt_tokens ?? 0), "tokens in");
     if (this.predictor) this.figure("predictor", this.predictor, "", "at ");
     this.figures.append(button("as code", () => showCode(this.request), { className: "link" }));
     if (this.traceId) this.figures.append(make("span", { "data-fact": "trace" }, "trace ", traceLink(this.traceId)));
     if (this.requestId) this.addRecord();
+  }
+
+  /** Shows a chat's answer as Markdown once it is whole; the marks stand behind the blocks that they were in. */
+  showMarkdown() {
+    if (!this.request.messages || this.request.logprobs || !hasMarkdown(this.text)) return;
+    const marks = [...this.marks];
+    const parts = markdown(this.text).flatMap(({ block, end }) => {
+      const own = marks.splice(0, marks.filter(({ at }) => at < end).length);
+      return [block, ...own.map(({ mark }) => mark)];
+    });
+    const shown = make("div", { className: "text markdown" }, ...parts, ...marks.map(({ mark }) => mark));
+    this.shown.replaceWith(shown);
+    this.shown = shown;
   }
 
   fail(error) {

@@ -57,6 +57,9 @@ const header = () => (keyOfTab() === null ? "" : ` -H "authorization: Bearer $MI
 const curlCode = (request) =>
   `curl -N${header()} ${location.origin}/millrace/v1/generate \\\n  -d ${asJson(request)}`;
 
+const openAICurlCode = (request) =>
+  `curl -N${header()} ${location.origin}/v1/${request.messages ? "chat/completions" : "completions"} \\\n  -d ${asJson({ ...request, stream: true })}`;
+
 function grpcurlCode(request) {
   const plain = location.protocol === "https:" ? "" : " -plaintext";
   const port = location.port || (location.protocol === "https:" ? 443 : 80);
@@ -80,4 +83,4 @@ export function showCode(request) {
   dialog.showModal();
 }
 
-export { curlCode, grpcurlCode, pythonCode };
+export { curlCode, grpcurlCode, openAICurlCode, pythonCode };

@@ -23,6 +23,7 @@ const OTHER = {
 
 const form = byId("request");
 const facts = new Map(); // Of each model: what its ModelConfig states.
+let hasChosenKind = false; // Else a model with a chat template gets chats.
 
 export const model = () => byId("model").value;
 export const isChat = () => form.elements.kind.value === "messages";
@@ -66,6 +67,7 @@ async function modelChanged() {
   chat.disabled = !chats;
   byId("chat-label").title = chats ? "" : "This model has no chat template";
   if (!chats) completion.checked = true;
+  else if (!hasChosenKind) chat.checked = true;
   kindChanged();
 }
 
@@ -84,9 +86,12 @@ function kindChanged() {
       }, { className: "chip" }),
     ),
   );
-  if (!byId("prompt").value && examples.length) byId("prompt").value = examples[0];
   render();
 }
+
+/** The first example for a model, for a demonstration without a prompt. */
+export const firstExample = (name = model(), kind = form.elements.kind.value) =>
+  (EXAMPLES[name] ?? OTHER)[kind][0] ?? "Once upon a time";
 
 /** The sampling parameters that the form gives; what is empty is the model's, but for the seed, which the page chooses. */
 function sampling() {
@@ -141,6 +146,7 @@ export function fill(request) {
   const last = request.messages?.at(-1);
   if (request.messages && last?.role !== "user") return "its conversation does not end with a message of the user";
   form.elements.kind.value = request.messages ? "messages" : "prompt";
+  hasChosenKind = true;
   modelChanged();
   byId("system").value = request.messages?.find(({ role }) => role === "system")?.content ?? "";
   byId("prompt").value = request.messages ? last.content : request.prompt;
@@ -157,7 +163,12 @@ export function fill(request) {
 export function startForm(turns) {
   turnsOfChat = turns;
   byId("model").addEventListener("change", modelChanged);
-  for (const input of form.elements.kind) input.addEventListener("change", kindChanged);
+  for (const input of form.elements.kind) {
+    input.addEventListener("change", () => {
+      hasChosenKind = true;
+      kindChanged();
+    });
+  }
   form.addEventListener("input", render);
   byId("rendered").addEventListener("toggle", render);
   byId("prompt").addEventListener("keydown", (event) => {

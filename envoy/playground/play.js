@@ -3,7 +3,7 @@
 import { Answer } from "./answer.js";
 import { Failure, lines, post } from "./calls.js";
 import { announce, byId, button, make, showFailure } from "./dom.js";
-import { fill, isChat, listModels, model, requestOf, startForm } from "./form.js";
+import { fill, firstExample, isChat, listModels, model, requestOf, startForm } from "./form.js";
 import { Crowd, MOST } from "./crowd.js";
 import { settings } from "./settings.js";
 import { look, onLook, stack } from "./status.js";
@@ -94,14 +94,17 @@ function fail(answer, error) {
   answer.end(answer.tokens ? "an error" : "an error before the first token");
 }
 
+/** A chat shows what was asked; a completion begins with it. */
+const askedOf = (text) => (isChat() ? [make("div", { className: "asked" }, text)] : []);
+
 async function send(text, request = requestOf(text, turns)) {
   await generating(async (signal) => {
-    const asked = isChat() ? [make("div", { className: "asked" }, text)] : [];
-    if (isChat()) byId("prompt").value = "";
+    const asked = askedOf(text);
+    byId("prompt").value = "";
     const answer = await stream(request, signal, asked);
+    if (!answer) byId("prompt").value ||= text;
     if (!request.messages) return;
     if (answer) turns.push({ role: "user", content: text }, { role: "assistant", content: answer.text });
-    else byId("prompt").value ||= text;
     byId("new-chat").hidden = turns.length === 0;
   });
 }
@@ -109,20 +112,20 @@ async function send(text, request = requestOf(text, turns)) {
 /** A story that goes on until it is stopped: what comes at a reader's pace leaves time to watch, and to kill. */
 async function endless() {
   byId("pace").value = "20";
-  const text = byId("prompt").value || "Once upon a time";
+  const text = byId("prompt").value || firstExample();
   const room = stack.models?.find(({ id }) => id === model())?.max_model_len ?? ENDLESS_TOKENS;
   const most = Math.max(1, Math.min(ENDLESS_TOKENS, room - PROMPT_ROOM));
   await generating(async (signal) => {
     for (let round = 0; round < ENDLESS_ROUNDS && !signal.aborted; round++) {
       const request = { ...requestOf(text, []), max_tokens: most, ignore_eos: true };
-      if ((await stream(request, signal)) === null) return;
+      if ((await stream(request, signal, round ? [] : askedOf(text))) === null) return;
     }
   });
 }
 
 /** The same request sixteen times at once: their tokens are made in the same steps. */
 async function crowd() {
-  const text = byId("prompt").value || turns.findLast(({ role }) => role === "user")?.content || "Once upon a time";
+  const text = byId("prompt").value || turns.findLast(({ role }) => role === "user")?.content || firstExample();
   await generating(async (signal) => {
     const many = (shown = new Crowd(requestOf(text, [])));
     append(many.element);
@@ -184,6 +187,9 @@ export function startPlay() {
     button("Endless, 20 tokens/s", endless, { className: "chip", id: "endless" }),
     button(`The same, ${MOST} at once`, crowd, { className: "chip", id: "crowd" }),
   );
+  byId("begin").addEventListener("click", endless);
+  byId("welcome-kill").hidden = !settings.development;
+  byId("welcome-how").hidden = settings.development;
   onLook(listModels);
   followEnd();
   setRunning(false);

@@ -69,7 +69,7 @@ function partsOf(record, trace) {
     make("h2", { tabIndex: -1 }, `${record.model || "no model"} · ${record.status}${record.finish_reason ? ` · ${record.finish_reason}` : ""}`),
     make("p", { className: "quiet" }, `${new Date(record.time).toLocaleString()} · ${record.protocol ?? "the gateway alone"}`),
     actions(record, request),
-    ...(record.message ? [make("p", { className: "error" }, `${record.failed_hop || "unknown hop"}: ${record.message}`)] : []),
+    ...outcome(record),
     section("Trace", waterfall(trace), make("p", { className: "quiet" }, `trace${others} `, traceLink(record.trace_id))),
     ...(record.chunks?.length ? [section("Chunks", ...chunks(record))] : []),
     section("Prompt", ...promptOf(record)),
@@ -89,6 +89,13 @@ function partsOf(record, trace) {
     section("Parameters", make("pre", { className: "code", tabIndex: 0 }, pretty(record.parameters))),
     ...(gateway ? [section("The gateway's view", gatewayOf(gateway))] : []),
   ];
+}
+
+/** How a request ended that got no whole answer: by its caller, or by an error of a hop. */
+function outcome({ status, message, failed_hop: hop }) {
+  if (status === "CANCELLED" && !hop) return [make("p", { className: "quiet" }, "cancelled by the caller")];
+  if (!message) return [];
+  return [make("p", { className: "error" }, hop ? `${hop}: ${message}` : message)];
 }
 
 const section = (title, ...contents) => make("section", {}, make("h3", {}, title), ...contents);

@@ -61,14 +61,15 @@ function addRecord(record) {
   if (seen.has(record.record_id)) return;
   seen.add(record.record_id);
   const time = make("time", { dateTime: record.time }, new Date(record.time).toLocaleTimeString());
-  const ok = record.status === "OK";
   const row = make("tr", { "data-record-id": record.record_id });
   for (const [label, content] of [
     ["Time", make("a", { href: `#requests/${record.record_id}` }, time)],
     ["Model", record.model ?? ""],
-    ["Status", make("span", { className: ok ? "good" : "bad" }, [record.status, record.message].filter(Boolean).join(": "))],
+    ["Client", record.client ?? ""],
+    ["Status", statusOf(record)],
     ["Prompt", shortened(lastMessage(record.prompt))],
     ["Answer", shortened(record.text)],
+    ["Tokens", tokensOf(record)],
     ["First token", milliseconds(record.ttft_ms)],
     ["Took", milliseconds(record.duration_ms)],
     ["Resumes", record.resumes ? `⚡ ${record.resumes}` : ""],
@@ -84,6 +85,15 @@ function addRecord(record) {
     rows.lastElementChild.remove();
   }
 }
+
+/** A caller that left is no error. */
+function statusOf({ status, message, failed_hop: hop }) {
+  if (status === "OK") return make("span", { className: "good" }, status);
+  if (status === "CANCELLED" && !hop) return make("span", { className: "quiet" }, "CANCELLED by the caller");
+  return make("span", { className: "bad" }, [status, message].filter(Boolean).join(": "));
+}
+
+const tokensOf = ({ usage }) => (usage ? `${usage.prompt_tokens ?? 0} in, ${usage.completion_tokens ?? 0} out` : "");
 
 const shortened = (text = "") => (text.length > SHOWN_CHARACTERS ? `${text.slice(0, SHOWN_CHARACTERS)}…` : text);
 

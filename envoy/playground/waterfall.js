@@ -6,6 +6,7 @@
 import { make, milliseconds } from "./dom.js";
 
 const MOST_TICKS = 500; // Of a span; more lie on the same pixels.
+const LEAST_SILENCE_MS = 250; // At the end of an answer that did not come to its own.
 
 /** The rows of a record's waterfall: name, class, start and end in ms since the request arrived, and a remark. */
 export function spansOf(record) {
@@ -26,11 +27,15 @@ export function spansOf(record) {
   parts.forEach(({ predictor, offset_ms: start }, i) => {
     const next = parts[i + 1]?.offset_ms;
     const own = chunks.filter(({ offset_ms: at }) => at >= start - 0.5 && (next === undefined || at < next - 0.5));
-    const end = next === undefined ? Math.max(duration, start) : (own.at(-1)?.offset_ms ?? start);
+    const last = own.at(-1)?.offset_ms ?? start;
+    // An answer that did not come to its end has no predictor that worked on it up to then.
+    const end = next === undefined && record.status === "OK" ? Math.max(duration, start) : last;
     const tokens = own.reduce((sum, { token_ids: ids }) => sum + (ids?.length ?? 0), 0);
     spans.push({ name: predictor, kind: "work", start, end, remark: `${tokens} tokens`, ticks: own.map(({ offset_ms: at }) => at) });
     if (next !== undefined) {
       spans.push({ name: "pause", kind: "pause", start: end, end: next, remark: `${predictor} lost, ${parts[i + 1].predictor} continues` });
+    } else if (duration - end > LEAST_SILENCE_MS) {
+      spans.push({ name: "pause", kind: "pause", start: end, end: duration, remark: "no further token until the call ended" });
     }
   });
   return spans;

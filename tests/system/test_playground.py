@@ -76,6 +76,9 @@ async def test_a_page_that_was_opened_too_early_recovers(demo, open_page):
 async def test_tokens_appear_one_by_one_and_their_record_in_the_log(demo, open_page):
     await demo.wait_ready(timeout_s=60)
     page = await open_page(demo.gateway)
+    await expect(page.locator("[name=kind][value=messages]")).to_be_checked()
+    await page.locator("[name=kind][value=prompt]").check(force=True)
+    await page.fill("#prompt", "Once upon a time")
     await page.fill("[name=max_tokens]", "6")
     await page.select_option("#pace", "20")
     await page.evaluate(
@@ -85,6 +88,7 @@ async def test_tokens_appear_one_by_one_and_their_record_in_the_log(demo, open_p
     )
     await page.click("#generate")
     await expect(figure(page, "finish")).to_have_text("max tokens")
+    await expect(page.locator("#prompt")).to_have_value("")
     texts = list(dict.fromkeys(await page.evaluate("texts")))
     assert len(texts) > 4
     assert all(after.startswith(before) for before, after in pairwise(texts))
@@ -99,7 +103,8 @@ async def test_tokens_appear_one_by_one_and_their_record_in_the_log(demo, open_p
     await page.click("#tab-requests")
     row = page.locator("#records tr", has_text=(await own_text(page)).strip()).first
     await expect(row).to_contain_text("Once upon a time")
-    await expect(row).to_contain_text("OK")
+    await expect(row.locator("[data-label=Status]")).to_have_text("OK")
+    await expect(row.locator("[data-label=Tokens]")).to_have_text(re.compile(r"^\d+ in, 6 out$"))
     await row.click()
     await expect(page.locator("#record")).to_contain_text(trace_id)
     await page.click("text=All requests")
@@ -127,11 +132,28 @@ async def test_stop_ends_the_generation_in_the_engine(demo, open_page):
     row = page.locator("#records tr", has_text="To be stopped")
     await expect(row).to_have_count(1)
     await expect(page.locator("#records tr")).to_have_count(1)
+    await expect(row.locator("[data-label=Status]")).to_have_text("CANCELLED by the caller")
+    await row.click()
+    await expect(page.locator("#record")).to_contain_text("cancelled by the caller")
+    await expect(page.locator("#record .error")).to_have_count(0)
+
+
+async def test_the_first_screen_leads_to_a_story_and_its_kill(demo, open_page):
+    await demo.wait_ready(timeout_s=60)
+    page = await open_page(demo.gateway)
+    await expect(page.locator("#state-predictors")).to_have_text("2 predictors", timeout=60_000)
+    await expect(page.locator("#welcome-kill")).to_be_visible()
+    await expect(page.locator("#welcome-how")).to_be_hidden()
+    await screenshot(page, "first")
+    await page.click("#begin")
+    await kill_its_predictor(page)
+    await expect(page.locator("#welcome")).to_be_hidden()
+    await page.click("#stop")
 
 
 async def kill_its_predictor(page):
     """Kills the predictor with the button, a third into the answer; returns the names in the mark."""
-    await expect(figure(page, "tokens")).to_have_text(re.compile(r"^([89]|[12]\d)$"))
+    await expect(figure(page, "tokens")).to_have_text(re.compile(r"^([89]|[1-9]\d)$"))
     await page.click("#kill")
     mark = page.locator(".answer").last.locator(".mark")
     await expect(mark).to_have_count(1, timeout=60_000)
@@ -209,6 +231,7 @@ async def test_a_record_is_replayed_and_deleted(demo, open_page):
     page = await open_page(demo.gateway)
     await page.fill("[name=max_tokens]", "5")
     await page.fill("[name=seed]", LONG_SEED)
+    await page.fill("#prompt", "Tell me a story.")
     await page.click("#generate")
     await page.click(".answer a:text('record')")
     await expect(page.locator("#record")).to_contain_text(f'"seed": "{LONG_SEED}"')
@@ -247,6 +270,7 @@ async def test_errors_before_and_within_the_answer_have_advice(demo, open_page):
     page = await open_page(demo.gateway)
     error = page.locator("#error")
     await page.set_extra_http_headers({"x-timeout-ms": "soon"})
+    await page.fill("#prompt", "Once")
     await page.click("#generate")
     await expect(error).to_contain_text("400 from the gateway: ")
     await expect(error.locator(".advice")).to_have_text("Correct the request: the message names the cause.")

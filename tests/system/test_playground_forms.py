@@ -53,6 +53,7 @@ async def test_sixteen_requests_at_once_run_in_one_batch(stack, open_page):
     page = await open_page(stack.gateway)
     await page.fill("[name=max_tokens]", "40")
     await page.select_option("#pace", "20")
+    await page.fill("#prompt", "Tell me a story.")
     await page.click("#crowd")
     await expect(page.locator("#state-load")).to_have_text("16 running · 0 waiting")
     await expect(page.locator("[data-fact=crowd]")).to_contain_text("16 in a batch at predictor-0")
@@ -118,6 +119,74 @@ async def test_an_answer_ends_once_and_the_waterfall_of_a_long_one_is_bounded(st
     assert ticks == 400  # Every third.
 
 
+async def test_a_waterfall_shows_each_death_and_the_silence_at_the_end_of_a_broken_answer(stack, open_page):
+    page = await open_page(stack.gateway, is_ready=False)
+    rows = await page.evaluate(
+        """async () => { const { waterfall } = await import("/playground/waterfall.js");
+               const at = (offset_ms) => ({ offset_ms, token_ids: [1] });
+               const parts = [["a", 10], ["b", 200], ["a", 5000]];
+               const predictors = parts.map(([predictor, offset_ms]) => ({ predictor, offset_ms }));
+               const record = { time: "2026-01-01T00:00:00Z", status: "CANCELLED", duration_ms: 9000, predictors,
+                                chunks: [at(10), at(50), at(200), at(300), at(5000), at(5100)] };
+               return [...waterfall([record]).children].map(row => [row.dataset.span, row.lastChild.textContent]); }"""
+    )
+    assert rows == [
+        ["work", "40 ms from 10 ms · 2 tokens"],
+        ["pause", "150 ms from 50 ms · a lost, b continues"],
+        ["work", "100 ms from 200 ms · 2 tokens"],
+        ["pause", "4700 ms from 300 ms · b lost, a continues"],
+        ["work", "100 ms from 5000 ms · 2 tokens"],
+        ["pause", "3900 ms from 5100 ms · no further token until the call ended"],
+    ]
+
+
+async def test_markdown_of_an_answer_is_shown_and_brings_no_html(stack, open_page):
+    page = await open_page(stack.gateway, is_ready=False)
+    html = await page.evaluate(
+        """async (texts) => { const { markdown, hasMarkdown } = await import("/playground/markdown.js");
+               const html = text => markdown(text).map(({ block }) => block.outerHTML).join("");
+               return texts.map(text => hasMarkdown(text) ? html(text) : null); }""",
+        list(MARKDOWN),
+    )
+    assert dict(zip(MARKDOWN, html, strict=True)) == MARKDOWN
+    # An answer shows it once it is whole; the mark of a kill stands behind its block.
+    shown = await page.evaluate(
+        """async () => { const { Answer } = await import("/playground/answer.js");
+               const answer = new Answer({ messages: [] });
+               answer.append({ text: "# A\\n\\n**b" }); answer.predictor = "p"; answer.mark("q", 5);
+               answer.append({ text: "**\\n\\nend" }); answer.end("stop");
+               return [...answer.shown.children].map(({ tagName }) => tagName); }"""
+    )
+    assert shown == ["H3", "P", "SPAN", "P"]
+    slow = await page.evaluate(
+        """async () => { const { markdown } = await import("/playground/markdown.js");
+               const began = performance.now();
+               for (const piece of ["*a ", "[", "`", "**", "| ", "- \\n", "[a](", "_ _"]) markdown(piece.repeat(20000));
+               return performance.now() - began; }"""
+    )
+    assert slow < 20_000
+
+
+MARKDOWN = {
+    "Just a line.\nAnd 2 * 3 * 4 of another, with a_b_c.": None,
+    "# A *b*": "<h3>A <em>b</em></h3>",
+    "- a\n- **b**": "<ul><li>a</li><li><strong>b</strong></li></ul>",
+    "3. c\n4. d": '<ol start="3"><li>c</li><li>d</li></ol>',
+    "```py\n<b>`x`</b>\n```\nafter": (
+        '<pre class="code" tabindex="0"><code>&lt;b&gt;`x`&lt;/b&gt;</code></pre><p>after</p>'
+    ),
+    "`<i>` and [l](https://a.example/?x=1)": (
+        '<p><code>&lt;i&gt;</code> and <a href="https://a.example/?x=1" rel="noreferrer" target="_blank">l</a></p>'
+    ),
+    "**a** [x](javascript:alert(1)) <img src=x onerror=alert(1)>": (
+        "<p><strong>a</strong> [x](javascript:alert(1)) &lt;img src=x onerror=alert(1)&gt;</p>"
+    ),
+    "| a | b |\n|---|---|\n| 1 | 2 |": (
+        "<table><thead><tr><th>a</th><th>b</th></tr></thead><tbody><tr><td>1</td><td>2</td></tr></tbody></table>"
+    ),
+}
+
+
 @pytest.mark.skipif(not AXE.exists(), reason="no axe-core here (npm package axe-core): accessibility is not checked")
 async def test_axe_finds_no_problem_in_the_dark_theme_but_finds_a_planted_one(stack, open_page):
     page = await open_page(stack.gateway, PHONE, "dark")
@@ -156,13 +225,14 @@ async def test_the_page_asks_for_a_key_once_and_shows_its_usage(browser, keyed, 
     await expect(dialog).to_be_hidden()
     usage = page.locator("#usage")
     await expect(usage).to_have_text("This month: 0 requests, 0 tokens, 0.0 s of engine")
+    await page.fill("#prompt", "Once upon a time")
     await page.click("#generate")
     await expect(figure(page, "finish")).to_have_text(re.compile("stop|max tokens"))
     await expect(usage).to_have_text(re.compile(r"^This month: 1 request, \d+ tokens, \d+\.\d s of engine$"))
     await screenshot(page, f"usage-{role}")
     await page.click("#tab-requests")
     rows = page.locator("#records tr")
-    await expect(rows.filter(has_text="Once upon a time").first).to_be_visible()
+    await expect(rows.filter(has_text="Once upon a time").first.locator("[data-label=Client]")).to_have_text(name)
     if role == "user":
         await expect(rows).to_have_count(1)
     else:
