@@ -39,19 +39,21 @@ class Module(NamedTuple):
 
 @dataclass(frozen=True)
 class SentenceFiles:
-    """See the module of this class. `config` is the model's configuration, `transformer` that of its first module."""
+    """See the module. `config` is sentence-transformers' own configuration, `transformer` that of the first module."""
 
     folder: Path
     modules: Sequence[Module] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
     transformer: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)  # config.json
+    tokenizer: Mapping[str, Any] = field(default_factory=dict)  # tokenizer_config.json
 
     @property
     def is_cross_encoder(self) -> bool:
         """Whether it scores pairs: it says so, or has the head of a classifier and nothing that pools."""
         stated = self.config.get("model_type")
         if not stated and not any(module.kind == "Pooling" for module in self.modules):
-            architectures = read_config(self.inner, "config.json").get("architectures") or [""]
+            architectures = self.model.get("architectures") or [""]
             return bool(self.modules) and str(architectures[0]).endswith("ForSequenceClassification")
         return bool(stated == CROSS_ENCODER)
 
@@ -71,17 +73,17 @@ class SentenceFiles:
 
     @property
     def max_length(self) -> int | None:
-        """Where sentence-transformers cuts a row; the model's position table may be shorter."""
+        """Where sentence-transformers cuts a row, if at all; the model's position table may be shorter."""
         if self.is_static:
-            return None
+            return (read_config(self.inner, "tokenizer.json").get("truncation") or {}).get("max_length")
         limits = [self._tokenizer_options.get("model_max_length"), self.transformer.get("max_seq_length")]
-        limits.append(self._tokenizer.get("model_max_length"))
+        limits.append(self.tokenizer.get("model_max_length"))
         # Tokenizers without a limit state 10^30.
         return next((int(limit) for limit in limits if isinstance(limit, (int, float)) and limit < _UNLIMITED), None)
 
     @property
     def truncation_side(self) -> str:
-        return str(self._tokenizer.get("truncation_side") or "right")
+        return str(self.tokenizer.get("truncation_side") or "right")
 
     @property
     def prompts(self) -> dict[str, str]:
@@ -97,9 +99,8 @@ class SentenceFiles:
     @property
     def dimensions(self) -> Sequence[int] | None:
         """The sizes to which its vectors can be shortened, empty for any size; None if no file says that they can."""
-        config = read_config(self.inner, "config.json")
-        sizes = config.get("matryoshka_dimensions")
-        is_any = config.get("is_matryoshka") or self.config.get("truncate_dim")
+        sizes = self.model.get("matryoshka_dimensions")
+        is_any = self.model.get("is_matryoshka") or self.config.get("truncate_dim")
         return [int(size) for size in sizes] if sizes else [] if is_any else None
 
     @property
@@ -119,18 +120,15 @@ class SentenceFiles:
         stated = self.config.get("model_type")
         if stated not in (None, _EMBEDDER, CROSS_ENCODER):
             raise ValueError(f"models of sentence-transformers' type {stated} are not served")
-        odd = [name for name, value in self.transformer.items() if value and name not in _KNOWN]
         processing = self.transformer.get("processing_kwargs") or {}
-        odd += [f"processing_kwargs.{name}" for name, value in processing.items() if value and name != "chat_template"]
-        odd += [f"tokenizer option {name}" for name in self._tokenizer_options if name not in _TOKENIZER_OPTIONS]
         modalities = self.transformer.get("modality_config") or {}
-        odd += [f"modality {name}" for name in modalities if name not in ("text", "message")]
-        wanted = {"method": "forward", "method_output_name": _OUTPUTS.get(self.task)}
-        odd += [
-            f"{key} {params.get(key)}"
-            for params in modalities.values()
-            for key, value in wanted.items()
-            if params.get(key) != value
+        output = {"method": "forward", "method_output_name": _OUTPUTS.get(self.task)}
+        odd = [
+            *(name for name, value in self.transformer.items() if value and name not in _KNOWN),
+            *(f"processing_kwargs.{name}" for name, value in processing.items() if value and name != "chat_template"),
+            *(f"tokenizer option {name}" for name in self._tokenizer_options if name not in _TOKENIZER_OPTIONS),
+            *(f"modality {name}" for name in modalities if name not in ("text", "message")),
+            *(f"{key} {one.get(key)}" for one in modalities.values() for key in output if one.get(key) != output[key]),
         ]
         if odd:
             raise ValueError(f"the configuration of its Transformer has {odd[0]}, which is not served")
@@ -139,23 +137,23 @@ class SentenceFiles:
             raise ValueError(f"its default prompt {name!r} is not among its prompts ({', '.join(self.prompts)})")
 
     @property
-    def _tokenizer(self) -> Mapping[str, Any]:
-        return read_config(self.inner, "tokenizer_config.json")
-
-    @property
     def _tokenizer_options(self) -> Mapping[str, Any]:
         return self.transformer.get("processor_kwargs") or self.transformer.get("tokenizer_args") or {}
 
 
 def read_sentence_files(folder: Path) -> SentenceFiles:
     """Reads and checks a folder; raises ValueError."""
-    if not (folder / MODULES_FILE).is_file():
-        return SentenceFiles(folder)
     try:
-        modules = [_module(folder, module) for module in json.loads((folder / MODULES_FILE).read_text())]
-        names = (f"sentence_{kind}_config.json" for kind in _KINDS)
-        transformer = next(filter(None, (read_config(modules[0].folder, name) for name in names)), {})
-        files = SentenceFiles(folder, modules, read_config(folder, "config_sentence_transformers.json"), transformer)
+        path = folder / MODULES_FILE
+        modules = [_module(folder, module) for module in json.loads(path.read_text())] if path.is_file() else []
+        inner, config, transformer = folder, {}, {}
+        if path.is_file():
+            inner = modules[0].folder
+            config = read_config(folder, "config_sentence_transformers.json")
+            stated = (read_config(inner, f"sentence_{kind}_config.json") for kind in _KINDS)
+            transformer = next(filter(None, stated), {})
+        model, tokenizer = read_config(inner, "config.json"), read_config(inner, "tokenizer_config.json")
+        files = SentenceFiles(folder, modules, config, transformer, model, tokenizer)
         files.check()
     except (AttributeError, LookupError, TypeError) as error:
         raise ValueError(f"{MODULES_FILE} or a file that belongs to it is malformed ({error!r})") from None

@@ -25,6 +25,7 @@ from services.predictor.settings import PredictorSettings
 from services.transformer.inference.rows import RowReader
 from services.transformer.models.models import model_of
 from services.transformer.predictors.descriptions import described
+from services.transformer.processes.body_processes import BodyProcesses
 from services.transformer.text.model_text import read_text
 from tests.random_encoders import save_random_type, save_words_tokenizer
 
@@ -43,11 +44,11 @@ TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
 class Served:
     """A folder behind both services' code, without the network."""
 
-    def __init__(self, folder, **settings):
+    def __init__(self, folder, bodies, **settings):
+        self.bodies = bodies
         settings = {"batch_rows": 8, "batch_delay_ms": 20, "device": "cpu", **settings}
         source = ModelSource("m", str(folder))
         self.model = build_here(source, fetch_model(source, print), PredictorSettings(**settings), print)
-        asyncio.get_running_loop()
         description = self.model.description
         known = described(metadata_of("m", ["1"], description), config_of("m", description))
         with ThreadPoolExecutor(1) as pool:
@@ -55,7 +56,7 @@ class Served:
             self.rows = model_of("m", known, read_text(source, pool)).rows
 
     def reader(self, cut=None):
-        return RowReader(self.rows, None, NO_DEADLINE, cut)
+        return RowReader(self.rows, self.bodies, NO_DEADLINE, cut)
 
     async def vector(self, row):
         request = ModelInferRequest(model_name="m")
@@ -81,12 +82,19 @@ class Served:
         return np.stack([self.rows.activation(vector) for vector in vectors])
 
 
+@pytest.fixture(scope="module")
+async def bodies():
+    made = BodyProcesses()
+    yield made
+    await made.close()
+
+
 @pytest.fixture
-def serve():
+def serve(bodies):
     served = []
 
     def start(folder, **settings):
-        served.append(Served(folder, **settings))
+        served.append(Served(folder, bodies, **settings))
         return served[-1]
 
     yield start
@@ -281,6 +289,28 @@ async def test_scores_of_cross_encoders(tmp_path, serve, kind):
     assert serve(folder).model.description.parameters["kind"] == "classification"
 
 
+@pytest.mark.parametrize("template", [FLAT, "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"])
+async def test_a_classifiers_chat_template_is_used_where_it_carries_a_pair(tmp_path, serve, template):
+    save_random_type("qwen3", tmp_path, AutoModelForSequenceClassification, id2label={0: "LABEL_0"})
+    tokenizer = save_words_tokenizer(tmp_path, *WORDS)
+    plain = CrossEncoder(str(tmp_path), device="cpu").predict(PAIRS)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path)
+    model = CrossEncoder(str(tmp_path), device="cpu")
+    if template is FLAT:
+        wanted = model.predict(PAIRS)
+        assert np.abs(wanted - plain).max() > 0.01
+    else:
+        wanted = plain
+        with pytest.raises(ValueError, match="cannot carry a 'query'/'document' pair"):
+            model.predict(PAIRS)
+    np.testing.assert_allclose(await serve(tmp_path).scores(PAIRS), wanted[:, None], **TOLERANCE)
+    if template is not FLAT:  # Where the files ask for a template, one that leaves out texts is refused.
+        model.save(str(tmp_path / "m"))
+        with pytest.raises(InvalidRequestError, match="does not carry a query and a document"):
+            await serve(tmp_path / "m").scores(PAIRS)
+
+
 RERANKER = (
     "{% for m in messages %}{{ m['role'] }} : {{ m['content'] }} {% endfor %}{{ 'task' if add_generation_prompt }}"
 )
@@ -347,6 +377,7 @@ REFUSALS = {
         ),
         "method_output_name .'hidden_states', -2., which is not served",
     ),
+    "code of a model": (lambda f: set_json(f / "config.json", auto_map={"AutoModel": "x.Y"}), "has code of its own"),
     "options": (lambda f: set_json(f / TRANSFORMER, config_kwargs={"is_causal": False}), "has config_kwargs, which is"),
     "a task": (lambda f: set_json(f / TRANSFORMER, transformer_task="fill-mask", modality_config={}), "task fill-mask"),
     "no pooling": (lambda f: module_type(f, "sentence_transformers.x.Dropout"), "make no sentence_embedding"),

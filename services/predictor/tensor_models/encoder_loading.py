@@ -6,9 +6,8 @@ import inspect
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -28,15 +27,7 @@ from millrace.models.kinds import ModelKind
 from millrace.models.sentence_files import SentenceFiles, read_sentence_files
 from millrace.models.sources import read_config
 from millrace.oip.model_description import FINGERPRINT, INPUT_IDS, ModelDescription, TensorSpec
-from millrace.oip.row_outputs import (
-    ACTIVATION,
-    EMBEDDING,
-    LABELS,
-    LOGITS,
-    POOLING_MASK,
-    TOKEN_TYPE_IDS,
-    Activation,
-)
+from millrace.oip.row_outputs import ACTIVATION, EMBEDDING, LABELS, LOGITS, POOLING_MASK, TOKEN_TYPE_IDS, Activation
 from services.predictor.models.fingerprint import fingerprint_of
 from services.predictor.models.weights import load_weights
 from services.predictor.settings import PredictorSettings
@@ -45,12 +36,12 @@ from services.predictor.tensor_models.row_network import Compute, RowNetwork
 from services.predictor.tensor_models.rows import ATTENTION_MASK, RowLimits
 from services.predictor.tensor_models.sentence_steps import (
     CAUSAL,
-    LAYERS,
     MEAN_POOLING,
     SCORES,
     SENTENCE,
     TOKENS,
     Features,
+    Step,
     step_of,
 )
 
@@ -60,16 +51,15 @@ _NAMED = 3
 _ACTIVATIONS = {"Identity": Activation.IDENTITY, "Sigmoid": Activation.SIGMOID}  # torch.nn's.
 _UNSTATED_LENGTH = 512  # For models without a position table, such as T5's, whose files name no length.
 _UNBOUNDED_LENGTH = 128 * 1024  # Of models that only look tokens up.
-# By the task of sentence-transformers' Transformer: the output of transformers' model, and the feature that it becomes.
-_OUTPUTS = {
-    "feature-extraction": ("last_hidden_state", TOKENS),
-    "sequence-classification": ("logits", SCORES),
-    "text-generation": ("logits", CAUSAL),
+# By the task of sentence-transformers' Transformer: the class, its output, and the feature that the output becomes.
+_TASKS = {
+    "feature-extraction": (AutoModel, "last_hidden_state", TOKENS),
+    "sequence-classification": (AutoModelForSequenceClassification, "logits", SCORES),
+    "text-generation": (AutoModelForCausalLM, "logits", CAUSAL),
 }
 
 
-@dataclass(frozen=True)
-class _Network:
+class _Network(NamedTuple):
     """What computes vectors of rows; `config` is transformers', if it is one of its models."""
 
     compute: Compute
@@ -78,7 +68,6 @@ class _Network:
     parameters: int
     dtype: torch.dtype
     config: Any = None
-    alone: bool = False
 
 
 def load_encoder(
@@ -89,7 +78,8 @@ def load_encoder(
     load = _static_embedding if files.is_static else _transformer
     loaded = load(name, files, kind, settings, device)
     limits = loaded.limits
-    network = RowNetwork(loaded.compute, limits.pad_id, device, loaded.dtype, loaded.alone)
+    # A classifier with a decoder fails on a batch whose rows have different numbers of the id that ends a text.
+    network = RowNetwork(loaded.compute, limits.pad_id, device, loaded.dtype, alone=limits.end_id is not None)
     size = network.prove(limits.vocabulary_size, limits.max_length, limits.end_id)
     dtype = str(loaded.dtype).removeprefix("torch.")
     logger.info(
@@ -111,21 +101,17 @@ def load_encoder(
         "pads_rows": str(network.pads_rows).lower(),
         FINGERPRINT: fingerprint_of(folder, dtype, is_local),
     }
+    output = TensorSpec(EMBEDDING, "FP32", [-1, size])
     if kind is ModelKind.CLASSIFICATION:
-        labels = loaded.config.id2label
-        names = [labels[i] for i in sorted(labels)] if len(labels) == size else [f"LABEL_{i}" for i in range(size)]
-        parameters[LABELS] = json.dumps(names, ensure_ascii=False)
+        output = TensorSpec(LOGITS, "FP32", [-1, size])
+        named = loaded.config.id2label
+        labels = [named.get(i, f"LABEL_{i}") for i in range(size)]
+        parameters[LABELS] = json.dumps(labels, ensure_ascii=False)
         parameters[ACTIVATION] = _activation_of(name, files, loaded.config, size)
-    description = ModelDescription(
-        platform="pytorch_transformers",
-        inputs=[
-            TensorSpec(INPUT_IDS, "INT64", [-1, -1]),
-            *(TensorSpec(name, "INT64", [-1, -1], optional=True) for name in limits.optional_inputs),
-        ],
-        outputs=[TensorSpec(LOGITS if kind is ModelKind.CLASSIFICATION else EMBEDDING, "FP32", [-1, size])],
-        max_batch_size=limits.max_rows,
-        parameters=parameters,
-    )
+    inputs = [TensorSpec(INPUT_IDS, "INT64", [-1, -1])]
+    inputs += (TensorSpec(name, "INT64", [-1, -1], optional=True) for name in limits.optional_inputs)
+    platform, rows = "pytorch_transformers", limits.max_rows
+    description = ModelDescription(platform, inputs, [output], max_batch_size=rows, parameters=parameters)
     return EncoderModel(name, network, limits, description, batches)
 
 
@@ -141,35 +127,25 @@ def _transformer(
         steps = [step_of(module, device) for module in files.modules[1:]]
     else:
         task, steps = ("sequence-classification", []) if classifies else (task, [MEAN_POOLING])
-    if task not in _OUTPUTS:
-        raise ValueError(f"its task {task} is not served, only {', '.join(_OUTPUTS)}")
-    auto = {
-        "sequence-classification": AutoModelForSequenceClassification,
-        "text-generation": AutoModelForCausalLM,
-    }.get(task) or _encoder_class(files.inner)
+    if task not in _TASKS:
+        raise ValueError(f"its task {task} is not served, only {', '.join(_TASKS)}")
+    auto, attribute, feature = _TASKS[task]
+    auto = _checked_class(files.inner, auto)
     model, missing = load_weights(name, files.inner, auto, settings.dtype, device)
     # Some models have a pooling layer for classification; embeddings do not use it.
     _check_whole(name, [one for one in missing if task != "feature-extraction" or not one.startswith("pooler.")])
     config = model.config.get_text_config()
     config.use_cache = False
-    if task == "text-generation":
+    if feature == CAUSAL:
         _keep_scored_tokens(model, files)
-    attribute, feature = _OUTPUTS[task]
-    has_layers = bool(config.output_hidden_states)
 
     def compute(tensors: dict[str, Tensor]) -> Tensor:
         mask = tensors[ATTENTION_MASK]
         features: Features = {ATTENTION_MASK: mask, POOLING_MASK: tensors.pop(POOLING_MASK, mask)}
-        output = model(**tensors, return_dict=True)
-        features[feature] = getattr(output, attribute).float()
-        if has_layers:
-            features[LAYERS] = torch.stack(output.hidden_states).float()
-        for step in steps:
-            step(features)
-        if result not in features:
-            raise StartupError(f"model {name}: its modules make no {result}")
-        return features[result][:, : files.config.get("truncate_dim")]
+        features[feature] = getattr(model(**tensors, return_dict=True), attribute).float()
+        return _result(features, steps, result, files)
 
+    poolings = [read_config(module.folder, "config.json") for module in files.modules if module.kind == "Pooling"]
     ends_text = classifies and model.config.is_encoder_decoder and not model.config.model_type.startswith("t5gemma")
     limits = RowLimits(
         model.get_input_embeddings().num_embeddings,
@@ -177,16 +153,10 @@ def _transformer(
         settings.batch_rows,
         _token_types(model),
         config.pad_token_id or 0,
-        takes_pooling_mask=any(
-            module.kind == "Pooling" and read_config(module.folder, "config.json").get("include_prompt") is False
-            for module in files.modules
-        ),
+        takes_pooling_mask=any(pooling.get("include_prompt") is False for pooling in poolings),
         end_id=config.eos_token_id if ends_text else None,
     )
-    # A classifier with a decoder fails on a batch whose rows have different numbers of the id that ends a text.
-    return _Network(
-        compute, limits, type(model).__name__, model.num_parameters(), model.dtype, model.config, alone=ends_text
-    )
+    return _Network(compute, limits, type(model).__name__, model.num_parameters(), model.dtype, model.config)
 
 
 def _static_embedding(
@@ -197,34 +167,48 @@ def _static_embedding(
     if not path.is_file():
         raise ValueError(f"{files.inner} has no {path.name}; other formats are not loaded")
     weights = load_file(path)
-    table = weights.get("embedding.weight", weights.get("embeddings"))
-    if table is None:
-        raise ValueError(f"{path} has neither embedding.weight nor embeddings")
-    table = table[weights["mapping"].long()] if "mapping" in weights else table
-    table = (table.float() * weights["weights"].float()[:, None] if "weights" in weights else table.float()).to(device)
+    table = weights["embedding.weight" if "embedding.weight" in weights else "embeddings"].float()
+    if "mapping" in weights:
+        table = table[weights["mapping"].long()]
+    if "weights" in weights:
+        table *= weights["weights"].float()[:, None]
+    table = table.to(device)
     steps = [step_of(module, device) for module in files.modules[1:]]
 
     def compute(tensors: dict[str, Tensor]) -> Tensor:
         mask = tensors[ATTENTION_MASK].bool()
         counts = mask.sum(1)
-        ids, offsets = tensors[INPUT_IDS][mask], counts.cumsum(0) - counts
-        features = {SENTENCE: functional.embedding_bag(ids, table, offsets, mode="mean")}
-        for step in steps:
-            step(features)
-        return features[SENTENCE][:, : files.config.get("truncate_dim")]
+        offsets = counts.cumsum(0) - counts
+        vectors = functional.embedding_bag(tensors[INPUT_IDS][mask], table, offsets, mode="mean")
+        return _result({SENTENCE: vectors}, steps, SENTENCE, files)
 
-    limits = RowLimits(len(table), settings.max_context or _UNBOUNDED_LENGTH, settings.batch_rows, 0, 0)
+    length = min(files.max_length or _UNBOUNDED_LENGTH, settings.max_context or _UNBOUNDED_LENGTH)
+    limits = RowLimits(len(table), length, settings.batch_rows, 0, 0)
     return _Network(compute, limits, "StaticEmbedding", table.numel(), table.dtype)
 
 
-def _encoder_class(folder: Path) -> Any:
-    """The class that loads an encoder, or the encoder of an encoder-decoder model."""
+def _result(features: Features, steps: Sequence[Step], result: str, files: SentenceFiles) -> Tensor:
+    try:
+        for step in steps:
+            step(features)
+        return features[result][:, : files.config.get("truncate_dim")]
+    except KeyError as missing:
+        raise ValueError(f"its modules make no {missing.args[0]}") from None
+
+
+def _checked_class(folder: Path, auto: Any) -> Any:
+    """The class that loads a model, that of an encoder for the encoder of an encoder-decoder model."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    if type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING:
+    if (getattr(config, "auto_map", None) or {}).keys() & {auto.__name__}:
+        raise ValueError(
+            f"its config.json has code of its own (auto_map), which is never run; if transformers' {config.model_type} "
+            "is the same model, remove auto_map"
+        )
+    if auto is AutoModel and type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING:
         return AutoModelForTextEncoding
-    if config.is_encoder_decoder:
+    if auto is AutoModel and config.is_encoder_decoder:
         raise ValueError(f"the encoder of {config.model_type} is not served by itself")
-    return AutoModel
+    return auto
 
 
 def _keep_scored_tokens(model: Any, files: SentenceFiles) -> None:

@@ -22,13 +22,12 @@ from services.predictor.tensor_models.rows import ATTENTION_MASK
 
 Features = dict[str, Tensor]
 Step = Callable[[Features], None]
+Config = Mapping[str, Any]
+Way = Callable[[Tensor, Tensor, Tensor], Tensor]  # Of states, mask and the tokens' positions in their rows, from 1.
 
 TOKENS, SENTENCE, SCORES, CAUSAL = "token_embeddings", "sentence_embedding", "scores", "causal_logits"
-LAYERS = "all_layer_embeddings"  # [layers, rows, tokens, hidden], where the model's configuration asks for them.
 _WEIGHTS_FILE = "model.safetensors"
 _TINY = 1e-9
-
-Way = Callable[[Tensor, Tensor, Tensor], Tensor]  # Of states, mask and the tokens' positions in their rows, from 1.
 
 
 def _first(states: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
@@ -62,26 +61,32 @@ _WAYS: Mapping[str, tuple[Way, str]] = {
 }
 
 
-def pool(ways: Sequence[Way], features: Features) -> None:
+def _pool(features: Features, ways: Sequence[Way], read: str = TOKENS, written: str = SENTENCE) -> None:
     """Concatenates the poolings of a row's tokens where its pooling mask is 1."""
     mask = features[ATTENTION_MASK]
     positions = torch.arange(1, mask.shape[1] + 1, device=mask.device) - mask.argmax(1, keepdim=True)
     pooled = features[POOLING_MASK].float()
-    features[SENTENCE] = torch.cat([way(features[TOKENS], pooled, positions) for way in ways], 1)
+    features[written] = torch.cat([way(features[read], pooled, positions) for way in ways], 1)
 
 
-MEAN_POOLING: Step = partial(pool, [_mean])  # Of a folder without modules.
+MEAN_POOLING: Step = partial(_pool, ways=[_mean])  # Of a folder without modules.
 
 
 def step_of(module: Module, device: torch.device) -> Step:
-    """The step of a module behind the transformer; raises ValueError, and errors for damaged files."""
+    """The step of a module behind the transformer; raises ValueError, and other errors for damaged files."""
     make = _STEPS.get(module.kind)
     if make is None:
         raise ValueError(f"its module {module.kind} is not served, only {', '.join(_STEPS)}")
-    return make(module, read_config(module.folder, "config.json"), device)
+    config, weights = read_config(module.folder, "config.json"), {}
+    if module.kind in ("Dense", "LayerNorm"):
+        path = module.folder / _WEIGHTS_FILE
+        if not path.is_file():
+            raise ValueError(f"its module {module.kind} has no {_WEIGHTS_FILE} in {module.folder.name}")
+        weights = {name: tensor.to(device, torch.float32) for name, tensor in load_file(path).items()}
+    return make(config, weights)
 
 
-def _pooling(module: Module, config: Mapping[str, Any], device: torch.device) -> Step:
+def _pooling(config: Config, weights: Mapping[str, Tensor]) -> Step:
     named = config.get("pooling_mode")
     flags = [flag for flag, value in config.items() if flag.startswith("pooling_mode_") and value is True]
     unknown = [flag for flag in flags if all(flag != known for _, known in _WAYS.values())]
@@ -89,88 +94,53 @@ def _pooling(module: Module, config: Mapping[str, Any], device: torch.device) ->
     names = names or [way for way, (_, flag) in _WAYS.items() if flag in flags] or ["mean"]
     if odd := [name for name in names if name not in _WAYS]:
         raise ValueError(f"its pooling {odd[0]} is not one of {', '.join(_WAYS)}")
-    return partial(pool, [_WAYS[name][0] for name in names])
+    return partial(_pool, ways=[_WAYS[name][0] for name in names])
 
 
-def _dense(module: Module, config: Mapping[str, Any], device: torch.device) -> Step:
-    weights = _weights(module, device)
+def _dense(config: Config, weights: Mapping[str, Tensor]) -> Step:
     name = str(config.get("activation_function", "torch.nn.modules.activation.Tanh"))
     activation = getattr(torch.nn, name.rpartition(".")[2], None) if name.startswith("torch.nn.") else None
     if not (isinstance(activation, type) and issubclass(activation, torch.nn.Module)):
         raise ValueError(f"the activation {name} of its Dense is not torch's own")
-    activate = activation()
-    read, written = _names(config)
+    activate, weight, bias = activation(), weights["linear.weight"], weights.get("linear.bias")
+    residual = weights.get("residual.weight")
 
-    def apply(features: Features) -> None:
-        result = activate(functional.linear(features[read], weights["linear.weight"], weights.get("linear.bias")))
+    def apply(vectors: Tensor) -> Tensor:
+        result: Tensor = activate(functional.linear(vectors, weight, bias))
         if config.get("use_residual"):
-            projection = weights.get("residual.weight")
-            result += features[read] if projection is None else functional.linear(features[read], projection)
-        features[written] = result
+            result = result + (vectors if residual is None else functional.linear(vectors, residual))
+        return result
 
-    return apply
+    return _mapped(config, apply)
 
 
-def _layer_norm(module: Module, config: Mapping[str, Any], device: torch.device) -> Step:
-    weights = _weights(module, device)
+def _layer_norm(config: Config, weights: Mapping[str, Tensor]) -> Step:
     scale, shift = weights["norm.weight"], weights["norm.bias"]
+    return _mapped(config, lambda vectors: functional.layer_norm(vectors, scale.shape, scale, shift))
+
+
+def _difference(states: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+    """The last token's score: its logit of the true token, less that of the false one, if there is one."""
+    logits = _last(states, mask, positions)
+    return logits[:, :1] - logits[:, 1:].sum(1, keepdim=True)
+
+
+def _mapped(config: Config, function: Callable[[Tensor], Tensor]) -> Step:
+    read = str(config.get("module_input_name") or SENTENCE)
+    written = str(config.get("module_output_name") or read)
 
     def apply(features: Features) -> None:
-        features[SENTENCE] = functional.layer_norm(features[SENTENCE], scale.shape, scale, shift)
+        features[written] = function(features[read])
 
     return apply
 
 
-def _weighted_layers(module: Module, config: Mapping[str, Any], device: torch.device) -> Step:
-    weights = _weights(module, device)["layer_weights"]
-
-    def apply(features: Features) -> None:
-        if LAYERS in features:
-            layers = features[LAYERS][config.get("layer_start", 4) :]
-            features[TOKENS] = torch.tensordot(weights, layers, 1) / weights.sum()
-
-    return apply
-
-
-def _normalize(module: Module, config: Mapping[str, Any], device: torch.device) -> Step:
-    read, written = _names(config)
-
-    def apply(features: Features) -> None:
-        features[written] = functional.normalize(features[read], dim=-1)
-
-    return apply
-
-
-def _logit_score(module: Module, config: Mapping[str, Any], device: torch.device) -> Step:
-    def apply(features: Features) -> None:  # The model gives only the logits of these tokens: see encoder_loading.py.
-        logits = _last(features[CAUSAL], features[ATTENTION_MASK], torch.arange(features[CAUSAL].shape[1]).to(device))
-        features[SCORES] = logits[:, :1] - logits[:, 1:].sum(1, keepdim=True)
-
-    return apply
-
-
-def _dropout(module: Module, config: Mapping[str, Any], device: torch.device) -> Step:
-    return lambda features: None
-
-
-_STEPS: Mapping[str, Callable[[Module, Mapping[str, Any], torch.device], Step]] = {
+_STEPS: Mapping[str, Callable[[Config, Mapping[str, Tensor]], Step]] = {
     "Pooling": _pooling,
     "Dense": _dense,
     "LayerNorm": _layer_norm,
-    "Normalize": _normalize,
-    "Dropout": _dropout,
-    "WeightedLayerPooling": _weighted_layers,
-    "LogitScore": _logit_score,
+    "Normalize": lambda config, weights: _mapped(config, partial(functional.normalize, dim=-1)),
+    "Dropout": lambda config, weights: _mapped(config, lambda vectors: vectors),
+    # The model gives the logits of the scored tokens only: see encoder_loading.py.
+    "LogitScore": lambda config, weights: partial(_pool, ways=[_difference], read=CAUSAL, written=SCORES),
 }
-
-
-def _names(config: Mapping[str, Any]) -> tuple[str, str]:
-    read = str(config.get("module_input_name") or SENTENCE)
-    return read, str(config.get("module_output_name") or read)
-
-
-def _weights(module: Module, device: torch.device) -> dict[str, Tensor]:
-    path = module.folder / _WEIGHTS_FILE
-    if not path.is_file():
-        raise ValueError(f"its module {module.kind} has no {_WEIGHTS_FILE} in {module.folder.name}")
-    return {name: tensor.to(device, torch.float32) for name, tensor in load_file(path).items()}

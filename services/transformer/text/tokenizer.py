@@ -98,18 +98,14 @@ class TextTokenizer:
         return encoded.ids, encoded.type_ids
 
     def _encode_row(self, texts: Sequence[str], max_tokens: int, cut_side: str | None, add_special_tokens: bool) -> Any:
-        row = texts[0] if len(texts) == 1 else tuple(texts)
-        (encoded,) = self.backend.encode_batch([row], add_special_tokens=add_special_tokens)
-        if cut_side is None or len(encoded.ids) <= max_tokens:
-            return encoded
         parts = self.backend.encode_batch(list(texts), add_special_tokens=False)
-        special = self.backend.num_special_tokens_to_add(len(texts) == 2) if add_special_tokens else 0
-        if special > max_tokens:
-            raise InvalidRequestError(f"{max_tokens} tokens have no room for the model's {special} special tokens")
-        for part, length in zip(
-            parts, _cut_lengths([len(one.ids) for one in parts], max_tokens - special), strict=True
-        ):
-            part.truncate(length, direction=cut_side)
+        if cut_side is not None:
+            special = self.backend.num_special_tokens_to_add(len(texts) == 2) if add_special_tokens else 0
+            if special > max_tokens:
+                raise InvalidRequestError(f"{max_tokens} tokens have no room for the model's {special} special tokens")
+            lengths = _cut_lengths([len(part.ids) for part in parts], max_tokens - special)
+            for part, length in zip(parts, lengths, strict=True):
+                part.truncate(length, direction=cut_side)
         return self.backend.post_process(*parts, add_special_tokens=add_special_tokens)
 
     def make_lower_case(self) -> None:
