@@ -103,6 +103,18 @@ local function client_of(handle, key)
   return client or client_of_token(handle)
 end
 
+-- Whether a browser may send a request. By plain HTTP to a name it sends no Sec-Fetch-…, and of a page that reads from its
+-- own name no Origin. What a page cannot keep it from sending is its languages; the rest is more certain than needed.
+local BROWSERS_SEND = { "accept-language", "origin", "sec-fetch-mode", "sec-fetch-site", "cookie", "referer" }
+local function is_browser(headers)
+  for _, name in ipairs(BROWSERS_SEND) do
+    if headers:get(name) then
+      return true
+    end
+  end
+  return (headers:get("user-agent") or ""):find("^Mozilla/") ~= nil
+end
+
 -- Whether a request may have come to this host. Whoever owns a name in the public DNS can make it lead to this machine,
 -- and a page of that name then has the gateway's origin. An address, a name without a dot, and one under the top-level
 -- domains localhost and internal, such as host.docker.internal, belong to no stranger.
@@ -117,11 +129,11 @@ local function is_our_host(authority)
 end
 
 -- Why the page that sends a request may not call, if so. A browser names the page's origin in every request that could
--- change something, and in every one to another origin that could read an answer.
+-- change something, and in every one to another origin that could read an answer. Programs call by any name.
 local function check_page(headers)
   local authority, origin = (headers:get(":authority") or ""):lower(), headers:get("origin")
-  if not ANY_HOST and not is_our_host(authority) then
-    return "this gateway is not called by this host name; GATEWAY_HOSTS lists those that are allowed"
+  if not ANY_HOST and not is_our_host(authority) and is_browser(headers) then
+    return "pages of this host name may not call; GATEWAY_HOSTS lists those that may"
   end
   if origin == nil or ANY_ORIGIN then
     return nil

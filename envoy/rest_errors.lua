@@ -7,6 +7,7 @@
 -- x-timeout-ms and x-first-token-timeout-ms, so that it can say in the stream that one passed; the gRPC deadline, a
 -- second after the first, ends a service that does not. A body that is compressed in a way that nobody behind the
 -- gateway reads is refused, for it would be taken for what it is not.
+-- A slash at the end of a path is removed, and HEAD becomes GET.
 -- Answers: the service's x-http-status becomes the HTTP status, retry-after-ms also Retry-After, gRPC's
 -- own headers go, a stream of lines says that it is one, and every error has its API's shape. Bodies are read of
 -- errors alone, so that streams stay unbuffered.
@@ -142,14 +143,36 @@ local function refuse_grpc(handle, status, message)
   })
 end
 
+-- A path with a slash at its end as without it, and HEAD as GET, of whose answer the body is dropped.
+local function normalize(handle, headers)
+  local path, query = headers:get(":path"):match("^([^?]*)(.*)$")
+  local is_head = headers:get(":method") == "HEAD"
+  if is_head then
+    headers:replace(":method", "GET")
+  end
+  if #path > 1 and path:sub(-1) == "/" then
+    path = path:sub(1, -2)
+    headers:replace(":path", path .. query)
+  elseif not is_head then
+    return path, false
+  end
+  handle:clearRouteCache()
+  return path, is_head
+end
+
 function envoy_on_request(handle)
   local headers = handle:headers()
+  local is_grpc = (headers:get("content-type") or ""):find("^application/grpc") ~= nil
+  local path, is_head
+  if not is_grpc then
+    path, is_head = normalize(handle, headers)
+  end
   local status, message, of_grpc = check_headers(headers)
   if status ~= "431" then
     local status_of_caller, message_of_caller = callers.check(handle, headers)
     status, message = status_of_caller or status, message_of_caller or message
   end
-  if (headers:get("content-type") or ""):find("^application/grpc") then
+  if is_grpc then
     if status == nil and #of_grpc > 0 then
       status, message = check_grpc_headers(headers)
     end
@@ -158,12 +181,12 @@ function envoy_on_request(handle)
     end
     return
   end
-  local path = headers:get(":path")
-  local is_openai = path:find("^/v1/") or path:find("^/openai/") or OPENAI_PATHS[path:match("^[^?]*")]
+  local is_openai = path:find("^/v1/") or path:find("^/openai/") or OPENAI_PATHS[path]
   local metadata = handle:streamInfo():dynamicMetadata()
-  local is_anthropic = path:find("^/v1/messages$") or path:find("^/v1/messages[/?]")
+  local is_anthropic = path == "/v1/messages" or path:find("^/v1/messages/")
   metadata:set(METADATA, "api", is_anthropic and "anthropic" or is_openai and "openai" or "v2")
-  metadata:set(METADATA, "lines", LINES[path:match("^[^?]*")] or false)
+  metadata:set(METADATA, "lines", LINES[path] or false)
+  metadata:set(METADATA, "is_head", is_head)
 
   local coding = (headers:get("content-encoding") or "identity"):lower() -- The decompressor has removed `gzip`.
   if coding ~= "identity" and not (coding == "deflate" and path:find("^/v2/")) then
@@ -216,6 +239,12 @@ function envoy_on_response(handle)
   end
 
   local status = headers:get(":status")
+  if rest["is_head"] then
+    for chunk in handle:bodyChunks() do
+      chunk:setBytes("")
+    end
+    return
+  end
   if tonumber(status) < 400 then
     if rest["lines"] then
       headers:replace("content-type", "application/x-ndjson")

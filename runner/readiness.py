@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import urllib.request
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,6 +11,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from millrace.rpc.server import READY
+from millrace.telemetry.page import DIRECT
 from runner.settings import LOOPBACK, StackSettings
 
 _TIMEOUT_S = 1.0
@@ -19,6 +19,7 @@ _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.use_local_subchannel_pool", 1),  # Another stack of this process may have used the address.
+    ("grpc.enable_http_proxy", 0),
 )
 
 
@@ -51,7 +52,7 @@ class Readiness:
         Of predictors of which some are elsewhere, one is enough.
         """
         try:
-            with urllib.request.urlopen(f"{self._admin}/clusters?format=json", timeout=_TIMEOUT_S) as answer:  # noqa: S310
+            with DIRECT.open(f"{self._admin}/clusters?format=json", timeout=_TIMEOUT_S) as answer:
                 clusters: Iterable[dict[str, Any]] = json.load(answer)["cluster_statuses"]
         except (OSError, ValueError):
             return "envoy"

@@ -127,8 +127,8 @@ class StackSettings(BaseSettings):
     )
     gateway_hosts: Hosts = Field(
         "",
-        description="Comma list of the host names by which the gateway may be called, or *. Addresses, localhost and"
-        " names without a dot always may.",
+        description="Comma list of the host names by which browsers may call the gateway, or *. Addresses, localhost"
+        " and names without a dot always may, and so may programs that are no browsers.",
     )
     gateway_trace_page: PageAddress = Field(
         "", description="Address of a trace for the playground's links, without the id at its end. Empty: no links."

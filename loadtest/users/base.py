@@ -171,6 +171,7 @@ class GrpcUser(StackUser):
             ("grpc.use_local_subchannel_pool", 1),
             # A stream is read where it is consumed, and not by way of another thread: twice as many messages a second.
             (ChannelOptions.SingleThreadedUnaryStream, 1),
+            ("grpc.enable_http_proxy", 0),
         ]
         if self.authority:
             options.append(("grpc.default_authority", self.authority))

@@ -22,6 +22,7 @@ def channel_options(
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1_000),
         ("grpc.enable_retries", 0),  # Envoy retries, where a retry is safe.
+        ("grpc.enable_http_proxy", 0),  # The environment's, which leads out of the stack.
     )
 
 

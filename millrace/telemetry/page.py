@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 _WORKER_TIMEOUT_S = 2.0
 _JOIN_S = 1.0
+# HTTP inside the stack, whatever proxy the environment names.
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class _SilentHandler(WSGIRequestHandler):
@@ -74,7 +76,7 @@ class WorkerPages(Collector):
         families: dict[str, Metric] = {}
         for worker, port in self._pages().items():
             try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=_WORKER_TIMEOUT_S) as answer:
+                with DIRECT.open(f"http://127.0.0.1:{port}/metrics", timeout=_WORKER_TIMEOUT_S) as answer:
                     page = answer.read().decode()
             except (OSError, ValueError) as error:
                 logger.warning("the metrics of worker %s cannot be read: %s", worker, error)

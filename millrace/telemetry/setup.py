@@ -38,6 +38,7 @@ _DEFAULTS = {
     # A Prometheus page shows no exemplars, and choosing them costs as much as counting.
     "OTEL_METRICS_EXEMPLAR_FILTER": "always_off",
 }
+_DIRECT = (("grpc.enable_http_proxy", "0"),)  # No proxy that the environment names.
 
 
 def set_up_telemetry(service: str) -> Callable[[], None]:
@@ -51,7 +52,7 @@ def set_up_telemetry(service: str) -> Callable[[], None]:
 
     readers: list[MetricReader] = [PrometheusMetricReader(scope_info_enabled=False)]
     if exports_metrics:
-        readers.append(PeriodicExportingMetricReader(OTLPMetricExporter()))
+        readers.append(PeriodicExportingMetricReader(OTLPMetricExporter(channel_options=_DIRECT)))
     meters = MeterProvider(readers, resource, shutdown_on_exit=False, views=gathered_views())
     metrics.set_meter_provider(meters)
 
@@ -59,7 +60,7 @@ def set_up_telemetry(service: str) -> Callable[[], None]:
     tracers = TracerProvider(resource=resource, shutdown_on_exit=False, meter_provider=NoOpMeterProvider())
     if exports_traces:
         try:
-            tracers.add_span_processor(BatchSpanProcessor(SpanExporter(), meter_provider=meters))
+            tracers.add_span_processor(BatchSpanProcessor(SpanExporter(channel_options=_DIRECT), meter_provider=meters))
         except ValueError as error:
             raise StartupError(f"OTEL_BSP_*: {error}") from None
     is_disabled = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"

@@ -16,6 +16,7 @@ from google.protobuf.json_format import MessageToDict
 
 from millrace.errors import StartupError
 from millrace.rpc.caller_key import headers
+from millrace.telemetry.page import DIRECT
 from millrace_protos import millrace_pb2 as pb
 from runner.command.gateway import TIMEOUT_S, Gateway
 from runner.terminal import BOLD, GREEN, RED, Painter, one_line, printable
@@ -82,10 +83,9 @@ def of_trace(gateway: Gateway, identifier: str) -> list[pb.PayloadRecord]:
 
 def trace_page(gateway: Gateway) -> str:
     """The address of traces in a browser, without the id; empty if the stack's settings have none."""
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         request = urllib.request.Request(f"http://{gateway.address}/playground/settings.json", headers=headers())
-        with direct.open(request, timeout=TIMEOUT_S) as answer:
+        with DIRECT.open(request, timeout=TIMEOUT_S) as answer:
             page = json.load(answer)["trace_page"]
     except (OSError, ValueError, KeyError):
         return ""

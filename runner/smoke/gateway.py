@@ -118,9 +118,9 @@ class Gateway:
     """See the module; to be closed."""
 
     def __init__(self, address: str) -> None:
-        channel = grpc.aio.insecure_channel(address)
-        authority = (("grpc.default_authority", "predictor"),)
-        at_predictor = grpc.aio.insecure_channel(address, options=authority)
+        direct = (("grpc.enable_http_proxy", 0),)
+        channel = grpc.aio.insecure_channel(address, options=direct)
+        at_predictor = grpc.aio.insecure_channel(address, options=(*direct, ("grpc.default_authority", "predictor")))
         self._channels = (channel, at_predictor)
         self.inference = GRPCInferenceServiceStub(channel)
         self.predictor = GRPCInferenceServiceStub(at_predictor)
@@ -128,7 +128,9 @@ class Gateway:
         self.log = millrace_pb2_grpc.PayloadLogStub(channel)
         self.health = health_pb2_grpc.HealthStub(channel)
         self.reflection = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[arg-type]
-        self._http = httpx2.AsyncClient(base_url=f"http://{address}", headers=headers(), timeout=_TIMEOUT_S)
+        self._http = httpx2.AsyncClient(
+            base_url=f"http://{address}", headers=headers(), timeout=_TIMEOUT_S, trust_env=False
+        )
 
     async def close(self) -> None:
         await self._http.aclose()

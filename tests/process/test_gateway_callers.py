@@ -15,6 +15,15 @@ import pytest_asyncio
 
 from tests.process.gateway_before_fakes import HOST, METADATA, OPENAI, ORIGIN, V2, Gateway, running_gateway
 
+# What a browser sends without an origin; the last by a page that hides what it can.
+BROWSER: list[dict[str, str]] = [
+    {"user_agent": "Mozilla/5.0 (X11; Linux x86_64) Gecko/20100101 Firefox/140.0", "accept_language": "en"},
+    {"sec_fetch_mode": "cors"},
+    {"sec_fetch_site": "same-origin"},
+    {"cookie": "a=b"},
+    {"referer": "http://evil.example/"},
+    {"user_agent": "curl/8.5.0", "accept_language": ""},
+]
 GRPC, GRPC_WEB, REST, FORM = "application/grpc", "application/grpc-web+proto", "application/json", "text/plain"
 REQUESTS = [(METADATA, GRPC), (METADATA, GRPC_WEB), (OPENAI, REST), (OPENAI, FORM)]
 
@@ -25,8 +34,10 @@ async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gat
         yield running
 
 
-async def call(gateway: Gateway, path: str, content_type: str, host: str, *origins: str) -> tuple[str, str]:
-    """The status of an answer, gRPC's if it has one, and the hop that failed, if any."""
+async def call(
+    gateway: Gateway, path: str, content_type: str, host: str, *origins: str, **others: str
+) -> tuple[str, str]:
+    """The status of an answer, gRPC's if it has one, and the hop that failed, if any; `others` are headers."""
 
     def send() -> tuple[str, str]:
         connection = http.client.HTTPConnection(gateway.address, timeout=30)
@@ -37,6 +48,8 @@ async def call(gateway: Gateway, path: str, content_type: str, host: str, *origi
                 connection.putheader(name, value)
             for origin in origins:
                 connection.putheader("origin", origin)
+            for name, value in others.items():
+                connection.putheader(name.replace("_", "-"), value)
             connection.endheaders(body)
             response = connection.getresponse()
             answer = response.read()
@@ -97,6 +110,7 @@ async def test_a_host_name_that_may_be_foreign_is_refused_and_others_are_served(
     gateway: Gateway, path: str, content_type: str
 ) -> None:
     for host in (
+        "isvc.ns.example.com",
         "evil.example",
         "evil.example:8080",
         "127.0.0.1.evil.example",
@@ -104,9 +118,12 @@ async def test_a_host_name_that_may_be_foreign_is_refused_and_others_are_served(
         f"{HOST}.evil",
         "1.2.3.4.5",
     ):
-        # The page's origin is that of its name.
-        for origins in ((), (f"http://{host}",)):
-            assert await call(gateway, path, content_type, host, *origins) == refused(content_type), host
+        # The page's origin is that of its name, which a browser does not send where the page reads.
+        assert await call(gateway, path, content_type, host, f"http://{host}") == refused(content_type), host
+        for header in BROWSER:
+            assert await call(gateway, path, content_type, host, **header) == refused(content_type), (host, header)
+        # What is no browser calls by any name, as a test of an ingress does.
+        assert await call(gateway, path, content_type, host, user_agent="curl/8.5.0") == served(content_type), host
     for host in (
         "localhost",
         "localhost:1",
@@ -119,12 +136,12 @@ async def test_a_host_name_that_may_be_foreign_is_refused_and_others_are_served(
         HOST,
         f"{HOST}:9",
     ):
-        assert await call(gateway, path, content_type, host) == served(content_type), host
+        assert await call(gateway, path, content_type, host, **BROWSER[0]) == served(content_type), host
 
 
 async def test_reading_calls_are_refused_too_with_advice(gateway: Gateway) -> None:
     for path in ("/", V2, "/millrace/v1/payloads", "/nothing"):
-        answer = await gateway.request("GET", path, host="evil.example")
+        answer = await gateway.request("GET", path, host="evil.example", user_agent="Mozilla/5.0")
         assert (answer.status, answer.headers["x-failed-hop"]) == (403, "gateway"), path
         assert "GATEWAY_HOSTS" in answer.json["error"]
     page = await gateway.request("POST", OPENAI, b"{}", origin="http://evil.example")

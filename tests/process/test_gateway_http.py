@@ -123,3 +123,59 @@ async def test_a_body_beyond_60_mib_is_refused_by_the_gateway_and_one_of_60_is_n
     answer = await gateway.request("POST", OPENAI, body.ljust(60 * MIB + 1))
     assert (answer.status, answer.headers["x-failed-hop"]) == (413, "gateway")
     assert answer.json["error"]["message"] == "the body is larger than 60 MiB"
+
+
+async def exchange(gateway: Gateway, *requests: bytes) -> list[tuple[bytes, dict[bytes, bytes]]]:
+    """The status lines and headers of answers to requests on one connection; those to HEAD have no body."""
+    host, _, port = gateway.address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    answers = []
+    try:
+        async with asyncio.timeout(20):
+            for request in requests:
+                writer.write(request)
+                status, *lines = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n")
+                headers = dict(line.lower().split(b": ", 1) for line in lines if line)
+                answers.append((status, headers))
+                if request.startswith(b"HEAD"):
+                    continue
+                if headers.get(b"transfer-encoding") == b"chunked":
+                    await reader.readuntil(b"\r\n0\r\n\r\n")
+                else:
+                    await reader.readexactly(int(headers[b"content-length"]))
+    finally:
+        writer.close()
+        await writer.wait_closed()
+    return answers
+
+
+@pytest.mark.parametrize("path", ["/", "/playground/main.js", "/v2/health/ready", "/v1/models", "/health", "/nothing"])
+async def test_head_has_the_status_of_get_and_no_body(gateway: Gateway, path: str) -> None:
+    requests = [f"{method} {path} HTTP/1.1\r\nhost: a\r\n\r\n".encode() for method in ("GET", "HEAD", "HEAD", "GET")]
+    answers = await exchange(gateway, *requests)
+    assert len({status for status, _ in answers}) == 1
+    assert {headers.get(b"x-failed-hop") for _, headers in answers} == {answers[0][1].get(b"x-failed-hop")}
+
+
+async def test_http_1_0_is_answered_and_closes_unless_asked_to_stay(gateway: Gateway) -> None:
+    page = b"GET / HTTP/1.0\r\nconnection: keep-alive\r\n\r\n"
+    assert [status for status, _ in await exchange(gateway, page, page)] == [b"HTTP/1.0 200 OK"] * 2
+    host, _, port = gateway.address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    stream = json.dumps({"pieces": 3, "size": 10}).encode()
+    writer.write(b"POST %s HTTP/1.0\r\ncontent-length: %d\r\n\r\n%s" % (OPENAI.encode(), len(stream), stream))
+    async with asyncio.timeout(20):
+        head, _, received = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    assert (head.split(b"\r\n")[0], received) == (b"HTTP/1.0 200 OK", b"x" * 30)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/completions/", "//v1//completions", "/openai/v1/completions/", "/v1/completions/?a=b", "/v1/./completions"],
+)
+async def test_slashes_that_say_nothing_do_not_matter(gateway: Gateway, path: str) -> None:
+    answer = await gateway.request("POST", path, json.dumps({"answer": {"is": "whole"}}).encode() + b" " * MIB)
+    assert (answer.status, answer.json) == (200, {"is": "whole"})
+    assert (await gateway.request("GET", "//v2/health/ready/")).json["error"] == 'model "a" is loading'
+    assert (await gateway.request("GET", "//")).status == 200

@@ -1,6 +1,7 @@
 """`make smoke`: every endpoint of each bundled model answers or refuses as it must; failures are reported."""
 
 import asyncio
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -43,7 +44,21 @@ async def test_a_bundled_model_passes(stack, capsys, model, kind):
     assert all(row.startswith("  pass") for row in rows)
 
 
-async def test_without_a_name_every_model_is_checked_by_its_kind(new_stack, tmp_path, capsys):
+@pytest.fixture
+def proxied(monkeypatch):
+    """A proxy in the environment, which accepts connections and says nothing: nobody inside a stack asks it."""
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        for name in ("http", "https", "all", "grpc"):
+            for variable in (f"{name}_proxy", f"{name}_proxy".upper()):
+                monkeypatch.setenv(variable, f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        for variable in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+            monkeypatch.delenv(variable, raising=False)
+        yield
+
+
+async def test_without_a_name_every_model_is_checked_by_its_kind_whatever_proxy_there_is(
+    proxied, new_stack, tmp_path, capsys
+):
     save_random_encoder("bert", tmp_path / "embedder")
     save_words_tokenizer(tmp_path / "embedder", "the", "fox")
     save_random_encoder("bert-classifier", tmp_path / "classifier")
