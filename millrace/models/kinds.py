@@ -3,8 +3,8 @@
 It depends only on the folder's files, so that both services decide the same. The rules, in order:
 
 1. `model.py`, in a local folder: a Python model (code of the hub is never run);
-2. `adapter_config.json` (PEFT's): an adapter of a model that generates text;
-3. `modules.json` (a model of sentence-transformers): classification if it is a cross-encoder, embeddings otherwise;
+2. `modules.json` (a model of sentence-transformers): classification if it is a cross-encoder, embeddings otherwise;
+3. `adapter_config.json` (PEFT's): an adapter of a model that generates text;
 4. `config.json` names a class `…ForSequenceClassification`: classification;
 5. it names an encoder (`BertModel`, `T5EncoderModel`, …): embeddings;
 6. anything else generates text, or the predictor refuses it.
@@ -37,11 +37,11 @@ def kind_of(source: ModelSource, folder: Path) -> ModelKind:
     """The kind of the model whose files lie in `folder`; ValueError where config.json names nothing that is served."""
     if source.is_local and (folder / PYTHON_FILE).is_file():
         return ModelKind.PYTHON
-    if (folder / ADAPTER_FILE).is_file():
-        return ModelKind.ADAPTER
     if (folder / MODULES_FILE).is_file():
         is_cross_encoder = read_sentence_files(folder).is_cross_encoder
         return ModelKind.CLASSIFICATION if is_cross_encoder else ModelKind.EMBEDDING
+    if (folder / ADAPTER_FILE).is_file():
+        return ModelKind.ADAPTER
     config = read_config(folder, "config.json")
     architecture = str((config.get("architectures") or [""])[0])
     if architecture.endswith("ForSequenceClassification"):

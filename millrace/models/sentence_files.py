@@ -120,6 +120,8 @@ class SentenceFiles:
         stated = self.config.get("model_type")
         if stated not in (None, _EMBEDDER, CROSS_ENCODER):
             raise ValueError(f"models of sentence-transformers' type {stated} are not served")
+        if self.modules and (self.inner / "adapter_config.json").is_file():
+            raise ValueError("it is an adapter of PEFT for an encoder: merge it into its base")
         processing = self.transformer.get("processing_kwargs") or {}
         modalities = self.transformer.get("modality_config") or {}
         output = {"method": "forward", "method_output_name": _OUTPUTS.get(self.task)}

@@ -134,6 +134,17 @@ async def test_vectors_of_every_type_of_encoder(tmp_path, serve, kind):
     await check_embeddings(model, serve(folder))
 
 
+@pytest.mark.parametrize("kind", ["bert", "modernbert"])
+async def test_a_folder_of_transformers_alone_is_read_with_the_same_defaults(tmp_path, serve, kind):
+    save_random_type(kind, tmp_path)
+    tokenizer = save_words_tokenizer(tmp_path, *WORDS, "user")
+    await check_embeddings(SentenceTransformer(str(tmp_path), device="cpu"), serve(tmp_path))
+    tokenizer.chat_template = FLAT
+    tokenizer.save_pretrained(tmp_path)
+    await check_embeddings(SentenceTransformer(str(tmp_path), device="cpu"), serve(tmp_path))
+
+
+FLAT = "{% for m in messages %}{{ m['role'] }} : {{ m['content'] }} {% endfor %}"
 ALL = list(parts.Pooling.POOLING_MODES)
 
 
@@ -225,7 +236,6 @@ async def test_tokens_of_a_prompt_that_are_not_pooled(tmp_path, serve, way):
     await check_embeddings(model, served, prompt_name="document")
 
 
-FLAT = "{% for m in messages %}{{ m['role'] }} : {{ m['content'] }} {% endfor %}"
 STRUCTURED = "{% for m in messages %}{{ m['role'] }} : {{ m.content[0].text }} {% endfor %}"
 
 
@@ -377,6 +387,7 @@ REFUSALS = {
         ),
         "method_output_name .'hidden_states', -2., which is not served",
     ),
+    "an adapter": (lambda f: (f / "adapter_config.json").write_text("{}"), "it is an adapter of PEFT for an encoder"),
     "code of a model": (lambda f: set_json(f / "config.json", auto_map={"AutoModel": "x.Y"}), "has code of its own"),
     "options": (lambda f: set_json(f / TRANSFORMER, config_kwargs={"is_causal": False}), "has config_kwargs, which is"),
     "a task": (lambda f: set_json(f / TRANSFORMER, transformer_task="fill-mask", modality_config={}), "task fill-mask"),

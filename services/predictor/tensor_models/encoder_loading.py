@@ -134,6 +134,8 @@ def _transformer(
     model, missing = load_weights(name, files.inner, auto, settings.dtype, device)
     # Some models have a pooling layer for classification; embeddings do not use it.
     _check_whole(name, [one for one in missing if task != "feature-extraction" or not one.startswith("pooler.")])
+    if INPUT_IDS not in inspect.signature(model.forward).parameters:
+        raise ValueError(f"{type(model).__name__} reads no token ids")
     config = model.config.get_text_config()
     config.use_cache = False
     if feature == CAUSAL:
