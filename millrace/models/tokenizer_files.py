@@ -31,7 +31,7 @@ TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 # Of each kind of tokenizer, the file that transformers converts; without one it makes up a vocabulary.
-VOCABULARIES = (TOKENIZER_FILE, "vocab.txt", "vocab.json", "*.model", "tekken.json")
+VOCABULARIES = (TOKENIZER_FILE, "vocab.txt", "vocab.json", "*.model", "*.spm", "tekken.json")
 
 _DEFAULT_TEMPLATE = "default"
 _CONVERSION_S = 300.0
@@ -166,7 +166,7 @@ def _converted(folder: Path) -> tuple[bytes, dict[str, str]]:
 
     In a process of its own: the import blocks the interpreter and stays in memory.
     """
-    command = (sys.executable, "-m", __name__, str(folder))
+    command = (sys.executable, "-m", "millrace.models.tokenizer_conversion", str(folder))
     try:
         done = subprocess.run(command, capture_output=True, timeout=_CONVERSION_S)
     except subprocess.TimeoutExpired:
@@ -178,21 +178,6 @@ def _converted(folder: Path) -> tuple[bytes, dict[str, str]]:
     return result["tokenizer"].encode(), result["named"]
 
 
-def _convert(folder: str) -> str:
-    sys.modules["torch"] = None  # type: ignore[assignment]  # It would take seconds, and nothing here needs it.
-    from transformers import AutoTokenizer
-
-    made: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    backend = getattr(made, "backend_tokenizer", None)
-    if backend is None:
-        raise ValueError(f"{type(made).__name__} has no fast version")
-    return json.dumps({"tokenizer": backend.to_str(), "named": made.special_tokens_map})
-
-
 def _one_line(error: object) -> str:
     text = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else str(error)
     return " ".join(text.split())[:_MAX_REASON]
-
-
-if __name__ == "__main__":
-    sys.stdout.write(_convert(sys.argv[1]))

@@ -33,7 +33,7 @@ from services.transformer.text.chat_templates import render
 from services.transformer.text.detokenizer import Decoder
 from services.transformer.text.token_bytes import TokenBytes
 
-FILES = ("*.json", "*.model", "*.txt", "*.jinja")
+FILES = ("*.json", "*.model", "*.spm", "*.txt", "*.jinja")
 _INLINE_BYTES = 8 * 1024
 # The tokenizer classes of transformers that make types of the ids of a pair.
 _MAKE_TYPES = re.compile(

@@ -1,0 +1,209 @@
+"""A folder without tokenizer.json gets the ids of its slow tokenizer, which is SentencePiece for most."""
+
+import json
+import random
+import re
+import shutil
+import warnings
+from functools import partial
+from pathlib import Path
+
+import pytest
+import sentencepiece
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers import M2M100Tokenizer, MarianTokenizer
+from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
+
+from millrace.models.tokenizer_files import read_tokenizer
+
+STRINGS = 10_000
+ALPHABETS = [
+    "abcdefghij klmnop",
+    "ABC XYZ",
+    "0123456789",
+    " \t",
+    "\r\n",
+    " ",
+    "日本語東京こ",
+    "привет",
+    "éàïñü",
+    "مرحبا",
+]
+ALPHABETS += ["안녕", "नमस्ते", "🦄👍🏽\u200d", "<>|[]{}.,!?'\"-_~`▁", "\u00a0\u200b\u3000\ufeff", "ﬁ½Ⅳ①"]
+WORDS = ["the", " fox", "story", "Once", " and ", "日本語", "привет", "  ", "cafe\u0301", "ｶﾞ"]
+IDENTITY = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "split_digits": True}
+SENTENCEPIECE = {
+    "llama": {"model_type": "bpe", "byte_fallback": True, **IDENTITY},
+    "gemma": {"model_type": "bpe", "byte_fallback": True, "add_dummy_prefix": False, **IDENTITY},
+    "unigram": {"model_type": "unigram", "normalization_rule_name": "nmt_nfkc"},
+    "t5": {"model_type": "unigram", "pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1},
+    "bpe": {"model_type": "bpe", "normalization_rule_name": "nmt_nfkc"},
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder with models of each kind, all trained on the project's own pages."""
+    folder = tmp_path_factory.mktemp("trained")
+    pages = "\n".join(page.read_text() for page in sorted(Path("docs").glob("*.md"))[:12])
+    corpus = folder / "corpus.txt"
+    corpus.write_text(
+        pages + "日本語のテキスト 東京\nпривет мир\ncafé déjà vu\nمرحبا بالعالم\n안녕하세요 세계\nनमस्ते दुनिया\n" * 30  # noqa: RUF001
+    )
+    for name, options in SENTENCEPIECE.items():
+        sentencepiece.SentencePieceTrainer.train(
+            input=str(corpus), model_prefix=str(folder / name), vocab_size=1100, minloglevel=2, **options
+        )
+    words = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    words.normalizer, words.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    words.train([str(corpus)], trainers.WordPieceTrainer(vocab_size=1500, special_tokens=special, show_progress=False))
+    (folder / "vocab.txt").write_text("".join(f"{word}\n" for word in sorted(words.get_vocab(), key=words.token_to_id)))
+    pairs = Tokenizer(models.BPE())
+    pairs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pairs.train([str(corpus)], trainers.BpeTrainer(vocab_size=1200, special_tokens=["<|endoftext|>"]))
+    pairs.model.save(str(folder))
+    return folder
+
+
+def texts(*special):
+    draw = random.Random(7)
+    for _ in range(STRINGS):
+        parts = []
+        for _ in range(draw.randint(0, 12)):
+            alphabet = draw.choice(ALPHABETS)
+            word = "".join(draw.choice(alphabet) for _ in range(draw.randint(1, 6)))
+            parts.append(draw.choice([word, word, draw.choice(WORDS), *special]))
+        yield "".join(parts)
+
+
+def check(folder, expected, *special, unigram=None):
+    """Of equally likely pieces SentencePiece takes either, by the rounding of its sums; `unigram` is its model."""
+    read = read_tokenizer(folder)
+
+    def score(ids):
+        pieces = map(read.backend.id_to_token, ids)
+        return sum(unigram.get_score(unigram.piece_to_id(piece)) for piece in pieces)
+
+    for text in texts(*special):
+        ids, wanted = read.backend.encode(text, add_special_tokens=False).ids, expected(text)
+        if ids != wanted:
+            assert unigram is not None, (text, ids, wanted)
+            assert score(ids) == pytest.approx(score(wanted), abs=1e-3), (text, ids, wanted)
+            assert len(ids) == len(wanted)
+    return read
+
+
+def save(folder, config, **files):
+    for name, source in files.items():
+        shutil.copy(source, folder / name.replace("__", "."))
+    own = {name: value for name, value in config.items() if name != "model_type"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(own))
+    (folder / "config.json").write_text(json.dumps({"model_type": config.get("model_type", "llama")}))
+    return folder
+
+
+def processor_of(path):
+    return sentencepiece.SentencePieceProcessor(model_file=str(path))
+
+
+def pieces_of(path, shift=0, end=None):
+    """The ids of SentencePiece, with those of fairseq where `shift` is 1; parts beside "</s>" begin anew."""
+    processor = processor_of(path)
+
+    def ids(text):
+        parts = re.split("(</s>)", text) if end is not None else [text]
+        encoded = ([end] if part == "</s>" else processor.encode(part) for part in parts)
+        return [{0: 3}.get(i, i + 1) if shift and i != end else i for part in encoded for i in part]
+
+    return ids
+
+
+LLAMA = {"tokenizer_class": "LlamaTokenizer"}
+# Configuration, model, file, shift of ids, end token in the text, special tokens around it.
+PIECES = [
+    (LLAMA | {"legacy": True}, "llama", "tokenizer.model", 0, 2, ["<s>"]),
+    ({"tokenizer_class": "T5Tokenizer", "model_type": "t5"}, "t5", "spiece.model", 0, 1, ["</s>"]),
+]
+MORE_PIECES = [
+    (LLAMA | {"legacy": False}, "llama", "tokenizer.model", 0, None, ["<s>"]),
+    ({"tokenizer_class": "LlamaTokenizerFast", "model_type": "mistral"}, "llama", "tokenizer.model", 0, 2, ["<s>"]),
+    ({"tokenizer_class": "GemmaTokenizer", "model_type": "gemma"}, "gemma", "tokenizer.model", 0, None, ["<bos>"]),
+    ({"tokenizer_class": "XLMRobertaTokenizer"}, "unigram", "sentencepiece.bpe.model", 1, 2, ["<s>", "</s>"]),
+    ({"tokenizer_class": "MBartTokenizer"}, "unigram", "sentencepiece.bpe.model", 1, 2, ["</s>", "en_XX"]),
+    ({"tokenizer_class": "NllbTokenizer"}, "bpe", "sentencepiece.bpe.model", 1, 2, ["eng_Latn", "</s>"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "model", "file", "shift", "end", "around"),
+    [*PIECES, *(pytest.param(*values, marks=pytest.mark.full) for values in MORE_PIECES)],
+)
+def test_pieces_are_those_of_sentencepiece(made, tmp_path, config, model, file, shift, end, around):
+    source = made / f"{model}.model"
+    expected = pieces_of(source, shift, end)
+    special = ["</s>"] if end is not None else []
+    unigram = processor_of(source) if model in ("t5", "unigram") else None
+    read = check(save(tmp_path, config, **{file: source}), expected, *special, unigram=unigram)
+    encoded = read.backend.encode("the fox")
+    assert [token for token in encoded.tokens if token in around] == around
+    assert read.backend.decode(encoded.ids) == "the fox"
+
+
+def vocabulary_of(folder, models_, first, last=()):
+    """A vocab.json with the pieces of these models in an order of its own."""
+    pieces = [
+        processor.id_to_piece(i) for processor in map(processor_of, models_) for i in range(processor.get_piece_size())
+    ]
+    pieces = [piece for piece in dict.fromkeys(pieces) if piece not in first]
+    random.Random(3).shuffle(pieces)
+    path = folder / "vocab.json"
+    path.write_text(json.dumps({piece: i for i, piece in enumerate([*first, *pieces, *last])}))
+
+
+def test_marian_and_m2m_equal_their_slow_versions(made, tmp_path):
+    marian, m2m = tmp_path / "marian", tmp_path / "m2m"
+    for folder in (marian, m2m):
+        folder.mkdir()
+    vocabulary_of(marian, [made / "t5.model", made / "unigram.model"], ["</s>", "<unk>"], [">>fra<<", "<pad>"])
+    config = {"tokenizer_class": "MarianTokenizer", "model_type": "marian"}
+    save(marian, config, source__spm=made / "t5.model", target__spm=made / "unigram.model")
+    vocabulary_of(m2m, [made / "bpe.model"], ["<s>", "<pad>", "</s>", "<unk>"])
+    config = {"tokenizer_class": "M2M100Tokenizer", "model_type": "m2m_100", "src_lang": "en", "tgt_lang": "fr"}
+    save(m2m, config, sentencepiece__bpe__model=made / "bpe.model")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        unigram = processor_of(made / "t5.model")
+        for folder, slow_class, model in ((marian, MarianTokenizer, unigram), (m2m, M2M100Tokenizer, None)):
+            slow = slow_class.from_pretrained(folder)
+            expected = partial(slow, add_special_tokens=False)
+            read = check(folder, lambda text, slow=expected: slow(text).input_ids, unigram=model)
+            for text in ("the fox", ">>fra<< the fox"):
+                assert read.backend.encode(text).ids == slow(text).input_ids
+            ids = slow(text_target="привет мир").input_ids
+            assert read.backend.decode(ids) == "привет мир"
+
+
+@pytest.mark.parametrize("lower", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_word_pieces_equal_the_slow_version(made, tmp_path, lower):
+    config = {"tokenizer_class": "BertTokenizer", "model_type": "bert", "do_lower_case": lower}
+    folder = save(tmp_path, config, vocab__txt=made / "vocab.txt")
+    slow = BertTokenizerLegacy(vocab_file=str(folder / "vocab.txt"), do_lower_case=lower)
+    check(folder, lambda text: slow.convert_tokens_to_ids(slow.tokenize(text)), "[MASK]")
+
+
+def test_byte_pairs_equal_those_of_the_files(made, tmp_path):
+    config = {"tokenizer_class": "GPT2Tokenizer", "model_type": "gpt2"}
+    folder = save(tmp_path, config, vocab__json=made / "vocab.json", merges__txt=made / "merges.txt")
+    pairs = Tokenizer(models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
+    pairs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pairs.add_special_tokens(["<|endoftext|>"])
+    read = check(folder, lambda text: pairs.encode(text).ids, "<|endoftext|>")
+    assert read.eos_id == pairs.token_to_id("<|endoftext|>")
+
+
+def test_what_cannot_be_converted_is_one_line_that_names_the_folder(tmp_path):
+    folder = save(tmp_path, {"tokenizer_class": "LlamaTokenizer"})
+    (folder / "tokenizer.model").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ValueError, match=f"^the tokenizer in {folder} cannot be converted: [^\n]+$"):
+        read_tokenizer(folder)
