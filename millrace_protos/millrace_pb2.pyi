@@ -756,7 +756,7 @@ class PayloadRecord(_message.Message):
     client: _builtins.str
     """The caller's name, if the gateway knows it."""
     incomplete: _builtins.bool
-    """Parts were dropped: spool or disk full, or a long request was refused."""
+    """Parts were dropped (spool or disk full), are not here yet, or a long request was refused."""
     call_id: _builtins.str
     """The gateway's id of the call; requests of one stream share it."""
     fingerprint: _builtins.str

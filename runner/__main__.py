@@ -16,6 +16,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from millrace.descriptors import raise_descriptor_limit
 from millrace.errors import StartupError
 from runner import roll
 from runner import settings as stack_settings
@@ -36,6 +37,7 @@ def main() -> None:
     try:
         settings = stack_settings.load()
         if action == "up":
+            raise_descriptor_limit(_say)
             asyncio.run(up(Stack(settings, say=_say), verbose=arguments.verbose))
         elif action == "down":
             down(RunFolder(settings.run_folder))

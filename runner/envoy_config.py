@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ _SERVICES = {"type: STRICT_DNS  # SRV": "type: EDS", "#SRV ": ""}
 _NO_ENDPOINTS = '{"resources": []}'
 _CONTAINER_FOLDER = "/etc/envoy/"
 _CHECK_TIMEOUT_S = 30.0
+_CONNECTIONS = "envoy.resource_monitors.global_downstream_max_connections"
+_OWN_DESCRIPTORS = 128  # Of Envoy: its files, listeners and connections to services.
 
 Config = dict[str, Any]
 Address = tuple[str, int]
@@ -60,6 +63,14 @@ def _derive(settings: StackSettings, text: str) -> Config:
         for mark, value in {**_SERVICES, "<PREDICTORS>": str(settings.listed_predictors.absolute())}.items():
             text = text.replace(mark, value)
     config: Config = _with_local_files(yaml.safe_load(text.replace(NO_ORIGINS, origins)))
+    (connections,) = [
+        monitor["typed_config"]
+        for monitor in config["overload_manager"]["resource_monitors"]
+        if monitor["name"] == _CONNECTIONS
+    ]
+    # Where there are few descriptors, callers are refused rather than the connections to services.
+    spare = max(_OWN_DESCRIPTORS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OWN_DESCRIPTORS)
+    connections["max_active_downstream_connections"] = min(connections["max_active_downstream_connections"], spare)
     admin = (LOOPBACK, settings.gateway_admin_port)
     config["admin"]["address"] = _address(admin)
     config["layered_runtime"]["layers"][0]["static_layer"]["tracing"]["random_sampling"] = (

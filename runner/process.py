@@ -183,7 +183,10 @@ class Process:
 
     def _open_log(self) -> IO[bytes]:
         try:
-            return self.log.open("ab")
+            log = self.log.open("ab+")
+            if log.tell() and (log.seek(-1, os.SEEK_END), log.read(1))[1] != b"\n":
+                log.write(b"\n")  # A full disk has cut the last line.
+            return log
         except OSError as error:
             self._say(f"{self.log} cannot be written ({error.strerror}): the output of {self.spec.name} is lost")
             return Path(os.devnull).open("ab")

@@ -246,8 +246,8 @@ class Recording:
         return tensors if rules.tensor_digest is not Digest.OFF else without_large(tensors, rules.tensor_bytes)
 
     def _miss(self, reason: str, *, exc_info: bool = False) -> None:
+        self._tap._drops.count(reason, of_another=not self._incomplete, exc_info=exc_info)
         self._incomplete = True
-        self._tap._drops.count(reason, exc_info=exc_info)
 
     def _write_rest(self) -> None:
         """Enqueues the rest of a long request when its answer begins; after the end, the end writes it."""

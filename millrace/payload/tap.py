@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from millrace.errors import StartupError
-from millrace.payload.drops import Drops
+from millrace.payload.drops import DISK, Drops
 from millrace.payload.ids import next_id
 from millrace.payload.outbox.frames import FrameEncoder
 from millrace.payload.outbox.journal import MAX_FRAME_BYTES, Journal
@@ -223,8 +223,9 @@ class PayloadTap:
         if self._writer is not None and self._shipper is not None:
             written = self._writer.close()
             self._shipper.close(remove=written)
-        elif lost := len(self._queue.begins):
-            logger.error("%d payload records are lost: there was no spool to write them to", lost)
+        for _ in self._queue.begins if self._writer is None else ():
+            self._drops.count(DISK)
+        self._drops.whole(at_end=True)
 
     def _journal_for(self, begin: BeginPart) -> Journal | None:
         """The journal that may keep the begin as it is; none if rules may redact it, or it is surely too large."""

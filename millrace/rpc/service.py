@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import uvloop
 
+from millrace.descriptors import raise_descriptor_limit
 from millrace.errors import StartupError
 from millrace.settings import ServiceSettings, load
 from millrace.telemetry.logs import set_up_logging
@@ -34,6 +35,7 @@ def run_service(
         with ExitStack() as telemetry:
             telemetry.callback(set_up_telemetry(f"millrace-{name}"))
             telemetry.callback(set_up_logging(name, settings.log_level, settings.log_format))
+            raise_descriptor_limit(logging.getLogger(__name__).warning)
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(serve(settings))
     except StartupError as error:

@@ -7,6 +7,7 @@ once.
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 import threading
@@ -14,12 +15,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Literal, NamedTuple, TextIO
+from typing import Literal, NamedTuple, TextIO, cast
 
 from opentelemetry import metrics
 from opentelemetry.metrics import Meter
 from pythonjsonlogger.json import JsonFormatter
 
+from millrace.errors import may_pass
 from millrace.telemetry.identity import current_request_id, current_span_id, current_trace_id
 
 CALLS = "millrace.calls"  # The logger of the calls' lines.
@@ -34,7 +36,10 @@ _JSON_NAMES = {"levelname": "level", "name": "logger"}
 
 def set_up_logging(service: str, level: str, log_format: LogFormat, meter: Meter | None = None) -> Callable[[], None]:
     """Writes to standard error, `auto` as text to a terminal; the returned function writes the waiting lines."""
-    handler = logging.StreamHandler()
+    raw = getattr(getattr(sys.stderr, "buffer", None), "raw", None)
+    handler: logging.StreamHandler[TextIO] = logging.StreamHandler(
+        sys.stderr if raw is None else cast(TextIO, _WholeLines(raw))
+    )
     handler.setFormatter(formatter(service, log_format))
     handler.addFilter(_name_request)
     logging.basicConfig(level=level, handlers=[handler], force=True)
@@ -58,6 +63,25 @@ class _ConsoleFormatter(logging.Formatter):
         text = super().formatMessage(record)
         request_id = getattr(record, "request_id", "")
         return f"{text} request={request_id}" if request_id else text
+
+
+class _WholeLines(io.TextIOBase):
+    """Writes to a file on a disk that may be full: what it has no room for is lost, and the next line begins anew."""
+
+    def __init__(self, raw: io.RawIOBase) -> None:
+        self._raw = raw
+        self._is_cut = False  # The last line.
+
+    def write(self, text: str) -> int:
+        data = ("\n" * self._is_cut + text).encode(errors="backslashreplace")
+        try:
+            while data and (written := self._raw.write(data)):
+                self._is_cut = data[written - 1 : written] != b"\n"
+                data = data[written:]
+        except OSError as error:
+            if not may_pass(error):
+                raise
+        return len(text)
 
 
 class _Line(NamedTuple):

@@ -147,11 +147,11 @@ class LoggedCall:
         self._flags = flags
 
     def record(self) -> PayloadRecord:
-        """The record of a call that no service has recorded."""
+        """The record of a call that no service has recorded; incomplete where one should have, with its contents."""
         log, values, gateway = self._log, self._values, self.gateway
         status = _status(values, self._flags, gateway)
         seconds, nanos = divmod(log.time_unix_nano, 1_000_000_000)
-        return PayloadRecord(
+        record = PayloadRecord(
             record_id=str(as_uuid7(next_id(log.time_unix_nano // 1_000_000, 0))),
             time=Timestamp(seconds=seconds, nanos=nanos),
             request_id=values.get("request_id", "")[:_MAX_ID],
@@ -166,6 +166,8 @@ class LoggedCall:
             call_id=self.call_id,
             gateway=gateway,
         )
+        record.incomplete = self.may_be_recorded(record)
+        return record
 
     def may_be_recorded(self, record: PayloadRecord) -> bool:
         """Whether the call of this record has reached a service that records."""

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 from millrace.errors import OverloadedError, StartupError
 from millrace.oip.tensors import Tensor, add_input
+from millrace.payload import drops
+from millrace.payload import tap as tap_module
 from millrace.payload.drops import DISK, FAILED, MEMORY, TOO_LARGE
 from millrace.payload.ids import as_uuid7, next_id
 from millrace.payload.outbox import journal as payload_journal
@@ -29,6 +31,7 @@ from millrace.payload.tensors import request_tensors
 from millrace_protos.inference_pb2 import ModelInferRequest
 from millrace_protos.millrace_pb2 import Usage
 from tests.support.payload_ingest import away, begin, folders, no_room, segments
+from tests.support.small_disk import small_disk
 from tests.waiting import until
 
 # With rules that may redact a request the journal is not used: answers wait for the writer.
@@ -493,8 +496,61 @@ async def test_drops_are_logged_once_a_minute(taps, caplog):
         for _ in range(50):
             begin(tap).end("OK")
     [warning] = caplog.records
-    assert warning.getMessage() == "payload record dropped in whole or part: memory (1 so far)"
+    assert warning.getMessage() == "payload records lost in whole or part: memory (1 so far)"
     assert tap.dropped == {MEMORY: 50}
+
+
+async def test_the_number_of_lost_records_is_stated_once_records_are_whole_again(taps, caplog, monkeypatch):
+    monkeypatch.setattr(drops, "_WHOLE_AFTER_S", 0.1)
+    with small_disk(taps.spool.parent / "disk", megabytes=6) as disk, caplog.at_level(logging.WARNING):
+        tap = PayloadTap("127.0.0.1:1", spool=disk.path / "spool")
+        tap.start()
+        for before in range(2):
+            await until(lambda: tap._queue.empty)
+            disk.fill()
+            with begin(tap, "cut", prompt="x" * 100_000):
+                for number in range(40):
+                    begin(tap, f"r{number}", prompt="x" * 100_000).end("OK")
+                await until(lambda: tap._queue.empty)
+                disk.empty()
+            assert sum(tap.dropped.values()) >= 40
+
+            def recorded_again(before=before):
+                begin(tap, "after").end("OK")
+                return sum("whole again" in record.getMessage() for record in caplog.records) > before
+
+            await until(recorded_again)
+        await tap.stop(0.1)
+    texts = [record.getMessage() for record in caplog.records]
+    first, again, second, at_last = [text for text in texts if "in whole or part" in text][:4]
+    assert first == second == "payload records lost in whole or part: disk (1 so far)"
+    stated = [
+        int(text.removeprefix("payload records are whole again: ").removesuffix(" were lost in whole or part"))
+        for text in (again, at_last)
+    ]
+    assert sum(stated) == sum(tap.dropped.values())
+
+
+async def test_a_tap_without_a_spool_serves_and_keeps_records_until_there_is_room(taps, ingest, monkeypatch, caplog):
+    monkeypatch.setattr(tap_module, "_OPEN_AGAIN_S", 0.05)
+    with small_disk(taps.spool.parent / "disk", inodes=30) as disk:
+        disk.fill("inodes")
+        tap = PayloadTap(ingest.target, spool=disk.path / "spool")
+        tap.start()
+        with begin(tap, "kept") as recording:
+            async with asyncio.timeout(0.5):
+                assert not await recording.flushed()  # Nothing waits for the disk.
+            recording.chunk("text", [1])
+            recording.end("OK")
+        await asyncio.sleep(0.2)
+        assert ingest.records == []
+        disk.empty()
+        await until(lambda: ingest.records)
+        assert [(record.request_id, record.text, record.incomplete) for record in ingest.records] == [
+            ("kept", "text", False)
+        ]
+        await tap.stop(1)
+    assert any("records wait in memory meanwhile" in record.getMessage() for record in caplog.records)
 
 
 async def test_a_begin_is_on_disk_before_the_first_chunk_is_sent(taps):

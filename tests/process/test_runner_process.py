@@ -91,6 +91,15 @@ async def test_after_one_good_start_no_exit_ends_the_stack_and_each_is_reported_
     assert all(line.startswith("worker ended with exit code 78: worker: no room; starting") for line in reports[:2])
 
 
+async def test_a_line_that_a_full_disk_has_cut_is_ended_before_the_next_run(tmp_path: Path) -> None:
+    process = Process(script("worker", "import sys; sys.stderr.write('cut'); sys.exit(1)"), tmp_path, tmp_path, Lines())
+    process.start()
+    while process.log.read_text().count("cut") < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    await process.stop()
+    assert process.log.read_text().startswith("cut\ncut")
+
+
 async def test_a_process_starts_without_its_log(tmp_path: Path) -> None:
     reports = Lines()
     logs = tmp_path / "logs"

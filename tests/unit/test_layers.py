@@ -10,7 +10,7 @@ from tests.support.import_graph import imports, loaded_with, modules
 
 MILLRACE = (
     ("millrace.json_schemas",),
-    ("millrace.errors", "millrace.service_links", "millrace.structured_outputs"),
+    ("millrace.descriptors", "millrace.errors", "millrace.service_links", "millrace.structured_outputs"),
     ("millrace.clients", "millrace.deadline", "millrace.grammars", "millrace.sampling", "millrace.step_errors"),
     ("millrace.models",),
     ("millrace.telemetry",),

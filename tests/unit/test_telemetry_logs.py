@@ -1,11 +1,13 @@
 """Log lines are JSON that names the request, or text for a terminal; a reader that is stuck blocks no call."""
 
+import errno
 import io
 import json
 import logging
 import os
 import pty
 import threading
+from types import SimpleNamespace
 
 import pytest
 from opentelemetry import trace
@@ -139,3 +141,27 @@ def test_a_stuck_reader_loses_lines_and_blocks_no_call(root, monkeypatch):
     assert dropped in (89, 90)
     released.set()
     close()
+
+
+def test_a_full_disk_loses_lines_and_joins_none(root, monkeypatch):
+    class Disk(io.RawIOBase):
+        contents, room = b"", 0
+
+        def write(self, data):
+            if not self.room:
+                raise OSError(errno.ENOSPC, "no space")
+            taken = data[: self.room]
+            self.room -= len(taken)
+            self.contents += taken
+            return len(taken)
+
+    disk = Disk()
+    monkeypatch.setattr("sys.stderr", SimpleNamespace(buffer=SimpleNamespace(raw=disk), isatty=lambda: False))
+    close = set_up_logging("predictor", "INFO", "json", Measured().meter)
+    for number, room in enumerate((1000, 20, 0, 1000, 1000)):
+        disk.room = room
+        logging.getLogger("some.module").warning("line %d", number)
+    close()
+    whole, cut, *later = disk.contents.decode().splitlines()
+    assert len(cut) == 20
+    assert [json.loads(line)["message"] for line in (whole, *later)] == ["line 0", "line 3", "line 4"]

@@ -173,8 +173,8 @@ class PayloadWriter:
             else:
                 batch.append(frame)
                 room -= len(frame.payload)
-        if batch:
-            self._append(batch)
+        if batch and self._append(batch) and any(not frame.record.incomplete for frame in batch):
+            self._drops.whole()
         if only_ends and not failing:
             self._retry_at = time.monotonic() + _RETRY_S
         waited_for = [frame.part for frame in frames if isinstance(frame.part, BeginPart | RequestPart)]
@@ -188,11 +188,12 @@ class PayloadWriter:
         payload = self._encoder.whole_without_contents(frame.payload)
         if len(payload) > room:
             return None
-        self._drops.count(FULL)
+        self._drops.count(FULL, of_another=not frame.record.incomplete)
         frame.record.incomplete = True
         return frame._replace(payload=payload)
 
-    def _append(self, batch: Sequence[Framed]) -> None:
+    def _append(self, batch: Sequence[Framed]) -> bool:
+        """Returns whether the frames are on disk."""
         try:
             self._spool.append([_payload(frame) for frame in batch])
         except OSError as error:
@@ -202,8 +203,9 @@ class PayloadWriter:
                 if not frame.record.dropped:
                     self._drop(frame, DISK)
             self._use_reserve()
-        else:
-            self._count_ended(sum(frame.ends_record for frame in batch))
+            return False
+        self._count_ended(sum(frame.ends_record for frame in batch))
+        return True
 
     def _use_reserve(self) -> None:
         """Writes the waiting ends: without them no segment could be deleted, and a full disk would stay full."""
@@ -224,8 +226,8 @@ class PayloadWriter:
             self._waiting_ends.append(frame)
             return
         for _ in range(frame.parts):
-            self._drops.count(reason)
-        frame.record.incomplete = True
+            self._drops.count(reason, of_another=not frame.record.incomplete)
+            frame.record.incomplete = True
         if isinstance(frame.part, BeginPart):
             frame.record.dropped = True
             self._encoder.forget(frame.record)

@@ -1,0 +1,23 @@
+"""The limit of open files and sockets: each caller's connection takes one."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+
+_WANTED = 65_536
+_FEW = 1024
+
+
+def raise_descriptor_limit(say: Callable[[str], object]) -> int:
+    """Raises the limit of this process and its children as far as is allowed; returns it, and says if it is low."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = _WANTED if hard == resource.RLIM_INFINITY else min(hard, _WANTED)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        soft = allowed
+    if soft < _FEW:
+        say(
+            f"only {soft} open files and connections are allowed (ulimit -Hn): with more callers, some are not accepted"
+        )
+    return soft
