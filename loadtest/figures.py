@@ -36,9 +36,9 @@ class SlowRequest:
     failure: str = ""
 
     @property
-    def order(self) -> float:
-        """By what they are compared: the time to the first token, or the whole time of a call without one."""
-        return self.whole_ms if self.ttft_ms is None else self.ttft_ms
+    def order(self) -> tuple[bool, float]:
+        """By what they are compared: a stream's time to the first token, before the whole times of other calls."""
+        return (self.ttft_ms is not None, self.whole_ms if self.ttft_ms is None else self.ttft_ms)
 
 
 class Figures:

@@ -20,25 +20,23 @@ AUTOMATIC = "automatic"
 REPLAY = "log"
 _LEAST_SHARE, _GREATEST_KILLS = 50.0, 600.0
 
-# Field → default and help. `model` is a menu where the page knows the stack's models.
+# Field → default and help, those that matter most first: the form shows them so. `model` is a menu where the page knows
+# the stack's models.
 _FIELDS = {
-    "model": (AUTOMATIC, "The model; automatic: the first that fits the user"),
-    "prompts_file": ("", "File of prompts: JSON Lines or ShareGPT's JSON; empty: examples"),
-    "prompt_words": ("", "Words of a prompt without a file, N or N-M; empty: examples"),
-    "output_tokens": ("16-64", "Tokens to request, N or N-M; a file's own lengths come first"),
-    "tensor_shape": ("1,16", "Shape of tensors that the model leaves open"),
-    "think_time": ("0.1-0.5", "Closed load: seconds between an answer and the next request, N or N-M"),
-    "arrivals": (
-        "",
-        "Open load: requests a second of each user (Poisson), or `log`: as in the payload log; empty: closed",
-    ),
-    "objective": ("TTFT <= 1 s, gap <= 200 ms", "What a good request keeps to: TTFT, gap, whole, cancel"),
-    "good_percent": ("95", "Per cent of requests that must be good, for the knee and --check"),
-    "deadline": ("60", "Deadline of a request in seconds"),
-    "knee_seconds": ("20", "KneeShape: seconds that each level is measured"),
-    "knee_most": ("512", "KneeShape: the most users"),
-    "knee_precision": ("5", "KneeShape: per cent to which the knee is exact; at least one user"),
-    "kills_per_minute": ("0", "Predictors killed a minute (DEVELOPMENT=true), in the middle of a stream"),
+    "model": (AUTOMATIC, "automatic: the first that fits"),
+    "output_tokens": ("16-64", "N or N-M"),
+    "prompt_words": ("", "N or N-M; empty: examples"),
+    "think_time": ("0.1-0.5", "seconds, N or N-M"),
+    "arrivals": ("", "requests/s of each user, or log; empty: think time"),
+    "objective": ("TTFT <= 1 s, gap <= 200 ms", "TTFT, gap, whole, cancel"),
+    "good_percent": ("95", "requests that must meet it"),
+    "deadline": ("60", "seconds"),
+    "kills_per_minute": ("0", "predictors; DEVELOPMENT=true"),
+    "prompts_file": ("", "JSON Lines or ShareGPT"),
+    "tensor_shape": ("1,16", "where the model leaves it open"),
+    "knee_seconds": ("20", "of each level of KneeShape"),
+    "knee_most": ("512", "users of KneeShape"),
+    "knee_precision": ("5", "per cent, of KneeShape"),
 }
 
 
@@ -70,7 +68,7 @@ def add_fields(parser: Any, models: Sequence[str]) -> None:
     for name, (default, text) in _FIELDS.items():
         choices = {"choices": [AUTOMATIC, *models]} if name == "model" and models else {}
         parser.add_argument(f"--{name.replace('_', '-')}", default=default, help=text, **choices)
-    key = "Key of the gateway, instead of the environment's MILLRACE_KEY"
+    key = "of the gateway; empty: MILLRACE_KEY"
     parser.add_argument("--key", default="", is_secret=True, help=key)
     addresses = {
         "links": "The gateway's address in the report's links, if the browser needs another than --host",

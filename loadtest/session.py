@@ -18,7 +18,7 @@ import gevent
 from gevent.lock import BoundedSemaphore
 from locust.runners import WorkerRunner
 
-from loadtest.figures import PROCESSOR_FULL, Figures
+from loadtest.figures import GAP, GOOD, PROCESSOR_FULL, REQUESTS, TOKENS, TTFT, Figures
 from loadtest.gateway import Gateway, GatewayError, parse_address
 from loadtest.measures import Measures
 from loadtest.options import Options, parse
@@ -29,6 +29,8 @@ from loadtest.replay import replayed
 _log = logging.getLogger(__name__)
 
 DEFAULT_HOST = "http://127.0.0.1:8080"
+WORKERS_DELAY_S = 4  # They report every three seconds.
+_COURSE_S = 12 * 3600
 _PROCESSOR_INTERVAL_S = 2.0
 _REPLAYED_RECORDS = 1000
 _RECORDS_TIMEOUT_S = 15.0
@@ -140,7 +142,31 @@ class Session:
             self.trace_page = ""
         while True:
             self.predictors.read(self.gateway, int(time.time()))
+            self.note_course()
             gevent.sleep(INTERVAL_S)
+
+    def note_course(self) -> None:
+        """Adds the finished seconds to the course, which outlives their figures; late reports change the newest."""
+        states = {reading.second: reading.states.values() for reading in self.predictors.readings}
+        changing = int(time.time()) - 2 * WORKERS_DELAY_S
+        for second, found in self.measures.seconds.items():
+            if second in self.course and second < changing:
+                continue
+            share, now = found.good_share(), states.get(second)
+            self.course[second] = {
+                "second": second,
+                "ttft": found.of(TTFT).quantiles((0.5, 0.99)),
+                "gap": found.of(GAP).quantiles((0.5, 0.99)),
+                "tokens": found.count(TOKENS),
+                "goodput": found.count(GOOD),
+                "requests": found.count(REQUESTS),
+                "good_percent": None if share is None else 100 * share,
+                "running": sum(state.running for state in now) if now else None,
+                "waiting": sum(state.waiting for state in now) if now else None,
+                "cache": 100 * max(state.cache for state in now) if now else None,
+            }
+        while len(self.course) > _COURSE_S:
+            del self.course[min(self.course)]
 
     def _kill_predictors(self) -> None:
         """Kills the predictor of a random stream, at random times."""

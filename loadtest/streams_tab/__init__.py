@@ -30,6 +30,8 @@ _STOP_POLL_S, _STOP_S = 0.05, 60.0
 def add_to(web_ui: Any, session: Session) -> None:
     """Adds the tab, its routes, and the check of the form to Locust's page."""
     web_ui.template_args["extended_tabs"] = [{"title": "Streams", "key": "streams"}]
+    # The form shows its fields in the order of the JSON in the page.
+    web_ui.app.jinja_env.policies["json.dumps_kwargs"] = {"sort_keys": False}
     blueprint = Blueprint("streams", __name__, url_prefix=f"{session.environment.parsed_options.web_base_path}/streams")
 
     @blueprint.route("/figures")

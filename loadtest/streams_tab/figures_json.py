@@ -2,41 +2,41 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import asdict
 from typing import Any
 
-from locust.runners import MasterRunner
+from locust.runners import STATE_RUNNING, STATE_SPAWNING, MasterRunner
 
 from loadtest import figures
 from loadtest.figures import PROCESSOR_FULL, Figures
-from loadtest.session import Session
+from loadtest.session import WORKERS_DELAY_S, Session
 
 WINDOW_S = 10
-# Workers report every three seconds.
-_WORKERS_DELAY_S = 4
+_POINTS = 600  # Of a chart.
 _MEASURES = (figures.TTFT, figures.SERVER_TTFT, figures.GAP, figures.WHOLE, figures.CANCEL)
 _SHARES = (0.5, 0.9, 0.99)
 
 
 def live(session: Session) -> dict[str, Any]:
-    """Of the last seconds, with the course so far."""
-    delay = _WORKERS_DELAY_S if isinstance(session.environment.runner, MasterRunner) else 0
+    """Of the last seconds, and of the whole test so far, with its course."""
+    delay = WORKERS_DELAY_S if isinstance(session.environment.runner, MasterRunner) else 0
     latest = session.measures.latest(WINDOW_S, delay)
     # The page shows records itself, also where the browser cannot call the gateway.
     return {
         **_common(session, "./streams/records/"),
         "window_s": WINDOW_S,
         "rows": rows(latest, _elapsed(session, WINDOW_S)),
+        "whole": {"window_s": _lasted(session), "rows": rows(session.measures.total, _lasted(session))},
+        "runs": session.environment.runner.state in (STATE_RUNNING, STATE_SPAWNING),
         "full": _full(latest),
     }
 
 
 def whole(session: Session) -> dict[str, Any]:
     """Of the whole test, for the report."""
-    total = session.measures.total
-    seconds = list(session.measures.seconds)
-    lasted = seconds[-1] - seconds[0] + 1 if seconds else 1
+    total, lasted = session.measures.total, _lasted(session)
     gateway = (session.environment.parsed_options.links or session.gateway.address.url).rstrip("/")
     records = f"{gateway}/millrace/v1/payloads?request_id="
     return {**_common(session, records), "window_s": lasted, "rows": rows(total, lasted), "full": _full(total)}
@@ -78,34 +78,26 @@ def _common(session: Session, records: str) -> dict[str, Any]:
 
 
 def _course(session: Session) -> list[dict[str, Any]]:
-    """One object for each finished second. Points are computed once: the figures of old seconds do not change."""
-    states = {reading.second: reading.states.values() for reading in session.predictors.readings}
-    seconds = session.measures.seconds
-    changing = int(time.time()) - 2 * _WORKERS_DELAY_S
-    kept = session.course
-    for second, found in seconds.items():
-        if second not in kept or second >= changing:
-            share = found.good_share()
-            kept[second] = {
-                "second": second,
-                "ttft": found.of(figures.TTFT).quantiles((0.5, 0.99)),
-                "gap": found.of(figures.GAP).quantiles((0.5, 0.99)),
-                "tokens": found.count(figures.TOKENS),
-                "goodput": found.count(figures.GOOD),
-                "requests": found.count(figures.REQUESTS),
-                "good_percent": None if share is None else 100 * share,
-            }
-    for second in [second for second in kept if second not in seconds]:
-        del kept[second]
-    return [
-        {
-            **point,
-            "running": sum(state.running for state in states[second]) if second in states else None,
-            "waiting": sum(state.waiting for state in states[second]) if second in states else None,
-            "cache": 100 * max(state.cache for state in states[second]) if second in states else None,
-        }
-        for second, point in sorted(kept.items())
-    ]
+    """A point a second, of a long test one for several: the means, and the greatest of quantiles."""
+    session.note_course()
+    points = [point for _, point in sorted(session.course.items())]
+    step = math.ceil(len(points) / _POINTS)
+    return points if step < 2 else [_merged(points[at : at + step]) for at in range(0, len(points), step)]
+
+
+def _merged(points: list[dict[str, Any]]) -> dict[str, Any]:
+    merged: dict[str, Any] = {"second": points[0]["second"]}
+    for name in ("ttft", "gap"):
+        merged[name] = {p: max(_given(points, name, p), default=None) for p in points[0][name]}
+    for name in points[0].keys() - merged.keys():
+        given = _given(points, name)
+        merged[name] = sum(given) / len(given) if given else None
+    return merged
+
+
+def _given(points: list[dict[str, Any]], name: str, quantile: str = "") -> list[float]:
+    values = [point[name][quantile] if quantile else point[name] for point in points]
+    return [value for value in values if value is not None]
 
 
 def _predictors(session: Session) -> list[dict[str, Any]]:
@@ -117,6 +109,12 @@ def _linked(session: Session, records: str, request: figures.SlowRequest) -> dic
     """With links to its record and its trace."""
     trace = session.trace_page + request.trace_id if session.trace_page and request.trace_id else ""
     return {**asdict(request), "record": records + request.request_id, "trace": trace}
+
+
+def _lasted(session: Session) -> int:
+    """The seconds of the whole test."""
+    session.note_course()
+    return max(session.course) - min(session.course) + 1 if session.course else 1
 
 
 def _elapsed(session: Session, window_s: int) -> int:

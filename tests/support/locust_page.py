@@ -127,8 +127,17 @@ async def load_in_browser(address: str, model: str) -> str:
             await section.get_by_role("link", name="record").first.click()
         [record] = json.loads(await (await popup.value).inner_text("body"))
         assert record["model"] == model
+        chart = section.locator("figure").filter(has_text="Tokens a second")
+        await expect(chart.locator("svg text").nth(2)).to_have_text(re.compile(r"^\d+(\.\d+)?k?$"))  # The axis' end.
+        await chart.locator("svg").hover()
+        await expect(chart.locator(".key")).to_have_text(re.compile(r"^tokens \d"))
+        await page.mouse.move(0, 0)
+        assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         await page.get_by_role("button", name="Stop").click()
         await expect(page.get_by_role("button", name="New")).to_be_visible()
+        await page.get_by_role("tab", name="Streams").click()
+        await expect(section.get_by_role("button", name="whole test")).to_have_attribute("aria-pressed", "true")
+        await expect(section.locator("tbody").first).to_contain_text("Generate")
         await page.get_by_role("tab", name="Download Data").click()
         async with page.expect_popup() as popup:
             await page.get_by_role("link", name="Download Report").click()
@@ -140,11 +149,17 @@ async def load_in_browser(address: str, model: str) -> str:
 
 async def _start(page: Page, model: str) -> None:
     """Four users of one class, with a model of the menu and an objective."""
-    await page.get_by_role("checkbox").first.uncheck()  # This unchecks all classes.
-    await page.get_by_role("row").filter(has_text=re.compile(r"^StreamUser")).get_by_role("checkbox").check()
+    rows = page.get_by_role("row")
+    await expect(rows.filter(has=page.locator("input:checked"))).to_have_text([re.compile(r"^ChatUser")])
+    for name, checked in (("ChatUser", False), ("StreamUser", True)):
+        box = rows.filter(has_text=re.compile(f"^{name}")).get_by_role("checkbox")
+        await box.set_checked(checked)
     await page.locator("[name=userCount]").fill("4")
     await page.locator("[name=spawnRate]").fill("4")
-    await page.get_by_role("button", name="Custom parameters").click()
+    fields = await page.locator("form [name]").evaluate_all("fields => fields.map(({ name }) => name)")
+    assert [name for name in fields if name in ("model", "outputTokens", "objective", "kneeSeconds")] == [
+        *("model", "outputTokens", "objective", "kneeSeconds")
+    ]
     await page.locator("[name=model]").select_option(model)
     await page.locator("[name=outputTokens]").fill("24")
     await page.locator("[name=objective]").fill("TTFT <= 5 s, gap <= 2 s")

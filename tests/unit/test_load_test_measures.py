@@ -49,6 +49,26 @@ def test_an_empty_histogram_has_no_quantiles_and_zero_is_a_value():
     assert histogram_of([0.0]).quantile(0.5) == 0.0
 
 
+def test_a_call_without_a_stream_is_among_the_slowest_only_where_streams_are_few():
+    figures = Figures()
+    for number in range(12):
+        figures.note_slow(SlowRequest("infer", f"i{number}", "", whole_ms=1000 + number))
+        if number % 2:
+            figures.note_slow(SlowRequest("Generate", f"g{number}", "", whole_ms=50, ttft_ms=number))
+    assert [slow.request_id for slow in figures.slowest] == [
+        "g11",
+        "g9",
+        "g7",
+        "g5",
+        "g3",
+        "g1",
+        "i11",
+        "i10",
+        "i9",
+        "i8",
+    ]
+
+
 def test_only_the_slowest_ten_of_all_processes_are_kept():
     def slow(milliseconds):
         return SlowRequest("Generate", f"r{milliseconds}", "", whole_ms=5000, ttft_ms=milliseconds)
