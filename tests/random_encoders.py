@@ -55,6 +55,8 @@ TYPES: Mapping[str, Mapping[str, Any]] = {
     "mpnet": {"pad_token_id": 0},
     "xlm-roberta": {"pad_token_id": 0},
     "modernbert": {"pad_token_id": 0, "local_attention": 8, "global_attn_every_n_layers": 2},
+    # Reads the embedding of the padding behind a text, if that is not zero.
+    "mobilebert": {"embedding_size": 32, "true_hidden_size": 32, "intra_bottleneck_size": 32, "pad_token_id": 0},
     "deberta-v2": {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8},
     "qwen3": {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0},
     "gemma3_text": {

@@ -153,6 +153,15 @@ async def test_a_vector_that_is_not_finite_fails_its_request_only(tmp_path, serv
         np.testing.assert_allclose(vector[0], reference(model, row).mean(0), rtol=1e-4, atol=1e-5)
 
 
+async def test_rows_of_a_model_that_reads_the_padding_run_alone(tmp_path, serve):
+    model = save_random_type("mobilebert", tmp_path, AutoModelForSequenceClassification)
+    served = serve(tmp_path)
+    rows = [ids_of(length, seed) for seed, length in enumerate((9, 5, 14))]
+    for ids, logits in zip(rows, await asyncio.gather(*(answer(served, request(row)) for row in rows)), strict=True):
+        np.testing.assert_allclose(logits, reference(model, ids), rtol=1e-4, atol=1e-5)
+    assert served.description.parameters["pads_rows"] == "false"
+
+
 @pytest.mark.parametrize("kind", ["bart", "t5"])
 async def test_a_classifier_with_a_decoder_takes_rows_of_several_ends(tmp_path, serve, kind):
     model = save_random_type(kind, tmp_path, AutoModelForSequenceClassification)

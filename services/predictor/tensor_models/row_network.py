@@ -1,7 +1,7 @@
 """A model that computes one vector for each row of token ids.
 
-`run` blocks; only one thread calls it. Rows are padded to one batch if that does not change results: `prove` compares a
-short row alone with the same row padded. If they differ (the model uses padding as input, or has no padding token),
+`run` blocks; only one thread calls it. Rows are padded to one batch if that does not change results: `prove` compares
+short rows alone with the same rows padded. If they differ (the model uses padding as input, or has no padding token),
 every row runs alone.
 """
 
@@ -20,7 +20,7 @@ from services.predictor.tensor_models.rows import ATTENTION_MASK, Rows, pad
 Vectors = NDArray[np.float32]
 Compute = Callable[[dict[str, Tensor]], Tensor]  # From a batch's inputs (see rows.py) to vectors [rows, size].
 
-_SHORT, _LONG = 3, 11
+_LENGTHS = (2, 3, 6, 11)  # One row could come out right by chance.
 # Rounding depends on the batch's shape; a real effect of padding is far larger.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
 _LOW_PRECISION_TOLERANCE = 0.1
@@ -48,16 +48,16 @@ class RowNetwork:
 
     def prove(self, vocabulary_size: int, max_length: int, end_id: int | None = None) -> int:
         """Decides whether rows can be padded, each ending in `end_id`; returns the size of a vector."""
-        ids = np.array([i for i in range(_LONG + 2) if i not in (self._pad_id, end_id)], dtype=np.int64)
-        rows = [ids[: min(length, max_length)] % vocabulary_size for length in (_SHORT, _LONG)]
+        ids = np.array([i for i in range(_LENGTHS[-1] + 2) if i not in (self._pad_id, end_id)], dtype=np.int64)
+        rows = [np.roll(ids, length)[: min(length, max_length)] % vocabulary_size for length in _LENGTHS]
         for row in rows:
             row[-1] = row[-1] if end_id is None else end_id
-        short, long = map(_plain, rows)
-        alone = self._forward(short)
+        plain = [_plain(row) for row in rows]
+        alone = np.concatenate([self._forward(row) for row in plain[:-1]])
         if self.pads_rows:
             tolerance = _TOLERANCES.get(self._dtype, _LOW_PRECISION_TOLERANCE)
             try:
-                padded = self._forward(pad([short, long], self._pad_id))[:1]
+                padded = self._forward(pad(plain, self._pad_id))[:-1]
                 self.pads_rows = bool(np.abs(padded - alone).max() <= tolerance * max(1.0, np.abs(alone).max()))
             except (ValueError, IndexError, RuntimeError):
                 self.pads_rows = False

@@ -94,7 +94,7 @@ class RowReader:
             raise InvalidRequestError("the prompt is empty")
         model, files = self.model, self.model.files
         tokenizer, is_pair = model.tokenizer, len(texts) == 2
-        form = None if verbatim else files.message_format(tokenizer.description["chat_template"])
+        form = None if verbatim else files.message_format(tokenizer.chat_template)
         if form is not None and is_pair and await self._drops_pairs(form):
             if files.modules:
                 raise InvalidRequestError("its chat template does not carry a query and a document", param="model")

@@ -146,10 +146,9 @@ class TextTokenizer:
     @property
     def description(self) -> dict[str, Any]:
         """The attributes in the tokenizer's files."""
-        templates: Any = self._templates
         return {
             "tokenizer_class": self._files.config.get("tokenizer_class"),
-            "chat_template": templates.get("default") if len(templates) < 2 else templates,
+            "chat_template": self.chat_template,
             "vocab_size": self.backend.get_vocab_size(with_added_tokens=True),
             **{name: self._files.special_tokens.get(name) for name in NAMED_TOKENS},
         }
@@ -174,6 +173,11 @@ class TextTokenizer:
     def set_chat_template(self, template: str) -> None:
         """Replaces the chat templates of the tokenizer's own files."""
         self._templates = {"default": template}
+
+    @property
+    def chat_template(self) -> str | Mapping[str, str] | None:
+        """The template, or several by name."""
+        return self._templates.get("default") if len(self._templates) < 2 else self._templates
 
     @property
     def has_chat_template(self) -> bool:
