@@ -73,6 +73,7 @@ class Client:
             raise ForbiddenError(f"the key of {self.name} does not allow the model {model}")
 
 
+WITHOUT_KEY = "~@"  # Begins the name of an account that is an address; no client of a key can have such a name.
 ANYONE = Client("", Policy(role="admin"))
 
 

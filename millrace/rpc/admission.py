@@ -55,6 +55,12 @@ def call_metadata(context: Context) -> Metadata:
     return tuple(context.invocation_metadata() or ()) if call is None else call.metadata
 
 
+def caller_of_call() -> str:
+    """The caller of the call that this task serves; "" for another service, or if it serves none."""
+    call = _current.get()
+    return "" if call is None else call.caller
+
+
 def head_of_call() -> ResponseHead:
     """The head of the answer to the call that the task serves; one that is never sent, if it serves none."""
     call = _current.get()

@@ -1,5 +1,7 @@
 """The scheduler: first come, first served, within its limits, and every block is given back."""
 
+from itertools import pairwise
+
 import pytest
 
 from millrace.errors import InvalidRequestError, OverloadedError
@@ -283,17 +285,42 @@ def test_places_are_contended_while_more_sequences_wait_than_are_free():
     assert not scheduler.contended, "the last one would take no place from another"
 
 
-def test_a_paced_sequence_keeps_its_place_and_the_others_continue():
+def test_a_paced_sequence_needs_no_slot_until_it_is_due():
     scheduler = scheduler_of(max_running=2)
+    paced, other, waiting = added(scheduler, sequence(), sequence(), sequence(max_tokens=9))
+    step(scheduler)
+    paced.due_at = 10.0
+    rows = scheduler.schedule(64, now=9.0)
+    assert [row.sequence for row in rows] == [other, waiting]
+    assert scheduler.due == [other]
+    assert paced.blocks, "it keeps what it has computed"
+    for row in rows:
+        scheduler.complete(row)
+        row.sequence.append(7)
+    # Three are due for two slots: none misses two steps in a row.
+    served = [{row.sequence for row in scheduler.schedule(64, now=10.0)} for _ in range(6)]
+    assert all(len(rows) == 2 for rows in served)
+    assert all(first | second == {paced, other, waiting} for first, second in pairwise(served))
+
+
+def test_many_paced_sequences_leave_slots_to_others_and_are_bounded():
+    scheduler = scheduler_of(blocks=200, max_running=2, max_waiting=100)
+    paced = added(scheduler, *(sequence() for _ in range(40)))
+    for now in range(20):
+        for row in scheduler.schedule(64, now=float(now)):
+            scheduler.complete(row)
+            if row.sequence.remaining == 0:
+                row.sequence.append(7)
+                row.sequence.due_at = 1000.0
+    assert [one in scheduler.running for one in paced] == [True] * 8 + [False] * 32
+
+
+def test_a_runner_that_keeps_what_is_held_counts_its_slot():
+    scheduler = Scheduler(BlockManager(26, SIZE), 2, 8, 16, held_need_slots=True)
     paced, other, waiting = added(scheduler, sequence(), sequence(), sequence())
     step(scheduler)
     paced.due_at = 10.0
-    (row,) = scheduler.schedule(64, now=9.0)
-    assert row.sequence is other
-    assert scheduler.due == [other]
-    scheduler.complete(row)
-    other.append(7)
-    assert [row.sequence for row in scheduler.schedule(64, now=10.0)] == [paced, other]
+    assert [row.sequence for row in scheduler.schedule(64, now=9.0)] == [other]
     assert waiting not in scheduler.running
 
 

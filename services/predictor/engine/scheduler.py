@@ -15,7 +15,8 @@ its next token, or its end, it has every step to itself: the others keep their b
 sequences the others have a step.
 
 A sequence with a pace (`SamplingParameters.pace`) has its next token at `due_at` at the earliest. Until then it keeps
-its place, and steps leave it out.
+its blocks, and steps leave it out. It takes no slot meanwhile, but with `held_need_slots`: others run in its place, and
+where more are due than there are slots, steps take turns with them.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from services.predictor.engine.state.sequence import Row, Sequence, precedence
 # vocabulary, which take memory and delay the step's other rows.
 _MAX_SCORED = 64
 _GATHER_S, _LOOK_S = 0.002, 0.05  # See pause_s.
+_HELD = 3  # Sequences without a slot, for each slot.
 
 
 class Scheduler(InFlight):
@@ -44,8 +46,12 @@ class Scheduler(InFlight):
         step_tokens: int,
         reuses_prefixes: bool = True,
         scaling: Scaling | None = None,
+        held_need_slots: bool = False,
     ) -> None:
         super().__init__(blocks, max_running, max_waiting, step_tokens, reuses_prefixes, scaling)
+        self._held_need_slots = held_need_slots
+        self._without_slot = 0  # Running sequences that their pace holds in this step.
+        self._turn = 0  # Of the sequences that are due, where there are more than slots.
         self._gave_way = False  # Whether the latest step was that of an isolated sequence.
         self._full = False  # Whether the latest step had no blocks for the next sequence.
         self._closed = False  # Whether this step starts no more sequences.
@@ -60,7 +66,7 @@ class Scheduler(InFlight):
         `streams` is the property.
         """
         # A client may get a slot that another one has.
-        places = max(self.max_running - len(self.running), int(self._shares.competing))
+        places = max(self._free_slots, int(self._shares.competing))
         return len(self.running) - streams + min(places, len(self.waiting))
 
     @property
@@ -70,7 +76,7 @@ class Scheduler(InFlight):
 
     def queue_before(self, sequence: Sequence) -> int:
         """The number of sequences that wait for another's end and are expected to start before a new one."""
-        if not self._full and len(self.running) < self.max_running:
+        if not self._full and self._free_slots > 0:
             return 0
         # The new one has no number yet: of its equals it is the last.
         client, place = sequence.request.client, precedence(sequence)[:-1]
@@ -80,7 +86,7 @@ class Scheduler(InFlight):
     @property
     def contended(self) -> bool:
         """Whether a slot that a waiting sequence does not take would go to another one."""
-        places = 0 if self._full else self.max_running - len(self.running)
+        places = 0 if self._full else self._free_slots
         return len(self.waiting) > max(1, places)
 
     @property
@@ -109,6 +115,8 @@ class Scheduler(InFlight):
     def schedule(self, prefill_tokens: int, now: float = 0.0) -> list[Row]:
         """The rows of the next step: an isolated sequence, or all that decode and up to `prefill_tokens` of prompts."""
         self._now = now
+        held = 0 if self._held_need_slots else sum(sequence.due_at > now for sequence in self.running)
+        self._without_slot = min(held, _HELD * self.max_running)
         rows: dict[Sequence, Row] = {}
         self._scores_left = _MAX_SCORED
         self._took_slot = False
@@ -122,7 +130,7 @@ class Scheduler(InFlight):
             self._left_out = bool(resting) and self._compose(prefill_tokens, rows, resting)
             if not self._left_out:
                 self._compose(prefill_tokens, rows)
-        self._shares.charge(rows.values(), self._held() if rows else ())
+        self._shares.charge(rows.values(), self._held() if rows and self._held_need_slots else ())
         return list(rows.values())
 
     def make_room(self, rows: list[Row]) -> Sequence | None:
@@ -137,14 +145,14 @@ class Scheduler(InFlight):
             return newest
         self.preempt(newest)
         # Otherwise it would return in the next step, and no sequence would make progress.
-        self._limits.running = len(self.running)
+        self._limits.running = min(len(self.running), max(1, self.max_running - 1))
         return None
 
     def _next_alone(self) -> Sequence | None:
         """The sequence that has the next step to itself: an isolated one that runs or begins."""
         self._alone = [sequence for sequence in self._alone if sequence.alone]
         running = self._running_alone()
-        if running is not None or (self._gave_way and self.running) or len(self.running) >= self.max_running:
+        if running is not None or (self._gave_way and self.running) or self._free_slots <= 0:
             return running
         for client in self._turns():
             for sequence in self._of(client, self.waiting):
@@ -160,7 +168,7 @@ class Scheduler(InFlight):
         """Plans what decodes, then prompts; without clients that rest. Returns whether there are prompts."""
         left_out = 0
         forced = max(0, self.step_tokens - len(self.running))  # Beside one id for each sequence.
-        for sequence in list(self.running):
+        for sequence in self._due_in_turn():
             if sequence.decodes:
                 if sequence.due_at > self._now:
                     sequence.was_held = True
@@ -206,6 +214,23 @@ class Scheduler(InFlight):
             budget -= self._plan(sequence, min(sequence.remaining, max(budget, sequence.indivisible)), rows)
         return budget
 
+    @property
+    def _free_slots(self) -> int:
+        return self.max_running - len(self.running) + self._without_slot
+
+    def _due_in_turn(self) -> list[Sequence]:
+        """The running sequences, of those that are due no more than there are slots beside prompts."""
+        if len(self.running) <= self.max_running:
+            return list(self.running)
+        due = [sequence for sequence in self.running if sequence.decodes and sequence.due_at <= self._now]
+        places = max(1, self.max_running - sum(not sequence.decodes for sequence in self.running))
+        if len(due) <= places:
+            return list(self.running)
+        start = self._turn % len(due)
+        self._turn = start + places
+        left_out = {*(due * 2)[start + places : start + len(due)]}
+        return [sequence for sequence in self.running if sequence not in left_out]
+
     def _held(self) -> Iterator[Sequence]:
         """The running sequences whose pace does not allow their next token yet."""
         return (sequence for sequence in self.running if sequence.due_at > self._now)
@@ -224,13 +249,13 @@ class Scheduler(InFlight):
 
     def _has_slot(self, client: str | None) -> bool:
         """Whether there is a slot, or another client must give one; at most one in a step."""
-        if len(self.running) < self.max_running:
+        if self._free_slots > 0:
             return True
         return client is not None and not self._took_slot and self._shares.slot_for(client, self.running) is not None
 
     def _take_slot(self, client: str | None, rows: dict[Sequence, Row]) -> None:
         """Makes sure of the slot that `_has_slot` promised."""
-        if client is None or len(self.running) < self.max_running:
+        if client is None or self._free_slots > 0:
             return
         giver = self._shares.slot_for(client, self.running)
         if giver is not None:

@@ -105,6 +105,7 @@ def load_vllm(launch: engine_pb2.EngineLaunch, flush: Callable[[], None]) -> Loa
             settings.max_waiting,
             _ANY_PROMPT,
             reuses_prefixes=False,
+            held_need_slots=True,
         ),
         WholePrompts(),
         EngineLimits(context, False, vocabulary, True),

@@ -1,4 +1,5 @@
-"""On whose account a request's work is where clients compete for a busy engine.
+"""On whose account a request's work is where clients compete for a busy engine: its caller's, the client of its key or
+without keys the address that the gateway saw.
 
 Shadow copies and batches are below their clients: they have accounts of their own, with the lowest weight. Those of
 batches are apart by client, for an account is also whose prefixes are shared.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from millrace.clients import Client, Policy
+from millrace.clients import WITHOUT_KEY, Client, Policy, caller_of
 from millrace.rpc.call_context import CallContext
 
 LOWEST_WEIGHT = 0.001
@@ -19,7 +20,16 @@ def account_of(call: CallContext) -> Client:
     """The account of a call: that of its client, shadow copies or batches."""
     if call.shadow_of:
         return _SHADOWS
-    return _batches_of(call.client.name) if call.is_background else call.client
+    if call.is_background:
+        return _batches_of(call.client.name)
+    if call.client.name or not (address := caller_of(call.metadata)):
+        return call.client
+    return _without_key(address)
+
+
+@lru_cache(maxsize=1024)
+def _without_key(address: str) -> Client:
+    return Client(WITHOUT_KEY + address, Policy())
 
 
 @lru_cache(maxsize=1024)

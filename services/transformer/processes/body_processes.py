@@ -7,8 +7,9 @@ are parsed on the event loop instead.
 Each process has a queue and a thread that waits for it: there is one for bodies up to `LARGE_BYTES`, so that a long
 prompt does not wait for a tensor of 50 MB in JSON, one for larger ones, one for chat templates, and one for templates
 that were slow. Each starts with its first call, see body_worker.py for what bounds their memory and time. One that ends
-fails the call it has, and the next call starts another. What waits is bounded in bytes and in calls: beyond that,
-OverloadedError. A wait ends with the request's deadline.
+fails the call it has, and the next call starts another. What waits is bounded in bytes and in calls; callers have
+turns, and one has half of the calls (millrace/fair_threads.py). Beyond that, OverloadedError. A wait ends with the
+request's deadline.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from millrace.deadline import NO_DEADLINE, Deadline
 from millrace.errors import InvalidRequestError, MillraceError, OverloadedError, RequestFailedError, TooLargeError
+from millrace.fair_threads import FairThreads
+from millrace.rpc.admission import caller_of_call
 
 SMALL_BYTES = 64 * 1024  # Parsed in a millisecond.
 LARGE_BYTES = 4 * 1024 * 1024
@@ -63,7 +66,6 @@ class BodyProcesses:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._bytes = 0
-        self._waiting = dict.fromkeys(_LIMITS, 0)
         self._lanes = {name: _Lane(name, *limits) for name, limits in _LIMITS.items()}
 
     async def run(
@@ -77,25 +79,24 @@ class BodyProcesses:
         """The result or error of `work(body, *arguments)`; `work` is a module-level function with small arguments."""
         size = len(body)
         lane = lane or (LARGE_BODIES if size > LARGE_BYTES else BODIES)
-        most = _MAX_CHATS_WAITING if lane == TEMPLATES else _MAX_WAITING
         try:
             call = pickle.dumps((work, arguments))
         except RecursionError:
             raise nested_too_deep() from None
         with self._lock:
-            if self._bytes + size > self._max_bytes or self._waiting[lane] >= most:
-                raise OverloadedError(
-                    "too many large bodies are being read or written; retry later", retry_after_ms=_RETRY_AFTER_MS
-                )
+            has_room = self._bytes + size <= self._max_bytes
             self._bytes += size
-            self._waiting[lane] += 1
+        future = self._lanes[lane].submit(caller_of_call(), call, body) if has_room else None
 
-        def done(_: Future[Any]) -> None:
+        def done(_: object) -> None:
             with self._lock:
                 self._bytes -= size
-                self._waiting[lane] -= 1
 
-        future = self._lanes[lane].submit(call, body)
+        if future is None:
+            done(None)
+            raise OverloadedError(
+                "too many large bodies are being read or written; retry later", retry_after_ms=_RETRY_AFTER_MS
+            )
         future.add_done_callback(done)
         async with deadline.scope(_PASSED):
             return await asyncio.wrap_future(future)
@@ -111,21 +112,21 @@ class _Lane:
 
     def __init__(self, name: str, max_time_s: int, max_memory: int, niceness: int) -> None:
         self._limits = (str(max_time_s), str(max_memory), str(niceness))
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        places = _MAX_CHATS_WAITING if name == TEMPLATES else _MAX_WAITING
+        self._thread = FairThreads(1, places, name)
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._closed = False
 
-    def submit(self, request: bytes, body: bytes) -> Future[Any]:
-        return self._thread.submit(self._call, request, body)
+    def submit(self, caller: str, request: bytes, body: bytes) -> Future[Any] | None:
+        return self._thread.submit(caller, self._call, request, body, cost=1 + len(body) / SMALL_BYTES)
 
     def close(self) -> None:
         self._closed = True
         process = self._process
         if process is not None:
             process.kill()
-        self._thread.submit(self._end)
-        self._thread.shutdown(wait=False)
+        self._thread.close(self._end)
 
     def _call(self, request: bytes, body: bytes) -> Any:
         try:

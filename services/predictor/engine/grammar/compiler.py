@@ -1,7 +1,7 @@
 """Compiles the grammars of sequences, before these are queued.
 
-On two threads, with a bounded queue. The model's vocabulary is read with the first grammar. A compiled grammar is kept
-for other sequences: each has a copy. A sequence that continues an answer replays its tokens.
+On two threads, with a bounded queue in which clients have turns. The model's vocabulary is read with the first grammar.
+A compiled grammar is kept for other sequences: each has a copy. A sequence that continues an answer replays its tokens.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from millrace.errors import InvalidRequestError, MillraceError, OverloadedError, RequestFailedError
+from millrace.fair_threads import FairThreads
 from millrace.grammars import PARAMETER, compile_grammar
 from millrace.models.tokenizer_files import read_tokenizer
 from services.predictor.engine.state.constraint import Constraint
@@ -40,9 +40,8 @@ class GrammarCompiler:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="grammars")
+        self._threads = FairThreads(_THREADS, _MAX_WAITING, "grammars")
         self._lock = threading.Lock()  # Of what follows.
-        self._waiting = 0
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._reading = threading.Lock()  # Of the vocabulary, which takes up to seconds.
         self._vocabulary: tuple[LLTokenizer, int] | InvalidRequestError | None = None
@@ -52,15 +51,12 @@ class GrammarCompiler:
 
         Raises OverloadedError if too many sequences wait.
         """
-        with self._lock:
-            if self._waiting >= _MAX_WAITING:
-                raise OverloadedError("too many requests wait for their grammars", retry_after_ms=_RETRY_AFTER_MS)
-            self._waiting += 1
-        self._threads.submit(self._run, sequence, queue, flush)
+        if self._threads.submit(sequence.request.client, self._run, sequence, queue, flush) is None:
+            raise OverloadedError("too many requests wait for their grammars", retry_after_ms=_RETRY_AFTER_MS)
 
     def close(self) -> None:
         """Drops what waits."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     def _run(self, sequence: Sequence, queue: Callable[[Sequence], None], flush: Callable[[], None]) -> None:
         try:
@@ -75,8 +71,6 @@ class GrammarCompiler:
         except Exception:
             logger.exception("the grammar of request %s failed", sequence.request.id)
             sequence.slot.fail(RequestFailedError("internal error"))
-        with self._lock:
-            self._waiting -= 1
         flush()
 
     def _constraint(self, sequence: Sequence) -> Constraint:

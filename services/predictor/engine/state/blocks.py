@@ -17,12 +17,14 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Ids
 from hashlib import blake2b
 
+from millrace.clients import WITHOUT_KEY
+
 RESERVED = 1  # Block 0.
 
 
 def first_name(client: str, salt: str, adapter: int = 0, stage: int = 0) -> bytes:
-    """The name from which the name of a sequence's first block is derived; `client` is "" where there are no keys."""
-    key = blake2b(client.encode()).digest() if client else b""
+    """The name from which the name of a sequence's first block is derived; callers without keys share theirs."""
+    key = blake2b(client.encode()).digest() if client and not client.startswith(WITHOUT_KEY) else b""
     return blake2b(salt.encode(), key=key, salt=adapter.to_bytes(8) + stage.to_bytes(8), digest_size=32).digest()
 
 

@@ -104,7 +104,7 @@ class Shares:
     def charge(self, rows: Iterable[Row], held: Iterable[Sequence] = ()) -> None:
         """Adds the tokens of a step to the service of their clients, where there is more than one to compare.
 
-        A sequence that its pace holds costs a token for each step: it keeps its slot meanwhile.
+        One of `held`, whose pace holds it in a slot, costs a token for each step.
         """
         if not self.competing and not self._debts:
             return
