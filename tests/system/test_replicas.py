@@ -5,7 +5,9 @@ listed. Without any predictor the answer is 503, and every kind of readiness agr
 """
 
 import asyncio
+import signal
 import sys
+import time
 
 import grpc
 import pytest
@@ -16,6 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from millrace_protos import inference_pb2 as pb
 from millrace_protos import millrace_pb2, millrace_pb2_grpc
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from tests.chaos.health import serves
 from tests.system.calls import channel, each, generate, rest, statistics
 from tests.waiting import until
 
@@ -50,6 +53,28 @@ async def listed(gateway):
         request = reflection_pb2.ServerReflectionRequest(list_services="")
         answer = await anext(aiter(stub.ServerReflectionInfo(each(request), timeout=30)))
         return [service.name for service in answer.list_services_response.service]
+
+
+async def test_readiness_does_not_flap_while_one_predictor_hangs(replicas):
+    async def ready():
+        answer = await rest(replicas.gateway, "GET", "/v2/health/ready")
+        model = await rest(replicas.gateway, "GET", "/v2/models/storyteller/ready")
+        return answer.status, model.status
+
+    await until(lambda: ready_of(replicas))
+    await replicas.kill("predictor-1", signal.SIGSTOP)
+    try:
+        end = time.monotonic() + 6
+        while time.monotonic() < end:
+            assert await ready() == (200, 200)
+            assert await serves(replicas.gateway, "ready")
+    finally:
+        await replicas.kill("predictor-1", signal.SIGCONT)
+    await until(lambda: serves(replicas.addresses["predictor-1"], "ready"))
+
+
+async def ready_of(stack):
+    return all(await asyncio.gather(*(serves(stack.addresses[name], "ready") for name in PREDICTORS)))
 
 
 async def test_work_is_shared(replicas):
