@@ -6,8 +6,9 @@ workers one process does both. Seconds are those of the clock, so that processes
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from loadtest.figures import Figures
@@ -88,3 +89,21 @@ class Measures:
         horizon = int(self._now()) - KEPT_S
         for second in [second for second in self._seconds if second < horizon]:
             del self._seconds[second]
+
+
+def chart_points(points: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any]]:
+    """One point for each second, or of many one for several: their means, and the greatest of their quantiles."""
+    step = math.ceil(len(points) / most)
+    return list(points) if step < 2 else [_merged(points[at : at + step]) for at in range(0, len(points), step)]
+
+
+def _merged(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    merged: dict[str, Any] = {"second": points[0]["second"]}
+    for name, first in points[0].items():
+        values = [point[name] for point in points if point[name] is not None]
+        if isinstance(first, dict):
+            quantiles = {quantile for value in values for quantile in value}
+            merged[name] = {each: max(value[each] for value in values if each in value) for each in quantiles}
+        elif name != "second":
+            merged[name] = sum(values) / len(values) if values else None
+    return merged

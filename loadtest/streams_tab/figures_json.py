@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import asdict
 from typing import Any
@@ -11,6 +10,7 @@ from locust.runners import STATE_RUNNING, STATE_SPAWNING, MasterRunner
 
 from loadtest import figures
 from loadtest.figures import PROCESSOR_FULL, Figures
+from loadtest.measures import chart_points
 from loadtest.session import WORKERS_DELAY_S, Session
 
 WINDOW_S = 10
@@ -78,26 +78,8 @@ def _common(session: Session, records: str) -> dict[str, Any]:
 
 
 def _course(session: Session) -> list[dict[str, Any]]:
-    """A point a second, of a long test one for several: the means, and the greatest of quantiles."""
     session.note_course()
-    points = [point for _, point in sorted(session.course.items())]
-    step = math.ceil(len(points) / _POINTS)
-    return points if step < 2 else [_merged(points[at : at + step]) for at in range(0, len(points), step)]
-
-
-def _merged(points: list[dict[str, Any]]) -> dict[str, Any]:
-    merged: dict[str, Any] = {"second": points[0]["second"]}
-    for name in ("ttft", "gap"):
-        merged[name] = {p: max(_given(points, name, p), default=None) for p in points[0][name]}
-    for name in points[0].keys() - merged.keys():
-        given = _given(points, name)
-        merged[name] = sum(given) / len(given) if given else None
-    return merged
-
-
-def _given(points: list[dict[str, Any]], name: str, quantile: str = "") -> list[float]:
-    values = [point[name][quantile] if quantile else point[name] for point in points]
-    return [value for value in values if value is not None]
+    return chart_points([point for _, point in sorted(session.course.items())], _POINTS)
 
 
 def _predictors(session: Session) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, Protocol
 
 import grpc
+from google.protobuf import descriptor_pool
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection as reflection_v1alpha
 from grpc_reflection.v1alpha import reflection_pb2 as reflection_v1alpha_pb2
@@ -266,11 +267,27 @@ class Server:
             self._end_soon()
 
 
+class _SymbolPool:
+    """The default pool of descriptors, which also finds the files of methods: clients look these up by name."""
+
+    def __init__(self) -> None:
+        self._pool = descriptor_pool.Default()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+    def FindFileContainingSymbol(self, symbol: str) -> Any:  # noqa: N802
+        try:
+            return self._pool.FindFileContainingSymbol(symbol)
+        except KeyError:
+            return self._pool.FindMethodByName(symbol).containing_service.file
+
+
 def _add_reflection(server: Listeners, public_services: Iterable[str]) -> None:
     """Serves reflection v1alpha and v1, whose messages are the same under two package names."""
     v1 = reflection_v1_pb2.DESCRIPTOR.services_by_name["ServerReflection"].full_name
     names = (*public_services, health.SERVICE_NAME, reflection_v1alpha.SERVICE_NAME, v1)
-    servicer = reflection_v1alpha.aio.ReflectionServicer(names)
+    servicer = reflection_v1alpha.aio.ReflectionServicer(names, _SymbolPool())
     reflection_v1alpha_grpc.add_ServerReflectionServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     method = grpc.stream_stream_rpc_method_handler(
         servicer.ServerReflectionInfo,

