@@ -114,8 +114,8 @@ class _Reader:
     def _drop_unsupported(self, schema: dict[str, Any]) -> None:
         names, rest = schema.get("propertyNames"), schema.get("additionalProperties", {})
         if isinstance(names, dict) and "properties" not in schema and "patternProperties" not in schema:
-            keys = names.get("enum", [names["const"]] if "const" in names else None)
-            if isinstance(keys, list) and all(isinstance(key, str) for key in keys):
+            keys = _values(names)
+            if keys is not None and all(isinstance(key, str) for key in keys):
                 schema |= {"properties": dict.fromkeys(keys, rest), "additionalProperties": False}
                 del schema["propertyNames"]
             elif isinstance(names.get("pattern"), str) and not names.keys() - {"type", "pattern"}:
@@ -167,7 +167,7 @@ class _Reader:
                     return
             schema.pop("oneOf", None)
             if tag is not None:  # So that an answer is valid against one of them only.
-                choices = [{**one, "required": [*dict.fromkeys([*one.get("required", ()), tag])]} for one in choices]
+                choices = [{**one, "required": [*dict.fromkeys([*_list(one.get("required")), tag])]} for one in choices]
             schema["anyOf"] = choices
 
     def _read_text(self, schema: dict[str, Any]) -> None:
@@ -188,7 +188,7 @@ class _Reader:
             pattern = "^" + pattern[end + 1 :]
         if parts and not _LOOK_AROUND.search("".join([pattern, *parts])):
             schema["pattern"] = pattern
-            schema["allOf"] = [*schema.get("allOf", ()), *({"type": "string", "pattern": part} for part in parts)]
+            schema["allOf"] = [*_list(schema.get("allOf")), *({"type": "string", "pattern": part} for part in parts)]
         elif "format" in schema:  # It states the same, such as a duration.
             del schema["pattern"]
         else:
@@ -198,11 +198,10 @@ class _Reader:
         """A property whose value tells the choices apart."""
         seen: dict[str, list[Any]] = {}
         for choice in map(self._resolved, choices):
-            for name, value in choice["properties"].items() if isinstance(choice.get("properties"), dict) else ():
-                values = (
-                    value.get("enum", [value["const"]] if "const" in value else []) if isinstance(value, dict) else ()
-                )
-                seen.setdefault(name, []).append([repr(one) for one in values])
+            properties = choice.get("properties")
+            for name, value in properties.items() if isinstance(properties, dict) else ():
+                values = _values(value) if isinstance(value, dict) else None
+                seen.setdefault(name, []).append([repr(one) for one in values or ()])
         for name, lists in seen.items():
             every = [one for values in lists for one in values]
             if len(lists) == len(choices) and all(lists) and len(set(every)) == len(every):
@@ -222,6 +221,16 @@ class _Reader:
 def _annotates(name: str, value: Any) -> bool:
     is_dialect = isinstance(value, str) and re.match("https?://json-schema.org/", value)
     return name in _ANNOTATIONS or name.startswith("x-") or (name == "$schema" and not is_dialect)
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _values(schema: dict[str, Any]) -> list[Any] | None:
+    """The values of a schema that allows no others."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return values if isinstance(values, list) else None
 
 
 def _looks_around(schema: dict[str, Any]) -> bool:

@@ -98,6 +98,15 @@ async def test_tokens_that_the_grammar_forces_need_no_step(engine):
     assert await generate(engine, form, stop_token_ids=[ids[3]]) == (ids[: ids.index(ids[3]) + 1], "stop")
 
 
+async def test_a_form_may_contain_the_text_of_a_special_token(engine):
+    form = {"choice": ["a </s> b <s>"]}
+    ids, reason = await generate(engine, form)
+    assert (STORIES.decode(ids, skip_special_tokens=False), reason) == ("a </s> b <s>", "stop")
+    assert await generate(engine, form, logprobs=True) == (ids, reason)
+    for at in range(len(ids)):
+        assert await generate(engine, form, ids[:at]) == (ids[at:], reason)
+
+
 async def test_an_answer_ends_where_its_grammar_does(engine):
     letters = {"regex": "[a-c]{3}"}
     for given in ({}, {"ignore_eos": True}, {"min_tokens": 50}, {"stop_token_ids": [EOS]}, {"max_tokens": 3}):
@@ -146,7 +155,7 @@ async def test_log_probabilities_are_those_of_the_models_own_logits(engine):
     ],
 )
 async def test_a_grammar_that_cannot_be_used_is_refused(engine, form, text):
-    with pytest.raises(InvalidRequestError, match="^structured_outputs: .*" + re.escape(text)):
+    with pytest.raises(InvalidRequestError, match="^structured_outputs.*: .*" + re.escape(text)):
         await generate(engine, form)
 
 

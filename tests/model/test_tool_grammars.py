@@ -34,6 +34,7 @@ FORMS = {
     ),
     "json_object": ({"json_object": True}, "{ }", "[]"),
     "regex": ({"regex": "a/b|c"}, "a/b", "ab"),
+    "escaped regex": ({"regex": r"a\/b|\\\\/"}, "a/b", "ab"),
     "choice": ({"choice": ["yes", 'n"o']}, 'n"o', "no"),
 }
 

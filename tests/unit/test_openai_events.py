@@ -1,5 +1,7 @@
 """Stream events that are written from a template equal those of a JSON encoder."""
 
+import json
+
 import orjson
 import pytest
 from hypothesis import given
@@ -23,3 +25,10 @@ def test_an_event_with_only_text_equals_the_encoded_one(shape, usage, text, inde
         written = plain.event(index, text)
         assert written == expected
     assert orjson.loads(written.removeprefix(b"data: "))["choices"][0]["index"] == index
+
+
+def test_no_event_has_a_character_that_ends_a_line_elsewhere():
+    text = "a\u2028b\u2029c\u0085d\x0b\x0c\x1cé\r\n"
+    written = event({"type": "t", "x": text})
+    assert len(written.decode().splitlines()) == 2
+    assert json.loads(written.removeprefix(b"data: "))["x"] == text

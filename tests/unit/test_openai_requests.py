@@ -382,3 +382,12 @@ def test_a_truncation_that_cannot_be_made_is_refused(fields):
     with pytest.raises(InvalidRequestError) as raised:
         completion(**fields)
     assert raised.value.param == "truncate_prompt_tokens"
+
+
+def test_a_number_without_a_fraction_is_whole():
+    request = completion(n=2.0, logprobs=1.0, best_of=2.0, max_tokens=3.0)
+    assert (request.n, request.logprobs, request.best_of) == (2, 1, 2)
+    for value in (1.5, True, "1"):
+        with pytest.raises(InvalidRequestError) as raised:
+            completion(n=value)
+        assert raised.value.param == "n"

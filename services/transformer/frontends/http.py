@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import re
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ PLAIN = "text/plain"
 EVENTS = "text/event-stream"
 _HOP = "transformer"
 
+_LINE_ENDS = re.compile(rb"\xc2\x85|\xe2\x80[\xa8\xa9]")  # U+0085, U+2028 and U+2029.
 _LAST_COMMENT_S = 1.0
 _COMMENT = HttpBody(content_type=EVENTS, data=b": keep-alive\n\n")
 
@@ -69,9 +71,14 @@ def json_body(value: Any) -> HttpBody:
     return HttpBody(content_type=JSON, data=orjson.dumps(value))
 
 
+def event_json(value: Any) -> bytes:
+    """JSON for an event, without the characters at which clients that are no browsers split lines too."""
+    return _LINE_ENDS.sub(lambda found: b"\\u%04x" % ord(found[0].decode()), orjson.dumps(value))
+
+
 def event(value: Any) -> bytes:
     """One server-sent event."""
-    return b"data: " + orjson.dumps(value) + b"\n\n"
+    return b"data: " + event_json(value) + b"\n\n"
 
 
 def named_event(value: dict[str, Any]) -> bytes:

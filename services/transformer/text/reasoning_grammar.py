@@ -7,6 +7,7 @@ Source: docs/syntax.md and docs/json_schema.md of llguidance.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 
 from millrace.grammars import json_options
@@ -36,7 +37,7 @@ def after_reasoning(
 def form_rule(form: Constraint) -> str | None:
     """A form of `structured_outputs` as a rule; None for one that cannot be a part of a grammar."""
     if form.kind == "regex":
-        escaped = form.value.replace("/", "\\/")
+        escaped = re.sub(r"\\.|/", lambda found: found[0] if found[0] != "/" else "\\/", form.value, flags=re.DOTALL)
         return f"/{escaped}/"
     if form.kind == "choice":
         return " | ".join(map(quoted, form.value))

@@ -86,7 +86,7 @@ class GrammarCompiler:
             if len(self._compiled) > _KEPT:
                 self._compiled.popitem(last=False)
             matcher = master.deep_copy()
-        constraint = Constraint(matcher, end_bit, row.sampling.end_ids(row.end_ids), row.end_ids)
+        constraint = Constraint(matcher, tokenizer, end_bit, row.sampling.end_ids(row.end_ids), row.end_ids)
         constraint.replay(sequence.output_ids)
         return constraint
 

@@ -4,7 +4,8 @@ The mask of the next token has a bit for each id of the vocabulary and, behind t
 answer that can only end is complete; it needs no end token.
 
 Where the text can go on in one way only, the mask allows one token: the first of that text as the tokenizer splits it.
-Such a token is known without the mask and without the model.
+Such a token is known without the mask and without the model. Where the tokenizer reads a special token in that text,
+which is none to the grammar, it is the longest ordinary token.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from millrace.errors import InvalidRequestError, MillraceError
 from millrace.grammars import PARAMETER, grammar_error
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLTokenizer
 
 # CPU seconds that a grammar may take: these, and those for each token.
 _CPU_S, _CPU_S_PER_TOKEN = 1.0, 0.01
@@ -35,7 +36,14 @@ class Constraint:
     text of it.
     """
 
-    def __init__(self, matcher: LLMatcher, end_bit: int, end_ids: Iterable[int], eos_ids: Iterable[int]) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        tokenizer: LLTokenizer,
+        end_bit: int,
+        end_ids: Iterable[int],
+        eos_ids: Iterable[int],
+    ) -> None:
         self.end_bit = end_bit
         self.mask_bytes = (end_bit // _WORD + 1) * _WORD // 8
         self.end_ids = list(end_ids)
@@ -43,6 +51,7 @@ class Constraint:
         self.is_complete = matcher.is_stopped()
         self.error: MillraceError | None = None
         self._matcher = matcher
+        self._tokenizer = tokenizer
         self._left_s = _CPU_S
 
     @property
@@ -78,16 +87,30 @@ class Constraint:
         if self.has_ended:
             return None
         started = time.thread_time()
-        text = self._matcher.compute_ff_tokens()
+        ids = self._matcher.compute_ff_tokens()
+        token_id = self._ordinary(ids[0]) if ids else None
         self._spend(time.thread_time() - started)
-        if self.error is not None or not text or text[0] >= self.end_bit or text[0] in self.eos_ids:
+        if self.error is not None or token_id is None or token_id >= self.end_bit or token_id in self.eos_ids:
             return None
-        return text[0]
+        return token_id
+
+    def _ordinary(self, token_id: int) -> int | None:
+        """A forced token, or the one in place of a special token that only the tokenizer reads in the text."""
+        if self._matcher.validate_tokens([token_id]) == 1:
+            return token_id
+        text = self._matcher.compute_ff_bytes().decode(errors="ignore")
+        return next(iter(self._tokenizer.greedy_tokenize(text)), None)
 
     def fill(self, mask: NDArray[np.uint8]) -> None:
         """Writes the mask of the next token, lower bits first; it is meaningless after an error."""
         started = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        words = np.flatnonzero(mask)
+        if len(words) == 1 and (token_id := 8 * int(words[0]) + int(mask[words[0]]).bit_length() - 1) != self.end_bit:
+            found = self._ordinary(token_id)
+            if found is not None and found != token_id:
+                mask[words[0]] = 0
+                mask[found // 8] |= 1 << found % 8
         self._spend(time.thread_time() - started)
 
     def stop(self, is_complete: bool) -> None:

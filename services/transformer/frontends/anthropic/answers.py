@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from typing import Any
 
-import orjson
 from google.api.httpbody_pb2 import HttpBody
 from pydantic_core import from_json
 
 from millrace_protos.millrace_pb2 import Usage
-from services.transformer.frontends.http import EVENTS, json_body, named_event
+from services.transformer.frontends.http import EVENTS, event_json, json_body, named_event
 from services.transformer.generation.chunks import TextChunk, joined
 from services.transformer.text.answer_parts import CallStart, Content, Part, Reasoning, begins_segment
 
@@ -69,7 +68,7 @@ class _BlockEvents:
         self._last = part
         if isinstance(part, CallStart) or not part.text:
             return written
-        return written + self._delta_before + orjson.dumps(part.text) + b"}}\n\n"
+        return written + self._delta_before + event_json(part.text) + b"}}\n\n"
 
     def end(self) -> bytes:
         """The events of the end; an answer without parts has an empty text."""

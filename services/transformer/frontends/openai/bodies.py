@@ -8,11 +8,10 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, ParamSpec
 
-import orjson
 from google.api.httpbody_pb2 import HttpBody
 
 from millrace_protos.millrace_pb2 import Usage
-from services.transformer.frontends.http import EVENTS, event, json_body
+from services.transformer.frontends.http import EVENTS, event, event_json, json_body
 from services.transformer.frontends.openai.answers import Format, reasoning_usage, usage_of, usage_so_far
 from services.transformer.frontends.openai.choices import choices_in, generate_all
 from services.transformer.frontends.openai.generation_requests import GenerationRequest
@@ -134,7 +133,7 @@ class _PlainEvents:
         around = self._around.get(index)
         if around is None:
             around = self._around[index] = self._encoded(index)
-        return around[0] + orjson.dumps(text) + around[1]
+        return around[0] + event_json(text) + around[1]
 
     def _encoded(self, index: int) -> tuple[bytes, bytes]:
         choice = self._shape.chunk(index, TextChunk(_MARK, [], [], []), False)

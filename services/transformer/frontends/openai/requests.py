@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any, ClassVar, Literal, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, ValidationInfo, field_validator
 
 from millrace.errors import InvalidRequestError
 from services.transformer.calls import check_message_count
@@ -52,6 +52,13 @@ class OpenAIRequest(BaseModel):
     # The names, or paths, of what is ignored beside undeclared fields.
     _ignored: list[str] = PrivateAttr(default_factory=list)
     _structured_outputs: str = PrivateAttr("")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _read_whole_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """A number without a fraction is a whole one, as JavaScript and Lua write them."""
+        is_whole = cls.model_fields[info.field_name or ""].annotation in (int, int | None)
+        return int(value) if is_whole and isinstance(value, float) and value.is_integer() else value
 
     @property
     def extra(self) -> dict[str, Any]:

@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import orjson
 from pydantic_core import from_json
 
-from services.transformer.frontends.http import named_event
+from services.transformer.frontends.http import event_json, named_event
 from services.transformer.frontends.responses.tools import INPUT, Origin, Origins
 from services.transformer.text.answer_parts import CallStart, Part, Reasoning, begins_segment
 
@@ -64,7 +63,7 @@ class OutputItem(ABC):
 
     def delta(self, text: str, number: int) -> bytes:
         """The event of new text, with its sequence number."""
-        return self._delta_before + b"%d" % number + b',"delta":' + orjson.dumps(text) + b"}\n\n"
+        return self._delta_before + b"%d" % number + b',"delta":' + event_json(text) + b"}\n\n"
 
     def end(self, write: Write, status: str) -> bytes:
         """The events after the last text."""
