@@ -90,8 +90,8 @@ def own_eos_id(folder: Path) -> int | None:
             if token["content"] == config.get("eos_token"):
                 return int(index)  # Without reading a vocabulary, which may have megabytes.
         return read_tokenizer(folder).eos_id if has_vocabulary(folder) else None
-    except (ValueError, TypeError, AttributeError, KeyError, OSError):
-        logger.warning("the tokenizer in %s cannot be read", folder, exc_info=True)
+    except (ValueError, TypeError, AttributeError, KeyError, OSError) as error:
+        logger.warning("the tokenizer's end token is unknown: %s", error)
         return None
 
 

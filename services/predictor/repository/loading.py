@@ -30,7 +30,7 @@ from services.predictor.settings import PredictorSettings
 from services.predictor.tensor_models.python_model import PythonModel
 
 _VLLM_ENGINE = "services.predictor.vllm_engine"
-_FILES = ("*.json", "*.safetensors")
+_FILES = ("*.json", "*.safetensors", "*.model", "*.spm", "*.txt")
 
 
 @dataclass(frozen=True)

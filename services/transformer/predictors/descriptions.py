@@ -9,9 +9,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from millrace.models.generation_config import IGNORED_FIELDS
 from millrace.oip.model_description import FINGERPRINT, INPUT_IDS, OUTPUT_IDS
 from millrace.oip.prompt_logprobs import OUTPUTS as PROMPT_OUTPUTS
 from millrace.oip.row_outputs import ACTIVATION, EMBEDDING, LABELS, LOGITS, Activation
+from millrace.sampling import LENGTHS
 from millrace_protos import inference_pb2 as pb
 from millrace_protos import model_config_pb2
 
@@ -32,6 +34,7 @@ OURS = Dialect()
 
 # How a predictor of ours runs a model, by its own report; passed on to callers.
 FACTS = ("architecture", "device", "dtype", "runner", "parameter_count", "weights_bytes", "cache_bytes")
+FACTS += (*LENGTHS, IGNORED_FIELDS)  # Of the generation config.
 
 
 @dataclass(frozen=True)
