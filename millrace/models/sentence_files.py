@@ -19,10 +19,10 @@ MODULES_FILE = "modules.json"
 CROSS_ENCODER = "CrossEncoder"
 _EMBEDDER = "SentenceTransformer"
 _OURS = "sentence_transformers."  # The package of modules; those of other packages are code in the folder.
-_KINDS = ["bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet"]
 _OUTPUTS = {"feature-extraction": "last_hidden_state", "sequence-classification": "logits", "text-generation": "logits"}
 _UNLIMITED = 1e9
-_TOKENIZER_OPTIONS = {"model_max_length", "padding_side"}
+_TRANSFORMER_FILE = "sentence_bert_config.json"  # Earlier versions named it after the type of the model.
+_TOKENIZER_OPTIONS = {"model_max_length", "padding_side", "use_fast", "trust_remote_code"}
 # What the configuration of a Transformer may state; its arguments for weights change no number.
 _KNOWN = {
     *("max_seq_length", "do_lower_case", "transformer_task", "modality_config", "module_output_name", "unpad_inputs"),
@@ -152,8 +152,8 @@ def read_sentence_files(folder: Path) -> SentenceFiles:
         if path.is_file():
             inner = modules[0].folder
             config = read_config(folder, "config_sentence_transformers.json")
-            stated = (read_config(inner, f"sentence_{kind}_config.json") for kind in _KINDS)
-            transformer = next(filter(None, stated), {})
+            names = [_TRANSFORMER_FILE, *(file.name for file in inner.glob("sentence_*_config.json"))]
+            transformer = next(filter(None, (read_config(inner, name) for name in names)), {})
         model, tokenizer = read_config(inner, "config.json"), read_config(inner, "tokenizer_config.json")
         files = SentenceFiles(folder, modules, config, transformer, model, tokenizer)
         files.check()

@@ -192,6 +192,26 @@ async def test_texts_beyond_the_model_are_refused_or_cut_as_sentence_transformer
         await served.embed(TEXTS, cut=1)
 
 
+async def test_a_transformer_in_a_folder_of_its_own_with_files_of_an_earlier_version(tmp_path, serve):
+    _, folder = embedder(tmp_path, transformer={"do_lower_case": True})
+    (folder / "0_Transformer").mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        (folder / name).rename(folder / "0_Transformer" / name)
+    (folder / "sentence_bert_config.json").unlink()
+    older = {"max_seq_length": 9, "do_lower_case": True}
+    (folder / "0_Transformer" / "sentence_roberta_config.json").write_text(json.dumps(older))
+    modules = json.loads((folder / "modules.json").read_text())
+    names = ("sentence_transformers.models.Transformer", "sentence_transformers.models.Pooling")
+    changed = [module | {"type": name} for module, name in zip(modules, names, strict=True)]
+    changed[0]["path"] = "0_Transformer"
+    (folder / "modules.json").write_text(json.dumps(changed))
+    flags = {"word_embedding_dimension": 32, "pooling_mode_cls_token": True, "pooling_mode_max_tokens": True}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(flags))
+    model = SentenceTransformer(str(folder), device="cpu")
+    texts = ["The FOX sat", *TEXTS]
+    np.testing.assert_allclose(await serve(folder).embed(texts, cut=-1), model.encode(texts), **TOLERANCE)
+
+
 @pytest.mark.parametrize("room", range(3, 20))
 def test_pairs_are_cut_as_the_library_cuts_them(tmp_path, room):
     from services.transformer.text.tokenizer import TextTokenizer
