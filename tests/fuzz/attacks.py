@@ -25,11 +25,11 @@ from millrace_protos import inference_pb2 as pb
 from millrace_protos import millrace_pb2, millrace_pb2_grpc
 from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from services.transformer.processes.body_worker import lower_priority
-from tests.fuzz import floods
+from tests.fuzz import floods, shares
 from tests.fuzz.target import ATTACKS, MEGABYTE, Report, Target, attack
 from tests.system.calls import channel, text_request
 
-__all__ = ["ATTACKS", "UNREADABLE", "floods"]
+__all__ = ["ATTACKS", "UNREADABLE", "floods", "shares"]
 
 UNREADABLE = "unreadable"  # A model in the repository with a malformed tokenizer.
 _LARGEST = 57 * MEGABYTE  # Just below what the gateway passes on.

@@ -30,6 +30,7 @@ class Target:
     gateway: str
     ends_at: float
     report: Report
+    address: str = "127.0.0.1"  # Of the attacker, by which a caller without a key is known.
 
     @property
     def left_s(self) -> float:
@@ -92,7 +93,7 @@ class Target:
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         host, _, port = self.gateway.rpartition(":")
-        return await asyncio.open_connection(host, int(port))
+        return await asyncio.open_connection(host, int(port), local_addr=(self.address, 0))
 
 
 Attack = Callable[[Target], Awaitable[None]]

@@ -16,7 +16,8 @@ from tests.support.full import FULL
 
 SECONDS = 2.0
 # The resources that they attack: the header table, a core in Python, a core in a template, an event loop, memory of the
-# gateway, memory of the predictor, idle calls, slots of a model; then connections, streams and frames.
+# gateway, memory of the predictor, idle calls, slots of a model; then connections, streams and frames; last what one
+# caller has a share of.
 ONE_OF_A_KIND = (
     "malformed_timeouts",
     "long_lists_for_many_choices",
@@ -31,6 +32,8 @@ ONE_OF_A_KIND = (
     "rapid_resets",
     "header_bombs",
     "continuation_floods",
+    "paced_streams",
+    "slow_grammars",
 )
 RUN = tuple(ATTACKS) if FULL else ONE_OF_A_KIND
 # The limit of health checks, far above the time of an answer beside any attack on a busy machine.

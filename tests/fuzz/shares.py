@@ -1,0 +1,91 @@
+"""Attacks of one caller, at an address of its own, that take all of what callers share: see attacks.py."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+from tests.fuzz.target import MEGABYTE, Target, attack
+
+_OTHER = "127.0.0.2"
+_COMPLETIONS = "/v1/completions"
+_ANNOUNCED = 57 * MEGABYTE
+_AT_ONCE = 24
+
+
+async def _stream(target: Target, fields: Mapping[str, Any]) -> str:
+    """One completion, read to its end."""
+    body = json.dumps({"model": "storyteller", "prompt": "Once", **fields}).encode()
+    reader, writer = await target.connect()
+    try:
+        head = (
+            f"POST {_COMPLETIONS} HTTP/1.1\r\nhost: gateway\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        writer.write(head.encode() + body)
+        answer = await reader.read()
+        return answer.split(b" ", 2)[1].decode() if answer else "closed"
+    finally:
+        writer.close()
+
+
+@attack
+async def long_forwarded_for(target: Target) -> None:
+    """15 KB of `x-forwarded-for` without a comma, which a pattern that backtracks reads in a second."""
+    caller = replace(target, address=_OTHER)
+    path = "/inference.GRPCInferenceService/ServerMetadata"
+    await caller.repeat(20, lambda: caller.grpc_post(path, b"", x_forwarded_for="1" * 15_000))
+
+
+@attack
+async def announced_bodies(target: Target) -> None:
+    """64 connections that announce 57 MB each, and send nothing of it."""
+    caller = replace(target, address=_OTHER)
+    await caller.repeat(64, lambda: caller.post(_COMPLETIONS, b"{", declared=_ANNOUNCED))
+
+
+@attack
+async def paced_streams(target: Target) -> None:
+    """64 streams that ask for five tokens a second: twice as many as an engine has slots."""
+    caller = replace(target, address=_OTHER)
+    fields = {"max_tokens": 100, "ignore_eos": True, "pace": 5, "stream": True}
+    await caller.repeat(64, lambda: _stream(caller, fields))
+
+
+@attack
+async def slow_grammars(target: Target) -> None:
+    """200 grammars at once, no two of them equal, each of which takes long to compile."""
+    caller, numbers = replace(target, address=_OTHER), count()
+
+    def schema() -> dict[str, Any]:
+        number = next(numbers)
+        leaf = {"type": "string", "pattern": f"^([a-z]{{1,40}}[0-9]{{1,{20 + number % 20}}}){{1,20}}$"}
+        fields = {f"field_{number}_{index}": leaf for index in range(40)}
+        return {"type": "object", "properties": fields, "additionalProperties": False}
+
+    await caller.repeat(200, lambda: _stream(caller, {"max_tokens": 1, "structured_outputs": {"json": schema()}}))
+
+
+@attack
+async def bodies_of_4_mb(target: Target) -> None:
+    """24 callers whose bodies take a process some 100 ms each, one after the other."""
+    caller = replace(target, address=_OTHER)
+    body = json.dumps({"model": "storyteller", "prompt": "word " * 800_000, "max_tokens": 1}).encode()
+    await caller.repeat(_AT_ONCE, lambda: caller.post(_COMPLETIONS, body))
+
+
+@attack
+async def whole_bodies(target: Target) -> None:
+    """57 MB of a body each, without the last byte: more than a caller's share."""
+    caller = replace(target, address=_OTHER)
+    body = b" " * (_ANNOUNCED - 1)
+
+    async def one() -> str:
+        answer = await caller.post(_COMPLETIONS, body, declared=_ANNOUNCED)
+        await asyncio.sleep(0.1)
+        return answer
+
+    await caller.repeat(6, one)
