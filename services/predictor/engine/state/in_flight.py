@@ -110,12 +110,13 @@ class InFlight:
         self.preempted += 1
 
     def rescale(self) -> None:
-        """Preempts what has grown into another stage: all its keys have to be computed again."""
+        """Begins again with what has grown into another stage: all its keys have to be computed, and it keeps its slot."""
         scaling = self._scaling
         if scaling is not None and scaling.recomputes:
-            for sequence in list(self.running):
+            for sequence in self.running:
                 if self._stage(sequence, scaling) != sequence.stage:
-                    self.preempt(sequence)
+                    self._holdings.release(sequence)
+                    self._enter(sequence)
 
     def regain(self) -> None:
         """Called after a step that fit: undoes, gradually, what `make_room` reduced."""
