@@ -308,8 +308,7 @@ def _families() -> Iterator[Family]:
     yield Family("LED", "led", ROW, {"attention_window": 16, "max_encoder_position_embeddings": 256,
                  "max_decoder_position_embeddings": 256}, _SEQ2SEQ)
     yield Family("ProphetNet", "prophetnet", ROW, {"num_encoder_layers": 2, "num_decoder_layers": 2, "hidden_size": 64,
-                 "num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4}, _SEQ2SEQ,
-                 "wrong after a preemption")
+                 "num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4}, _SEQ2SEQ)
     yield Family("Whisper", "whisper", "reads input_features, not text", {"num_mel_bins": 8}, _SEQ2SEQ,
                  "served with noise", "WhisperForConditionalGeneration")
     # fmt: on

@@ -26,8 +26,6 @@ from services.predictor.engine.runners.interface import ModelRunner
 from services.predictor.engine.runners.memory import cache_shape, plan_memory
 from services.predictor.engine.runners.paged import PagedRunner
 from services.predictor.engine.runners.proof import Proof
-from services.predictor.engine.runners.row import EncoderDecoderRunner
-from services.predictor.engine.runners.t5 import T5Runner
 from services.predictor.engine.scheduler import Scheduler
 from services.predictor.engine.state.blocks import BlockManager
 from services.predictor.engine.state.cache import BLOCK_TOKENS, CacheShape
@@ -91,11 +89,8 @@ def _choose_runner(
     runner: ModelRunner
     adapters: Adapters | None = None
     reason: str | None = None
-    if T5Runner.supports(model):
-        pack_linears(model)
-        runner = T5Runner(model, shape, blocks)
-    elif model.config.is_encoder_decoder:
-        runner, reason = EncoderDecoderRunner(model), "it is an encoder-decoder model of another family than T5"
+    if model.config.is_encoder_decoder:
+        runner, reason = proof.encoder_decoder_runner(blocks)
     elif (reason := proof.of_paged()) is None:
         adapters = Adapters(model)  # Before the layers are replaced.
         fuse_layers(model)

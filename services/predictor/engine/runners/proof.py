@@ -9,19 +9,23 @@ by that one's decoding, and behind a prefix from the cache.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from services.predictor.engine.cpu.packed_linear import pack_linears
 from services.predictor.engine.runners.interface import ModelRunner
 from services.predictor.engine.runners.paged import PagedRunner
 from services.predictor.engine.runners.reach import find_reaches
 from services.predictor.engine.runners.rotary import SequenceRotary
-from services.predictor.engine.runners.row import CachelessRunner, CausalRunner
+from services.predictor.engine.runners.row import CachelessRunner, CausalRunner, EncoderDecoderRunner, decoder_start
+from services.predictor.engine.runners.t5 import T5Runner
 from services.predictor.engine.state.blocks import RESERVED
 from services.predictor.engine.state.cache import BLOCK_TOKENS, CacheShape
 from services.predictor.engine.state.sequence import Row, detached_sequence
@@ -29,6 +33,8 @@ from services.predictor.engine.state.sequence import Row, detached_sequence
 logger = logging.getLogger(__name__)
 
 _PIECES = (5, 9, 20, 39, 40)  # Where the chunks of the prompt end.
+_SPECIAL = 4  # Ids below are often those of padding, which some models leave out.
+_OUTPUT = 12  # Ids of an encoder-decoder model's answer.
 _PROMPT = 7  # The prompt of the sequence beside it, which decodes an id in each further step.
 # Differences by rounding only, relative to the largest logit; wrong attention differs by tens of percent.
 _TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-6}
@@ -41,6 +47,7 @@ _LIMITS = {
     "attention_chunk_size": 8,
     "original_max_position_embeddings": 10,
     "floor_scale": 4,
+    "relative_attention_max_distance": 20,
     "index_topk": 6,
     "keep_window_size": 6,
 }
@@ -48,8 +55,12 @@ _LIMITS = {
 _GROWING = {"max_position_embeddings": 10, "original_max_seq_len": 10, "max_seq_len_cached": 10}
 
 
+# What models raise for a cache, or for several ids beside one, that they cannot continue from.
+_FAILURES = (AssertionError, AttributeError, IndexError, TypeError, ValueError, RuntimeError)
+
+
 class Proof:
-    """Chooses the runner of a decoder; `packed` is the maximum of tokens that a step packs."""
+    """Chooses the runner of a model; `packed` is the maximum of tokens that a step packs."""
 
     def __init__(self, model: Any, shape: CacheShape, vocabulary: int, context: int, packed: int = 0) -> None:
         self.rotary = SequenceRotary.of(model, context)
@@ -58,7 +69,8 @@ class Proof:
         self._context = context
         self._far = max(context, packed)
         length = min(_PIECES[-1], context)
-        self._ids = [(7 * i * i + 3 * i) % vocabulary for i in range(length)]
+        first = min(_SPECIAL, vocabulary - 1)
+        self._ids = [first + (7 * i * i + 3 * i) % (vocabulary - first) for i in range(length)]
         self._hides_masks = False  # Whether layers compute with their masks elsewhere than in the attention function.
 
     def of_paged(self) -> str | None:
@@ -89,10 +101,49 @@ class Proof:
         model = self._model
         for whole in (True,) if self._hides_masks else (False, True):
             # Not every model has a cache that transformers can continue from.
-            with suppress(AttributeError, IndexError, TypeError, ValueError, RuntimeError), self._near_limits():
-                if self._difference(lambda whole=whole: CausalRunner(model, self.rotary, whole)) <= self._tolerance:
+            with suppress(*_FAILURES), self._near_limits():
+                if self._difference(partial(CausalRunner, model, self.rotary, whole)) <= self._tolerance:
                     return CausalRunner(model, self.rotary, whole)
         return CachelessRunner(model)
+
+    def encoder_decoder_runner(self, blocks: int) -> tuple[ModelRunner, str | None]:
+        """The runner of an encoder-decoder model, and why it is not the ragged one."""
+        model, reason = self._model, "it is an encoder-decoder model of another family than T5"
+        if T5Runner.supports(model):
+            if (difference := self._difference_of_decoder(lambda: T5Runner(model, self._shape, 6))) <= self._tolerance:
+                pack_linears(model)
+                return T5Runner(model, self._shape, blocks), None
+            reason = f"its logits differ by {difference:.2g} of their size"
+        # Some decoders cannot continue with several ids; one at a time is what `generate` does.
+        stepwise = True
+        with suppress(*_FAILURES):
+            stepwise = self._difference_of_decoder(lambda: EncoderDecoderRunner(model)) > self._tolerance
+        return EncoderDecoderRunner(model, stepwise), reason
+
+    def _difference_of_decoder(self, make: Callable[[], ModelRunner]) -> float:
+        """As `_difference`, for two prompts whose answers continue by some ids and then one by one."""
+        with self._near_limits():
+            runner, start = make(), decoder_start(self._model)
+            prompts, output = (self._ids, self._ids[:_PROMPT]), self._ids[:_OUTPUT]
+            expected = [
+                self._model(
+                    input_ids=self._tensor(prompt), decoder_input_ids=self._tensor([start, *output]), use_cache=False
+                ).logits[0]
+                for prompt in prompts
+            ]
+            sequences = [detached_sequence(prompt, (start,)) for prompt in prompts]
+            worst, done = 0.0, None
+            for number, sequence in enumerate(sequences):
+                sequence.blocks = [RESERVED + 2 * number, RESERVED + 2 * number + 1]
+            for end in (0, *range(min(5, len(output)), len(output) + 1)):
+                rows = []
+                for prompt, sequence in zip(prompts, sequences, strict=True):
+                    sequence.ids = [*prompt, start, *output[:end]]
+                    first = 0 if done is None else len(prompt) + 1 + done
+                    rows.append(Row(sequence, first, len(sequence.ids) - first))
+                done = end
+                worst = max(worst, _largest(runner.run(rows), [logits[end] for logits in expected]))
+            return worst
 
     @property
     def _tolerance(self) -> float:
@@ -159,7 +210,7 @@ class Proof:
     def _tensor(self, ids: list[int]) -> Tensor:
         return torch.tensor([ids], device=self._model.device)
 
-    def _difference(self, make: Any) -> float:
+    def _difference(self, make: Callable[[], Any]) -> float:
         """The largest difference from the expected logits, relative to the largest of each position."""
         ids = self._ids
         pieces = sorted({min(end, len(ids)) for end in _PIECES})
@@ -168,14 +219,6 @@ class Proof:
         chunked, decoded = detached_sequence(ids), detached_sequence(ids[:_PROMPT])
         chunked.blocks, decoded.blocks = [RESERVED, RESERVED + 1], [RESERVED + 2, RESERVED + 3]
         worst, start, done, stage = 0.0, 0, 0, 0
-
-        def compare(rows: Rows[Row], expected: Rows[Tensor]) -> float:
-            logits = runner.run(rows).float()
-            differences = (
-                (got - wanted).abs().max() / wanted.abs().max()
-                for got, wanted in zip(logits, (one.float() for one in expected), strict=True)
-            )
-            return max((float(difference) for difference in differences), default=0.0)
 
         for step, end in enumerate(pieces):
             chunked.ids = ids if runner.reads_whole_prompts else ids[:end]
@@ -189,10 +232,18 @@ class Proof:
                 rows.append(Row(decoded, done, length - done))
                 expected.append(grown[step])
                 done = length
-            worst = max(worst, compare(rows, expected))
+            worst = max(worst, _largest(runner.run(rows), expected))
             start = end
         if runner.reuses_prefixes and len(ids) > BLOCK_TOKENS:
             follower = detached_sequence(ids)
             follower.blocks = [chunked.blocks[0], RESERVED + 4]
-            worst = max(worst, compare([Row(follower, BLOCK_TOKENS, len(ids) - BLOCK_TOKENS)], [whole[-1]]))
+            row = Row(follower, BLOCK_TOKENS, len(ids) - BLOCK_TOKENS)
+            worst = max(worst, _largest(runner.run([row]), [whole[-1]]))
         return worst
+
+
+def _largest(logits: Tensor, expected: Rows[Tensor]) -> float:
+    """The largest difference of rows of logits, relative to the largest of each; infinite for what is no number."""
+    pairs = zip(logits.float(), (wanted.float() for wanted in expected), strict=True)
+    differences = [float((got - wanted).abs().max() / wanted.abs().max()) for got, wanted in pairs]
+    return max((one if one == one else math.inf for one in differences), default=0.0)

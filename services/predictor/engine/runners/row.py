@@ -105,10 +105,14 @@ class CausalRunner(_RowRunner):
 
 
 class EncoderDecoderRunner(_RowRunner):
-    """Encoder-decoder models: the encoder runs once, the output has its own cache."""
+    """Encoder-decoder models: the encoder runs once, the output has its own cache.
 
-    def __init__(self, model: Any) -> None:
+    With `stepwise`, as in `generate`, a pass of the decoder has one id: some compute several at once otherwise.
+    """
+
+    def __init__(self, model: Any, stepwise: bool = False) -> None:
         super().__init__(model)
+        self._stepwise = stepwise
         self.start_ids = (decoder_start(model),)
 
     def probe(self) -> None:
@@ -124,14 +128,18 @@ class EncoderDecoderRunner(_RowRunner):
             # Cross-attention reaches the whole prompt, whatever window the decoder has.
             state = encoded, EncoderDecoderCache(DynamicCache(config=self._model.config), DynamicCache())
         encoded, cache = state
-        output = self._model(
-            encoder_outputs=encoded,
-            decoder_input_ids=self._tensor(sequence.ids[len(prompt) + cache.get_seq_length() : row.start + row.count]),
-            past_key_values=cache,
-            use_cache=True,
-        )
+        done = len(prompt) + cache.get_seq_length()
+        count = 1 if self._stepwise else row.start + row.count - done
+        logits = torch.empty(0)
+        for begin in range(done, row.start + row.count, count):
+            output = self._model(
+                encoder_outputs=encoded,
+                decoder_input_ids=self._tensor(sequence.ids[begin : begin + count]),
+                past_key_values=cache,
+                use_cache=True,
+            )
+            logits = output.logits[0, -1]
         sequence.state = state
-        logits: Tensor = output.logits[0, -1]
         return logits
 
 

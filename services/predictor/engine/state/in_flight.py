@@ -110,7 +110,7 @@ class InFlight:
         self.preempted += 1
 
     def rescale(self) -> None:
-        """Begins again with what has grown into another stage: all its keys have to be computed, and it keeps its slot."""
+        """Begins again with what has grown into another stage, in its slot: all its keys have to be computed."""
         scaling = self._scaling
         if scaling is not None and scaling.recomputes:
             for sequence in self.running:
