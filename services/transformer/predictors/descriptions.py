@@ -33,8 +33,8 @@ class Dialect:
 OURS = Dialect()
 
 # How a predictor of ours runs a model, by its own report; passed on to callers.
-FACTS = ("architecture", "device", "dtype", "runner", "parameter_count", "weights_bytes", "cache_bytes")
-FACTS += (*LENGTHS, IGNORED_FIELDS)  # Of the generation config.
+_RUN = ("architecture", "device", "dtype", "runner", "parameter_count", "weights_bytes", "cache_bytes")
+FACTS = (*_RUN, *LENGTHS, IGNORED_FIELDS)  # The last ones are the generation config's.
 
 
 @dataclass(frozen=True)
