@@ -71,9 +71,14 @@ def json_body(value: Any) -> HttpBody:
     return HttpBody(content_type=JSON, data=orjson.dumps(value))
 
 
+def one_line(data: bytes) -> bytes:
+    """JSON with the characters escaped at which clients that are no browsers split lines too."""
+    return _LINE_ENDS.sub(lambda found: b"\\u%04x" % ord(found[0].decode()), data)
+
+
 def event_json(value: Any) -> bytes:
-    """JSON for an event, without the characters at which clients that are no browsers split lines too."""
-    return _LINE_ENDS.sub(lambda found: b"\\u%04x" % ord(found[0].decode()), orjson.dumps(value))
+    """JSON for an event."""
+    return one_line(orjson.dumps(value))
 
 
 def event(value: Any) -> bytes:

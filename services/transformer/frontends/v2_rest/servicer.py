@@ -22,7 +22,7 @@ from millrace_protos import inference_pb2 as pb
 from millrace_protos import rest_pb2_grpc
 from millrace_protos.rest_pb2 import ModelBody, ModelRequest, SharedMemoryRequest
 from services.transformer.frontends.grpc.inference_servicer import InferenceServicer, serialized
-from services.transformer.frontends.http import EVENTS, JSON, Body, KeepAlive, json_body, rest_errors
+from services.transformer.frontends.http import EVENTS, JSON, Body, KeepAlive, json_body, one_line, rest_errors
 from services.transformer.frontends.v2_rest import documents
 from services.transformer.frontends.v2_rest.content_coding import CONTENT_ENCODING, DEFLATE, inflate, inflated, is_small
 from services.transformer.frontends.v2_rest.generate_body import (
@@ -138,7 +138,7 @@ class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
             async for response in responses:
                 if response.outputs:  # A response without outputs only marks the end.
                     data = await self._write(response, call)
-                    yield HttpBody(content_type=EVENTS, data=b"data: " + data + b"\n\n")
+                    yield HttpBody(content_type=EVENTS, data=b"data: " + one_line(data) + b"\n\n")
 
     async def _read(
         self, read: Callable[[ModelBody, CallContext], Awaitable[T]], request: ModelBody, call: CallContext
