@@ -245,6 +245,7 @@ class Stack:
         readiness = Readiness(self.settings, health)
         report_at = time.monotonic() + _REPORT_S
         waited_for = set(health)
+        said: set[str] = set()
         try:
             while missing := await readiness.missing():
                 for name in sorted(waited_for - {*missing}):
@@ -255,7 +256,11 @@ class Stack:
                     report_at += _REPORT_S
                     for name in missing:
                         line = self._processes[name].last_line() if name in self._processes else ""
-                        self._say(f"waiting for {name}{line and f': {line}'}")
+                        # That it listens is no reason why it is not ready; each other reason is said once.
+                        reason = "" if line.startswith("listening on ") else line
+                        if (text := f"waiting for {name}{reason and f': {reason}'}") not in said:
+                            said.add(text)
+                            self._say(text)
                 await asyncio.sleep(_POLL_S)
             for name in (*sorted(waited_for), "envoy"):
                 self._processes[name].has_served = True

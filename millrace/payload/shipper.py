@@ -41,6 +41,7 @@ _MAX_UNACKNOWLEDGED_BYTES = 16 << 20
 _MESSAGE_BYTES = 1 << 20  # The most that several records in one message take.
 _MAX_RECORD_BYTES = MAX_MESSAGE_BYTES - 1024  # Room for what an AppendRequest adds.
 _MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 2.0
+_AWAY_S = 5.0  # Before which there is no warning.
 _LOOK_S = 1.0
 # Sent and committed together, records cost a fraction of single ones: at high rates they wait longer for each other.
 _GATHER_S, _BUSY_GATHER_S, _BUSY_PER_S = 0.1, 0.5, 20
@@ -132,7 +133,7 @@ class SourceShipper:
 
     def run(self) -> None:
         """Sends over one call after another, until the stop or the end of the spool."""
-        backoff_s = _MIN_BACKOFF_S
+        backoff_s, away_since_s = _MIN_BACKOFF_S, time.monotonic()
         while not self._done():
             acknowledged = self._acknowledged
             try:
@@ -142,7 +143,10 @@ class SourceShipper:
                 self._drops.warn("shipper", "shipping %s failed", self.spool.source, exc_info=True)
             if self._done():
                 return
-            self._drops.warn("away", "the payload logger at %s is away (%s)", self._target, reason)
+            if acknowledged != self._acknowledged:
+                away_since_s = time.monotonic()
+            if time.monotonic() - away_since_s >= _AWAY_S:  # At the start of a stack it may come later.
+                self._drops.warn("away", "the payload logger at %s is away (%s)", self._target, reason)
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S) if acknowledged == self._acknowledged else _MIN_BACKOFF_S
             # Jitter, so that several transformers do not reconnect at the same moment.
             self._stopping.wait(backoff_s * random.uniform(0.5, 1.0))  # noqa: S311
