@@ -40,7 +40,7 @@ class ScriptedTexts(ScriptedPredictor):
     def __init__(self):
         super().__init__(models=("caller", "thinker"))
         self._tokenizer = Tokenizer.from_file(str(STORYTELLER / "tokenizer.json"))
-        self.script = deque([self._next] * 1000)
+        self.script = deque([self._write] * 1000)
         self.texts = deque()
 
     @property
@@ -48,7 +48,7 @@ class ScriptedTexts(ScriptedPredictor):
         return [self._tokenizer.decode(list(call.request.prompt_ids), skip_special_tokens=False) for call in self.calls]
 
     @staticmethod
-    async def _next(predictor, call):
+    async def _write(predictor, call):
         predictor.answer = predictor._tokenizer.encode(predictor.texts.popleft(), add_special_tokens=False).ids
         async for count in whole(predictor, call):
             yield count
