@@ -184,6 +184,47 @@ async def test_reasoning_is_apart_from_the_answer(folders):
         assert "(It is noon.) No." in ask.prompt
 
 
+async def test_a_call_is_written_in_the_older_way_for_functions(folders):
+    functions = [tool["function"] for tool in TOOLS]
+    call = {"name": "weather", "arguments": ROME}
+    async with stack(folders["mistral"]) as ask:
+        ask.answers(ANSWERS["mistral"])
+        (choice,) = (await ask.chat(functions=functions))["choices"]
+        message, prompt = choice["message"], ask.prompt
+        assert (choice["finish_reason"], message["content"], message["function_call"]) == ("function_call", None, call)
+        assert "tool_calls" not in message
+        events = await ask.chat(functions=functions, stream=True)
+        choices = [orjson.loads(event.data)["choices"][0] for event in events[:-1]]
+        deltas = [one["delta"]["function_call"] for one in choices if "function_call" in one["delta"]]
+        assert [delta["name"] for delta in deltas if "name" in delta] == ["weather"]
+        assert ("".join(delta["arguments"] for delta in deltas), choices[-1]["finish_reason"]) == (
+            ROME,
+            "function_call",
+        )
+        await ask.chat(tools=TOOLS, parallel_tool_calls=False)
+        assert ask.prompt == prompt
+        history = [
+            {"role": "assistant", "function_call": call},
+            {"role": "function", "name": "weather", "content": "Sun."},
+        ]
+        await ask.chat(messages=[USER, *history], functions=functions)
+        assert f'[TOOL_CALLS]{{"name": "weather", "arguments": {ROME}}}' in ask.prompt
+        assert "Sun." in ask.prompt
+
+
+async def test_the_template_gets_efforts_and_the_last_message_is_continued(folders):
+    async with stack(folders["thinking"]) as ask:
+        for effort, end in (("none", "<think>\n\n</think>\n\n"), ("high", "<|assistant|><think>\n")):
+            await ask.chat(reasoning_effort=effort)
+            assert ask.prompt.endswith(end)
+        begun = {"messages": [USER, {"role": "assistant", "content": "It is "}], "continue_final_message": True}
+        await ask.chat(**begun)
+        assert ask.prompt.endswith("<|assistant|>It is ")
+        assert (await ask.tokens(**begun))["tokens"] == ask.prompt_ids
+        await ask.chat(add_generation_prompt=False)
+        assert ask.prompt.endswith(USER["content"])
+
+
 async def test_a_model_without_a_place_for_tools_refuses_them(folders):
     async with stack(folders["plain"]) as ask:
         for choice in ("auto", "required"):

@@ -96,7 +96,72 @@ def test_names_of_fields_are_fit_for_a_header():
 def test_tools_that_may_not_be_called_are_not_refused():
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert chat(tools=tools, tool_choice="none").ignored_fields() == []
-    assert chat(functions=[{"name": "f"}], function_call="none").messages
+    assert chat(functions=[{"name": "f"}], function_call="none").tool_use is None
+
+
+def test_functions_are_an_older_way_of_tools():
+    functions = [tool["function"] for tool in TOOLS]
+    use = chat(functions=functions).tool_use
+    assert use == chat(tools=TOOLS, parallel_tool_calls=False).tool_use
+    assert chat(functions=functions, function_call="auto").tool_use == use
+    forced = chat(functions=functions, function_call={"name": "g"})
+    assert forced.tool_use == ToolUse(use.functions[1:], is_required=True, is_parallel=False)
+    assert forced.ignored_fields() == []
+    body = {"messages": [{"role": "user", "content": "x"}], "functions": functions}
+    assert pickled(parse_large(json.dumps(body).encode(), ChatCompletionRequest)[0]).tool_use == use
+
+
+def test_the_older_messages_of_functions_are_as_templates_take_those_of_tools():
+    call = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}}
+    asked, answer = chat(call, {"role": "function", "name": "f", "content": "4"}).messages
+    (role, content, fields), result = asked.for_template, answer.for_template
+    (tool_call,) = json.loads(fields)["tool_calls"]
+    assert (role, content, tool_call["function"]) == ("assistant", "", call["function_call"])
+    assert result[:2] == ("tool", "4")
+    assert json.loads(result[2]) == {"name": "f", "tool_call_id": tool_call["id"]}
+    assert len(tool_call["id"]) == 9
+    body = json.dumps({"messages": [call]}).encode()
+    (large,) = pickled(parse_large(body, ChatCompletionRequest)[0]).messages
+    assert large.for_template == asked.for_template
+
+
+@pytest.mark.parametrize("effort", ["none", "minimal", "low", "medium", "high", "xhigh", "max"])
+def test_the_effort_of_reasoning_is_a_variable_of_the_template_or_named(effort):
+    request = chat(reasoning_effort=effort)
+    thinks = {"enable_thinking": effort != "none"}
+    assert request.template_options == thinks | ({} if effort == "none" else {"reasoning_effort": effort})
+    request.name_unread_hints(lambda variable: variable == "enable_thinking")
+    assert request.ignored_fields() == []
+    request.name_unread_hints(lambda variable: False)
+    assert request.ignored_fields() == ["reasoning_effort"]
+    own = {"enable_thinking": True, "reasoning_effort": "low"}
+    assert chat(reasoning_effort=effort, chat_template_kwargs=own).template_options == own
+
+
+@pytest.mark.parametrize("cls", [ChatCompletionRequest, TokenizeRequest])
+def test_the_last_message_may_be_continued(cls):
+    def options(**fields):
+        return parse(cls, orjson.dumps({"messages": [{"role": "assistant", "content": "Once"}], **fields}))
+
+    continued = {"continue_final_message": True, "add_generation_prompt": False}
+    assert options().template_options == {}
+    assert options(add_generation_prompt=False).template_options == {"add_generation_prompt": False}
+    assert options(continue_final_message=True).template_options == continued
+    assert options(**continued).template_options == continued
+
+
+def test_what_only_speeds_up_or_is_for_records_of_openai_is_ignored_and_named():
+    given = {
+        "verbosity": "low",
+        "prediction": {"type": "content", "content": "x"},
+        "store": True,
+        "metadata": {"a": "b"},
+        "service_tier": "auto",
+        "prompt_cache_key": "k",
+        "safety_identifier": "s",
+        "user": "u",
+    }
+    assert sorted(chat(**given, modalities=["text"]).ignored_fields()) == sorted(given)
 
 
 def test_tools_are_read_with_the_choice_among_them():
@@ -191,12 +256,10 @@ UNSUPPORTED = {
     "suffix": (completion, {"suffix": "end"}),
     "best_of": (completion, {"best_of": 3, "n": 2}),
     "use_beam_search": (completion, {"use_beam_search": True}),
-    "functions": (chat, {"functions": [{"name": "f"}]}),
     "response_format": (chat, {"response_format": {"type": "structural_tag"}}),
     "audio": (chat, {"audio": {"voice": "alloy"}}),
     "modalities": (chat, {"modalities": ["text", "audio"]}),
     "chat_template": (chat, {"chat_template": "{{ messages }}"}),
-    "continue_final_message": (chat, {"continue_final_message": True}),
     "truncation_side": (completion, {"truncation_side": "right"}),
     "spaces_between_special_tokens": (completion, {"spaces_between_special_tokens": False}),
 }
@@ -268,6 +331,28 @@ WRONG = {
         )
     ],
     "parallel_tool_calls": [(chat, {"parallel_tool_calls": 1})],
+    "functions": [
+        (chat, {"functions": functions, **tools})
+        for functions, tools in (({}, {}), ([5], {}), ([{"name": "f"}], {"tools": TOOLS}))
+    ],
+    "function_call": [
+        (chat, {"function_call": call, **fields})
+        for call, fields in (
+            ("required", {"functions": [{"name": "f"}]}),
+            ({"name": "h"}, {"functions": [{"name": "f"}]}),
+            ({"name": "f"}, {}),
+            ("auto", {"tools": TOOLS}),
+        )
+    ],
+    "reasoning_effort": [(chat, {"reasoning_effort": effort}) for effort in ("most", 5)],
+    "continue_final_message": [
+        (chat, {"continue_final_message": True, **fields})
+        for fields in (
+            {"add_generation_prompt": True},
+            {"messages": [{"role": "assistant", "tool_calls": [CALL]}]},
+            {"messages": [{"role": "assistant", "function_call": {"name": "f"}}]},
+        )
+    ],
     "n": [(completion, {"n": 0}), (chat, {"n": 17}), (chat, {"n": True}), (completion, {"n": 2, "prompt": ["p"] * 33})],
     "best_of": [(completion, {"n": 2, "best_of": 1})],
     "stream": [(completion, {"stream": "yes"})],
@@ -334,7 +419,11 @@ def test_a_messages_content_is_text_or_parts_of_text():
         ),
         ({"role": "assistant", "tool_calls": [CALL] * 129}, "messages.0.tool_calls", "at most 128"),
         ({"role": "user", "tool_calls": [CALL]}, "messages.0", "only the assistant's"),
-        ({"role": "assistant", "function_call": {"name": "f"}}, "messages.0.function_call", "not supported"),
+        ({"role": "user", "function_call": {"name": "f"}}, "messages.0", "only the assistant's"),
+        ({"role": "assistant", "function_call": {}}, "messages.0.function_call.name", "Field required"),
+        ({"role": "assistant", "audio": {"id": "1"}}, "messages.0.audio", "not supported"),
+        ({"role": "user", "content": [{"type": "input_audio"}]}, "messages.0.content", "'input_audio' are not"),
+        ({"role": "function", "content": "4"}, "messages.0", "needs its name"),
         ({"role": "tool", "content": "4"}, "messages.0", "needs tool_call_id"),
         ("hello", "messages.0", "valid dictionary"),
     ],

@@ -127,18 +127,22 @@ class CompletionFormat(Format):
 
 
 class ChatFormat(Format):
-    """Messages of the assistant; `tokens` where log probabilities are wanted."""
+    """Messages of the assistant; `tokens` where log probabilities are wanted.
+
+    `has_functions`: a call is written as OpenAI's older `function_call`.
+    """
 
     id_prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, tokens: TokenBytes | None = None) -> None:
+    def __init__(self, tokens: TokenBytes | None = None, has_functions: bool = False) -> None:
         self._tokens = tokens
+        self._has_functions = has_functions
         self._calling: set[int] = set()  # Choices that have a call.
 
     def _whole(self, index: int, chunk: TextChunk) -> dict[str, Any]:
-        message = {"content": chunk.text} if chunk.parts is None else message_of(chunk.parts)
+        message = {"content": chunk.text} if chunk.parts is None else self._with_call(message_of(chunk.parts))
         fields: dict[str, Any] = {"role": "assistant", "refusal": None, "annotations": []}
         return self._choice(index, chunk) | {"message": fields | message}
 
@@ -150,8 +154,13 @@ class ChatFormat(Format):
 
     def chunk(self, index: int, chunk: TextChunk, is_first: bool) -> dict[str, Any]:
         role = {"role": "assistant", "content": ""} if is_first else {}
-        delta = {"content": chunk.text} if chunk.parts is None else delta_of(chunk.parts)
+        delta = {"content": chunk.text} if chunk.parts is None else self._with_call(delta_of(chunk.parts))
         return self._choice(index, chunk) | {"delta": role | delta}
+
+    def _with_call(self, fields: dict[str, Any]) -> dict[str, Any]:
+        if self._has_functions and (calls := fields.pop("tool_calls", None)):
+            fields["function_call"] = calls[0]["function"]  # There is no other.
+        return fields
 
     def _choice(self, index: int, chunk: TextChunk) -> dict[str, Any]:
         logprobs = None
@@ -161,7 +170,7 @@ class ChatFormat(Format):
             self._calling.add(index)
         end = _end(chunk)
         if end["finish_reason"] == "stop" and index in self._calling:
-            end["finish_reason"] = "tool_calls"
+            end["finish_reason"] = "function_call" if self._has_functions else "tool_calls"
         return {"index": index, "logprobs": logprobs, **end, **self._ids(chunk)}
 
 

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
-import orjson
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from millrace.errors import InvalidRequestError
 from millrace.rpc.call_context import CallContext
 from millrace.sampling import MAX_TOP_LOGPROBS, SamplingParameters
+from services.transformer.frontends.openai.chat_prompts import ChatPromptRequest, Message
 from services.transformer.frontends.openai.errors import UnsupportedFieldError
-from services.transformer.frontends.openai.requests import Prompt, read_prompts, text_of, trimmed_prompts
+from services.transformer.frontends.openai.requests import (
+    Effort,
+    Prompt,
+    effort_variables,
+    read_prompts,
+    trimmed_prompts,
+)
 from services.transformer.frontends.openai.sampled_request import SampledRequest
 from services.transformer.frontends.openai.structured_outputs import FIELDS, structured_outputs_of
-from services.transformer.frontends.openai.tools import (
-    MAX_TOOLS,
-    TemplateMessage,
-    ToolCall,
-    ToolChoice,
-    read_tool_choice,
-    read_tools,
-    template_message,
-)
+from services.transformer.frontends.openai.tools import ToolChoice, as_function, read_tool_choice, read_tools
 from services.transformer.generation.requests import TextRequest
 from services.transformer.text.tools import ToolFunction, ToolUse
 
@@ -34,7 +31,6 @@ COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions, and vLLM's.
 
 _DECLARED = ("logprobs", "top_logprobs", "structured_outputs")
 _SAMPLING = tuple(name for name in SamplingParameters.model_fields if name not in _DECLARED)
-_MAX_TEMPLATE_OPTIONS = 64 * 1024
 
 
 class StreamOptions(BaseModel):
@@ -156,81 +152,20 @@ class CompletionRequest(GenerationRequest):
         return given if self.logprobs is None else given | {"logprobs": True, "top_logprobs": self.logprobs}
 
 
-class Message(BaseModel):
-    """One message of a conversation; of content in parts, only text is served."""
+class ChatCompletionRequest(GenerationRequest, ChatPromptRequest):
+    """A request for n next messages of a conversation.
 
-    model_config = ConfigDict(extra="allow")
-
-    role: str = Field(min_length=1)
-    content: str = ""
-    name: str | None = None
-    refusal: str | None = None
-    tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_TOOLS)
-    tool_call_id: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    function_call: Any = None
-    audio: Any = None
-
-    @field_validator("role")
-    @classmethod
-    def _read_role(cls, value: str) -> str:
-        # OpenAI's newer name; chat templates know the older one.
-        return "system" if value == "developer" else value
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _read_content(cls, value: Any) -> Any:
-        return "" if value is None else text_of(value, ("text", "refusal"))
-
-    @field_validator("function_call", "audio")
-    @classmethod
-    def _refuse(cls, value: Any) -> Any:
-        if value:
-            raise ValueError("not supported")
-        return value
-
-    @model_validator(mode="after")
-    def _check_role(self) -> Self:
-        if self.role == "tool" and not self.tool_call_id:
-            raise ValueError("a message of a tool needs tool_call_id")
-        if self.tool_calls and self.role != "assistant":
-            raise ValueError("only the assistant's messages have tool_calls")
-        return self
-
-    @cached_property
-    def for_template(self) -> TemplateMessage:
-        """The message as a chat template takes it."""
-        reasoning = self.reasoning_content or self.reasoning
-        others = {"name": self.name, "refusal": self.refusal}
-        if self.role == "tool":
-            others["tool_call_id"] = self.tool_call_id
-        return template_message(self.role, self.content, self.tool_calls or (), reasoning, **others)
-
-    @property
-    def unread(self) -> list[str]:
-        """The paths of fields that have no effect."""
-        return [f"messages.{name}" for name, value in (self.model_extra or {}).items() if value]
-
-
-class ChatCompletionRequest(GenerationRequest):
-    """A request for n next messages of a conversation."""
+    `functions` and `function_call` are OpenAI's older names of `tools` and `tool_choice`, for one call at most.
+    """
 
     UNSUPPORTED: ClassVar[Mapping[str, Sequence[Any]]] = {
         **GenerationRequest.UNSUPPORTED,
-        "add_generation_prompt": (True,),
         "add_special_tokens": (False,),
         "audio": (),
         "chat_template": (),
-        "continue_final_message": (False,),
         "documents": ([],),
         "echo": (False,),
-        "function_call": ("none",),
-        "functions": ([],),
         "modalities": (["text"],),
-        "prediction": (),
-        "reasoning_effort": ("none",),
-        "verbosity": ("medium",),
         "web_search_options": (),
     }
     READ: ClassVar[frozenset[str]] = GenerationRequest.READ | {"max_completion_tokens"}
@@ -238,15 +173,23 @@ class ChatCompletionRequest(GenerationRequest):
     messages: list[Message] = Field(min_length=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    tools: tuple[ToolFunction, ...] = ()
+    reasoning_effort: Effort | None = None
     tool_choice: ToolChoice = ToolChoice(mode="auto")
     parallel_tool_calls: bool = True
+    functions: tuple[ToolFunction, ...] = ()
+    function_call: ToolChoice | None = None
 
-    @field_validator("tools", mode="before")
+    @field_validator("functions", mode="before")
     @classmethod
-    def _read_tools(cls, value: Any) -> Any:
-        return read_tools(value)
+    def _read_functions(cls, value: Any) -> Any:
+        return read_tools([as_function(one) for one in value] if isinstance(value, list) else value)
+
+    @field_validator("function_call", mode="before")
+    @classmethod
+    def _read_function_call(cls, value: Any) -> Any:
+        if value not in ("none", "auto") and not isinstance(value, dict):
+            raise ValueError("must be none, auto or the name of a function")
+        return read_tool_choice(value if isinstance(value, str) else as_function(value))
 
     @field_validator("tool_choice", mode="before")
     @classmethod
@@ -256,21 +199,32 @@ class ChatCompletionRequest(GenerationRequest):
     @property
     def tool_use(self) -> ToolUse | None:
         """The functions that the model may call, None for none."""
+        if self.functions or self.function_call is not None:
+            name, choice = "function_call", self.function_call or ToolChoice(mode="auto")
+            functions, is_parallel = self.functions, False
+        else:
+            name, choice = "tool_choice", self.tool_choice
+            functions, is_parallel = self.tools, self.parallel_tool_calls
         try:
-            return self.tool_choice.use(self.tools, self.parallel_tool_calls)
+            return choice.use(functions, is_parallel)
         except ValueError as error:
-            raise InvalidRequestError(f"tool_choice: {error}", param="tool_choice") from None
+            raise InvalidRequestError(f"{name}: {error}", param=name) from None
+
+    @property
+    def template_hints(self) -> Mapping[str, Any]:
+        return effort_variables(self.reasoning_effort, "reasoning_effort")
 
     def trim(self) -> None:
         super().trim()
         for message in self.messages:
             _ = message.for_template  # It is kept, as one text.
-            message.tool_calls = message.__pydantic_extra__ = None
+            message.tool_calls = message.function_call = message.__pydantic_extra__ = None
 
     def check(self) -> None:
-        if self.extra.get("function_call") == "none":  # A model that may call no function needs none.
-            self.extra.pop("functions", None)
         super().check()
+        for name in ("functions", "function_call"):
+            if self.tools and getattr(self, name):
+                raise InvalidRequestError(f"{name} is the older way of tools; give one of both", param=name)
         try:
             for message in self.messages:
                 _ = message.for_template  # It is kept.
@@ -278,7 +232,6 @@ class ChatCompletionRequest(GenerationRequest):
             raise InvalidRequestError(f"messages: {error}", param="messages") from None
         self._ignored += dict.fromkeys(name for message in self.messages for name in message.unread)
         self.note_keywords(self.tool_use)
-        check_template_options(self.chat_template_kwargs)
 
     def sampling(self) -> dict[str, Any]:
         given = super().sampling()
@@ -289,15 +242,3 @@ class ChatCompletionRequest(GenerationRequest):
         if self.logprobs or self.top_logprobs:
             given |= {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
         return given
-
-
-def check_template_options(options: Mapping[str, Any]) -> None:
-    """Refuses variables of a chat template that are too large, or nested too deep to be rendered or recorded."""
-    try:
-        size = len(orjson.dumps(options)) if options else 0
-    except orjson.JSONEncodeError as error:
-        raise InvalidRequestError(f"cannot be written as JSON: {error}", param="chat_template_kwargs") from None
-    if size > _MAX_TEMPLATE_OPTIONS:
-        raise InvalidRequestError(
-            f"more than {_MAX_TEMPLATE_OPTIONS} bytes of JSON are not supported", param="chat_template_kwargs"
-        )

@@ -148,7 +148,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
                 call,
                 ignored,
                 messages=[message.for_template for message in parsed.messages],
-                template_options=parsed.chat_template_kwargs,
+                template_options=parsed.template_options,
                 prompt_logprobs=parsed.prompt_logprobs,
                 choices=parsed.n,
                 tools=parsed.tool_use,
@@ -157,7 +157,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
             parsed.n,
         )
         tokens = (await self._tokenizer(call, parsed.model)).token_bytes if parsed.logprobs else None
-        shape = ChatFormat(tokens)
+        shape = ChatFormat(tokens, has_functions=bool(parsed.functions))
         shape.returns_ids = parsed.return_token_ids
         shape.scored = await self._scoring(call, parsed)
         async with aclosing(answer(self._pipeline, generations, parsed, shape, identity)) as bodies:

@@ -10,10 +10,9 @@ from typing import Any, ClassVar, Literal
 from pydantic import AliasChoices, Field, field_validator
 
 from millrace.errors import InvalidRequestError
-from services.transformer.frontends.openai.generation_requests import Message, check_template_options
+from services.transformer.frontends.openai.chat_prompts import ChatPromptRequest
 from services.transformer.frontends.openai.requests import OpenAIRequest, Prompt, read_prompts, trimmed_prompts
-from services.transformer.frontends.openai.tools import read_tools
-from services.transformer.text.tools import ToolFunction, ToolUse
+from services.transformer.text.tools import ToolUse
 
 MAX_INPUTS = 2048  # OpenAI's limit.
 _MAX_IDS = 128 * 1024  # Decoded in about 10 ms.
@@ -113,28 +112,18 @@ class RerankRequest(RowsRequest):
         return value
 
 
-class TokenizeRequest(OpenAIRequest):
+class TokenizeRequest(ChatPromptRequest):
     """A prompt, or messages to be rendered by the chat template, whose token ids are wanted."""
 
     UNSUPPORTED: ClassVar = {
         "chat_template": (),
-        "continue_final_message": (False,),
         "documents": ([],),
         "mm_processor_kwargs": (),
     }
 
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
     add_special_tokens: bool | None = None  # By default for prompts: chat templates write their own.
-    add_generation_prompt: bool = True
     return_token_strs: bool = False
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    tools: tuple[ToolFunction, ...] = ()
-
-    @field_validator("tools", mode="before")
-    @classmethod
-    def _read_tools(cls, value: Any) -> Any:
-        return read_tools(value)
 
     @property
     def tool_definitions(self) -> str:
@@ -143,9 +132,8 @@ class TokenizeRequest(OpenAIRequest):
 
     def check(self) -> None:
         super().check()
-        if (self.prompt is None) == (self.messages is None):
+        if (self.prompt is None) == (not self.messages):
             raise InvalidRequestError("give either a prompt or messages")
-        check_template_options(self.chat_template_kwargs)
 
 
 class DetokenizeRequest(OpenAIRequest):

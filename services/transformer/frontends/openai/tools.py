@@ -63,7 +63,9 @@ class ToolChoice(BaseModel):
         return ToolUse(allowed, self.mode == "required", is_parallel)
 
 
-class _CalledFunction(BaseModel):
+class CalledFunction(BaseModel):
+    """What a call names, and its arguments."""
+
     model_config = ConfigDict(strict=True)
 
     name: str = Field(min_length=1)
@@ -83,7 +85,7 @@ class ToolCall(BaseModel):
 
     id: str = Field(min_length=1)
     type: Literal["function"] = "function"
-    function: _CalledFunction
+    function: CalledFunction
 
 
 def call_of(call_id: str, name: str, arguments: Any) -> ToolCall:
@@ -101,6 +103,11 @@ def template_message(
     if reasoning:
         fields["reasoning_content"] = reasoning
     return (role, content, json_text(fields)) if fields else (role, content)
+
+
+def as_function(value: Any) -> dict[str, Any]:
+    """A function of OpenAI's older API, or the name of one, as `tools` and `tool_choice` have it."""
+    return {"type": "function", "function": value}
 
 
 def read_tools(value: Any) -> tuple[ToolFunction, ...]:
