@@ -65,10 +65,11 @@ local function json_string(text)
   return '"' .. text:gsub('[%c"\\]', function(c) return string.format("\\u%04x", c:byte()) end) .. '"'
 end
 
-local function error_body(api, status, message)
+local function error_body(api, status, message, request_id)
   if api == "anthropic" then
     local kind = ANTHROPIC_TYPES[status] or "api_error"
-    return '{"type":"error","error":{"type":"' .. kind .. '","message":' .. message .. "}}"
+    return '{"type":"error","error":{"type":"' .. kind .. '","message":' .. message
+      .. '},"request_id":' .. request_id .. "}"
   end
   if api ~= "openai" then
     return '{"error":' .. message .. "}"
@@ -184,6 +185,9 @@ function envoy_on_request(handle)
   local is_openai = path:find("^/v1/") or path:find("^/openai/") or OPENAI_PATHS[path]
   local metadata = handle:streamInfo():dynamicMetadata()
   local is_anthropic = path == "/v1/messages" or path:find("^/v1/messages/")
+    or headers:get("anthropic-version") and (path == "/v1/models" or path:find("^/v1/models/"))
+  local request_id = headers:get("x-caller-request-id") or ""
+  metadata:set(METADATA, "request_id", utf8(request_id ~= "" and request_id or headers:get("x-request-id") or ""))
   metadata:set(METADATA, "api", is_anthropic and "anthropic" or is_openai and "openai" or "v2")
   metadata:set(METADATA, "lines", LINES[path] or false)
   metadata:set(METADATA, "is_head", is_head)
@@ -238,6 +242,10 @@ function envoy_on_response(handle)
     headers:replace(":status", chosen)
   end
 
+  if rest["api"] == "anthropic" then
+    headers:replace("request-id", rest["request_id"]) -- Where Anthropic's clients look for it.
+  end
+
   local status = headers:get(":status")
   if rest["is_head"] then
     for chunk in handle:bodyChunks() do
@@ -275,7 +283,7 @@ function envoy_on_response(handle)
   if status == "429" and message:find("message larger than max", 1, true) then -- gRPC's own refusal, which is unsigned.
     status, message = "413", '"the request is larger than 64 MiB"'
   end
-  local length = body:setBytes(error_body(rest["api"], status, utf8(message)))
+  local length = body:setBytes(error_body(rest["api"], status, utf8(message), json_string(rest["request_id"])))
   headers = handle:headers() -- The earlier reference died while the body was read.
   headers:replace(":status", status)
   headers:replace("content-length", tostring(length))

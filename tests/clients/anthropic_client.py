@@ -26,6 +26,7 @@ def raises(error_type, kind, text):
     assert raised.body["type"] == "error", raised.body
     assert raised.body["error"]["type"] == kind, raised.body
     assert text in raised.body["error"]["message"], raised.body
+    assert raised.body["request_id"] == raised.request_id, (raised.body, raised.request_id)
 
 
 # A whole answer.

@@ -62,7 +62,7 @@ def responses_shape(body: Any) -> str:
 
 
 def anthropic_shape(body: Any) -> str:
-    assert body.get("type", "error") == "error"
+    assert (body.get("type", "error"), bool(body["request_id"])) == ("error", True)
     assert sorted(body["error"]) == ["message", "type"]
     assert body["error"]["type"]
     return str(body["error"]["message"])

@@ -6,6 +6,7 @@ import orjson
 import pytest
 
 from millrace.errors import InvalidRequestError, NotReadyError, OverloadedError
+from millrace.telemetry.identity import begin_request
 from services.transformer.frontends.anthropic.answers import whole
 from services.transformer.frontends.anthropic.errors import anthropic_error
 from services.transformer.frontends.anthropic.requests import ConversationRequest, MessagesRequest
@@ -144,7 +145,9 @@ def test_values_that_ask_for_nothing_are_accepted():
     ],
 )
 def test_errors_have_anthropics_shape(error, kind):
-    assert anthropic_error(error) == {"type": "error", "error": {"type": kind, "message": error.message}}
+    begin_request("r-1")
+    described = {"type": kind, "message": error.message}
+    assert anthropic_error(error) == {"type": "error", "error": described, "request_id": "r-1"}
 
 
 def test_what_agents_send_is_read_or_named():

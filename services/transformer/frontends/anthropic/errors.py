@@ -1,4 +1,4 @@
-"""Errors as Anthropic writes them: `{"type": "error", "error": {"type", "message"}}`.
+"""Errors as Anthropic writes them: `{"type": "error", "error": {"type", "message"}, "request_id"}`.
 
 Source: Anthropic's API reference.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from millrace.errors import MillraceError
+from millrace.telemetry.identity import current_request_id
 
 _TYPES = {
     401: "authentication_error",
@@ -22,4 +23,5 @@ _TYPES = {
 
 def anthropic_error(error: MillraceError) -> dict[str, Any]:
     kind = "invalid_request_error" if error.http_status < 500 else "api_error"
-    return {"type": "error", "error": {"type": _TYPES.get(error.http_status, kind), "message": error.message}}
+    described = {"type": _TYPES.get(error.http_status, kind), "message": error.message}
+    return {"type": "error", "error": described, "request_id": current_request_id() or None}

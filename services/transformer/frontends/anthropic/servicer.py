@@ -88,10 +88,13 @@ class AnthropicServicer(rest_pb2_grpc.AnthropicServicer):
                 yield body
 
     @rest_errors(anthropic_error)
-    async def CountTokens(self, request: HttpBody, context: Context) -> AsyncGenerator[HttpBody, None]:
+    async def CountTokens(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
         call = call_context(context, "millrace.rest.v1.Anthropic/CountTokens")
         parsed = await self._reader.parsed(ConversationRequest, request, call)
         model = self._models.resolve(parsed.model, call.client, "generation")
+        parsed.name_unread_hints(self._models.template_reader(model))
+        if ignored := parsed.ignored_fields():
+            yield Header(IGNORED_FIELDS, ", ".join(ignored))
         tokenizer, _ = tokenizer_of(await self._router.wait_for(model, "", call))
         if (tools := parsed.tool_use) is not None and not tokenizer.answer_syntax.takes_tools:
             raise InvalidRequestError("the chat template of the model has no place for tools", param="tools")
