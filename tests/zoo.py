@@ -143,11 +143,11 @@ def _vision(
         if part in ("vision_config", "audio_config"):
             named = {"model_type": tower} if part_class is hf.AutoConfig else {}
             configs[part] = named | _known(hf.CONFIG_MAPPING[tower] if named else part_class, _TOWER)
-    return Family(name, model_type, outcome, configs, {}, fault="" if model_type in _BY_TEXT else "not loaded")
+    return Family(name, model_type, outcome, configs, {}, fault=_VISION_FAULTS.get(model_type, ""))
 
 
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 10000.0}
-_BY_TEXT = ("llama4", "mllama", "qwen3_5", "gemma3")
+_VISION_FAULTS = {"gemma4": "not loaded", "paligemma": "its prompt is not attended in both directions"}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
 _BETA = {**_YARN, "llama_4_scaling_beta": 0.1}
 _LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "rope_theta": 10000.0}
@@ -209,7 +209,7 @@ def _families() -> Iterator[Family]:
     yield _decoder("Mixtral", "mixtral", PAGED, **_EXPERTS)
     yield _decoder("Ministral", "ministral", PAGED, **_WINDOWS)
     yield _decoder("Ministral 3, text", "ministral3", PAGED, rope_parameters=_BETA)
-    yield _decoder("Mistral 4", "mistral4", ROW, "not loaded", **_DEEPSEEK, rope_parameters=_BETA)
+    yield _decoder("Mistral 4", "mistral4", ROW, **_DEEPSEEK, rope_parameters=_BETA)
     yield _decoder("Phi, Phi 2", "phi", PAGED)
     yield _decoder("Phi 3, Phi 4", "phi3", PAGED)
     yield _decoder("Phi 3, Phi 4 mini: LongRoPE", "phi3", PAGED,
@@ -288,7 +288,7 @@ def _families() -> Iterator[Family]:
     yield _vision("Ministral 3", "mistral3", PAGED, {"model_type": "ministral3", "rope_parameters": _BETA}, "pixtral")
     yield _vision("InternVL 3", "internvl", PAGED, {"model_type": "qwen2"})
     yield _vision("SmolVLM, Idefics 3", "idefics3", PAGED, {"model_type": "llama"})
-    yield _vision("PaliGemma", "paligemma", PAGED, {"model_type": "gemma"})
+    yield _vision("PaliGemma", "paligemma", CACHELESS, {"model_type": "gemma"})
     yield _vision("GLM 4.1V", "glm4v", PAGED, _MROPE)
     yield _vision("Voxtral", "voxtral", PAGED, {"model_type": "llama"}, "voxtral_encoder")
     yield Family("T5", "t5", RAGGED, {}, _T5)
@@ -309,8 +309,8 @@ def _families() -> Iterator[Family]:
                  "max_decoder_position_embeddings": 256}, _SEQ2SEQ)
     yield Family("ProphetNet", "prophetnet", ROW, {"num_encoder_layers": 2, "num_decoder_layers": 2, "hidden_size": 64,
                  "num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4}, _SEQ2SEQ)
-    yield Family("Whisper", "whisper", "reads input_features, not text", {"num_mel_bins": 8}, _SEQ2SEQ,
-                 "served with noise", "WhisperForConditionalGeneration")
+    yield Family("Whisper", "whisper", "is not an architecture that generates text", {"num_mel_bins": 8}, _SEQ2SEQ,
+                 architecture="WhisperForConditionalGeneration")
     # fmt: on
 
 

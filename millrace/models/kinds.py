@@ -6,15 +6,15 @@ It depends only on the folder's files, so that both services decide the same. Th
 2. `modules.json` (a model of sentence-transformers): classification if it is a cross-encoder, embeddings otherwise;
 3. `adapter_config.json` (PEFT's): an adapter of a model that generates text;
 4. `config.json` names a class `…ForSequenceClassification`: classification;
-5. it names an encoder (`BertModel`, `T5EncoderModel`, …): embeddings;
-6. anything else generates text, or the predictor refuses it.
+5. it names a model without a head (`BertModel`, `Qwen3Model`, `T5EncoderModel`, …): embeddings;
+6. it names a class that generates, an encoder-decoder (its head is tied to its embeddings) or none: generation, which
+   the predictor refuses by name where the class does not generate text from text.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from millrace.models.sentence_files import MODULES_FILE, read_sentence_files
 from millrace.models.sources import ModelSource, read_config
@@ -22,7 +22,7 @@ from millrace.models.sources import ModelSource, read_config
 PYTHON_FILE = "model.py"
 ADAPTER_FILE = "adapter_config.json"
 
-_GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+_GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "WithLMHead")
 
 
 class ModelKind(StrEnum):
@@ -46,20 +46,9 @@ def kind_of(source: ModelSource, folder: Path) -> ModelKind:
     architecture = str((config.get("architectures") or [""])[0])
     if architecture.endswith("ForSequenceClassification"):
         return ModelKind.CLASSIFICATION
-    if architecture.endswith("EncoderModel"):
-        return ModelKind.EMBEDDING
-    if architecture.endswith(_GENERATES) or not _is_encoder(config):
+    if architecture.endswith(_GENERATES) or not architecture:
         return ModelKind.GENERATION
     if architecture.endswith("Model"):
-        return ModelKind.EMBEDDING
-    raise ValueError(
-        f"{architecture or 'a model of no architecture'} is not served; it must generate text, classify or embed"
-    )
-
-
-def _is_encoder(config: dict[str, Any]) -> bool:
-    """Whether the model reads in both directions; of some such types transformers has a decoder's class as well."""
-    # Takes seconds to import, and other kinds do not need it.
-    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
-
-    return config.get("model_type") in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not config.get("is_encoder_decoder")
+        is_whole = config.get("is_encoder_decoder") and not architecture.endswith("EncoderModel")
+        return ModelKind.GENERATION if is_whole else ModelKind.EMBEDDING
+    raise ValueError(f"{architecture} is not served; it must generate text, classify or embed")

@@ -303,7 +303,7 @@ async def test_an_unsupported_model_is_refused_in_one_line(tmp_path, serve):
     rewrite(tmp_path, architectures=["BertForMaskedLM"])
     refused("model m cannot be loaded: BertForMaskedLM is not served; it must generate text, classify or embed")
     rewrite(tmp_path, architectures=["BertForSequenceClassification"])
-    refused("model m: the folder lacks classifier.bias, classifier.weight, without which its answers are random")
+    refused("model m: .* lacks classifier.bias, classifier.weight, without which its answers are random")
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,8 @@ async def test_an_unsupported_model_is_refused_in_one_line(tmp_path, serve):
         ),
         ({"model_type": "bart", "architectures": ["BartModel"], "is_encoder_decoder": True}, ModelKind.GENERATION),
         ({"model_type": "bert", "architectures": ["BertLMHeadModel"]}, ModelKind.GENERATION),
-        ({"model_type": "gpt2", "architectures": ["GPT2Model"]}, ModelKind.GENERATION),
+        ({"model_type": "gpt2", "architectures": ["GPT2Model"]}, ModelKind.EMBEDDING),
+        ({"model_type": "qwen3", "architectures": ["Qwen3Model"]}, ModelKind.EMBEDDING),
         ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, ModelKind.GENERATION),
         ({}, ModelKind.GENERATION),
     ],

@@ -60,11 +60,6 @@ def test_the_dtype_and_the_sampler_are_part_of_the_fingerprint(folder, monkeypat
     assert fingerprint_of(folder, "float32", True) != before
 
 
-def test_random_weights_have_unique_fingerprints(folder):
-    made = [fingerprint_of(folder, "float32", True, random_weights=True) for _ in range(2)]
-    assert made[0] != made[1]
-
-
 def test_the_commit_of_a_hub_model_replaces_reading_its_files(folder):
     snapshot = folder.rename(folder.with_name("0123456789abcdef0123456789abcdef01234567"))
     before = fingerprint_of(snapshot, "float32", False)

@@ -1,5 +1,6 @@
 """A model that cannot be served is refused when it is loaded, in one line with advice."""
 
+import json
 import logging
 import shutil
 from pathlib import Path
@@ -48,13 +49,49 @@ async def test_a_context_beyond_the_model_or_the_memory_is_refused(settings, tex
 
 
 @pytest.mark.parametrize(
-    ("name", "content"),
-    [("model.safetensors", b"version https://git-lfs"), ("generation_config.json", b"{"), ("config.json", b"{}")],
+    ("name", "content", "reason"),
+    [
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1", "is a pointer of git-lfs"),
+        ("tokenizer.json", b"version https://git-lfs.github.com/spec/v1", "is a pointer of git-lfs"),
+        ("model.safetensors", b"PK\x03\x04" * 400, "is not a safetensors file, or is cut off"),
+        ("model.safetensors", b"\2" + bytes(7) + b"{}", "is not a safetensors file, or is cut off"),
+        ("generation_config.json", b"{", "cannot be read: Expecting property name"),
+        ("config.json", b"[]", "has no JSON object"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": "model-2.safetensors"}}', "lacks model-2.safetensors"),
+    ],
 )
-async def test_damaged_files_are_refused(tmp_path, name, content, engine_host):
+def test_damaged_files_are_refused_by_name_before_torch_is_needed(tmp_path, name, content, reason):
     shutil.copytree(STORYTELLER, tmp_path, dirs_exist_ok=True)
     (tmp_path / name).write_bytes(content)
-    assert "cannot be loaded: " in await refusal(engine_host, tmp_path)
+    with pytest.raises(StartupError, match="model x cannot be loaded: ") as refused:
+        fetch_model(ModelSource("x", str(tmp_path)), lambda _: None)
+    assert reason in str(refused.value)
+    assert (name if "lacks" not in reason else str(tmp_path)) in str(refused.value)
+
+
+def test_weights_that_are_cut_off_are_refused(tmp_path):
+    shutil.copytree(STORYTELLER, tmp_path, dirs_exist_ok=True)
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.truncate(100_000)
+    with pytest.raises(StartupError, match="has 100000 bytes, by its header "):
+        fetch_model(ModelSource("x", str(tmp_path)), lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"vocab_size": 9000}, "do not fit: model.embed_tokens.weight is [1536, 192], config.json makes it"),
+        ({"num_hidden_layers": 20}, "lacks model.layers.10.input_layernorm.weight"),
+        ({"architectures": ["OPTForQuestionAnswering"]}, "OPTForQuestionAnswering is not served"),
+        ({"architectures": ["WhisperForConditionalGeneration"]}, "WhisperForConditionalGeneration is not an archit"),
+        ({"model_type": "nothing_like_it"}, "nothing_like_it"),
+    ],
+)
+async def test_weights_and_classes_that_do_not_fit_are_refused_by_name(tmp_path, changes, reason, engine_host):
+    shutil.copytree(STORYTELLER, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    assert reason in await refusal(engine_host, tmp_path)
 
 
 async def test_a_folder_without_a_model_is_refused(tmp_path, engine_host):

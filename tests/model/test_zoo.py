@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from docs.generate_models import PAGE, page
-from millrace.errors import MillraceError
+from millrace.errors import StartupError
 from millrace.models.sources import ModelSource
 from services.predictor.generation.loading import load_generation
 from services.predictor.repository.loading import fetch_model
@@ -45,7 +45,7 @@ async def test_a_family_gives_the_ids_of_generate_or_is_refused(family, tmp_path
     model.save_pretrained(tmp_path)
     source = ModelSource("m", str(tmp_path))
     if not family.is_served:
-        with pytest.raises(MillraceError) as refused:
+        with pytest.raises(StartupError) as refused:
             load(source, model)
         assert family.outcome in str(refused.value)
         return

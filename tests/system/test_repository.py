@@ -159,7 +159,7 @@ REFUSED = {
     "../echo": (grpc.StatusCode.INVALID_ARGUMENT, "not a hub id"),
     "good/..": (grpc.StatusCode.INVALID_ARGUMENT, "not a hub id"),
     "": (grpc.StatusCode.INVALID_ARGUMENT, "names no model"),
-    "broken": (grpc.StatusCode.INTERNAL, "cannot be imported: ZeroDivisionError"),
+    "broken": (grpc.StatusCode.INVALID_ARGUMENT, "cannot be imported: ZeroDivisionError"),
 }
 
 

@@ -11,8 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+)
 
 from millrace.errors import StartupError
 from millrace.models.generation_config import describe, eos_ids_of, read_generation, rules_of
@@ -27,6 +32,12 @@ from services.predictor.settings import PredictorSettings
 
 logger = logging.getLogger(__name__)
 
+_MAPPINGS: dict[Any, Any] = {
+    AutoModelForSeq2SeqLM: MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForMultimodalLM: MODEL_FOR_MULTIMODAL_LM_MAPPING,
+}
+
 
 def load_generation(
     name: str,
@@ -40,10 +51,8 @@ def load_generation(
 
     `is_local`: the folder is the user's own, not a snapshot of the hub. For `flush` see engine/engine.py.
     """
-    model, missing = load_weights(name, folder, _auto_class(name, folder), settings.dtype, device)
-    if missing:
-        logger.warning("model %s: the folder lacks weights, which are random now: %s", name, ", ".join(missing))
-    fingerprint = fingerprint_of(folder, dtype_name(model), is_local, random_weights=bool(missing))
+    model = load_weights(name, folder, _auto_class(name, folder), settings.dtype, device)
+    fingerprint = fingerprint_of(folder, dtype_name(model), is_local)
     parameters = model.num_parameters()  # After packing, weights are no longer parameters.
     generation = read_generation(folder)
     eos_ids = eos_ids_of(generation, folder, own_eos_id(folder))
@@ -69,9 +78,19 @@ def load_generation(
 
 
 def _auto_class(name: str, folder: Path) -> Any:
+    """The Auto class that loads a folder's own class, of a model of images or sound the part that takes text."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    if type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING and config.is_encoder_decoder:
-        return AutoModelForSeq2SeqLM
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return AutoModelForCausalLM
-    raise StartupError(f"model {name}: {config.model_type} is not an architecture that generates text")
+    own = str((config.architectures or [""])[0])
+    classes = {auto: found for auto, mapping in _MAPPINGS.items() if (found := mapping.get(type(config), None))}
+    fitting = [auto for auto, found in classes.items() if found.__name__ == own]
+    if (config.is_encoder_decoder and own.endswith("Model")) or not hasattr(transformers, own):
+        fitting = fitting or [*classes]  # A class without its tied head, or the name of another library.
+    if not fitting:
+        raise StartupError(f"model {name}: {own or config.model_type} is not an architecture that generates text")
+    if (reads := classes[fitting[0]].main_input_name) != "input_ids":
+        raise StartupError(f"model {name}: {own} reads {reads}, not text")
+    return (
+        AutoModelForCausalLM
+        if fitting == [AutoModelForMultimodalLM] and AutoModelForCausalLM in classes
+        else fitting[0]
+    )

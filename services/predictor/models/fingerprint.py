@@ -14,30 +14,24 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from services.predictor.engine.sampling.sampler import SAMPLER_VERSION
+from services.predictor.models.weight_files import read_header
 
 _WHOLE_BYTES = 64 * 1024
 _BLOCK_BYTES = 4 * 1024
 _BLOCKS = 16
-_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit.
 _CHARACTERS = 32
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
-def fingerprint_of(folder: Path, dtype: str, is_local: bool, random_weights: bool = False, sampler: str = "") -> str:
-    """Returns 32 hexadecimal digits. With `random_weights`, weights that the folder lacks, it is unique.
-
-    `sampler`: another engine, its version and arguments.
-    """
+def fingerprint_of(folder: Path, dtype: str, is_local: bool, sampler: str = "") -> str:
+    """Returns 32 hexadecimal digits. `sampler`: another engine, its version and arguments."""
     digest = hashlib.sha256(f"{sampler or SAMPLER_VERSION}\n{dtype}\n".encode())
-    if random_weights:
-        digest.update(secrets.token_bytes(16))
-    elif not is_local and _COMMIT.fullmatch(folder.name):
+    if not is_local and _COMMIT.fullmatch(folder.name):
         digest.update(folder.name.encode())
     else:
         for part in _contents(folder):
@@ -57,11 +51,7 @@ def _contents(folder: Path) -> Iterator[bytes]:
 
 
 def _tensors(file: IO[bytes]) -> Iterator[bytes]:
-    """Source: https://huggingface.co/docs/safetensors, "Format"."""
-    length = int.from_bytes(file.read(8), "little")
-    if length > _MAX_HEADER_BYTES:
-        raise ValueError("the header of a safetensors file is too large")
-    header: dict[str, Any] = json.loads(file.read(length))
+    header, length = read_header(file)
     for name in sorted(header.keys() - {"__metadata__"}):
         tensor = header[name]
         yield json.dumps([name, tensor["dtype"], tensor["shape"]]).encode()
@@ -72,5 +62,5 @@ def _tensors(file: IO[bytes]) -> Iterator[bytes]:
         else:
             blocks = [(i * (size - _BLOCK_BYTES) // (_BLOCKS - 1), _BLOCK_BYTES) for i in range(_BLOCKS)]
         for offset, count in blocks:
-            file.seek(8 + length + begin + offset)
+            file.seek(length + begin + offset)
             yield file.read(count)

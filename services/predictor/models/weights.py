@@ -18,6 +18,7 @@ from services.predictor.settings import PredictorSettings
 # which does not apply to a model on one device.
 _QUIET_LOGGERS = ("transformers.modeling_utils", "transformers.distributed.tensor_parallel")
 
+_NAMED = 3
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
@@ -41,13 +42,11 @@ def choose_device(setting: str) -> torch.device:
     return torch.device("cuda" if setting != "cpu" and available else "cpu")
 
 
-def load_weights(name: str, folder: Path, auto: Any, dtype: str, device: torch.device) -> tuple[Any, Sequence[str]]:
-    """Loads a folder with `auto`, one of transformers' Auto classes; returns the model and missing weights' names.
+def load_weights(name: str, folder: Path, auto: Any, dtype: str, device: torch.device, optional: str = "-") -> Any:
+    """Returns the model in a folder, loaded by `auto`, one of transformers' Auto classes; raises StartupError.
 
-    Missing weights are random. Raises StartupError.
+    Every weight must be there, in the shape that config.json makes, but those whose names begin with `optional`.
     """
-    if not any(folder.glob("*.safetensors")):
-        raise StartupError(f"model {name}: {folder} has no *.safetensors; other formats are not loaded")
     for logger in _QUIET_LOGGERS:
         logging.getLogger(logger).setLevel(logging.ERROR)
     disable_progress_bar()  # type: ignore[no-untyped-call]  # Of the weights' reading, which takes seconds; a download's is shown.
@@ -59,10 +58,21 @@ def load_weights(name: str, folder: Path, auto: Any, dtype: str, device: torch.d
         trust_remote_code=False,
         local_files_only=True,
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # They are refused here, by name.
     )
+    if mismatched := sorted(info["mismatched_keys"]):
+        shapes = [f"{key} is {list(there)}, config.json makes it {list(wanted)}" for key, there, wanted in mismatched]
+        raise StartupError(f"model {name}: the weights in {folder} do not fit: {_some(shapes)}")
+    if missing := [key for key in sorted(info["missing_keys"]) if not key.startswith(optional)]:
+        raise StartupError(f"model {name}: {folder} lacks {_some(missing)}, without which its answers are random")
     model = model.to(device).eval()
     _check_devices(name, model, device)
-    return model, sorted(info["missing_keys"])
+    return model
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
 
 
 def dtype_name(model: Any) -> str:

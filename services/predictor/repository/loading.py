@@ -24,6 +24,7 @@ from services.predictor.engine_process.launch import EngineStarter, launch_engin
 from services.predictor.generation.model import GenerationModel
 from services.predictor.models.served_model import ServedModel
 from services.predictor.models.startup_errors import as_startup_error
+from services.predictor.models.weight_files import check_files
 from services.predictor.repository.lease import Serving
 from services.predictor.repository.memory_release import release_memory
 from services.predictor.settings import PredictorSettings
@@ -45,7 +46,10 @@ def fetch_model(source: ModelSource, report: Report) -> FetchedModel:
     """Downloads missing files; needs no significant memory; raises StartupError."""
     with as_startup_error(source.name):
         folder = fetch(source, _FILES, report)
-        return FetchedModel(folder, kind_of(source, folder))
+        kind = kind_of(source, folder)
+        if kind is not ModelKind.PYTHON:
+            check_files(folder)
+        return FetchedModel(folder, kind)
 
 
 async def warmed_up(building: Awaitable[ServedModel]) -> Serving:

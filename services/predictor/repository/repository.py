@@ -194,7 +194,8 @@ class ModelRepository:
         try:
             await self._load(self._entries.get(source.name) or self._add(source), source)
         except StartupError as error:
-            raise RequestFailedError(str(error)) from None
+            # Else the model is at fault, which the caller named.
+            raise (RequestFailedError if error.is_fault else InvalidRequestError)(str(error)) from None
 
     def _add(self, source: ModelSource) -> Entry:
         if len(self._entries) >= _MAX_MODELS:

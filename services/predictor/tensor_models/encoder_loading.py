@@ -47,7 +47,6 @@ from services.predictor.tensor_models.sentence_steps import (
 
 logger = logging.getLogger(__name__)
 
-_NAMED = 3
 _ACTIVATIONS = {"Identity": Activation.IDENTITY, "Sigmoid": Activation.SIGMOID}  # torch.nn's.
 _UNSTATED_LENGTH = 512  # For models without a position table, such as T5's, whose files name no length.
 _UNBOUNDED_LENGTH = 128 * 1024  # Of models that only look tokens up.
@@ -131,9 +130,9 @@ def _transformer(
         raise ValueError(f"its task {task} is not served, only {', '.join(_TASKS)}")
     auto, attribute, feature = _TASKS[task]
     auto = _checked_class(files.inner, auto)
-    model, missing = load_weights(name, files.inner, auto, settings.dtype, device)
     # Some models have a pooling layer for classification; embeddings do not use it.
-    _check_whole(name, [one for one in missing if task != "feature-extraction" or not one.startswith("pooler.")])
+    optional = {"optional": "pooler."} if task == "feature-extraction" else {}
+    model = load_weights(name, files.inner, auto, settings.dtype, device, **optional)
     if INPUT_IDS not in inspect.signature(model.forward).parameters:
         raise ValueError(f"{type(model).__name__} reads no token ids")
     config = model.config.get_text_config()
@@ -226,14 +225,6 @@ def _keep_scored_tokens(model: Any, files: SentenceFiles) -> None:
     if whole.bias is not None:
         kept.bias.data = whole.bias.data[ids].clone()
     model.set_output_embeddings(kept)
-
-
-def _check_whole(name: str, missing: Sequence[str]) -> None:
-    if missing:
-        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
-        raise StartupError(
-            f"model {name}: the folder lacks {', '.join(missing[:_NAMED])}{more}, without which its answers are random"
-        )
 
 
 def _max_length(model: Any, files: SentenceFiles, setting: int) -> int:

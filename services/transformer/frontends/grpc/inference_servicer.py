@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 
 from millrace import __version__
 from millrace.clients import Client, client_of
-from millrace.errors import RequestFailedError
+from millrace.errors import InvalidRequestError
 from millrace.oip.model_description import config_of, metadata_of
 from millrace.oip.settings_servicer import OpenInferenceBase
 from millrace.oip.stream_infer import errors_as_status, multiplex
@@ -186,7 +186,7 @@ class InferenceServicer(OpenInferenceBase):
         if (reason := self._catalogue.why_unreadable(name)) is not None:
             await self._replicas.unload(pb.RepositoryModelUnloadRequest(model_name=name), deadline_of(context))
             await self._catalogue.refresh()
-            raise RequestFailedError(f"model {name!r} was not loaded: {reason}")
+            raise InvalidRequestError(f"model {name!r} was not loaded: {reason}")
         return pb.RepositoryModelLoadResponse()
 
     async def RepositoryModelUnload(

@@ -1,0 +1,54 @@
+"""Checks a model's files before torch is imported, which takes far longer: each error names the file and the reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import IO, Any
+
+from millrace.models.sources import read_config
+
+_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit.
+_POINTER = b"version https://git-lfs"
+_WEIGHTS = "*.safetensors"
+_READ = (_WEIGHTS, "*.json", "*.model", "*.txt", "*.jinja")
+
+
+def check_files(folder: Path) -> None:
+    """Checks configurations, weights and their index; raises ValueError."""
+    for path in sorted(path for pattern in _READ for path in folder.rglob(pattern)):
+        if path.stat().st_size < 1024 and path.read_bytes().startswith(_POINTER):
+            raise ValueError(f"{path} is a pointer of git-lfs and not the file itself; `git lfs pull` fetches it")
+    configs = [path.name for pattern in ("*config.json", "*.index.json") for path in folder.glob(pattern)]
+    indexes = [read_config(folder, name) for name in sorted(configs)]
+    weights = sorted(folder.rglob(_WEIGHTS))
+    if not weights:
+        raise ValueError(f"{folder} has no {_WEIGHTS}; other formats are not loaded")
+    for index in indexes:
+        for shard in sorted(set(map(str, index.get("weight_map", {}).values()))):
+            if shard.endswith(Path(_WEIGHTS).suffix) and not (folder / shard).is_file():
+                raise ValueError(f"{folder} lacks {shard}, which its index of weights names")
+    for path in weights:
+        _check_weights(path)
+
+
+def read_header(file: IO[bytes]) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file, and the place of its first tensor; raises ValueError.
+
+    Source: https://huggingface.co/docs/safetensors, "Format".
+    """
+    length = int.from_bytes(file.read(8), "little")
+    if length > _MAX_HEADER_BYTES:
+        raise ValueError("the header of a safetensors file is too large")
+    return dict(json.loads(file.read(length))), 8 + length
+
+
+def _check_weights(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            header, start = read_header(file)
+        needed = start + max(tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__")
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+        raise ValueError(f"{path} is not a safetensors file, or is cut off") from None
+    if (size := path.stat().st_size) != needed:
+        raise ValueError(f"{path} has {size} bytes, by its header {needed}")
