@@ -23,7 +23,7 @@ def check_files(folder: Path) -> None:
     indexes = [read_config(folder, name) for name in sorted(configs)]
     weights = sorted(folder.rglob(_WEIGHTS))
     if not weights:
-        raise ValueError(f"{folder} has no {_WEIGHTS}; other formats are not loaded")
+        raise ValueError(f"{folder} has no *.safetensors; other formats are not loaded")
     for index in indexes:
         for shard in sorted(set(map(str, index.get("weight_map", {}).values()))):
             if shard.endswith(Path(_WEIGHTS).suffix) and not (folder / shard).is_file():
