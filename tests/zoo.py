@@ -143,11 +143,11 @@ def _vision(
         if part in ("vision_config", "audio_config"):
             named = {"model_type": tower} if part_class is hf.AutoConfig else {}
             configs[part] = named | _known(hf.CONFIG_MAPPING[tower] if named else part_class, _TOWER)
-    return Family(name, model_type, outcome, configs, {}, fault=_VISION_FAULTS.get(model_type, ""))
+    return Family(name, model_type, outcome, configs, {})
 
 
+_OTHERWISE = "is not what transformers' generate computes"
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 10000.0}
-_VISION_FAULTS = {"gemma4": "not loaded", "paligemma": "its prompt is not attended in both directions"}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
 _BETA = {**_YARN, "llama_4_scaling_beta": 0.1}
 _LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "rope_theta": 10000.0}
@@ -204,7 +204,7 @@ def _families() -> Iterator[Family]:
     yield _decoder("Gemma 3, text", "gemma3_text", PAGED, query_pre_attn_scalar=16, **_WINDOWS)
     yield _decoder("Gemma 3n, text", "gemma3n_text", PAGED, **_GEMMA3N, num_hidden_layers=4, num_kv_shared_layers=2,
                    sliding_window=12, layer_types=["sliding_attention", "full_attention"] * 2)
-    yield _decoder("Gemma 4, text", "gemma4_text", ROW, "not loaded", **_GEMMA3N, **_WINDOWS)
+    yield _decoder("Gemma 4, text", "gemma4_text", ROW, **_GEMMA3N, **_WINDOWS, global_head_dim=32)
     yield _decoder("Mistral", "mistral", PAGED, sliding_window=24)
     yield _decoder("Mixtral", "mixtral", PAGED, **_EXPERTS)
     yield _decoder("Ministral", "ministral", PAGED, **_WINDOWS)
@@ -270,8 +270,7 @@ def _families() -> Iterator[Family]:
     yield _decoder("RecurrentGemma", "recurrent_gemma", CACHELESS, block_types=["recurrent", "attention"],
                    attention_window_size=12)
     yield _decoder("RWKV", "rwkv", CACHELESS)
-    yield _decoder("XLNet", "xlnet", "not what transformers' generate computes", "refused for its context",
-                   n_layer=2, d_model=64, n_head=4, d_inner=128)
+    yield _decoder("XLNet", "xlnet", _OTHERWISE, n_layer=2, d_model=64, n_head=4, d_inner=128)
     yield _decoder("BERT as a decoder", "bert", PAGED, is_decoder=True)
     yield _vision("Llama 4", "llama4", ROW, {**_EXPERTS, "intermediate_size_mlp": 128, "attention_chunk_size": 16,
                   "no_rope_layers": [1, 0], "floor_scale": 16})
@@ -283,12 +282,12 @@ def _families() -> Iterator[Family]:
     yield _vision("Qwen3-VL MoE", "qwen3_vl_moe", PAGED, _SHARED)
     yield _vision("Qwen 3.5", "qwen3_5", ROW, _DELTA)
     yield _vision("Gemma 3", "gemma3", PAGED, {"query_pre_attn_scalar": 16, **_WINDOWS})
-    yield _vision("Gemma 4", "gemma4", ROW, {**_GEMMA3N, **_WINDOWS})
+    yield _vision("Gemma 4", "gemma4", ROW, {**_GEMMA3N, **_WINDOWS, "global_head_dim": 32})
     yield _vision("Mistral 3", "mistral3", PAGED, {"model_type": "mistral"}, "pixtral")
     yield _vision("Ministral 3", "mistral3", PAGED, {"model_type": "ministral3", "rope_parameters": _BETA}, "pixtral")
     yield _vision("InternVL 3", "internvl", PAGED, {"model_type": "qwen2"})
     yield _vision("SmolVLM, Idefics 3", "idefics3", PAGED, {"model_type": "llama"})
-    yield _vision("PaliGemma", "paligemma", CACHELESS, {"model_type": "gemma"})
+    yield _vision("PaliGemma", "paligemma", _OTHERWISE, {"model_type": "gemma"})
     yield _vision("GLM 4.1V", "glm4v", PAGED, _MROPE)
     yield _vision("Voxtral", "voxtral", PAGED, {"model_type": "llama"}, "voxtral_encoder")
     yield Family("T5", "t5", RAGGED, {}, _T5)

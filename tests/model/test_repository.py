@@ -17,10 +17,10 @@ from millrace.errors import (
     DeadlineError,
     DrainingError,
     HopBrokenError,
+    InvalidRequestError,
     NotFoundError,
     NotReadyError,
     OverloadedError,
-    RequestFailedError,
     StartupError,
 )
 from millrace.oip.parameters import set_parameters
@@ -171,7 +171,7 @@ async def test_if_the_new_files_are_wrong_the_old_model_continues(models):
     async with models.serve("first") as repository:
         await repository.load_all()
         models.write("first", "1 / 0")
-        with pytest.raises(RequestFailedError, match=r"model first: .*line 1 cannot be imported: ZeroDivisionError"):
+        with pytest.raises(InvalidRequestError, match=r"model first: .*line 1 cannot be imported: ZeroDivisionError"):
             await repository.load("first")
         assert await ask(repository, "first") == 1
         assert await states(repository) == {"first": State.READY}
@@ -183,9 +183,9 @@ async def test_a_failed_load_gives_the_reason_and_other_models_are_served(models
     (models.folder / "empty").mkdir()
     async with models.serve("first") as repository:
         await repository.load_all()
-        with pytest.raises(RequestFailedError, match="ZeroDivisionError"):
+        with pytest.raises(InvalidRequestError, match="ZeroDivisionError"):
             await repository.load("broken")
-        with pytest.raises(RequestFailedError, match=r"no config\.json"):
+        with pytest.raises(InvalidRequestError, match=r"no config\.json"):
             await repository.load("empty")
         reasons = {row.name: row.reason for row in await repository.index() if row.state is State.UNAVAILABLE}
         assert "ZeroDivisionError" in reasons["broken"]
@@ -272,7 +272,7 @@ async def test_a_model_without_enough_memory_is_refused_and_frees_what_it_took(m
     save_random_model("llama", models.folder / "llama")
     async with models.serve("first", kv_cache_memory="1KiB") as repository:
         await repository.load_all()
-        with pytest.raises(RequestFailedError, match="raise PREDICTOR_KV_CACHE_MEMORY"):
+        with pytest.raises(InvalidRequestError, match="raise PREDICTOR_KV_CACHE_MEMORY"):
             await repository.load("llama")
         assert await ask(repository, "first") == 1
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from millrace.errors import InvalidRequestError, NotReadyError, RequestFailedError
+from millrace.errors import InvalidRequestError, NotReadyError
 from millrace.models.sources import parse_models
 from millrace.sampling import SamplingParameters
 from services.predictor.engine.interface import GenerationRequest
@@ -136,7 +136,7 @@ async def test_a_base_is_kept_while_it_has_adapters_unless_they_are_unloaded_wit
         await repository.unload("base", with_adapters=True)
         states = {row.name: row.state for row in await repository.index()}
         assert [states[name] for name in ("base", "poet", "cook")] == [State.UNAVAILABLE] * 3
-        with pytest.raises(RequestFailedError, match=r"model poet: its base 'base' is not loaded .*models here: none"):
+        with pytest.raises(InvalidRequestError, match=r"model poet: its base 'base' is not loaded .*models here: none"):
             await repository.load("poet")
         await repository.load("base")
         await repository.load("poet")
@@ -145,7 +145,7 @@ async def test_a_base_is_kept_while_it_has_adapters_unless_they_are_unloaded_wit
 
 async def test_a_model_has_a_maximum_of_adapters_and_loading_one_again_does_not_count(serve, folders):
     async with serve("base=llama,poet=poet", max_adapters=1) as repository:
-        with pytest.raises(RequestFailedError, match="base has 1 adapters, the maximum"):
+        with pytest.raises(InvalidRequestError, match="base has 1 adapters, the maximum"):
             await repository.load("cook")
         await repository.load("poet")
         await repository.unload("poet")
@@ -158,6 +158,6 @@ async def test_a_base_of_another_runner_refuses_adapters(serve, folders, archite
     model = save_random_model(architecture, folders.folder / architecture)
     save_random_adapter(folders.folder / f"of-{architecture}", model, "other")
     async with serve(f"other={architecture}") as repository:
-        with pytest.raises(RequestFailedError, match=r"its base other has the runner .*, which supports no adapters"):
+        with pytest.raises(InvalidRequestError, match=r"its base other has the runner .*, which supports no adapters"):
             await repository.load(f"of-{architecture}")
         assert repository.ready

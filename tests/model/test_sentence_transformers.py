@@ -134,7 +134,7 @@ async def test_vectors_of_every_type_of_encoder(tmp_path, serve, kind):
     await check_embeddings(model, serve(folder))
 
 
-@pytest.mark.parametrize("kind", ["bert", "modernbert"])
+@pytest.mark.parametrize("kind", ["bert", "modernbert", "qwen3", "gemma3_text"])
 async def test_a_folder_of_transformers_alone_is_read_with_the_same_defaults(tmp_path, serve, kind):
     save_random_type(kind, tmp_path)
     tokenizer = save_words_tokenizer(tmp_path, *WORDS, "user")

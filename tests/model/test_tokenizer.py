@@ -79,6 +79,24 @@ def test_the_chat_template_writes_the_roles(storyteller):
     assert text.endswith("<|assistant|>")
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ m.role }}:{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}"
+        "{% endfor %}; {% endfor %}",
+        "{% for m in messages %}{{ m.role }}:{% for p in m.content | selectattr('type', 'equalto', 'text') %}"
+        "{{ p['text'] }}{% endfor %}; {% endfor %}",
+        "{% for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for p in m.content %}{{ p.text }}!{% endfor %}{% endif %}; {% endfor %}",
+    ],
+)
+def test_a_template_of_images_gets_texts_in_the_form_that_it_writes(pool, template):
+    messages = [("system", "be kind"), ("user", "a fox"), ("assistant", "a"), ("user", "")]
+    images = moody_like(TextTokenizer("images", MODELS / "storyteller", pool), template)
+    assert chat_prompt(images, messages, 99) == "system:be kind; user:a fox; assistant:a; user:; "
+    assert chat_prompt(images, messages[:3], 99, {"continue_final_message": True}).endswith("assistant:a")
+
+
 def test_messages_that_the_template_refuses_are_refused(storyteller):
     with pytest.raises(InvalidRequestError, match="refuses the messages"):
         chat_prompt(storyteller, [("robot", "beep")], 1024)

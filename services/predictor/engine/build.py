@@ -57,6 +57,8 @@ def build_engine(
     vocabulary = model.get_input_embeddings().num_embeddings
     with torch.inference_mode():
         proof = Proof(model, shape, vocabulary, context, 2 * settings.step_tokens)
+        if not model.config.is_encoder_decoder:
+            proof.check_generate(name)
         runner, adapters, reason = _choose_runner(name, model, shape, blocks, proof, settings.cuda_graphs)
     scheduler = Scheduler(
         BlockManager(blocks, BLOCK_TOKENS),

@@ -9,7 +9,7 @@ import json
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -96,6 +96,9 @@ def rendered(
             conversation[-1]["content"] += _END
         listed = orjson.loads(tools) if tools else None
         given = {"tools": listed, "documents": None, **options}
+        if _takes_parts(template, given):
+            for message in conversation:
+                message |= {"content": _as_parts(message["content"])} if "content" in message else {}
         try:
             text = _compiled(template).render(messages=conversation, **given)
         except _ERRORS:
@@ -103,6 +106,21 @@ def rendered(
         if is_continued and _END not in text:
             raise ValueError("the last message is not in the prompt as it is, so it cannot be continued")
         return text.rpartition(_END)[0] if is_continued else text
+
+
+def _takes_parts(template: str, given: Mapping[str, Any]) -> bool:
+    """Whether a template writes contents that are lists of parts alone, as those of models of images do."""
+    if "text" not in template:
+        return False
+    for content, found in ((_END, False), (_as_parts(_END), True)):
+        with suppress(*_ERRORS):
+            if _END in _compiled(template).render(messages=[{"role": "user", "content": content}], **given):
+                return found
+    return False
+
+
+def _as_parts(content: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": content}]
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ start.
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +30,26 @@ _ALREADY_SCALED = ("longrope", "llama3")  # Kinds of scalings whose configuratio
 
 
 def cache_shape(model: Any) -> CacheShape:
-    """What a model stores for each token, from its configuration."""
+    """What a model stores for each token, from its configuration; of layers that differ, their mean."""
     config = model.config.get_text_config(decoder=True)
+    count = _first(config, "num_decoder_layers", "decoder_layers", "num_hidden_layers") or 1
+    own = [*config.per_layer_config] if getattr(config, "is_heterogeneous", False) else [config]
+    sizes = [_heads(one) for one in own]
+    if len(set(sizes)) == 1:
+        return CacheShape(count, *sizes[0], model.dtype)
+    mean = math.ceil(sum(heads * size for heads, size in sizes) / count)
+    return CacheShape(count, 1, mean, model.dtype, differs=True)
 
-    def first(*names: str) -> int | None:
-        return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
 
-    heads = first("num_attention_heads", "num_heads") or 1
-    return CacheShape(
-        first("num_decoder_layers", "decoder_layers", "num_hidden_layers") or 1,
-        first("num_key_value_heads") or heads,
-        first("head_dim", "d_kv") or (first("hidden_size", "d_model") or heads) // heads,
-        model.dtype,
-    )
+def _heads(config: Any) -> tuple[int, int]:
+    """The number of heads of keys, and their size."""
+    heads = _first(config, "num_attention_heads", "num_heads") or 1
+    size = _first(config, "head_dim", "d_kv") or (_first(config, "hidden_size", "d_model") or heads) // heads
+    return _first(config, "num_key_value_heads") or heads, size
+
+
+def _first(config: Any, *names: str) -> int | None:
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
 
 
 def plan_memory(name: str, model: Any, shape: CacheShape, settings: PredictorSettings) -> tuple[int, int]:
@@ -74,7 +82,7 @@ def plan_memory(name: str, model: Any, shape: CacheShape, settings: PredictorSet
 def stated_context(config: Any) -> int | None:
     """The longest context that a configuration allows: with scaled positions a multiple, as in vLLM."""
     stated: int | None = next(
-        (n for k in ("max_position_embeddings", "n_positions") if (n := getattr(config, k, None))), None
+        (n for k in ("max_position_embeddings", "n_positions") if (n := getattr(config, k, None) or 0) > 0), None
     )
     scaling = getattr(config, "rope_parameters", None) or {}
     kind, factor = scaling.get("rope_type"), scaling.get("factor")

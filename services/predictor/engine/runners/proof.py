@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
+from millrace.errors import StartupError
 from services.predictor.engine.cpu.packed_linear import pack_linears
 from services.predictor.engine.runners.interface import ModelRunner
 from services.predictor.engine.runners.paged import PagedRunner
@@ -35,6 +37,7 @@ logger = logging.getLogger(__name__)
 _PIECES = (5, 9, 20, 39, 40)  # Where the chunks of the prompt end.
 _SPECIAL = 4  # Ids below are often those of padding, which some models leave out.
 _OUTPUT = 12  # Ids of an encoder-decoder model's answer.
+_STEPS = 3  # Ids of `generate`.
 _PROMPT = 7  # The prompt of the sequence beside it, which decodes an id in each further step.
 # Differences by rounding only, relative to the largest logit; wrong attention differs by tens of percent.
 _TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-6}
@@ -73,11 +76,39 @@ class Proof:
         self._ids = [first + (7 * i * i + 3 * i) % (vocabulary - first) for i in range(length)]
         self._hides_masks = False  # Whether layers compute with their masks elsewhere than in the attention function.
 
+    def check_generate(self, name: str) -> None:
+        """Checks that the plain forward pass, which runners compute, is what `generate` computes; raises StartupError.
+
+        In some models `generate` shows the prompt to itself in both directions, or reorders it.
+        """
+        model, ids = self._model, self._ids[: min(_PROMPT, self._context - _STEPS)]
+        own, model.generation_config = (
+            model.generation_config,
+            GenerationConfig(
+                max_new_tokens=_STEPS,
+                do_sample=False,
+                pad_token_id=0,
+                return_dict_in_generate=True,
+                output_logits=True,
+            ),
+        )
+        try:
+            answer = model.generate(self._tensor(ids), attention_mask=torch.ones_like(self._tensor(ids)))
+        finally:
+            model.generation_config = own
+        whole = self._run(answer.sequences[0].tolist())
+        if _largest(torch.cat(answer.logits), whole[len(ids) - 1 : -1]) > self._tolerance:
+            raise StartupError(
+                f"model {name}: the forward pass of {type(model).__name__} is not what transformers' generate computes"
+            )
+
     def of_paged(self) -> str | None:
         """Why `PagedRunner` cannot run the model; None if it can: then the attention modules have their reach."""
         model = self._model
         if not getattr(model, "_supports_attention_backend", False):
             return "it does not take an attention function"
+        if self._shape.differs:
+            return "its layers store keys of different sizes"
         own = model.config._attn_implementation
         try:
             with self._near_limits() as changed:

@@ -23,12 +23,13 @@ BLOCK_TOKENS = 32
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What a model's layers store for each token."""
+    """What a model's layers store for each token; if it `differs` by layer, the mean as one head."""
 
     layers: int
     heads: int
     head_size: int
     dtype: torch.dtype
+    differs: bool = False
 
     @property
     def bytes_per_token(self) -> int:
