@@ -81,23 +81,17 @@ class Proof:
 
         In some models `generate` shows the prompt to itself in both directions, or reorders it.
         """
-        model, ids = self._model, self._ids[: min(_PROMPT, self._context - _STEPS)]
-        own, model.generation_config = (
-            model.generation_config,
-            GenerationConfig(
-                max_new_tokens=_STEPS,
-                do_sample=False,
-                pad_token_id=0,
-                return_dict_in_generate=True,
-                output_logits=True,
-            ),
-        )
+        model, ids = self._model, self._ids[: max(1, min(_PROMPT, self._context - _STEPS))]
+        own = model.generation_config
+        steps: Any = {"max_new_tokens": _STEPS, "return_dict_in_generate": True, "output_logits": True}
+        model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0, **steps)  # type: ignore[no-untyped-call]
         try:
             answer = model.generate(self._tensor(ids), attention_mask=torch.ones_like(self._tensor(ids)))
         finally:
             model.generation_config = own
         whole = self._run(answer.sequences[0].tolist())
-        if _largest(torch.cat(answer.logits), whole[len(ids) - 1 : -1]) > self._tolerance:
+        # Of another precision, a cache and none may choose other experts for an id.
+        if _largest(torch.cat(answer.logits), [*whole[len(ids) - 1 : -1]]) > 3 * self._tolerance:
             raise StartupError(
                 f"model {name}: the forward pass of {type(model).__name__} is not what transformers' generate computes"
             )
