@@ -47,7 +47,8 @@ def _check_weights(path: Path) -> None:
     try:
         with path.open("rb") as file:
             header, start = read_header(file)
-        needed = start + max(tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__")
+        tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
+        needed = start + max((tensor["data_offsets"][1] for tensor in tensors), default=0)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError):
         raise ValueError(f"{path} is not a safetensors file, or is cut off") from None
     if (size := path.stat().st_size) != needed:
