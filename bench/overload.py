@@ -10,7 +10,8 @@ A refused caller retries at once, which is the worst case (refusals compete with
 after it), `refused`, `unsigned` (refused without x-failed-hop or retry-after-ms) and `failed`.
 
 `python -m bench.overload` writes bench/results/overload.json; less than 8 minutes. `--paced MS` removes the model's
-computation: each step sleeps for that time instead of competing for the cores.
+computation: each step sleeps for that time instead of competing for the cores. `--taken S`: a process of the highest
+priority takes one core away for S seconds in the middle of each arm, those at the peak included.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import random
@@ -68,6 +70,7 @@ def main() -> None:
         "--callers", type=int, nargs="+", default=_OVERLOADS, help="numbers of callers that are too many"
     )
     options.add_argument("--paced", type=float, metavar="MS", help="a model that sleeps instead of computing")
+    options.add_argument("--taken", type=float, default=0.0, metavar="S", help="seconds that each arm lacks a core")
     options.add_argument("--no-variations", action="store_true", help="gRPC callers that come back at once alone")
     arguments = options.parse_args()
     report = asyncio.run(_measure(arguments))
@@ -80,12 +83,13 @@ async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.paced is not None:
         environment = {"predictor": {"PACE_MS": str(arguments.paced)}}
         paced = {"predictor": "paced_predictor", "environment": environment}
+    arm = functools.partial(_arm, taken_s=arguments.taken)
     async with (
         running_stack(_MODEL, predictors=_PREDICTORS, **paced) as stack,
         _grpc_callers(stack) as grpc_ask,
     ):
         await _arm(stack, "warm-up", grpc_ask, max(arguments.sweep), 2.0)
-        sweep = [await _arm(stack, "sweep", grpc_ask, n, arguments.seconds / 2) for n in arguments.sweep]
+        sweep = [await arm(stack, "sweep", grpc_ask, n, arguments.seconds / 2) for n in arguments.sweep]
         peak = max(sweep, key=lambda arm: float(arm["goodput"]))["callers"]
         plans = [("gRPC, back at once", grpc_ask, callers, False) for callers in arguments.callers]
         if not arguments.no_variations:
@@ -97,9 +101,9 @@ async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
         arms: list[dict[str, Any]] = []
         for name, ask, callers, patient in plans:
             if not arms or arms[-1]["ask"] != name.partition(",")[0]:
-                arms.append(await _arm(stack, name, ask, peak, arguments.seconds, patient))
-            arms.append(await _arm(stack, name, ask, callers, arguments.seconds, patient))
-            arms.append(await _arm(stack, name, ask, peak, arguments.seconds, patient))
+                arms.append(await arm(stack, name, ask, peak, arguments.seconds, patient))
+            arms.append(await arm(stack, name, ask, callers, arguments.seconds, patient))
+            arms.append(await arm(stack, name, ask, peak, arguments.seconds, patient))
     ratios = _ratios(arms, peak)
     return {
         "cores": os.cpu_count(),
@@ -117,7 +121,7 @@ async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _arm(
-    stack: Stack, name: str, ask: Ask, callers: int, seconds: float, patient: bool = False
+    stack: Stack, name: str, ask: Ask, callers: int, seconds: float, patient: bool = False, taken_s: float = 0.0
 ) -> dict[str, Any]:
     """Runs a number of callers for a time; each has one request at a time."""
     outcomes: list[Outcome] = []
@@ -135,13 +139,34 @@ async def _arm(
     calls = asyncio.gather(*(call_again_and_again() for _ in range(callers)))
     await asyncio.sleep(_WARM_UP_S)
     before = cpu_seconds(stack)
-    await asyncio.sleep(seconds)
+    async with _core_taken(max(0.0, (seconds - taken_s) / 2), min(taken_s, seconds)):
+        await asyncio.sleep(seconds)
     cpu = {process: round((after - before[process]) / seconds, 2) for process, after in cpu_seconds(stack).items()}
     await calls
     arm = {"ask": name.partition(",")[0], "name": name, "callers": callers, "seconds": seconds}
     arm |= _figures(outcomes, started + _WARM_UP_S, end) | {"cores_used": cpu}
     print(json.dumps(arm), file=sys.stderr, flush=True)
     return arm
+
+
+@contextlib.asynccontextmanager
+async def _core_taken(after_s: float, seconds: float) -> AsyncIterator[None]:
+    """Takes core 0 away for `seconds`, from `after_s` on; the priority needs root."""
+    if not seconds:
+        yield
+        return
+    code = (
+        "import contextlib, os, time\nos.sched_setaffinity(0, {0})\n"
+        "with contextlib.suppress(OSError): os.nice(-20)\n"
+        f"time.sleep({after_s})\nend = time.monotonic() + {seconds}\nwhile time.monotonic() < end: pass\n"
+    )
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
 
 
 @contextlib.asynccontextmanager

@@ -101,3 +101,18 @@ def test_ends_before_a_pause_are_not_used_after_it():
     assert not estimate.is_late(sequence(now, deadline_s=1.0), 50, now)
     # But it is the best guess of when to come back.
     assert 800 <= estimate.retry_after_ms <= 1200
+
+
+@pytest.mark.parametrize(
+    ("steps", "hopeless"), [([0.1] * 10, False), ([0.3] * 10, True), ([0.3] * 10 + [0.1] * 30, False)]
+)
+def test_longer_steps_show_a_slower_machine_before_any_request_ends(steps, hopeless):
+    estimate = QueueEstimate(4)
+    for end in EVERY_SECOND:
+        estimate.stepped(0.1)
+        estimate.ended(end)
+        estimate.succeeded(10, 1.0)
+    for seconds in steps:
+        estimate.stepped(seconds)
+    now = EVERY_SECOND[-1]
+    assert estimate.is_hopeless(sequence(now, deadline_s=2.0), now) is hopeless

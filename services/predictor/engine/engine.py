@@ -254,6 +254,8 @@ class ContinuousBatchingEngine:
             self._scheduler.regain()
             elapsed = time.perf_counter() - started
             self._pace.observe(len(rows) - len(chunks), chunks, elapsed)
+            if not chunks:
+                self._estimate.stepped(elapsed)
             self.statistics.steps += 1
             self.statistics.step_ns += int(elapsed * 1e9)
         self._look_for_stuck(served)
