@@ -93,6 +93,16 @@ def caller_of(metadata: Iterable[tuple[str, str | bytes]]) -> str:
     return name or _network(forwarded.rpartition(",")[2].strip())
 
 
+def account(client: Client, metadata: Iterable[tuple[str, str | bytes]]) -> Client:
+    """On whose account a client's call competes for an engine: its own or, without a key, its address's."""
+    return client if client.name or not (address := caller_of(metadata)) else _of_address(address)
+
+
+@lru_cache(maxsize=1024)
+def _of_address(address: str) -> Client:
+    return Client(WITHOUT_KEY + address, Policy())
+
+
 def _values(metadata: Iterable[tuple[str, str | bytes]], first: str, second: str) -> tuple[str, str]:
     """The last values of two names, "" for none, in one pass."""
     of_first = of_second = ""

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AbstractContextManager, aclosing, nullcontext
 
 from millrace import __version__
-from millrace.clients import ANYONE, Client, client_of
+from millrace.clients import ANYONE, Client, account, client_of
 from millrace.errors import InvalidRequestError, NotFoundError, NotImplementedMethodError
 from millrace.oip.joined_answers import takes_joined
 from millrace.oip.model_description import config_of, metadata_of
@@ -173,7 +173,7 @@ class InferenceServicer(OpenInferenceBase):
 
 def _caller(context: Context) -> Caller:
     metadata = call_metadata(context)
-    return Caller(client_of(metadata), first_token_timeout_s(metadata))
+    return Caller(account(client_of(metadata), metadata), first_token_timeout_s(metadata))
 
 
 def _client_of(context: Context) -> Client:

@@ -11,15 +11,15 @@ from tests.waiting import until
 
 
 async def hop_of(gateway: str, model: str) -> str:
-    """The service that answers for the model: the hop of the error for its version 7, which does not exist."""
+    """The service that answers for the model: the hop of the error for an id that is too long."""
     async with channel(gateway) as open_channel:
         try:
             await GRPCInferenceServiceStub(open_channel).ModelInfer(
-                ModelInferRequest(model_name=model, model_version="7"), timeout=20
+                ModelInferRequest(model_name=model, id="7" * 10_000), timeout=20
             )
         except grpc.aio.AioRpcError as error:
             return str(dict(error.trailing_metadata() or ()).get("x-failed-hop", ""))
-    raise AssertionError(f"{model} has a version 7")
+    raise AssertionError(f"{model} takes any id")
 
 
 async def until_direct(gateway: str, model: str) -> None:

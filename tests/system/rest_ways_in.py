@@ -42,7 +42,8 @@ def rest_outcome(answer: Answer, shape: Callable[[Any], str]) -> Outcome:
     errors = [piece for piece in pieces if piece.get("error") or piece.get("type") == "response.failed"]
     assert errors in ([], pieces[-1:]), errors
     assert not errors or "[DONE]" not in answer.body.decode()
-    message = shape(errors[0] if "response" in errors[0] else {"error": errors[0]["error"]}) if errors else ""
+    whole = {"response", "request_id"}  # What the shapes read beside the error itself.
+    message = shape(errors[0] if whole & errors[0].keys() else {"error": errors[0]["error"]}) if errors else ""
     return Outcome(answer.status, None, message, retry_after, begun=len(pieces) > len(errors))
 
 

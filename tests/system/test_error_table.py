@@ -154,9 +154,7 @@ ROWS = {
         *(Code.INVALID_ARGUMENT, 400, TPP, "structured_outputs: Unsatisfiable schema: minLength (2)", TEXT | PREDICTOR),
     ),
     "no such model": Row(request_of(model="nobody"), Code.NOT_FOUND, 404, TTP, "no model 'nobody'"),
-    "no such version": Row(
-        request_of(version="7"), Code.NOT_FOUND, 404, TTP, "version '7'", OIP, direct_hop="predictor"
-    ),
+    "no such version": Row(request_of(version="7"), Code.NOT_FOUND, 404, TTP, "version '7'", OIP),
     "failed inside": Row(
         request_of(parameters={"seed": FAILS}), Code.INTERNAL, 500, PPP, "the model failed on this request"
     ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from millrace.clients import WITHOUT_KEY, Client, Policy, caller_of
+from millrace.clients import Client, Policy, account
 from millrace.rpc.call_context import CallContext
 
 LOWEST_WEIGHT = 0.001
@@ -22,14 +22,7 @@ def account_of(call: CallContext) -> Client:
         return _SHADOWS
     if call.is_background:
         return _batches_of(call.client.name)
-    if call.client.name or not (address := caller_of(call.metadata)):
-        return call.client
-    return _without_key(address)
-
-
-@lru_cache(maxsize=1024)
-def _without_key(address: str) -> Client:
-    return Client(WITHOUT_KEY + address, Policy())
+    return account(call.client, call.metadata)
 
 
 @lru_cache(maxsize=1024)
