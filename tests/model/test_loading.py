@@ -54,7 +54,7 @@ async def test_a_context_beyond_the_model_or_the_memory_is_refused(settings, tex
         ("model.safetensors", b"version https://git-lfs.github.com/spec/v1", "is a pointer of git-lfs"),
         ("tokenizer.json", b"version https://git-lfs.github.com/spec/v1", "is a pointer of git-lfs"),
         ("model.safetensors", b"PK\x03\x04" * 400, "is not a safetensors file, or is cut off"),
-        ("model.safetensors", b"\2" + bytes(7) + b"{}", "is not a safetensors file, or is cut off"),
+        ("model.safetensors", b"\2" + bytes(7) + b"[]", "is not a safetensors file, or is cut off"),
         ("generation_config.json", b"{", "cannot be read: Expecting property name"),
         ("config.json", b"[]", "has no JSON object"),
         ("model.safetensors.index.json", b'{"weight_map": {"a": "model-2.safetensors"}}', "lacks model-2.safetensors"),

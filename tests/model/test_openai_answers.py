@@ -86,7 +86,7 @@ def test_log_probabilities_of_a_message(tokenizer):
         TextChunk(" upon", [upon], [-0.5], [[(upon, -0.5)]], "stop"),
     ]
     choice = ChatFormat(tokenizer.token_bytes).whole(0, chunks)
-    assert choice["message"] == {"role": "assistant", "content": "Once upon"}
+    assert choice["message"] == {"role": "assistant", "content": "Once upon", "refusal": None, "annotations": []}
     assert choice["finish_reason"] == "stop"
     first, second = choice["logprobs"]["content"]
     assert first == {

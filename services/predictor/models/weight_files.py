@@ -40,7 +40,10 @@ def read_header(file: IO[bytes]) -> tuple[dict[str, Any], int]:
     length = int.from_bytes(file.read(8), "little")
     if length > _MAX_HEADER_BYTES:
         raise ValueError("the header of a safetensors file is too large")
-    return dict(json.loads(file.read(length))), 8 + length
+    header = json.loads(file.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("the header of a safetensors file is no object")
+    return header, 8 + length
 
 
 def _check_weights(path: Path) -> None:

@@ -96,9 +96,10 @@ def rendered(
             conversation[-1]["content"] += _END
         listed = orjson.loads(tools) if tools else None
         given = {"tools": listed, "documents": None, **options}
-        if _takes_parts(template, given):
+        if _takes_parts(template):
             for message in conversation:
-                message |= {"content": _as_parts(message["content"])} if "content" in message else {}
+                if isinstance(content := message.get("content"), str):
+                    message["content"] = _as_parts(content)
         try:
             text = _compiled(template).render(messages=conversation, **given)
         except _ERRORS:
@@ -108,13 +109,15 @@ def rendered(
         return text.rpartition(_END)[0] if is_continued else text
 
 
-def _takes_parts(template: str, given: Mapping[str, Any]) -> bool:
+@lru_cache(maxsize=64)
+def _takes_parts(template: str) -> bool:
     """Whether a template writes contents that are lists of parts alone, as those of models of images do."""
     if "text" not in template:
         return False
     for content, found in ((_END, False), (_as_parts(_END), True)):
         with suppress(*_ERRORS):
-            if _END in _compiled(template).render(messages=[{"role": "user", "content": content}], **given):
+            messages = [{"role": "user", "content": content}]
+            if _END in _compiled(template).render(messages=messages, add_generation_prompt=True):
                 return found
     return False
 
