@@ -106,7 +106,7 @@ async def test_a_model_whose_tokenizer_cannot_be_read_is_not_loaded_and_the_othe
     stub, _, server = served
     with pytest.raises(grpc.aio.AioRpcError, match=f"model '{name}' was not loaded: model {name}: ") as raised:
         await stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name=name), timeout=30)
-    assert raised.value.code() is grpc.StatusCode.INTERNAL
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert server.ready == {"story"}
     assert not (await stub.ModelReady(pb.ModelReadyRequest(name=name))).ready
     assert stub.router.is_ready("story")
