@@ -57,8 +57,8 @@ async def test_a_logger_that_is_killed_sends_every_event(server, tmp_path):
 @pytest.mark.parametrize(
     ("sinks", "message"),
     [
-        ("ftp://127.0.0.1/", "LOGGER_SINKS=ftp://127.0.0.1/: URL scheme should be 'http' or 'https'"),
-        ("http://a/,here", "LOGGER_SINKS=here: must be a URL"),
+        ("ftp://127.0.0.1/", "LOGGER_SINKS=ftp://127.0.0.1/: must be a URL such as http://127.0.0.1:4318"),
+        ("http://a/,here", "LOGGER_SINKS=here: must be a URL such as http://127.0.0.1:4318"),
         ("http://a/x,http://u:secret@a/x", "LOGGER_SINKS: http://a/x is listed twice; remove one"),
     ],
 )

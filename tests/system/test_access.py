@@ -158,7 +158,8 @@ async def test_no_secret_is_shown_anywhere(guarded: Guarded) -> None:
         for headers in (bearer(secret), api_key(secret)):
             await statuses(by_rest(public, headers, guarded.record_id))
             await public.http("POST", "/v1/completions", {"model": 1}, headers)
-    await until(lambda: {span.service for span in receiver.all_spans()} >= SERVICES)
+    # The inner gateway has spans only where a call passes it: the transformer's own probes do not.
+    await until(lambda: {span.service for span in receiver.all_spans()} >= SERVICES - {"envoy-inner"})
     await until(lambda: any("alice" in point.attributes.values() for point in receiver.metric_points()))
     answer = await public.http("GET", "/millrace/v1/payloads?page_size=1000", None, bearer(KEYS["root"]))
     texts = {

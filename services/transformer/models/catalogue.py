@@ -227,9 +227,11 @@ class Catalogue:
         # Other models stay ready while a new one is added.
         if not (self.ready or self._described.issuperset(ready)):
             return False
+        if await self._replicas.ready():
+            return True
         # Each of two replicas may lack a model that the other one has.
         is_served = bool(ready) and all(s.state in (READY, UNAVAILABLE) for s in self._states.values())
-        return (self._is_complete and is_served) or await self._replicas.ready()
+        return self._replicas.are_several and self._is_complete and is_served
 
     def _forget(self, name: str) -> None:
         self._models.pop(name, None)

@@ -88,6 +88,10 @@ class Replicas:
         self._tables = away | {address: _table(answer) for address, answer in answers.items()}
         return merged(self._tables.values())
 
+    @property
+    def are_several(self) -> bool:
+        return len(self._channels) > 1
+
     async def ready(self) -> bool:
         """Whether a generation would work now at one of the replicas; one that hangs holds up no answer."""
         if self._addresses:
