@@ -48,7 +48,9 @@ def test_buf_curl_streams(stack):
 
 
 def test_curl_streams(stack):
-    body = json.dumps({"model": "storyteller", "prompt": "Once", "max_tokens": 20, "stream": True})
+    body = json.dumps(
+        {"model": "storyteller", "prompt": "Once", "max_tokens": 20, "ignore_eos": True, "pace": 50, "stream": True}
+    )
     with stack.timed("curl: 20 tokens as server-sent events"):
         output = run(stack, "curl", "-sSN", "http://127.0.0.1:8080/v1/completions", "-d", body)
     assert output.count("data: {") >= 10

