@@ -150,10 +150,13 @@ def test_the_commands_of_the_readme_work(make_up, command):
     output = run(["bash", "-c", command], make_up)
     if "Generate" in command:
         # On a busy machine a message has the tokens of several steps.
-        assert len(re.findall('"token_?[iI]ds"', output)) >= STREAMED
+        messages = re.findall(r'"token_?[iI]ds": ?\[([^\]]*)\]', output)
+        assert len(messages) >= STREAMED
+        assert sum(len(ids.split(",")) for ids in messages) >= 20
         assert re.search('"finish_?[rR]eason": "stop"', output)
     elif "chat/completions" in command:
         assert output.count("data: {") >= STREAMED
+        assert len("".join(re.findall(r'"content":"([^"]*)"', output)).split()) >= 15  # Some 20 tokens.
         assert output.rstrip().endswith("data: [DONE]")
     elif "/v1/responses" in command:
         assert '"object":"response"' in output
