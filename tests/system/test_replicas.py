@@ -56,12 +56,16 @@ async def listed(gateway):
 
 
 async def test_readiness_does_not_flap_while_one_predictor_hangs(replicas):
+    async def both_known():
+        index = await rest(replicas.gateway, "POST", "/v2/repository/index", {})
+        return [(model["state"], model.get("reason", "")) for model in index.json] == [("READY", "")]
+
     async def ready():
         answer = await rest(replicas.gateway, "GET", "/v2/health/ready")
         model = await rest(replicas.gateway, "GET", "/v2/models/storyteller/ready")
         return answer.status, model.status
 
-    await until(lambda: ready_of(replicas))
+    await until(both_known)  # Not only ready: the transformer has heard both.
     await replicas.kill("predictor-1", signal.SIGSTOP)
     try:
         end = time.monotonic() + 6

@@ -193,7 +193,8 @@ class Catalogue:
 
     async def _look(self) -> None:
         async with self._looking:
-            ready = await self._follow() and not self._draining
+            # One look may have asked only a replica that hangs; the next asks those that have answered since.
+            ready = (await self._follow() or (self.ready and await self._follow())) and not self._draining
             self.notify()
             if ready != self.ready:
                 self.ready = ready
