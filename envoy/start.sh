@@ -155,6 +155,7 @@ configuration() {
     filled client_authority.yaml >"$state/client_authority.yaml" || return
   fi
   text=$(filled envoy.yaml) || return
+  text=${text/'_connections: 10000'/"_connections: $connections"}
   with_predictors "${text/'[]  # GATEWAY_ALLOWED_ORIGINS'/"[$matchers]"}"
 }
 
@@ -230,6 +231,16 @@ reload() {
   echo "reloaded: a new Envoy takes the calls, the previous one finishes its own" >&2
 }
 
+# Each caller's connection takes a descriptor, and so do Envoy's own: as many as are allowed. Where these are few, callers
+# are refused rather than the connections to services, as runner/envoy_config.py has it.
+ulimit -Sn "$(ulimit -Hn)"
+descriptors=$(ulimit -n)
+if [ "$descriptors" = unlimited ]; then descriptors=65536; fi
+connections=$((descriptors < 256 ? 128 : descriptors < 10128 ? descriptors - 128 : 10000))
+if ((descriptors < 1024)); then
+  echo "only $descriptors open files and connections are allowed: with more callers, some are not accepted; set \`ulimits:" \
+    "{nofile: 65536}\` of the container" >&2
+fi
 # A worker holds its own connections to every service and takes a core when busy: on a small machine,
 # shared with the model, one is faster than two.
 workers=$(($(nproc) / 4))

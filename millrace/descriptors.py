@@ -18,6 +18,7 @@ def raise_descriptor_limit(say: Callable[[str], object]) -> int:
         soft = allowed
     if soft < _FEW:
         say(
-            f"only {soft} open files and connections are allowed (ulimit -Hn): with more callers, some are not accepted"
+            f"only {soft} open files and connections are allowed: with more callers, some are not accepted; "
+            f"set the hard limit to {_WANTED} (ulimit -Hn; systemd: LimitNOFILE; a container: ulimits, nofile)"
         )
     return soft

@@ -330,14 +330,28 @@ def test_both_close_management_beyond_loopback(tmp_path: Path, bind: str, is_ope
     assert (gateway_environment(settings)["PUBLIC_MANAGEMENT"] == "true") == is_open
 
 
-def start(folder: Path, **settings: str) -> subprocess.CompletedProcess[str]:
+@pytest.mark.parametrize("hard", [256, 1000, 20_000])
+def test_both_leave_descriptors_for_the_connections_to_services(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hard: int
+) -> None:
+    spare = min(10_000, hard - 128)
+    started = start(tmp_path, ("prlimit", f"--nofile=200:{hard}"))
+    assert f"max_active_downstream_connections: {spare}\n" in (tmp_path / "envoy.yaml").read_text()
+    assert ("ulimits: {nofile: 65536}" in started.stderr) == (hard < 1024)
+    monkeypatch.setattr(envoy_config.resource, "getrlimit", lambda _: (hard, hard))
+    config = envoy_config.derive(StackSettings(run_folder=tmp_path))
+    monitors = config["overload_manager"]["resource_monitors"]
+    assert spare in [monitor["typed_config"].get("max_active_downstream_connections") for monitor in monitors]
+
+
+def start(folder: Path, prefix: tuple[str, ...] = (), **settings: str) -> subprocess.CompletedProcess[str]:
     """Runs the container's entry point, with `true` as its Envoy unless there is one in the folder, which gets the
     configuration."""
     if not (folder / "envoy").exists():
         (folder / "envoy").symlink_to("/bin/true")
     variables = {"PATH": f"{folder}:{os.environ['PATH']}", "TMPDIR": str(folder), "DRAIN_S": "1"}
     return subprocess.run(
-        ["bash", envoy_config.ENVOY_FOLDER / "start.sh"],
+        [*prefix, "bash", envoy_config.ENVOY_FOLDER / "start.sh"],
         env=variables | settings,
         capture_output=True,
         text=True,
