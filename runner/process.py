@@ -183,9 +183,15 @@ class Process:
 
     def _open_log(self) -> IO[bytes]:
         try:
-            log = self.log.open("ab+")
-            if log.tell() and (log.seek(-1, os.SEEK_END), log.read(1))[1] != b"\n":
-                log.write(b"\n")  # A full disk has cut the last line.
+            log = self.log.open("ab+", buffering=0)  # A write that fails at its end would leave a process behind.
+            end = log.tell()
+            log.seek(max(0, end - _TAIL_BYTES))
+            tail = log.read()
+            if tail and not tail.endswith(b"\n"):  # A full disk has cut the last line.
+                try:
+                    log.write(b"\n")
+                except OSError:
+                    log.truncate(end - len(tail) + tail.rfind(b"\n") + 1)
             return log
         except OSError as error:
             self._say(f"{self.log} cannot be written ({error.strerror}): the output of {self.spec.name} is lost")

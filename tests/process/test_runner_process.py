@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +16,8 @@ import pytest
 from millrace.errors import StartupError
 from runner import process as supervision
 from runner.process import Process, ProcessSpec
+from tests.support.small_disk import small_disk
+from tests.waiting import until
 
 
 class Lines(list[str]):
@@ -98,6 +102,35 @@ async def test_a_line_that_a_full_disk_has_cut_is_ended_before_the_next_run(tmp_
         await asyncio.sleep(0.01)
     await process.stop()
     assert process.log.read_text().startswith("cut\ncut")
+
+
+async def test_a_cut_line_without_room_for_its_end_goes_and_the_next_run_is_supervised(tmp_path: Path) -> None:
+    page = "first\n".ljust(4096, "x")
+    source = f"""import pathlib, sys, time
+if pathlib.Path({str(tmp_path / "second")!r}).exists(): time.sleep(600)
+pathlib.Path({str(tmp_path / "second")!r}).touch()
+sys.stderr.write({page!r}); sys.exit(1)"""
+    reports = Lines()
+    with small_disk(tmp_path / "disk") as disk:
+        process = Process(script("worker", source), disk.path, tmp_path, reports)
+        supervised = process.start()
+        disk.fill(spare_bytes=len(page))
+        await reports.count(1)
+        first = process._process
+        await until(lambda: process._process is not first)
+        assert process.log.read_text() == "first\n"
+        await asyncio.wait({supervised}, timeout=1)
+        assert psutil.pid_exists(process.pid)
+        assert len(reports) == 1
+        await process.stop()
+
+
+@pytest.mark.parametrize(("limits", "expected"), [("256:5000", r"5000"), ("99:256", r"only 256 .* 65536 .*\n256")])
+def test_children_have_as_many_descriptors_as_are_allowed_and_few_are_reported(limits: str, expected: str) -> None:
+    source = "import os, millrace.descriptors as d; d.raise_descriptor_limit(print)\n"
+    command = ("prlimit", f"--nofile={limits}", sys.executable, "-uc", f"{source}os.system('ulimit -n')")
+    result = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert re.fullmatch(expected, result.stdout.strip()), result
 
 
 async def test_a_process_starts_without_its_log(tmp_path: Path) -> None:

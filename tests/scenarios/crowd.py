@@ -30,8 +30,9 @@ def stories_of(tokens: int) -> list[Story]:
 class Crowd:
     """See the module; the stories are distributed over the callers in turn."""
 
-    def __init__(self, client: Client, stories: Sequence[Story], callers: int) -> None:
+    def __init__(self, client: Client, stories: Sequence[Story], callers: int, name: str = "caller") -> None:
         self._client = client
+        self._name = name  # Without a hyphen.
         self._stories = [stories[number % len(stories)] for number in range(callers)]
         self._enough = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -62,7 +63,7 @@ class Crowd:
         turn = 0
         while not turn or not self._enough.is_set():
             turn += 1
-            request = Request(f"caller-{number}-{turn}", "Generate", self._stories[number])
+            request = Request(f"{self._name}-{number}-{turn}", "Generate", self._stories[number])
             self.calls.append(Call(request, time.monotonic()))
             await self._client.send(request, self.calls[-1])
 

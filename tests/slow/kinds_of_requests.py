@@ -94,14 +94,15 @@ class Reader:
 
     gateway: str
     http: httpx2.AsyncClient
-    kind: str
+    kind: str  # One of KINDS, or the name of `request`.
+    request: tuple[str, Body] | None = None
     came_again: Counter[str] = field(default_factory=Counter)
     longest_pause_s: float = 0.0
     _latest: float = 0.0
 
     async def answer(self) -> Any:
         """The whole answer, without what two equal answers differ in. TimeoutError: lost."""
-        path, body = KINDS[self.kind]
+        path, body = self.request or KINDS[self.kind]
         self._latest, wait_s = time.monotonic(), FIRST_RETRY_S
         read: Callable[..., Any] = (
             self._events if path and body.get("stream") else self._whole if path else self._generate
