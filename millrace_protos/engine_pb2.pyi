@@ -175,6 +175,7 @@ class SequenceToGenerate(_message.Message):
     CLIENT_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    PACED_AFTER_FIELD_NUMBER: _builtins.int
     channel: _builtins.int
     number: _builtins.int
     request_id: _builtins.str
@@ -189,6 +190,7 @@ class SequenceToGenerate(_message.Message):
     weight: _builtins.float
     adapter: _builtins.int
     """The number of a loaded one; 0: the model alone."""
+    paced_after: _builtins.int
     @_builtins.property
     def input_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -210,10 +212,11 @@ class SequenceToGenerate(_message.Message):
         client: _builtins.str = ...,
         weight: _builtins.float = ...,
         adapter: _builtins.int = ...,
+        paced_after: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_first_token_timeout_s", b"_first_token_timeout_s", "_prompt_logprobs", b"_prompt_logprobs", "first_token_timeout_s", b"first_token_timeout_s", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_timeout_s", b"_first_token_timeout_s", "_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "alone", b"alone", "channel", b"channel", "client", b"client", "deadline", b"deadline", "first_token_timeout_s", b"first_token_timeout_s", "input_ids", b"input_ids", "moved", b"moved", "number", b"number", "output_ids", b"output_ids", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sampling", b"sampling", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_timeout_s", b"_first_token_timeout_s", "_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "alone", b"alone", "channel", b"channel", "client", b"client", "deadline", b"deadline", "first_token_timeout_s", b"first_token_timeout_s", "input_ids", b"input_ids", "moved", b"moved", "number", b"number", "output_ids", b"output_ids", "paced_after", b"paced_after", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sampling", b"sampling", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__first_token_timeout_s: _TypeAlias = _typing.Literal["first_token_timeout_s"]  # noqa: Y015
     _WhichOneofArgType__first_token_timeout_s: _TypeAlias = _typing.Literal["_first_token_timeout_s", b"_first_token_timeout_s"]  # noqa: Y015

@@ -66,6 +66,7 @@ class Submission(_message.Message):
     FOLLOWS_FIELD_NUMBER: _builtins.int
     CLIENT_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
+    PACED_AFTER_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """The caller's name for the sequence, unique within the call."""
     model: _builtins.str
@@ -88,6 +89,8 @@ class Submission(_message.Message):
     """See millrace/clients.py; empty: the gateway asks for no keys."""
     weight: _builtins.float
     """Of the client, see millrace/clients.py; 1 by default."""
+    paced_after: _builtins.int
+    """The pace of `sampling` begins after so many tokens: the caller's client has them."""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -112,10 +115,11 @@ class Submission(_message.Message):
         follows: _builtins.str = ...,
         client: _builtins.str = ...,
         weight: _builtins.float | None = ...,
+        paced_after: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_first_token_timeout_s", b"_first_token_timeout_s", "_prompt_logprobs", b"_prompt_logprobs", "_timeout_s", b"_timeout_s", "_weight", b"_weight", "first_token_timeout_s", b"first_token_timeout_s", "prompt_logprobs", b"prompt_logprobs", "timeout_s", b"timeout_s", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_timeout_s", b"_first_token_timeout_s", "_prompt_logprobs", b"_prompt_logprobs", "_timeout_s", b"_timeout_s", "_weight", b"_weight", "alone", b"alone", "client", b"client", "fingerprint", b"fingerprint", "first_token_timeout_s", b"first_token_timeout_s", "follows", b"follows", "model", b"model", "number", b"number", "output_ids", b"output_ids", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sampling", b"sampling", "timeout_s", b"timeout_s", "traceparent", b"traceparent", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_timeout_s", b"_first_token_timeout_s", "_prompt_logprobs", b"_prompt_logprobs", "_timeout_s", b"_timeout_s", "_weight", b"_weight", "alone", b"alone", "client", b"client", "fingerprint", b"fingerprint", "first_token_timeout_s", b"first_token_timeout_s", "follows", b"follows", "model", b"model", "number", b"number", "output_ids", b"output_ids", "paced_after", b"paced_after", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sampling", b"sampling", "timeout_s", b"timeout_s", "traceparent", b"traceparent", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__first_token_timeout_s: _TypeAlias = _typing.Literal["first_token_timeout_s"]  # noqa: Y015
     _WhichOneofArgType__first_token_timeout_s: _TypeAlias = _typing.Literal["_first_token_timeout_s", b"_first_token_timeout_s"]  # noqa: Y015

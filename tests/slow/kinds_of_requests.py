@@ -98,12 +98,12 @@ class Reader:
     request: tuple[str, Body] | None = None
     came_again: Counter[str] = field(default_factory=Counter)
     longest_pause_s: float = 0.0
-    _latest: float = 0.0
+    latest: float = 0.0
 
     async def answer(self) -> Any:
         """The whole answer, without what two equal answers differ in. TimeoutError: lost."""
         path, body = self.request or KINDS[self.kind]
-        self._latest, wait_s = time.monotonic(), FIRST_RETRY_S
+        self.latest, wait_s = time.monotonic(), FIRST_RETRY_S
         read: Callable[..., Any] = (
             self._events if path and body.get("stream") else self._whole if path else self._generate
         )
@@ -119,7 +119,7 @@ class Reader:
 
     def _moved(self) -> None:
         now = time.monotonic()
-        self.longest_pause_s, self._latest = max(self.longest_pause_s, now - self._latest), now
+        self.longest_pause_s, self.latest = max(self.longest_pause_s, now - self.latest), now
 
     async def _post(self, path: str, body: Body, **headers: str) -> AsyncIterator[bytes]:
         """Pieces of the answer. Each kind has one key: all its answers have the same ids."""

@@ -14,13 +14,16 @@ import time
 from dataclasses import replace
 from itertools import pairwise
 
+import httpx2
 import pytest
 import pytest_asyncio
 
+from loadtest.prompts import EXAMPLES
 from tests.chaos.health import serves
 from tests.chaos.load import Client
 from tests.chaos.oracle import Oracle
 from tests.scenarios.crowd import Crowd, stories_of
+from tests.slow.kinds_of_requests import COMPLETIONS, Reader
 from tests.support.full import FULL
 from tests.system.calls import rest
 from tests.waiting import until
@@ -34,6 +37,8 @@ PACE_MS = 30
 POISON_ID = 3  # A token that no text contains.
 SILENCE_LIMIT_S = 2
 BACK_S = 60
+PACED, PACED_S = 10, 12  # Tokens a second, and how long a stream has run before the kill.
+THROUGH_S = 15
 # The longest pause of a rolling restart. The promise is a second, on a machine with a core for each predictor.
 MOST_PAUSE_S = 1 if FULL else 10
 
@@ -181,6 +186,36 @@ async def test_a_poisonous_request_is_refused_after_its_third_death_and_others_g
         crowd.all_right(oracle)
     assert deaths(stack) == before + 3
     print_pauses("poison", crowd)
+
+
+@pytest.mark.parametrize("victim", ["transformer", "envoy"])
+async def test_clients_that_come_again_after_a_kill_in_front_are_through_soon(new_stack, victim):
+    stack = await new_stack(models="storyteller=models/storyteller", predictors=2)
+    limits = httpx2.Limits(max_keepalive_connections=0)
+
+    def bodies(**pace):
+        fixed = {"model": "storyteller", "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0.9, "stream": True}
+        return [{**fixed, "prompt": EXAMPLES[n % len(EXAMPLES)], "seed": n, **pace} for n in range(CALLERS)]
+
+    async with httpx2.AsyncClient(base_url=f"http://{stack.gateway}", timeout=None, limits=limits) as http:
+
+        def readers(bodies):
+            return [Reader(stack.gateway, http, f"stream {n}", (COMPLETIONS, body)) for n, body in enumerate(bodies)]
+
+        known = await asyncio.gather(*(reader.answer() for reader in readers(bodies())))
+        reading = readers(bodies(pace=PACED))
+        answers = [asyncio.create_task(reader.answer()) for reader in reading]
+        await asyncio.sleep(PACED_S)
+        killed = time.monotonic()
+        await stack.kill(victim)
+        await until(lambda: serves(stack.gateway, "ready"), BACK_S)
+        back = time.monotonic()
+        await until(lambda: all(reader.latest > back for reader in reading), BACK_S)
+        through = time.monotonic()
+        got = await asyncio.gather(*answers)
+    print(f"{victim} away for {back - killed:.1f} s, {CALLERS} clients through {through - back:.1f} s later")
+    assert [answer[:2] for answer in got] == [answer[:2] for answer in known]  # Without the id.
+    assert through - back < THROUGH_S
 
 
 def deaths(stack):

@@ -166,6 +166,17 @@ async def test_tokens_on_record_are_not_generated_again(sides, kind):
     assert (newest.resumes, oldest.resumes) == (1, 0)
 
 
+async def test_tokens_that_the_client_has_come_at_no_pace(sides):
+    fields = {"model": "storyteller", "prompt": "Once", "max_tokens": 30, "ignore_eos": True, "pace": 5}
+    body, key = {**fields, "stream": True}, {**EVENTS, "idempotency-key": "paced"}
+    part = await asyncio.to_thread(cut_stream, sides[0].gateway, body, 20, key)
+    since, headers = time.monotonic(), {**EVENTS, "last-event-id": read_events(part)[-1].id}
+    # The one after is the first that its pace holds.
+    rest_of_it = await asyncio.to_thread(cut_stream, sides[1].gateway, body, 2, headers)
+    assert time.monotonic() - since < 3  # At their pace they took 4 s.
+    assert read_events(rest_of_it)
+
+
 async def test_generate_continues_at_another_gateway_by_grpc_and_by_rest(sides):
     first, second = sides
     fields = {"model": "storyteller", "prompt": "Once upon a time", "max_tokens": TOKENS, "ignore_eos": True}

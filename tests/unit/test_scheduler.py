@@ -303,6 +303,16 @@ def test_a_paced_sequence_needs_no_slot_until_it_is_due():
     assert all(first | second == {paced, other, waiting} for first, second in pairwise(served))
 
 
+def test_the_pace_begins_after_the_tokens_that_the_client_has():
+    sampling = SamplingParameters(max_tokens=9, seed=1, pace=5)
+    request = GenerationRequest("r", [1, 2], sampling, [3], paced_after=3)
+    paced = Sequence(request, MergingSlot(sampling), frozenset(), ())
+    paced.append(7)
+    assert paced.due_at == 0.0
+    paced.append(7)
+    assert paced.due_at > 0.0
+
+
 def test_many_paced_sequences_leave_slots_to_others_and_are_bounded():
     scheduler = scheduler_of(blocks=200, max_running=2, max_waiting=100)
     paced = added(scheduler, *(sequence() for _ in range(40)))

@@ -28,7 +28,7 @@ class GenerationRequest:
     nothing else until its next token. `prompt_logprobs`: how many of the likeliest tokens at each prompt position,
     besides the prompt token's own log probability; None for neither. `client` ("": there are no keys) shares cached
     prefixes only with itself; `weight` is that of its policy (millrace/clients.py). `adapter`: the number of a loaded
-    adapter, 0 for the base alone.
+    adapter, 0 for the base alone. The pace of `sampling` begins after `paced_after` tokens, which the client has.
     """
 
     id: str
@@ -43,6 +43,7 @@ class GenerationRequest:
     client: str = ""
     weight: float = 1.0
     adapter: int = 0
+    paced_after: int = 0
 
 
 @dataclass(frozen=True)

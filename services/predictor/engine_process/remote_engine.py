@@ -274,6 +274,7 @@ def _submission(channel: int, number: int, request: GenerationRequest) -> engine
         client=request.client,
         weight=request.weight,
         adapter=request.adapter,
+        paced_after=request.paced_after,
     )
 
 

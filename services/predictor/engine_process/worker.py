@@ -145,6 +145,7 @@ def _submit(message: engine_pb2.SequenceToGenerate, engine: ContinuousBatchingEn
         message.client,
         message.weight,
         message.adapter,
+        message.paced_after,
     )
     try:
         engine.generate(request, output)

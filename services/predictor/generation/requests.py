@@ -121,6 +121,7 @@ def read_submission(model: LoadedModel, message: steps_pb2.Submission, deadline:
         client=message.client,
         weight=weight,
         adapter=model.adapter,
+        paced_after=message.paced_after,
     )
 
 

@@ -226,6 +226,7 @@ class Pipeline:
             request.prompt_logprobs,
             account.name,
             account.policy.weight,
+            request.resume.tokens if request.resume else 0,
         )
 
     async def _formed(

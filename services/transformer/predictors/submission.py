@@ -31,6 +31,7 @@ def write_submission(
         follows=span.follows,
         client=generation.client,
         weight=generation.weight,
+        paced_after=generation.paced_after,
     )
 
 

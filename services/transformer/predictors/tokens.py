@@ -16,7 +16,8 @@ class Generation:
     """A generation, however many calls it takes; `resumes`: a call can resume after the ids of an earlier one.
 
     `prompt_logprobs` requests log probabilities of the prompt too, see millrace/oip/prompt_logprobs.py.
-    `client` and `weight` are the caller's, see millrace/clients.py.
+    `client` and `weight` are the caller's, see millrace/clients.py. The client has `paced_after` tokens already: they
+    have no pace.
     """
 
     model: str
@@ -28,6 +29,7 @@ class Generation:
     prompt_logprobs: int | None = None
     client: str = ""
     weight: float = 1.0
+    paced_after: int = 0
 
 
 @dataclass(slots=True)

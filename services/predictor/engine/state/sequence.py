@@ -203,7 +203,7 @@ class Sequence:
         self._deadline = self.request.deadline
         self.ids.append(token_id)
         self.output_ids.append(token_id)
-        if pace := self.request.sampling.pace:
+        if (pace := self.request.sampling.pace) and len(self.output_ids) >= self.request.paced_after:
             self.due_at = time.monotonic() + 1 / pace
         return reason
 
