@@ -8,6 +8,7 @@ M2M100 it has none.
 
 from __future__ import annotations
 
+import base64
 import json
 import sys
 from importlib import import_module
@@ -25,10 +26,20 @@ _BEGIN_TEXTS = (
     "Llama",
 )  # Their slow versions add the begin token unless the flag says otherwise.
 _PREPARE_TEXTS = ("Albert", "DebertaV2", "FNet", "RemBert", "XLNet")  # They change it before SentencePiece gets it.
+# The special tokens of a tekken.json of versions 3 and 7, which may name none.
+_TEKKEN_TOKENS = (
+    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
+    *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),
+    *("[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
+)
+_NAMED = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 
 
 def _convert(folder: Path) -> str:
     sys.modules["torch"] = None  # type: ignore[assignment]  # It would take seconds, and nothing here needs it.
+    tekken = folder / "tekken.json"
+    if tekken.is_file() and not any(any(folder.glob(pattern)) for pattern in ("vocab.*", "*.model", "*.spm")):
+        return json.dumps({"tokenizer": _of_tekken(json.loads(tekken.read_bytes())).to_str(), "named": _NAMED})
     from transformers import AutoTokenizer
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
@@ -36,9 +47,6 @@ def _convert(folder: Path) -> str:
     config = get_tokenizer_config(folder, local_files_only=True)
     kind = str(config.get("tokenizer_class") or type(made).__name__).removesuffix("Fast").removesuffix("Tokenizer")
     proto, backend = _sentencepiece(folder), getattr(made, "backend_tokenizer", None)
-    if backend is not None and proto is None and (folder / "tekken.json").is_file():
-        made.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
-        kind = "Llama"
     if backend is not None and kind in _BEGIN_TEXTS:
         made.add_bos_token = bool(config.get("add_bos_token", True))
         made.add_eos_token = bool(config.get("add_eos_token", False))
@@ -49,6 +57,41 @@ def _convert(folder: Path) -> str:
     if proto is not None and kind not in _PREPARE_TEXTS:
         _split_as_sentencepiece(backend, proto, is_legacy=config.get("legacy") is not False)
     return json.dumps({"tokenizer": backend.to_str(), "named": made.special_tokens_map})
+
+
+def _of_tekken(stated: Any) -> Tokenizer:
+    """Mistral's own file: special tokens, then byte pairs by rank, which merge as in tiktoken."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    config, special = stated["config"], stated.get("special_tokens")
+    if special is None and config["version"] not in ("v3", "v7"):
+        raise ValueError(f"tekken.json of version {config['version']} has no special_tokens; add the tokenizer.json")
+    names = [token["token_str"] for token in sorted(special or [], key=lambda token: token["rank"])]
+    names = names or [*_TEKKEN_TOKENS]
+    names += [f"<SPECIAL_{index}>" for index in range(len(names), config["default_num_special_tokens"])]
+    count = config["default_vocab_size"] - len(names)
+    ranks = {base64.b64decode(entry["token_bytes"]): rank for rank, entry in enumerate(stated["vocab"][:count])}
+    letters: dict[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]
+    text = {piece: piece.decode("latin-1").translate(letters) for piece in ranks}
+    merges = []
+    for piece in ranks:
+        parts = ((piece[:end], piece[end:]) for end in range(1, len(piece)))
+        known = [(left, right) for left, right in parts if left in ranks and right in ranks]
+        merges += [
+            (text[left], text[right]) for left, right in sorted(known, key=lambda pair: [ranks[p] for p in pair])
+        ]
+    ids = {text[piece]: rank + len(names) for piece, rank in ranks.items()}
+    ids |= {name: index for index, name in enumerate(names)}
+    backend = Tokenizer(models.BPE(ids, merges, ignore_merges=True))
+    split = pre_tokenizers.Split(Regex(config["pattern"]), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(name, normalized=False) for name in names])
+    backend.post_processor = processors.TemplateProcessing(
+        "<s> $A", "<s> $A <s> $B", special_tokens=[("<s>", ids["<s>"])]
+    )
+    return backend
 
 
 def _sentencepiece(folder: Path) -> Any:

@@ -1,5 +1,7 @@
 """A folder without tokenizer.json gets the ids of its slow tokenizer, which is SentencePiece for most."""
 
+import base64
+import itertools
 import json
 import random
 import re
@@ -9,9 +11,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import regex
 import sentencepiece
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import M2M100Tokenizer, MarianTokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
 
 from millrace.models.tokenizer_files import read_tokenizer
@@ -200,6 +204,62 @@ def test_byte_pairs_equal_those_of_the_files(made, tmp_path):
     pairs.add_special_tokens(["<|endoftext|>"])
     read = check(folder, lambda text: pairs.encode(text).ids, "<|endoftext|>")
     assert read.eos_id == pairs.token_to_id("<|endoftext|>")
+
+
+TEKKEN = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def save_tekken(made, folder, **more):
+    """Mistral's own file with the byte pairs of `made`, and their ranks; more pieces than are used follow."""
+    letters = {letter: bytes([byte]) for byte, letter in bytes_to_unicode().items()}
+    pieces = [b"".join(map(letters.get, piece)) for piece in json.loads((made / "vocab.json").read_text())]
+    longer = [piece for piece in pieces if len(piece) > 1 and piece != b"<|endoftext|>"]
+    ranks = {piece: rank for rank, piece in enumerate([*(bytes([byte]) for byte in range(256)), *longer])}
+    entries = [
+        {"rank": rank, "token_bytes": base64.b64encode(piece).decode(), "token_str": None}
+        for rank, piece in enumerate([*ranks, b"never used"])
+    ]
+    config = {
+        "pattern": TEKKEN,
+        "default_vocab_size": len(ranks) + 40,
+        "default_num_special_tokens": 40,
+        "version": "v3",
+    }
+    (folder / "tekken.json").write_text(json.dumps({"config": config, "vocab": entries} | more))
+    return ranks
+
+
+def merged(word, ranks):
+    """A word's ids as tiktoken makes them: the neighbours that make the piece of the lowest rank merge first."""
+    parts = [word] if word in ranks else [bytes([byte]) for byte in word]
+    while len(parts) > 1:
+        pairs = [left + right for left, right in itertools.pairwise(parts)]
+        best = min(range(len(pairs)), key=lambda i: ranks.get(pairs[i], len(ranks)))
+        if pairs[best] not in ranks:
+            break
+        parts[best : best + 2] = [pairs[best]]
+    return [ranks[part] + 40 for part in parts]
+
+
+def test_tekken_equals_the_byte_pairs_of_its_file(made, tmp_path):
+    ranks = save_tekken(made, tmp_path)
+    words = regex.compile(TEKKEN)
+    read = check(tmp_path, lambda text: [i for word in words.findall(text) for i in merged(word.encode(), ranks)])
+    assert (read.eos_id, read.backend.encode("[INST]the[SYSTEM_PROMPT]<SPECIAL_39>").ids[:2]) == (2, [1, 3])
+    assert read.backend.encode("[SYSTEM_PROMPT]<SPECIAL_39>").ids == [1, 17, 39]
+    assert read.backend.decode(read.backend.encode("日本語 🦄").ids) == "日本語 🦄"
+
+
+def test_tekken_has_the_special_tokens_that_it_names(made, tmp_path):
+    names = ["<unk>", "<s>", "</s>", "[THINK]"]
+    tokens = [{"rank": rank, "token_str": name, "is_control": True} for rank, name in enumerate(names)]
+    save_tekken(made, tmp_path, special_tokens=tokens)
+    assert read_tokenizer(tmp_path).backend.encode("[THINK]<SPECIAL_4>").ids == [1, 3, 4]
+    stated = json.loads((tmp_path / "tekken.json").read_text()) | {"special_tokens": None}
+    stated["config"]["version"] = "v13"
+    (tmp_path / "tekken.json").write_text(json.dumps(stated))
+    with pytest.raises(ValueError, match=r"version v13 has no special_tokens; add the tokenizer\.json"):
+        read_tokenizer(tmp_path)
 
 
 def test_what_cannot_be_converted_is_one_line_that_names_the_folder(tmp_path):
