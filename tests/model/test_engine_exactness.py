@@ -3,6 +3,7 @@
 import contextlib
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from tests.model.random_crowd import (
     request,
 )
 from tests.random_models import ARCHITECTURES, LIMITED, ONE_ROW, PAGED, RAGGED, VOCABULARY, greedy, random_model
+from tests.zoo import FAMILIES
 
 KINDS = {"paged": PAGED | LIMITED, "one row": ONE_ROW, "ragged": RAGGED}
 # Of PAGED: sliding window and grouped queries; rotary positions; learned positions.
@@ -193,6 +195,27 @@ def test_the_proof_finds_a_limit_that_is_ignored(architecture, target, name, fau
         assert proof_of(model()).of_paged() is None
         monkeypatch.setattr(target, name, fault)
         assert "differ" in (proof_of(model()).of_paged() or "")
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Phi 3.5 MoE", "Granite 3 MoE"])
+def test_rounding_in_a_mixture_of_experts_is_no_reason_for_a_slower_runner(name, monkeypatch):
+    """By another rounding an id has other experts, and quite different logits."""
+    (family,) = (family for family in FAMILIES if family.name == name)
+    deep = replace(family, given=family.given | {"num_hidden_layers": 4})
+
+    def reason(seed):
+        model = deep.model(seed).to(torch.bfloat16)
+        with torch.inference_mode():
+            proof = proof_of(model)
+            proof.check_generate("m")
+            reason = proof.of_paged()
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+        return reason
+
+    assert [reason(seed) for seed in range(4)] == [None] * 4
+    if "sliding_window" in family.given:
+        monkeypatch.setattr(StepPlan, "firsts", unlimited)
+        assert "differ" in (reason(0) or "")
 
 
 def test_the_proof_leaves_the_limits_as_they_are():
