@@ -66,6 +66,7 @@ TYPES: Mapping[str, Mapping[str, Any]] = {
         "sliding_window": 8,
         "use_bidirectional_attention": True,
     },
+    "phi3": {"num_key_value_heads": 2, "pad_token_id": 0},
     "t5": {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
     "bart": {
         "d_model": 32,

@@ -138,6 +138,33 @@ async def test_encoders_of_other_kinds_embed_too(saved, serve, kind):
         np.testing.assert_allclose(vector[0], reference(model, ids).mean(0), rtol=1e-4, atol=1e-5)
 
 
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0, 5.0, 6.0, 7.0],
+    "original_max_position_embeddings": 12,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "scaling"),
+    [
+        ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 12}),
+        ("modernbert", {"rope_parameters": {"full_attention": LONG, "sliding_attention": LONG}}),
+    ],
+)
+async def test_positions_scaled_by_the_longest_row_are_each_rows_own(tmp_path, serve, kind, scaling):
+    model = save_random_type(kind, tmp_path, AutoModelForSequenceClassification, **scaling)
+    served = serve(tmp_path)
+    rows = [ids_of(length, seed) for seed, length in enumerate((5, 12, 13, 16))]
+    padded = request(np.pad(rows[0], (0, 9)), attention_mask=[1] * 5 + [0] * 9)
+    answers = await asyncio.gather(*(answer(served, message) for message in [*map(request, rows), padded]))
+    assert served.statistics.steps < len(rows)
+    for ids, logits in zip([*rows, rows[0]], answers, strict=True):
+        np.testing.assert_allclose(logits, reference(model, ids), rtol=1e-4, atol=1e-5)
+
+
 async def test_a_vector_that_is_not_finite_fails_its_request_only(tmp_path, serve):
     model = save_random_encoder("bert", tmp_path)
     with torch.no_grad():

@@ -28,6 +28,8 @@ from millrace.models.sentence_files import SentenceFiles, read_sentence_files
 from millrace.models.sources import read_config
 from millrace.oip.model_description import FINGERPRINT, INPUT_IDS, ModelDescription, TensorSpec
 from millrace.oip.row_outputs import ACTIVATION, EMBEDDING, LABELS, LOGITS, POOLING_MASK, TOKEN_TYPE_IDS, Activation
+from services.predictor.engine.runners.rotary import SequenceRotary
+from services.predictor.engine.state.scaling import Scaling
 from services.predictor.models.fingerprint import fingerprint_of
 from services.predictor.models.weights import load_weights
 from services.predictor.settings import PredictorSettings
@@ -67,6 +69,7 @@ class _Network(NamedTuple):
     parameters: int
     dtype: torch.dtype
     config: Any = None
+    scaling: Scaling | None = None
 
 
 def load_encoder(
@@ -78,7 +81,8 @@ def load_encoder(
     loaded = load(name, files, kind, settings, device)
     limits = loaded.limits
     # A classifier with a decoder fails on a batch whose rows have different numbers of the id that ends a text.
-    network = RowNetwork(loaded.compute, limits.pad_id, device, loaded.dtype, alone=limits.end_id is not None)
+    alone = limits.end_id is not None
+    network = RowNetwork(loaded.compute, limits.pad_id, device, loaded.dtype, alone, loaded.scaling)
     size = network.prove(limits.vocabulary_size, limits.max_length, limits.end_id)
     dtype = str(loaded.dtype).removeprefix("torch.")
     logger.info(
@@ -157,7 +161,9 @@ def _transformer(
         takes_pooling_mask=any(pooling.get("include_prompt") is False for pooling in poolings),
         end_id=config.eos_token_id if ends_text else None,
     )
-    return _Network(compute, limits, type(model).__name__, model.num_parameters(), model.dtype, model.config)
+    rotary = SequenceRotary.of(model, limits.max_length)
+    scaling = None if rotary is None else rotary.scaling
+    return _Network(compute, limits, type(model).__name__, model.num_parameters(), model.dtype, model.config, scaling)
 
 
 def _static_embedding(

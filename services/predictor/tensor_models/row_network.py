@@ -2,7 +2,8 @@
 
 `run` blocks; only one thread calls it. Rows are padded to one batch if that does not change results: `prove` compares
 short rows alone with the same rows padded. If they differ (the model uses padding as input, or has no padding token),
-every row runs alone.
+every row runs alone. So do rows of different stages, where positions are scaled by the longest one of a batch
+(engine/state/scaling.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from millrace.oip.model_description import INPUT_IDS
+from services.predictor.engine.state.scaling import Scaling
 from services.predictor.tensor_models.rows import ATTENTION_MASK, Rows, pad
 
 Vectors = NDArray[np.float32]
@@ -30,9 +32,16 @@ class RowNetwork:
     """See the module. `pad_id` is the model's own padding id; with `alone` no rows are padded."""
 
     def __init__(
-        self, compute: Compute, pad_id: int, device: torch.device, dtype: torch.dtype, alone: bool = False
+        self,
+        compute: Compute,
+        pad_id: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        alone: bool = False,
+        scaling: Scaling | None = None,
     ) -> None:
         self.pads_rows = not alone
+        self._scaling = scaling
         self._compute = compute
         self._pad_id = pad_id
         self._device = device
@@ -40,7 +49,7 @@ class RowNetwork:
 
     def run(self, requests: Sequence[Rows]) -> list[Vectors]:
         """Returns the vectors [rows, size] of each request."""
-        if not self.pads_rows:
+        if not self.pads_rows or self._differ_in_stage(requests):
             return [np.concatenate([self._forward(row) for row in _single_rows(rows)]) for rows in requests]
         vectors = self._forward(pad(requests, self._pad_id))
         ends = np.cumsum([len(rows[INPUT_IDS]) for rows in requests])
@@ -63,6 +72,12 @@ class RowNetwork:
                 self.pads_rows = False
         return int(alone.shape[1])
 
+    def _differ_in_stage(self, requests: Sequence[Rows]) -> bool:
+        if self._scaling is None:
+            return False
+        lengths = {length for rows in requests for length in (rows[INPUT_IDS].shape[1], *_lengths(rows))}
+        return len(set(map(self._scaling.stage, lengths))) > 1
+
     @torch.inference_mode()
     def _forward(self, rows: Rows) -> Vectors:
         tensors = {name: torch.from_numpy(ids).to(self._device) for name, ids in rows.items()}
@@ -70,8 +85,15 @@ class RowNetwork:
         return vectors
 
 
+def _lengths(rows: Rows) -> list[int]:
+    """Of each row, up to its last token that is not masked."""
+    mask = rows[ATTENTION_MASK]
+    lengths: list[int] = (mask.shape[1] - np.argmax(mask[:, ::-1], axis=1)).tolist()
+    return lengths
+
+
 def _single_rows(rows: Rows) -> list[Rows]:
-    return [{name: ids[i : i + 1].copy() for name, ids in rows.items()} for i in range(len(rows[INPUT_IDS]))]
+    return [{name: ids[i : i + 1, :end].copy() for name, ids in rows.items()} for i, end in enumerate(_lengths(rows))]
 
 
 def _plain(ids: NDArray[np.int64]) -> Rows:

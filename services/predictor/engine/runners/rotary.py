@@ -30,7 +30,7 @@ class SequenceRotary:
         self._modules = modules
         self._stages: Tensor | None = None  # Of each token of the row [T].
         limits, grows = self._limits()
-        self._recomputes = not grows and _recomputes(model, limits[0])
+        self._recomputes = not grows and model.can_generate() and _recomputes(model, limits[0])
         for module in modules:
             module.forward = partial(self._forward, module.forward, _grows(module))
 
@@ -63,11 +63,13 @@ class SequenceRotary:
         limits = {limit for module in self._modules for limit in _limits(module)}
         return tuple(sorted(limits)), any(map(_grows, self._modules))
 
-    def _forward(self, forward: _Rotary, grows: bool, x: Tensor, position_ids: Tensor, **others: Any) -> Any:
+    def _forward(
+        self, forward: _Rotary, grows: bool, x: Tensor, position_ids: Tensor, *layer: str, **others: Any
+    ) -> Any:
         def run(positions: Tensor) -> Any:
             if grows:
-                forward(x, torch.zeros_like(positions[..., :1]), **others)  # It remembers the longest length.
-            return forward(x, positions, **others)
+                forward(x, torch.zeros_like(positions[..., :1]), *layer, **others)  # It remembers the longest length.
+            return forward(x, positions, *layer, **others)
 
         if self._stages is None:
             return run(position_ids)
