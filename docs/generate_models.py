@@ -1,22 +1,33 @@
-"""Writes the table of families into docs/models.md from the tests' zoo: `python -m docs.generate_models`."""
+"""Writes the tables of families into docs/models.md from the tests' zoos: `python -m docs.generate_models`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from tests.model.random_crowd import PROMPTS
+from tests.random_encoders import FAMILIES as ENCODERS
+from tests.random_encoders import TEXTS, Encoder
 from tests.zoo import FAMILIES, Family
 
 PAGE = Path(__file__).with_name("models.md")
-_BEGIN, _END = "<!-- families: written by docs/generate_models.py -->\n", "<!-- end of families -->"
 
 
 def page() -> str:
-    """The whole page, with the table of today's zoo."""
-    before, _, rest = PAGE.read_text().partition(_BEGIN)
-    rows = "".join(map(_row, FAMILIES))
-    table = f"\n| family | `model_type` | runner | equal to `generate` |\n|---|---|---|---|\n{rows}\n"
-    return before + _BEGIN + table + _END + rest.partition(_END)[2]
+    """The whole page, with the tables of today's zoos."""
+    generation = _table("family", "`model_type`", "runner", "equal to `generate`", *map(_row, FAMILIES))
+    columns = ("vectors", "scores of a classifier", "scores by `LogitScore`")
+    encoders = _table("family", "`model_type`", *columns, *map(_encoder_row, ENCODERS))
+    text = PAGE.read_text()
+    for name, table in (("families", generation), ("encoders", encoders)):
+        begin, end = f"<!-- {name}: written by docs/generate_models.py -->\n", f"<!-- end of {name} -->"
+        before, _, rest = text.partition(begin)
+        text = before + begin + table + end + rest.partition(end)[2]
+    return text
+
+
+def _table(*cells_and_rows: str) -> str:
+    cells = [cell for cell in cells_and_rows if not cell.endswith("\n")]
+    return f"\n| {' | '.join(cells)} |\n|{'---|' * len(cells)}\n{''.join(cells_and_rows[len(cells) :])}\n"
 
 
 def _row(family: Family) -> str:
@@ -26,6 +37,13 @@ def _row(family: Family) -> str:
     if not family.is_served:
         return f"{name} refused | {family.outcome} |\n"
     return f"{name} `{family.outcome}` | {len(PROMPTS)} of {len(PROMPTS)} |\n"
+
+
+def _encoder_row(family: Encoder) -> str:
+    equal = f"{len(TEXTS)} of {len(TEXTS)}"
+    outcomes = (family.vectors, family.scores, family.logits)
+    cells = [f"refused: {one}" if isinstance(one, str) else equal if one else "" for one in outcomes]
+    return f"| {family.name} | `{family.model_type}` | {' | '.join(cells)} |\n"
 
 
 if __name__ == "__main__":

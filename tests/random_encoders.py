@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,38 +49,102 @@ ENCODERS: Mapping[str, Callable[[], Any]] = {
     ),
 }
 
-# Further types of models, for comparisons with sentence-transformers.
-TYPES: Mapping[str, Mapping[str, Any]] = {
-    "bert": {},
-    "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64},
-    "mpnet": {"pad_token_id": 0},
-    "xlm-roberta": {"pad_token_id": 0},
-    "modernbert": {"pad_token_id": 0, "local_attention": 8, "global_attn_every_n_layers": 2},
-    # Reads the embedding of the padding behind a text, if that is not zero.
-    "mobilebert": {"embedding_size": 32, "true_hidden_size": 32, "intra_bottleneck_size": 32, "pad_token_id": 0},
-    "deberta-v2": {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8},
-    "qwen3": {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0},
-    "gemma3_text": {
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "pad_token_id": 0,
-        "sliding_window": 8,
-        "use_bidirectional_attention": True,
-    },
-    "phi3": {"num_key_value_heads": 2, "pad_token_id": 0},
-    "t5": {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
-    "bart": {
-        "d_model": 32,
-        "encoder_ffn_dim": 64,
-        "decoder_ffn_dim": 64,
-        "encoder_layers": 2,
-        "decoder_layers": 2,
-        "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4,
-        "pad_token_id": 0,
-        "decoder_start_token_id": 3,
-    },
+TEXTS = [
+    "the fox sat on a mat",
+    "a bird",
+    "the bird sat on the fox on a mat on the bird sat a fox",
+    "mat",
+    "on the mat sat a bird on a fox and more",
+]
+# What tokenizers of TEXTS know.
+WORDS = ["the", "fox", "sat", "on", "a", "mat", "bird", "query", ":", "document", "task"]
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A family whose vectors, scores as a classifier and scores as a generator are those of sentence-transformers.
+
+    Each is True, False where transformers has no such class, or a part of the refusal's text.
+    """
+
+    name: str
+    model_type: str
+    given: Mapping[str, Any] = field(default_factory=dict)
+    vectors: bool | str = True
+    scores: bool | str = True
+    logits: bool | str = False
+
+
+_PADDED = {"pad_token_id": 0}
+_GROUPED = {**_PADDED, "num_key_value_heads": 2, "head_dim": 8}
+_EMBEDDING = {**_PADDED, "embedding_size": 16}
+_LAYERS = {**_PADDED, "n_layer": 2, "n_head": 4}
+_T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+_BART = {
+    **_PADDED,
+    "d_model": 32,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "decoder_start_token_id": 3,
 }
+_RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
+# Reads the embedding of the padding behind a text, if that is not zero.
+_MOBILE = {**_PADDED, "embedding_size": 32, "true_hidden_size": 32, "intra_bottleneck_size": 32}
+_WINDOWS = {**_GROUPED, "sliding_window": 8}
+
+# fmt: off
+FAMILIES = (
+    Encoder("BERT, BGE, E5, LaBSE, MiniLM", "bert"),
+    Encoder("RoBERTa", "roberta", _PADDED),
+    Encoder("XLM-R, BGE-M3, multilingual E5", "xlm-roberta", _PADDED),
+    Encoder("MPNet", "mpnet", _PADDED),
+    Encoder("DistilBERT", "distilbert", {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64}),
+    Encoder("ALBERT", "albert", _EMBEDDING),
+    Encoder("ELECTRA", "electra", _EMBEDDING),
+    Encoder("DeBERTa", "deberta", {**_RELATIVE, **_PADDED}),
+    Encoder("DeBERTa V2, V3", "deberta-v2", {**_RELATIVE, "position_buckets": 8}),
+    Encoder("ModernBERT", "modernbert", {**_PADDED, "local_attention": 8, "global_attn_every_n_layers": 2}),
+    Encoder("CamemBERT", "camembert", _PADDED),
+    Encoder("Nomic", "nomic_bert", {**_PADDED, "num_key_value_heads": 4}),
+    Encoder("GTE", "gte", _PADDED),
+    Encoder("Jina V3", "jina_embeddings_v3", _PADDED),
+    Encoder("EuroBERT", "eurobert", _GROUPED),
+    Encoder("ERNIE", "ernie", _PADDED),
+    Encoder("RemBERT", "rembert", {**_PADDED, "input_embedding_size": 16, "output_embedding_size": 16}),
+    Encoder("RoFormer", "roformer", {**_PADDED, "embedding_size": 32}),
+    Encoder("MobileBERT", "mobilebert", _MOBILE),
+    Encoder("ConvBERT", "convbert", _EMBEDDING),
+    Encoder("FNet", "fnet", _PADDED),
+    Encoder("Longformer", "longformer", {**_PADDED, "attention_window": 8}),
+    Encoder("BigBird", "big_bird", _PADDED),
+    Encoder("XLM", "xlm", {**_PADDED, "emb_dim": 32, "n_layers": 2, "n_heads": 4}),
+    Encoder("Qwen3-Embedding, Qwen3-Reranker", "qwen3", _GROUPED, logits=True),
+    Encoder("Qwen 2, GTE-Qwen2, mxbai-rerank", "qwen2", _GROUPED, logits=True),
+    Encoder("EmbeddingGemma", "gemma3_text", {**_WINDOWS, "use_bidirectional_attention": True}),
+    Encoder("Gemma, BGE-reranker-gemma", "gemma", _GROUPED, logits=True),
+    Encoder("Gemma 2", "gemma2", {**_WINDOWS, "query_pre_attn_scalar": 8}),
+    Encoder("Mistral, E5-Mistral", "mistral", _WINDOWS),
+    Encoder("Llama", "llama", _GROUPED, logits=True),
+    Encoder("Phi 3", "phi3", {**_PADDED, "num_key_value_heads": 2}),
+    Encoder("Qwen 3 MoE", "qwen3_moe", {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 2}),
+    Encoder("GPT-2", "gpt2", _LAYERS),
+    Encoder("GPT-NeoX", "gpt_neox", _PADDED),
+    Encoder("OPT", "opt", {**_PADDED, "word_embed_proj_dim": 32, "ffn_dim": 64}),
+    Encoder("BLOOM", "bloom", _LAYERS),
+    Encoder("LFM 2", "lfm2", {**_GROUPED, "layer_types": ["conv", "full_attention"]}, scores=False),
+    Encoder("T5, GTR, Sentence-T5", "t5", _T5),
+    Encoder("mT5", "mt5", _T5),
+    Encoder("UMT5", "umt5", _T5),
+    Encoder("LongT5", "longt5", _T5, vectors="the encoder of longt5 is not served by itself", scores=False),
+    Encoder("BART", "bart", _BART, vectors="the encoder of bart is not served by itself"),
+    Encoder("mBART", "mbart", _BART, vectors="the encoder of mbart is not served by itself"),
+)
+# fmt: on
+TYPES: Mapping[str, Mapping[str, Any]] = {family.model_type: family.given for family in FAMILIES}
 
 
 def save_random_type(kind: str, folder: Path, auto: Any = AutoModel, **more: Any) -> Any:

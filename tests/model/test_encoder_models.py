@@ -23,7 +23,7 @@ from millrace_protos.inference_pb2 import ModelInferRequest
 from services.predictor.repository.loading import build_here, fetch_model
 from services.predictor.settings import PredictorSettings
 from services.predictor.tensor_models.rows import ATTENTION_MASK, pad
-from tests.random_encoders import ENCODERS, VOCABULARY, save_pooling, save_random_encoder, save_random_type
+from tests.random_encoders import ENCODERS, VOCABULARY, save_random_encoder, save_random_type
 
 CPU = torch.device("cpu")
 
@@ -100,44 +100,6 @@ async def test_a_batch_of_mixed_lengths_classifies_as_the_model_alone_does(saved
     )
 
 
-POOLINGS = {
-    "mean": (None, (), lambda states: states.mean(0)),
-    "cls": ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, (), lambda states: states[0]),
-    "max": ({"pooling_mode_max_tokens": True}, (), lambda states: states.max(0)),
-    "last": ({"pooling_mode_lasttoken": True}, (), lambda states: states[-1]),
-    "named": ({"pooling_mode": "lasttoken", "include_prompt": True}, (), lambda states: states[-1]),
-    "normalized": (
-        {"pooling_mode_mean_tokens": True},
-        ("Normalize",),
-        lambda states: states.mean(0) / np.linalg.norm(states.mean(0)),
-    ),
-}
-
-
-@pytest.mark.parametrize("pooling", POOLINGS)
-async def test_a_batch_of_mixed_lengths_embeds_as_the_model_alone_does(tmp_path, serve, pooling):
-    config, more, pooled = POOLINGS[pooling]
-    model = save_random_encoder("bert", tmp_path)
-    if config is not None:
-        save_pooling(tmp_path, config, *more)
-    served = serve(tmp_path)
-    rows = [ids_of(length, seed) for seed, length in enumerate(LENGTHS)]
-    answers = await asyncio.gather(*(answer(served, request(ids)) for ids in rows))
-    assert served.statistics.steps < len(rows)
-    for ids, vector in zip(rows, answers, strict=True):
-        assert vector.shape == (1, 32)
-        np.testing.assert_allclose(vector[0], pooled(reference(model, ids)), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["roberta", "t5-encoder"])
-async def test_encoders_of_other_kinds_embed_too(saved, serve, kind):
-    folder, model = saved[kind]
-    served = serve(folder)
-    rows = [ids_of(length, seed) for seed, length in enumerate((7, 12, 5))]
-    for ids, vector in zip(rows, await asyncio.gather(*(answer(served, request(i)) for i in rows)), strict=True):
-        np.testing.assert_allclose(vector[0], reference(model, ids).mean(0), rtol=1e-4, atol=1e-5)
-
-
 LONG = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -178,15 +140,6 @@ async def test_a_vector_that_is_not_finite_fails_its_request_only(tmp_path, serv
     assert served.statistics.steps < len(rows)
     for row, vector in zip(rows, vectors, strict=False):
         np.testing.assert_allclose(vector[0], reference(model, row).mean(0), rtol=1e-4, atol=1e-5)
-
-
-async def test_rows_of_a_model_that_reads_the_padding_run_alone(tmp_path, serve):
-    model = save_random_type("mobilebert", tmp_path, AutoModelForSequenceClassification)
-    served = serve(tmp_path)
-    rows = [ids_of(length, seed) for seed, length in enumerate((9, 5, 14))]
-    for ids, logits in zip(rows, await asyncio.gather(*(answer(served, request(row)) for row in rows)), strict=True):
-        np.testing.assert_allclose(logits, reference(model, ids), rtol=1e-4, atol=1e-5)
-    assert served.description.parameters["pads_rows"] == "false"
 
 
 @pytest.mark.parametrize("kind", ["bart", "t5"])

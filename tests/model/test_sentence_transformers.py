@@ -27,16 +27,8 @@ from services.transformer.models.models import model_of
 from services.transformer.predictors.descriptions import described
 from services.transformer.processes.body_processes import BodyProcesses
 from services.transformer.text.model_text import read_text
-from tests.random_encoders import save_random_type, save_words_tokenizer
+from tests.random_encoders import FAMILIES, TEXTS, WORDS, save_random_type, save_words_tokenizer
 
-WORDS = ["the", "fox", "sat", "on", "a", "mat", "bird", "query", ":", "document", "task"]
-TEXTS = [
-    "the fox sat on a mat",
-    "a bird",
-    "the bird sat on the fox on a mat on the bird sat a fox",
-    "mat",
-    "on the mat sat a bird on a fox and more",
-]
 PAIRS = [("a fox", text) for text in TEXTS]
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
 
@@ -120,18 +112,33 @@ def embedder(tmp_path, kind="bert", pooling="mean", more=(), transformer=None, *
 async def check_embeddings(model, served, **options):
     together = await served.embed(TEXTS, **options)
     encode_options = {"prompt_name": options.get("prompt_name")} if options else {}
-    np.testing.assert_allclose(together, model.encode(TEXTS, **encode_options), **TOLERANCE)
+    # Some models read the padding: the right vector is that of a text alone.
+    np.testing.assert_allclose(together, model.encode(TEXTS, batch_size=1, **encode_options), **TOLERANCE)
     np.testing.assert_allclose(await served.embed(TEXTS[:1], **options), together[:1], **TOLERANCE)
     assert np.ptp(together, axis=0).max() > 0.01  # Else the vectors would be alike whatever the texts are.
 
 
-KINDS = ["bert", "distilbert", "mpnet", "xlm-roberta", "modernbert", "deberta-v2", "qwen3", "gemma3_text", "t5"]
+# The others run with FULL=1.
+SLICE = {"bert", "xlm-roberta", "mpnet", "modernbert", "deberta-v2", "convbert", "qwen3", "gemma3_text", "t5", "bart"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-async def test_vectors_of_every_type_of_encoder(tmp_path, serve, kind):
-    model, folder = embedder(tmp_path, kind, more=[parts.Normalize()])
-    await check_embeddings(model, serve(folder))
+def each(outcome):
+    """The families that transformers has for it, of `Encoder`'s outcomes."""
+    for family in FAMILIES:
+        if getattr(family, outcome):
+            yield pytest.param(
+                family, id=family.model_type, marks=[] if family.model_type in SLICE else [pytest.mark.full]
+            )
+
+
+@pytest.mark.parametrize("family", [*each("vectors")])
+async def test_vectors_of_every_family(tmp_path, serve, family):
+    model, folder = embedder(tmp_path, family.model_type, more=[parts.Normalize()])
+    if isinstance(family.vectors, str):
+        with pytest.raises(StartupError, match=family.vectors):
+            serve(folder)
+    else:
+        await check_embeddings(model, serve(folder))
 
 
 @pytest.mark.parametrize("kind", ["bert", "modernbert", "qwen3", "gemma3_text"])
@@ -293,25 +300,23 @@ async def test_static_embeddings(tmp_path, serve, is_quantized):
     await check_embeddings(model, serve(folder))
 
 
-CROSS_ENCODERS = ["bert", "xlm-roberta", "modernbert", "deberta-v2", "qwen3", "t5", "bart"]
-
-
 def cross_encoder(tmp_path, kind, **options):
     save_random_type(kind, tmp_path / "inner", AutoModelForSequenceClassification, id2label={0: "LABEL_0"})
     save_words_tokenizer(tmp_path / "inner", *WORDS)
     return saved(CrossEncoder(str(tmp_path / "inner"), device="cpu", **options), tmp_path / "m"), tmp_path / "m"
 
 
-@pytest.mark.parametrize("kind", CROSS_ENCODERS)
-async def test_scores_of_cross_encoders(tmp_path, serve, kind):
+@pytest.mark.parametrize("family", [*each("scores")])
+async def test_scores_of_every_family(tmp_path, serve, family):
+    kind = family.model_type
     activation = torch.nn.Identity() if kind == "modernbert" else None
     model, folder = cross_encoder(tmp_path, kind, activation_fn=activation)
-    wanted = model.predict(PAIRS)[:, None]
-    assert np.ptp(wanted) > 0.001
-    for place in (folder, tmp_path / "inner"):
+    assert np.ptp(model.predict(PAIRS)) > 0.001
+    # transformers 5 splits words of its own in every qwen2 folder, so that the inner one has other ids there.
+    for place in [folder] if kind == "qwen2" else [folder, tmp_path / "inner"]:
         served = serve(place)
         assert served.model.description.parameters["kind"] == "classification"
-        expected = CrossEncoder(str(place), device="cpu").predict(PAIRS)[:, None]
+        expected = CrossEncoder(str(place), device="cpu").predict(PAIRS, batch_size=1)[:, None]
         np.testing.assert_allclose(await served.scores(PAIRS), expected, **TOLERANCE)
         np.testing.assert_allclose(await served.scores(PAIRS[:1]), expected[:1], **TOLERANCE)
     # The class of the configuration decides where no file names the type of the model.
@@ -346,8 +351,9 @@ RERANKER = (
 )
 
 
-async def test_scores_of_a_reranker_that_generates_in_its_chat_template(tmp_path, serve):
-    save_random_type("qwen3", tmp_path / "inner", AutoModelForCausalLM)
+@pytest.mark.parametrize("family", [*each("logits")])
+async def test_scores_of_a_reranker_that_generates_in_its_chat_template(tmp_path, serve, family):
+    save_random_type(family.model_type, tmp_path / "inner", AutoModelForCausalLM)
     tokenizer = save_words_tokenizer(tmp_path / "inner", *WORDS, "system")
     tokenizer.chat_template = RERANKER
     tokenizer.save_pretrained(tmp_path / "inner")
