@@ -26,8 +26,8 @@ _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _OPEN = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties", "additionalProperties", "unevaluatedProperties"}
 _ANNOTATIONS = {
     *("$comment", "$id", "contentEncoding", "contentMediaType", "contentSchema", "default", "deprecated"),
-    *("description", "discriminator", "example", "examples", "externalDocs", "nullable", "readOnly", "title"),
-    *("writeOnly", "xml"),
+    *("description", "discriminator", "example", "examples", "externalDocs", "readOnly", "title", "writeOnly"),
+    "xml",
 }
 # Without support, with the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -45,6 +45,11 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 _PARTS = {"contains": ("minContains", "maxContains"), "if": ("then", "else")}  # Nothing without the keyword.
 _FORMATS = frozenset(["date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"])
 _LOOK_AROUND = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?<?[=!]|\\[1-9bBk])")
+# A prefix of one length, and literal texts that must not follow it.
+_NOT_FOLLOWED = re.compile(
+    r"(\^(?:(?:\[[^\]\\]+\]|\\[dw]|[\w@/:-])(?:\{\d+\})?)*)\(\?!((?:[\w@/:-]|\\[^\w|])+(?:\|(?:[\w@/:-]|\\[^\w|])+)*)\)"
+)
+_PICTURES = re.compile(r"\\p\{Extended_Pictographic\}(?!&&)")  # Fewer in newer Unicode, but each emoji stays one.
 _UUID = "^[0-9a-f]{{8}}-[0-9a-f]{{4}}-{}[0-9a-f]{{3}}-[89ab][0-9a-f]{{3}}-[0-9a-f]{{12}}$"
 
 
@@ -78,6 +83,11 @@ class _Reader:
         """A schema; one that is not the whole of its object stays open."""
         if not isinstance(schema, dict):
             return schema
+        if "nullable" in schema:  # Of OpenAPI 3.0: no dialect of JSON Schema knows it.
+            is_null_too = schema["nullable"] is True and "$schema" not in self.root and self._depth
+            schema = {name: value for name, value in schema.items() if name != "nullable"}
+            if is_null_too:
+                return {"anyOf": [self.read(schema, is_whole), {"type": "null"}]}
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise ValueError("is nested too deep")
@@ -162,9 +172,13 @@ class _Reader:
             tag = self._tag_of(choices)
             kinds = {kind for one in choices if isinstance(kind := self._resolved(one).get("type"), str)} - {"number"}
             if tag is None and len(kinds) < len(choices):
-                self._drop(schema, "oneOf")
-                if self._is_strict:
-                    return
+                closed = [_closed(one) for one in choices]
+                if self._tells_apart(closed):
+                    choices = closed
+                else:
+                    self._drop(schema, "oneOf")
+                    if self._is_strict:
+                        return
             schema.pop("oneOf", None)
             if tag is not None:  # So that an answer is valid against one of them only.
                 choices = [{**one, "required": [*dict.fromkeys([*_list(one.get("required")), tag])]} for one in choices]
@@ -179,13 +193,23 @@ class _Reader:
             elif schema.get("type") in ("string", None):
                 self._ignored.add("format")
             del schema["format"]
-        if not isinstance(pattern, str) or not _LOOK_AROUND.search(pattern):
+        if not isinstance(pattern, str):
             return
-        # What must follow from the beginning on is one more pattern.
+        pattern = schema["pattern"] = _PICTURES.sub(r"[\g<0>&&\\p{Emoji}]", pattern)
+        if not _LOOK_AROUND.search(pattern):
+            return
+        # What must, or must not, follow from a fixed place on is one more pattern.
         parts = []
-        while pattern.startswith("^(?=") and (end := _closing(pattern, 1)):
-            parts.append(f"^(?:{pattern[4:end]})")
-            pattern = "^" + pattern[end + 1 :]
+        while True:
+            if pattern.startswith("^(?=") and (end := _closing(pattern, 1)):
+                parts.append(f"^(?:{pattern[4:end]})")
+                pattern = "^" + pattern[end + 1 :]
+            elif found := _NOT_FOLLOWED.match(pattern):
+                words = [re.sub(r"\\(.)", r"\1", word) for word in found[2].split("|")]
+                parts.append(found[1] + _beginning_with_none(words))
+                pattern = found[1] + pattern[found.end() :]
+            else:
+                break
         if parts and not _LOOK_AROUND.search("".join([pattern, *parts])):
             schema["pattern"] = pattern
             schema["allOf"] = [*_list(schema.get("allOf")), *({"type": "string", "pattern": part} for part in parts)]
@@ -207,6 +231,20 @@ class _Reader:
             if len(lists) == len(choices) and all(lists) and len(set(every)) == len(every):
                 return name
         return None
+
+    def _tells_apart(self, choices: list[Any]) -> bool:
+        """Whether each choice is a closed object without a property that each other requires."""
+        found = [self._resolved(one) for one in choices]
+        if any(one.get("type") != "object" or one.keys() & _OPEN != {"additionalProperties"} for one in found):
+            return False
+        known = [list(one.get("properties") or ()) for one in found]
+        return all(
+            one["additionalProperties"] is False
+            and all(
+                any(name not in names for name in _list(other.get("required"))) for other in found[:i] + found[i + 1 :]
+            )
+            for i, (one, names) in enumerate(zip(found, known, strict=True))
+        )
 
     def _resolved(self, schema: Any) -> dict[str, Any]:
         """The schema that a reference from the root names; empty for what is none."""
@@ -236,6 +274,21 @@ def _values(schema: dict[str, Any]) -> list[Any] | None:
 def _looks_around(schema: dict[str, Any]) -> bool:
     pattern = schema.get("pattern")
     return isinstance(pattern, str) and bool(_LOOK_AROUND.search(pattern)) and not pattern.startswith("^(?=")
+
+
+def _closed(schema: Any) -> Any:
+    """An object without other properties; a reference as it is."""
+    return schema if not isinstance(schema, dict) or "$ref" in schema else {"additionalProperties": False, **schema}
+
+
+def _beginning_with_none(words: list[str]) -> str:
+    """A pattern of what begins with none of the words, and is as long as their common beginning and one more."""
+    rests: dict[str, list[str]] = {}
+    for word in words:
+        rests.setdefault(word[0], []).append(word[1:])
+    others = f"[^{re.escape(''.join(rests))}]"
+    more = [re.escape(first) + _beginning_with_none(rest) for first, rest in rests.items() if all(rest)]
+    return f"(?:{'|'.join([others, *more])})"
 
 
 def _bounded(value: float, kind: Any) -> float:
