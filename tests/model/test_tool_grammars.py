@@ -1,6 +1,7 @@
 """Grammars of forced calls: they allow what the parsers read, in the same format, and nothing else."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from llguidance import LLMatcher
@@ -58,7 +59,7 @@ def calls(tool_format, *called, args=False):
 def tokenizer(request):
     """The marks as ordinary text, as single tokens, and as special tokens."""
     made = AutoTokenizer.from_pretrained("models/storyteller")
-    marks = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>"]
+    marks = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>"]
     if request.param != "ordinary":
         made.add_tokens(marks, special_tokens=request.param == "special")
     return made, from_tokenizer(made), Decoder(made.backend_tokenizer).grammar_ids(marks)
@@ -133,6 +134,34 @@ def test_a_model_may_call_or_answer_in_the_form(tokenizer, tool_format, kind):
         assert allows(tokenizer, opened, f"Hm.</think>{text}")
     for text in (other, f"{one}{fits}", f"{fits}{one}", f"Look: {one}", ""):
         assert not allows(tokenizer, plain, text)
+
+
+STRICT = ToolUse((replace(WEATHER, is_strict=True), TIME))
+
+
+@pytest.mark.parametrize("marks", [None, REASONING_FORMATS["think"]], ids=["plain", "reasoning"])
+@pytest.mark.parametrize("tool_format", PARSERS)
+def test_a_model_may_write_text_or_calls_whose_arguments_follow_a_strict_schema(tokenizer, tool_format, marks):
+    ids = tokenizer[2]
+    thought = "" if marks is None else "Hm, <b>.</think>"
+    several, single = (
+        calls_grammar(tools, tool_format, ids, marks, marks is not None)
+        for tools in (STRICT.loosened, replace(STRICT.loosened, is_parallel=False))
+    )
+    args = "[ARGS]" in ids
+    one = calls(tool_format, ("weather", ROME), args=args)
+    two = calls(tool_format, ("time", '{"zone": [1, {"a": "b"}]}'), ("weather", ROME), args=args)
+    mark = "<|python_tag|>" if tool_format == "llama" else ""
+    good = ["", "Hi", " 5 < 6, [TOOL", '{"answer": 5}', "[1, 2]\n", one, two, f"Look:\n\n{mark}{one}", f"{mark}{two}"]
+    for text in good:
+        assert allows(tokenizer, several, thought + text), text
+        assert allows(tokenizer, single, thought + text) is (two not in text), text
+    for arguments in ("{}", '{"city": 5}', '{"city": "Rome"', "null"):
+        bad = calls(tool_format, ("weather", arguments), args=args)
+        for before in ("", "Look: ", "\n "):
+            assert not allows(tokenizer, several, thought + before + mark * bool(before.strip()) + bad)
+    for text in (calls(tool_format, ("other", ROME), args=args), f"{one} {mark}{one}", f"{one}; {{"):
+        assert not allows(tokenizer, several, thought + text), text
 
 
 def test_forms_and_calls_may_begin_alike(tokenizer):

@@ -49,6 +49,10 @@ class Stack:
         self._predictor.answer = self._tokenizer.encode(text, add_special_tokens=False).ids
 
     @property
+    def sampling(self):
+        return orjson.loads(self._predictor.calls[-1].request.sampling)
+
+    @property
     def prompt_ids(self):
         return list(self._predictor.calls[-1].request.prompt_ids)
 
@@ -182,6 +186,26 @@ async def test_reasoning_is_apart_from_the_answer(folders):
         earlier = {"role": "assistant", "content": "No.", "reasoning_content": "It is noon."}
         await ask.message(messages=[USER, earlier, USER])
         assert "(It is noon.) No." in ask.prompt
+
+
+@pytest.mark.parametrize("tool_format", ANSWERS)
+async def test_the_arguments_of_strict_functions_alone_have_a_grammar(folders, tool_format):
+    strict = {"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}
+    async with stack(folders[tool_format]) as ask:
+        ask.answers(ANSWERS[tool_format])
+        grammars = []
+        for tools, fields in (
+            (TOOLS, {}),
+            ([strict, TOOLS[1]], {}),
+            ([strict], {"tool_choice": "none"}),
+        ):
+            await ask.message(tools=tools, **fields)
+            form = ask.sampling.get("structured_outputs", '{"grammar": ""}')
+            grammars.append(json.loads(form)["grammar"])
+    assert (grammars[0], grammars[2]) == ("", "")
+    assert grammars[1].startswith("start: text | calls\n")
+    of_weather, of_time = (next(line for line in grammars[1].splitlines() if f"function_{i}:" in line) for i in (0, 1))
+    assert ('"city"' in of_weather, '"city"' in of_time) == (True, False)
 
 
 async def test_a_call_is_written_in_the_older_way_for_functions(folders):

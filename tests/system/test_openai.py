@@ -270,6 +270,27 @@ async def test_a_model_with_tools_and_a_form_calls_or_answers_in_the_form(stack)
     assert json.loads(choice["message"]["content"]).keys() == {"warm"}
 
 
+async def test_a_strict_tool_whose_schema_cannot_be_enforced_is_refused(stack):
+    schema = {"type": "object", "properties": {"city": {"enum": ["Rome"]}, "days": {"type": "integer", "maximum": 9}}}
+    schema |= {"required": ["city", "days"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
+    body = {"model": "caller", "messages": [{"role": "user", "content": "Is it warm?"}], "temperature": 2}
+
+    async def ask(seed, **fields):
+        answer = await post(stack, "/v1/chat/completions", {**body, "seed": seed, "max_tokens": 40, **fields})
+        return answer.headers.get("x-ignored-fields"), answer.json["choices"][0]
+
+    for ignored, choice in await asyncio.gather(*(ask(seed, tools=[tool]) for seed in range(4))):
+        assert ignored is None
+        assert choice["message"]["content"]  # Text stays free: the grammar is tested in tests/model.
+    schema["properties"]["days"] = {"type": "array", "uniqueItems": True}
+    refused = await post(stack, "/v1/chat/completions", {**body, "tools": [tool]})
+    assert (refused.status, refused.json["error"]["param"]) == (400, "tools")
+    assert "uniqueItems" in refused.json["error"]["message"]
+    tool["function"]["strict"] = False
+    assert (await ask(0, tools=[tool]))[0] is None
+
+
 async def test_a_client_that_leaves_ends_every_choice(stack):
     predictor = stack.addresses["predictor-0"]
 

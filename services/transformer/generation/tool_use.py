@@ -40,11 +40,14 @@ def formed(
 ) -> dict[str, Any]:
     """The sampling parameter for an answer of calls, if they are required, else of the `form` ("" for none) or calls.
 
-    Both begin after the reasoning. Empty if the form is the whole answer: a grammar is always, being the caller's own.
+    Without a form text may be in place of calls of strict functions. All begin after the reasoning. Empty if the form
+    is the whole answer: a grammar is always, being the caller's own.
     """
     constraint = constraint_of(form) if form else None
     if tools is not None and tools.is_required:
         constraint = None
+    elif tools is not None and tools.is_strict and constraint is None:
+        tools = tools.loosened
     elif constraint is None or form_rule(constraint) is None:
         return {}
     reasoning, is_open = syntax.reasoning_after(_prompt_end(tokenizer, prompt_ids))

@@ -1,4 +1,4 @@
-"""Grammars by which an answer is one or more calls of functions, in a model's own format, or has another form.
+"""Grammars by which an answer is one or more calls of functions, in a model's own format, has another form, or is text.
 
 In llguidance's form of Lark, where a special token of the model stands by its id. The arguments follow the function's
 schema, as far as it is `enforceable`. Reasoning stays free.
@@ -8,6 +8,7 @@ Source: docs/syntax.md and docs/json_schema.md of llguidance.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +17,14 @@ from millrace.json_schemas import enforceable
 from millrace.structured_outputs import Constraint
 from services.transformer.text.reasoning import ReasoningMarks
 from services.transformer.text.reasoning_grammar import after_reasoning, form_rule, mark_symbol, quoted
+from services.transformer.text.tool_calls import PARSERS
 from services.transformer.text.tools import ToolFunction, ToolUse
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
+# The beginning of an object that the parser of Llama's format may read as a call.
+_BARE = r'[\s\x1c-\x1f]*(\[\s*)?\{\s*"([^"]*\\|(name|type|id|function|arguments|parameters)")'
 # As models write JSON, without more white space.
 _STYLE: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -33,20 +37,42 @@ def calls_grammar(
     is_open: bool = False,
     form: Constraint | None = None,
 ) -> str:
-    """The grammar of calls of `tools`, or of a `form` in their place; see `after_reasoning`."""
+    """The grammar of calls of `tools`, or of what may be in their place, see `after_reasoning`.
+
+    That is a `form`; without one, unless the calls are required, any text, which may also be before them.
+    """
     rule = None if form is None else form_rule(form)
     # Two ways to write white space in one grammar would take it from each other.
     style = _STYLE if form is None else json_options(form)
-    calls, *rules = _RULES[tool_format](tools, token_ids, style)
-    first = [calls] if rule is None else ["form | calls", f"form: {rule}", f"calls: {calls}"]
+    rest, *rules = _RULES[tool_format](tools, token_ids, style)
+    calls = rest if tool_format == "llama" else f"{mark_symbol(PARSERS[tool_format].MARK, token_ids)} {rest}"
+    if rule is not None:
+        first = ["form | calls", f"form: {rule}", f"calls: {calls}"]
+    elif tools.is_required:
+        first = [calls]
+    else:
+        bare = f" | {rest}" if tool_format == "llama" else ""
+        first = ["text | calls", f"calls: until_mark {rest}{bare}", *_text(tool_format, token_ids)]
     return after_reasoning([*first, *rules], reasoning, is_open, token_ids)
+
+
+def _text(tool_format: str, ids: Mapping[str, int]) -> list[str]:
+    """Any text that has no calls, alone and up to the mark of calls."""
+    mark, text = PARSERS[tool_format].MARK, r"/(.|\n)*/"
+    if tool_format == "llama":
+        text = rf"{text} & ~/{_BARE}(.|\n)*/"
+    until = f": TEXT {mark_symbol(mark, ids)}" if mark in ids else f"[suffix={quoted(mark)}]: {text}"
+    return ["text: TEXT", rf"TEXT: {text} & ~/(.|\n)*{re.escape(mark)}(.|\n)*/", f"until_mark{until}"]
+
+
+# Of what follows the first mark.
 
 
 def _hermes(tools: ToolUse, ids: Mapping[str, int], style: JsonCompileOptions) -> list[str]:
     begin, end = mark_symbol("<tool_call>", ids), mark_symbol("</tool_call>", ids)
     return [
-        _several(tools, r'"\n"'),
-        rf'call: {begin} "\n" function "\n" {end}',
+        _several(tools, rf'"\n" {begin}'),
+        rf'call: "\n" function "\n" {end}',
         *_functions(tools, "arguments", style),
     ]
 
@@ -63,9 +89,9 @@ def _mistral(tools: ToolUse, ids: Mapping[str, int], style: JsonCompileOptions) 
             f"function_{number}: {quoted(function.name)} {args} {_json(_schema(function), function, style)}"
             for number, function in enumerate(tools.functions)
         ]
-        return ["call+" if tools.is_parallel else "call", f"call: {begin} function", _any_of(tools), *functions]
+        return [_several(tools, begin), "call: function", _any_of(tools), *functions]
     calls = _several(tools, '", "')
-    return [f'{begin} "[" {calls} "]"', "call: function", *_functions(tools, "arguments", style)]
+    return [f'"[" {calls} "]"', "call: function", *_functions(tools, "arguments", style)]
 
 
 _RULES = {"hermes": _hermes, "llama": _llama, "mistral": _mistral}
@@ -79,6 +105,10 @@ def _functions(tools: ToolUse, member: str, style: JsonCompileOptions) -> list[s
     """The rules of JSON objects with the name of a function and its arguments."""
     rules = [_any_of(tools)]
     for number, function in enumerate(tools.functions):
+        if style is _STYLE:  # In one piece, which is longer than the beginning of any text that is no call.
+            begin = quoted(f'{{"name": {quoted(function.name)}, "{member}": ')
+            rules.append(f'function_{number}: {begin} {_json(_schema(function), function, style)} "}}"')
+            continue
         members = {"name": {"const": function.name}, member: _schema(function, f"#/properties/{member}")}
         call = {"type": "object", "properties": members, "required": [*members], "additionalProperties": False}
         rules.append(f"function_{number}: {_json(call, function, style)}")

@@ -35,6 +35,11 @@ class ToolUse:
         return frozenset(function.name for function in self.functions)
 
     @property
+    def is_strict(self) -> bool:
+        """Whether arguments must follow a schema, whatever the model decides."""
+        return any(function.is_strict for function in self.functions)
+
+    @property
     def loosened(self) -> ToolUse:
         """The same, with any arguments for functions that are not strict."""
         loose = (one if one.is_strict else replace(one, parameters="{}") for one in self.functions)

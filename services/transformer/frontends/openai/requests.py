@@ -89,8 +89,10 @@ class OpenAIRequest(BaseModel):
 
     def note_keywords(self, tools: ToolUse | None) -> None:
         """Adds to the ignored fields the keywords in the schemas of functions that a grammar cannot enforce."""
-        if tools is None or not (tools.is_required or self._structured_outputs):
+        if tools is None:
             return
+        if not (tools.is_required or self._structured_outputs):
+            tools = tools.loosened
         try:
             self._ignored += [f"tools.{name}" for name in ignored_keywords(tools)]
         except ValueError as error:
