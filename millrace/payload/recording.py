@@ -160,7 +160,7 @@ class Recording:
         self._open = False
         if not self._keeps_answer:
             text, outputs = None, ()
-        if usage is None and self.prompt_tokens:
+        if usage is None and (self.prompt_tokens or self.completion_tokens):
             usage = Usage(prompt_tokens=self.prompt_tokens, completion_tokens=self.completion_tokens)
         duration_ms = (time.monotonic() - self._arrived) * 1000
         try:

@@ -308,7 +308,7 @@ async def test_no_way_to_tokens_leads_past_the_limit_of_a_key(new_stack: StackFa
         "ids to tokens": ids_request(MODEL, Tensor("input_ids", "INT64", np.arange(4, 8)), max_tokens=36),
     }
     ways = [*WAYS_BY_REST, *(f"{way} {kind}" for way in ways_by_grpc for kind in ("unary", "stream", "predictor"))]
-    keys = {way.replace(" ", "-"): f"mr-{way:_<32}".replace(" ", "-") for way in ways}
+    keys = {way.replace(" ", "-"): f"mr-{way:_<32}".replace(" ", "-") for way in [*ways, "single"]}
     entries = [{"name": name, "key": key, "tokens_per_minute": TOKENS} for name, key in keys.items()]
     write(tmp_path / "keys.yaml", entries)
     models = f"{MODEL}=models/{MODEL},embedder={tmp_path / 'embedder'}"
@@ -360,16 +360,20 @@ async def test_no_way_to_tokens_leads_past_the_limit_of_a_key(new_stack: StackFa
     async def unlogged() -> dict[str, tuple[int, int]]:
         """The tokens that are logged and those that are charged, where they differ."""
         tokens = {name: (await used(name), await charged(name)) for name in refused}
-        return {
-            name: (logged, counted)
-            for name, (logged, counted) in tokens.items()
-            if logged != counted and name != "choices"
-        }
+        # An answer whose later choice is refused has been charged for its prompt.
+        differing = {name: both for name, both in tokens.items() if both[0] != both[1]}
+        return {name: both for name, both in differing.items() if name != "choices"}
+
+    body = {"model": MODEL, "prompt": ["Once upon a time", "Once"], "max_tokens": 10, "n": 3, "ignore_eos": True}
+    single = await rest(stack.gateway, "POST", "/v1/completions", body, authorization=f"Bearer {keys['single']}")
+    refused["single"] = []
 
     with suppress(AssertionError):  # The next line says what differs.
         await until(lambda: _is_empty(unlogged()))
     assert not await unlogged()
     for name in refused:
+        if name == "single":  # The tokens of each prompt count once for its choices.
+            assert await charged(name) == single.json["usage"]["total_tokens"]
         assert (0 if "to-tokens" in name or name.endswith("predictor") else 20) <= await used(name) <= TOKENS, name
 
 

@@ -103,7 +103,7 @@ class Pipeline:
                         begun.admitted.chunk(chunk)
                         if request.prompt_only:
                             chunk = chunk.without_output()
-                        recorded.chunk(chunk)
+                        recorded.chunk(chunk, begun.counts_prompt)
                         if token_chunk is begun.first:
                             await recorded.flushed()
                         observed.chunk(chunk)
@@ -153,14 +153,18 @@ class Pipeline:
         async with first_token.in_time():
             generation = await self._prepared(request, model)
             await self._quota.check_month(call.client)
-        reservation = held.enter_context(self._quota.reserved(call.client, *_size_of(generation)))
+        prompt_tokens = 0 if model.name in request.shared.charged else len(generation.prompt_ids)
+        reservation = held.enter_context(
+            self._quota.reserved(call.client, prompt_tokens, generation.sampling.max_tokens or 0)
+        )
+        request.shared.charged.add(model.name)
         async with first_token.in_time():
             tokens = await self._opened(request, generation, first_token, held)
             first = await tokens.read()
         # Once is enough: one set of weights generates the whole answer.
         self._router.answered_by(model.name, first.fingerprint)
         assembler = self._assembler(request, model, generation)
-        return Begun(generation, admitted, reservation, tokens, assembler, first)
+        return Begun(generation, admitted, reservation, prompt_tokens > 0, tokens, assembler, first)
 
     async def _opened(
         self, request: TextRequest, generation: Generation, first_token: FirstToken, held: ExitStack
@@ -234,9 +238,12 @@ class Pipeline:
     ) -> SamplingParameters:
         """The parameters with the form that the model's own syntax gives the answer: calls, free reasoning."""
         syntax, tools, form = self.syntax(model), request.tools, sampling.structured_outputs
-        if tools is not None and tools.is_required and not model.resumes:
+        if tools is not None and (tools.is_required or tools.is_strict) and not model.resumes:
+            what, param = (
+                ("force a call", "tool_choice") if tools.is_required else ("enforce strict functions", "tools")
+            )
             raise InvalidRequestError(
-                f"model {model.name!r}: its predictor cannot force a call, it is not Millrace's", param="tool_choice"
+                f"model {model.name!r}: its predictor cannot {what}, it is not Millrace's", param=param
             )
         try:
             changed = formed(form, tools, syntax, model.tokenizer, prompt_ids)
@@ -280,11 +287,7 @@ class Begun(NamedTuple):
     generation: Generation
     admitted: AdmittedGeneration
     reservation: Reservation
+    counts_prompt: bool
     tokens: TokenStream | RepeatedTokens
     assembler: Assembler
     first: TokenChunk
-
-
-def _size_of(generation: Generation) -> tuple[int, int]:
-    """The number of tokens of the prompt, and the maximum of the answer."""
-    return len(generation.prompt_ids), generation.sampling.max_tokens or 0

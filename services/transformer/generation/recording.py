@@ -59,19 +59,20 @@ class RecordedGeneration:
         # The salt decides what the cache shares, and not the answer.
         recording.sampling = generation.sampling.model_dump_json(exclude_defaults=True, exclude={"cache_salt"})
 
-    def chunk(self, chunk: TextChunk) -> None:
-        """Adds a chunk."""
+    def chunk(self, chunk: TextChunk, counts_prompt: bool = True) -> None:
+        """Adds a chunk; the tokens of a prompt that several records share count in one of them."""
         recording = self._recording
         if chunk.resumed:
             recording.resumes += 1
         if chunk.predictor:
             recording.answered_by(chunk.predictor)
         recording.fingerprint = chunk.fingerprint
-        recording.prompt_tokens = chunk.prompt_tokens
+        recording.prompt_tokens = chunk.prompt_tokens if counts_prompt else 0
         recording.engine_s = chunk.engine_s
         recording.chunk(chunk.text, chunk.token_ids, chunk.logprobs)
         if chunk.finish_reason is not None:
-            recording.end("OK", finish_reason=chunk.finish_reason, usage=chunk.usage)
+            usage = chunk.usage if counts_prompt else None  # Without one it is what was counted.
+            recording.end("OK", finish_reason=chunk.finish_reason, usage=usage)
 
     async def flushed(self) -> None:
         """Waits until the start of the record is on disk; for the first chunk, before it goes to the client."""

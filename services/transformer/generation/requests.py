@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # The processes of bodies need no tokenizer.
 
 
 class SharedPrompt:
-    """The values that all choices of a request share: the prompt's ids, and its text in records.
+    """The values that all choices of a request share: the prompt's ids, their charge, and its text in records.
 
     Owned by the event loop; shared by requests that differ only in their seeds.
     """
@@ -26,6 +26,7 @@ class SharedPrompt:
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
         self.ids: dict[str, list[int] | InvalidRequestError] = {}  # By model; an error if the model refuses the prompt.
+        self.charged: set[str] = set()  # Models: the tokens of a prompt count once for all choices.
         self.recorded: tuple[str, dict[str, Any]] | None = None  # The prompt, and the parameters without the seed.
 
 
