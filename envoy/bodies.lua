@@ -4,7 +4,7 @@
 -- What has come counts, not what is announced. All bodies have a bound, and a caller (caller.lua) has half of it. A quarter
 -- is for small bodies alone; a tiny one of a known length is not counted. A body that would exceed a bound is refused
 -- before its first byte where its length says so, else when it does: the rest of it is dropped as it comes, and the route
--- that its mark selects answers at its end.
+-- that its mark selects answers at its end. One that comes too slowly gets a route whose longest duration has passed.
 
 local caller_of = require("caller")
 
@@ -12,6 +12,7 @@ local METADATA = "millrace.rest"
 local BYTES = tonumber(os.getenv("REST_BODIES_MIB") or "512") * 1048576
 local MAX_BODY_BYTES = 62914560 -- The transcoder's max_request_body_size.
 local SMALL_BYTES, TINY_BYTES = 65536, 8192
+local GRACE_MS, BYTES_PER_MS = tonumber(os.getenv("REST_BODIES_GRACE_S") or "30") * 1000, 0.5
 local WITHOUT_BODY = { GET = true, HEAD = true, OPTIONS = true, DELETE = true }
 
 local held, held_of = 0, {} -- Bytes, together and by caller.
@@ -46,43 +47,49 @@ end
 
 local bodies = {}
 
--- The bytes that a request announces, at most as many as are taken; nil for one without a body that counts.
-local function announced(headers)
-  local length = tonumber(headers:get("content-length") or "")
-  if length == nil and WITHOUT_BODY[headers:get(":method")] and not headers:get("transfer-encoding") then
-    return nil
-  end
-  return length == nil and 0 or length > TINY_BYTES and math.min(length, MAX_BODY_BYTES) or nil
+-- Selects another route for a request whose body has begun to come.
+local function mark(handle, name)
+  handle:streamInfo():dynamicMetadata():set(METADATA, name, true) -- An earlier reference is dead.
+  handle:clearRouteCache()
+  handle:metadata() -- Looks for the route.
 end
 
--- Counts the body of a request as it comes; false where it is refused before.
+-- Watches the body of a request as it comes, and counts it unless it is tiny; false where it is refused before.
 function bodies.pass(handle, headers)
-  local length = announced(headers)
-  if length == nil then
+  local length = tonumber(headers:get("content-length") or "")
+  if length == nil and WITHOUT_BODY[headers:get(":method")] and not headers:get("transfer-encoding") then
     return true
   end
-  local hold = { size = 0, caller = caller_of(headers), finalizer = newproxy(true) }
-  if not collected(hold, math.max(length, 1)) then
-    return false
+  local hold
+  if length == nil or length > TINY_BYTES then
+    hold = { size = 0, caller = caller_of(headers), finalizer = newproxy(true) }
+    if not collected(hold, math.max(math.min(length or 1, MAX_BODY_BYTES), 1)) then
+      return false
+    end
+    getmetatable(hold.finalizer).__gc = function()
+      settle(hold, 0)
+    end
+    local call = headers:get("x-millrace-call-id")
+    handle:streamInfo():dynamicMetadata():set(METADATA, "call", call)
+    hold_of_handle[handle] = hold
+    hold_of_call[call] = hold
   end
-  getmetatable(hold.finalizer).__gc = function()
-    settle(hold, 0)
-  end
-  local call = headers:get("x-millrace-call-id")
-  handle:streamInfo():dynamicMetadata():set(METADATA, "call", call)
-  hold_of_handle[handle] = hold
-  hold_of_call[call] = hold
-  local is_refused = false
+  local came, is_refused, is_slow = 0, false, false
+  local graced_until = handle:timestamp(EnvoyTimestampResolution.MILLISECOND) + GRACE_MS
   for chunk in handle:bodyChunks() do
-    local size = hold.size + chunk:length()
-    if not is_refused and collected(hold, size) then
-      settle(hold, size)
-    elseif chunk:length() > 0 then
+    local size = chunk:length()
+    came = came + size
+    if not is_slow and came < BYTES_PER_MS * (handle:timestamp(EnvoyTimestampResolution.MILLISECOND) - graced_until) then
+      is_slow = true
+      mark(handle, "is_slow")
+    end
+    if hold and not is_refused and collected(hold, came) then
+      settle(hold, came)
+    elseif hold and size > 0 then
       chunk:setBytes("")
       if not is_refused then
         is_refused = true
-        handle:streamInfo():dynamicMetadata():set(METADATA, "is_refused", true) -- An earlier reference is dead.
-        handle:clearRouteCache()
+        mark(handle, "is_refused")
       end
     end
   end

@@ -16,6 +16,7 @@ import pytest
 from millrace.deadline import Deadline
 from millrace.errors import DeadlineError, InvalidRequestError, OverloadedError, RequestFailedError, TooLargeError
 from services.transformer.frontends.openai.errors import UnsupportedFieldError
+from services.transformer.processes import body_processes
 from services.transformer.processes.body_processes import LARGE_BYTES, TEMPLATES, BodyProcesses
 from tests.waiting import until
 
@@ -173,6 +174,23 @@ async def test_bytes_beyond_the_bound_are_refused_until_there_is_room(processes,
     finally:
         gate.touch()
     assert [data for _, data in await asyncio.gather(*waiting)] == [body] * 3
+
+
+async def test_one_caller_has_half_of_the_bytes(processes, tmp_path, monkeypatch):
+    gate, body = tmp_path / "gate", bytes(LARGE_BYTES)
+    caller = "greedy"
+    monkeypatch.setattr(body_processes, "caller_of_call", lambda: caller)
+    waiting = [asyncio.create_task(processes.run(wait, (str(gate),), body))]
+    await asyncio.sleep(0)
+    with pytest.raises(OverloadedError):
+        await processes.run(wait, (str(gate),), body)
+    caller = "other"
+    waiting.append(asyncio.create_task(processes.run(wait, (str(gate),), body)))
+    await asyncio.sleep(0)
+    gate.touch()
+    assert [data for _, data in await asyncio.gather(*waiting)] == [body] * 2
+    caller = "greedy"
+    assert (await processes.run(process_id, (), body))[1] == body
 
 
 async def test_a_body_that_cannot_be_passed_on_is_refused_and_takes_no_place(processes):

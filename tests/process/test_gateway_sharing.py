@@ -28,6 +28,13 @@ async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gat
         yield running
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def impatient(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gateway]:
+    environment = {"REST_BODIES_GRACE_S": "1"}
+    async with running_gateway(tmp_path_factory.mktemp("impatient"), environment=environment) as running:
+        yield running
+
+
 class HonestStream:
     """A stream that sends requests and reads answers, again and again, until `end`."""
 
@@ -117,10 +124,14 @@ class Upload:
         self._writer.write(data)
         await self._writer.drain()
 
+    async def head(self) -> bytes:
+        async with asyncio.timeout(20):
+            return await self._reader.readuntil(b"\r\n\r\n")
+
     async def answer(self) -> tuple[bytes, bytes]:
         """The head and the body, which must have a length."""
+        head = await self.head()
         async with asyncio.timeout(20):
-            head = await self._reader.readuntil(b"\r\n\r\n")
             (length,) = [line for line in head.lower().splitlines() if line.startswith(b"content-length:")]
             return head, await self._reader.readexactly(int(length.split()[1]))
 
@@ -182,3 +193,40 @@ async def test_a_caller_s_bodies_have_a_share_and_leave_room_for_those_of_others
             await again.leave()
 
     await until(fits)
+
+
+@pytest.mark.parametrize("length", [4096, LARGE, None])
+@pytest.mark.parametrize("path", [OPENAI, "/v2/models/a/infer"])
+async def test_a_body_that_comes_too_slowly_ends_and_a_long_one_that_goes_on_does_not(
+    impatient: Gateway, path: str, length: int | None
+) -> None:
+    kind = "transfer-encoding: chunked" if length is None else f"content-length: {length}"
+    slow, steady = [await Upload.begin(impatient, kind, path=path) for _ in range(2)]
+    begun = asyncio.get_running_loop().time()
+    piece, much = (b"1\r\n \r\n", b"400\r\n" + b" " * 1024 + b"\r\n") if length is None else (b" ", b" " * 500)
+
+    async def drip() -> None:
+        with suppress(ConnectionError):
+            while True:
+                await slow.send(piece)
+                await asyncio.sleep(0.1)
+
+    async def go_on() -> None:
+        while asyncio.get_running_loop().time() < begun + 3.0:
+            await steady.send(much)
+            await asyncio.sleep(0.5)
+
+    dripping = asyncio.create_task(drip())
+    head, body = await slow.answer()
+    assert head.startswith(b"HTTP/1.1 408")
+    assert b"x-failed-hop: gateway" in head
+    assert b"too slowly" in body
+    assert 1.0 < asyncio.get_running_loop().time() - begun < 10.0
+    dripping.cancel()
+    await asyncio.gather(dripping, return_exceptions=True)
+    await go_on()
+    if length is None:
+        await steady.send(b"0\r\n\r\n")
+        assert not (await steady.head()).startswith(b"HTTP/1.1 408")
+    for upload in (slow, steady):
+        await upload.leave()

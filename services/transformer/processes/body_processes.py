@@ -8,8 +8,8 @@ Each process has a queue and a thread that waits for it: there is one for bodies
 prompt does not wait for a tensor of 50 MB in JSON, one for larger ones, one for chat templates, and one for templates
 that were slow. Each starts with its first call, see body_worker.py for what bounds their memory and time. One that ends
 fails the call it has, and the next call starts another. What waits is bounded in bytes and in calls; callers have
-turns, and one has half of the calls (millrace/fair_threads.py). Beyond that, OverloadedError. A wait ends with the
-request's deadline.
+turns, and one has half of the calls (millrace/fair_threads.py) and of the bytes. Beyond that, OverloadedError. A wait
+ends with the request's deadline.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import struct
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -65,7 +66,7 @@ class BodyProcesses:
     def __init__(self, max_bytes: int = _MAX_BYTES) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._bytes = 0
+        self._held: Counter[str] = Counter()  # Bytes, by caller.
         self._lanes = {name: _Lane(name, *limits) for name, limits in _LIMITS.items()}
 
     async def run(
@@ -83,14 +84,17 @@ class BodyProcesses:
             call = pickle.dumps((work, arguments))
         except RecursionError:
             raise nested_too_deep() from None
+        caller = caller_of_call()
         with self._lock:
-            has_room = self._bytes + size <= self._max_bytes
-            self._bytes += size
-        future = self._lanes[lane].submit(caller_of_call(), call, body) if has_room else None
+            own, others = self._held[caller] + size, self._held.total() - self._held[caller]
+            has_room = own + others <= self._max_bytes and (not caller or 2 * own <= self._max_bytes)
+            self._held[caller] = own
+        future = self._lanes[lane].submit(caller, call, body) if has_room else None
 
         def done(_: object) -> None:
             with self._lock:
-                self._bytes -= size
+                self._held[caller] -= size
+                self._held += Counter()  # Without callers that hold nothing.
 
         if future is None:
             done(None)
