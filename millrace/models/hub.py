@@ -6,14 +6,13 @@ import io
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
-
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
-from tqdm.asyncio import tqdm_asyncio
+from typing import TYPE_CHECKING, Any
 
 from millrace.errors import StartupError, StartupFault
 from millrace.models.sources import ModelSource
+
+if TYPE_CHECKING:
+    from tqdm.asyncio import tqdm_asyncio
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +40,9 @@ def fetch(source: ModelSource, patterns: Sequence[str], report: Report = lambda 
                 f"model {source.name}: {folder} has no config.json, as save_pretrained writes it, and no model.py"
             )
         return folder
+    # Its client takes a fifth of the transformer's start.
+    from huggingface_hub import errors, snapshot_download
+
     where = f"model {source.name}: {source.location}"
 
     reported = ""
@@ -62,13 +64,13 @@ def fetch(source: ModelSource, patterns: Sequence[str], report: Report = lambda 
                 tqdm_class=_progress_shown_by(show),
             )
         )
-    except GatedRepoError:
+    except errors.GatedRepoError:
         raise StartupError(f"{where} is gated: accept its licence on the hub and set HF_TOKEN") from None
-    except RevisionNotFoundError:
+    except errors.RevisionNotFoundError:
         raise StartupError(f"{where} has no revision {source.revision!r}") from None
-    except RepositoryNotFoundError:
+    except errors.RepositoryNotFoundError:
         raise StartupError(f"{where} is neither a folder nor on the hub; a private one needs HF_TOKEN") from None
-    except HFValidationError:
+    except errors.HFValidationError:
         raise StartupError(f"{where} is neither a folder nor a hub id") from None
     except OSError:
         raise StartupFault(f"{where}: the hub cannot be reached; check the network or name a local folder") from None
@@ -76,6 +78,7 @@ def fetch(source: ModelSource, patterns: Sequence[str], report: Report = lambda 
 
 def _progress_shown_by(show: Report) -> type[tqdm_asyncio[Any]]:
     """The hub's progress bars as lines of text, for services have no terminal."""
+    from tqdm.asyncio import tqdm_asyncio
 
     class Progress(tqdm_asyncio):  # type: ignore[type-arg]
         def __init__(self, *arguments: Any, **options: Any) -> None:
