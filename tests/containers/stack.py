@@ -49,6 +49,14 @@ class Container:
         """Its addresses in the stack's networks, which this machine reaches on Linux."""
         return [network["IPAddress"] for network in self.facts["NetworkSettings"]["Networks"].values()]
 
+    def is_healthy(self) -> bool:
+        return _is_healthy(self.facts)
+
+    def limit_memory(self, limit: int) -> bool:
+        """Limits its memory from now on; returns whether it needs no more at the moment."""
+        command = ("docker", "update", f"--memory={limit}", f"--memory-swap={limit}", self.id)
+        return subprocess.run(command, capture_output=True, timeout=_COMMAND_TIMEOUT_S).returncode == 0
+
     def kill_9(self) -> Callable[[], Awaitable[bool]]:
         """Kills the main process as a crash would; returns a check whether it has been restarted and is healthy.
 
