@@ -75,11 +75,13 @@ def limits_mb() -> dict[str, int]:
 
 @asynccontextmanager
 async def attacked_stack(folder: Path) -> AsyncIterator[Stack]:
-    """The bundled models with a pace, and a repository with an unreadable model."""
+    """The bundled models with a pace, one with a hostile template, and a repository with an unreadable model."""
     broken = folder / "repository" / UNREADABLE
     shutil.copytree(ROOT / "models" / "storyteller", broken)
     (broken / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "Nonsense"}}')
-    models = ",".join(f"{name}=models/{name}" for name in ("storyteller", "identity"))
+    shutil.copytree(ROOT / "models" / "storyteller", folder / "powers")
+    (folder / "powers" / "chat_template.jinja").write_text("{{ 9 ** (9 ** 9) }}")
+    models = f"storyteller=models/storyteller,identity=models/identity,powers={folder / 'powers'}"
     environment = {
         "PACE_MS": str(_PACE_MS),
         "PREDICTOR_MAX_RUNNING": "32",

@@ -10,6 +10,7 @@ from itertools import count
 from typing import Any
 
 from tests.fuzz.target import MEGABYTE, Target, attack
+from tests.system.calls import text_request
 
 _OTHER = "127.0.0.2"
 _COMPLETIONS = "/v1/completions"
@@ -75,6 +76,50 @@ async def bodies_of_4_mb(target: Target) -> None:
     caller = replace(target, address=_OTHER)
     body = json.dumps({"model": "storyteller", "prompt": "word " * 800_000, "max_tokens": 1}).encode()
     await caller.repeat(_AT_ONCE, lambda: caller.post(_COMPLETIONS, body))
+
+
+@attack
+async def forged_resume_ids(target: Target) -> None:
+    """2,100 streams at once that go on from ids which nobody gave."""
+    caller, numbers = replace(target, address=_OTHER), count()
+    body = json.dumps({"model": "storyteller", "prompt": "Once", "stream": True}).encode()
+
+    async def one() -> str:
+        number = next(numbers)
+        last = f"{number:054d}.{number % 100}.{number:08x}.{number % 200}.{number:016x}"
+        return await caller.post(_COMPLETIONS, body, accept="text/event-stream", last_event_id=last)
+
+    await caller.repeat(2_100, one)
+
+
+@attack
+async def unknown_responses(target: Target) -> None:
+    """300 callers that ask for stored responses which nobody has, of the form of real ones."""
+    caller, numbers = replace(target, address=_OTHER), count()
+
+    async def one() -> str:
+        return await caller.post(f"/v1/responses/resp_{next(numbers):048x}", b"", method="GET")
+
+    await caller.repeat(300, one)
+
+
+@attack
+async def template_without_end(target: Target) -> None:
+    """24 chats at once with a model whose template computes a number of 370 million digits."""
+    caller = replace(target, address=_OTHER)
+    body = json.dumps({"model": "powers", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}).encode()
+    await caller.repeat(_AT_ONCE, lambda: caller.post("/v1/chat/completions", body))
+
+
+@attack
+async def tokens_at_the_predictor(target: Target) -> None:
+    """Generations and tensors for the authority `predictor`, by which a caller could pass the transformer's counts."""
+    caller = replace(target, address=_OTHER)
+    text = text_request("storyteller", "Once", max_tokens=1000).SerializeToString()
+    paths = [f"/inference.GRPCInferenceService/Model{kind}Infer" for kind in ("", "Stream")]
+    paths += ["/millrace.v1.TextGeneration/Generate", "/millrace.v1.PredictorSteps/Run"]
+    numbers = count()
+    await caller.repeat(64, lambda: caller.grpc_post(paths[next(numbers) % len(paths)], text, host="predictor"))
 
 
 @attack

@@ -60,16 +60,17 @@ class Target:
         content_type: str = "application/json",
         host: str = "gateway",
         declared: int | None = None,
+        method: str = "POST",
         **headers: str,
     ) -> str:
-        """The HTTP status of one POST over HTTP/1.1 on a new connection; underscores in names become dashes.
+        """The HTTP status of one request over HTTP/1.1 on a new connection; underscores in names become dashes.
 
         If more bytes are `declared`, the body never ends: the connection is held until an answer arrives.
         """
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         reader, writer = await self.connect()
         try:
-            lines = [f"POST {path} HTTP/1.1", f"host: {host}", f"content-type: {content_type}"]
+            lines = [f"{method} {path} HTTP/1.1", f"host: {host}", f"content-type: {content_type}"]
             lines += [
                 f"content-length: {declared or len(body)}",
                 *(f"{name}: {value}" for name, value in named.items()),

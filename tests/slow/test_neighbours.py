@@ -34,6 +34,10 @@ ONE_OF_A_KIND = (
     "continuation_floods",
     "paced_streams",
     "slow_grammars",
+    "forged_resume_ids",
+    "unknown_responses",
+    "template_without_end",
+    "tokens_at_the_predictor",
 )
 RUN = tuple(ATTACKS) if FULL else ONE_OF_A_KIND
 # The limit of health checks, far above the time of an answer beside any attack on a busy machine.

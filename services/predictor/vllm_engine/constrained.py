@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
 
 from millrace.errors import MillraceError
 from millrace.grammars import grammar_error, no_token_error
+from millrace.models.tokenizer_files import read_tokenizer
 from services.predictor.engine.sampling.sampler import NO_TOKEN
 from services.predictor.engine.state.sequence import Sequence
 
@@ -24,17 +24,15 @@ logger = logging.getLogger(__name__)
 
 def end_id_of(folder: Path) -> int | None:
     """The end token of the tokenizer in a folder; None if there is no tokenizer that grammars can use."""
-    from transformers import AutoTokenizer
-
     try:
-        from llguidance.hf import from_tokenizer
+        from llguidance import LLTokenizer
 
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        from_tokenizer(tokenizer)  # As vLLM does.
+        tokenizer = read_tokenizer(folder)
+        LLTokenizer(tokenizer.backend.to_str())
+        return tokenizer.eos_id
     except Exception:  # Files may have any contents, and tokenizers raises bare Exceptions.
         logger.warning("grammars cannot use the tokenizer in %s: no structured output", folder, exc_info=True)
         return None
-    return tokenizer.eos_token_id if isinstance(tokenizer.eos_token_id, int) else None
 
 
 def checked(sequence: Sequence, token_id: int, end_id: int | None, eos_ids: frozenset[int]) -> int | MillraceError:
