@@ -1,5 +1,6 @@
 """The ids of a prompt: cut, without its oldest messages, and with the system's messages where a template takes them."""
 
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -96,3 +97,17 @@ def test_a_template_gets_arguments_as_an_object_or_as_their_text(template):
     else:
         others = [f"arguments={text};" for text in texts[2:]]
         assert text == " ".join(["id=123456789012345678901;", "", *others, ""])
+
+
+WHOLE, PARTS = "{{ m.content }}", "{% for part in m.content %}{{ part.text }}{% endfor %}"
+
+
+@pytest.mark.parametrize("roles", list(itertools.product((WHOLE, PARTS), repeat=3)))
+def test_each_role_gets_its_contents_as_the_template_writes_them(roles):
+    written = "".join(
+        f"{{% if m.role == '{role}' %}}{one}{{% endif %}}"
+        for role, one in zip(("system", "user", "assistant"), roles, strict=True)
+    )
+    template = f"{{% for m in messages %}}{written};{{% endfor %}}{{# text #}}"
+    messages = [["system", "S"], ["user", "U"], ["assistant", "A"], ["user", "V"]]
+    assert chat_templates.rendered(messages, "", "m", template, {}) == "S;U;A;V;"

@@ -96,10 +96,9 @@ def rendered(
             conversation[-1]["content"] += _END
         listed = orjson.loads(tools) if tools else None
         given = {"tools": listed, "documents": None, **options}
-        if _takes_parts(template):
-            for message in conversation:
-                if isinstance(content := message.get("content"), str):
-                    message["content"] = _as_parts(content)
+        for message in conversation:
+            if isinstance(content := message.get("content"), str) and _takes_parts(template, message["role"]):
+                message["content"] = _as_parts(content)
         try:
             text = _compiled(template).render(messages=conversation, **given)
         except _ERRORS:
@@ -109,14 +108,23 @@ def rendered(
         return text.rpartition(_END)[0] if is_continued else text
 
 
-@lru_cache(maxsize=64)
-def _takes_parts(template: str) -> bool:
-    """Whether a template writes contents that are lists of parts alone, as those of models of images do."""
+@lru_cache(maxsize=256)
+def _takes_parts(template: str, role: str) -> bool:
+    """Whether a template writes a role's contents as lists of parts alone, as those of models of images do.
+
+    Beside a message of another role the user's is as the template takes it.
+    """
     if "text" not in template:
         return False
+    if role not in ("system", "user", "assistant"):  # Of which a template may write nothing without what came before.
+        return _takes_parts(template, "user")
+    user: list[dict[str, Any]] = []
+    if role != "user":
+        user = [{"role": "user", "content": _as_parts("x") if _takes_parts(template, "user") else "x"}]
     for content, found in ((_END, False), (_as_parts(_END), True)):
         with suppress(*_ERRORS):
-            messages = [{"role": "user", "content": content}]
+            probe = [{"role": role, "content": content}]
+            messages = user + probe if role == "assistant" else probe + user
             if _END in _compiled(template).render(messages=messages, add_generation_prompt=True):
                 return found
     return False
