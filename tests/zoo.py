@@ -15,8 +15,7 @@ from typing import Any
 import torch
 import transformers as hf
 
-from tests.random_models import VOCABULARY
-
+VOCABULARY = 1536
 PAGED, RAGGED, ROW, CACHELESS = RUNNERS = "paged", "ragged decoder", "one row", "one row, no cache"
 
 _IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -99,15 +98,19 @@ class Family:
     def is_served(self) -> bool:
         return self.outcome in RUNNERS
 
-    def model(self, seed: int = 0) -> Any:
-        """The model in float32, with weights so large that outputs depend on the whole context."""
+    def initialised(self, seed: int = 0) -> Any:
+        """The model in float32, as transformers initialises it."""
         torch.manual_seed(seed)
         config_class = hf.CONFIG_MAPPING[self.model_type]
         config = config_class(**deepcopy({**_known(config_class, self.common), **self.given}))
         model_class = getattr(hf, self.architecture, None)
         for auto in (hf.AutoModelForSeq2SeqLM, hf.AutoModelForMultimodalLM, hf.AutoModelForCausalLM):
             model_class = model_class or auto._model_mapping.get(config_class, None)
-        model = model_class._from_config(config).eval()
+        return model_class._from_config(config).eval()
+
+    def model(self, seed: int = 0) -> Any:
+        """With weights so large that outputs depend on the whole context; small ones would often repeat one token."""
+        model = self.initialised(seed)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 own = any(part in name for part in ("A_log", "conv1d", "vis")) or not parameter.requires_grad
@@ -150,10 +153,17 @@ _OTHERWISE = "is not what transformers' generate computes"
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 10000.0}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
 _BETA = {**_YARN, "llama_4_scaling_beta": 0.1}
-_LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "rope_theta": 10000.0}
+_LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + i / 4 for i in range(8)],
+    "long_factor": [4.0 + i for i in range(8)],
+    "original_max_position_embeddings": 24,
+}
 _MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}}
-_DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+_DYNAMIC = {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 10000.0}
 _EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_LLAMA4 = {**_EXPERTS, "intermediate_size_mlp": 128, "attention_chunk_size": 16, "no_rope_layers": [1, 0]}
 _SHARED = {**_EXPERTS, "shared_expert_intermediate_size": 32, "decoder_sparse_step": 1}
 _WINDOWS = {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"]}
 _LATENT = {"kv_lora_rank": 32, "q_lora_rank": 48, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
@@ -185,10 +195,10 @@ def _families() -> Iterator[Family]:
     # fmt: off
     yield _decoder("Llama 2", "llama", PAGED)
     yield _decoder("Llama 3", "llama", PAGED, rope_parameters=_LLAMA3 | {"original_max_position_embeddings": 32})
-    yield _decoder("Llama, dynamic scaling", "llama", PAGED,
-                   rope_parameters=_DYNAMIC, max_position_embeddings=48)
-    yield _decoder("Llama 4, text", "llama4_text", ROW, **_EXPERTS, intermediate_size_mlp=128, attention_chunk_size=16,
-                   no_rope_layers=[1, 0], floor_scale=16)
+    yield _decoder("Llama, dynamic scaling", "llama", PAGED, rope_parameters=_DYNAMIC, max_position_embeddings=24)
+    yield _decoder("Llama, LongRoPE", "llama", PAGED, rope_parameters=_LONG)
+    yield _decoder("Llama 4, text", "llama4_text", ROW, **_LLAMA4, floor_scale=16, attn_scale=0.5)
+    yield _decoder("Llama 4, text, untuned", "llama4_text", PAGED, **_LLAMA4, attn_temperature_tuning=False)
     yield _decoder("Qwen 2, Qwen 2.5", "qwen2", PAGED)
     yield _decoder("Qwen 2 with a window", "qwen2", PAGED, use_sliding_window=True, max_window_layers=1,
                    sliding_window=12)
@@ -213,9 +223,9 @@ def _families() -> Iterator[Family]:
     yield _decoder("Phi, Phi 2", "phi", PAGED)
     yield _decoder("Phi 3, Phi 4", "phi3", PAGED)
     yield _decoder("Phi 3, Phi 4 mini: LongRoPE", "phi3", PAGED,
-                   rope_parameters=_LONG,
-                   original_max_position_embeddings=48)
-    yield _decoder("Phi 3.5 MoE", "phimoe", PAGED, **_EXPERTS, sliding_window=12)
+                   rope_parameters=_LONG, original_max_position_embeddings=24)
+    yield _decoder("Phi 3.5 MoE", "phimoe", PAGED, **_EXPERTS, sliding_window=20,
+                   rope_parameters={**_LONG, "short_mscale": 1.1, "long_mscale": 1.3})
     yield _decoder("GPT-2", "gpt2", PAGED)
     yield _decoder("GPT-J", "gptj", ROW, rotary_dim=8)
     yield _decoder("GPT-Neo", "gpt_neo", ROW, attention_types=[[["global", "local"], 1]], window_size=12)
@@ -272,8 +282,7 @@ def _families() -> Iterator[Family]:
     yield _decoder("RWKV", "rwkv", CACHELESS)
     yield _decoder("XLNet", "xlnet", _OTHERWISE, n_layer=2, d_model=64, n_head=4, d_inner=128)
     yield _decoder("BERT as a decoder", "bert", PAGED, is_decoder=True)
-    yield _vision("Llama 4", "llama4", ROW, {**_EXPERTS, "intermediate_size_mlp": 128, "attention_chunk_size": 16,
-                  "no_rope_layers": [1, 0], "floor_scale": 16})
+    yield _vision("Llama 4", "llama4", ROW, {**_LLAMA4, "floor_scale": 16})
     yield _vision("Llama 3.2 Vision", "mllama", PAGED, {"cross_attention_layers": [1]})
     yield _vision("LLaVA", "llava", PAGED, {"model_type": "llama"})
     yield _vision("Qwen2-VL", "qwen2_vl", PAGED, _MROPE)

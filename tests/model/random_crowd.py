@@ -14,7 +14,8 @@ from services.predictor.engine.build import build_engine
 from services.predictor.engine.interface import Engine, GenerationRequest, OutputSlot
 from services.predictor.engine.runners.memory import cache_shape
 from services.predictor.settings import PredictorSettings
-from tests.random_models import VOCABULARY, greedy, random_model
+from tests.random_models import greedy, random_model
+from tests.zoo import VOCABULARY
 
 # Of very different lengths, on both sides of the blocks' 32 tokens; some outputs cross into the next one.
 PROMPTS = [

@@ -21,8 +21,9 @@ from services.predictor.engine.state.sequence import Row, detached_sequence
 from services.transformer.text.model_text import AdapterBase, BaseNeededError, read_text
 from tests.model.bfloat16 import PACKED_DTYPES
 from tests.random_adapters import merge, save_random_adapter
-from tests.random_models import PAGED, VOCABULARY, random_model, save_random_model
+from tests.random_models import PAGED, random_model, save_random_model
 from tests.support.chat_prompts import chat_prompt
+from tests.zoo import VOCABULARY
 
 LENGTH = 45
 # Some layers only, as most adapters have it: the rest of a joined product is zero.

@@ -27,10 +27,9 @@ from tests.model.random_crowd import (
     read_all,
     request,
 )
-from tests.random_models import ARCHITECTURES, LIMITED, ONE_ROW, PAGED, RAGGED, VOCABULARY, greedy, random_model
-from tests.zoo import FAMILIES
+from tests.random_models import LIMITED, PAGED, greedy, initialised_model, random_model
+from tests.zoo import FAMILIES, VOCABULARY
 
-KINDS = {"paged": PAGED | LIMITED, "one row": ONE_ROW, "ragged": RAGGED}
 # Of PAGED: sliding window and grouped queries; rotary positions; learned positions.
 PORTABLE = ("gemma3", "llama", "opt")
 
@@ -39,17 +38,6 @@ PORTABLE = ("gemma3", "llama", "opt")
 def engine_of():
     with random_engines() as make:
         yield make
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-async def test_a_crowd_gets_the_answers_of_generate(architecture, engine_of):
-    model, expected = model_and_crowd(architecture)
-    engine = engine_of(model, cache_tokens=240)
-    assert engine.description["runner"].startswith(next(kind for kind in KINDS if architecture in KINDS[kind]))
-    assert await crowd(engine) == expected
-    # There are blocks for two of the longest sequences: some had to be computed again.
-    assert engine.statistics.preempted > 0
-    assert engine.load.blocks_in_use == 0
 
 
 @pytest.mark.parametrize(
@@ -186,10 +174,7 @@ def test_the_proof_finds_a_limit_that_is_ignored(architecture, target, name, fau
     """Also where it is far away, and in a model as it is initialised, which hardly depends on its context."""
 
     def model():
-        if scaled:
-            return random_model(architecture)
-        torch.manual_seed(0)
-        return ARCHITECTURES[architecture]().eval()
+        return random_model(architecture) if scaled else initialised_model(architecture)
 
     with torch.inference_mode():
         assert proof_of(model()).of_paged() is None

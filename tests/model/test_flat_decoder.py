@@ -10,7 +10,8 @@ from services.predictor.engine.runners.memory import cache_shape
 from services.predictor.engine.runners.paged import PagedRunner
 from services.predictor.engine.state.sequence import Row, detached_sequence
 from tests.model.bfloat16 import PACKED_DTYPES
-from tests.random_models import ARCHITECTURES, VOCABULARY, random_model
+from tests.random_models import ARCHITECTURES, random_model
+from tests.zoo import VOCABULARY
 
 FLAT = ["llama", "llama_long", "mistral", "qwen2", "qwen3"]
 

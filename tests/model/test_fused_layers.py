@@ -11,7 +11,8 @@ from services.predictor.engine.runners.memory import cache_shape
 from services.predictor.engine.runners.paged import PagedRunner
 from services.predictor.engine.state.sequence import Row, detached_sequence
 from tests.model.bfloat16 import PACKED_DTYPES
-from tests.random_models import ARCHITECTURES, VOCABULARY, random_model
+from tests.random_models import ARCHITECTURES, random_model
+from tests.zoo import VOCABULARY
 
 FUSED = ["llama", "llama_dynamic", "llama_long", "mistral", "opt", "qwen2", "qwen3"]
 SMALL = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}

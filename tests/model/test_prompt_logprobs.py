@@ -15,8 +15,9 @@ from services.predictor.engine.runners.paged import PagedRunner
 from services.transformer.predictors.answers import BrokenAnswerError
 from tests.model.random_crowd import PROMPTS, crowd, model_and_crowd, random_engines, read_all, submit_crowd
 from tests.process.test_transformer_resume import SAMPLING, resuming
-from tests.random_models import VOCABULARY, random_model
+from tests.random_models import random_model
 from tests.support.scripted_predictor import ANSWER, breaks
+from tests.zoo import VOCABULARY
 
 STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
 MOST_A_STEP = 64

@@ -16,8 +16,9 @@ from services.predictor.repository.repository import ModelRepository, State
 from services.predictor.settings import PredictorSettings
 from tests.model.fakes import read_all
 from tests.random_adapters import merge, save_random_adapter
-from tests.random_models import VOCABULARY, greedy, save_random_model
+from tests.random_models import greedy, save_random_model
 from tests.waiting import until
+from tests.zoo import VOCABULARY
 
 PROMPT = [(7 * i + 1) % VOCABULARY for i in range(70)]
 

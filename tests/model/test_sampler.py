@@ -19,7 +19,7 @@ from millrace.sampling import SamplingParameters
 from services.predictor.engine.sampling.sampler import NO_TOKEN, sample, uniform
 from services.predictor.engine.state.restrictions import restrictions_of
 from services.predictor.engine.state.sequence import SamplingRow
-from tests.random_models import ARCHITECTURES
+from tests.random_models import initialised_model
 
 
 def row(output_ids=(), input_ids=(1,), end_ids=frozenset({2}), **parameters):
@@ -272,7 +272,7 @@ def test_logprobs_are_those_of_the_raw_logits():
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(3)
-    made = ARCHITECTURES["gpt2"]().eval()
+    made = initialised_model("gpt2")
     with torch.no_grad():
         for parameter in made.parameters():
             if parameter.dim() == 2:

@@ -19,8 +19,8 @@ from services.predictor.engine.state.blocks import BlockManager
 from services.predictor.engine.state.cache import BLOCK_TOKENS
 from services.predictor.engine.state.sequence import Row, Sequence
 from services.predictor.engine.state.slot import MergingSlot
-from tests import random_models
-from tests.random_models import VOCABULARY, greedy, random_model
+from tests.random_models import greedy, random_model
+from tests.zoo import VOCABULARY
 
 END_ID = 2  # `greedy` generates a fixed length, so never this id.
 FEW_BLOCKS = 14  # The longest request takes seven.
@@ -121,18 +121,6 @@ def test_a_staggered_and_preempted_crowd_gets_the_answers_of_generate(attention,
     assert [sequence.output_ids for sequence in sequences] == expected
     assert loop.scheduler.preempted > 0
     assert loop.scheduler.blocks.free == loop.scheduler.blocks.total
-
-
-@pytest.mark.parametrize("family", ["MT5", "UMT5"])
-def test_related_models_get_the_answers_of_generate(monkeypatch, family):
-    config, model_class = getattr(hf, f"{family}Config"), getattr(hf, f"{family}ForConditionalGeneration")
-    monkeypatch.setitem(random_models.ARCHITECTURES, family, lambda: model_class(config(**SMALL)))
-    model = random_model(family)
-    requests = make_requests(6, seed=1)
-    loop = Loop(model, blocks=FEW_BLOCKS)
-    sequences = [loop.add(*request) for request in requests]
-    loop.run_all()
-    assert [sequence.output_ids for sequence in sequences] == [greedy(model, *request) for request in requests]
 
 
 @cache

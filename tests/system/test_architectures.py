@@ -12,7 +12,7 @@ from tests.system.calls import channel, generate, ids_request, infer, text_of
 
 PROMPTS = [[5, 6, 7, 8], list(range(20, 52)), [300, 17, 1200, 44, 9, 81]]
 LENGTH = 16
-# Some of each runner; tests/model/test_engine_exactness.py compares all with `generate`.
+# Some of each runner; tests/model/test_zoo.py compares all with `generate`.
 RUNNERS = {
     "llama": "paged",
     "opt": "paged",
@@ -31,7 +31,7 @@ def models(tmp_path_factory):
     return {name: (folder / name, save_random_model(name, folder / name)) for name in RUNNERS}
 
 
-@pytest.mark.full  # The short form: tests/model/test_engine_exactness.py, and every other system test.
+@pytest.mark.full  # The short form: tests/model/test_zoo.py, and every other system test.
 async def test_every_architecture_streams_the_output_of_generate(models, new_stack):
     sources = ",".join(f"{name}={folder}" for name, (folder, _) in models.items())
     stack = await new_stack(models=sources)
