@@ -21,7 +21,6 @@ local OPEN_PATHS = {
   ["/"] = true, ["/favicon.ico"] = true, ["/health"] = true, ["/v2/health/live"] = true, ["/v2/health/ready"] = true,
   ["/inference.GRPCInferenceService/ServerLive"] = true, ["/inference.GRPCInferenceService/ServerReady"] = true,
 }
-local OPEN_PREFIXES = { "^/playground/", "^/grpc%.health%.v1%.Health/" }
 
 -- The routes refuse what is closed, for they see the method that a REST path means: under `log` the payload log, under
 -- `settings` load and unload, the settings of logs and traces, and development, under `tokens` inference at a predictor,
@@ -135,26 +134,15 @@ local function check_page(headers)
   if not ANY_HOST and not is_our_host(authority) and is_browser(headers) then
     return "pages of this host name may not call; GATEWAY_HOSTS lists those that may"
   end
-  if origin == nil or ANY_ORIGIN then
-    return nil
-  end
-  origin = origin:lower()
-  if origin:match("^https?://(.+)$") ~= authority and not ORIGINS[origin] then
+  origin = not ANY_ORIGIN and origin and origin:lower()
+  if origin and origin:match("^https?://(.+)$") ~= authority and not ORIGINS[origin] then
     return "pages of this origin may not call; GATEWAY_ALLOWED_ORIGINS lists those that may"
   end
 end
 
 local function is_open(headers)
   local path = (headers:get(":path") or ""):match("^[^?]*")
-  if OPEN_PATHS[path] then
-    return true
-  end
-  for _, prefix in ipairs(OPEN_PREFIXES) do
-    if path:find(prefix) then
-      return true
-    end
-  end
-  return false
+  return OPEN_PATHS[path] or path:find("^/playground/") or path:find("^/grpc%.health%.v1%.Health/")
 end
 
 local function close(handle, part)
@@ -199,7 +187,6 @@ local function check_key(handle, headers)
       rate_limits.mark(handle, client)
     end
   end
-  return nil, nil
 end
 
 local callers = {}
@@ -217,7 +204,6 @@ function callers.check(handle, headers)
     close(handle, "settings")
     close(handle, "log")
   end
-  return nil, nil
 end
 
 return callers

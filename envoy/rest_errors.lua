@@ -128,7 +128,6 @@ local function check_grpc_headers(headers)
   if encoding and not GRPC_ENCODINGS[encoding] then
     return "501", "messages are read in the encodings identity, gzip and deflate alone"
   end
-  return nil, nil
 end
 
 -- As a whole gRPC answer, for by itself Envoy calls a 400 INTERNAL.

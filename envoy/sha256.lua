@@ -1,4 +1,4 @@
--- SHA-256 (FIPS 180-4) of short texts, in hexadecimal: Envoy's Lua has no digest of its own.
+-- SHA-256 (FIPS 180-4) of texts below 8 KiB, in hexadecimal: Envoy's Lua has no digest of its own.
 
 local bit = require("bit")
 local band, bnot, bxor, ror, rshift = bit.band, bit.bnot, bit.bxor, bit.ror, bit.rshift
@@ -53,12 +53,7 @@ end
 return function(text)
   local bits = #text * 8
   local padding = "\128" .. string.rep("\0", (55 - #text) % 64)
-  local length = { 0, 0, 0, 0 }
-  for i = 4, 1, -1 do
-    length[i] = bits % 256
-    bits = math.floor(bits / 256)
-  end
-  local padded = text .. padding .. "\0\0\0\0" .. string.char(unpack(length))
+  local padded = text .. padding .. string.rep("\0", 6) .. string.char(math.floor(bits / 256), bits % 256)
   local state = { unpack(INITIAL) }
   for from = 1, #padded, 64 do
     add_block(state, padded, from)
