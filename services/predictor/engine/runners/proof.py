@@ -196,21 +196,23 @@ class Proof:
 
     @contextmanager
     def _in_float32(self) -> Iterator[None]:
-        """Computes in float32, where an id has the same experts in every batch; widens one module's weights at once."""
-        own: dict[tuple[Any, str], Any] = {}
+        """Computes in float32, where an id has the same experts in every batch; widens one layer's weights at once."""
+        own: dict[Any, list[tuple[Any, str, Any]]] = {}
         shape, self._shape = self._shape, replace(self._shape, dtype=torch.float32)
+        modules = [*self._model.modules()]
+        layers = {layer for module in modules if isinstance(module, torch.nn.ModuleList) for layer in module}
 
         def widen(module: Any, _: Any) -> None:
-            for name, parameter in module._parameters.items():
-                if parameter is not None and parameter.is_floating_point():
-                    own[module, name] = parameter
-                    module._parameters[name] = torch.nn.Parameter(parameter.float(), requires_grad=False)
+            for part in module.modules() if module in layers else [module]:
+                for name, parameter in part._parameters.items():
+                    if parameter is not None and parameter.dtype is shape.dtype:
+                        own.setdefault(module, []).append((part, name, parameter))
+                        part._parameters[name] = torch.nn.Parameter(parameter.float(), requires_grad=False)
 
         def narrow(module: Any, *_: Any) -> None:
-            for name in module._parameters:
-                module._parameters[name] = own.pop((module, name), module._parameters[name])
+            for part, name, parameter in own.pop(module, ()):
+                part._parameters[name] = parameter
 
-        modules = [module for module in self._model.modules() if module._parameters]
         hooks = [module.register_forward_pre_hook(widen) for module in modules]
         hooks += [module.register_forward_hook(narrow, always_call=True) for module in modules]
         try:
