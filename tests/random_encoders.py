@@ -95,6 +95,7 @@ _RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
 # Reads the embedding of the padding behind a text, if that is not zero.
 _MOBILE = {**_PADDED, "embedding_size": 32, "true_hidden_size": 32, "intra_bottleneck_size": 32}
 _WINDOWS = {**_GROUPED, "sliding_window": 8}
+_SPARSE = "after a short text transformers leaves block-sparse attention"
 
 # fmt: off
 FAMILIES = (
@@ -120,7 +121,7 @@ FAMILIES = (
     Encoder("ConvBERT", "convbert", _EMBEDDING),
     Encoder("FNet", "fnet", _PADDED),
     Encoder("Longformer", "longformer", {**_PADDED, "attention_window": 8}),
-    Encoder("BigBird", "big_bird", _PADDED),
+    Encoder("BigBird", "big_bird", _PADDED, vectors=_SPARSE, scores=_SPARSE),
     Encoder("XLM", "xlm", {**_PADDED, "emb_dim": 32, "n_layers": 2, "n_heads": 4}),
     Encoder("Qwen3-Embedding, Qwen3-Reranker", "qwen3", _GROUPED, logits=True),
     Encoder("Qwen 2, GTE-Qwen2, mxbai-rerank", "qwen2", _GROUPED, logits=True),

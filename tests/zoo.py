@@ -309,6 +309,8 @@ def _families() -> Iterator[Family]:
     yield Family("BART", "bart", ROW, {}, _SEQ2SEQ)
     yield Family("mBART", "mbart", ROW, {}, _SEQ2SEQ)
     yield Family("Pegasus", "pegasus", ROW, {"scale_embedding": True}, _SEQ2SEQ)
+    yield Family("BigBird-Pegasus", "bigbird_pegasus", "after a short text transformers leaves block-sparse attention",
+                 {}, _SEQ2SEQ)
     yield Family("Marian", "marian", ROW, {"scale_embedding": True, "decoder_layers": 4}, _SEQ2SEQ)
     yield Family("M2M, NLLB", "m2m_100", ROW, {}, _SEQ2SEQ)
     yield Family("NLLB MoE", "nllb-moe", ROW, {"num_experts": 4}, _SEQ2SEQ)

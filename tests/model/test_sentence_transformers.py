@@ -311,6 +311,10 @@ async def test_scores_of_every_family(tmp_path, serve, family):
     kind = family.model_type
     activation = torch.nn.Identity() if kind == "modernbert" else None
     model, folder = cross_encoder(tmp_path, kind, activation_fn=activation)
+    if isinstance(family.scores, str):
+        with pytest.raises(StartupError, match=family.scores):
+            serve(folder)
+        return
     assert np.ptp(model.predict(PAIRS)) > 0.001
     # transformers 5 splits words of its own in every qwen2 folder, so that the inner one has other ids there.
     for place in [folder] if kind == "qwen2" else [folder, tmp_path / "inner"]:

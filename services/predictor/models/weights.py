@@ -65,6 +65,11 @@ def load_weights(name: str, folder: Path, auto: Any, dtype: str, device: torch.d
         raise StartupError(f"model {name}: the weights in {folder} do not fit: {_some(shapes)}")
     if missing := [key for key in sorted(info["missing_keys"]) if not key.startswith(optional)]:
         raise StartupError(f"model {name}: {folder} lacks {_some(missing)}, without which its answers are random")
+    if getattr(model.config, "attention_type", None) == "block_sparse" and not model.config.is_decoder:
+        raise StartupError(
+            f"model {name}: after a short text transformers leaves block-sparse attention, so answers to long ones "
+            "would change; set attention_type to original_full in config.json"
+        )
     model = model.to(device).eval()
     _check_devices(name, model, device)
     return model
