@@ -284,7 +284,7 @@ async def test_a_strict_tool_whose_schema_cannot_be_enforced_is_refused(stack):
         assert ignored is None
         assert choice["message"]["content"]  # Text stays free: the grammar is tested in tests/model.
     schema["properties"]["days"] = {"type": "array", "uniqueItems": True}
-    refused = await post(stack, "/v1/chat/completions", {**body, "tools": [tool]})
+    refused = await rest(stack.gateway, "POST", "/v1/chat/completions", {**body, "tools": [tool]})
     assert (refused.status, refused.json["error"]["param"]) == (400, "tools")
     assert "uniqueItems" in refused.json["error"]["message"]
     tool["function"]["strict"] = False
