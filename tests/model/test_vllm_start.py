@@ -48,5 +48,8 @@ def test_the_end_of_answers_with_a_form_is_the_tokenizers_end_token(tmp_path):
     shutil.copy(MODELS / "storyteller" / "tokenizer.json", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "TokenizersBackend"}))
     assert end_id_of(tmp_path) is None
+    # As everywhere, the class that the configuration names decides nothing.
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Unknown", "eos_token": "</s>"}))
+    assert end_id_of(tmp_path) == 2
     (tmp_path / "tokenizer.json").write_text("{}")
     assert end_id_of(tmp_path) is None
