@@ -113,10 +113,12 @@ class Upload:
         self._reader, self._writer = reader, writer
 
     @classmethod
-    async def begin(cls, gateway: Gateway, *headers: str, path: str = OPENAI, address: str = "127.0.0.2") -> Upload:
-        host, port = gateway.address.rsplit(":", 1)
-        upload = cls(*await asyncio.open_connection(host, int(port), local_addr=(address, 0)))
-        lines = (f"POST {path} HTTP/1.1", "host: gateway", *headers, "", "")
+    async def begin(
+        cls, gateway: Gateway, *headers: str, path: str = OPENAI, address: str = "127.0.0.2", host: str = "gateway"
+    ) -> Upload:
+        ip, port = gateway.address.rsplit(":", 1)
+        upload = cls(*await asyncio.open_connection(ip, int(port), local_addr=(address, 0)))
+        lines = (f"POST {path} HTTP/1.1", f"host: {host}", *headers, "", "")
         upload._writer.write("\r\n".join(lines).encode())
         return upload
 
@@ -195,13 +197,20 @@ async def test_a_caller_s_bodies_have_a_share_and_leave_room_for_those_of_others
     await until(fits)
 
 
-@pytest.mark.parametrize("length", [4096, LARGE, None])
-@pytest.mark.parametrize("path", [OPENAI, "/v2/models/a/infer"])
+@pytest.mark.parametrize(
+    ("path", "length", "host"),
+    [
+        (OPENAI, 4096, "gateway"),
+        (OPENAI, None, "gateway"),
+        ("/v2/models/a/infer", LARGE, "gateway"),
+        ("/v2/models/a/infer", None, "predictor"),
+    ],
+)
 async def test_a_body_that_comes_too_slowly_ends_and_a_long_one_that_goes_on_does_not(
-    impatient: Gateway, path: str, length: int | None
+    impatient: Gateway, path: str, length: int | None, host: str
 ) -> None:
     kind = "transfer-encoding: chunked" if length is None else f"content-length: {length}"
-    slow, steady = [await Upload.begin(impatient, kind, path=path) for _ in range(2)]
+    slow, steady = [await Upload.begin(impatient, kind, path=path, host=host) for _ in range(2)]
     begun = asyncio.get_running_loop().time()
     piece, much = (b"1\r\n \r\n", b"400\r\n" + b" " * 1024 + b"\r\n") if length is None else (b" ", b" " * 500)
 
