@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 from opentelemetry import metrics, trace
 from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
@@ -38,7 +38,8 @@ _DEFAULTS = {
     # A Prometheus page shows no exemplars, and choosing them costs as much as counting.
     "OTEL_METRICS_EXEMPLAR_FILTER": "always_off",
 }
-_DIRECT = (("grpc.enable_http_proxy", "0"),)  # No proxy that the environment names.
+# No proxy that the environment names. The exporters' annotation has text, which gRPC ignores.
+_DIRECT: Any = (("grpc.enable_http_proxy", 0),)
 
 
 def set_up_telemetry(service: str) -> Callable[[], None]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 
 from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -77,3 +80,20 @@ def test_a_receiver_in_its_own_process_counts() -> None:
     with receiver_process() as receiver:
         export_one_trace(receiver.endpoint)
         assert receiver.span_count() == 2
+
+
+def test_a_service_exports_past_the_proxy_of_its_environment() -> None:
+    source = """from millrace.telemetry.setup import set_up_telemetry
+from opentelemetry import trace
+flush = set_up_telemetry("exporting")
+span = trace.get_tracer("test").start_span("one")
+span.end()
+flush()
+print(f"{span.get_span_context().trace_id:032x}")"""
+    with OtlpReceiver() as receiver:
+        proxy = {"http_proxy": "http://127.0.0.1:1", "grpc_proxy": "http://127.0.0.1:1", "no_proxy": ""}
+        environment = {**os.environ, **proxy, "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint}
+        command = (sys.executable, "-c", source)
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        assert (ended.returncode, ended.stderr) == (0, "")
+        assert [span.name for span in receiver.spans(ended.stdout.strip())] == ["one"]
