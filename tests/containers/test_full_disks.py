@@ -3,6 +3,7 @@
 import asyncio
 import os
 import time
+from collections import Counter
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a
 async def disk_and_stack(built, tmp_path_factory):
     """A stack whose volumes are folders of one small disk."""
     folder = tmp_path_factory.mktemp("full")
-    with small_disk(folder / "disk", megabytes=16, inodes=400) as disk:
+    with small_disk(folder / "disk", megabytes=96, inodes=400) as disk:
         disk.path.chmod(0o777)
         lines = ["volumes:"]
         for name in VOLUMES:
@@ -94,7 +95,9 @@ async def all_healthy(stack):
             await until(partial(asyncio.to_thread, container.is_healthy), BACK_S)
 
 
-@pytest.mark.parametrize("what", ["bytes", *(pytest.param(what, marks=pytest.mark.full) for what in ("inodes",))])
+@pytest.mark.parametrize(
+    "what", ["bytes", *(pytest.param(what, marks=pytest.mark.full) for what in ("inodes", "read-only"))]
+)
 async def test_streams_go_on_beside_full_volumes_and_all_returns(disk_and_stack, what):
     disk, stack = disk_and_stack
     outcomes, away = [], []
@@ -114,7 +117,13 @@ async def test_streams_go_on_beside_full_volumes_and_all_returns(disk_and_stack,
                 away.append((began, time.monotonic() + 1))  # Each caller's connection needs a moment.
             await all_are_served()
         await asyncio.to_thread(disk.empty, what)
+        if what == "read-only":  # A container keeps the volume that it has been given.
+            began = time.monotonic()
+            await until(stack.container("transformer").kill_9(), BACK_S)
+            await until(lambda: serves(stack.gateway, "ready"), BACK_S)
+            away.append((began, time.monotonic() + 1))
         await all_are_served()
+    print(f"{what}: {Counter(str(error)[:80] for *_, error in outcomes)}")
     lost = [
         error
         for began, ended, error in outcomes
