@@ -64,7 +64,8 @@ WORDS = ["the", "fox", "sat", "on", "a", "mat", "bird", "query", ":", "document"
 class Encoder:
     """A family whose vectors, scores as a classifier and scores as a generator are those of sentence-transformers.
 
-    Each is True, False where transformers has no such class, or a part of the refusal's text.
+    Each is True, False where there are no such models, or a part of the refusal's text. `dense`: linear layers behind
+    the pooling.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Encoder:
     vectors: bool | str = True
     scores: bool | str = True
     logits: bool | str = False
+    dense: int = 0
 
 
 _PADDED = {"pad_token_id": 0}
@@ -99,7 +101,8 @@ _SPARSE = "after a short text transformers leaves block-sparse attention"
 
 # fmt: off
 FAMILIES = (
-    Encoder("BERT, BGE, E5, LaBSE, MiniLM", "bert"),
+    Encoder("BERT, BGE, E5, MiniLM", "bert"),
+    Encoder("LaBSE", "bert", scores=False, dense=1),
     Encoder("RoBERTa", "roberta", _PADDED),
     Encoder("XLM-R, BGE-M3, multilingual E5", "xlm-roberta", _PADDED),
     Encoder("MPNet", "mpnet", _PADDED),
@@ -125,7 +128,7 @@ FAMILIES = (
     Encoder("XLM", "xlm", {**_PADDED, "emb_dim": 32, "n_layers": 2, "n_heads": 4}),
     Encoder("Qwen3-Embedding, Qwen3-Reranker", "qwen3", _GROUPED, logits=True),
     Encoder("Qwen 2, GTE-Qwen2, mxbai-rerank", "qwen2", _GROUPED, logits=True),
-    Encoder("EmbeddingGemma", "gemma3_text", {**_WINDOWS, "use_bidirectional_attention": True}),
+    Encoder("EmbeddingGemma", "gemma3_text", {**_WINDOWS, "use_bidirectional_attention": True}, dense=2),
     Encoder("Gemma, BGE-reranker-gemma", "gemma", _GROUPED, logits=True),
     Encoder("Gemma 2", "gemma2", {**_WINDOWS, "query_pre_attn_scalar": 8}),
     Encoder("Mistral, E5-Mistral", "mistral", _WINDOWS),
@@ -137,7 +140,8 @@ FAMILIES = (
     Encoder("OPT", "opt", {**_PADDED, "word_embed_proj_dim": 32, "ffn_dim": 64}),
     Encoder("BLOOM", "bloom", _LAYERS),
     Encoder("LFM 2", "lfm2", {**_GROUPED, "layer_types": ["conv", "full_attention"]}, scores=False),
-    Encoder("T5, GTR, Sentence-T5", "t5", _T5),
+    Encoder("T5", "t5", _T5),
+    Encoder("GTR, Sentence-T5", "t5", _T5, scores=False, dense=1),
     Encoder("mT5", "mt5", _T5),
     Encoder("UMT5", "umt5", _T5),
     Encoder("LongT5", "longt5", _T5, vectors="the encoder of longt5 is not served by itself", scores=False),

@@ -20,11 +20,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 _SPACE = "\u2581"
 _UNREACHABLE = "\ue000"  # Begins the pieces that no text is split into, such as those of the target language only.
 _JOINER, _HELD = "\u200d", "\ue001"
-_BEGIN_TEXTS = (
-    "CodeLlama",
-    "Gemma",
-    "Llama",
-)  # Their slow versions add the begin token unless the flag says otherwise.
+# Their slow versions add the begin token unless the flag says otherwise.
+_BEGIN_TEXTS = ("CodeLlama", "Gemma", "Llama")
 _PREPARE_TEXTS = ("Albert", "DebertaV2", "FNet", "RemBert", "XLNet")  # They change it before SentencePiece gets it.
 # The special tokens of a tekken.json of versions 3 and 7, which may name none.
 _TEKKEN_TOKENS = (

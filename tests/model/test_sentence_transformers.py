@@ -126,14 +126,13 @@ def each(outcome):
     """The families that transformers has for it, of `Encoder`'s outcomes."""
     for family in FAMILIES:
         if getattr(family, outcome):
-            yield pytest.param(
-                family, id=family.model_type, marks=[] if family.model_type in SLICE else [pytest.mark.full]
-            )
+            yield pytest.param(family, id=family.name, marks=[] if family.model_type in SLICE else [pytest.mark.full])
 
 
 @pytest.mark.parametrize("family", [*each("vectors")])
 async def test_vectors_of_every_family(tmp_path, serve, family):
-    model, folder = embedder(tmp_path, family.model_type, more=[parts.Normalize()])
+    dense = [parts.Dense(32, 32, activation_function=torch.nn.Tanh()) for _ in range(family.dense)]
+    model, folder = embedder(tmp_path, family.model_type, more=[*dense, parts.Normalize()])
     if isinstance(family.vectors, str):
         with pytest.raises(StartupError, match=family.vectors):
             serve(folder)
