@@ -55,7 +55,9 @@ class Admission:
             yield
         except OverloadedError:
             now = time.monotonic()
-            await asyncio.sleep(self._pace.hold_s(request.call.deadline.at - now, now))
+            hold_s = self._pace.hold_s(request.call.deadline.at - now, now)
+            await asyncio.sleep(hold_s)
+            self._pace.held(time.monotonic() - now - hold_s)
             raise
 
 

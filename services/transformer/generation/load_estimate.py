@@ -36,9 +36,10 @@ _LONG = 0.9  # Nine of ten answers are not longer than the expected length.
 _WEIGHT = 0.1  # Of one first token in the mean.
 _LEAST_RETRY_S, _MOST_RETRY_S = 0.1, 10.0
 _REFUSALS_PER_S = 60.0
-_LONGEST_HOLD_S = 4.0
-_SHARE_OF_LEFT = 0.75  # The share of a caller's remaining time that a delay may take.
-_SPREAD = 0.2
+_LONGEST_HOLD_S = 4.25
+_SHARE_OF_LEFT = 0.85  # The share of a caller's remaining time that a delay may take.
+_SPREAD = 0.3
+_LAG_WEIGHT = 0.05  # Of one delay in the mean.
 _GOLDEN_RATIO = 0.618034
 
 
@@ -152,17 +153,23 @@ class RefusalPace:
     """When refusals are sent: at once up to a burst of one second, beyond that at a fixed rate.
 
     If that would exceed a caller's remaining time, the refusal is held back for most of that time, some longer than
-    others: callers that were refused together return one by one.
+    others: callers that were refused together return one by one. A busy process ends a delay late, and was late to see
+    the request: twice the mean of that lag is left out.
     """
 
     def __init__(self) -> None:
         self._due = 0.0
         self._turn = 0.0  # Of one; evenly spread for any number of turns.
+        self._lag_s = 0.0
+
+    def held(self, late_s: float) -> None:
+        """Records that a delay ended late."""
+        self._lag_s += _LAG_WEIGHT * (max(0.0, late_s) - self._lag_s)
 
     def hold_s(self, left_s: float, now: float) -> float:
         """How long to hold back a refusal whose caller's deadline has so many seconds left."""
         due = max(self._due, now - 1.0) + 1 / _REFUSALS_PER_S
         self._due = min(due, now + _LONGEST_HOLD_S)
         self._turn = (self._turn + _GOLDEN_RATIO) % 1.0
-        most_s = min(_LONGEST_HOLD_S, _SHARE_OF_LEFT * left_s) * (1 - _SPREAD * self._turn)
+        most_s = min(_LONGEST_HOLD_S, _SHARE_OF_LEFT * (left_s - 2 * self._lag_s)) * (1 - _SPREAD * self._turn)
         return max(0.0, min(due - now, most_s))
