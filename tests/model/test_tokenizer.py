@@ -244,3 +244,16 @@ async def test_a_template_that_was_slow_once_delays_no_other(looping, moody, bod
     assert not slow.done()
     with pytest.raises(InvalidRequestError, match="takes too much time or memory"):
         await slow
+
+
+async def test_many_chats_at_once_with_a_slow_template_delay_others_by_one(looping, moody, bodies):
+    moody_like(moody, "{{ messages[0].content }}")
+    hostile = [
+        asyncio.create_task(looping.render([("user", "loop")], 1024, None, bodies, NO_DEADLINE)) for _ in range(8)
+    ]
+    await asyncio.sleep(0)
+    assert await moody.render(HELLO, 1024, None, bodies, Deadline.after(60)) == "hello"
+    assert sum(task.done() for task in hostile) <= 1
+    for task in hostile:
+        task.cancel()
+    await asyncio.gather(*hostile, return_exceptions=True)

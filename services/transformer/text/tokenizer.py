@@ -60,7 +60,8 @@ class TextTokenizer:
         self._templates = dict(files.templates)
         self.decoder = Decoder(self.backend)
         self._name = name
-        self._has_slow_template = False
+        self._has_slow_template: bool | None = None  # Not known before the first rendering, which others wait for.
+        self._first_rendering = asyncio.Lock()
         self._pool = pool
         # In a byte-level vocabulary a character stands for a byte, in others it is one: never too small.
         self._longest_token_bytes = max(len(token.encode()) for token in self.backend.get_vocab())
@@ -202,15 +203,25 @@ class TextTokenizer:
         tokens is refused unread. A template that was slow once no longer delays those of other models.
         """
         arguments = self._template_arguments(messages, max_tokens, options or {}, tools)
+        conversation = orjson.dumps([messages, tools])
+        if self._has_slow_template is None:
+            async with deadline.scope(), self._first_rendering:
+                if self._has_slow_template is None:
+                    return await self._rendered(conversation, arguments, bodies, deadline)
+        return await self._rendered(conversation, arguments, bodies, deadline)
+
+    async def _rendered(
+        self, conversation: bytes, arguments: tuple[Any, ...], bodies: BodyProcesses, deadline: Deadline
+    ) -> str:
         lane = SLOW_TEMPLATES if self._has_slow_template else TEMPLATES
         try:
-            is_slow, text = await bodies.run(render, arguments, orjson.dumps([messages, tools]), deadline, lane=lane)
+            is_slow, text = await bodies.run(render, arguments, conversation, deadline, lane=lane)
         except TooLargeError:
             self._has_slow_template = True
             raise InvalidRequestError(
                 f"the chat template of {self._name!r} takes too much time or memory for these messages"
             ) from None
-        self._has_slow_template |= is_slow
+        self._has_slow_template = bool(self._has_slow_template) or is_slow
         return text.decode()
 
     def text_of(self, ids: Sequence[int]) -> str:
