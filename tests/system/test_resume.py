@@ -64,7 +64,7 @@ async def generated(gateway, name, sampling, came, model="storyteller", prompt=P
     ids, logprobs, text = [], [], ""
     async with channel(gateway) as open_channel:
         async for response in millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=300):
-            came[name] += 1
+            came[name] += len(response.token_ids)
             ids += response.token_ids
             logprobs += response.logprobs
             text += response.text
@@ -148,11 +148,14 @@ async def is_chosen(stack):
 
 
 async def send_all_while(stack, prefix, disturb, comments=None):
-    """The same, with `disturb` called once every answer has begun."""
+    """The same, with `disturb` called once each answer has five tokens or messages, which may come at once."""
     await until(lambda: is_chosen(stack))
     came = Counter()
     sending = asyncio.create_task(send_all(stack, prefix, came, comments))
-    await until(lambda: len(came) == len(WAYS_IN) * len(SAMPLING) * REPEATS and min(came.values()) >= 5, 60)
+    expected = len(WAYS_IN) * len(SAMPLING) * REPEATS
+    await until(lambda: sending.done() or (len(came) == expected and min(came.values()) >= 5), 60)
+    if sending.done():  # With an error, or too soon.
+        sending.result()
     await disturb()
     assert not sending.done()
     return await sending
