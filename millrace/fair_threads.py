@@ -31,6 +31,11 @@ class FairThreads:
         self._done: dict[str, float] = {}  # The cost of what has run, of callers that wait.
         self._arrivals = count()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits or runs."""
+        return not self._held
+
     def submit(self, caller: str, function: Callable[..., T], *arguments: Any, cost: float = 1.0) -> Future[T] | None:
         """The result of `function(*arguments)`; None where there is no place. A future that is cancelled is not run."""
         future: Future[T] = Future()

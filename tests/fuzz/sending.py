@@ -21,7 +21,7 @@ HANG_S = 5.0
 _CONNECTIONS = 32
 # The error of grpc.aio's client if a call ends while it still writes; the server's status is lost then.
 _CUT_OFF = "Internal error from Core"
-_ATTEMPTS = 5
+_ATTEMPTS = 100  # Within the time of a case: on a busy machine most of one may be cut off.
 _STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
 _GRPC = {str(code.value[0]): code.name for code in grpc.StatusCode}
 

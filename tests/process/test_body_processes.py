@@ -57,6 +57,10 @@ def wait(body, path):
     return None, body
 
 
+def repeat(body, times):
+    return times, body * times
+
+
 def load(body, max_memory=None):
     if max_memory is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (max_memory, max_memory))
@@ -218,6 +222,27 @@ async def test_a_wait_ends_with_the_deadline(processes, tmp_path):
     with pytest.raises(DeadlineError):
         await processes.run(wait, (str(tmp_path / "gate"),), b"", Deadline.after(0.01))
     (tmp_path / "gate").touch()
+
+
+async def test_small_calls_to_a_process_that_waits_keep_their_own_results(processes, tmp_path):
+    """Such a call needs no thread, unless it is given up, its result is large, or the process ends."""
+    first, _ = await processes.run(process_id, (), b"first")
+    given_up = asyncio.create_task(processes.run(wait, (str(tmp_path / "gate"),), b"", Deadline.after(0.1)))
+    waiting = [asyncio.create_task(processes.run(process_id, (), b"%d" % number)) for number in range(3)]
+    with pytest.raises(DeadlineError):
+        await given_up
+    (tmp_path / "gate").touch()
+    assert await asyncio.gather(*waiting) == [(first, b"%d" % number) for number in range(3)]
+    for times in (1, 1_000, 1_000_000):
+        assert await processes.run(repeat, (times,), b"abc") == (times, b"abc" * times)
+    with pytest.raises(InvalidRequestError, match="no"):
+        await processes.run(refuse, ("",), b"")
+    for number, error in ((signal.SIGKILL, RequestFailedError), (signal.SIGSEGV, TooLargeError)):
+        before, _ = await processes.run(process_id, (), b"")
+        with pytest.raises(error):
+            await processes.run(end, (number,), b"")
+        assert (await processes.run(process_id, (), b"after"))[1] == b"after"
+        assert not psutil.pid_exists(before)
 
 
 async def test_a_long_prompt_does_not_wait_for_a_large_tensor(processes, tmp_path):

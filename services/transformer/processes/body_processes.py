@@ -9,7 +9,8 @@ prompt does not wait for a tensor of 50 MB in JSON, one for larger ones, one for
 that were slow. Each starts with its first call, see body_worker.py for what bounds their memory and time. One that ends
 fails the call it has, and the next call starts another. What waits is bounded in bytes and in calls; callers have
 turns, and one has half of the calls (millrace/fair_threads.py) and of the bytes. Beyond that, OverloadedError. A wait
-ends with the request's deadline.
+ends with the request's deadline. Where nothing waits, the event loop itself gives a small body to the process and takes
+the result from it: waking a thread for either would make a short chat a tenth slower.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, TypeVar, cast
 
 from millrace.deadline import NO_DEADLINE, Deadline
 from millrace.errors import InvalidRequestError, MillraceError, OverloadedError, RequestFailedError, TooLargeError
@@ -84,6 +86,11 @@ class BodyProcesses:
             call = pickle.dumps((work, arguments))
         except RecursionError:
             raise nested_too_deep() from None
+        if len(call) + size <= SMALL_BYTES:
+            async with deadline.scope(_PASSED):
+                if self._lanes[lane].begin(call, body):
+                    result: tuple[T, bytes] = await self._lanes[lane].result()
+                    return result
         caller = caller_of_call()
         with self._lock:
             own, others = self._held[caller] + size, self._held.total() - self._held[caller]
@@ -118,8 +125,10 @@ class _Lane:
         self._limits = (str(max_time_s), str(max_memory), str(niceness))
         places = _MAX_CHATS_WAITING if name == TEMPLATES else _MAX_WAITING
         self._thread = FairThreads(1, places, name)
+        self._rest = ThreadPoolExecutor(1, f"{name}-rest")  # For what `begin` began; the other may wait for its end.
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
+        self._in_use = threading.Lock()  # Process and connection; held during a call.
         self._closed = False
 
     def submit(self, caller: str, request: bytes, body: bytes) -> Future[Any] | None:
@@ -130,11 +139,65 @@ class _Lane:
         process = self._process
         if process is not None:
             process.kill()
-        self._thread.close(self._end)
+        self._thread.close(self._end_unused)
+
+    def begin(self, request: bytes, body: bytes) -> bool:
+        """Whether the process has the call now: it is there, and nobody waits for it. `result` must follow."""
+        if not self._thread.is_idle or not self._in_use.acquire(blocking=False):
+            return False
+        with suppress(OSError):
+            if self._connection is not None:
+                self._connection.sendall(REQUEST.pack(len(request), len(body)) + request + body)
+                return True
+        self._in_use.release()
+        return False
+
+    async def result(self) -> Any:
+        """The result of the call that `begin` began; a thread takes a large one, and one that is not awaited."""
+        loop, connection, is_whole = asyncio.get_running_loop(), cast(socket.socket, self._connection), False
+        readable = asyncio.Event()
+        loop.add_reader(connection, readable.set)
+        try:
+            await readable.wait()
+            with suppress(OSError):
+                answer = connection.recv(SMALL_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+                if len(answer) >= RESPONSE.size and not answer[0] & LAST:
+                    _, head, data = RESPONSE.unpack_from(answer)
+                    is_whole = RESPONSE.size + head + data <= len(answer)
+        finally:
+            loop.remove_reader(connection)
+            future = None if is_whole else self._rest.submit(self._finish)
+        return self._finish() if future is None else await asyncio.wrap_future(future)
+
+    def _finish(self) -> Any:
+        try:
+            return self._received()
+        finally:
+            self._in_use.release()
 
     def _call(self, request: bytes, body: bytes) -> Any:
+        with self._in_use:
+            with suppress(OSError):  # Whoever receives finds the same.
+                self._send(request, body)
+            return self._received()
+
+    def _send(self, request: bytes, body: bytes) -> None:
+        connection = self._connected()
+        head = REQUEST.pack(len(request), len(body)) + request
         try:
-            status, head, data = self._exchange(request, body)
+            connection.sendall(head)
+        except OSError:  # It ended while it was idle.
+            self._end()
+            connection = self._connected()
+            connection.sendall(head)
+        connection.sendall(body)
+
+    def _received(self) -> Any:
+        try:
+            if self._connection is None:
+                raise OSError("closed")
+            status, head, data = RESPONSE.unpack(received(self._connection, RESPONSE.size))
+            answer, contents = received(self._connection, head), received(self._connection, data)
         except OSError:
             exit_code = self._end()
             if exit_code in _BEYOND_LIMITS:
@@ -143,20 +206,8 @@ class _Lane:
         if status & LAST:
             self._end()
         if not status & ERROR:
-            return pickle.loads(head), data  # noqa: S301  # It is this process's own.
-        raise _error_of(*pickle.loads(head))  # noqa: S301
-
-    def _exchange(self, request: bytes, body: bytes) -> tuple[int, bytes, bytes]:
-        connection = self._connected()
-        try:
-            connection.sendall(REQUEST.pack(len(request), len(body)) + request)
-        except OSError:  # It ended while it was idle.
-            self._end()
-            connection = self._connected()
-            connection.sendall(REQUEST.pack(len(request), len(body)) + request)
-        connection.sendall(body)
-        status, head, data = RESPONSE.unpack(received(connection, RESPONSE.size))
-        return status, received(connection, head), received(connection, data)
+            return pickle.loads(answer), contents  # noqa: S301  # It is this process's own.
+        raise _error_of(*pickle.loads(answer))  # noqa: S301
 
     def _connected(self) -> socket.socket:
         if self._closed:
@@ -178,6 +229,10 @@ class _Lane:
     def _kill_if_closed(self) -> None:
         if self._closed and self._process is not None:
             self._process.kill()
+
+    def _end_unused(self) -> None:
+        self._in_use.acquire(timeout=1)
+        self._end()
 
     def _end(self) -> int | None:
         """Ends the process, if there is one; its exit code."""

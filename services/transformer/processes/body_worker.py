@@ -25,7 +25,15 @@ _LEFT_LARGE = 256 * 1024**2
 
 
 def _main(connection: socket.socket, max_time_s: float) -> None:
-    from services.transformer.processes.body_processes import DONE, ERROR, LAST, REQUEST, RESPONSE, received
+    from services.transformer.processes.body_processes import (
+        DONE,
+        ERROR,
+        LAST,
+        REQUEST,
+        RESPONSE,
+        SMALL_BYTES,
+        received,
+    )
 
     while True:
         try:
@@ -45,7 +53,10 @@ def _main(connection: socket.socket, max_time_s: float) -> None:
         work = arguments = result = None
         signal.setitimer(signal.ITIMER_PROF, 0)
         status |= LAST * _is_large()
-        connection.sendall(RESPONSE.pack(status, len(answer), len(contents)) + answer)
+        head = RESPONSE.pack(status, len(answer), len(contents)) + answer
+        if len(contents) <= SMALL_BYTES:  # At once, so that the other side is woken once.
+            head, contents = head + contents, b""
+        connection.sendall(head)
         connection.sendall(contents)
         data = contents = b""
 
@@ -76,6 +87,10 @@ def lower_priority(niceness: int) -> None:
 def _is_large() -> bool:
     from millrace.rpc.unfinished_messages import resident_bytes
 
+    if (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 <= _LEFT_LARGE
+    ):  # Cheaper to ask than the present size.
+        return False
     with suppress(OSError):
         return resident_bytes() > _LEFT_LARGE
     return False
