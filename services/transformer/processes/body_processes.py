@@ -53,6 +53,7 @@ _RETRY_AFTER_MS = 1000
 _PASSED = "the deadline passed while the body was read or written"
 _WORKER = "services.transformer.processes.body_worker"
 REQUEST, RESPONSE = struct.Struct("<QQ"), struct.Struct("<BQQ")  # Sizes of the pickle and of the bytes.
+_PEEK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)  # A number: flags are slow to join.
 DONE, ERROR = 0, 1
 LAST = 2  # Added where the process ends after this.
 # Exit codes of a process that exceeds its memory or time.
@@ -160,7 +161,7 @@ class _Lane:
         try:
             await readable.wait()
             with suppress(OSError):
-                answer = connection.recv(SMALL_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+                answer = connection.recv(SMALL_BYTES, _PEEK)
                 if len(answer) >= RESPONSE.size and not answer[0] & LAST:
                     _, head, data = RESPONSE.unpack_from(answer)
                     is_whole = RESPONSE.size + head + data <= len(answer)

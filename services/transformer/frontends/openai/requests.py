@@ -57,8 +57,9 @@ class OpenAIRequest(BaseModel):
     @classmethod
     def _read_whole_number(cls, value: Any, info: ValidationInfo) -> Any:
         """A number without a fraction is a whole one, as JavaScript and Lua write them."""
-        is_whole = cls.model_fields[info.field_name or ""].annotation in (int, int | None)
-        return int(value) if is_whole and isinstance(value, float) and value.is_integer() else value
+        if not isinstance(value, float) or not value.is_integer():
+            return value
+        return int(value) if cls.model_fields[info.field_name or ""].annotation in (int, int | None) else value
 
     @property
     def extra(self) -> dict[str, Any]:
