@@ -12,6 +12,7 @@ from contextlib import suppress
 import orjson
 import psutil
 import pytest
+import uvloop
 
 from millrace.deadline import Deadline
 from millrace.errors import DeadlineError, InvalidRequestError, OverloadedError, RequestFailedError, TooLargeError
@@ -243,6 +244,25 @@ async def test_small_calls_to_a_process_that_waits_keep_their_own_results(proces
             await processes.run(end, (number,), b"")
         assert (await processes.run(process_id, (), b"after"))[1] == b"after"
         assert not psutil.pid_exists(before)
+
+
+def test_calls_at_the_same_time_keep_their_own_results():
+    """Some are given to the process by the loop, which is that of the transformer, others by the thread."""
+
+    async def main():
+        processes = BodyProcesses()
+
+        async def each_once(caller):
+            for number in range(100):
+                body = b"%d of %d" % (number, caller)
+                assert await processes.run(repeat, (1,), body) == (1, body)
+                await asyncio.sleep(0.0005 * caller)
+
+        await asyncio.gather(*(each_once(caller) for caller in range(4)))
+        await processes.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
 
 
 async def test_a_long_prompt_does_not_wait_for_a_large_tensor(processes, tmp_path):

@@ -167,6 +167,7 @@ class _Lane:
                     is_whole = RESPONSE.size + head + data <= len(answer)
         finally:
             loop.remove_reader(connection)
+            connection.setblocking(True)  # For threads; uvloop has changed it.
             future = None if is_whole else self._rest.submit(self._finish)
         return self._finish() if future is None else await asyncio.wrap_future(future)
 
