@@ -105,7 +105,7 @@ async def _serve(settings: TransformerSettings) -> None:
     replicas = Replicas(settings.predictor_replicas, predictor)
     work = WorkPool(settings.processor_threads, settings.processor_waiting, "processor")
     processors = {source.name: RunningProcessor(source, work) for source in settings.processors}
-    catalogue = Catalogue(settings.models, predictor, replicas, pool, processors)
+    catalogue = Catalogue(settings.models, predictor, replicas, pool, bodies, processors)
     generator = ResumingGenerator(links, predictor, settings.resume_limit)
     log_stub = PayloadLogStub(log)
     quota = TokenQuota(MonthBudget(used_by_log(log_stub)))

@@ -70,7 +70,7 @@ async def transformer(
     predictors = Replicas(replicas, client)
     threads, work = ThreadPoolExecutor(1), WorkPool(2, 1, "processor")
     running = {source.name: RunningProcessor(source, work) for source in parse_processors(processors)}
-    catalogue = Catalogue(parse_models(models) if models else (), client, predictors, threads, running)
+    catalogue = Catalogue(parse_models(models) if models else (), client, predictors, threads, bodies, running)
     await asyncio.to_thread(catalogue.load_all)
     for processor in running.values():
         await processor.load()

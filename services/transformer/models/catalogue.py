@@ -31,6 +31,7 @@ from services.transformer.predictors.descriptions import PredictorModel
 from services.transformer.predictors.first_token import FirstToken
 from services.transformer.predictors.predictor import Predictor
 from services.transformer.predictors.replicas import LOADING, READY, UNAVAILABLE, ModelState, Replicas
+from services.transformer.processes.body_processes import BodyProcesses
 from services.transformer.text.model_text import AdapterBase, BaseNeededError, ModelText, read_text
 
 logger = logging.getLogger(__name__)
@@ -46,12 +47,14 @@ class Catalogue:
         predictor: Predictor,
         replicas: Replicas,
         pool: ThreadPoolExecutor,
+        bodies: BodyProcesses,
         processors: Mapping[str, RunningProcessor] | None = None,
     ) -> None:
         self._sources = {source.name: source for source in sources}
         self._predictor = predictor
         self._replicas = replicas
         self._pool = pool
+        self._bodies = bodies
         self._processors = processors or {}
         self._texts: dict[str, ModelText] = {}
         self._unreadable: dict[str, str] = {}  # Why a served model takes no text, if its files are the cause.
@@ -259,7 +262,10 @@ class Catalogue:
             known = self._models.get(name)
             if known is not None and known.fingerprint != described.fingerprint:
                 self._texts.pop(name, None)  # Other files may have another tokenizer.
-            self._models[name] = model_of(name, described, await self._text_of(name, described))
+            model = model_of(name, described, await self._text_of(name, described))
+            if isinstance(model, TextModel):
+                await model.tokenizer.try_template(self._bodies)
+            self._models[name] = model
             self._described.add(name)
             self.notify()
             self._troubles.pop(name, None)

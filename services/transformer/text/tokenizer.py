@@ -39,6 +39,7 @@ _INLINE_BYTES = 8 * 1024
 _MAKE_TYPES = re.compile(
     "(Bert|ConvBert|Deberta|DebertaV2|Electra|FNet|LayoutLM|Lxmert|MobileBert|SqueezeBert)Tokenizer"
 )
+_TRIED_TOKENS, _TRIED_S = 1024, 10.0
 # The parameters of transformers' `apply_chat_template` itself, which are not variables of the template.
 _NOT_TEMPLATE_OPTIONS = re.compile(
     "self|conversation|tools|documents|chat_template|tokenize|sanitize_control_tokens|padding|"
@@ -209,6 +210,12 @@ class TextTokenizer:
                 if self._has_slow_template is None:
                     return await self._rendered(conversation, arguments, bodies, deadline)
         return await self._rendered(conversation, arguments, bodies, deadline)
+
+    async def try_template(self, bodies: BodyProcesses) -> None:
+        """Renders a message: one that is always slow is known before a chat of another model waits for it."""
+        if self.has_chat_template and self._has_slow_template is None:
+            with suppress(MillraceError):  # A chat shows it.
+                await self.render([("user", "a")], _TRIED_TOKENS, {}, bodies, Deadline.after(_TRIED_S))
 
     async def _rendered(
         self, conversation: bytes, arguments: tuple[Any, ...], bodies: BodyProcesses, deadline: Deadline
