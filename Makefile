@@ -172,10 +172,14 @@ $(VENV)/bin/python:
 
 # torch comes first and alone: a wheel that pip finds on disk, else the index that TORCH_INDEX names.
 # Left to the general install, a plain `torch` would bring gigabytes of CUDA to a machine without one.
+define install_torch
+@$(PIP) torch --no-index --no-deps '$(TORCH)' 2>/dev/null \
+  || $(PIP) torch --no-deps $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
+endef
+
 $(RUN_DEPENDENCIES): pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing into $(VENV), once: about 2 minutes, 1.9 GB on disk"
-	@$(PIP) torch --no-index --no-deps '$(TORCH)' 2>/dev/null \
-	  || $(PIP) torch --no-deps $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
+	$(install_torch)
 	@$(PIP) packages -c constraints.txt -e '.[transformer,predictor,logger,postgres,runner]'
 	@touch $@
 
@@ -209,12 +213,12 @@ $(KSERVE): tests/kserve/requirements.txt
 .venv-tools/genai-perf/.installed: TOOL := genai-perf==0.0.16 nvidia-cuda-runtime-cu12
 .venv-tools/guidellm/.installed: TOOL := guidellm==0.8.1
 .venv-tools/lm-eval/.installed: TOOL := 'lm-eval[api,hf]==0.4.13' transformers
-.venv-tools/%/.installed: PIP = $(@D)/bin/python -m pip install --quiet --disable-pip-version-check
+.venv-tools/%/.installed: PIP = $(@D)/bin/python -P $(INSTALL)
 .venv-tools/%/.installed:
 	@$(call new_venv,$(@D))
-	@$(PIP) --no-index '$(TORCH)' 2>/dev/null || $(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
-	@$(PIP) $(TOOL)
-	@$(if $(findstring genai-perf,$@),$(PIP) --no-deps tritonclient==2.51.0)
+	$(install_torch)
+	@$(PIP) $* '$(TORCH)' $(TOOL)
+	@$(if $(findstring genai-perf,$@),$(PIP) tritonclient --no-deps tritonclient==2.51.0)
 	@touch $@
 
 .venv-tools/agent-clients/.installed:
@@ -239,8 +243,7 @@ $(KSERVE): tests/kserve/requirements.txt
 .venv-bench-%/.installed: PIP = $(@D)/bin/python -P $(INSTALL)
 .venv-bench-%/.installed:
 	@rm -rf $(@D) && $(call new_venv,$(@D))
-	@$(PIP) torch --no-index --no-deps '$(TORCH)' 2>/dev/null \
-	  || $(PIP) torch --no-deps $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
+	$(install_torch)
 	@$(PIP) packages '$(TORCH)' $(PEER)
 # Built for CUDA's torch; importing them fails.
 	@$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null
