@@ -87,12 +87,15 @@ class BodyProcesses:
             call = pickle.dumps((work, arguments))
         except RecursionError:
             raise nested_too_deep() from None
-        if len(call) + size <= SMALL_BYTES:
-            async with deadline.scope(_PASSED):
-                if self._lanes[lane].begin(call, body):
-                    result: tuple[T, bytes] = await self._lanes[lane].result()
-                    return result
-        caller = caller_of_call()
+        async with deadline.scope(_PASSED):
+            if len(call) + size <= SMALL_BYTES and self._lanes[lane].begin(call, body):
+                result: tuple[T, bytes] = await self._lanes[lane].result()
+            else:
+                result = await asyncio.wrap_future(self._queued(lane, call, body))
+        return result
+
+    def _queued(self, lane: str, call: bytes, body: bytes) -> Future[Any]:
+        caller, size = caller_of_call(), len(body)
         with self._lock:
             own, others = self._held[caller] + size, self._held.total() - self._held[caller]
             has_room = own + others <= self._max_bytes and (not caller or 2 * own <= self._max_bytes)
@@ -110,8 +113,7 @@ class BodyProcesses:
                 "too many large bodies are being read or written; retry later", retry_after_ms=_RETRY_AFTER_MS
             )
         future.add_done_callback(done)
-        async with deadline.scope(_PASSED):
-            return await asyncio.wrap_future(future)
+        return future
 
     async def close(self) -> None:
         """Ends the processes; work that has not begun is dropped."""
