@@ -5,6 +5,7 @@ import hashlib
 import json
 import sys
 from collections import Counter
+from contextlib import suppress
 
 import grpc
 import numpy as np
@@ -284,8 +285,8 @@ async def test_redacted_text_reaches_neither_the_log_nor_the_disk(strict_stack):
     assert "the " not in record.text.lower()
     assert len(record.chunks) == len(responses)
     for file in strict_stack.settings.run_folder.rglob("*"):
-        if file.is_file():
-            assert CARD.encode() not in file.read_bytes(), file
+        with suppress(FileNotFoundError):  # A service may remove one meanwhile.
+            assert not file.is_file() or CARD.encode() not in file.read_bytes(), file
 
 
 async def test_a_conversation_is_redacted_within_its_messages(strict_stack):
