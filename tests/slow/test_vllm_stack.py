@@ -84,7 +84,12 @@ async def test_a_tool_that_is_required_is_called(stack):
         "POST",
         "/v1/chat/completions",
         {**body, "tools": None, "tool_choice": None}
-        | {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": {"not": {}}}}},
+        | {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "n", "strict": True, "schema": {"not": {}}},
+            }
+        },
     )
     assert refused.status == 400
     assert "Unimplemented keys" in refused.json["error"]["message"]
