@@ -214,7 +214,7 @@ class TextTokenizer:
     async def try_template(self, bodies: BodyProcesses) -> None:
         """Renders a message: one that is always slow is known before a chat of another model waits for it."""
         if self.has_chat_template and self._has_slow_template is None:
-            with suppress(MillraceError):  # A chat shows it.
+            with suppress(Exception):  # Whatever it is, a chat shows it, and completions work without.
                 await self.render([("user", "a")], _TRIED_TOKENS, {}, bodies, Deadline.after(_TRIED_S))
 
     async def _rendered(
