@@ -101,7 +101,7 @@ async def check_report(page: str, gateway: str) -> None:
     async def the_predictor_was_seen_at_work() -> bool:
         """Its gauges are read once a second, so a reading may fall between two short requests."""
         figures.update(await fetch_json(f"{page}/streams/figures"))
-        return all(max(point[gauge] or 0 for point in figures["course"]) > 0 for gauge in ("running", "cache"))
+        return all(any(point[gauge] for point in figures["course"]) for gauge in ("running", "cache"))
 
     await until(the_predictor_was_seen_at_work, timeout_s=60)
     assert {row["row"] for row in figures["rows"]} >= {"Generate", "chat/completions"}
