@@ -98,13 +98,14 @@ async def check_report(page: str, gateway: str) -> None:
     assert rows["Aggregated"]["num_requests"] == sum(row["num_requests"] for row in whole)
     figures: dict[str, Any] = {}
 
-    async def the_predictor_was_seen_at_work() -> bool:
-        """Its gauges are read once a second, so a reading may fall between two short requests."""
+    async def every_figure_is_there() -> bool:
+        """A predictor's gauges are read once a second, so a reading may fall between two short requests."""
         figures.update(await fetch_json(f"{page}/streams/figures"))
-        return all(any(point[gauge] for point in figures["course"]) for gauge in ("running", "cache"))
+        streams = {row["row"] for row in figures["rows"]}
+        was_seen = all(any(point[gauge] for point in figures["course"]) for gauge in ("running", "cache"))
+        return was_seen and streams >= {"Generate", "chat/completions"}
 
-    await until(the_predictor_was_seen_at_work, timeout_s=60)
-    assert {row["row"] for row in figures["rows"]} >= {"Generate", "chat/completions"}
+    await until(every_figure_is_there, timeout_s=60)
     assert {slow["row"] for slow in figures["slowest"]} <= {row["row"] for row in figures["rows"]}
     assert [predictor["name"] for predictor in figures["predictors"]] == ["predictor-0"]
     assert (await fetch_json(f"{page}/stop", {"stop": "1"}))["success"]
