@@ -87,9 +87,8 @@ def lower_priority(niceness: int) -> None:
 def _is_large() -> bool:
     from millrace.rpc.unfinished_messages import resident_bytes
 
-    if (
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 <= _LEFT_LARGE
-    ):  # Cheaper to ask than the present size.
+    # The most that it ever had is cheaper to ask for than what it has.
+    if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 <= _LEFT_LARGE:
         return False
     with suppress(OSError):
         return resident_bytes() > _LEFT_LARGE
