@@ -201,3 +201,21 @@ async def test_every_kind_of_readiness_agrees_while_a_predictor_leaves_and_retur
             assert await ready(stub) == [False] * 3
             await catalogue.refresh()
             assert await ready(stub) == [False] * 3
+
+
+class LoadsAfterListing(ScriptedPredictor):
+    """Its model has been loaded just after the first list."""
+
+    def __init__(self):
+        super().__init__()
+        self.is_ready, self.state = False, "LOADING"
+
+    async def RepositoryIndex(self, request, context):  # noqa: N802
+        listed = await super().RepositoryIndex(request, context)
+        self.is_ready, self.state = True, "READY"
+        return listed
+
+
+async def test_readiness_comes_with_the_model_that_is_loaded_just_after_it_was_listed():
+    async with serving(LoadsAfterListing()) as address, transformer(address, TELLER) as (stub, _):
+        assert stub.router.is_ready(MODEL)

@@ -213,6 +213,8 @@ class Catalogue:
     async def _follow(self) -> bool:
         """Updates the models from the predictor; returns whether they can be called."""
         try:
+            # In this order: what was ready before it was listed is listed as ready.
+            is_ready = await self._replicas.ready()
             self._states = await self._index()
             self._is_known = True
         except MillraceError:
@@ -231,7 +233,7 @@ class Catalogue:
         # Other models stay ready while a new one is added.
         if not (self.ready or self._described.issuperset(ready)):
             return False
-        if await self._replicas.ready():
+        if is_ready:
             return True
         # Each of two replicas may lack a model that the other one has.
         is_served = bool(ready) and all(s.state in (READY, UNAVAILABLE) for s in self._states.values())
