@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from bench.models import CONFIGS
 from bench.runs import machine, parser, write
-from millrace.sampling import SamplingParameters
+from headrace.sampling import SamplingParameters
 from services.predictor.engine.adapters.peft import linear_shapes
 from services.predictor.engine.build import build_engine
 from services.predictor.engine.engine import ContinuousBatchingEngine

@@ -10,7 +10,7 @@ default; each of the others leaves out one thing more than the one before it:
     gateway spans   GATEWAY_TRACE_PERCENT=0
     metrics         OTEL_SDK_DISABLED=true in the services: neither metrics nor ids of traces
     log lines       *_LOG_LEVEL=WARNING: no line for each call
-    floor           the rest of Millrace: what remains is Envoy and two bare servers (bench/floor_server.py)
+    floor           the rest of Headrace: what remains is Envoy and two bare servers (bench/floor_server.py)
 
 In a round each is measured once, in random order, with 16 callers (bench/tensor_client.py). The processor time that
 a stack's processes use without calls, measured before, is subtracted. The cost of a feature is the median difference

@@ -26,16 +26,16 @@ import uvloop
 
 from bench.contenders import ROOT
 from bench.tensor_cases import CASES, INFER
-from millrace.deadline import Deadline
-from millrace.payload.call import recorded
-from millrace.payload.tap import PayloadTap
-from millrace.payload.tensors import answer_tensors, request_tensors
-from millrace.rpc.call_context import call_context
-from millrace.rpc.call_telemetry import CallTelemetry
-from millrace.rpc.client_interceptors import ClientSpans
-from millrace.rpc.handlers import CallInterceptor
-from millrace.telemetry.logs import CALLS, set_up_logging
-from millrace.telemetry.setup import set_up_telemetry
+from headrace.deadline import Deadline
+from headrace.payload.call import recorded
+from headrace.payload.tap import PayloadTap
+from headrace.payload.tensors import answer_tensors, request_tensors
+from headrace.rpc.call_context import call_context
+from headrace.rpc.call_telemetry import CallTelemetry
+from headrace.rpc.client_interceptors import ClientSpans
+from headrace.rpc.handlers import CallInterceptor
+from headrace.telemetry.logs import CALLS, set_up_logging
+from headrace.telemetry.setup import set_up_telemetry
 from services.transformer.inference.request import InferRequest
 
 _CALLS = 1000
@@ -46,8 +46,8 @@ _METADATA = (
     ("user-agent", "grpc-python-asyncio/1.85.1 grpc-c/54.0.0 (linux; chttp2)"),
     ("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),
     ("x-request-id", "5d8f4a3e-21c7-9b1a-8f3c-0e5b7d6a9c42"),
-    ("x-millrace-call-id", "0d8f4a3e-21c7-9b1a-8f3c-0e5b7d6a9c43"),
-    ("x-millrace-client", "127.0.0.1"),
+    ("x-headrace-call-id", "0d8f4a3e-21c7-9b1a-8f3c-0e5b7d6a9c43"),
+    ("x-headrace-client", "127.0.0.1"),
     ("x-forwarded-for", "127.0.0.1"),
     ("x-forwarded-proto", "http"),
     ("grpc-accept-encoding", "identity, deflate, gzip"),

@@ -1,6 +1,6 @@
 """The benchmark's cases and targets, as data.
 
-A case is one model under one load. A target compares two contenders in one case, or compares a measure of millrace
+A case is one model under one load. A target compares two contenders in one case, or compares a measure of headrace
 alone with a bound.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MILLRACE = "millrace"
+HEADRACE = "headrace"
 BATCHING = "transformers-batching"
 GENERATE = "generate"
 VLLM = "vllm"
@@ -17,8 +17,8 @@ CT2_INT8 = "ctranslate2-int8"
 
 PROMPT_IDS = range(10, 8000)  # In every model's vocabulary, without special tokens.
 
-_CAUSAL = (MILLRACE, BATCHING, GENERATE, VLLM, CT2_FP32, CT2_INT8)
-_ENCODER_DECODER = (MILLRACE, GENERATE, CT2_FP32, CT2_INT8)
+_CAUSAL = (HEADRACE, BATCHING, GENERATE, VLLM, CT2_FP32, CT2_INT8)
+_ENCODER_DECODER = (HEADRACE, GENERATE, CT2_FP32, CT2_INT8)
 
 TOKENS_PER_S = "tokens_per_s"
 OUTSIDE_FORWARD = "outside_forward"
@@ -44,7 +44,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Target:
-    """A bound on millrace's measure in a case: on its ratio to `peer`'s, or on itself if there is no peer."""
+    """A bound on headrace's measure in a case: on its ratio to `peer`'s, or on itself if there is no peer."""
 
     case: str
     peer: str | None = None
@@ -58,14 +58,14 @@ CASES = (
     Case("llama-10M/8", "llama-10M", 8, _CAUSAL, batches=3),
     Case("llama-10M/32", "llama-10M", 32, _CAUSAL, batches=2),
     Case(
-        *("llama-10M/outside-forward", "llama-10M", 32, (MILLRACE,)),
+        *("llama-10M/outside-forward", "llama-10M", 32, (HEADRACE,)),
         command="outside_forward",
         measure=OUTSIDE_FORWARD,
     ),
     Case("OPT-125M/1", "OPT-125M", 1, _CAUSAL, batches=2),
     Case("OPT-125M/8", "OPT-125M", 8, _CAUSAL),
     Case("OPT-125M/32", "OPT-125M", 32, _CAUSAL),
-    Case("OPT-125M/16-prompt-200", "OPT-125M", 16, (MILLRACE, BATCHING), prompt_tokens=200),
+    Case("OPT-125M/16-prompt-200", "OPT-125M", 16, (HEADRACE, BATCHING), prompt_tokens=200),
     Case("T5-small/1", "T5-small", 1, _ENCODER_DECODER, batches=3),
     Case("T5-small/8", "T5-small", 8, _ENCODER_DECODER, batches=2),
     Case("T5-small/32", "T5-small", 32, _ENCODER_DECODER),

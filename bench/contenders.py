@@ -42,7 +42,7 @@ def install(environment: str) -> str | None:
 
 
 CONTENDERS = {
-    cases.MILLRACE: Contender("millrace_engine"),
+    cases.HEADRACE: Contender("headrace_engine"),
     cases.BATCHING: Contender("transformers_batching"),
     cases.GENERATE: Contender("static_generate"),
     cases.VLLM: Contender("vllm_offline", environment=_VLLM),

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench.runs import parser, write
-from millrace.sampling import SamplingParameters
+from headrace.sampling import SamplingParameters
 from services.predictor.engine.build import build_engine
 from services.predictor.engine.interface import Engine, GenerationRequest
 from services.predictor.settings import PredictorSettings

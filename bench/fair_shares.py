@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from bench.models import CONFIGS
 from bench.runs import machine, parser, write
 from bench.statistics import quantile
-from millrace.sampling import SamplingParameters
+from headrace.sampling import SamplingParameters
 from services.predictor.engine.build import build_engine
 from services.predictor.engine.engine import ContinuousBatchingEngine
 from services.predictor.engine.interface import GenerationRequest

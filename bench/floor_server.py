@@ -18,7 +18,7 @@ import uvloop
 
 from bench.server_process import LOOPBACK
 from bench.tensor_cases import INFER, MESSAGES, STREAM_INFER
-from millrace_protos import inference_pb2 as pb
+from headrace_protos import inference_pb2 as pb
 
 _OPTIONS = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1), ("grpc.so_reuseport", 0))
 _SERVICE = "inference.GRPCInferenceService"

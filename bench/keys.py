@@ -34,8 +34,8 @@ import yaml
 from bench.runs import machine, parser, running_stack, write
 from bench.statistics import paired_ratios, quantile
 from bench.tensor_cases import CASES, INFER
-from millrace_protos.millrace_pb2 import GenerateRequest
-from millrace_protos.millrace_pb2_grpc import TextGenerationStub
+from headrace_protos.headrace_pb2 import GenerateRequest
+from headrace_protos.headrace_pb2_grpc import TextGenerationStub
 from runner.command import certificates
 
 _CASE = "tiny"

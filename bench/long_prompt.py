@@ -76,7 +76,7 @@ def _measure_engine(arguments: argparse.Namespace) -> Rounds:
     with ExitStack() as stack:
         workers = {}
         for gap_ms in arguments.gaps:
-            contender = Contender("millrace_engine", (f"max_gap_ms={gap_ms}", f"dtype={arguments.dtype}"))
+            contender = Contender("headrace_engine", (f"max_gap_ms={gap_ms}", f"dtype={arguments.dtype}"))
             log = _STATE / "logs" / f"long-prompt-{gap_ms:g}.log"
             workers[gap_ms] = WorkerProcess(contender, _STATE / "models" / _MODEL, log, arguments.core)
             stack.callback(workers[gap_ms].stop)

@@ -23,9 +23,9 @@ import uvloop
 from bench.processes import roles
 from bench.runs import machine, parser, write
 from bench.tensor_client import clients
-from bench.transport_servers import CONTENDERS, MILLRACE, SERVERS
+from bench.transport_servers import CONTENDERS, HEADRACE, SERVERS
 
-_TURNS = [(name, case) for name in (MILLRACE, "millrace-processor") for case in ("tok", "img", "tiny", "stream")]
+_TURNS = [(name, case) for name in (HEADRACE, "headrace-processor") for case in ("tok", "img", "tiny", "stream")]
 _TURN_S = 7.0
 _CLIENT_PROCESSES = 2
 
@@ -55,7 +55,7 @@ async def _measure(seconds: float) -> tuple[dict[str, list[tuple[float, float]]]
     readings: dict[str, list[tuple[float, float]]] = defaultdict(list)
     answers: Counter[str] = Counter()
     failures: Counter[str] = Counter()
-    async with SERVERS[MILLRACE]() as server, clients(_CLIENT_PROCESSES) as load_clients:
+    async with SERVERS[HEADRACE]() as server, clients(_CLIENT_PROCESSES) as load_clients:
         began = time.monotonic()
         for name, case in cycle(_TURNS):
             if (now := time.monotonic() - began) >= seconds:

@@ -33,8 +33,8 @@ import grpc
 
 from bench.runs import PROMPT, cpu_seconds, parser, running_stack, write
 from bench.statistics import quantile
-from millrace.errors import FAILED_HOP, RETRY_AFTER_MS
-from millrace_protos import millrace_pb2, millrace_pb2_grpc
+from headrace.errors import FAILED_HOP, RETRY_AFTER_MS
+from headrace_protos import headrace_pb2, headrace_pb2_grpc
 from runner.stack import Stack
 
 _MODEL = "storyteller"
@@ -178,11 +178,11 @@ async def _grpc_callers(stack: Stack) -> AsyncIterator[Ask]:
             )
             for _ in range(_CONNECTIONS)
         ]
-        stubs = [millrace_pb2_grpc.TextGenerationStub(channel) for channel in channels]
+        stubs = [headrace_pb2_grpc.TextGenerationStub(channel) for channel in channels]
         turn = iter(range(sys.maxsize))
 
         async def ask(tokens: int) -> Outcome:
-            request = millrace_pb2.GenerateRequest(model=_MODEL, prompt=PROMPT, max_tokens=tokens, ignore_eos=True)
+            request = headrace_pb2.GenerateRequest(model=_MODEL, prompt=PROMPT, max_tokens=tokens, ignore_eos=True)
             stub = stubs[next(turn) % _CONNECTIONS]
             started = time.monotonic()
             received, status, metadata = 0, "OK", {}

@@ -29,7 +29,7 @@ import grpc
 
 from bench.runs import PROMPT, parser, running_stack, write
 from bench.statistics import estimate, quantile
-from millrace_protos import millrace_pb2, millrace_pb2_grpc
+from headrace_protos import headrace_pb2, headrace_pb2_grpc
 
 _MODEL = "storyteller"
 _MODES = ("all", "off")
@@ -98,7 +98,7 @@ async def _stub(stacks: AsyncExitStack, mode: str, pace_ms: int) -> Any:
         running_stack(_MODEL, predictor="paced_predictor", environment=environment)
     )
     channel = await stacks.enter_async_context(grpc.aio.insecure_channel(stack.gateway))
-    return millrace_pb2_grpc.TextGenerationStub(channel)
+    return headrace_pb2_grpc.TextGenerationStub(channel)
 
 
 async def _round(stub: Any, case: Case, seed: int) -> list[float]:
@@ -109,7 +109,7 @@ async def _round(stub: Any, case: Case, seed: int) -> list[float]:
         samples = []
         for _ in range(case.requests):
             tokens = dice.randint(*case.tokens)
-            request = millrace_pb2.GenerateRequest(
+            request = headrace_pb2.GenerateRequest(
                 model=_MODEL, prompt=PROMPT, max_tokens=tokens, ignore_eos=True, temperature=0
             )
             started = time.monotonic()

@@ -30,10 +30,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.runs import parser, write
 from bench.statistics import quantile
-from millrace.payload.ids import as_uuid7, next_id
-from millrace.payload.tap import PayloadTap
-from millrace_protos import millrace_pb2_grpc
-from millrace_protos.millrace_pb2 import (
+from headrace.payload.ids import as_uuid7, next_id
+from headrace.payload.tap import PayloadTap
+from headrace_protos import headrace_pb2_grpc
+from headrace_protos.headrace_pb2 import (
     AppendRequest,
     AppendResponse,
     PayloadChunk,
@@ -100,7 +100,7 @@ async def _logger() -> AsyncIterator[tuple[str, grpc.aio.Channel]]:
         try:
             target = f"127.0.0.1:{settings.logger_port}"
             async with grpc.aio.insecure_channel(target) as channel:
-                request = health_pb2.HealthCheckRequest(service="millrace.v1.PayloadLog")
+                request = health_pb2.HealthCheckRequest(service="headrace.v1.PayloadLog")
                 await health_pb2_grpc.HealthStub(channel).Check(request, wait_for_ready=True, timeout=30)
                 yield target, channel
         finally:
@@ -121,7 +121,7 @@ async def _append(count: int, senders: int) -> dict[str, Any]:
 
 async def _send(channel: grpc.aio.Channel, requests: Iterable[bytes], count: int) -> None:
     """Sends like the tap's shipper, with a bounded number of unacknowledged records."""
-    call = channel.stream_stream("/millrace.v1.PayloadIngest/Append", response_deserializer=AppendResponse.FromString)()
+    call = channel.stream_stream("/headrace.v1.PayloadIngest/Append", response_deserializer=AppendResponse.FromString)()
     room = asyncio.Semaphore(_IN_FLIGHT)
     acknowledged = 0
 
@@ -154,7 +154,7 @@ def _requests(source: str, count: int, text_bytes: int, apart_us: int = 10_000) 
             record_id=str(as_uuid7(record_id)),
             request_id=f"{source}-{sequence}",
             model=dice.choice(_MODELS),
-            protocol="millrace.v1.TextGeneration/Generate",
+            protocol="headrace.v1.TextGeneration/Generate",
             prompt=text or "Once upon a time",
             text=text or "there was a fox.",
             status=dice.choice(_STATUSES),
@@ -173,7 +173,7 @@ def _requests(source: str, count: int, text_bytes: int, apart_us: int = 10_000) 
 async def _query(count: int, queries: int) -> dict[str, Any]:
     async with _logger() as (_, channel):
         await _send(channel, _requests("kept", count, 0), count)
-        stub = millrace_pb2_grpc.PayloadLogStub(channel)
+        stub = headrace_pb2_grpc.PayloadLogStub(channel)
         some = [record async for record in stub.Query(QueryPayloadsRequest(page_size=1000))]
         report: dict[str, Any] = {"records": count, "queries_by_each": queries}
         for name, filters in _filters(some, queries).items():
@@ -190,7 +190,7 @@ async def _query(count: int, queries: int) -> dict[str, Any]:
 async def _usage(count: int, queries: int) -> dict[str, Any]:
     async with _logger() as (_, channel):
         await _send(channel, _requests("used", count, 0, _MONTH_US // count), count)
-        stub = millrace_pb2_grpc.PayloadLogStub(channel)
+        stub = headrace_pb2_grpc.PayloadLogStub(channel)
         report: dict[str, Any] = {"records": count, "queries_by_each": queries}
         for name, fields in _USAGE.items():
             times = []

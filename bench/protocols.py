@@ -25,9 +25,9 @@ import orjson
 
 from bench.runs import parser, running_stack, write
 from bench.statistics import quantile
-from millrace.oip.tensors import Tensor, add_input
-from millrace_protos import inference_pb2 as pb
-from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from headrace.oip.tensors import Tensor, add_input
+from headrace_protos import inference_pb2 as pb
+from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 
 _MODEL = "identity"
 _IDS = np.arange(16 * 2048, dtype=np.int64).reshape(16, 2048) % 50_000

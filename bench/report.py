@@ -7,7 +7,7 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from bench.cases import MILLRACE, TARGETS, Target
+from bench.cases import HEADRACE, TARGETS, Target
 from bench.statistics import estimate, paired_ratios
 
 Record = Mapping[str, Any]
@@ -27,10 +27,10 @@ def _verdict(target: Target, record: Record | None) -> dict[str, Any]:
     verdict: dict[str, Any] = {**asdict(target), "met": None}
     if record is None:
         return {**verdict, "reason": "not measured"}
-    for contender in filter(None, (MILLRACE, target.peer)):
+    for contender in filter(None, (HEADRACE, target.peer)):
         if not series(record, contender, record["measure"]):
             return {**verdict, "reason": f"{contender}: {record['absent'].get(contender, 'not measured')}"}
-    values = series(record, MILLRACE, record["measure"])
+    values = series(record, HEADRACE, record["measure"])
     if target.peer:
         values = paired_ratios(values, series(record, target.peer, record["measure"]))
     found = estimate(values)
@@ -49,7 +49,7 @@ def case_table(name: str, record: Record) -> str:
 
 
 def target_table(targets: list[dict[str, Any]]) -> str:
-    """Each target with millrace's median, its interval, and whether that reaches the target."""
+    """Each target with headrace's median, its interval, and whether that reaches the target."""
     lines = [f"\n{'case':<26}{'against':<24}{'target':<10}{'median':<10}{'95 % interval':<18}met"]
     for target in targets:
         bound = f">= {target['at_least']}" if target["at_least"] is not None else f"<= {target['at_most']}"

@@ -20,7 +20,7 @@ import grpc
 import uvloop
 
 from bench.runs import PROMPT, machine, parser, running_stack, write
-from millrace_protos import millrace_pb2, millrace_pb2_grpc
+from headrace_protos import headrace_pb2, headrace_pb2_grpc
 
 _PREDICTORS = (1, 2, 4, 8)
 _STREAMS = 8  # For each predictor.
@@ -68,10 +68,10 @@ async def _measure(predictors: int) -> dict[str, float]:
 
 async def _read(channel: grpc.aio.Channel, tokens: list[int]) -> None:
     """One answer after another; the first one begins at any time, as those of a running service do."""
-    stub = millrace_pb2_grpc.TextGenerationStub(channel)
+    stub = headrace_pb2_grpc.TextGenerationStub(channel)
     await asyncio.sleep(random.uniform(0, _WARM_UP_S / 2))  # noqa: S311
     while True:
-        request = millrace_pb2.GenerateRequest(
+        request = headrace_pb2.GenerateRequest(
             model="storyteller", prompt=PROMPT, max_tokens=_TOKENS, ignore_eos=True, temperature=1.0
         )
         async for response in stub.Generate(request, timeout=120):

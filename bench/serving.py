@@ -1,7 +1,7 @@
 """The whole server beside vLLM's: OpenAI's server-sent events, on the whole machine together with the callers.
 
 llama-10M in bfloat16 or in `--dtype` (see token_cost.py), prompts of 32 tokens, 64 tokens out, greedy, with 1, 8 and 32
-callers, each of which sends its next request when an answer is complete. `millrace` is the stack as `make up` starts
+callers, each of which sends its next request when an answer is complete. `headrace` is the stack as `make up` starts
 it, everything on by default; `vllm` its CPU server with compiled graphs, the default, and `vllm-eager` without. All
 servers run all the time; in a round each is measured once with each number of callers, in random order, so other load
 on the machine affects all. Figures are medians over the rounds, ratios those of pairs (bench/statistics.py).
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import uvloop
 
-from bench.cases import MILLRACE, VLLM
+from bench.cases import HEADRACE, VLLM
 from bench.completions import Callers
 from bench.contenders import CONTENDERS, ROOT
 from bench.processes import roles, usage
@@ -61,7 +61,7 @@ def main() -> None:
         "--seconds", type=float, default=5.0, help="of a measurement, after a second that is not counted"
     )
     options.add_argument("--callers", type=int, nargs="+", default=(1, 8, 32))
-    options.add_argument("--servers", nargs="+", choices=(MILLRACE, *_PEERS), default=(MILLRACE, *_PEERS))
+    options.add_argument("--servers", nargs="+", choices=(HEADRACE, *_PEERS), default=(HEADRACE, *_PEERS))
     options.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of the model's weights")
     arguments = options.parse_args()
     (_STATE / "logs").mkdir(parents=True, exist_ok=True)
@@ -139,10 +139,10 @@ def _report(measured: Rounds, callers: int, servers: Sequence[str]) -> dict[str,
         report[name]["each_round"] = {
             figure: [round(value, 2) for value in values] for figure, values in figures.items()
         }
-        if name != MILLRACE and MILLRACE in servers:
-            ours = measured[MILLRACE, callers]["tokens_per_s"]
+        if name != HEADRACE and HEADRACE in servers:
+            ours = measured[HEADRACE, callers]["tokens_per_s"]
             ratio = estimate(paired_ratios(ours, figures["tokens_per_s"]))
-            report[name]["millrace_tokens_per_s_ratio"] = {key: round(value, 3) for key, value in asdict(ratio).items()}
+            report[name]["headrace_tokens_per_s_ratio"] = {key: round(value, 3) for key, value in asdict(ratio).items()}
     return report
 
 
@@ -159,7 +159,7 @@ def _table(levels: Mapping[str, Mapping[str, Any]]) -> str:
     lines = [f"{'callers':<10}{'server':<14}" + "".join(f"{name:>14}" for name in figures.values()) + "   ratio"]
     for callers, servers in levels.items():
         for name, row in servers.items():
-            ratio = row.get("millrace_tokens_per_s_ratio")
+            ratio = row.get("headrace_tokens_per_s_ratio")
             text = f"   {ratio['median']} ({ratio['low']} to {ratio['high']})" if ratio else ""
             lines.append(f"{callers:<10}{name:<14}" + "".join(f"{row[key]:>14.1f}" for key in figures) + text)
     return "\n".join(lines)

@@ -51,5 +51,5 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def paired_ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Millrace's figure divided by the peer's, round by round."""
+    """Headrace's figure divided by the peer's, round by round."""
     return [a / b for a, b in zip(ours, theirs, strict=True)]

@@ -36,8 +36,8 @@ from bench.contenders import ROOT
 from bench.processes import NAMED_THREADS, Usage, roles, usage
 from bench.runs import machine, parser, write
 from bench.server_process import LOOPBACK, accepts, free_port, server_process, until
-from millrace.rpc.http2.streaming_call import StreamingCall
-from millrace_protos import steps_pb2
+from headrace.rpc.http2.streaming_call import StreamingCall
+from headrace_protos import steps_pb2
 from runner.services import predictor_tuning
 from runner.settings import StackSettings
 from services.transformer.predictors.steps_call import open_steps_call

@@ -33,9 +33,9 @@ import numpy as np
 from bench.otlp_receiver import ReceiverProcess, receiver_process
 from bench.runs import PROMPT, cpu_seconds, machine, parser, running_stack, write
 from bench.statistics import estimate, paired_ratios
-from millrace.oip.tensors import Tensor, add_input
-from millrace_protos import inference_pb2 as pb
-from millrace_protos import millrace_pb2
+from headrace.oip.tensors import Tensor, add_input
+from headrace_protos import headrace_pb2
+from headrace_protos import inference_pb2 as pb
 from runner.stack import Stack
 
 _TEXT_MODEL, _TENSOR_MODEL = "storyteller", "identity"
@@ -131,7 +131,7 @@ async def _start(opened: AsyncExitStack, name: str, collector: ReceiverProcess) 
     )
     channels = []
     for number in range(_CONNECTIONS):  # A distinct option: otherwise they would share one connection.
-        channel = grpc.aio.insecure_channel(stack.gateway, options=[("millrace.number", number)])
+        channel = grpc.aio.insecure_channel(stack.gateway, options=[("headrace.number", number)])
         channels.append(await opened.enter_async_context(channel))
     return Mode(stack, tuple(channels))
 
@@ -198,10 +198,10 @@ async def _block(mode: Mode, case: Case, seconds: float) -> Block:
 
 def _streamed(mode: Mode) -> Ask:
     # As bytes, because the callers' decoding is not measured.
-    request = millrace_pb2.GenerateRequest(
+    request = headrace_pb2.GenerateRequest(
         model=_TEXT_MODEL, prompt=PROMPT, max_tokens=_TOKENS, ignore_eos=True, temperature=0
     ).SerializeToString()
-    calls: list[Any] = [channel.unary_stream("/millrace.v1.TextGeneration/Generate") for channel in mode.channels]
+    calls: list[Any] = [channel.unary_stream("/headrace.v1.TextGeneration/Generate") for channel in mode.channels]
 
     async def ask(count: Callable[[], None]) -> None:
         async for _ in random.choice(calls)(request, timeout=_CALL_TIMEOUT_S):  # noqa: S311

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 import orjson
 
-from millrace_protos import inference_pb2 as pb
+from headrace_protos import inference_pb2 as pb
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 STREAM_INFER = "/inference.GRPCInferenceService/ModelStreamInfer"

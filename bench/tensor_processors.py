@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millrace.processor import Processor
+from headrace.processor import Processor
 
 
 class Echo(Processor):

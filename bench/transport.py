@@ -3,10 +3,10 @@
 The model returns its input (`stream`: 64 small answers to each request). Cases: `tok` 262 KB of token ids, 16 callers;
 `tok-1` the same with one caller; `img` 2.4 MB of FP32; `tiny` 64 bytes; `stream` 16 streams. Contenders:
 
-    millrace            the stack as `make up` starts it, everything on by default, called through the gateway
-    millrace-processor  a model with a processor in the transformer, which passes everything on
-    millrace-log-off    without the payload log
-    millrace-trace-off  without traces: neither Envoy nor the services sample
+    headrace            the stack as `make up` starts it, everything on by default, called through the gateway
+    headrace-processor  a model with a processor in the transformer, which passes everything on
+    headrace-log-off    without the payload log
+    headrace-trace-off  without traces: neither Envoy nor the services sample
     floor               Envoy with a minimal configuration before two bare grpc.aio servers (bench/floor_server.py)
     kserve-grpc         KServe's ModelServer as transformer and predictor, no gateway, the same allocator settings
     kserve-rest         the same with JSON
@@ -41,7 +41,7 @@ from bench.runs import machine, parser, write
 from bench.statistics import estimate, paired_ratios, quantile
 from bench.tensor_cases import CASES
 from bench.tensor_client import Clients, Load, clients
-from bench.transport_servers import CONTENDERS, MILLRACE, SERVERS, Server, idle_shares
+from bench.transport_servers import CONTENDERS, HEADRACE, SERVERS, Server, idle_shares
 
 _CLIENT_PROCESSES = 2
 _SETTLE_S, _IDLE_S = 2.0, 5.0
@@ -158,10 +158,10 @@ def _report(samples: Samples, case: str, names: Sequence[str]) -> dict[str, Any]
         row["server_cpu_ms_by_process"] = _by_process(samples[case, name])
         row["failures"] = dict(sum((Counter(sample.failures) for sample in samples[case, name]), Counter()))
         row["each_round"] = {figure: [round(value, 3) for value in values] for figure, values in series.items()}
-        if name != MILLRACE and MILLRACE in names:
-            ours = _series(samples[case, MILLRACE])
+        if name != HEADRACE and HEADRACE in names:
+            ours = _series(samples[case, HEADRACE])
             for figure in ("per_s", "server_cpu_ms"):
-                row[f"millrace_{figure}_ratio"] = _rounded(paired_ratios(ours[figure], series[figure]))
+                row[f"headrace_{figure}_ratio"] = _rounded(paired_ratios(ours[figure], series[figure]))
         report["contenders"][name] = row
     return report
 
@@ -190,9 +190,9 @@ def _table(cases: Mapping[str, Mapping[str, Any]]) -> str:
         columns |= {"server_us_a_message": "µs/message"} if streams else {"server_cpu_ms": "CPU ms"}
         columns |= {"client_share": "client"}
         lines.append(f"\n{case}: {report['tensor_bytes']} bytes, {report['callers']} callers")
-        lines.append(f"{'':<20}" + "".join(f"{title:>12}" for title in columns.values()) + "   millrace / it")
+        lines.append(f"{'':<20}" + "".join(f"{title:>12}" for title in columns.values()) + "   headrace / it")
         for name, row in report["contenders"].items():
-            ratio = row.get("millrace_per_s_ratio")
+            ratio = row.get("headrace_per_s_ratio")
             text = f"   {ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})" if ratio else ""
             failed = f"   failures: {row['failures']}" if row["failures"] else ""
             lines.append(f"{name:<20}" + "".join(f"{row[key]:>12.4g}" for key in columns) + text + failed)

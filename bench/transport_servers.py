@@ -1,7 +1,7 @@
 """The contenders of the transport benchmark and their servers, each started with its fastest settings.
 
-A contender is a server, the names of its models, and a protocol. Two contenders may share a server: `millrace` and
-`millrace-processor` are models of the same stack. KServe and Triton have their own environments, which `make`
+A contender is a server, the names of its models, and a protocol. Two contenders may share a server: `headrace` and
+`headrace-processor` are models of the same stack. KServe and Triton have their own environments, which `make`
 installs.
 """
 
@@ -28,7 +28,7 @@ from bench.server_process import LOOPBACK, accepts, answers, free_port, server_p
 from bench.tensor_cases import CASES
 from bench.tensor_client import GRPC, REST, Target
 
-MILLRACE = "millrace"
+HEADRACE = "headrace"
 KSERVE_ENVIRONMENT, TRITON_ENVIRONMENT = ".venv-kserve", ".venv-triton"
 
 _LOGS = ROOT / ".run" / "bench" / "logs"
@@ -73,10 +73,10 @@ class Contender:
 
 
 CONTENDERS = {
-    MILLRACE: Contender(MILLRACE),
-    "millrace-processor": Contender(MILLRACE, "echo-processed", "stream-processed"),
-    "millrace-log-off": Contender("millrace-log-off"),
-    "millrace-trace-off": Contender("millrace-trace-off"),
+    HEADRACE: Contender(HEADRACE),
+    "headrace-processor": Contender(HEADRACE, "echo-processed", "stream-processed"),
+    "headrace-log-off": Contender("headrace-log-off"),
+    "headrace-trace-off": Contender("headrace-trace-off"),
     "floor": Contender("floor"),
     "kserve-grpc": Contender("kserve-grpc", environment=KSERVE_ENVIRONMENT, absent={"stream": _NO_STREAMS}),
     "kserve-rest": Contender(
@@ -101,7 +101,7 @@ async def idle_shares(servers: Mapping[str, Server], seconds: float) -> dict[str
 
 
 @asynccontextmanager
-async def _millrace(
+async def _headrace(
     environment: Mapping[str, Mapping[str, str]] | None = None, **overrides: Any
 ) -> AsyncIterator[Server]:
     """The stack as `make up` starts it, with this benchmark's models; `overrides` are fields of StackSettings."""
@@ -164,7 +164,7 @@ async def _kserve(protocol: str) -> AsyncIterator[Server]:
 async def _triton() -> AsyncIterator[Server]:
     """The tritonserver of nvidia-pytriton with its Python backend, without pytriton's own processes around it."""
     packages = ROOT / TRITON_ENVIRONMENT / "lib" / f"python3.{sys.version_info[1]}" / "site-packages"
-    server, port, shared_memory = packages / "pytriton" / "tritonserver", free_port(), f"millrace-bench-{os.getpid()}-"
+    server, port, shared_memory = packages / "pytriton" / "tritonserver", free_port(), f"headrace-bench-{os.getpid()}-"
     with tempfile.TemporaryDirectory() as folder, _without_leftovers(shared_memory):
         backends = Path(shutil.copytree(server / "backends", Path(folder) / "backends"))
         stub = server / "python_backend_stubs" / f"3.{sys.version_info[1]}" / "triton_python_backend_stub"
@@ -227,9 +227,9 @@ def _log(name: str) -> Path:
 _LOG_OFF = {"transformer": {"TRANSFORMER_PAYLOAD_LOG": "off"}}
 _TRACE_OFF = {kind: {"OTEL_TRACES_SAMPLER": "always_off"} for kind in ("transformer", "predictor", "logger")}
 SERVERS: Mapping[str, Callable[[], AbstractAsyncContextManager[Server]]] = {
-    MILLRACE: _millrace,
-    "millrace-log-off": partial(_millrace, _LOG_OFF),
-    "millrace-trace-off": partial(_millrace, _TRACE_OFF, gateway_trace_percent=0),
+    HEADRACE: _headrace,
+    "headrace-log-off": partial(_headrace, _LOG_OFF),
+    "headrace-trace-off": partial(_headrace, _TRACE_OFF, gateway_trace_percent=0),
     "floor": _floor,
     "kserve-grpc": partial(_kserve, GRPC),
     "kserve-rest": partial(_kserve, REST),

@@ -10,7 +10,7 @@ import yaml
 from pydantic import ByteSize
 from pydantic_settings import BaseSettings
 
-from millrace.models.sources import DEFAULT_MODELS
+from headrace.models.sources import DEFAULT_MODELS
 from runner.settings import ROOT, StackSettings
 from services.logger.settings import LoggerSettings
 from services.predictor.settings import PredictorSettings

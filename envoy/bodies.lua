@@ -8,7 +8,7 @@
 
 local caller_of = require("caller")
 
-local METADATA = "millrace.rest"
+local METADATA = "headrace.rest"
 local BYTES = tonumber(os.getenv("REST_BODIES_MIB") or "512") * 1048576
 local MAX_BODY_BYTES = 62914560 -- The transcoder's max_request_body_size.
 local SMALL_BYTES, TINY_BYTES = 65536, 8192
@@ -69,7 +69,7 @@ function bodies.pass(handle, headers)
     getmetatable(hold.finalizer).__gc = function()
       settle(hold, 0)
     end
-    local call = headers:get("x-millrace-call-id")
+    local call = headers:get("x-headrace-call-id")
     handle:streamInfo():dynamicMetadata():set(METADATA, "call", call)
     hold_of_handle[handle] = hold
     hold_of_call[call] = hold

@@ -2,5 +2,5 @@
 -- caller may have sent. The listeners have IPv4 alone; the pattern, which is not anchored, sees no more than an address.
 
 return function(headers)
-  return headers:get("x-millrace-client") or (headers:get("x-forwarded-for") or ""):sub(-15):match("[^,%s]*$")
+  return headers:get("x-headrace-client") or (headers:get("x-forwarded-for") or ""):sub(-15):match("[^,%s]*$")
 end

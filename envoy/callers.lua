@@ -2,7 +2,7 @@
 --
 -- A page of another origin may not call, nor may one whose host's name was made to lead here (403, PERMISSION_DENIED).
 -- With keys (GATEWAY_KEYS, GATEWAY_JWKS) a call needs one (401, UNAUTHENTICATED), but for health and the playground's
--- files. The client's name and policy go on as headers (millrace/clients.py), the key does not. The transformer keeps the
+-- files. The client's name and policy go on as headers (headrace/clients.py), the key does not. The transformer keeps the
 -- digests of the keys in a file, which is read again once a second (services/transformer/keys.py): a line each, with
 -- digest, name, role and the rest of the policy between tabs. Tokens (JWT) are verified by Envoy's jwt_authn before; an
 -- entry with the name of a token's subject gives its policy.
@@ -11,7 +11,7 @@ local rate_limits = require("rate_limits")
 local sha256 = require("sha256")
 local watched_file = require("watched_file")
 
-local CLIENT, POLICY = "x-millrace-client", "x-millrace-policy"
+local CLIENT, POLICY = "x-headrace-client", "x-headrace-policy"
 local FILE = os.getenv("KEY_DIGESTS") or ""
 local JWT = (os.getenv("GATEWAY_JWKS") or "") ~= "" and "envoy.filters.http.jwt_authn"
 local NEEDS_KEY = FILE ~= "" or JWT
@@ -25,7 +25,7 @@ local OPEN_PATHS = {
 -- The routes refuse what is closed, for they see the method that a REST path means: under `log` the payload log, under
 -- `settings` load and unload, the settings of logs and traces, and development, under `tokens` inference at a predictor,
 -- which does not count the tokens of a key.
-local MANAGEMENT = "millrace.management"
+local MANAGEMENT = "headrace.management"
 -- Without keys: whether both are closed but at the management listener.
 local MANAGEMENT_IS_CLOSED = os.getenv("PUBLIC_MANAGEMENT") == "false"
 local MANAGEMENT_ADDRESS = ":" .. (os.getenv("MANAGEMENT_PORT") or "8081") .. "$"
@@ -85,7 +85,7 @@ local function client_of_token(handle)
   if type(name) ~= "string" or #name > 128 or not name:find("^[%w._:@|-]+$") then
     return nil
   end
-  local role = payload["millrace_role"] == "admin" and "admin" or "user"
+  local role = payload["headrace_role"] == "admin" and "admin" or "user"
   return client_with(name, role, policy_of_name[name] or "")
 end
 

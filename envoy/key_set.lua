@@ -1,7 +1,7 @@
 -- The key set of GATEWAY_JWKS as jwt_authn takes it. That refuses a set without keys and keeps the last good one, whose
 -- tokens would stay valid: instead of such a set it gets one with a key that is nobody's.
 --
--- The key is a point of the curve for which nobody knows a private key: its x is the SHA-256 of "millrace: nobody's key 1",
+-- The key is a point of the curve for which nobody knows a private key: its x is the SHA-256 of "headrace: nobody's key 1",
 -- the first number for which there is such a point.
 
 local EMPTY = '"keys"%s*:%s*%[%s*%]'

@@ -16,18 +16,18 @@ local bodies = require("bodies")
 local callers = require("callers")
 local rate_limits = require("rate_limits")
 
-local METADATA = "millrace.rest"
+local METADATA = "headrace.rest"
 local FULL = "the gateway holds as many bytes of requests as it may"
 local INTERNAL = {
   "grpc-status", "grpc-message", "grpc-status-details-bin", "grpc-encoding", "grpc-accept-encoding", "x-http-status",
 }
-local MAX_HEADERS_BYTES = 16384 -- Of names and values together; the services take four times as much (millrace/rpc/server.py).
+local MAX_HEADERS_BYTES = 16384 -- Of names and values together; the services take four times as much (headrace/rpc/server.py).
 local GRPC_STATUSES = { ["400"] = "3", ["401"] = "16", ["403"] = "7", ["429"] = "8", ["431"] = "8", ["501"] = "12", ["503"] = "14" }
 local GRPC_ENCODINGS = { identity = true, gzip = true, deflate = true }
 local TIMEOUTS = { "x-timeout-ms", "x-first-token-timeout-ms" }
 -- Paths whose answers are lines of JSON.
 local LINES = {
-  ["/millrace/v1/generate"] = true, ["/millrace/v1/payloads"] = true, ["/millrace/v1/payloads:tail"] = true,
+  ["/headrace/v1/generate"] = true, ["/headrace/v1/payloads"] = true, ["/headrace/v1/payloads:tail"] = true,
 }
 -- Paths beside /v1/ whose errors have OpenAI's shape.
 local OPENAI_PATHS = {

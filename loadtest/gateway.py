@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
-from millrace.rpc import caller_key
+from headrace.rpc import caller_key
 
 _TIMEOUT_S = 3.0
 _TEXT_INPUT = "text_input"
@@ -73,7 +73,7 @@ def parse_address(host: str) -> Address:
 
 
 def key_headers(key: str) -> dict[str, str]:
-    """The headers of a call with this key, or with that of MILLRACE_KEY."""
+    """The headers of a call with this key, or with that of HEADRACE_KEY."""
     return {"authorization": f"Bearer {key}"} if key else caller_key.headers()
 
 
@@ -104,12 +104,12 @@ class Gateway:
 
     def records(self, **filters: str) -> list[dict[str, Any]]:
         """Records of the payload log, newest first."""
-        lines = self._body("GET", f"/millrace/v1/payloads?{urlencode(filters)}").splitlines()
+        lines = self._body("GET", f"/headrace/v1/payloads?{urlencode(filters)}").splitlines()
         return [json.loads(line) for line in lines if line.strip()]
 
     def predictors(self) -> list[dict[str, Any]]:
         """Each predictor, with its models that the key may use and their load."""
-        predictors: list[dict[str, Any]] = self._get("/millrace/v1/predictors")["predictors"]
+        predictors: list[dict[str, Any]] = self._get("/headrace/v1/predictors")["predictors"]
         return predictors
 
     def trace_page(self) -> str:
@@ -120,7 +120,7 @@ class Gateway:
     def kill_predictor_of(self, request_id: str) -> None:
         """Kills the predictor that generates for the request, where the stack is in development mode."""
         body = json.dumps({"request_id": request_id}).encode()
-        self._body("POST", "/millrace/v1/development/kill", body, {"x-millrace-development": "true"})
+        self._body("POST", "/headrace/v1/development/kill", body, {"x-headrace-development": "true"})
 
     def _get(self, path: str) -> Any:
         return self._call("GET", path)

@@ -68,7 +68,7 @@ def add_fields(parser: Any, models: Sequence[str]) -> None:
     for name, (default, text) in _FIELDS.items():
         choices = {"choices": [AUTOMATIC, *models]} if name == "model" and models else {}
         parser.add_argument(f"--{name.replace('_', '-')}", default=default, help=text, **choices)
-    key = "of the gateway; empty: MILLRACE_KEY"
+    key = "of the gateway; empty: HEADRACE_KEY"
     parser.add_argument("--key", default="", is_secret=True, help=key)
     addresses = {
         "links": "The gateway's address in the report's links, if the browser needs another than --host",

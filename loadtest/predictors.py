@@ -50,7 +50,7 @@ class PredictorHistory:
 
 
 def states_of(predictors: Iterable[Mapping[str, Any]]) -> dict[str, State]:
-    """The ready ones of `GET /millrace/v1/predictors`, by name."""
+    """The ready ones of `GET /headrace/v1/predictors`, by name."""
     return {one["name"]: _state(one["models"]) for one in predictors if one["ready"]}
 
 

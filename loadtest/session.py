@@ -35,7 +35,7 @@ _PROCESSOR_INTERVAL_S = 2.0
 _REPLAYED_RECORDS = 1000
 _RECORDS_TIMEOUT_S = 15.0
 _SHOWN = 1000
-_ATTRIBUTE = "millrace_session"
+_ATTRIBUTE = "headrace_session"
 
 
 class Session:

@@ -19,7 +19,7 @@ from loadtest.session import Session, session_of
 
 _log = logging.getLogger(__name__)
 
-_REPORTED = "millrace"
+_REPORTED = "headrace"
 _connected: dict[str, Any] = {}
 
 

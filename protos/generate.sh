@@ -7,12 +7,12 @@ root=${1:-.}
 python=${PYTHON:-.venv/bin/python}
 googleapis=$("$python" -c 'import os, google.api.annotations_pb2 as a; print(os.path.abspath(os.path.join(os.path.dirname(a.__file__), "../..")))')
 
-mkdir -p "$root/millrace_protos" "$root/envoy"
+mkdir -p "$root/headrace_protos" "$root/envoy"
 # The generator plugins of mypy-protobuf are beside the interpreter.
 PATH="$(dirname "$(realpath -s "$python")"):$PATH" "$python" -m grpc_tools.protoc \
-  -Imillrace_protos=protos -I"$googleapis" \
+  -Iheadrace_protos=protos -I"$googleapis" \
   --python_out="$root" --grpc_python_out="$root" --mypy_out=quiet:"$root" --mypy_grpc_out=quiet:"$root" \
   protos/*.proto
 # The descriptor set for the gateway's transcoder, with imports.
-"$python" -m grpc_tools.protoc -Imillrace_protos=protos -I"$googleapis" \
-  --include_imports --descriptor_set_out="$root/envoy/descriptors.pb" protos/rest.proto protos/millrace.proto
+"$python" -m grpc_tools.protoc -Iheadrace_protos=protos -I"$googleapis" \
+  --include_imports --descriptor_set_out="$root/envoy/descriptors.pb" protos/rest.proto protos/headrace.proto

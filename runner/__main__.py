@@ -16,8 +16,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from millrace.descriptors import raise_descriptor_limit
-from millrace.errors import StartupError
+from headrace.descriptors import raise_descriptor_limit
+from headrace.errors import StartupError
 from runner import roll
 from runner import settings as stack_settings
 from runner.report import Report

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 import envoy
-from millrace.errors import StartupError
+from headrace.errors import StartupError
 from runner import gateway_access
 from runner.settings import LOOPBACK, ROOT, StackSettings
 

@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from millrace.errors import StartupError
+from headrace.errors import StartupError
 from runner.process import Process, ProcessSpec, Say, signal_to
 from runner.settings import LOOPBACK
 

@@ -13,7 +13,7 @@ import ssl
 from collections.abc import Callable
 from pathlib import Path
 
-from millrace.errors import StartupError
+from headrace.errors import StartupError
 from runner.settings import HOME, StackSettings
 
 SECRETS = ("certificate.yaml", "client_authority.yaml")

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from millrace.errors import StartupError
-from millrace.exit_status import how_it_ended
+from headrace.errors import StartupError
+from headrace.exit_status import how_it_ended
 from runner import tether
 
 FIRST_DELAY_S = 0.2

@@ -15,7 +15,7 @@ from runner.settings import IS_CHECKOUT
 from runner.stack import Stack
 from runner.terminal import BOLD, GREEN, Painter
 
-_METHOD = "millrace.v1.TextGeneration/Generate"
+_METHOD = "headrace.v1.TextGeneration/Generate"
 # Settings of `make up` that `make smoke` also needs.
 _GATEWAY_SETTINGS = ("GATEWAY_BIND", "GATEWAY_PORT")
 
@@ -74,7 +74,7 @@ class Report:
 
     def _check(self) -> str:
         if not IS_CHECKOUT:
-            return f"millrace smoke --gateway {self._stack.gateway}"
+            return f"headrace smoke --gateway {self._stack.gateway}"
         return "make smoke" + "".join(f" {name}={os.environ[name]}" for name in _GATEWAY_SETTINGS if name in os.environ)
 
     def _label(self, name: str) -> str:

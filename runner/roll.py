@@ -19,8 +19,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from millrace.errors import StartupError
-from millrace.watched_file import replace_file
+from headrace.errors import StartupError
+from headrace.watched_file import replace_file
 from runner import settings as stack_settings
 from runner.run_folder import RunFolder
 from runner.stack import Stack

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from millrace.errors import StartupError
+from headrace.errors import StartupError
 
 
 class RunFolder:

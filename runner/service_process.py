@@ -1,4 +1,4 @@
-"""A service as a supervised process that can be replaced without losing a call: see millrace/rpc/hand_over.py.
+"""A service as a supervised process that can be replaced without losing a call: see headrace/rpc/hand_over.py.
 
 `replace` starts a successor, which loads while the running one serves, and listens on the same port once it can serve.
 Then the running one retires: it takes no new calls and ends when its calls have ended. One predecessor at a time may be
@@ -17,8 +17,8 @@ from asyncio.subprocess import Process as Running
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from millrace.errors import StartupError
-from millrace.rpc.hand_over import NOTIFY_SOCKET, READY_MESSAGE, RETIRE
+from headrace.errors import StartupError
+from headrace.rpc.hand_over import NOTIFY_SOCKET, READY_MESSAGE, RETIRE
 from runner.process import Process, ProcessSpec, signal_to
 
 _LOAD_TIMEOUT_S = 1800.0  # The same as compose.yaml's time for a download.
@@ -94,7 +94,7 @@ class ServiceProcess(Process):
 @contextmanager
 def _short_path() -> Iterator[str]:
     """A folder of this process's user, by a path that has room for a socket's name however long that of TMPDIR is."""
-    with tempfile.TemporaryDirectory(prefix="millrace-") as folder:
+    with tempfile.TemporaryDirectory(prefix="headrace-") as folder:
         if sys.platform != "linux":
             yield folder
             return

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import envoy
-from millrace.endpoints import parse_endpoints
-from millrace.errors import StartupError
+from headrace.endpoints import parse_endpoints
+from headrace.errors import StartupError
 from runner.envoy_config import lua_path
 from runner.envoy_process import PREDECESSOR_LIFE_S
 from runner.process import ProcessSpec

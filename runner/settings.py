@@ -19,16 +19,16 @@ from dotenv import dotenv_values
 from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from millrace.endpoints import host_and_port, is_service, parse_endpoints
-from millrace.errors import StartupError
-from millrace.models.sources import DEFAULT_MODELS
-from millrace.service_links import drop_service_links
-from millrace.validation import first_fault
+from headrace.endpoints import host_and_port, is_service, parse_endpoints
+from headrace.errors import StartupError
+from headrace.models.sources import DEFAULT_MODELS
+from headrace.service_links import drop_service_links
+from headrace.validation import first_fault
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
 IS_CHECKOUT = (_CHECKOUT / "envoy" / "envoy.yaml").exists()
 # Envoy's configuration, the bundled models and the load test: the services' working folder.
-ROOT = _CHECKOUT if IS_CHECKOUT else Path(sysconfig.get_path("data"), "share", "millrace")
+ROOT = _CHECKOUT if IS_CHECKOUT else Path(sysconfig.get_path("data"), "share", "headrace")
 # The user's `.env` and `.run`: for an installed package in the folder where the command runs.
 HOME = _CHECKOUT if IS_CHECKOUT else Path.cwd()
 LOOPBACK = "127.0.0.1"

@@ -19,7 +19,7 @@ from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Self
 
-from millrace.errors import StartupError
+from headrace.errors import StartupError
 from runner import envoy_config, services
 from runner.envoy_process import EnvoyProcess
 from runner.process import Process, Say

@@ -29,12 +29,12 @@ for signum in (signal.SIGINT, signal.SIGHUP):
 
 # The duration of an example depends on the load of the machine. Each run has other examples.
 settings.register_profile(
-    "millrace",
+    "headrace",
     max_examples=100 if FULL else 25,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
-settings.load_profile("millrace")
+settings.load_profile("headrace")
 
 # The longest files, longest first: with two workers, the last file to begin decides when a run ends.
 LONGEST = (
@@ -49,7 +49,7 @@ LONGEST = (
     "system/test_smoke",
     "system/test_prometheus",
     "system/test_error_table",
-    "system/test_millrace_command",
+    "system/test_headrace_command",
     "system/test_repository",
     "scenarios/test_bad_request",
     "conformance/test_clients",

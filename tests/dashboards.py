@@ -12,7 +12,7 @@ GRAFANA = Path(__file__).parents[1] / "observability" / "grafana"
 DASHBOARDS = {path.stem: json.loads(path.read_text()) for path in sorted((GRAFANA / "dashboards").glob("*.json"))}
 
 # Matches the name of a metric in a query, and neither a function, a label nor a label's value.
-_METRIC = re.compile(r"\b(?:millrace|gen_ai_(?:server|client)|rpc|otel_sdk|envoy|process)_\w+|\bALERTS\b|\bup\b")
+_METRIC = re.compile(r"\b(?:headrace|gen_ai_(?:server|client)|rpc|otel_sdk|envoy|process)_\w+|\bALERTS\b|\bup\b")
 _LABELS = re.compile(r'"[^"]*"|\b(?:by|on) ?\([^)]*\)|\w+(?==~?"|!=")')
 _NAME_MATCHER = re.compile(r'__name__=~"([^"]*)"')
 

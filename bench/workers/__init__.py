@@ -1,3 +1,3 @@
-"""One module for each contender; `protocol` defines how its process is controlled. Only `millrace_engine` imports the
+"""One module for each contender; `protocol` defines how its process is controlled. Only `headrace_engine` imports the
 project.
 """

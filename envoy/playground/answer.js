@@ -149,7 +149,7 @@ export class Answer {
     for (const wait of RECORD_TRIES_MS) {
       await new Promise((resolve) => setTimeout(resolve, wait));
       const asked = new URLSearchParams({ request_id: this.requestId, page_size: 1 });
-      const answer = await call(`/millrace/v1/payloads?${asked}`, { quiet: true }).catch(() => null);
+      const answer = await call(`/headrace/v1/payloads?${asked}`, { quiet: true }).catch(() => null);
       const line = answer === null ? "" : await answer.text().catch(() => "");
       if (!line) continue;
       const record = JSON.parse(line.split("\n")[0]);

@@ -36,7 +36,7 @@ function pythonCode(request) {
   const extra = Object.fromEntries(Object.entries(fields).filter(([name]) => !own.includes(name)));
   const method = request.messages ? "chat.completions" : "completions";
   const piece = request.messages ? "chunk.choices[0].delta.content" : "chunk.choices[0].text";
-  const key = keyOfTab() === null ? '"none"' : 'os.environ["MILLRACE_KEY"]';
+  const key = keyOfTab() === null ? '"none"' : 'os.environ["HEADRACE_KEY"]';
   return [
     ...(keyOfTab() === null ? [] : ["import os", ""]),
     "from openai import OpenAI",
@@ -52,10 +52,10 @@ function pythonCode(request) {
   ].join("\n");
 }
 
-const header = () => (keyOfTab() === null ? "" : ` -H "authorization: Bearer $MILLRACE_KEY"`);
+const header = () => (keyOfTab() === null ? "" : ` -H "authorization: Bearer $HEADRACE_KEY"`);
 
 const curlCode = (request) =>
-  `curl -N${header()} ${location.origin}/millrace/v1/generate \\\n  -d ${asJson(request)}`;
+  `curl -N${header()} ${location.origin}/headrace/v1/generate \\\n  -d ${asJson(request)}`;
 
 const openAICurlCode = (request) =>
   `curl -N${header()} ${location.origin}/v1/${request.messages ? "chat/completions" : "completions"} \\\n  -d ${asJson({ ...request, stream: true })}`;
@@ -63,7 +63,7 @@ const openAICurlCode = (request) =>
 function grpcurlCode(request) {
   const plain = location.protocol === "https:" ? "" : " -plaintext";
   const port = location.port || (location.protocol === "https:" ? 443 : 80);
-  return `grpcurl${plain}${header()} -d ${asJson(request)} \\\n  ${location.hostname}:${port} millrace.v1.TextGeneration/Generate`;
+  return `grpcurl${plain}${header()} -d ${asJson(request)} \\\n  ${location.hostname}:${port} headrace.v1.TextGeneration/Generate`;
 }
 
 const LANGUAGES = { Python: pythonCode, curl: curlCode, grpcurl: grpcurlCode };

@@ -16,18 +16,18 @@ function clients(model, chats) {
   const asked = chats ? { messages: [{ role: "user", content: firstExample(model, "messages") }] } : { prompt: COMPLETED };
   const request = { model, ...asked, max_tokens: 60 };
   const [method, piece] = chats ? ["chat.completions", 'chunk.choices[0].delta.content ?? ""'] : ["completions", "chunk.choices[0].text"];
-  const key = hasKey ? '"$MILLRACE_KEY"' : "none";
+  const key = hasKey ? '"$HEADRACE_KEY"' : "none";
   return [
     ["Environment", "What most tools for OpenAI's API read.", `export OPENAI_BASE_URL=${origin}/v1\nexport OPENAI_API_KEY=${key}`],
     ["Python, openai", "", pythonCode(request)],
     ["curl", "OpenAI's API, with server-sent events.", openAICurlCode(request)],
-    ["curl, lines of JSON", `The gateway's own API: \`/millrace/v1/generate\`.`, curlCode(request)],
+    ["curl, lines of JSON", `The gateway's own API: \`/headrace/v1/generate\`.`, curlCode(request)],
     ["grpcurl", "Server reflection is on: no `.proto` files are needed.", grpcurlCode(request)],
-    ["buf curl", "", `buf curl --protocol grpc --http2-prior-knowledge${hasKey ? ' -H "authorization: Bearer $MILLRACE_KEY"' : ""} \\\n` +
-      `  -d '${JSON.stringify(request)}' \\\n  ${origin}/millrace.v1.TextGeneration/Generate`],
+    ["buf curl", "", `buf curl --protocol grpc --http2-prior-knowledge${hasKey ? ' -H "authorization: Bearer $HEADRACE_KEY"' : ""} \\\n` +
+      `  -d '${JSON.stringify(request)}' \\\n  ${origin}/headrace.v1.TextGeneration/Generate`],
     ["JavaScript, openai", "", [
       'import OpenAI from "openai";', "",
-      `const client = new OpenAI({ baseURL: "${origin}/v1", apiKey: ${hasKey ? "process.env.MILLRACE_KEY" : '"none"'} });`,
+      `const client = new OpenAI({ baseURL: "${origin}/v1", apiKey: ${hasKey ? "process.env.HEADRACE_KEY" : '"none"'} });`,
       `const stream = await client.${method}.create(${JSON.stringify({ ...request, stream: true })});`,
       `for await (const chunk of stream) process.stdout.write(${piece});`,
     ].join("\n")],
@@ -39,9 +39,9 @@ function clients(model, chats) {
       `result = client.infer("${model}", [text], parameters={"max_tokens": 60}${hasKey ? ', headers={"authorization": f"Bearer {key}"}' : ""})`,
       'print(result.as_numpy("text_output")[0].decode())',
     ].join("\n")],
-    ["Triton's REST, KServe", "", `curl ${hasKey ? '-H "authorization: Bearer $MILLRACE_KEY" ' : ""}${origin}/v2/models/${model}/generate \\\n` +
+    ["Triton's REST, KServe", "", `curl ${hasKey ? '-H "authorization: Bearer $HEADRACE_KEY" ' : ""}${origin}/v2/models/${model}/generate \\\n` +
       `  -d '{"text_input": "${COMPLETED}", "max_tokens": 60}'`],
-    ["On the terminal", "From a checkout of Millrace.", `.venv/bin/millrace chat --model ${model}\n.venv/bin/millrace log --follow`],
+    ["On the terminal", "From a checkout of Headrace.", `.venv/bin/headrace chat --model ${model}\n.venv/bin/headrace log --follow`],
   ];
 }
 
@@ -52,7 +52,7 @@ const remarkOf = (text) => make("p", { className: "quiet" }, ...text.split("`").
 export async function openConnect() {
   const model = byId("model").value || stack.models?.[0]?.id || "MODEL";
   const facts = await factsOf(model).catch(() => ({}));
-  const note = keyOfTab() === null ? "" : " The key is not written here: set MILLRACE_KEY to it.";
+  const note = keyOfTab() === null ? "" : " The key is not written here: set HEADRACE_KEY to it.";
   byId("connect-note").textContent = `One address for all clients: ${location.origin}. The model is ${model}.${note}`;
   byId("clients").replaceChildren(
     ...clients(model, facts.chat_template === "true").map(([name, remark, code]) => {

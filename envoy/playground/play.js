@@ -72,7 +72,7 @@ async function stream(request, signal, before = []) {
   const answer = (shown = new Answer(request));
   append(...before, answer.element);
   try {
-    const response = await post("/millrace/v1/generate", request, { signal });
+    const response = await post("/headrace/v1/generate", request, { signal });
     answer.head(response.headers);
     byId("kill").disabled = false;
     for await (const chunk of lines(response)) answer.add(chunk);
@@ -142,9 +142,9 @@ async function kill() {
   const answer = shown;
   try {
     // A page of another origin cannot send this header.
-    const headers = { "x-millrace-development": "true" };
+    const headers = { "x-headrace-development": "true" };
     answer.killed = true; // For the text of the next mark.
-    await post("/millrace/v1/development/kill", { request_id: answer.requestId }, { headers });
+    await post("/headrace/v1/development/kill", { request_id: answer.requestId }, { headers });
     answer.pause();
   } catch (error) {
     answer.killed = false;

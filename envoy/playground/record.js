@@ -28,7 +28,7 @@ export async function openRecord(recordId) {
   showFailure(byId("record-error"), null);
   detail.replaceChildren(make("p", {}, "Reading the record…"));
   try {
-    const record = await json(`/millrace/v1/payloads/${encodeURIComponent(recordId)}`);
+    const record = await json(`/headrace/v1/payloads/${encodeURIComponent(recordId)}`);
     const trace = await ofTrace(record);
     if (shownId !== recordId) return;
     detail.replaceChildren(...partsOf(record, trace));
@@ -45,7 +45,7 @@ export async function openRecord(recordId) {
 async function addGateway({ record_id: id, time }) {
   if (Date.now() - Date.parse(time) > YOUNG_MS) return;
   await new Promise((resolve) => setTimeout(resolve, GATEWAY_MS));
-  const record = await json(`/millrace/v1/payloads/${encodeURIComponent(id)}`);
+  const record = await json(`/headrace/v1/payloads/${encodeURIComponent(id)}`);
   const trace = await ofTrace(record);
   if (shownId !== id || !record.gateway) return;
   byId("record").replaceChildren(...partsOf(record, trace));
@@ -57,7 +57,7 @@ async function ofTrace(record) {
   if (!record.trace_id) return [record];
   const asked = new URLSearchParams({ trace_id: record.trace_id, page_size: OF_TRACE });
   const records = [];
-  for await (const each of lines(await call(`/millrace/v1/payloads?${asked}`))) records.unshift(each);
+  for await (const each of lines(await call(`/headrace/v1/payloads?${asked}`))) records.unshift(each);
   return records.some(({ record_id: id }) => id === record.record_id) ? records : [record];
 }
 
@@ -187,7 +187,7 @@ function deleteButton(recordId) {
       return;
     }
     try {
-      await call(`/millrace/v1/payloads/${encodeURIComponent(recordId)}`, { method: "DELETE" });
+      await call(`/headrace/v1/payloads/${encodeURIComponent(recordId)}`, { method: "DELETE" });
       location.hash = "#requests";
     } catch (error) {
       showFailure(byId("record-error"), error);

@@ -41,9 +41,9 @@ export const stopFollowing = () => following?.abort();
 async function followOnce(signal) {
   const chosen = filters();
   // The tail first: a record that comes between the two calls is in the query's answer then.
-  const tail = await call(`/millrace/v1/payloads:tail?${chosen}`, { signal });
+  const tail = await call(`/headrace/v1/payloads:tail?${chosen}`, { signal });
   try {
-    const latest = await call(`/millrace/v1/payloads?${chosen}&page_size=${FIRST_PAGE}`, { signal });
+    const latest = await call(`/headrace/v1/payloads?${chosen}&page_size=${FIRST_PAGE}`, { signal });
     showFailure(byId("log-error"), null);
     const records = [];
     for await (const record of lines(latest)) records.push(record);

@@ -63,7 +63,7 @@ async function readStates() {
 }
 
 async function readPredictors() {
-  const answer = await json("/millrace/v1/predictors", { quiet: true }).catch(() => null);
+  const answer = await json("/headrace/v1/predictors", { quiet: true }).catch(() => null);
   stack.predictors = answer?.predictors ?? null;
 }
 

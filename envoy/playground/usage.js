@@ -12,7 +12,7 @@ export async function showUsage() {
   const now = new Date();
   const since = new Date(Date.UTC(now.getUTCFullYear(), now.getUTCMonth()));
   const asked = new URLSearchParams({ own: "true", group: "", since: since.toISOString() });
-  const { groups } = await json(`/millrace/v1/usage?${asked}`);
+  const { groups } = await json(`/headrace/v1/usage?${asked}`);
   const { requests, prompt_tokens: prompt, completion_tokens: completion, seconds } = groups[0];
   const shown = byId("usage");
   const before = shown.textContent;

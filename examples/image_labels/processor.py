@@ -10,8 +10,8 @@ from typing import ClassVar
 import numpy as np
 from PIL import Image
 
-from millrace.errors import InvalidRequestError
-from millrace.processor import Processor
+from headrace.errors import InvalidRequestError
+from headrace.processor import Processor
 
 LABELS = ("red", "green", "blue")
 MAX_PIXELS = 4096 * 4096  # Of the file as it says itself: a small file can hold a huge image.

@@ -38,7 +38,7 @@ def whole(session: Session) -> dict[str, Any]:
     """Of the whole test, for the report."""
     total, lasted = session.measures.total, _lasted(session)
     gateway = (session.environment.parsed_options.links or session.gateway.address.url).rstrip("/")
-    records = f"{gateway}/millrace/v1/payloads?request_id="
+    records = f"{gateway}/headrace/v1/payloads?request_id="
     return {**_common(session, records), "window_s": lasted, "rows": rows(total, lasted), "full": _full(total)}
 
 

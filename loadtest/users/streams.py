@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from headrace.oip.parameters import set_parameters
+from headrace_protos import headrace_pb2, headrace_pb2_grpc, inference_pb2, inference_pb2_grpc
 from loadtest.users.base import GrpcUser, HttpUser
 from loadtest.users.call import Call, CallFailedError
-from millrace.oip.parameters import set_parameters
-from millrace_protos import inference_pb2, inference_pb2_grpc, millrace_pb2, millrace_pb2_grpc
 
 _UNFINISHED = "the stream ended without tokens or finish_reason"
 _READ_BYTES = 65536
@@ -21,17 +21,17 @@ class GenerateUser(GrpcUser):
 
     def __init__(self, environment: Any) -> None:
         super().__init__(environment)
-        self._stub = millrace_pb2_grpc.TextGenerationStub(self.channel)
+        self._stub = headrace_pb2_grpc.TextGenerationStub(self.channel)
 
     def opened(self, call: Call, prompt: str, max_tokens: int) -> Any:
-        request = millrace_pb2.GenerateRequest(
+        request = headrace_pb2.GenerateRequest(
             model=self.model.name, prompt=prompt, max_tokens=max_tokens, ignore_eos=True
         )
         return self._stub.Generate(request, timeout=self.options.deadline_s, metadata=self.metadata_of(call))
 
 
 class StreamUser(GenerateUser):
-    """Reads the stream of `millrace.v1.TextGeneration/Generate`."""
+    """Reads the stream of `headrace.v1.TextGeneration/Generate`."""
 
     row = "Generate"
     weight = 4

@@ -11,12 +11,12 @@ from typing import Any
 
 import grpc
 
+from headrace.oip.parameters import set_parameters
+from headrace_protos import inference_pb2, inference_pb2_grpc
 from loadtest.gateway import GatewayError, Model, TensorDescription
 from loadtest.tensors import filled, json_tensor, raw, values_of, with_inputs
 from loadtest.users.base import GrpcUser, HttpUser
 from loadtest.users.call import CallFailedError
-from millrace.oip.parameters import set_parameters
-from millrace_protos import inference_pb2, inference_pb2_grpc
 
 _PROMPT_TENSOR = "text_input"
 _IDS, _IDS_SO_FAR = "input_ids", "output_ids"

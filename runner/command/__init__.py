@@ -1,1 +1,1 @@
-"""The command `millrace`: starts a stack, and sends requests to a running one."""
+"""The command `headrace`: starts a stack, and sends requests to a running one."""

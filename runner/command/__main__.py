@@ -1,4 +1,4 @@
-"""The command `millrace`: `millrace --help`."""
+"""The command `headrace`: `headrace --help`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from millrace.errors import StartupError
+from headrace.errors import StartupError
 from runner import settings as stack_settings
 from runner.command import certificates, chat, help_texts, keys, records, start, usage
 from runner.command.gateway import Gateway
@@ -49,9 +49,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def parser() -> argparse.ArgumentParser:
     """The command line; `run` of the parsed arguments is the chosen command."""
     top = argparse.ArgumentParser(
-        prog="millrace",
+        prog="headrace",
         description="Starts a stack that serves language models, and talks to a running one.",
-        epilog="`millrace COMMAND --help` has examples of each. Those that call a stack send the key of MILLRACE_KEY.",
+        epilog="`headrace COMMAND --help` has examples of each. Those that call a stack send the key of HEADRACE_KEY.",
     )
     commands = top.add_subparsers(metavar="COMMAND", required=True)
 

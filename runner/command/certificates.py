@@ -1,4 +1,4 @@
-"""`millrace certs`: an authority, the gateway's certificate and a client's, for development.
+"""`headrace certs`: an authority, the gateway's certificate and a client's, for development.
 
 The folder is one for GATEWAY_TLS: `tls.crt` and `tls.key`. `authority.crt` is what clients trust, `client.crt` and
 `client.key` what a client shows; as `ca.crt` the authority makes the gateway ask for it. The authority's own key is
@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from millrace.errors import StartupError
-from millrace.watched_file import replace_file
+from headrace.errors import StartupError
+from headrace.watched_file import replace_file
 from runner.report import short
 from runner.settings import HOME, StackSettings
 
 FOLDER = HOME / ".run" / "certs"
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
-_CLIENT = "client@millrace.internal"
+_CLIENT = "client@headrace.internal"
 
 
 def make(folder: Path, names: Iterable[str], *, ask_clients: bool = False) -> None:
@@ -26,7 +26,7 @@ def make(folder: Path, names: Iterable[str], *, ask_clients: bool = False) -> No
         import trustme
     except ImportError:
         raise StartupError("certificates need the package trustme; `make certs` installs it") from None
-    authority = trustme.CA(organization_name="Millrace development")
+    authority = trustme.CA(organization_name="Headrace development")
     try:
         server = authority.issue_cert(*dict.fromkeys((*LOCAL_NAMES, *names)))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""`millrace chat`: prints a text model's answers while they are generated."""
+"""`headrace chat`: prints a text model's answers while they are generated."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import grpc
 
-from millrace.errors import StartupError
-from millrace_protos import millrace_pb2 as pb
+from headrace.errors import StartupError
+from headrace_protos import headrace_pb2 as pb
 from runner.command.gateway import Gateway
 from runner.terminal import BOLD, DIM, Painter, printable
 
@@ -64,7 +64,7 @@ def choose_model(gateway: Gateway, name: str) -> str:
     """The model of this name, or the first one that generates text; raises StartupError if there is none."""
     if name:
         if not gateway.generates_text(name):
-            raise StartupError(f"{name} does not generate text; `millrace smoke {name}` shows what it answers")
+            raise StartupError(f"{name} does not generate text; `headrace smoke {name}` shows what it answers")
         return name
     found = next((model for model in gateway.ready_models() if gateway.generates_text(model)), None)
     if found is None:
@@ -127,7 +127,7 @@ def _about(call: Any, reason: str, usage: pb.Usage, seconds: float) -> str:
     if first := metadata.get("x-ttft-ms"):
         items.append(f"the first after {float(first):.0f} ms")
     if request_id := metadata.get("x-request-id"):
-        items.append(f"millrace trace {request_id}")
+        items.append(f"headrace trace {request_id}")
     return ", ".join(items)
 
 

@@ -1,4 +1,4 @@
-"""The gateway of a running stack, for the command's gRPC calls, which have the key of MILLRACE_KEY."""
+"""The gateway of a running stack, for the command's gRPC calls, which have the key of HEADRACE_KEY."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import grpc
 
-from millrace.errors import StartupError
-from millrace.rpc.caller_key import with_key
-from millrace_protos import inference_pb2, millrace_pb2_grpc
-from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from headrace.errors import StartupError
+from headrace.rpc.caller_key import with_key
+from headrace_protos import headrace_pb2_grpc, inference_pb2
+from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 
 TIMEOUT_S = 10.0
 _MAX_MESSAGE = 64 * 1024 * 1024
@@ -23,8 +23,8 @@ class Gateway:
         options = (("grpc.max_receive_message_length", _MAX_MESSAGE), ("grpc.enable_http_proxy", 0))
         self._channel = with_key(grpc.insecure_channel(address, options=options))
         self.inference: Any = GRPCInferenceServiceStub(self._channel)
-        self.text: Any = millrace_pb2_grpc.TextGenerationStub(self._channel)
-        self.log: Any = millrace_pb2_grpc.PayloadLogStub(self._channel)
+        self.text: Any = headrace_pb2_grpc.TextGenerationStub(self._channel)
+        self.log: Any = headrace_pb2_grpc.PayloadLogStub(self._channel)
 
     def check(self) -> None:
         """Raises StartupError unless a stack answers."""
@@ -58,5 +58,5 @@ class Gateway:
         # Errors from Envoy or a service name the failed hop.
         answered = {key for key, _ in error.trailing_metadata() or ()}
         if error.code() is grpc.StatusCode.UNAVAILABLE and "x-failed-hop" not in answered:
-            return f"no stack answers at {self.address}; `millrace up` or `make up` starts one, --gateway names another"
+            return f"no stack answers at {self.address}; `headrace up` or `make up` starts one, --gateway names another"
         return f"{error.code().name}: {error.details()}"

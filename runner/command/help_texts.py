@@ -1,62 +1,62 @@
-"""The descriptions of the commands, for `millrace COMMAND --help`."""
+"""The descriptions of the commands, for `headrace COMMAND --help`."""
 
 UP = """Starts the whole stack as local processes, as `make up` does, and stops it at Ctrl-C.
 
-  millrace up
-  millrace up PREDICTORS=2 DEVICE=cpu
-  millrace up 'MODELS=a=./folder,b=organisation/name'
+  headrace up
+  headrace up PREDICTORS=2 DEVICE=cpu
+  headrace up 'MODELS=a=./folder,b=organisation/name'
 
 docs/settings.md lists the settings; lines NAME=value of a file .env in the checkout are read too."""
 SERVE = """Starts the whole stack with one model, and stops it at Ctrl-C.
 
-  millrace serve ./my-model                  a folder that save_pretrained wrote, or one with a model.py
-  millrace serve Qwen/Qwen3-0.6B             a model of the hub, downloaded once
-  millrace serve org/name@revision --name chat DEVICE=cuda"""
+  headrace serve ./my-model                  a folder that save_pretrained wrote, or one with a model.py
+  headrace serve Qwen/Qwen3-0.6B             a model of the hub, downloaded once
+  headrace serve org/name@revision --name chat DEVICE=cuda"""
 CHAT = """Talks to a text model of a running stack; the answer is printed as it comes.
 
-  millrace chat                              a conversation on the terminal
-  millrace chat "Tell me a story."           one answer
-  echo "Once upon a time" | millrace chat    one answer to what is piped in
+  headrace chat                              a conversation on the terminal
+  headrace chat "Tell me a story."           one answer
+  echo "Once upon a time" | headrace chat    one answer to what is piped in
 
 A model without a chat template continues each line."""
 SMOKE = """Calls every endpoint that a model should answer, and those that it must refuse, on a running stack: a table
 of pass and FAIL, and exit code 1 where one fails. As `make smoke`."""
 LOAD = """Puts load on a running stack with Locust. As `make load`, `make knee` and `make load-check`.
 
-  millrace load                                         Locust's page; Ctrl-C ends it
-  millrace load --knee -- StreamUser -u 4               the most users at which the objective is met, without the page
-  millrace load --check -- -u 8 -t 1m StreamUser        exit code 1 where the objective is not met
-  millrace load -- --processes 4                        behind --, options and users of Locust"""
+  headrace load                                         Locust's page; Ctrl-C ends it
+  headrace load --knee -- StreamUser -u 4               the most users at which the objective is met, without the page
+  headrace load --check -- -u 8 -t 1m StreamUser        exit code 1 where the objective is not met
+  headrace load -- --processes 4                        behind --, options and users of Locust"""
 KEY = """Makes a key for a client, adds the key's digest to the key file, and prints the key, which is not stored.
 A running gateway that has the file as GATEWAY_KEYS knows the key within two seconds.
 
-  millrace key alice
-  millrace key operator --role admin         may also load models, change settings and read every record
-  millrace key bob --models storyteller      may use only this model
+  headrace key alice
+  headrace key operator --role admin         may also load models, change settings and read every record
+  headrace key bob --models storyteller      may use only this model
 
 docs/security.md lists what else an entry can have, such as limits."""
 CERTS = """Makes an authority, and by it certificates of the gateway and of a client, for development. As `make certs`.
 
-  millrace certs                             for localhost, 127.0.0.1 and ::1
-  millrace certs models.example.com          for this name too; list it in GATEWAY_HOSTS
-  millrace certs --ask-clients               the gateway accepts only clients that show a certificate
+  headrace certs                             for localhost, 127.0.0.1 and ::1
+  headrace certs models.example.com          for this name too; list it in GATEWAY_HOSTS
+  headrace certs --ask-clients               the gateway accepts only clients that show a certificate
 
 A gateway with this folder uses the new certificate at once; it decides at its start
 or reload whether clients need a certificate."""
 LOG = """Lists the newest records of the payload log, the newest last: time, model, status, prompt and answer tokens,
 milliseconds to the first token and in all, request id, prompt and answer.
 
-  millrace log -n 50 --model storyteller --since 1h
-  millrace log --status UNAVAILABLE
-  millrace log --follow
-  millrace log --json | jq .text
-  millrace log ID                            all of one record, by its own or its request's id"""
+  headrace log -n 50 --model storyteller --since 1h
+  headrace log --status UNAVAILABLE
+  headrace log --follow
+  headrace log --json | jq .text
+  headrace log ID                            all of one record, by its own or its request's id"""
 USAGE = """Shows the usage: numbers of requests and failures, their tokens, and the seconds that engines worked.
 
-  millrace usage                             for each client and model, since the log began
-  millrace usage --since 30d --group day
-  millrace usage --since 2026-05-01T00:00Z --client ann --group model
-  millrace usage --json | jq .completion_tokens
+  headrace usage                             for each client and model, since the log began
+  headrace usage --since 30d --group day
+  headrace usage --since 2026-05-01T00:00Z --client ann --group model
+  headrace usage --json | jq .completion_tokens
 
 Times are rounded to whole hours, outwards; days are those of UTC. With a user's key it is the usage of that client."""
 TRACE = """Shows the calls of one trace with each hop's status and times, and the link to its spans.

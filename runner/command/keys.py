@@ -1,4 +1,4 @@
-"""`millrace key`: makes a key for a client, and adds its entry, which has only the key's digest, to the key file."""
+"""`headrace key`: makes a key for a client, and adds its entry, which has only the key's digest, to the key file."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-from millrace.clients import NAME_PATTERN
-from millrace.errors import StartupError
-from millrace.watched_file import replace_file
+from headrace.clients import NAME_PATTERN
+from headrace.errors import StartupError
+from headrace.watched_file import replace_file
 from runner.settings import HOME
 
 FILE = HOME / "keys" / "keys.yaml"

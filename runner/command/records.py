@@ -1,4 +1,4 @@
-"""`millrace log` and `millrace trace`: records of the payload log."""
+"""`headrace log` and `headrace trace`: records of the payload log."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 import grpc
 from google.protobuf.json_format import MessageToDict
 
-from millrace.errors import StartupError
-from millrace.rpc.caller_key import headers
-from millrace.telemetry.page import DIRECT
-from millrace_protos import millrace_pb2 as pb
+from headrace.errors import StartupError
+from headrace.rpc.caller_key import headers
+from headrace.telemetry.page import DIRECT
+from headrace_protos import headrace_pb2 as pb
 from runner.command.gateway import TIMEOUT_S, Gateway
 from runner.terminal import BOLD, GREEN, RED, Painter, one_line, printable
 
@@ -67,7 +67,7 @@ def one(gateway: Gateway, identifier: str) -> pb.PayloadRecord:
             except grpc.RpcError as error:
                 if error.code() is not grpc.StatusCode.NOT_FOUND:
                     raise
-    raise StartupError(f"no record of {identifier!r}; a record is written after its call has ended: `millrace log`")
+    raise StartupError(f"no record of {identifier!r}; a record is written after its call has ended: `headrace log`")
 
 
 def of_trace(gateway: Gateway, identifier: str) -> list[pb.PayloadRecord]:

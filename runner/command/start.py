@@ -1,4 +1,4 @@
-"""`millrace up`, `serve`, `smoke` and `load`: replaces this process by the program that does it."""
+"""`headrace up`, `serve`, `smoke` and `load`: replaces this process by the program that does it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from millrace.errors import StartupError
-from millrace.models.sources import is_name, parse_location
+from headrace.errors import StartupError
+from headrace.models.sources import is_name, parse_location
 from runner.settings import LOOPBACK, ROOT, StackSettings
 
 

@@ -1,4 +1,4 @@
-"""`millrace usage`: the usage as a table."""
+"""`headrace usage`: the usage as a table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from google.protobuf.json_format import MessageToDict
 
-from millrace_protos import millrace_pb2 as pb
+from headrace_protos import headrace_pb2 as pb
 from runner.command.gateway import TIMEOUT_S, Gateway
 from runner.terminal import BOLD, Painter, one_line
 

@@ -1,1 +1,1 @@
-"""`millrace replay`: runs logged generations again at another stack, and compares the answers token by token."""
+"""`headrace replay`: runs logged generations again at another stack, and compares the answers token by token."""

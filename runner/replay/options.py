@@ -1,4 +1,4 @@
-"""The options of `millrace replay`, and the run that they describe."""
+"""The options of `headrace replay`, and the run that they describe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
-from millrace.errors import StartupError
+from headrace.errors import StartupError
 from runner.replay import report
 from runner.replay.comparison import Difference
 from runner.replay.replay import Replay
@@ -28,9 +28,9 @@ _MAX_CONCURRENCY, _MAX_LIMIT = 1024, 1_000_000
 HELP = """Runs logged generations again at the stack AGAINST, with the same prompt ids, seeds and parameters, and
 compares the answers token by token: a gate before an upgrade of weights, code or hardware. As `make replay`.
 
-  millrace replay 127.0.0.1:9080 --since 1h             the last hour of the stack at --gateway
-  millrace replay 127.0.0.1:9080 --from payloads.jsonl  the records of an export
-  millrace replay 127.0.0.1:9080 --model chat --out report.json
+  headrace replay 127.0.0.1:9080 --since 1h             the last hour of the stack at --gateway
+  headrace replay 127.0.0.1:9080 --from payloads.jsonl  the records of an export
+  headrace replay 127.0.0.1:9080 --model chat --out report.json
 
 Each record that cannot be replayed is counted with its reason. An answer that was cancelled or failed is replayed up
 to its last token. The requests have the id replay-RECORD_ID; records of such requests are never replayed.

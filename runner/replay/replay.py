@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from millrace_protos.millrace_pb2 import PayloadRecord
+from headrace_protos.headrace_pb2 import PayloadRecord
 from runner.replay.comparison import Difference, compare
 from runner.replay.results import Results
 from runner.replay.selection import LoggedStream, select

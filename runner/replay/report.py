@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from millrace.errors import StartupError
-from millrace.private_file import private_file
+from headrace.errors import StartupError
+from headrace.private_file import private_file
 from runner.replay.comparison import Difference
 from runner.replay.results import TROUBLE, Results
 from runner.replay.selection import LoggedStream

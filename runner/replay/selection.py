@@ -11,10 +11,10 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from millrace.payload.ids import REPLAY_PREFIX, is_replay
-from millrace.payload.records import answer_of, was_generated
-from millrace.sampling import SamplingParameters
-from millrace_protos.millrace_pb2 import GenerateRequest, PayloadRecord, TokenIds
+from headrace.payload.ids import REPLAY_PREFIX, is_replay
+from headrace.payload.records import answer_of, was_generated
+from headrace.sampling import SamplingParameters
+from headrace_protos.headrace_pb2 import GenerateRequest, PayloadRecord, TokenIds
 
 # Without influence on the tokens: a second predictor, a limit of speed, what the cache shares.
 _NOT_REPEATED = {"cache_salt", "hedge", "pace", "priority"}

@@ -1,6 +1,6 @@
 """Where records come from: a running stack's payload log, newest first, or a file of JSON lines, in its order.
 
-Lines are those of `python -m services.logger export --format jsonl`, of `GET /millrace/v1/payloads` or of `millrace log
+Lines are those of `python -m services.logger export --format jsonl`, of `GET /headrace/v1/payloads` or of `headrace log
 --json`. Errors: StartupError, one line.
 """
 
@@ -15,10 +15,10 @@ from typing import Any
 import grpc
 from google.protobuf.json_format import ParseDict, ParseError
 
-from millrace.errors import StartupError
-from millrace.rpc.caller_key import headers
-from millrace_protos.millrace_pb2 import PayloadRecord, QueryPayloadsRequest
-from millrace_protos.millrace_pb2_grpc import PayloadLogStub
+from headrace.errors import StartupError
+from headrace.rpc.caller_key import headers
+from headrace_protos.headrace_pb2 import PayloadRecord, QueryPayloadsRequest
+from headrace_protos.headrace_pb2_grpc import PayloadLogStub
 
 PAGE = 100
 _TIMEOUT_S = 60.0

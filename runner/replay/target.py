@@ -1,6 +1,6 @@
 """The stack at which streams are replayed: one call of `Generate` for each, over one channel.
 
-Calls have the key of MILLRACE_AGAINST_KEY, or without it that of MILLRACE_KEY.
+Calls have the key of HEADRACE_AGAINST_KEY, or without it that of HEADRACE_KEY.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any
 
 import grpc
 
-from millrace.errors import RETRY_AFTER_MS, StartupError
-from millrace.rpc.caller_key import headers
-from millrace_protos.inference_pb2 import ModelConfigRequest, ServerLiveRequest
-from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from millrace_protos.millrace_pb2 import GenerateRequest
-from millrace_protos.millrace_pb2_grpc import TextGenerationStub
+from headrace.errors import RETRY_AFTER_MS, StartupError
+from headrace.rpc.caller_key import headers
+from headrace_protos.headrace_pb2 import GenerateRequest
+from headrace_protos.headrace_pb2_grpc import TextGenerationStub
+from headrace_protos.inference_pb2 import ModelConfigRequest, ServerLiveRequest
+from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from runner.replay.comparison import Answer
 
-AGAINST_KEY = "MILLRACE_AGAINST_KEY"
+AGAINST_KEY = "HEADRACE_AGAINST_KEY"
 _TIMEOUT_S = 10.0
 _MAX_MESSAGE = 64 * 1024 * 1024
 _TTFT_MS = "x-ttft-ms"

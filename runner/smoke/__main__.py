@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import grpc
 import httpx2
 
-from millrace.errors import StartupError
+from headrace.errors import StartupError
 from runner import settings
 from runner.smoke.checks import checks_of
 from runner.smoke.gateway import Check, Failed, Gateway

@@ -17,10 +17,10 @@ import numpy as np
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from millrace.oip.parameters import set_parameters
-from millrace.oip.tensors import BYTES, Tensor, add_input, bytes_tensor, dtype_of, encode_raw
-from millrace_protos import inference_pb2 as pb
-from millrace_protos import millrace_pb2
+from headrace.oip.parameters import set_parameters
+from headrace.oip.tensors import BYTES, Tensor, add_input, bytes_tensor, dtype_of, encode_raw
+from headrace_protos import headrace_pb2
+from headrace_protos import inference_pb2 as pb
 from runner.smoke.gateway import Answer, Check, Failed, Gateway, ask
 from runner.smoke.model import Kind, Model
 
@@ -52,7 +52,7 @@ def _of_the_server(gateway: Gateway) -> Iterator[Check]:
         request = health_pb2.HealthCheckRequest(service=service)
         yield _grpc(gateway.health, "Check", request, "status: SERVING", note=f" of health {service!r}")
     every = reflection_pb2.ServerReflectionRequest(list_services="")
-    services = ("inference.GRPCInferenceService", "millrace.v1.TextGeneration", "millrace.v1.PayloadLog")
+    services = ("inference.GRPCInferenceService", "headrace.v1.TextGeneration", "headrace.v1.PayloadLog")
     yield _grpc(gateway.reflection, "ServerReflectionInfo", every, *services)
     yield _grpc(gateway.inference, "ServerLive", pb.ServerLiveRequest(), "live: true")
     yield _grpc(gateway.inference, "ServerReady", pb.ServerReadyRequest(), "ready: true")
@@ -61,7 +61,7 @@ def _of_the_server(gateway: Gateway) -> Iterator[Check]:
         yield _rest(gateway, path)
     yield _rest(gateway, "/v2/repository/index", {})
     prompt: dict[str, Any] = {"model": _NO_MODEL, "prompt": "x"}
-    infer, generate = pb.ModelInferRequest(model_name=_NO_MODEL), millrace_pb2.GenerateRequest(**prompt)
+    infer, generate = pb.ModelInferRequest(model_name=_NO_MODEL), headrace_pb2.GenerateRequest(**prompt)
     yield _grpc(gateway.inference, "ModelInfer", infer, note=" of no model", status=404)
     yield _grpc(gateway.text, "Generate", generate, note=" of no model", status=404)
     yield _rest(gateway, "/v1/completions", prompt, note=" of no model", status=404)
@@ -85,11 +85,11 @@ def _of_any_model(gateway: Gateway, model: Model) -> Iterator[Check]:
 
 
 def _of_text_by_grpc(gateway: Gateway, name: str) -> Iterator[Check]:
-    request, text = millrace_pb2.GenerateRequest(model=name, prompt=_PROMPT, **_SAMPLING), _text_input()
+    request, text = headrace_pb2.GenerateRequest(model=name, prompt=_PROMPT, **_SAMPLING), _text_input()
     ended = ('finish_reason: "length"', f"completion_tokens: {_TOKENS}")
     yield _grpc(gateway.text, "Generate", request, *ended, streamed=True)
     for field, value in (("temperature", -1.0), ("prompt", ""), ("max_tokens", 2**31)):
-        wrong = millrace_pb2.GenerateRequest()
+        wrong = headrace_pb2.GenerateRequest()
         wrong.CopyFrom(request)
         setattr(wrong, field, value)
         yield _grpc(gateway.text, "Generate", wrong, note=f", {field}={value!r}", status=400)
@@ -101,10 +101,10 @@ def _of_text_by_grpc(gateway: Gateway, name: str) -> Iterator[Check]:
     yield by(_infer(name, [_ids(2**40)], _SAMPLING), note=" of an id outside", status=400)
     message = request.SerializeToString()
     frame = b"\0" + len(message).to_bytes(4, "big") + message
-    path, headers = "/millrace.v1.TextGeneration/Generate", {"content-type": "application/grpc-web+proto"}
+    path, headers = "/headrace.v1.TextGeneration/Generate", {"content-type": "application/grpc-web+proto"}
     call = partial(gateway.rest, path, frame, headers)
     yield Check("gRPC-Web", "Generate", call, ("grpc-status:0",), streamed=True)
-    yield Check("log", "Query, Get, /millrace/v1/payloads", partial(_record, gateway, request))
+    yield Check("log", "Query, Get, /headrace/v1/payloads", partial(_record, gateway, request))
 
 
 def _of_text_by_rest(gateway: Gateway, model: Model) -> Iterator[Check]:
@@ -137,7 +137,7 @@ def _of_text_by_rest(gateway: Gateway, model: Model) -> Iterator[Check]:
         by = partial(_rest, gateway, f"{own}/{end}", protocol="V2 REST")
         yield by({"text_input": _PROMPT, "parameters": dict(_SAMPLING)}, '"text_output":', streamed=streamed)
         yield by({"text_input": _PROMPT, "parameters": {"max_tokens": 0}}, note=", max_tokens=0", status=400)
-    by = partial(_rest, gateway, "/millrace/v1/generate")
+    by = partial(_rest, gateway, "/headrace/v1/generate")
     yield by(completion, '"finish_reason": "length"', streamed=True)
     yield by({**completion, "prompt": ""}, note=", prompt=''", status=400)
 
@@ -176,11 +176,11 @@ def _of_tensors(gateway: Gateway, model: Model) -> Iterator[Check]:
 def _of_text_endpoints(gateway: Gateway, model: Model) -> Iterator[Check]:
     prompt: dict[str, Any] = {"model": model.name, "prompt": _PROMPT}
     chat = {"model": model.name, "messages": [{"role": "user", "content": _PROMPT}]}
-    yield _grpc(gateway.text, "Generate", millrace_pb2.GenerateRequest(**prompt), note=" is refused", status=400)
+    yield _grpc(gateway.text, "Generate", headrace_pb2.GenerateRequest(**prompt), note=" is refused", status=400)
     for path, body in (
         ("/v1/completions", prompt),
         ("/v1/chat/completions", chat),
-        ("/millrace/v1/generate", prompt),
+        ("/headrace/v1/generate", prompt),
     ):
         yield _rest(gateway, path, body, note=" is refused", status=400)
     embeddings = partial(_rest, gateway, "/v1/embeddings", protocol="OpenAI")
@@ -201,20 +201,20 @@ async def _ids_and_back(gateway: Gateway, named: dict[str, str]) -> Answer:
     return await gateway.rest("/detokenize", {**named, "tokens": ids})
 
 
-async def _record(gateway: Gateway, request: millrace_pb2.GenerateRequest) -> Answer:
+async def _record(gateway: Gateway, request: headrace_pb2.GenerateRequest) -> Answer:
     """Generates, and polls for the record, which is written after the request."""
     request_id = f"smoke-{uuid.uuid4()}"
-    named = millrace_pb2.GenerateRequest(request_id=request_id)
+    named = headrace_pb2.GenerateRequest(request_id=request_id)
     named.MergeFrom(request)
     (await ask(gateway.text, "Generate", named)).expect(200)
     for _ in range(_RECORD_POLLS):
-        found = await ask(gateway.log, "Query", millrace_pb2.QueryPayloadsRequest(request_id=request_id))
+        found = await ask(gateway.log, "Query", headrace_pb2.QueryPayloadsRequest(request_id=request_id))
         if found.expect(200).pieces:
             [record, *_] = found.expect(200, f'prompt: "{_PROMPT}"', 'status: "OK"').pieces
-            by_id = (await gateway.rest(f"/millrace/v1/payloads/{record.record_id}")).expect(200)
+            by_id = (await gateway.rest(f"/headrace/v1/payloads/{record.record_id}")).expect(200)
             if json.loads(by_id.text).get("text", "") != record.text:
                 raise Failed("Get by REST returns another text")
-            page = await gateway.rest(f"/millrace/v1/payloads?request_id={request_id}")
+            page = await gateway.rest(f"/headrace/v1/payloads?request_id={request_id}")
             return page.expect(200, f'"record_id": "{record.record_id}"')
         await asyncio.sleep(_POLL_S)
     raise Failed(f"no record within {_RECORD_POLLS * _POLL_S:g} s")

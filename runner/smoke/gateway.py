@@ -1,6 +1,6 @@
 """A gateway as ordinary clients see it: a gRPC channel, one with the predictor's authority, and HTTP.
 
-Calls have the key of MILLRACE_KEY.
+Calls have the key of HEADRACE_KEY.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import httpx2
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 
-from millrace.errors import FAILED_HOP
-from millrace.rpc.caller_key import headers
-from millrace_protos import millrace_pb2_grpc
-from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from headrace.errors import FAILED_HOP
+from headrace.rpc.caller_key import headers
+from headrace_protos import headrace_pb2_grpc
+from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 
 _MERGED_ANSWERS = 2  # On a busy machine a short answer may have been read when it was whole: that many are repeated.
 _TIMEOUT_S = 60.0
@@ -124,8 +124,8 @@ class Gateway:
         self._channels = (channel, at_predictor)
         self.inference = GRPCInferenceServiceStub(channel)
         self.predictor = GRPCInferenceServiceStub(at_predictor)
-        self.text = millrace_pb2_grpc.TextGenerationStub(channel)
-        self.log = millrace_pb2_grpc.PayloadLogStub(channel)
+        self.text = headrace_pb2_grpc.TextGenerationStub(channel)
+        self.log = headrace_pb2_grpc.PayloadLogStub(channel)
         self.health = health_pb2_grpc.HealthStub(channel)
         self.reflection = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[arg-type]
         self._http = httpx2.AsyncClient(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from millrace_protos import inference_pb2 as pb
+from headrace_protos import inference_pb2 as pb
 from runner.smoke.gateway import Failed, Gateway, ask
 
 
@@ -54,7 +54,7 @@ async def describe(gateway: Gateway, name: str) -> Model:
     config = (await about(gateway.inference, "ModelConfig", pb.ModelConfigRequest(name=name))).config
     parameters = {key: value.string_value for key, value in config.parameters.items()}
     kinds = {"embedding": Kind.EMBEDDING, "classification": Kind.CLASSIFICATION}
-    kind = Kind.PROCESSOR if metadata.platform == "millrace_processor" else Kind.TENSORS
+    kind = Kind.PROCESSOR if metadata.platform == "headrace_processor" else Kind.TENSORS
     kind = kinds.get(parameters.get("kind", ""), kind)
     decoupled = config.model_transaction_policy.decoupled
     has_chat_template, takes_text = parameters.get("chat_template") == "true", False

@@ -10,10 +10,10 @@ import logging
 import sys
 from collections.abc import Awaitable
 
-from millrace.errors import NotReadyError
-from millrace.rpc.server import Server
-from millrace.rpc.service import run_service
-from millrace_protos import millrace_pb2_grpc
+from headrace.errors import NotReadyError
+from headrace.rpc.server import Server
+from headrace.rpc.service import run_service
+from headrace_protos import headrace_pb2_grpc
 from services.logger.gateway_calls import GatewayCalls
 from services.logger.servicer import PAYLOAD_LOG, PayloadIngestServicer, PayloadLogServicer
 from services.logger.settings import LoggerSettings
@@ -38,7 +38,7 @@ async def serve(settings: LoggerSettings) -> None:
     tails = _tails(server, store)
     ingest = PayloadIngestServicer(store, tails, server.stopping)
     PayloadLogServicer(store, tails).add_to(server.grpc)
-    millrace_pb2_grpc.add_PayloadIngestServicer_to_server(ingest, server.grpc)
+    headrace_pb2_grpc.add_PayloadIngestServicer_to_server(ingest, server.grpc)
     GatewayCalls(store, tails).add_to(server.grpc)
     sinks = await start_sinks(settings, store, server)
     retention = Retention(

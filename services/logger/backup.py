@@ -23,8 +23,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from millrace.errors import StartupError
-from millrace.private_file import private_file
+from headrace.errors import StartupError
+from headrace.private_file import private_file
 from services.logger.command import database_of, run_command
 from services.logger.store.schema import BUSY_MS, SCHEMA_VERSION
 

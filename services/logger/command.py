@@ -12,8 +12,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from millrace.errors import StartupError
-from millrace.validation import first_fault
+from headrace.errors import StartupError
+from headrace.validation import first_fault
 from services.logger.settings import LoggerSettings
 from services.logger.store.opening import Location
 

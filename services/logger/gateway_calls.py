@@ -30,9 +30,9 @@ from opentelemetry.proto.common.v1 import common_pb2
 from opentelemetry.proto.logs.v1 import logs_pb2
 from opentelemetry.proto.resource.v1 import resource_pb2
 
-from millrace.payload.ids import as_uuid7, next_id
-from millrace.rpc.handlers import Context
-from millrace_protos.millrace_pb2 import GatewayCall, PayloadRecord
+from headrace.payload.ids import as_uuid7, next_id
+from headrace.rpc.handlers import Context
+from headrace_protos.headrace_pb2 import GatewayCall, PayloadRecord
 from services.logger.store.store import Store
 from services.logger.tails import Tails
 

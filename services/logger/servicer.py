@@ -17,13 +17,13 @@ from typing import TypeAlias
 
 import grpc
 
-from millrace.clients import client_of
-from millrace.errors import ForbiddenError, InvalidRequestError, NotFoundError
-from millrace.rpc.admission import head_of_call
-from millrace.rpc.handlers import Context, Handler
-from millrace.rpc.rest_streams import errors_in_band
-from millrace_protos import millrace_pb2, millrace_pb2_grpc
-from millrace_protos.millrace_pb2 import (
+from headrace.clients import client_of
+from headrace.errors import ForbiddenError, InvalidRequestError, NotFoundError
+from headrace.rpc.admission import head_of_call
+from headrace.rpc.handlers import Context, Handler
+from headrace.rpc.rest_streams import errors_in_band
+from headrace_protos import headrace_pb2, headrace_pb2_grpc
+from headrace_protos.headrace_pb2 import (
     AppendRequest,
     AppendResponse,
     DeletePayloadsRequest,
@@ -41,7 +41,7 @@ from services.logger.store.store import Store
 from services.logger.store.usage import UsageQuery
 from services.logger.tails import OpenTail, Tails
 
-PAYLOAD_LOG = millrace_pb2.DESCRIPTOR.services_by_name["PayloadLog"].full_name
+PAYLOAD_LOG = headrace_pb2.DESCRIPTOR.services_by_name["PayloadLog"].full_name
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
 
@@ -173,7 +173,7 @@ def _serialized(response: Response) -> bytes:
     return response if isinstance(response, bytes) else response.SerializeToString()
 
 
-class PayloadIngestServicer(millrace_pb2_grpc.PayloadIngestServicer):
+class PayloadIngestServicer(headrace_pb2_grpc.PayloadIngestServicer):
     """Commits what taps send, in batches, and shows the new records to `tails`.
 
     A call has no end of its own. When `stopping` is set it ends, after the commit and acknowledgement of everything

@@ -9,8 +9,8 @@ import sqlalchemy as sql
 from pydantic import AfterValidator, ByteSize, Field, HttpUrl, SecretStr
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from millrace.settings import Port, ServiceSettings, read_by
-from millrace.validation import matching
+from headrace.settings import Port, ServiceSettings, read_by
+from headrace.validation import matching
 
 
 def _check_url(url: SecretStr) -> SecretStr:
@@ -97,7 +97,7 @@ class LoggerSettings(ServiceSettings):
     sink_timeout_s: float = Field(30.0, gt=0, le=3600, description="Seconds that a sink has to accept an event.")
     sink_concurrency: int = Field(16, ge=1, le=256, description="Maximum of events in flight to a sink.")
     sink_source: Printable = Field(
-        "/millrace",
+        "/headrace",
         description="Source of the events, a URI reference to which /request or /response is added.",
     )
     sink_namespace: Printable = Field("default", description="Namespace in the events, an attribute of KServe's.")

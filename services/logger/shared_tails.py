@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 
-from millrace.errors import NotReadyError
-from millrace_protos.millrace_pb2 import PayloadRecord
+from headrace.errors import NotReadyError
+from headrace_protos.headrace_pb2 import PayloadRecord
 from services.logger.store.store import Store
 from services.logger.tails import Tails
 

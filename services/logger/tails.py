@@ -21,8 +21,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from millrace.errors import MillraceError, NotReadyError, OverloadedError
-from millrace_protos.millrace_pb2 import PayloadRecord
+from headrace.errors import HeadraceError, NotReadyError, OverloadedError
+from headrace_protos.headrace_pb2 import PayloadRecord
 from services.logger.store.filters import Filters, columns_of
 from services.logger.store.readers import COME_BACK_MS
 
@@ -67,7 +67,7 @@ class OpenTail:
         self._filters = filters
         self._place = place  # The number of the next record to examine.
         self._changed = asyncio.Event()
-        self._error: MillraceError | None = None
+        self._error: HeadraceError | None = None
 
     async def next(self) -> Shown:
         """Returns the next record; raises the error that ends the tail."""
@@ -98,7 +98,7 @@ class OpenTail:
         """Notifies the tail of new records."""
         self._changed.set()
 
-    def fail(self, error: MillraceError) -> None:
+    def fail(self, error: HeadraceError) -> None:
         self._error = error
         self._changed.set()
 

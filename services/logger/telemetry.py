@@ -3,7 +3,7 @@
 A span `payload commit` has a trace of its own, because a commit serves many requests, and links to the span that
 answered each of them: the record's trace_id and span_id, if it has both. A span has at most 128 links, so a larger
 commit has several spans, in one trace and with the same times; the first is the parent of the others. The attribute
-`millrace.records` of each is its number of records. Spans are created only if they are exported.
+`headrace.records` of each is its number of records. Spans are created only if they are exported.
 
 `Commits.observe` runs on the thread that commits, and takes a few microseconds for each record.
 """
@@ -18,10 +18,10 @@ from opentelemetry.context import Context
 from opentelemetry.metrics import Meter
 from opentelemetry.trace import NoOpTracer, SpanContext, SpanKind, Status, StatusCode, Tracer
 
-from millrace.telemetry.setup import exports
-from millrace_protos.millrace_pb2 import AppendRequest, PayloadRecord
+from headrace.telemetry.setup import exports
+from headrace_protos.headrace_pb2 import AppendRequest, PayloadRecord
 
-RECORDS = "millrace.records"
+RECORDS = "headrace.records"
 MAX_LINKS = 128
 
 _TRACE_ID_DIGITS, _SPAN_ID_DIGITS = 32, 16
@@ -31,13 +31,13 @@ class Commits:
     """Counts commits and creates their spans; without `tracer`, if the environment configures an exporter."""
 
     def __init__(self, tracer: Tracer | None = None, meter: Meter | None = None) -> None:
-        self._tracer = tracer or (trace.get_tracer("millrace") if exports("TRACES") else NoOpTracer())
+        self._tracer = tracer or (trace.get_tracer("headrace") if exports("TRACES") else NoOpTracer())
         self._traces = not isinstance(self._tracer, NoOpTracer)
-        self._committed = (meter or metrics.get_meter("millrace")).create_counter(
-            "millrace.payload.committed", "{record}", "Records of the services that were committed, each once."
+        self._committed = (meter or metrics.get_meter("headrace")).create_counter(
+            "headrace.payload.committed", "{record}", "Records of the services that were committed, each once."
         )
-        self._lost_databases = (meter or metrics.get_meter("millrace")).create_counter(
-            "millrace.payload.lost_databases", "{database}", "Databases that were removed while the logger ran."
+        self._lost_databases = (meter or metrics.get_meter("headrace")).create_counter(
+            "headrace.payload.lost_databases", "{database}", "Databases that were removed while the logger ran."
         )
         self._committed.add(0)  # So that the counter is exported from the start.
         self._lost_databases.add(0)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from millrace.payload.metrics import observe_tap
-from millrace.payload.tap import PayloadTap
-from millrace.rpc.server import READY, Server
-from millrace.rpc.service import run_service
-from millrace_protos.inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
+from headrace.payload.metrics import observe_tap
+from headrace.payload.tap import PayloadTap
+from headrace.rpc.server import READY, Server
+from headrace.rpc.service import run_service
+from headrace_protos.inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from services.predictor.engine_process.engine_host import EngineHost
 from services.predictor.settings import PredictorSettings
 

@@ -1,4 +1,4 @@
-"""`millrace.v1.PredictorDevelopment`: kills this predictor while it generates for a request.
+"""`headrace.v1.PredictorDevelopment`: kills this predictor while it generates for a request.
 
 For demonstrations; registered only if the settings allow it. The process ends as by SIGKILL: it drains nothing, hands
 nothing back and closes nothing.
@@ -12,21 +12,21 @@ import signal
 
 import grpc
 
-from millrace.errors import NotFoundError
-from millrace.rpc.development import check_requested
-from millrace.rpc.handlers import Context
-from millrace_protos import millrace_pb2 as pb
-from millrace_protos import millrace_pb2_grpc
+from headrace.errors import NotFoundError
+from headrace.rpc.development import check_requested
+from headrace.rpc.handlers import Context
+from headrace_protos import headrace_pb2 as pb
+from headrace_protos import headrace_pb2_grpc
 from services.predictor.repository.repository import ModelRepository
 
 _ANSWER_S = 0.02  # Time for the response to leave.
 
 
 def add_to_server(repository: ModelRepository, server: grpc.aio.Server) -> None:
-    millrace_pb2_grpc.add_PredictorDevelopmentServicer_to_server(DevelopmentServicer(repository), server)
+    headrace_pb2_grpc.add_PredictorDevelopmentServicer_to_server(DevelopmentServicer(repository), server)
 
 
-class DevelopmentServicer(millrace_pb2_grpc.PredictorDevelopmentServicer):
+class DevelopmentServicer(headrace_pb2_grpc.PredictorDevelopmentServicer):
     def __init__(self, repository: ModelRepository) -> None:
         self._repository = repository
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AbstractContextManager, aclosing, nullcontext
 
-from millrace import __version__
-from millrace.clients import ANYONE, Client, account, client_of
-from millrace.errors import InvalidRequestError, NotFoundError, NotImplementedMethodError
-from millrace.oip.joined_answers import takes_joined
-from millrace.oip.model_description import config_of, metadata_of
-from millrace.oip.settings_servicer import OpenInferenceBase
-from millrace.oip.stream_infer import errors_as_status, multiplex
-from millrace.payload.call import is_direct, is_recorded, recorded
-from millrace.payload.recording import Recording
-from millrace.payload.tap import PayloadTap
-from millrace.payload.tensors import answer_tensors, request_tensors, streamed_tensors
-from millrace.rpc.admission import call_metadata
-from millrace.rpc.call_context import call_context, check_request_id, deadline_of, first_token_timeout_s
-from millrace.rpc.handlers import Context
-from millrace_protos import inference_pb2 as pb
+from headrace import __version__
+from headrace.clients import ANYONE, Client, account, client_of
+from headrace.errors import InvalidRequestError, NotFoundError, NotImplementedMethodError
+from headrace.oip.joined_answers import takes_joined
+from headrace.oip.model_description import config_of, metadata_of
+from headrace.oip.settings_servicer import OpenInferenceBase
+from headrace.oip.stream_infer import errors_as_status, multiplex
+from headrace.payload.call import is_direct, is_recorded, recorded
+from headrace.payload.recording import Recording
+from headrace.payload.tap import PayloadTap
+from headrace.payload.tensors import answer_tensors, request_tensors, streamed_tensors
+from headrace.rpc.admission import call_metadata
+from headrace.rpc.call_context import call_context, check_request_id, deadline_of, first_token_timeout_s
+from headrace.rpc.handlers import Context
+from headrace_protos import inference_pb2 as pb
 from services.predictor.models.served_model import VERSION, Caller
 from services.predictor.repository.entry import State
 from services.predictor.repository.lease import Serving
@@ -67,7 +67,7 @@ class InferenceServicer(OpenInferenceBase):
         return pb.ModelReadyResponse(ready=self._is_ready(request, context))
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
-        return pb.ServerMetadataResponse(name="millrace-predictor", version=__version__, extensions=_EXTENSIONS)
+        return pb.ServerMetadataResponse(name="headrace-predictor", version=__version__, extensions=_EXTENSIONS)
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
         model = self._serving(request.name, request.version, context).model

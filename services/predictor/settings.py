@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, ByteSize, DirectoryPath, Field
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from millrace.payload.settings import RecordingSettings
-from millrace.settings import Models, Port, models_field, read_by
+from headrace.payload.settings import RecordingSettings
+from headrace.settings import Models, Port, models_field, read_by
 
-EngineName = Literal["millrace", "vllm"]
+EngineName = Literal["headrace", "vllm"]
 
 _PATTERN = re.compile(r"[\w.*?-]+(/[\w.*?-]+)?")
 
@@ -35,20 +35,20 @@ class Engines:
     by_model: Mapping[str, EngineName] = field(default_factory=dict)
 
     def of(self, model: str, is_encoder_decoder: bool = False) -> EngineName:
-        return self.by_model.get(model, "millrace" if is_encoder_decoder else self.usual)
+        return self.by_model.get(model, "headrace" if is_encoder_decoder else self.usual)
 
     def __str__(self) -> str:
         return ",".join([self.usual, *(f"{model}={engine}" for model, engine in self.by_model.items())])
 
 
 def _parse_engines(text: str) -> Engines:
-    usual: EngineName = "millrace"
+    usual: EngineName = "headrace"
     by_model: dict[str, EngineName] = {}
     for item in (item.strip() for item in text.split(",") if item.strip()):
         model, _, name = item.rpartition("=")
         engine: EngineName | None = next((known for known in get_args(EngineName) if known == name.strip()), None)
         if engine is None:
-            raise ValueError(f"{item!r} names no engine; millrace and vllm are known")
+            raise ValueError(f"{item!r} names no engine; headrace and vllm are known")
         if model:
             by_model[model.strip()] = engine
         else:
@@ -66,10 +66,10 @@ class PredictorSettings(RecordingSettings):
     metrics_port: Port = Field(9100, description="Port of the Prometheus page, /metrics. 0: none.")
     models: Models = models_field()
     engine: Annotated[Engines, NoDecode, read_by(_parse_engines)] = Field(
-        Engines("millrace"),
+        Engines("headrace"),
         description=(
-            "Engine of generation models: millrace, or vllm for decoders; then a comma list of models that have"
-            " another one, such as millrace,chat=vllm. See docs/engines.md."
+            "Engine of generation models: headrace, or vllm for decoders; then a comma list of models that have"
+            " another one, such as headrace,chat=vllm. See docs/engines.md."
         ),
     )
     vllm_python: Path | None = Field(None, description="Interpreter that has vLLM; default: the predictor's own.")

@@ -15,12 +15,12 @@ from opentelemetry import trace
 from opentelemetry.metrics import Meter
 from opentelemetry.trace import Span
 
-from millrace.telemetry.gathered import Gathered, histogram
-from millrace.telemetry.identity import MODEL
+from headrace.telemetry.gathered import Gathered, histogram
+from headrace.telemetry.identity import MODEL
 from services.predictor.engine.interface import Chunk, Timeline
 
 _OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
-_PREEMPTIONS = "millrace.preemptions"
+_PREEMPTIONS = "headrace.preemptions"
 _QUEUE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)  # Seconds.
 
 
@@ -30,7 +30,7 @@ class GenerationTelemetry:
     def __init__(self, model: str, meter: Meter | None = None) -> None:
         self._attributes = {MODEL: model}
         description = "From a sequence's submission until the first step that computes it."
-        self._queue_duration = histogram(meter, "millrace.queue.duration", "s", description, _QUEUE_BUCKETS)
+        self._queue_duration = histogram(meter, "headrace.queue.duration", "s", description, _QUEUE_BUCKETS)
 
     @contextmanager
     def observed(self, timeline: Timeline) -> Iterator[ObservedGeneration]:

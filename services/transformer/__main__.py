@@ -6,16 +6,16 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from millrace.payload.metrics import observe_tap
-from millrace.payload.tap import PayloadTap
-from millrace.rpc.channel import open_channel
-from millrace.rpc.health import watch_serving
-from millrace.rpc.http2.server import HttpServer
-from millrace.rpc.server import READY, Server
-from millrace.rpc.service import run_service
-from millrace.rpc.threads import run_in_daemon_thread
-from millrace_protos import rest_pb2_grpc
-from millrace_protos.millrace_pb2_grpc import PayloadLogStub, add_TextGenerationServicer_to_server
+from headrace.payload.metrics import observe_tap
+from headrace.payload.tap import PayloadTap
+from headrace.rpc.channel import open_channel
+from headrace.rpc.health import watch_serving
+from headrace.rpc.http2.server import HttpServer
+from headrace.rpc.server import READY, Server
+from headrace.rpc.service import run_service
+from headrace.rpc.threads import run_in_daemon_thread
+from headrace_protos import rest_pb2_grpc
+from headrace_protos.headrace_pb2_grpc import PayloadLogStub, add_TextGenerationServicer_to_server
 from services.transformer.frontends.grpc import development
 from services.transformer.keys import KeyFile
 from services.transformer.settings import TransformerSettings
@@ -25,8 +25,8 @@ from services.transformer.supervisor import open_page, supervise
 logger = logging.getLogger(__name__)
 
 # The public services, for reflection and health. The payload log is the logger's, behind the same address.
-_OWN = ("inference.GRPCInferenceService", "millrace.v1.TextGeneration")
-_PAYLOAD_LOG = "millrace.v1.PayloadLog"
+_OWN = ("inference.GRPCInferenceService", "headrace.v1.TextGeneration")
+_PAYLOAD_LOG = "headrace.v1.PayloadLog"
 _TAP_DRAIN_S = 3.0
 _WORKER_READY_S = 2.0
 

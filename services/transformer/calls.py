@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from millrace.errors import InvalidRequestError
+from headrace.errors import InvalidRequestError
 
 TTFT_MS = "x-ttft-ms"
 MAX_STOP_STRINGS = 16

@@ -15,7 +15,7 @@ The operator's file (TRANSFORMER_KEYS) is YAML, a list of entries:
 
 An entry has a name and `sha256`, the digest of the key, or `key`, the key itself. Two entries may share a name, so that
 a key can be replaced, if they differ in nothing else. The gateway reads the second file (TRANSFORMER_KEY_DIGESTS),
-which has no keys, and passes name and policy on with each call (envoy/callers.lua, millrace/clients.py).
+which has no keys, and passes name and policy on with each call (envoy/callers.lua, headrace/clients.py).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
-from millrace.clients import NAME_PATTERN, Policy
-from millrace.errors import StartupError
-from millrace.validation import first_fault, matching
-from millrace.watched_file import WatchedFile, load_yaml, replace_file
+from headrace.clients import NAME_PATTERN, Policy
+from headrace.errors import StartupError
+from headrace.validation import first_fault, matching
+from headrace.watched_file import WatchedFile, load_yaml, replace_file
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, ByteSize, Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from millrace.endpoints import is_service, parse_endpoints
-from millrace.payload.settings import RecordingSettings
-from millrace.settings import Models, Port, models_field, read_by
+from headrace.endpoints import is_service, parse_endpoints
+from headrace.payload.settings import RecordingSettings
+from headrace.settings import Models, Port, models_field, read_by
 from services.transformer.models.processor_sources import ProcessorSource, parse_processors
 from services.transformer.text.answer_syntax import parse_formats
 from services.transformer.text.reasoning import REASONING_FORMATS
@@ -41,7 +41,7 @@ class TransformerSettings(RecordingSettings):
         "grpc-v2",
         description=(
             "How TRANSFORMER_PREDICTOR is called: grpc-v2, by gRPC; v2, by the Open Inference Protocol's REST over "
-            "HTTP/1.1, for a server that is not Millrace's predictor, and without generation of text."
+            "HTTP/1.1, for a server that is not Headrace's predictor, and without generation of text."
         ),
     )
     predictor: str = Field(
@@ -120,7 +120,7 @@ class TransformerSettings(RecordingSettings):
         (),
         description=(
             "Comma list of name=package.module:Class or name=folder/file.py:Class: pre- and post-processing "
-            "code, see millrace/processor.py."
+            "code, see headrace/processor.py."
         ),
     )
     processor_threads: int = Field(4, ge=1, le=256, description="Threads for blocking code of processors.")
@@ -221,7 +221,7 @@ class TransformerSettings(RecordingSettings):
     def _has_no_replicas_by_rest(cls, replicas: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         if replicas and info.data.get("protocol") == "v2":
             raise ValueError(
-                "Millrace's predictors are called by gRPC; set TRANSFORMER_PROTOCOL=grpc-v2, or leave this empty and "
+                "Headrace's predictors are called by gRPC; set TRANSFORMER_PROTOCOL=grpc-v2, or leave this empty and "
                 "name one server of V2 REST in TRANSFORMER_PREDICTOR"
             )
         return replicas

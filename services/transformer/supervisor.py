@@ -23,9 +23,9 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 
 from prometheus_client import CollectorRegistry
 
-from millrace.rpc.hand_over import RETIRE
-from millrace.rpc.listeners import reserved
-from millrace.telemetry.page import MetricsPage, WorkerPages
+from headrace.rpc.hand_over import RETIRE
+from headrace.rpc.listeners import reserved
+from headrace.telemetry.page import MetricsPage, WorkerPages
 from services.transformer.settings import TransformerSettings
 
 logger = logging.getLogger(__name__)

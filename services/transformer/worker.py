@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from millrace.rpc.service import run_service
+from headrace.rpc.service import run_service
 from services.transformer.__main__ import serve_worker
 from services.transformer.processes.parent import end_with_parent
 from services.transformer.settings import TransformerSettings

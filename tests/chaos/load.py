@@ -20,11 +20,11 @@ import grpc
 import httpx2
 import numpy as np
 
-from millrace.oip.parameters import set_parameters
-from millrace.oip.tensors import Tensor, add_input, bytes_tensor, decode_outputs
-from millrace_protos import inference_pb2 as pb
-from millrace_protos import millrace_pb2, millrace_pb2_grpc
-from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from headrace.oip.parameters import set_parameters
+from headrace.oip.tensors import Tensor, add_input, bytes_tensor, decode_outputs
+from headrace_protos import headrace_pb2, headrace_pb2_grpc
+from headrace_protos import inference_pb2 as pb
+from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.chaos.requests import DATE_MODEL, TENSOR_MODEL, TEXT_MODEL, VECTOR_MODEL, Request, Story
 
 OK, BROKEN, HUNG = "OK", "broken", "hung"  # Beside these a status is gRPC's name or HTTP's number.
@@ -162,18 +162,18 @@ class Client:
             await channel.close()
 
 
-def text_request(story: Story, name: str) -> millrace_pb2.GenerateRequest:
+def text_request(story: Story, name: str) -> headrace_pb2.GenerateRequest:
     """The `Generate` request for the story."""
     prompt: dict[str, Any] = {"prompt": story.prompt}
     if story.is_chat:
-        prompt = {"messages": [millrace_pb2.ChatMessage(role="user", content=story.prompt)]}
-    return millrace_pb2.GenerateRequest(
+        prompt = {"messages": [headrace_pb2.ChatMessage(role="user", content=story.prompt)]}
+    return headrace_pb2.GenerateRequest(
         model=story.model, request_id=name, stop=story.stop, **story.parameters, **prompt
     )
 
 
 async def _generate(client: Client, request: Request) -> AsyncGenerator[Piece, None]:
-    call = millrace_pb2_grpc.TextGenerationStub(client.channel()).Generate(
+    call = headrace_pb2_grpc.TextGenerationStub(client.channel()).Generate(
         text_request(request.required_story, request.name), timeout=request.timeout_s
     )
     async with aclosing(_responses(call)) as responses:
@@ -260,11 +260,11 @@ async def _refused(client: Client, request: Request) -> AsyncGenerator[Piece, No
 
 def _wrong_generate(**fields: Any) -> Callable[[Client, Request], AsyncIterator[Any]]:
     def call(client: Client, request: Request) -> AsyncIterator[Any]:
-        message = millrace_pb2.GenerateRequest(
+        message = headrace_pb2.GenerateRequest(
             **{"model": TEXT_MODEL, "prompt": "Once", "request_id": request.name, **fields}
         )
         return _responses(
-            millrace_pb2_grpc.TextGenerationStub(client.channel()).Generate(message, timeout=request.timeout_s)
+            headrace_pb2_grpc.TextGenerationStub(client.channel()).Generate(message, timeout=request.timeout_s)
         )
 
     return call

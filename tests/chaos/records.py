@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from millrace_protos.millrace_pb2 import PayloadRecord
+from headrace_protos.headrace_pb2 import PayloadRecord
 from tests.chaos.load import OK, Call
 from tests.chaos.oracle import EXCUSED, Oracle, Span
 from tests.chaos.requests import TEXT_WAYS

@@ -35,7 +35,7 @@ def raises(kind, code, param=None, text=""):
 # Models.
 listed = {model.id: model for model in client.models.list()}
 assert set(listed) == {"storyteller", "caller", "normalizer", "embedder"}, listed
-assert client.models.retrieve("storyteller").owned_by == "millrace"
+assert client.models.retrieve("storyteller").owned_by == "headrace"
 with raises(openai.NotFoundError, "model_not_found", text="no model 'nobody'"):
     client.models.retrieve("nobody")
 

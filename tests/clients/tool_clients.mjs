@@ -25,7 +25,7 @@ const streamed = await client.chat.completions.stream(forced).finalChatCompletio
 assert.equal(streamed.choices[0].message.tool_calls[0].function.arguments, call.function.arguments);
 assert.equal(streamed.choices[0].finish_reason, "tool_calls");
 
-const provider = { name: "millrace", baseURL, apiKey: "any", includeUsage: true, supportsStructuredOutputs: true };
+const provider = { name: "headrace", baseURL, apiKey: "any", includeUsage: true, supportsStructuredOutputs: true };
 const ai = createOpenAICompatible(provider)(model);
 const executed = [];
 const weather = tool({

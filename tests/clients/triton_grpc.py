@@ -41,7 +41,7 @@ assert client.is_model_ready("storyteller", "1")
 assert not client.is_model_ready("storyteller", "2")
 assert not client.is_model_ready("nobody")
 server = client.get_server_metadata(as_json=True)
-assert server["name"] == "millrace"
+assert server["name"] == "headrace"
 assert {"statistics", "model_repository", "binary_tensor_data"} <= set(server["extensions"])
 metadata = client.get_model_metadata("storyteller", as_json=True)
 assert metadata["versions"] == ["1"]

@@ -49,7 +49,7 @@ async def one_answer(client):
     assert await client.is_server_ready()
     assert await client.is_model_ready("storyteller", "1")
     assert not await client.is_model_ready("nobody")
-    assert (await client.get_server_metadata(as_json=True))["name"] == "millrace"
+    assert (await client.get_server_metadata(as_json=True))["name"] == "headrace"
     assert (await client.get_model_metadata("identity")).name == "identity"
     assert (await client.get_model_config("chunks")).config.model_transaction_policy.decoupled
     assert (await client.get_inference_statistics("identity")).model_stats[0].name == "identity"

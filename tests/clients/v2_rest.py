@@ -57,7 +57,7 @@ assert client.is_model_ready("identity")
 assert client.is_model_ready("identity", "1")
 assert not client.is_model_ready("nobody")
 assert not client.is_model_ready("identity", "7")
-assert client.get_server_metadata()["name"] == "millrace"
+assert client.get_server_metadata()["name"] == "headrace"
 metadata = client.get_model_metadata("storyteller")
 assert metadata["versions"] == ["1"]
 assert metadata["inputs"][0] == {"name": "text_input", "datatype": "BYTES", "shape": [1]}

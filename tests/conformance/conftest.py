@@ -19,7 +19,7 @@ import asyncio
 
 import numpy as np
 
-from millrace.errors import InvalidRequestError
+from headrace.errors import InvalidRequestError
 
 INPUTS = {"INPUT": ("BYTES", [1])}
 OUTPUTS = {"OUTPUT": ("BYTES", [1])}

@@ -49,23 +49,23 @@ async def test_grpcurl_lists_describes_and_calls_by_reflection(stack):
     async def grpcurl(*arguments, options=()):
         return await run(program, "-plaintext", *options, stack.gateway, *arguments)
 
-    method = "millrace.v1.TextGeneration.Generate"
+    method = "headrace.v1.TextGeneration.Generate"
     services = (await grpcurl("list")).split()
-    assert {"grpc.health.v1.Health", SERVICE, "millrace.v1.PayloadLog", "millrace.v1.TextGeneration"} <= set(services)
+    assert {"grpc.health.v1.Health", SERVICE, "headrace.v1.PayloadLog", "headrace.v1.TextGeneration"} <= set(services)
     for service in services:  # Each method of each service.
         for each in (await grpcurl("list", service)).split():
             assert f"{each} is a method:" in await grpcurl("describe", each)
     for symbol, kind in (
-        ("millrace.v1.TextGeneration", "a service"),
-        ("millrace.v1.GenerateRequest", "a message"),
-        ("millrace.v1.GenerateRequest.model", "a field"),
+        ("headrace.v1.TextGeneration", "a service"),
+        ("headrace.v1.GenerateRequest", "a message"),
+        ("headrace.v1.GenerateRequest.model", "a field"),
     ):
         assert f"{symbol} is {kind}:" in await grpcurl("describe", symbol)
     request = json.dumps({"model": "storyteller", "prompt": PROMPT, **_camel(GREEDY)})
     *_, last = _documents(await grpcurl(method.replace(".Generate", "/Generate"), options=("-d", request)))
     assert last["usage"]["completion_tokens"] == GREEDY["max_tokens"]
     with pytest.raises(AssertionError, match="not found"):
-        await grpcurl("describe", "millrace.v1.TextGeneration.Nothing")
+        await grpcurl("describe", "headrace.v1.TextGeneration.Nothing")
 
 
 # ------------------------------------------------------------------ buf curl, which calls gRPC with JSON
@@ -138,12 +138,12 @@ async def test_buf_calls_every_method_by_reflection(buf):
     for method, field in (("ModelMetadata", "name"), ("ModelConfig", "name"), ("ModelInfer", "modelName")):
         assert await buf(f"{SERVICE}/{method}", {field: "nobody"}) == ("not_found", "no model 'nobody'")
     assert (await buf(f"{SERVICE}/SystemSharedMemoryStatus"))[0] == "unimplemented"
-    assert (await buf("millrace.v1.PayloadLog/Get", {"recordId": "nothing"}))[0] == "not_found"
+    assert (await buf("headrace.v1.PayloadLog/Get", {"recordId": "nothing"}))[0] == "not_found"
 
 
 async def test_buf_reads_the_same_text_from_every_method(buf):
     responses = await buf(
-        "millrace.v1.TextGeneration/Generate", {"model": "storyteller", "prompt": PROMPT, **_camel(GREEDY)}
+        "headrace.v1.TextGeneration/Generate", {"model": "storyteller", "prompt": PROMPT, **_camel(GREEDY)}
     )
     story = "".join(response.get("text", "") for response in responses)
     assert responses[-1]["usage"]["completionTokens"] == GREEDY["max_tokens"]
@@ -165,9 +165,9 @@ async def test_buf_reads_the_same_text_from_every_method(buf):
 async def test_buf_speaks_grpc_web(buf):
     web = ("--protocol", "grpcweb", "--reflect-protocol", "grpc-v1")
     request = {"model": "storyteller", "prompt": PROMPT, **_camel(GREEDY)}
-    responses = await buf("millrace.v1.TextGeneration/Generate", request, options=web)
+    responses = await buf("headrace.v1.TextGeneration/Generate", request, options=web)
     assert responses[-1]["usage"]["completionTokens"] == GREEDY["max_tokens"]
-    refused = await buf("millrace.v1.TextGeneration/Generate", request | {"model": "nobody"}, options=web)
+    refused = await buf("headrace.v1.TextGeneration/Generate", request | {"model": "nobody"}, options=web)
     assert refused == ("not_found", "no model 'nobody'")
     (answer,) = await buf(f"{SERVICE}/ModelInfer", message("chunks", "INPUT", "x"), options=web)
     assert piece(answer) == "x"
@@ -233,9 +233,9 @@ async def test_curl_reads_the_same_text_on_every_path(curl):
     assert json.loads(text)["text_output"] == story
     _, text = await curl("/v2/models/storyteller/generate_stream", fields)
     assert "".join(event["text_output"] for event in events(text)) == story
-    _, text = await curl("/millrace/v1/generate", request)
+    _, text = await curl("/headrace/v1/generate", request)
     assert "".join(line.get("text", "") for line in map(json.loads, text.splitlines())) == story
-    status, text = await curl("/millrace/v1/payloads?model=storyteller&page_size=1")
+    status, text = await curl("/headrace/v1/payloads?model=storyteller&page_size=1")
     assert status == 200
     # The record of the last request may not be stored yet.
     assert all(json.loads(line)["model"] == "storyteller" for line in text.splitlines())

@@ -12,9 +12,9 @@ import grpc
 import numpy as np
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from millrace.oip.tensors import Tensor
-from millrace_protos import millrace_pb2, millrace_pb2_grpc
-from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from headrace.oip.tensors import Tensor
+from headrace_protos import headrace_pb2, headrace_pb2_grpc
+from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.system.calls import ids_request, text_request
 
 DEADLINE_S = 60.0
@@ -36,11 +36,11 @@ def channel(gateway: str, authority: str = "") -> grpc.aio.Channel:
 
 async def generate(channel: grpc.aio.Channel, max_tokens: int = 40, started: asyncio.Event | None = None) -> None:
     """A stream, read to its end; sets `started` at the first token."""
-    request = millrace_pb2.GenerateRequest(
+    request = headrace_pb2.GenerateRequest(
         model="storyteller", prompt="Once upon a time", max_tokens=max_tokens, ignore_eos=True
     )
     tokens, reason = 0, ""
-    async for response in millrace_pb2_grpc.TextGenerationStub(channel).Generate(request, timeout=DEADLINE_S):
+    async for response in headrace_pb2_grpc.TextGenerationStub(channel).Generate(request, timeout=DEADLINE_S):
         tokens += len(response.token_ids)
         reason = response.finish_reason
         if started is not None and tokens:
@@ -68,8 +68,8 @@ async def health(channel: grpc.aio.Channel) -> None:
 
 
 async def query(channel: grpc.aio.Channel) -> None:
-    records = millrace_pb2_grpc.PayloadLogStub(channel).Query(
-        millrace_pb2.QueryPayloadsRequest(page_size=1), timeout=DEADLINE_S
+    records = headrace_pb2_grpc.PayloadLogStub(channel).Query(
+        headrace_pb2.QueryPayloadsRequest(page_size=1), timeout=DEADLINE_S
     )
     async for record in records:
         assert record.record_id

@@ -41,7 +41,7 @@ def built(engine: None, tmp_path_factory: pytest.TempPathFactory) -> ComposeStac
     with stack.timed("build (only what the engine has cached is not new)"):
         stack.compose("build")
     for name in _OURS:
-        stack.sizes[name] = size_mb(f"millrace-{name}:test") - size_mb(BASE_IMAGE)
+        stack.sizes[name] = size_mb(f"headrace-{name}:test") - size_mb(BASE_IMAGE)
     return stack
 
 

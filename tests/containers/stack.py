@@ -23,7 +23,7 @@ from tests.support.free_ports import free_settings
 ROOT = Path(__file__).parents[2]
 BASE_IMAGE = "python:3.11-slim-bookworm"
 
-PROJECT = "millrace-test"
+PROJECT = "headrace-test"
 FILES = ("compose.yaml", "tests/containers/offline.yaml")
 _COMMAND_TIMEOUT_S = 900
 _POLL_S = 0.2  # Calls of the engine use the cores that the stack needs.

@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.containers.stack import ROOT, ComposeStack, Container, docker
 
-_NAME = "millrace-swarm-test"
+_NAME = "headrace-swarm-test"
 _PAGE = ROOT / "docs" / "swarm.md"
 _SERVICE = "com.docker.swarm.service.name"
 _ENDS_S = 120.0
@@ -45,7 +45,7 @@ class SwarmStack:
         self._run(
             _block("stack deploy")
             .replace("-f compose.swarm.yaml", "-f tests/containers/offline.yaml -f compose.swarm.yaml")
-            .replace("--compose-file - millrace", f"--compose-file - {_NAME}")
+            .replace("--compose-file - headrace", f"--compose-file - {_NAME}")
         )
         _until(self._is_ready, 300)
 

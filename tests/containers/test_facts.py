@@ -32,7 +32,7 @@ def test_a_container_has_the_least_privileges(stack, service):
 @pytest.mark.parametrize("service", ["transformer", "predictor", "logger"])
 def test_the_health_check_uses_grpc(stack, service):
     config = stack.container(service).facts["Config"]
-    assert config["Healthcheck"]["Test"][:4] == ["CMD", "python", "-m", "millrace.rpc.health_check"]
+    assert config["Healthcheck"]["Test"][:4] == ["CMD", "python", "-m", "headrace.rpc.health_check"]
     # In exec form: no shell is between SIGTERM and the service.
     assert config["Entrypoint"] == ["python", "-m", f"services.{service}"]
 
@@ -57,11 +57,11 @@ def test_an_image_contains_no_compiler_no_cache_and_no_package_of_another_servic
 @pytest.mark.parametrize(
     ("service", "folder"),
     [
-        ("logger", "/var/lib/millrace"),
-        ("transformer", "/var/cache/millrace"),
+        ("logger", "/var/lib/headrace"),
+        ("transformer", "/var/cache/headrace"),
         ("transformer", "/var/lib/routes"),
-        ("predictor", "/var/cache/millrace"),
-        ("predictor", "/var/lib/millrace"),
+        ("predictor", "/var/cache/headrace"),
+        ("predictor", "/var/lib/headrace"),
     ],
 )
 def test_a_service_can_write_only_to_its_volume(stack, service, folder):
@@ -95,7 +95,7 @@ def test_only_the_gateway_and_the_pages_are_published_and_on_loopback_only(stack
 def test_a_services_metrics_are_reachable_in_its_network(stack, service, port):
     for address in stack.container(service).addresses:
         with urllib.request.urlopen(f"http://{address}:{port}/metrics", timeout=10) as page:
-            assert "\nmillrace_event_loop_lag_seconds" in page.read().decode()
+            assert "\nheadrace_event_loop_lag_seconds" in page.read().decode()
 
 
 def networks_of(stack, service):
@@ -108,7 +108,7 @@ def test_logger_and_predictor_reach_neither_the_internet_nor_each_other(stack):
     assert networks_of(stack, "predictor") == {"models"}
     assert networks_of(stack, "transformer") == {"models", "records"}
     for network in ("records", "models"):
-        assert docker("network", "inspect", "--format", "{{.Internal}}", f"millrace-test_{network}").strip() == "true"
+        assert docker("network", "inspect", "--format", "{{.Internal}}", f"headrace-test_{network}").strip() == "true"
     # There is no route, not even to this machine's default gateway.
     script = "print(sum(line.split()[1] == '00000000' for line in open('/proc/net/route')))"
     for service in ("logger", "predictor", "transformer"):

@@ -45,7 +45,7 @@ async def disk_and_stack(built, tmp_path_factory):
         lines += [f"  {name}: {{{limits}{', scale: 2' * (name == 'predictor')}}}" for name in SERVICES]
         overlay = folder / "small.yaml"
         overlay.write_text("\n".join(lines) + "\n")
-        stack = ComposeStack(folder / "wheels", (*FILES, str(overlay)), "millrace-full")
+        stack = ComposeStack(folder / "wheels", (*FILES, str(overlay)), "headrace-full")
         (folder / "wheels").mkdir()
         try:
             stack.compose("up", "--wait", "--no-build", *SERVICES)

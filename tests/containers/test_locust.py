@@ -68,7 +68,7 @@ async def test_workers_share_the_load(stack):
 
 async def test_the_collector_has_spans_of_every_hop(stack):
     # Text does not pass the gateway's inner listener.
-    hops = {"envoy-ingress", "millrace-transformer", "millrace-predictor"}
+    hops = {"envoy-ingress", "headrace-transformer", "headrace-predictor"}
 
     async def all_seen():
         return hops <= set(json.loads(await asyncio.to_thread(fetch, f"{stack.jaeger_page}/api/services"))["data"])

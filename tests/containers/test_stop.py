@@ -5,7 +5,7 @@ import asyncio
 import json
 import uuid
 
-from millrace_protos import millrace_pb2, millrace_pb2_grpc
+from headrace_protos import headrace_pb2, headrace_pb2_grpc
 from tests.containers.calls import channel, generate
 from tests.system.calls import rest
 
@@ -40,6 +40,6 @@ async def test_streams_end_before_their_containers_and_records_survive(stack):
     with stack.timed("up --wait, with everything built"):
         stack.compose("up", "--wait")
     async with channel(stack.gateway) as open_channel:
-        query = millrace_pb2.QueryPayloadsRequest(request_id=request_id)
-        [record] = [record async for record in millrace_pb2_grpc.PayloadLogStub(open_channel).Query(query)]
+        query = headrace_pb2.QueryPayloadsRequest(request_id=request_id)
+        [record] = [record async for record in headrace_pb2_grpc.PayloadLogStub(open_channel).Query(query)]
     assert record.text == "2021-03-03"

@@ -7,7 +7,7 @@ import json
 import grpc
 import pytest
 
-from millrace_protos import millrace_pb2, millrace_pb2_grpc
+from headrace_protos import headrace_pb2, headrace_pb2_grpc
 from tests.containers.calls import KINDS, QUERY, channel, load
 from tests.containers.stack import FILES, docker
 from tests.containers.swarm import SwarmStack
@@ -47,9 +47,9 @@ async def undisturbed(swarm):
 
 async def answer(swarm, prompt, **fields):
     """The text of one stream over a connection of its own."""
-    request = millrace_pb2.GenerateRequest(ignore_eos=True, **prompt, **fields)
+    request = headrace_pb2.GenerateRequest(ignore_eos=True, **prompt, **fields)
     async with channel(swarm.gateway) as own:
-        responses = millrace_pb2_grpc.TextGenerationStub(own).Generate(request, timeout=DEADLINE_S)
+        responses = headrace_pb2_grpc.TextGenerationStub(own).Generate(request, timeout=DEADLINE_S)
         return text_of([response async for response in responses])
 
 

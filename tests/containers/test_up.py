@@ -15,7 +15,7 @@ from tests.system.own_clients import python_of
 CLIENTS_PAGE = (ROOT / "docs" / "clients.md").read_text()
 BUF = ROOT / ".tools" / "node_modules" / ".bin"
 PATH = f"{BUF}{os.pathsep}{os.environ['PATH']}"
-CODE = ROOT / "millrace" / "__init__.py"
+CODE = ROOT / "headrace" / "__init__.py"
 
 
 def run(stack, *command: str) -> str:
@@ -42,7 +42,7 @@ def buf(stack, method: str, request: dict) -> list[dict]:
 def test_buf_curl_streams(stack):
     request = {"model": "storyteller", "prompt": "Once upon a time", "maxTokens": 30, "ignoreEos": True, "pace": 50}
     with stack.timed("buf curl: 30 tokens"):
-        messages = buf(stack, "millrace.v1.TextGeneration/Generate", request)
+        messages = buf(stack, "headrace.v1.TextGeneration/Generate", request)
     assert len(messages) >= 20
     assert messages[-1]["finishReason"] == "length"
 

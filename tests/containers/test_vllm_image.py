@@ -35,7 +35,7 @@ def vllm(built, tmp_path_factory):
     }
     with built.timed("build with vLLM (only what the engine has cached is not new)"):
         stack.compose("build", "predictor")
-    built.sizes["predictor with vLLM"] = size_mb("millrace-predictor:test-vllm") - size_mb(BASE_IMAGE)
+    built.sizes["predictor with vLLM"] = size_mb("headrace-predictor:test-vllm") - size_mb(BASE_IMAGE)
     try:
         with built.timed("up --wait with vLLM"):
             stack.compose("up", "--wait", "--no-build", "envoy")
@@ -70,7 +70,7 @@ async def test_an_answer_follows_its_form(vllm):
 
 def test_the_container_has_the_least_privileges(vllm):
     facts = vllm.container("predictor").facts
-    assert facts["Config"]["User"] == "millrace"
+    assert facts["Config"]["User"] == "headrace"
     assert facts["HostConfig"]["ReadonlyRootfs"]
     assert facts["HostConfig"]["CapDrop"] == ["ALL"]
     assert facts["HostConfig"]["PidsLimit"] == 1024

@@ -21,9 +21,9 @@ from typing import Any
 import grpc
 import numpy as np
 
-from millrace_protos import inference_pb2 as pb
-from millrace_protos import millrace_pb2, millrace_pb2_grpc
-from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from headrace_protos import headrace_pb2, headrace_pb2_grpc
+from headrace_protos import inference_pb2 as pb
+from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from services.transformer.processes.body_worker import lower_priority
 from tests.fuzz import floods, shares
 from tests.fuzz.target import ATTACKS, MEGABYTE, Report, Target, attack
@@ -36,7 +36,7 @@ _LARGEST = 57 * MEGABYTE  # Just below what the gateway passes on.
 _IDENTITY = "identity"
 _TEXT_MODEL = "storyteller"
 _INFER = "/inference.GRPCInferenceService/ModelInfer"
-_GENERATE = "/millrace.v1.TextGeneration/Generate"
+_GENERATE = "/headrace.v1.TextGeneration/Generate"
 _FRAME_HEAD = 5
 
 
@@ -118,7 +118,7 @@ async def huge_json_documents(target: Target) -> None:
         (f"/v2/models/{_TEXT_MODEL}/generate", body),
         ("/v1/completions", body),
         ("/v1/embeddings", numbers),
-        ("/millrace/v1/generate", body),
+        ("/headrace/v1/generate", body),
         (f"/v2/models/{_TEXT_MODEL}/infer", nested),
     ]
     turn = iter(range(sys.maxsize))
@@ -134,9 +134,9 @@ async def huge_json_documents(target: Target) -> None:
 async def stop_strings_that_almost_match(target: Target) -> None:
     """Stop strings that equal the answer, always the same one, up to their last character."""
     fields = {"model": _TEXT_MODEL, "prompt": "Once", "temperature": 0, "ignore_eos": True}
-    request = millrace_pb2.GenerateRequest(**fields, max_tokens=min(200, int(20 * target.left_s)))
+    request = headrace_pb2.GenerateRequest(**fields, max_tokens=min(200, int(20 * target.left_s)))
     opened = channel(target.gateway)
-    stub = millrace_pb2_grpc.TextGenerationStub(opened)
+    stub = headrace_pb2_grpc.TextGenerationStub(opened)
     text = "".join([response.text async for response in stub.Generate(request)])[:1000]
     request.stop.extend(text + chr(ord("a") + number) for number in range(16))
 
@@ -170,7 +170,7 @@ async def empty_fields(target: Target) -> None:
     """Messages of 29 million empty fields, to the transformer, the predictor and the logger."""
     field_7, field_5, field_8 = b"\x3a\x00", b"\x2a\x00", b"\x42\x00"
     count = _LARGEST // 2
-    generate = millrace_pb2.GenerateRequest.DESCRIPTOR.fields_by_name["stop"].number
+    generate = headrace_pb2.GenerateRequest.DESCRIPTOR.fields_by_name["stop"].number
     typed = pb.ModelInferRequest(model_name=_IDENTITY)
     contents = field_8 * (count - 100)
     typed.inputs.add(name="x", datatype="BYTES", shape=[count - 100])
@@ -185,7 +185,7 @@ async def empty_fields(target: Target) -> None:
             (_INFER, typed_bytes, "predictor"),
             (_GENERATE, bytes([generate << 3 | 2, 0]) * count, ""),
             ("/inference.GRPCInferenceService/TraceSetting", b"\x0a\x00" * count, ""),
-            ("/millrace.v1.PayloadLog/Query", b"\x0a\x00" * count, ""),
+            ("/headrace.v1.PayloadLog/Query", b"\x0a\x00" * count, ""),
         ],
     )
 
@@ -236,8 +236,8 @@ async def idle_streams(target: Target) -> None:
 @attack
 async def idle_tails(target: Target) -> None:
     """Tails of the payload log without matches, more than the limit."""
-    request = millrace_pb2.TailPayloadsRequest(model="none")
-    await _hold_open(target, 100, lambda opened: millrace_pb2_grpc.PayloadLogStub(opened).Tail(request))
+    request = headrace_pb2.TailPayloadsRequest(model="none")
+    await _hold_open(target, 100, lambda opened: headrace_pb2_grpc.PayloadLogStub(opened).Tail(request))
 
 
 @attack
@@ -313,7 +313,7 @@ async def readers_that_do_not_read(target: Target) -> None:
     async def call() -> str:
         reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
         try:
-            writer.write(b"GET /millrace/v1/payloads?page_size=1000 HTTP/1.1\r\nhost: gateway\r\n\r\n")
+            writer.write(b"GET /headrace/v1/payloads?page_size=1000 HTTP/1.1\r\nhost: gateway\r\n\r\n")
             await reader.read(1024)
             await asyncio.sleep(target.left_s)
             return "held"
@@ -348,8 +348,8 @@ async def short_deadlines(target: Target) -> None:
 async def _disturb(target: Target, deadline_s: float | None) -> None:
     """Ends some 300 calls a second; 4 honest streams on the same connection must not see it."""
     opened = channel(target.gateway)
-    stub = millrace_pb2_grpc.TextGenerationStub(opened)
-    request = millrace_pb2.GenerateRequest(model=_TEXT_MODEL, prompt="Once", max_tokens=24, ignore_eos=True)
+    stub = headrace_pb2_grpc.TextGenerationStub(opened)
+    request = headrace_pb2.GenerateRequest(model=_TEXT_MODEL, prompt="Once", max_tokens=24, ignore_eos=True)
 
     async def honest() -> None:
         while target.left_s:

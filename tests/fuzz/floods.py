@@ -11,7 +11,7 @@ import struct
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from millrace_protos import millrace_pb2
+from headrace_protos import headrace_pb2
 from tests.fuzz.target import Target, attack
 from tests.process.unfinished_calls import (
     DATA,
@@ -34,7 +34,7 @@ _OPENED_AT_ONCE = 25  # Connections, so that the kernel's queue of new ones does
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _CANCEL = (8).to_bytes(4)
 _METADATA = "/inference.GRPCInferenceService/ServerMetadata"
-_GENERATE = "/millrace.v1.TextGeneration/Generate"
+_GENERATE = "/headrace.v1.TextGeneration/Generate"
 _READ_BYTES = 1 << 16
 
 Fields = dict[str, str]
@@ -167,7 +167,7 @@ async def silent_connections(target: Target) -> None:
 @attack
 async def slow_readers(target: Target) -> None:
     """500 unread answers: streams with a window of zero bytes, 10 of them generations."""
-    request = millrace_pb2.GenerateRequest(model="storyteller", prompt="Once", max_tokens=64, ignore_eos=True)
+    request = headrace_pb2.GenerateRequest(model="storyteller", prompt="Once", max_tokens=64, ignore_eos=True)
     message = request.SerializeToString()
     data = b"\0" + len(message).to_bytes(4) + message
     script = _literal({":method": "GET", ":scheme": "http", ":path": "/playground/record.js", ":authority": "gateway"})

@@ -9,16 +9,16 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from millrace_protos import inference_pb2 as pb
-from millrace_protos import millrace_pb2
+from headrace_protos import headrace_pb2
+from headrace_protos import inference_pb2 as pb
 from tests.fuzz.case import Case, GrpcCall, HttpCall
 from tests.fuzz.infer_cases import model_infer
 from tests.fuzz.json_values import bad_transport
 from tests.fuzz.messages import INFERENCE, bytes_case, changed, frame, is_served, text_infer, text_message
 from tests.fuzz.text_cases import JSON
 
-_GENERATE = "/millrace.v1.TextGeneration/Generate"
-_LOG = "/millrace.v1.PayloadLog"
+_GENERATE = "/headrace.v1.TextGeneration/Generate"
+_LOG = "/headrace.v1.PayloadLog"
 
 _NAN, _INF = float("nan"), float("inf")
 _GENERATE_FIELDS: Mapping[str, tuple[Any, ...]] = {
@@ -51,18 +51,18 @@ def generate(random: Random) -> Case:
     if random.random() < 0.03:
         return Case("no message", GrpcCall(_GENERATE, ()))
     if random.random() < 0.35:
-        return bytes_case(random, _GENERATE, text_message(), millrace_pb2.GenerateRequest, "model")
+        return bytes_case(random, _GENERATE, text_message(), headrace_pb2.GenerateRequest, "model")
     if random.random() < 0.1:
         conversation = random.choice(
             ([], [("alien", "x")], [("", "")], [("user", "x" * 100_000)], [("user", "x")] * 5000)
         )
-        messages = [millrace_pb2.ChatMessage(role=role, content=content) for role, content in conversation]
-        request = millrace_pb2.GenerateRequest(model="storyteller", messages=messages, max_tokens=1)
+        messages = [headrace_pb2.ChatMessage(role=role, content=content) for role, content in conversation]
+        request = headrace_pb2.GenerateRequest(model="storyteller", messages=messages, max_tokens=1)
         return Case("messages", GrpcCall(_GENERATE, (request.SerializeToString(),)))
     name = random.choice(list(_GENERATE_FIELDS))
     value = random.choice(_GENERATE_FIELDS[name])
     fields = {"model": "storyteller", "prompt": "Once", "max_tokens": 1, name: value}
-    request = millrace_pb2.GenerateRequest(**fields)
+    request = headrace_pb2.GenerateRequest(**fields)
     return Case(f"{name}={str(value)[:80]}", GrpcCall(_GENERATE, (request.SerializeToString(),)))
 
 
@@ -70,29 +70,29 @@ def payload_query(random: Random) -> Case:
     """`PayloadLog` over gRPC and REST, except `Tail`, which does not end."""
     way = random.random()
     if way < 0.35:
-        good = millrace_pb2.QueryPayloadsRequest(model="none", page_size=1).SerializeToString()
-        return bytes_case(random, f"{_LOG}/Query", good, millrace_pb2.QueryPayloadsRequest, None)
+        good = headrace_pb2.QueryPayloadsRequest(model="none", page_size=1).SerializeToString()
+        return bytes_case(random, f"{_LOG}/Query", good, headrace_pb2.QueryPayloadsRequest, None)
     if way < 0.5:
         fields = random.choice(({"page_size": random.randint(1001, 2**32 - 1)}, {"page_token": random.choice(_TOKENS)}))
-        request = millrace_pb2.QueryPayloadsRequest(**fields)
+        request = headrace_pb2.QueryPayloadsRequest(**fields)
         return Case(f"{fields}", GrpcCall(f"{_LOG}/Query", (request.SerializeToString(),)))
     if way < 0.6:
         keys: dict[str, str] = random.choice(
             ({}, {"record_id": "x" * 9999}, {"record_id": ""}, {"request_id": "\x00none"})
         )
-        request = millrace_pb2.GetPayloadRequest(**keys)
+        request = headrace_pb2.GetPayloadRequest(**keys)
         return Case(f"Get {str(keys)[:60]}", GrpcCall(f"{_LOG}/Get", (request.SerializeToString(),)))
     if way < 0.7:
-        path = f"/millrace/v1/payloads/{random.choice(('x', '%00', '..%2f', '-', 'a' * 3000))}"
+        path = f"/headrace/v1/payloads/{random.choice(('x', '%00', '..%2f', '-', 'a' * 3000))}"
         return Case("no record", HttpCall(path, b"", {}, "GET"))
     if way < 0.95:
         query = random.choice(_QUERIES)
-        path = random.choice(("/millrace/v1/payloads", "/millrace/v1/payloads:tail"))
+        path = random.choice(("/headrace/v1/payloads", "/headrace/v1/payloads:tail"))
         if query.split("=")[0] in ("page_size", "page_token", "since", "until"):
-            path = "/millrace/v1/payloads"
+            path = "/headrace/v1/payloads"
         return Case(query[:80], HttpCall(f"{path}?{query}", b"", {}, "GET"))
     return bad_transport(
-        random, "/millrace/v1/generate", b'{"model":"storyteller","prompt":"Once","max_tokens":1}', JSON
+        random, "/headrace/v1/generate", b'{"model":"storyteller","prompt":"Once","max_tokens":1}', JSON
     )
 
 
@@ -154,7 +154,7 @@ def repository(random: Random) -> Case:
         case "rest":
             return _rest_repository(random)
         case _:
-            path = random.choice((f"{INFERENCE}/Nothing", "/millrace.v1.TextGeneration/Nothing", "/no.Service/Method"))
+            path = random.choice((f"{INFERENCE}/Nothing", "/headrace.v1.TextGeneration/Nothing", "/no.Service/Method"))
             return Case(f"unknown {path}", GrpcCall(path, (b"",)))
 
 
@@ -191,7 +191,7 @@ def grpc_web(random: Random) -> Case:
     """gRPC-Web: malformed frames, and wrong messages in valid ones."""
     path, good, kind = random.choice(
         (
-            (_GENERATE, text_message(), millrace_pb2.GenerateRequest),
+            (_GENERATE, text_message(), headrace_pb2.GenerateRequest),
             (f"{INFERENCE}/ModelInfer", text_infer(), pb.ModelInferRequest),
         )
     )
@@ -220,7 +220,7 @@ def grpc_web(random: Random) -> Case:
             return Case("text of noise", HttpCall(path, body, headers, web=True))
         case "path":
             path = random.choice(
-                ("/", "/millrace.v1.TextGeneration/Nothing", "/millrace.v1.PayloadIngest/Append", "/x")
+                ("/", "/headrace.v1.TextGeneration/Nothing", "/headrace.v1.PayloadIngest/Append", "/x")
             )
             return Case(f"path {path}", HttpCall(path, frame(good), headers, web=True))
         case _:

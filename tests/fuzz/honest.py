@@ -21,10 +21,10 @@ import grpc
 import httpx2
 
 from bench.statistics import quantile
-from millrace.oip.tensors import decode_outputs
-from millrace_protos import inference_pb2 as pb
-from millrace_protos import millrace_pb2, millrace_pb2_grpc
-from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from headrace.oip.tensors import decode_outputs
+from headrace_protos import headrace_pb2, headrace_pb2_grpc
+from headrace_protos import inference_pb2 as pb
+from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.system.calls import channel, each, text_request
 from tests.waiting import until
 
@@ -118,7 +118,7 @@ class Honest:
 
     async def _generate(self, opened: grpc.aio.Channel) -> AsyncIterator[str]:
         fields = {"model": _MODEL, "prompt": _PROMPT, "max_tokens": _TOKENS, "temperature": 0, "ignore_eos": True}
-        call = millrace_pb2_grpc.TextGenerationStub(opened).Generate(millrace_pb2.GenerateRequest(**fields))
+        call = headrace_pb2_grpc.TextGenerationStub(opened).Generate(headrace_pb2.GenerateRequest(**fields))
         async for response in call:
             yield response.text
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from millrace.oip.tensors import bytes_tensor, encode_raw
-from millrace_protos import inference_pb2 as pb
+from headrace.oip.tensors import bytes_tensor, encode_raw
+from headrace_protos import inference_pb2 as pb
 from tests.fuzz.case import Case, GrpcCall
 from tests.fuzz.messages import INFERENCE, add_tensor, bytes_case, tensor_infer, text_infer
 

@@ -12,9 +12,9 @@ from random import Random
 
 from google.protobuf.message import DecodeError, Message
 
-from millrace.oip.tensors import bytes_tensor, encode_raw
-from millrace_protos import inference_pb2 as pb
-from millrace_protos import millrace_pb2
+from headrace.oip.tensors import bytes_tensor, encode_raw
+from headrace_protos import headrace_pb2
+from headrace_protos import inference_pb2 as pb
 from tests.fuzz.case import Case, GrpcCall
 
 INFERENCE = "/inference.GRPCInferenceService"
@@ -66,8 +66,8 @@ def is_served(data: bytes, kind: type[Message], name: str | None) -> bool:
 
 def text_message() -> bytes:
     """A valid GenerateRequest; the model's name is last, so that a cut removes it first."""
-    short = millrace_pb2.GenerateRequest(max_tokens=1, prompt="Once upon a time")
-    return short.SerializeToString() + millrace_pb2.GenerateRequest(model="storyteller").SerializeToString()
+    short = headrace_pb2.GenerateRequest(max_tokens=1, prompt="Once upon a time")
+    return short.SerializeToString() + headrace_pb2.GenerateRequest(model="storyteller").SerializeToString()
 
 
 def text_infer() -> bytes:

@@ -13,7 +13,7 @@ import grpc
 import httpx2
 import orjson
 
-from millrace_protos import inference_pb2
+from headrace_protos import inference_pb2
 from tests.fuzz.case import Case, GrpcCall, HttpCall, Outcome
 from tests.system.calls import channel, web_frames
 

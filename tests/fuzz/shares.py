@@ -117,7 +117,7 @@ async def tokens_at_the_predictor(target: Target) -> None:
     caller = replace(target, address=_OTHER)
     text = text_request("storyteller", "Once", max_tokens=1000).SerializeToString()
     paths = [f"/inference.GRPCInferenceService/Model{kind}Infer" for kind in ("", "Stream")]
-    paths += ["/millrace.v1.TextGeneration/Generate", "/millrace.v1.PredictorSteps/Run"]
+    paths += ["/headrace.v1.TextGeneration/Generate", "/headrace.v1.PredictorSteps/Run"]
     numbers = count()
     await caller.repeat(64, lambda: caller.grpc_post(paths[next(numbers) % len(paths)], text, host="predictor"))
 

@@ -15,8 +15,8 @@ from random import Random
 import pytest
 import pytest_asyncio
 
-from millrace_protos import millrace_pb2, millrace_pb2_grpc
-from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from headrace_protos import headrace_pb2, headrace_pb2_grpc
+from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.fuzz import grpc_cases, infer_cases, tensor_cases, text_cases
 from tests.fuzz.case import Case, GrpcCall, HttpCall, verdict
 from tests.fuzz.sending import Sender
@@ -44,7 +44,7 @@ PROTOCOLS = {
     "V2 infer binary": tensor_cases.infer_binary,
     "generate": text_cases.generate,
     "generate_stream": text_cases.generate_stream,
-    "millrace generate": text_cases.millrace_generate,
+    "headrace generate": text_cases.headrace_generate,
     "payload log": grpc_cases.payload_query,
     "gRPC-Web": grpc_cases.grpc_web,
     "repository": grpc_cases.repository,
@@ -138,7 +138,7 @@ async def good_calls_work(stack):
     assert json.loads(
         (await rest(gateway, "POST", "/v2/models/storyteller/generate_stream", generate_fields)).events[-1]
     )["text_output"]
-    lines = (await rest(gateway, "POST", "/millrace/v1/generate", fields)).body.splitlines()
+    lines = (await rest(gateway, "POST", "/headrace/v1/generate", fields)).body.splitlines()
     assert json.loads(lines[-1])["finish_reason"] == "length"
     assert (await rest(gateway, "GET", "/v2/health/ready")).status == 200
     async with channel(gateway) as open_channel:
@@ -146,8 +146,8 @@ async def good_calls_work(stack):
         request = text_request("storyteller", "Once", max_tokens=2)
         assert (await stub.ModelInfer(request, timeout=10)).outputs
         assert not any([answer.error_message async for answer in stub.ModelStreamInfer(each(request), timeout=10)])
-        log = millrace_pb2_grpc.PayloadLogStub(open_channel)
-        assert [record async for record in log.Query(millrace_pb2.QueryPayloadsRequest(page_size=1), timeout=10)]
+        log = headrace_pb2_grpc.PayloadLogStub(open_channel)
+        assert [record async for record in log.Query(headrace_pb2.QueryPayloadsRequest(page_size=1), timeout=10)]
 
 
 async def engine_is_idle(stack):

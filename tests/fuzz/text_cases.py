@@ -1,4 +1,4 @@
-"""Wrong requests to the front ends of text in JSON: OpenAI's, the generate extension, and Millrace's own."""
+"""Wrong requests to the front ends of text in JSON: OpenAI's, the generate extension, and Headrace's own."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ GENERATE_EXTENSION: Mapping[str, Wrong] = {
     "id": either(NO_TEXT, one_of(json.dumps("i" * 300))),
 }
 # Envoy parses this one: protobuf's JSON accepts numbers as text, and some text as numbers.
-MILLRACE: Mapping[str, Wrong] = {
+HEADRACE: Mapping[str, Wrong] = {
     "model": one_of('""', '"nobody"', "[]", "{}", '["a"]'),
     "prompt": one_of('""', "{}", "[]", '["a","b"]', _LONG),
     "messages": one_of('"x"', "5", '[{"role":"user","content":"x"}]', "[5]", '[{"role":{}}]', '{"role":5}'),
@@ -167,7 +167,7 @@ def _maker(
     return make
 
 
-_MILLRACE = "/millrace/v1/generate"
+_HEADRACE = "/headrace/v1/generate"
 _CONTENT_TYPES = (
     "text/plain",
     "application/x-www-form-urlencoded",
@@ -218,4 +218,4 @@ chat_completions = _streamed(_maker(_openai("/chat/completions"), _CONVERSATION,
 embeddings = _maker(_openai("/embeddings"), {"model": '"embedder"', "input": '"the fox"'}, EMBEDDING, ("input",))
 generate = _maker("/v2/models/storyteller/generate", _GENERATE, GENERATE_EXTENSION)
 generate_stream = _maker("/v2/models/storyteller/generate_stream", _GENERATE, GENERATE_EXTENSION)
-millrace_generate = _maker(_MILLRACE, _PROMPT, MILLRACE)
+headrace_generate = _maker(_HEADRACE, _PROMPT, HEADRACE)

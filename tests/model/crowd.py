@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from millrace.errors import DeadlineError, HopBrokenError, NotReadyError, RequestFailedError
+from headrace.errors import DeadlineError, HopBrokenError, NotReadyError, RequestFailedError
 from services.predictor.engine.interface import EngineDeadError
 from tests.model.fakes import expected, read_all, request
 

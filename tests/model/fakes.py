@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millrace.sampling import SamplingParameters
+from headrace.sampling import SamplingParameters
 from services.predictor.engine.engine import ContinuousBatchingEngine
 from services.predictor.engine.grammar.compiler import GrammarCompiler
 from services.predictor.engine.interface import Chunk, EngineLimits, OutputSlot

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from millrace.sampling import SamplingParameters
+from headrace.sampling import SamplingParameters
 from services.predictor.engine.build import build_engine
 from services.predictor.engine.interface import Engine, GenerationRequest, OutputSlot
 from services.predictor.engine.runners.memory import cache_shape

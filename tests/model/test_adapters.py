@@ -11,7 +11,7 @@ import torch
 import transformers as hf
 from safetensors.torch import save_file
 
-from millrace.models.sources import ModelSource
+from headrace.models.sources import ModelSource
 from services.predictor.engine.cpu.packed_linear import pack_linears
 from services.predictor.engine.runners.adapters import Adapters
 from services.predictor.engine.runners.fused_layers import fuse_layers

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification
 
-from millrace.deadline import NO_DEADLINE
-from millrace.errors import InvalidRequestError, RequestFailedError, StartupError
-from millrace.models.kinds import ModelKind, kind_of
-from millrace.models.sources import ModelSource
-from millrace.oip.model_description import INPUT_IDS, config_of, metadata_of
-from millrace.oip.stream_infer import FINAL
-from millrace.oip.tensors import Tensor, add_input, decode_outputs
-from millrace_protos.inference_pb2 import ModelInferRequest
+from headrace.deadline import NO_DEADLINE
+from headrace.errors import InvalidRequestError, RequestFailedError, StartupError
+from headrace.models.kinds import ModelKind, kind_of
+from headrace.models.sources import ModelSource
+from headrace.oip.model_description import INPUT_IDS, config_of, metadata_of
+from headrace.oip.stream_infer import FINAL
+from headrace.oip.tensors import Tensor, add_input, decode_outputs
+from headrace_protos.inference_pb2 import ModelInferRequest
 from services.predictor.repository.loading import build_here, fetch_model
 from services.predictor.settings import PredictorSettings
 from services.predictor.tensor_models.rows import ATTENTION_MASK, pad

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from millrace.errors import DeadlineError, HopBrokenError, InvalidRequestError, NotReadyError, RequestFailedError
-from millrace_protos.engine_pb2 import EngineFrame
+from headrace.errors import DeadlineError, HopBrokenError, InvalidRequestError, NotReadyError, RequestFailedError
+from headrace_protos.engine_pb2 import EngineFrame
 from services.predictor.engine_process.framing import Frames
 from services.predictor.engine_process.step_frames import StepFrames
 from tests.model.crowd import CROWD, assert_crowd_is_unharmed, outcome, submit_crowd

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from millrace.errors import DeadlineError, OverloadedError
+from headrace.errors import DeadlineError, OverloadedError
 from tests.model.fakes import FakeRunner, Gate, expected, read_all, request
 from tests.waiting import until
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import torch
 
-from millrace.errors import HopBrokenError, NotReadyError, RequestFailedError
+from headrace.errors import HopBrokenError, NotReadyError, RequestFailedError
 from tests.model.crowd import CROWD, assert_crowd_is_unharmed, dead, outcome, submit_crowd
 from tests.model.fakes import FakeRunner, Gate, expected, read_all, request
 from tests.waiting import until

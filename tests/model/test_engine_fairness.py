@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from millrace.errors import OverloadedError
+from headrace.errors import OverloadedError
 from tests.model.fakes import FakeRunner, Gate, expected, read_all, request
 from tests.waiting import until
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from millrace.errors import RequestFailedError
+from headrace.errors import RequestFailedError
 from services.predictor.engine.interface import Timeline
 from tests.model.crowd import CROWD, assert_crowd_is_unharmed, submit_crowd
 from tests.model.fakes import FakeRunner, Gate, expected, read_all, request

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from millrace.errors import RequestFailedError
+from headrace.errors import RequestFailedError
 from tests.model.crowd import assert_crowd_is_unharmed, outcome, submit_crowd
 from tests.model.fakes import FakeRunner, expected, read_all, request
 

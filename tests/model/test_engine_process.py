@@ -10,8 +10,8 @@ import numpy as np
 import psutil
 import pytest
 
-from millrace.errors import DeadlineError, HopBrokenError, InvalidRequestError, NotReadyError, OverloadedError
-from millrace.sampling import SamplingParameters
+from headrace.errors import DeadlineError, HopBrokenError, InvalidRequestError, NotReadyError, OverloadedError
+from headrace.sampling import SamplingParameters
 from services.predictor.engine.interface import EngineProcessError, GenerationRequest
 from services.predictor.engine_process import launch
 from services.predictor.engine_process.launch import launch_engine

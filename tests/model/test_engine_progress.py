@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from millrace.errors import HopBrokenError, NotReadyError
+from headrace.errors import HopBrokenError, NotReadyError
 from tests.model.crowd import dead, outcome
 from tests.model.fakes import FakeRunner, engines, request
 

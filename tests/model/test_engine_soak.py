@@ -15,7 +15,7 @@ from collections import Counter, deque
 import psutil
 import torch
 
-from millrace.errors import DeadlineError, OverloadedError, RequestFailedError
+from headrace.errors import DeadlineError, OverloadedError, RequestFailedError
 from tests.model.fakes import END, VOCABULARY, FakeRunner, make_engine, request
 from tests.support.full import FULL
 

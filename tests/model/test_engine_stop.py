@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from millrace.errors import DeadlineError, HopBrokenError, NotReadyError, OverloadedError, RequestFailedError
+from headrace.errors import DeadlineError, HopBrokenError, NotReadyError, OverloadedError, RequestFailedError
 from tests.model.crowd import CROWD, assert_crowd_is_unharmed, dead, outcome, submit_crowd
 from tests.model.fakes import FakeRunner, Gate, expected, read_all, request
 from tests.waiting import until
@@ -56,7 +56,7 @@ async def test_a_step_that_hangs_ends_the_engine_even_without_standard_error(eng
 async def test_each_repeated_row_has_the_time_limit_of_a_step(engine_of, monkeypatch):
     now = [1000.0]
     clock = SimpleNamespace(**{**vars(time), "monotonic": lambda: now[0]})
-    monkeypatch.setattr("millrace.rpc.watchdog.time", clock)
+    monkeypatch.setattr("headrace.rpc.watchdog.time", clock)
 
     def before(row):
         # By the watchdog's clock nine rows take less than a step's limit, but four and then nine do not. The watchdog

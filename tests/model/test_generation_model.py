@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from millrace.clients import Client, Policy
-from millrace.deadline import NO_DEADLINE
-from millrace.errors import InvalidRequestError
-from millrace.oip.parameters import set_parameters
-from millrace.oip.prompt_logprobs import OUTPUTS as PROMPT_OUTPUTS
-from millrace.oip.stream_infer import FINAL
-from millrace.oip.tensors import Tensor, add_input, decode_outputs
-from millrace.sampling import SamplingParameters
-from millrace_protos.inference_pb2 import ModelInferRequest
-from millrace_protos.steps_pb2 import Submission
+from headrace.clients import Client, Policy
+from headrace.deadline import NO_DEADLINE
+from headrace.errors import InvalidRequestError
+from headrace.oip.parameters import set_parameters
+from headrace.oip.prompt_logprobs import OUTPUTS as PROMPT_OUTPUTS
+from headrace.oip.stream_infer import FINAL
+from headrace.oip.tensors import Tensor, add_input, decode_outputs
+from headrace.sampling import SamplingParameters
+from headrace_protos.inference_pb2 import ModelInferRequest
+from headrace_protos.steps_pb2 import Submission
 from services.predictor.generation.loaded_model import LoadedModel
 from services.predictor.generation.model import GenerationModel
 from services.predictor.generation.requests import read_request, read_submission

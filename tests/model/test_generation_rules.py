@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers as hf
 
-from millrace.models.generation_config import eos_ids_of, read_generation
-from millrace.models.tokenizer_files import own_eos_id
+from headrace.models.generation_config import eos_ids_of, read_generation
+from headrace.models.tokenizer_files import own_eos_id
 from services.predictor.engine.interface import GenerationRequest
 from services.predictor.generation.loading import load_generation
 from services.predictor.generation.model import GenerationModel

@@ -10,8 +10,8 @@ import torch
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from millrace.errors import StartupError
-from millrace.models.sources import ModelSource
+from headrace.errors import StartupError
+from headrace.models.sources import ModelSource
 from services.predictor.models.weights import choose_device, load_weights
 from services.predictor.repository.loading import build, fetch_model
 from services.predictor.settings import PredictorSettings

@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 
-from millrace.errors import StartupError
+from headrace.errors import StartupError
 from services.predictor.engine.runners import memory
 from services.predictor.engine.runners.memory import (
     cache_memory,

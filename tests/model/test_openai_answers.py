@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from millrace_protos.millrace_pb2 import Usage
+from headrace_protos.headrace_pb2 import Usage
 from services.transformer.frontends.openai.answers import ChatFormat, CompletionFormat, Echoes, usage_of
 from services.transformer.generation.chunks import TextChunk
 from services.transformer.text.token_bytes import TokenBytes

@@ -11,13 +11,13 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from millrace.deadline import NO_DEADLINE, Deadline
-from millrace.errors import DeadlineError, OverloadedError
-from millrace.oip.parameters import set_parameters
-from millrace.oip.tensors import Tensor, add_input
-from millrace.sampling import SamplingParameters
-from millrace.telemetry.identity import MODEL
-from millrace_protos.inference_pb2 import ModelInferRequest
+from headrace.deadline import NO_DEADLINE, Deadline
+from headrace.errors import DeadlineError, OverloadedError
+from headrace.oip.parameters import set_parameters
+from headrace.oip.tensors import Tensor, add_input
+from headrace.sampling import SamplingParameters
+from headrace.telemetry.identity import MODEL
+from headrace_protos.inference_pb2 import ModelInferRequest
 from services.predictor.generation.loaded_model import LoadedModel
 from services.predictor.generation.metrics import observe_engines
 from services.predictor.generation.model import GenerationModel
@@ -143,7 +143,7 @@ async def test_a_cancel_in_the_queue_has_its_own_event(model_of, spans, metrics)
     gate.open(100)
     await running
     # A request that never began has no time in the queue.
-    assert metrics.points_by(MODEL, "millrace.queue.duration")["fake"].count == 1
+    assert metrics.points_by(MODEL, "headrace.queue.duration")["fake"].count == 1
 
 
 async def test_a_deadline_while_running_has_an_event_with_its_tokens(model_of, spans):
@@ -175,7 +175,7 @@ async def test_each_preemption_is_an_event(model_of, spans):
     await asyncio.gather(*others)
     assert model.engine.load.totals.preempted > 0
     preempted = spans.names.count("preempted")
-    assert spans.events[-1].attributes.get("millrace.preemptions", 0) == preempted > 0
+    assert spans.events[-1].attributes.get("headrace.preemptions", 0) == preempted > 0
     assert (spans.names[:2], spans.names[-1]) == (["queued", "prefill"], "generation_end")
     assert [event.timestamp for event in spans.events] == sorted(event.timestamp for event in spans.events)
 
@@ -204,10 +204,10 @@ async def test_the_time_in_the_queue_is_recorded_with_the_first_token(model_of, 
     model = model_of(FakeRunner(gate))
     reader = asyncio.create_task(read(model))
     gate.open(1)
-    await until(lambda: metrics.points_by(MODEL, "millrace.queue.duration"))
+    await until(lambda: metrics.points_by(MODEL, "headrace.queue.duration"))
     gate.open(100)
     await reader
-    point = metrics.points_by(MODEL, "millrace.queue.duration")["fake"]
+    point = metrics.points_by(MODEL, "headrace.queue.duration")["fake"]
     assert point.count == 1
     assert 0 <= point.sum < 5
 
@@ -224,17 +224,17 @@ async def test_the_load_is_reported_by_model(model_of, metrics):
     if busy.engine.load.batch == 1:  # The first step began before the second request came.
         gate.open(1)
     await until(lambda: busy.engine.load.batch == 2)
-    assert metrics.values_by(MODEL, "millrace.sequences.running") == {"busy": 2, "idle": 0}
-    assert metrics.values_by(MODEL, "millrace.sequences.waiting") == {"busy": 1, "idle": 0}
-    assert metrics.values_by(MODEL, "millrace.batch.size") == {"busy": 2, "idle": 0}
-    assert 0 < metrics.values_by(MODEL, "millrace.kv_cache.utilization")["busy"] < 1
-    age = metrics.values_by(MODEL, "millrace.sequences.oldest_age")
+    assert metrics.values_by(MODEL, "headrace.sequences.running") == {"busy": 2, "idle": 0}
+    assert metrics.values_by(MODEL, "headrace.sequences.waiting") == {"busy": 1, "idle": 0}
+    assert metrics.values_by(MODEL, "headrace.batch.size") == {"busy": 2, "idle": 0}
+    assert 0 < metrics.values_by(MODEL, "headrace.kv_cache.utilization")["busy"] < 1
+    age = metrics.values_by(MODEL, "headrace.sequences.oldest_age")
     assert age["busy"] > age["idle"] == 0
     gate.open(100)
     await asyncio.gather(*readers)
-    assert metrics.values_by(MODEL, "millrace.tokens") == {"busy": 36, "idle": 0}
+    assert metrics.values_by(MODEL, "headrace.tokens") == {"busy": 36, "idle": 0}
     for name in ("sequences.preempted", "tokens_after_cancel"):
-        assert metrics.values_by(MODEL, f"millrace.{name}") == {"busy": 0, "idle": 0}
+        assert metrics.values_by(MODEL, f"headrace.{name}") == {"busy": 0, "idle": 0}
 
 
 async def test_the_hit_ratio_is_of_all_prompts_since_the_start(model_of, metrics):
@@ -242,10 +242,10 @@ async def test_the_hit_ratio_is_of_all_prompts_since_the_start(model_of, metrics
     observe_engines(served, metrics.meter)
     model = model_of(FakeRunner())
     served.add(model)
-    assert metrics.values_by(MODEL, "millrace.prefix_cache.hit_ratio") == {"fake": 0}
+    assert metrics.values_by(MODEL, "headrace.prefix_cache.hit_ratio") == {"fake": 0}
     for _ in range(2):
         await read(model, prompt=range(5, 23))
-    assert metrics.values_by(MODEL, "millrace.prefix_cache.hit_ratio") == {"fake": 16 / 36}
+    assert metrics.values_by(MODEL, "headrace.prefix_cache.hit_ratio") == {"fake": 16 / 36}
 
 
 async def test_a_models_counters_survive_its_unload_and_continue_after_a_reload(model_of, metrics):
@@ -258,15 +258,15 @@ async def test_a_models_counters_survive_its_unload_and_continue_after_a_reload(
         await model.warm_up()
         served.add(model)
         await read(model)
-        tokens.append(metrics.values_by(MODEL, "millrace.tokens"))
-        assert metrics.values_by(MODEL, "millrace.sequences.running") == {"fake": 0}
+        tokens.append(metrics.values_by(MODEL, "headrace.tokens"))
+        assert metrics.values_by(MODEL, "headrace.sequences.running") == {"fake": 0}
         await read(model)
         model.close()
         served.remove(model)
-        tokens.append(metrics.values_by(MODEL, "millrace.tokens"))
+        tokens.append(metrics.values_by(MODEL, "headrace.tokens"))
         # An unloaded model has no load.
-        assert metrics.values_by(MODEL, "millrace.sequences.running") == {}
-        assert metrics.values_by(MODEL, "millrace.prefix_cache.hit_ratio") == {}
+        assert metrics.values_by(MODEL, "headrace.sequences.running") == {}
+        assert metrics.values_by(MODEL, "headrace.prefix_cache.hit_ratio") == {}
     assert tokens == [{"fake": 12}, {"fake": 24}, {"fake": 36}, {"fake": 48}]
 
 
@@ -279,8 +279,8 @@ async def test_a_replaced_model_is_removed_once(model_of, metrics):
     served.add(new)
     await read(new)
     served.remove(old)
-    assert metrics.values_by(MODEL, "millrace.tokens") == {"fake": 24}
-    assert metrics.values_by(MODEL, "millrace.sequences.running") == {"fake": 0}
+    assert metrics.values_by(MODEL, "headrace.tokens") == {"fake": 24}
+    assert metrics.values_by(MODEL, "headrace.sequences.running") == {"fake": 0}
 
 
 async def test_models_come_and_go_with_the_repository_that_serves_them(tmp_path, metrics, engine_host):
@@ -299,15 +299,15 @@ async def test_models_come_and_go_with_the_repository_that_serves_them(tmp_path,
     repository = ModelRepository(PredictorSettings(model_repository=tmp_path, **settings), report_ready, engine_host)
     observe_engines(repository.engines, metrics.meter)
     try:
-        assert metrics.values_by(MODEL, "millrace.tokens") == {}
+        assert metrics.values_by(MODEL, "headrace.tokens") == {}
         await repository.load_all()
         for tokens in (4, 8):
             await repository.load("llama")
             await repository.get("llama").infer(message(name="llama", max_tokens=4, ignore_eos=True), NO_DEADLINE)
-            assert metrics.values_by(MODEL, "millrace.tokens") == {"llama": tokens}
-            assert metrics.values_by(MODEL, "millrace.sequences.running") == {"llama": 0}
+            assert metrics.values_by(MODEL, "headrace.tokens") == {"llama": tokens}
+            assert metrics.values_by(MODEL, "headrace.sequences.running") == {"llama": 0}
             await repository.unload("llama")
-            assert metrics.values_by(MODEL, "millrace.tokens") == {"llama": tokens}
-            assert metrics.values_by(MODEL, "millrace.sequences.running") == {}
+            assert metrics.values_by(MODEL, "headrace.tokens") == {"llama": tokens}
+            assert metrics.values_by(MODEL, "headrace.sequences.running") == {}
     finally:
         await repository.close()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from millrace.errors import RequestFailedError
+from headrace.errors import RequestFailedError
 from tests.model.fakes import BLOCK_TOKENS, FakeRunner, Gate, expected, read_all, request
 from tests.waiting import until
 

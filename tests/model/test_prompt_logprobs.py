@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from millrace.errors import InvalidRequestError
-from millrace.oip.prompt_logprobs import MAX_NUMBERS, PromptLogprobs, check_size
-from millrace.sampling import SamplingParameters
+from headrace.errors import InvalidRequestError
+from headrace.oip.prompt_logprobs import MAX_NUMBERS, PromptLogprobs, check_size
+from headrace.sampling import SamplingParameters
 from services.predictor.engine.interface import GenerationRequest
 from services.predictor.engine.runners.paged import PagedRunner
 from services.transformer.predictors.answers import BrokenAnswerError

@@ -12,8 +12,8 @@ import numpy as np
 import psutil
 import pytest
 
-from millrace.deadline import NO_DEADLINE, Deadline
-from millrace.errors import (
+from headrace.deadline import NO_DEADLINE, Deadline
+from headrace.errors import (
     DeadlineError,
     DrainingError,
     HopBrokenError,
@@ -23,9 +23,9 @@ from millrace.errors import (
     OverloadedError,
     StartupError,
 )
-from millrace.oip.parameters import set_parameters
-from millrace.oip.tensors import Tensor, add_input, decode_outputs
-from millrace_protos.inference_pb2 import ModelInferRequest
+from headrace.oip.parameters import set_parameters
+from headrace.oip.tensors import Tensor, add_input, decode_outputs
+from headrace_protos.inference_pb2 import ModelInferRequest
 from services.predictor.engine.interface import EngineDeadError
 from services.predictor.repository import backoff, operations
 from services.predictor.repository.repository import ModelRepository, State

@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from millrace.errors import InvalidRequestError, NotReadyError
-from millrace.models.sources import parse_models
-from millrace.sampling import SamplingParameters
+from headrace.errors import InvalidRequestError, NotReadyError
+from headrace.models.sources import parse_models
+from headrace.sampling import SamplingParameters
 from services.predictor.engine.interface import GenerationRequest
 from services.predictor.repository.repository import ModelRepository, State
 from services.predictor.settings import PredictorSettings

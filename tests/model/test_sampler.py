@@ -14,8 +14,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from millrace.errors import InvalidRequestError
-from millrace.sampling import SamplingParameters
+from headrace.errors import InvalidRequestError
+from headrace.sampling import SamplingParameters
 from services.predictor.engine.sampling.sampler import NO_TOKEN, sample, uniform
 from services.predictor.engine.state.restrictions import restrictions_of
 from services.predictor.engine.state.sequence import SamplingRow

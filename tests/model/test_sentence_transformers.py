@@ -13,13 +13,13 @@ from sentence_transformers.sentence_transformer import modules as parts
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from millrace.deadline import NO_DEADLINE
-from millrace.errors import InvalidRequestError, StartupError
-from millrace.models.sources import ModelSource
-from millrace.oip.model_description import INPUT_IDS, config_of, metadata_of
-from millrace.oip.row_outputs import POOLING_MASK, TOKEN_TYPE_IDS
-from millrace.oip.tensors import Tensor, add_input, decode_outputs
-from millrace_protos.inference_pb2 import ModelInferRequest
+from headrace.deadline import NO_DEADLINE
+from headrace.errors import InvalidRequestError, StartupError
+from headrace.models.sources import ModelSource
+from headrace.oip.model_description import INPUT_IDS, config_of, metadata_of
+from headrace.oip.row_outputs import POOLING_MASK, TOKEN_TYPE_IDS
+from headrace.oip.tensors import Tensor, add_input, decode_outputs
+from headrace_protos.inference_pb2 import ModelInferRequest
 from services.predictor.repository.loading import build_here, fetch_model
 from services.predictor.settings import PredictorSettings
 from services.transformer.inference.rows import RowReader

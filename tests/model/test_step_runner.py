@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from millrace.errors import HopBrokenError, NotReadyError, RequestFailedError
+from headrace.errors import HopBrokenError, NotReadyError, RequestFailedError
 from tests.model.crowd import CROWD, assert_crowd_is_unharmed, dead, outcome, submit_crowd
 from tests.model.fakes import FakeRunner, expected, read_all, request
 

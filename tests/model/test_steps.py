@@ -17,12 +17,12 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from millrace.oip.parameters import set_parameters
-from millrace.oip.tensors import Tensor, add_input, decode_outputs
-from millrace.rpc.admission import Admission
-from millrace.rpc.call_telemetry import CallTelemetry
-from millrace.rpc.handlers import CallInterceptor
-from millrace_protos import inference_pb2, inference_pb2_grpc
+from headrace.oip.parameters import set_parameters
+from headrace.oip.tensors import Tensor, add_input, decode_outputs
+from headrace.rpc.admission import Admission
+from headrace.rpc.call_telemetry import CallTelemetry
+from headrace.rpc.handlers import CallInterceptor
+from headrace_protos import inference_pb2, inference_pb2_grpc
 from services.predictor.repository.repository import ModelRepository
 from services.predictor.servicer import InferenceServicer
 from services.predictor.settings import PredictorSettings
@@ -421,7 +421,7 @@ async def test_each_sequence_has_a_span_with_the_phases_of_its_engine(predictor,
         end()
         await until(lambda number=number: len(exporter.get_finished_spans()) == number)
     span, cancelled, handed_back = exporter.get_finished_spans()
-    assert (span.name, span.parent.span_id, span.links[0].context.span_id) == ("millrace.v1.PredictorSteps/Run", 8, 9)
+    assert (span.name, span.parent.span_id, span.links[0].context.span_id) == ("headrace.v1.PredictorSteps/Run", 8, 9)
     assert [event.name for event in span.events] == ["queued", "prefill", "first_token", "generation_end", "end"]
     assert span.events[3].attributes["gen_ai.usage.output_tokens"] == 12
     assert caller.accepted[1].span.split("-")[2] == trace.format_span_id(span.context.span_id)
@@ -453,7 +453,7 @@ async def test_a_direct_call_of_a_predictor_has_the_clients_name(predictor, call
     set_parameters(message.parameters, SAMPLING)
     async with grpc.aio.insecure_channel(predictor.target) as channel:
         stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
-        await stub.ModelInfer(message, metadata=(("x-millrace-client", "a"),))
+        await stub.ModelInfer(message, metadata=(("x-headrace-client", "a"),))
     for number, (client, held) in enumerate([("", 0), ("b", 0), ("a", 64)], start=1):
         caller.submit(number, prompt, client=client)
         assert (await caller.end_of(number)).usage.cached_tokens == held

@@ -9,8 +9,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from millrace.errors import InvalidRequestError
-from millrace.sampling import SamplingParameters
+from headrace.errors import InvalidRequestError
+from headrace.sampling import SamplingParameters
 from services.predictor.engine.grammar.compiler import GrammarCompiler
 from services.predictor.engine.grammar.masks import forbidden_tokens
 from services.predictor.engine.interface import GenerationRequest

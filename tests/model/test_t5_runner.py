@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers as hf
 
-from millrace.sampling import SamplingParameters
+from headrace.sampling import SamplingParameters
 from services.predictor.engine.cpu import kernel
 from services.predictor.engine.cpu.packed_linear import pack_linears
 from services.predictor.engine.interface import GenerationRequest

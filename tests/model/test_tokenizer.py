@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from millrace.deadline import NO_DEADLINE, Deadline
-from millrace.errors import ContextLengthError, InvalidRequestError, StartupError
-from millrace.models.sentence_files import read_sentence_files
+from headrace.deadline import NO_DEADLINE, Deadline
+from headrace.errors import ContextLengthError, InvalidRequestError, StartupError
+from headrace.models.sentence_files import read_sentence_files
 from services.transformer.processes import body_processes
 from services.transformer.processes.body_processes import BodyProcesses
 from services.transformer.text.tokenizer import TextTokenizer, row_tokenizer

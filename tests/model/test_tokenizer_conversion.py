@@ -18,7 +18,7 @@ from transformers import M2M100Tokenizer, MarianTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
 
-from millrace.models.tokenizer_files import read_tokenizer
+from headrace.models.tokenizer_files import read_tokenizer
 
 STRINGS = 10_000
 ALPHABETS = [

@@ -8,7 +8,7 @@ from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 from transformers import AutoTokenizer
 
-from millrace.structured_outputs import constraint_of, read_structured_outputs
+from headrace.structured_outputs import constraint_of, read_structured_outputs
 from services.transformer.text.detokenizer import Decoder
 from services.transformer.text.reasoning import REASONING_FORMATS
 from services.transformer.text.reasoning_grammar import after_reasoning, form_rule

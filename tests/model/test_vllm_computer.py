@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 from tokenizers import Tokenizer
 
-from millrace.errors import HopBrokenError, InvalidRequestError, RequestFailedError
-from millrace.sampling import SamplingParameters
+from headrace.errors import HopBrokenError, InvalidRequestError, RequestFailedError
+from headrace.sampling import SamplingParameters
 from services.predictor.engine.engine import ContinuousBatchingEngine
 from services.predictor.engine.grammar.compiler import GrammarCompiler
 from services.predictor.engine.interface import EngineDeadError, EngineLimits, GenerationRequest

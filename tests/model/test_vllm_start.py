@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.errors import StartupError
+from headrace.errors import StartupError
 from services.predictor.engine_process.engine_host import EngineHost
 from services.predictor.engine_process.interpreter import InterpreterHost
 from services.predictor.engine_process.launch import launch_engine

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from docs.generate_models import PAGE, page
-from millrace.errors import StartupError
-from millrace.models.sources import ModelSource
+from headrace.errors import StartupError
+from headrace.models.sources import ModelSource
 from services.predictor.generation.loading import load_generation
 from services.predictor.repository.loading import fetch_model
 from tests.model.random_crowd import (

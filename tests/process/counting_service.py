@@ -12,9 +12,9 @@ from pathlib import Path
 import grpc
 from pydantic_settings import SettingsConfigDict
 
-from millrace.rpc.server import READY, Server
-from millrace.rpc.service import run_service
-from millrace.settings import ServiceSettings
+from headrace.rpc.server import READY, Server
+from headrace.rpc.service import run_service
+from headrace.settings import ServiceSettings
 
 
 class Settings(ServiceSettings):
@@ -69,7 +69,7 @@ class Service(grpc.GenericRpcHandler):
 async def serve(settings):
     service = Service(settings)
     server = Server(
-        *("test", settings.host, settings.port, settings.drain_s, ["millrace.v1.PayloadLog"]),
+        *("test", settings.host, settings.port, settings.drain_s, ["headrace.v1.PayloadLog"]),
         loop_timeout_s=settings.loop_timeout,
         shares_port=settings.listen != "alone",
     )

@@ -1,6 +1,6 @@
 """A processor around `echo` that doubles its outputs."""
 
-from millrace.processor import Processor
+from headrace.processor import Processor
 
 
 class Doubles(Processor):

@@ -1,4 +1,4 @@
-"""A server of the Open Inference Protocol without Millrace's additions: no health service, no ModelConfig, no index.
+"""A server of the Open Inference Protocol without Headrace's additions: no health service, no ModelConfig, no index.
 
 Models: `echo`, which returns its tensors, and `ids`, which takes input_ids INT64 [1, N] and streams
 the same ids as output_ids, one per answer, without a mark of the end.
@@ -12,9 +12,9 @@ from functools import partial
 import grpc
 import numpy as np
 
-from millrace.oip.tensors import Tensor, add_output, decode_inputs
-from millrace_protos import inference_pb2 as pb
-from millrace_protos import inference_pb2_grpc
+from headrace.oip.tensors import Tensor, add_output, decode_inputs
+from headrace_protos import inference_pb2 as pb
+from headrace_protos import inference_pb2_grpc
 
 MODELS = ("echo", "ids")
 Metadata = pb.ModelMetadataResponse.TensorMetadata

@@ -20,10 +20,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 import envoy
-from millrace.errors import DrainingError, HopBrokenError
-from millrace.rpc.server import SERVER_OPTIONS
-from millrace.telemetry.identity import REQUEST_ID
-from millrace_protos import inference_pb2, inference_pb2_grpc, millrace_pb2, millrace_pb2_grpc, rest_pb2_grpc
+from headrace.errors import DrainingError, HopBrokenError
+from headrace.rpc.server import SERVER_OPTIONS
+from headrace.telemetry.identity import REQUEST_ID
+from headrace_protos import headrace_pb2, headrace_pb2_grpc, inference_pb2, inference_pb2_grpc, rest_pb2_grpc
 from runner import envoy_config
 from runner.process import Process, ProcessSpec
 from runner.readiness import Readiness
@@ -76,18 +76,18 @@ class FakeOpenAI(rest_pb2_grpc.OpenAIServicer):
         yield HttpBody(content_type=JSON, data=json.dumps(answer).encode())
 
 
-class FakeTextGeneration(millrace_pb2_grpc.TextGenerationServicer):
+class FakeTextGeneration(headrace_pb2_grpc.TextGenerationServicer):
     """Streams like the fake above."""
 
     def __init__(self, openai: FakeOpenAI) -> None:
         self._openai = openai
 
     async def Generate(  # noqa: N802
-        self, request: millrace_pb2.GenerateRequest, context: Context
-    ) -> AsyncIterator[millrace_pb2.GenerateResponse]:
-        yield millrace_pb2.GenerateResponse(text="first")
+        self, request: headrace_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[headrace_pb2.GenerateResponse]:
+        yield headrace_pb2.GenerateResponse(text="first")
         await self._openai.first_chunk_was_read.wait()
-        yield millrace_pb2.GenerateResponse(text="last")
+        yield headrace_pb2.GenerateResponse(text="last")
 
 
 class FakeOpenInference(rest_pb2_grpc.OpenInferenceServicer):
@@ -217,7 +217,7 @@ async def serve(port: int, name: str, openai: FakeOpenAI, servicer: FakeHealth |
         await servicer.set(checked, health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(FakeInference(name), server)
-    millrace_pb2_grpc.add_TextGenerationServicer_to_server(FakeTextGeneration(openai), server)
+    headrace_pb2_grpc.add_TextGenerationServicer_to_server(FakeTextGeneration(openai), server)
     rest_pb2_grpc.add_OpenInferenceServicer_to_server(FakeOpenInference(), server)
     server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()

@@ -9,12 +9,12 @@ from typing import Any
 
 from google.api.httpbody_pb2 import HttpBody
 
-from millrace.errors import OverloadedError
-from millrace.rpc.admission import Admission, Call, head_of_call
-from millrace.rpc.handlers import CallInterceptor
-from millrace.rpc.http2.methods import HttpMethod
-from millrace.rpc.http2.server import HttpServer
-from millrace.telemetry.identity import Metadata
+from headrace.errors import OverloadedError
+from headrace.rpc.admission import Admission, Call, head_of_call
+from headrace.rpc.handlers import CallInterceptor
+from headrace.rpc.http2.methods import HttpMethod
+from headrace.rpc.http2.server import HttpServer
+from headrace.telemetry.identity import Metadata
 from services.transformer.frontends.openai.http_methods import error_body, http_methods
 
 HOST = "127.0.0.1"

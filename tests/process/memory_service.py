@@ -8,12 +8,12 @@ import asyncio
 import signal
 import sys
 
-from millrace.oip.stream_infer import multiplex
-from millrace.rpc.admission import Admission
-from millrace.rpc.byte_budget import ByteBudget
-from millrace.rpc.server import Server
-from millrace_protos import inference_pb2 as pb
-from millrace_protos import inference_pb2_grpc
+from headrace.oip.stream_infer import multiplex
+from headrace.rpc.admission import Admission
+from headrace.rpc.byte_budget import ByteBudget
+from headrace.rpc.server import Server
+from headrace_protos import inference_pb2 as pb
+from headrace_protos import inference_pb2_grpc
 
 
 class Inference(inference_pb2_grpc.GRPCInferenceServiceServicer):

@@ -14,8 +14,8 @@ import psutil
 import pytest
 import uvloop
 
-from millrace.deadline import Deadline
-from millrace.errors import DeadlineError, InvalidRequestError, OverloadedError, RequestFailedError, TooLargeError
+from headrace.deadline import Deadline
+from headrace.errors import DeadlineError, InvalidRequestError, OverloadedError, RequestFailedError, TooLargeError
 from services.transformer.frontends.openai.errors import UnsupportedFieldError
 from services.transformer.processes import body_processes
 from services.transformer.processes.body_processes import LARGE_BYTES, TEMPLATES, BodyProcesses

@@ -5,7 +5,7 @@ import asyncio
 import grpc
 import pytest
 
-from millrace.rpc.caller_key import headers, with_key
+from headrace.rpc.caller_key import headers, with_key
 
 KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
@@ -40,7 +40,7 @@ async def target():
 @pytest.mark.parametrize(("key", "expected"), [("k", b"Bearer k"), (" k\n", b"Bearer k"), ("", b"none")])
 @pytest.mark.parametrize("kind", KINDS)
 async def test_every_kind_of_call_has_the_key(target, monkeypatch, kind, key, expected):
-    monkeypatch.setenv("MILLRACE_KEY", key)
+    monkeypatch.setenv("HEADRACE_KEY", key)
     takes_stream, gives_stream = kind.startswith("stream"), kind.endswith("stream")
 
     def call_with_threads():
@@ -53,7 +53,7 @@ async def test_every_kind_of_call_has_the_key(target, monkeypatch, kind, key, ex
 
 
 def test_http_has_the_key_too(monkeypatch):
-    monkeypatch.setenv("MILLRACE_KEY", "k")
+    monkeypatch.setenv("HEADRACE_KEY", "k")
     assert headers() == {"authorization": "Bearer k"}
-    monkeypatch.delenv("MILLRACE_KEY")
+    monkeypatch.delenv("HEADRACE_KEY")
     assert headers() == {}

@@ -16,9 +16,9 @@ import pytest
 import pytest_asyncio
 from grpc_health.v1 import health_pb2
 
-from millrace.errors import NotReadyError, from_rpc_error
-from millrace.telemetry.rpc import LINK
-from millrace_protos import inference_pb2, inference_pb2_grpc
+from headrace.errors import NotReadyError, from_rpc_error
+from headrace.telemetry.rpc import LINK
+from headrace_protos import inference_pb2, inference_pb2_grpc
 from runner import envoy_config
 from tests.process.gateway_before_fakes import (
     METADATA,
@@ -79,7 +79,7 @@ async def test_an_unknown_path_or_method_is_404_in_its_api_s_shape(
         assert answer.json == {"error": message}
 
 
-@pytest.mark.parametrize("method", ["/unknown.Service/Method", "/millrace.v1.PayloadIngest/Append"])
+@pytest.mark.parametrize("method", ["/unknown.Service/Method", "/headrace.v1.PayloadIngest/Append"])
 async def test_an_unknown_grpc_method_is_unimplemented(gateway: Gateway, method: str) -> None:
     async with gateway.channel() as channel:
         with pytest.raises(grpc.aio.AioRpcError) as failed:
@@ -335,7 +335,7 @@ async def test_a_client_cannot_change_retries_or_timeouts(gateway: Gateway) -> N
 
 
 async def test_a_client_cannot_send_the_transformers_metadata(gateway: Gateway) -> None:
-    inner = {"x-millrace-recorded": "true", LINK: "00", "x-millrace-joins-answers": "true"}
+    inner = {"x-headrace-recorded": "true", LINK: "00", "x-headrace-joins-answers": "true"}
     answer = await gateway.request("POST", OPENAI, b"{}", **inner)
     assert answer.status == 200
     assert not inner.keys() & answer.json["metadata"].keys()
@@ -411,7 +411,7 @@ async def test_gzip_is_accepted_and_other_codings_are_refused(gateway: Gateway) 
 
 
 async def test_a_page_of_an_allowed_origin_may_call(gateway: Gateway) -> None:
-    for path in (OPENAI, V2, "/millrace/v1/generate", "/inference.GRPCInferenceService/ModelInfer"):
+    for path in (OPENAI, V2, "/headrace/v1/generate", "/inference.GRPCInferenceService/ModelInfer"):
         headers = {"origin": ORIGIN, "access_control_request_method": "POST", "access_control_request_headers": "x-a"}
         preflight = await gateway.request("OPTIONS", path, **headers)
         assert preflight.status == 200
@@ -450,17 +450,17 @@ async def test_the_page_is_served_and_may_run_only_its_own_scripts(gateway: Gate
     assert (await gateway.request("POST", f"/{name}")).status == 404
 
 
-@pytest.mark.parametrize("path", ["/millrace/v1/development/kill", "/millrace.v1.Development/KillPredictor"])
+@pytest.mark.parametrize("path", ["/headrace/v1/development/kill", "/headrace.v1.Development/KillPredictor"])
 async def test_no_page_of_another_origin_may_kill(gateway: Gateway, path: str) -> None:
     headers = {"origin": ORIGIN, "access_control_request_method": "POST"}
     preflight = await gateway.request(
-        "OPTIONS", path, **headers, access_control_request_headers="x-millrace-development"
+        "OPTIONS", path, **headers, access_control_request_headers="x-headrace-development"
     )
     assert preflight.status == 404
     assert "access-control-allow-origin" not in preflight.headers
 
 
-@pytest.mark.parametrize("method", ["/millrace.v1.PredictorDevelopment/Kill", "/millrace.v1.Development/KillPredictor"])
+@pytest.mark.parametrize("method", ["/headrace.v1.PredictorDevelopment/Kill", "/headrace.v1.Development/KillPredictor"])
 async def test_a_predictor_cannot_be_killed_from_outside(gateway: Gateway, method: str) -> None:
     async with gateway.channel("predictor") as channel:
         with pytest.raises(grpc.aio.AioRpcError) as failed:

@@ -18,11 +18,11 @@ from google.api import annotations_pb2
 from pydantic import ValidationError
 
 import envoy
-from millrace.oip.joined_answers import JOINS_ANSWERS
-from millrace.payload.call import RECORDED
-from millrace.telemetry.identity import REQUEST_ID
-from millrace.telemetry.rpc import LINK
-from millrace_protos.rest_pb2 import DESCRIPTOR
+from headrace.oip.joined_answers import JOINS_ANSWERS
+from headrace.payload.call import RECORDED
+from headrace.telemetry.identity import REQUEST_ID
+from headrace.telemetry.rpc import LINK
+from headrace_protos.rest_pb2 import DESCRIPTOR
 from runner import envoy_config
 from runner.envoy_process import PREDECESSOR_LIFE_S
 from runner.services import gateway_environment
@@ -36,13 +36,13 @@ Config = dict[str, Any]
 
 STREAMS = (
     "/inference.GRPCInferenceService/ModelStreamInfer",
-    "/millrace.v1.TextGeneration/",
-    "/millrace.rest.v1.TextGeneration/",
-    "/millrace.rest.v1.OpenInference/GenerateStream",
-    "/millrace.v1.PayloadLog/",
+    "/headrace.v1.TextGeneration/",
+    "/headrace.rest.v1.TextGeneration/",
+    "/headrace.rest.v1.OpenInference/GenerateStream",
+    "/headrace.v1.PayloadLog/",
     "/grpc.health.v1.Health/Watch",
 )
-SILENT_BY_NATURE = (STREAMS[0], "/millrace.v1.PayloadLog/", "/grpc.health.v1.Health/Watch")
+SILENT_BY_NATURE = (STREAMS[0], "/headrace.v1.PayloadLog/", "/grpc.health.v1.Health/Watch")
 SERVED_BY_HTTP = [DESCRIPTOR.services_by_name[name] for name in ("OpenAI", "Batches", "Responses", "Anthropic")]
 SERVICES = ("transformer", "transformer_http", "predictor", "logger")
 HOUR_S = 3600
@@ -283,7 +283,7 @@ def keys(part: Any) -> Iterator[str]:
 
 def test_metadata_of_the_transformer_is_removed_from_outside_calls(config: Config) -> None:
     removed = connection_manager(config, "ingress")["route_config"]["request_headers_to_remove"]
-    of_the_stack = {name for name in removed if name.startswith("x-millrace-")}
+    of_the_stack = {name for name in removed if name.startswith("x-headrace-")}
     assert of_the_stack == {RECORDED[0], LINK, JOINS_ANSWERS[0]}
     assert "request_headers_to_remove" not in connection_manager(config, "inner")["route_config"]
 
@@ -451,12 +451,12 @@ def cors(config: Config) -> Config:
 def test_every_cluster_of_a_route_exists_but_that_of_unknown_paths(config: Config) -> None:
     named = {(path, route["route"]["cluster"]) for path, route in every_route(config) if "route" in route}
     unknown = {path for path, cluster in named if cluster not in clusters(config)}
-    assert unknown == {"/", "/millrace/v1/development/", "/millrace.v1.Development/"}
+    assert unknown == {"/", "/headrace/v1/development/", "/headrace.v1.Development/"}
     assert routes(config, "ingress", "public")["/"]["route"]["cluster_not_found_response_code"] == "NOT_FOUND"
 
 
 def test_the_inner_service_of_the_logger_has_no_route(config: Config) -> None:
-    matching = [route for path, route in every_route(config) if "/millrace.v1.PayloadIngest/".startswith(path)]
+    matching = [route for path, route in every_route(config) if "/headrace.v1.PayloadIngest/".startswith(path)]
     assert matching
     for route in matching:
         answer = route.get("direct_response", {}).get("status") or route["route"]["cluster_not_found_response_code"]

@@ -10,13 +10,13 @@ import grpc
 import pytest
 from grpc import StatusCode
 
-from millrace import errors
-from millrace.errors import (
+from headrace import errors
+from headrace.errors import (
     DeadlineError,
     DrainingError,
+    HeadraceError,
     HopBrokenError,
     InvalidRequestError,
-    MillraceError,
     NotImplementedMethodError,
     NotReadyError,
     OverloadedError,
@@ -26,10 +26,10 @@ from millrace.errors import (
     TooLargeError,
     from_rpc_error,
 )
-from millrace.rpc.channel import open_channel
-from millrace.rpc.handlers import CallInterceptor
+from headrace.rpc.channel import open_channel
+from headrace.rpc.handlers import CallInterceptor
 
-CLASSES = sorted(MillraceError.__subclasses__(), key=lambda cls: cls.__name__)
+CLASSES = sorted(HeadraceError.__subclasses__(), key=lambda cls: cls.__name__)
 KINDS = ("unary", "stream", "bidi")
 
 
@@ -270,7 +270,7 @@ def rpc_error(code, details, **metadata):
         (rpc_error(StatusCode.UNAVAILABLE, "draining", x_failed_hop="a", x_http_status="503"), NotReadyError),
         (
             rpc_error(
-                *(StatusCode.UNAVAILABLE, "?"), x_failed_hop="a", x_http_status="503", x_millrace_draining="true"
+                *(StatusCode.UNAVAILABLE, "?"), x_failed_hop="a", x_http_status="503", x_headrace_draining="true"
             ),
             DrainingError,
         ),

@@ -12,14 +12,14 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from millrace_protos import inference_pb2 as pb
-from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from headrace_protos import inference_pb2 as pb
+from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.process.gateway_before_fakes import METADATA, Gateway, running_gateway
 from tests.process.unfinished_calls import DATA, END_HEADERS, HEADERS, RST_STREAM, SETTINGS, frame, headers
 from tests.waiting import until
 
 STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
-GENERATE = "/millrace.v1.TextGeneration/Generate"
+GENERATE = "/headrace.v1.TextGeneration/Generate"
 MAX, MAX_OF_CALLER = 400, 300
 EACH = 100  # Calls of one connection.
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS, 0, 0, b"")
@@ -107,7 +107,7 @@ async def held(gateway: Gateway, count: int) -> None:
     await until(lambda: of_clients(gateway) - of_services(gateway) == count)
 
 
-@pytest.mark.parametrize("path", [STREAM, METADATA, GENERATE, "/millrace.v1.PayloadLog/Query"])
+@pytest.mark.parametrize("path", [STREAM, METADATA, GENERATE, "/headrace.v1.PayloadLog/Query"])
 async def test_a_call_reaches_a_service_with_its_first_byte(gateway: Gateway, path: str) -> None:
     async with callers(gateway) as (caller, _):
         before = of_services(gateway)

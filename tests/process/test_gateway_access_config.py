@@ -12,7 +12,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from millrace.errors import StartupError
+from headrace.errors import StartupError
 from runner import envoy_config, gateway_access
 from runner.command import certificates
 from runner.settings import StackSettings
@@ -86,7 +86,7 @@ def test_container_and_local_runner_have_the_same_configuration(
 def test_without_the_settings_no_configuration_is_added(tmp_path: Path) -> None:
     assert start(tmp_path).returncode == 0
     for text in ((tmp_path / "envoy.yaml").read_text(), yaml.safe_dump(envoy_config.derive(StackSettings()))):
-        assert parts(yaml.safe_load(text)) == [{"id": "gateway", "cluster": "millrace"}, [], [], [], None]
+        assert parts(yaml.safe_load(text)) == [{"id": "gateway", "cluster": "headrace"}, [], [], [], None]
 
 
 def test_the_port_with_tls_has_the_same_routes(tmp_path: Path, access: dict[str, str]) -> None:

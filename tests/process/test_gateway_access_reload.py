@@ -6,8 +6,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from millrace_protos import inference_pb2
-from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from headrace_protos import inference_pb2
+from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from runner.command import certificates
 from tests.process.fake_runner import FAKES
 from tests.support.connections import certificate

@@ -140,7 +140,7 @@ async def test_a_host_name_that_may_be_foreign_is_refused_and_others_are_served(
 
 
 async def test_reading_calls_are_refused_too_with_advice(gateway: Gateway) -> None:
-    for path in ("/", V2, "/millrace/v1/payloads", "/nothing"):
+    for path in ("/", V2, "/headrace/v1/payloads", "/nothing"):
         answer = await gateway.request("GET", path, host="evil.example", user_agent="Mozilla/5.0")
         assert (answer.status, answer.headers["x-failed-hop"]) == (403, "gateway"), path
         assert "GATEWAY_HOSTS" in answer.json["error"]

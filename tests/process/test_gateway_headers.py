@@ -19,9 +19,9 @@ import pytest_asyncio
 from opentelemetry.propagate import extract
 from opentelemetry.trace import get_current_span
 
-from millrace.clients import caller_of
-from millrace.telemetry.suppression import is_tracing_suppressed
-from millrace_protos import inference_pb2, inference_pb2_grpc
+from headrace.clients import caller_of
+from headrace.telemetry.suppression import is_tracing_suppressed
+from headrace_protos import inference_pb2, inference_pb2_grpc
 from runner import envoy_config
 from tests.process.gateway_before_fakes import METADATA, OPENAI, ORIGIN, Gateway, running_gateway
 
@@ -219,7 +219,7 @@ async def test_no_service_refuses_headers_that_the_gateway_accepts(gateway: Gate
 async def test_a_caller_cannot_choose_the_address_by_which_services_identify_it(gateway: Gateway) -> None:
     forged = {"x-forwarded-for": "198.51.100.7", "x-envoy-external-address": "198.51.100.7"}
     callers = set()
-    for headers in ({}, forged, {"x-forwarded-for": "198.51.100.7, "}, {"x-millrace-client": "198.51.100.7"}):
+    for headers in ({}, forged, {"x-forwarded-for": "198.51.100.7, "}, {"x-headrace-client": "198.51.100.7"}):
         answer = await gateway.request("POST", OPENAI, b"{}", **headers)
         callers.add(caller_of(answer.json["metadata"].items()))
     [caller] = callers  # Envoy has the machine's own address for a caller on loopback.
@@ -240,7 +240,7 @@ UNTRACED = "00-00000000000000000000000000000001-0000000000000001-00"
         [("traceparent", UNTRACED.replace("00-", "cc-", 1))],
         [("traceparent", UNTRACED), ("traceparent", UNTRACED)],
         [("traceparent", "junk"), ("traceparent", UNTRACED)],
-        [("traceparent", UNTRACED), ("tracestate", "millrace=1"), ("baggage", "trace_id=1")],
+        [("traceparent", UNTRACED), ("tracestate", "headrace=1"), ("baggage", "trace_id=1")],
         [("x-caller-traceparent", UNTRACED)],
         [("x-caller-traceparent", UNTRACED), ("traceparent", "junk")],
         [("x-caller-traceparent", UNTRACED), ("x-caller-traceparent", UNTRACED)],

@@ -97,7 +97,7 @@ async def test_another_method_is_an_unknown_path(gateway: Gateway, method: str) 
 
 
 async def test_the_inner_path_of_a_method_is_an_unknown_path(gateway: Gateway) -> None:
-    answer = await gateway.request("POST", "/millrace.rest.v1.OpenAI/Completions", b"{}")
+    answer = await gateway.request("POST", "/headrace.rest.v1.OpenAI/Completions", b"{}")
     assert (answer.status, answer.headers["x-failed-hop"]) == (404, "gateway")
 
 

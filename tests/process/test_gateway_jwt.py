@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from millrace_protos import inference_pb2, inference_pb2_grpc, millrace_pb2, millrace_pb2_grpc
+from headrace_protos import headrace_pb2, headrace_pb2_grpc, inference_pb2, inference_pb2_grpc
 from runner import envoy_config
 from tests.process.gateway_before_fakes import OPENAI, Gateway, running_gateway
 from tests.support.tokens import AUDIENCE, ISSUER, SigningKey, publish, publish_text, unsigned_token
@@ -71,7 +71,7 @@ async def caller(gateway: Gateway, **headers: str) -> str | None:
         assert answer.json["error"]["type"] == "authentication_error"
         return None
     assert answer.status == 200
-    return str(answer.json["metadata"]["x-millrace-client"])
+    return str(answer.json["metadata"]["x-headrace-client"])
 
 
 async def is_known(gateway: Gateway, key: SigningKey) -> bool:
@@ -79,11 +79,11 @@ async def is_known(gateway: Gateway, key: SigningKey) -> bool:
 
 
 async def test_a_token_names_the_caller_and_is_not_passed_on(gateway: Gateway) -> None:
-    token = FIRST.token(aud=["others", AUDIENCE], millrace_role="admin")
+    token = FIRST.token(aud=["others", AUDIENCE], headrace_role="admin")
     for headers in ({"authorization": f"Bearer {token}"}, {"x_api_key": token}):
         answer = await gateway.request("POST", OPENAI, b"{}", **headers)
-        assert json.loads(answer.json["metadata"]["x-millrace-policy"])["role"] == "admin"
-        assert answer.json["metadata"]["x-millrace-client"] == "alice"
+        assert json.loads(answer.json["metadata"]["x-headrace-policy"])["role"] == "admin"
+        assert answer.json["metadata"]["x-headrace-client"] == "alice"
         assert token not in str(answer.json["metadata"])
     async with gateway.channel() as channel:
         stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
@@ -91,7 +91,7 @@ async def test_a_token_names_the_caller_and_is_not_passed_on(gateway: Gateway) -
             inference_pb2.ServerMetadataRequest(), metadata=(("authorization", f"Bearer {token}"),)
         )
         received = (await call).extensions
-        assert "x-millrace-client" in received
+        assert "x-headrace-client" in received
         assert "authorization" not in received
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stub.ServerMetadata(
@@ -114,9 +114,9 @@ async def test_a_new_key_set_takes_effect_within_two_seconds_and_ends_no_stream(
 ) -> None:
     gateway.openai.first_chunk_was_read.clear()
     async with gateway.channel() as channel:
-        stub = millrace_pb2_grpc.TextGenerationStub(channel)
+        stub = headrace_pb2_grpc.TextGenerationStub(channel)
         own = (("authorization", f"Bearer {FIRST.token()}"),)
-        streams = [stub.Generate(millrace_pb2.GenerateRequest(), metadata=own) for _ in range(64)]
+        streams = [stub.Generate(headrace_pb2.GenerateRequest(), metadata=own) for _ in range(64)]
         for stream in streams:
             assert (await stream.read()).text == "first"
         publish(key_set, SECOND)
@@ -152,7 +152,7 @@ def test_the_placeholder_key_of_an_empty_set_has_no_private_key() -> None:
     x, y = (
         int.from_bytes(base64.urlsafe_b64decode(value + "=")) for value in re.findall(r'"[xy]":"([\w-]{43})"', script)
     )
-    assert x == int.from_bytes(hashlib.sha256(b"millrace: nobody's key 1").digest())
+    assert x == int.from_bytes(hashlib.sha256(b"headrace: nobody's key 1").digest())
     ec.EllipticCurvePublicNumbers(x, y, ec.SECP256R1()).public_key()  # Raises ValueError off the curve.
 
 

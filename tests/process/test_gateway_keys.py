@@ -25,8 +25,8 @@ OPEN_METHODS = ["/grpc.health.v1.Health/Check", "/inference.GRPCInferenceService
 SETTINGS = [
     "/inference.GRPCInferenceService/RepositoryModelLoad",
     "/inference.GRPCInferenceService/LogSettings",
-    "/millrace.v1.Development/KillPredictor",
-    "/millrace.rest.v1.OpenInference/RepositoryUnload",
+    "/headrace.v1.Development/KillPredictor",
+    "/headrace.rest.v1.OpenInference/RepositoryUnload",
 ]
 
 
@@ -96,10 +96,10 @@ async def grpc_status(address: str, method: str, headers: Mapping[str, str]) -> 
 async def test_a_key_becomes_the_clients_name_and_policy_and_is_not_passed_on(
     keyed: tuple[Gateway, Path], headers: dict[str, str]
 ) -> None:
-    forged = {"x-millrace-client": "root", "x-millrace-policy": '{"role":"admin"}'}
+    forged = {"x-headrace-client": "root", "x-headrace-policy": '{"role":"admin"}'}
     metadata = await metadata_of(keyed[0], headers | forged)
-    assert metadata["x-millrace-client"] == "alice"
-    assert json.loads(metadata["x-millrace-policy"]) == {"role": "user", "models": ["a"], "weight": 2}
+    assert metadata["x-headrace-client"] == "alice"
+    assert json.loads(metadata["x-headrace-policy"]) == {"role": "user", "models": ["a"], "weight": 2}
     assert not metadata.keys() & {"authorization", "x-api-key"}
     assert USER not in str(metadata)
 
@@ -133,7 +133,7 @@ async def test_keys_of_every_length_are_accepted(keyed: tuple[Gateway, Path]) ->
         write(file, *({"name": name, "key": key} for key, name in keys))
         await until(lambda: is_known(gateway, keys[0][0]), timeout_s=5)
         for key, name in keys:
-            assert (await metadata_of(gateway, bearer(key)))["x-millrace-client"] == name
+            assert (await metadata_of(gateway, bearer(key)))["x-headrace-client"] == name
     finally:
         file.with_suffix(".new").write_text(before)
         file.with_suffix(".new").replace(file)
@@ -156,7 +156,7 @@ async def is_known(gateway: Gateway, key: str) -> bool:
         {"authorization": USER},
         {"authorization": "Bearer "},
         {"authorization": "Basic YTpi"},
-        {"x-millrace-client": "root", "x-millrace-policy": '{"role":"admin"}'},
+        {"x-headrace-client": "root", "x-headrace-policy": '{"role":"admin"}'},
     ],
 )
 async def test_without_a_known_key_nothing_is_served(keyed: tuple[Gateway, Path], headers: dict[str, str]) -> None:
@@ -165,7 +165,7 @@ async def test_without_a_known_key_nothing_is_served(keyed: tuple[Gateway, Path]
         assert await grpc_status(address, METADATA, headers) == "16"
         assert await grpc_status(address, "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo", headers) == "16"
         assert await grpc_status(address, METADATA, headers | {"host": "predictor"}) == "16"
-        for path in (OPENAI, "/v2", "/v1/models", "/millrace/v1/payloads", "/nowhere"):
+        for path in (OPENAI, "/v2", "/v1/models", "/headrace/v1/payloads", "/nowhere"):
             status, answer, body = await call(address, "GET", path, headers)
             assert (status, answer["x-failed-hop"], answer["www-authenticate"]) == (401, "gateway", "Bearer")
             assert "error" in json.loads(body)
@@ -195,7 +195,7 @@ async def test_only_an_admin_may_change_settings_at_both_listeners(keyed: tuple[
             load = await call(address, "POST", "/v2/repository/models/a/load", bearer(key))
             assert (load[0] == 403) is refused
             # The logger decides what a user may read.
-            payloads = await call(address, "GET", "/millrace/v1/payloads", bearer(key))
+            payloads = await call(address, "GET", "/headrace/v1/payloads", bearer(key))
             assert payloads[0] not in (401, 403)
 
 
@@ -210,7 +210,7 @@ async def test_a_changed_file_takes_effect_within_two_seconds_and_a_missing_one_
         changed = time.monotonic()
         while await is_known(gateway, USER):
             assert time.monotonic() - changed < 2
-        assert (await metadata_of(gateway, bearer(STRANGER)))["x-millrace-client"] == "bob"
+        assert (await metadata_of(gateway, bearer(STRANGER)))["x-headrace-client"] == "bob"
         file.unlink()
 
         async def is_closed() -> bool:

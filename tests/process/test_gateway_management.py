@@ -14,14 +14,14 @@ import pytest_asyncio
 from tests.process.gateway_before_fakes import METADATA, OPENAI, V2, Gateway, running_gateway
 
 GRPC = "application/grpc"
-INFERENCE, REST = "/inference.GRPCInferenceService", "/millrace.rest.v1.OpenInference"
+INFERENCE, REST = "/inference.GRPCInferenceService", "/headrace.rest.v1.OpenInference"
 METHODS = [
     *(
         f"{INFERENCE}/{name}"
         for name in ("RepositoryModelLoad", "RepositoryModelUnload", "TraceSetting", "LogSettings")
     ),
-    *(f"/millrace.v1.PayloadLog/{name}" for name in ("Get", "Query", "Tail", "Delete", "Usage")),
-    "/millrace.v1.Development/KillPredictor",
+    *(f"/headrace.v1.PayloadLog/{name}" for name in ("Get", "Query", "Tail", "Delete", "Usage")),
+    "/headrace.v1.Development/KillPredictor",
     # The methods behind REST paths, called by gRPC.
     *(f"{REST}/{name}" for name in ("RepositoryLoad", "RepositoryUnload", "WriteLogSettings", "WriteTraceSetting")),
 ]
@@ -30,12 +30,12 @@ PATHS = [
     ("POST", "/v2/repository/models/a/unload"),
     ("POST", "/v2/repository/models/a/%6coad"),
     ("POST", "/v2/../v2/repository/models/a/load"),
-    ("GET", "/millrace/v1/payloads"),
-    ("GET", "/millrace/v1/payloads?model=a"),
-    ("GET", "/millrace/v1/payloads/1"),
-    ("DELETE", "/millrace/v1/payloads/1"),
-    ("GET", "/millrace/v1/payloads:tail"),
-    ("GET", "/millrace/v1/usage"),
+    ("GET", "/headrace/v1/payloads"),
+    ("GET", "/headrace/v1/payloads?model=a"),
+    ("GET", "/headrace/v1/payloads/1"),
+    ("DELETE", "/headrace/v1/payloads/1"),
+    ("GET", "/headrace/v1/payloads:tail"),
+    ("GET", "/headrace/v1/usage"),
     ("POST", "/v2/logging"),
     ("GET", "/v2/logging"),
     ("POST", "/v2/trace/setting"),
@@ -98,7 +98,7 @@ async def test_paths_are_refused_beyond_loopback_and_nowhere_else(
 
 
 async def test_the_refusal_names_the_management_listener(beyond_loopback: Gateway) -> None:
-    answer = await beyond_loopback.request("GET", "/millrace/v1/payloads")
+    answer = await beyond_loopback.request("GET", "/headrace/v1/payloads")
     assert "MANAGEMENT_PORT" in answer.json["error"]
     assert answer.headers["x-failed-hop"] == "gateway"
 

@@ -16,8 +16,8 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from millrace.errors import OverloadedError, from_rpc_error
-from millrace_protos import inference_pb2, inference_pb2_grpc
+from headrace.errors import OverloadedError, from_rpc_error
+from headrace_protos import inference_pb2, inference_pb2_grpc
 from tests.process.gateway_before_fakes import OPENAI, Answer, Gateway, running_gateway
 from tests.process.test_gateway_keys import bearer, write
 from tests.support.rate_limit_service import RateLimitService

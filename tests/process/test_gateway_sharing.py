@@ -14,7 +14,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from millrace_protos import inference_pb2, inference_pb2_grpc, millrace_pb2, millrace_pb2_grpc
+from headrace_protos import headrace_pb2, headrace_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.process.gateway_before_fakes import OPENAI, Gateway, running_gateway
 from tests.waiting import until
 
@@ -65,7 +65,7 @@ class HonestStream:
 async def leave(channel: grpc.aio.Channel, number: int, ends: Counter[grpc.StatusCode | None]) -> None:
     """A call that is cancelled at once or after a moment, or whose deadline passes."""
     timeout = 0.005 * (number % 4) if number % 2 else None
-    call = millrace_pb2_grpc.TextGenerationStub(channel).Generate(millrace_pb2.GenerateRequest(), timeout=timeout)
+    call = headrace_pb2_grpc.TextGenerationStub(channel).Generate(headrace_pb2.GenerateRequest(), timeout=timeout)
     if timeout is None:
         await asyncio.sleep(0.005 * (number % 4))
         call.cancel()

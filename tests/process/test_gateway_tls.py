@@ -16,7 +16,7 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from millrace_protos import inference_pb2, inference_pb2_grpc, millrace_pb2, millrace_pb2_grpc
+from headrace_protos import headrace_pb2, headrace_pb2_grpc, inference_pb2, inference_pb2_grpc
 from runner.command import __main__ as command_line
 from runner.command import certificates
 from runner.settings import ROOT
@@ -110,7 +110,7 @@ async def test_new_connections_use_a_new_certificate_and_no_stream_ends(gateway:
     gateway.openai.first_chunk_was_read.clear()
     channels = [channel(gateway, folder) for _ in range(8)]
     streams = [
-        millrace_pb2_grpc.TextGenerationStub(channels[number % len(channels)]).Generate(millrace_pb2.GenerateRequest())
+        headrace_pb2_grpc.TextGenerationStub(channels[number % len(channels)]).Generate(headrace_pb2.GenerateRequest())
         for number in range(STREAMS)
     ]
     for stream in streams:

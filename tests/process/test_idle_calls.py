@@ -6,11 +6,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from millrace.oip.stream_infer import multiplex
-from millrace.rpc.admission import Admission
-from millrace.rpc.server import Server
-from millrace_protos.inference_pb2 import ModelInferRequest, ModelInferResponse
-from millrace_protos.inference_pb2_grpc import (
+from headrace.oip.stream_infer import multiplex
+from headrace.rpc.admission import Admission
+from headrace.rpc.server import Server
+from headrace_protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from headrace_protos.inference_pb2_grpc import (
     GRPCInferenceServiceServicer,
     GRPCInferenceServiceStub,
     add_GRPCInferenceServiceServicer_to_server,
@@ -173,7 +173,7 @@ async def test_a_stream_that_is_idle_for_too_long_ends_and_one_that_waits_for_an
     assert await asyncio.wait_for(call.code(), 30) is grpc.StatusCode.DEADLINE_EXCEEDED  # Idle since its answer.
 
 
-@pytest.mark.parametrize("key", ["x-millrace-client", "x-forwarded-for"])
+@pytest.mark.parametrize("key", ["x-headrace-client", "x-forwarded-for"])
 async def test_a_caller_that_opens_too_many_streams_loses_its_own(serve, key):
     served = await serve(max_idle_of_one=MAX_IDLE // 2)
     patient, read = served.open(((key, "patient"),))

@@ -55,7 +55,7 @@ def test_it_finds_its_configuration_and_keeps_state_in_the_current_folder(instal
     root, run_folder, predictors, sections = json.loads(
         run(installed / "bin" / "python", "-P", "-c", SHOWN, cwd=tmp_path)
     )
-    assert Path(root) == installed / "share" / "millrace"
+    assert Path(root) == installed / "share" / "headrace"
     assert (Path(run_folder), predictors) == (tmp_path / ".run", 3)
     assert sections > 2
     folders = ("loadtest/knee", "loadtest/streams_tab", "loadtest/users")
@@ -66,6 +66,6 @@ def test_it_finds_its_configuration_and_keeps_state_in_the_current_folder(instal
 
 
 def test_it_has_the_command(installed: Path, tmp_path: Path) -> None:
-    page = run(installed / "bin" / "millrace", "--help", cwd=tmp_path)
-    assert page.startswith("usage: millrace")
-    assert run(installed / "bin" / "millrace", "down", cwd=tmp_path) == "no stack is running\n"
+    page = run(installed / "bin" / "headrace", "--help", cwd=tmp_path)
+    assert page.startswith("usage: headrace")
+    assert run(installed / "bin" / "headrace", "down", cwd=tmp_path) == "no stack is running\n"

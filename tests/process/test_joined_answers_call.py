@@ -1,8 +1,8 @@
 """The transformer requests joined answers of a predictor, and passes each on by itself."""
 
-from millrace.deadline import NO_DEADLINE
-from millrace.oip.joined_answers import JOINS_ANSWERS, joined
-from millrace_protos.inference_pb2 import ModelInferResponse, ModelStreamInferResponse
+from headrace.deadline import NO_DEADLINE
+from headrace.oip.joined_answers import JOINS_ANSWERS, joined
+from headrace_protos.inference_pb2 import ModelInferResponse, ModelStreamInferResponse
 from services.transformer.predictors.client import PredictorClient
 from tests.process.foreign_server import ForeignServer, foreign_server
 

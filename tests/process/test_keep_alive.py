@@ -7,10 +7,10 @@ import grpc
 import pytest
 from google.api.httpbody_pb2 import HttpBody
 
-from millrace.errors import FAILED_HOP, OverloadedError
-from millrace.rpc.handlers import CallInterceptor
-from millrace_protos import rest_pb2_grpc
-from millrace_protos.rest_pb2 import ModelBody
+from headrace.errors import FAILED_HOP, OverloadedError
+from headrace.rpc.handlers import CallInterceptor
+from headrace_protos import rest_pb2_grpc
+from headrace_protos.rest_pb2 import ModelBody
 from services.transformer.frontends.http import EVENTS, KeepAlive, event, rest_errors
 from services.transformer.frontends.openai.errors import openai_error
 

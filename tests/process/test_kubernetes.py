@@ -12,7 +12,7 @@ import pytest
 import yaml
 from pydantic import ByteSize, TypeAdapter
 
-from millrace.settings import ServiceSettings, load
+from headrace.settings import ServiceSettings, load
 from services.logger.settings import LoggerSettings
 from services.predictor.settings import PredictorSettings
 from services.transformer.settings import TransformerSettings
@@ -182,7 +182,7 @@ def test_probes_ask_the_port_that_answers_them(rendered):
             for probe in (live, start):
                 assert probe["httpGet"] == {"path": "/metrics", "port": "metrics"}
             dockerfile = (ROOT / "services" / name / "Dockerfile").read_text()
-            assert f'"millrace.rpc.health_check", "{ports["grpc"]}"' in dockerfile
+            assert f'"headrace.rpc.health_check", "{ports["grpc"]}"' in dockerfile
 
 
 def test_a_pod_has_longer_than_its_drains_to_end(rendered):

@@ -45,7 +45,7 @@ def test_the_kustomization_of_the_page_takes_images_of_the_registry_and_settings
     )
     documents = render(tmp_path)
     images = {each["image"] for each in containers(documents).values()}
-    ours = {f"registry.example.com/millrace-{name}:1" for name in ("transformer", "predictor", "logger")}
+    ours = {f"registry.example.com/headrace-{name}:1" for name in ("transformer", "predictor", "logger")}
     assert images - ours == {"envoyproxy/envoy:v1.40.0"}
     settings = config_map(documents, "settings")["data"]
     assert settings["TRANSFORMER_PAYLOAD_LOG"] == "metadata"
@@ -54,8 +54,8 @@ def test_the_kustomization_of_the_page_takes_images_of_the_registry_and_settings
 
 def test_the_rule_of_the_page_has_the_alerts(tmp_path):
     command = block("sh", "PrometheusRule")
-    assert command.rstrip().endswith("kubectl -n millrace apply -f -")
-    command = command.replace("kubectl -n millrace apply -f -", "cat")
+    assert command.rstrip().endswith("kubectl -n headrace apply -f -")
+    command = command.replace("kubectl -n headrace apply -f -", "cat")
     output = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30)
     rule = yaml.safe_load(output.stdout)
     assert rule["kind"] == "PrometheusRule"

@@ -121,8 +121,8 @@ def test_scaling_uses_metrics_that_the_dashboards_show(rendered):
     scaled = of_kind(rendered["scale"], "HorizontalPodAutoscaler")["predictor"]["spec"]["metrics"]
     by_pods = {each["pods"]["metric"]["name"] for each in scaled}
     triggers = of_kind(rendered["keda"], "ScaledObject")["predictor"]["spec"]["triggers"]
-    by_queries = {found for each in triggers for found in re.findall(r"millrace_\w+", each["metadata"]["query"])}
-    assert by_pods == by_queries == {"millrace_sequences_waiting", "millrace_kv_cache_utilization_ratio"}
+    by_queries = {found for each in triggers for found in re.findall(r"headrace_\w+", each["metadata"]["query"])}
+    assert by_pods == by_queries == {"headrace_sequences_waiting", "headrace_kv_cache_utilization_ratio"}
     assert all(f"{name}{{" in shown for name in by_pods)
 
 

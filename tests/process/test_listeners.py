@@ -6,8 +6,8 @@ import time
 import grpc
 import pytest
 
-from millrace.errors import StartupError
-from millrace.rpc.listeners import Listeners
+from headrace.errors import StartupError
+from headrace.rpc.listeners import Listeners
 
 CALLS, PER_CONNECTION = 64, 4
 TURN_S = 0.005

@@ -14,7 +14,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from millrace_protos import inference_pb2, millrace_pb2, millrace_pb2_grpc
+from headrace_protos import headrace_pb2, headrace_pb2_grpc, inference_pb2
 
 # Not importorskip: importing locust patches the process for gevent.
 pytestmark = pytest.mark.skipif(
@@ -29,7 +29,7 @@ GEVENT_THREADS = 10  # Of gevent's pool, unless someone asks for more.
 SLOWEST = 10  # Requests that a report lists.
 
 
-class Gateway(millrace_pb2_grpc.TextGenerationServicer):
+class Gateway(headrace_pb2_grpc.TextGenerationServicer):
     """Streams `TOKENS` tokens with a pause before each, or refuses; checks the tensors.
 
     As many streams as `waiting` counts get nothing until `released` is set.
@@ -55,7 +55,7 @@ class Gateway(millrace_pb2_grpc.TextGenerationServicer):
         for token_id in range(TOKENS):
             self.never.wait(self.pause_s)
             finish_reason = "length" if token_id == TOKENS - 1 else None
-            yield millrace_pb2.GenerateResponse(text="x", token_ids=[token_id], finish_reason=finish_reason)
+            yield headrace_pb2.GenerateResponse(text="x", token_ids=[token_id], finish_reason=finish_reason)
 
     def ModelMetadata(self, request, context):  # noqa: N802
         metadata = inference_pb2.ModelMetadataResponse(name=request.name)
@@ -82,7 +82,7 @@ class Gateway(millrace_pb2_grpc.TextGenerationServicer):
 def gateway():
     servicer = Gateway()
     server = grpc.server(ThreadPoolExecutor(64))
-    millrace_pb2_grpc.add_TextGenerationServicer_to_server(servicer, server)
+    headrace_pb2_grpc.add_TextGenerationServicer_to_server(servicer, server)
     # Generic, because grpcio forgets the authority of calls to methods that it has registered.
     infer = grpc.unary_unary_rpc_method_handler(
         servicer.ModelInfer,

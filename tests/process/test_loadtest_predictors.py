@@ -46,4 +46,4 @@ def test_a_second_without_an_answer_is_left_out(server):
     for second in (1, 2, 3):
         history.read(gateway, second)
     assert list(history.readings) == [Reading(1, {"predictor-0": State(4, 1, 0.25)})]
-    assert server.requests == [("/millrace/v1/predictors", "Bearer k")] * 3
+    assert server.requests == [("/headrace/v1/predictors", "Bearer k")] * 3

@@ -12,8 +12,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
-from millrace_protos import millrace_pb2_grpc
-from millrace_protos.millrace_pb2 import AppendRequest, PayloadRecord, QueryPayloadsRequest
+from headrace_protos import headrace_pb2_grpc
+from headrace_protos.headrace_pb2 import AppendRequest, PayloadRecord, QueryPayloadsRequest
 from tests.support.logger_process import LoggerProcess
 
 SOURCE = str(uuid.uuid4())
@@ -49,7 +49,7 @@ async def channel(logger):
 
 
 async def test_an_acknowledged_record_is_committed(logger, channel):
-    call = millrace_pb2_grpc.PayloadIngestStub(channel).Append()
+    call = headrace_pb2_grpc.PayloadIngestStub(channel).Append()
     for sequence in range(1, 21):
         await call.write(append_request(sequence))
         assert (await call.read()).sequence == sequence
@@ -59,7 +59,7 @@ async def test_an_acknowledged_record_is_committed(logger, channel):
 
 
 async def test_requests_that_arrive_together_are_acknowledged_together(channel):
-    call = millrace_pb2_grpc.PayloadIngestStub(channel).Append(append_request(n) for n in range(1, 2001))
+    call = headrace_pb2_grpc.PayloadIngestStub(channel).Append(append_request(n) for n in range(1, 2001))
     acknowledged = [response.sequence async for response in call]
     assert acknowledged[-1] == 2000
     assert acknowledged == sorted(set(acknowledged))
@@ -69,7 +69,7 @@ async def test_requests_that_arrive_together_are_acknowledged_together(channel):
 async def test_the_requests_of_one_message_are_committed_and_acknowledged_together(logger, channel):
     message = append_request(1)
     message.more.extend(append_request(number) for number in range(2, 101))
-    call = millrace_pb2_grpc.PayloadIngestStub(channel).Append(iter([message, append_request(101)]))
+    call = headrace_pb2_grpc.PayloadIngestStub(channel).Append(iter([message, append_request(101)]))
     acknowledged = [response.sequence async for response in call]
     assert acknowledged[-1] == 101
     assert set(acknowledged) <= {100, 101}
@@ -80,12 +80,12 @@ async def test_a_message_with_a_request_without_a_key_is_refused(channel):
     message = append_request(1)
     message.more.add(sequence=2)
     with pytest.raises(grpc.aio.AioRpcError, match="without a source"):
-        async for _ in millrace_pb2_grpc.PayloadIngestStub(channel).Append(iter([message])):
+        async for _ in headrace_pb2_grpc.PayloadIngestStub(channel).Append(iter([message])):
             pass
 
 
 async def test_sending_again_is_acknowledged_and_stores_nothing(logger, channel):
-    stub = millrace_pb2_grpc.PayloadIngestStub(channel)
+    stub = headrace_pb2_grpc.PayloadIngestStub(channel)
     for _ in range(2):
         last = [response.sequence async for response in stub.Append(append_request(n) for n in range(1, 11))][-1]
         assert last == 10
@@ -93,7 +93,7 @@ async def test_sending_again_is_acknowledged_and_stores_nothing(logger, channel)
 
 
 async def test_kill_9_loses_nothing_acknowledged_and_a_resend_doubles_nothing(logger, channel):
-    stub = millrace_pb2_grpc.PayloadIngestStub(channel)
+    stub = headrace_pb2_grpc.PayloadIngestStub(channel)
     sequences = iter(range(1, 1_000_000))
     acknowledged = 0
     call = stub.Append(append_request(n) for n in sequences)
@@ -111,7 +111,7 @@ async def test_kill_9_loses_nothing_acknowledged_and_a_resend_doubles_nothing(lo
 
 
 async def test_sigterm_commits_received_requests_ends_the_open_call_and_exits_0(logger, channel):
-    call = millrace_pb2_grpc.PayloadIngestStub(channel).Append()
+    call = headrace_pb2_grpc.PayloadIngestStub(channel).Append()
     for sequence in range(1, 101):
         await call.write(append_request(sequence))
     assert (await call.read()).sequence >= 1
@@ -136,7 +136,7 @@ async def test_sigterm_commits_received_requests_ends_the_open_call_and_exits_0(
     ids=lambda value: value if isinstance(value, str) else "",
 )
 async def test_a_request_without_a_key_is_refused_after_those_before_it(logger, channel, request_, text):
-    stub = millrace_pb2_grpc.PayloadIngestStub(channel)
+    stub = headrace_pb2_grpc.PayloadIngestStub(channel)
     with pytest.raises(grpc.aio.AioRpcError, match=text) as caught:
         async for _ in stub.Append(iter([append_request(1), request_])):
             pass
@@ -161,20 +161,20 @@ async def test_reflection_lists_the_payload_log_and_not_its_ingest(channel):
     stub = ServerReflectionStub(channel)
     async for response in stub.ServerReflectionInfo(iter([ServerReflectionRequest(list_services="*")])):
         names = {service.name for service in response.list_services_response.service}
-    assert "millrace.v1.PayloadLog" in names
-    assert "millrace.v1.PayloadIngest" not in names
+    assert "headrace.v1.PayloadLog" in names
+    assert "headrace.v1.PayloadIngest" not in names
 
 
-@pytest.mark.parametrize("name", ["", "millrace.v1.PayloadLog"])
+@pytest.mark.parametrize("name", ["", "headrace.v1.PayloadLog"])
 async def test_health_is_serving_when_the_store_answers(channel, name):
     answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=name))
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
 async def test_appended_records_can_be_queried_over_grpc(channel):
-    stub = millrace_pb2_grpc.PayloadIngestStub(channel)
+    stub = headrace_pb2_grpc.PayloadIngestStub(channel)
     async for _ in stub.Append(append_request(n) for n in range(1, 301)):
         pass
-    query = millrace_pb2_grpc.PayloadLogStub(channel).Query(QueryPayloadsRequest(model="m", page_size=1000))
+    query = headrace_pb2_grpc.PayloadLogStub(channel).Query(QueryPayloadsRequest(model="m", page_size=1000))
     ids = [record.record_id async for record in query]
     assert ids == [append_request(n).record.record_id for n in range(300, 0, -1)]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace_protos.millrace_pb2 import AppendRequest, PayloadRecord
+from headrace_protos.headrace_pb2 import AppendRequest, PayloadRecord
 from services.logger import backup as module
 from services.logger.backup import backup, main, restore
 from services.logger.store.schema import SCHEMA_VERSION

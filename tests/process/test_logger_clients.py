@@ -7,11 +7,11 @@ import uuid
 import grpc
 import pytest
 
-from millrace.errors import ForbiddenError, NotFoundError, UnauthenticatedError
-from millrace.rpc.channel import open_channel
-from millrace.rpc.handlers import CallInterceptor
-from millrace_protos import millrace_pb2_grpc
-from millrace_protos.millrace_pb2 import (
+from headrace.errors import ForbiddenError, NotFoundError, UnauthenticatedError
+from headrace.rpc.channel import open_channel
+from headrace.rpc.handlers import CallInterceptor
+from headrace_protos import headrace_pb2_grpc
+from headrace_protos.headrace_pb2 import (
     DeletePayloadsRequest,
     GetPayloadRequest,
     QueryPayloadsRequest,
@@ -24,8 +24,8 @@ from services.logger.tails import Tails
 from tests.process.test_logger_store import append_request, numbers, record_id
 from tests.support.payload_fixtures import only_sqlite
 
-ANN = (("x-millrace-client", "ann"), ("x-millrace-policy", "{}"))
-ADMIN = (("x-millrace-client", "root"), ("x-millrace-policy", '{"role": "admin"}'))
+ANN = (("x-headrace-client", "ann"), ("x-headrace-policy", "{}"))
+ADMIN = (("x-headrace-client", "root"), ("x-headrace-policy", '{"role": "admin"}'))
 NONE = ()
 
 
@@ -39,7 +39,7 @@ async def served(store):
     await server.start()
     async with open_channel(f"127.0.0.1:{port}", "logger") as channel:
         await store.append([of(n) for n in range(1, 7)])
-        yield millrace_pb2_grpc.PayloadLogStub(channel), tails
+        yield headrace_pb2_grpc.PayloadLogStub(channel), tails
     await server.stop(None)
 
 
@@ -167,4 +167,4 @@ async def test_many_deletions_of_one_client_displace_none_of_another(store, monk
 
 async def test_a_malformed_policy_refuses_the_call(served):
     with pytest.raises(UnauthenticatedError):
-        await found(served[0], (("x-millrace-client", "ann"), ("x-millrace-policy", "{")))
+        await found(served[0], (("x-headrace-client", "ann"), ("x-headrace-policy", "{")))

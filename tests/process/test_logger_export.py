@@ -22,7 +22,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from millrace_protos.millrace_pb2 import AppendRequest, GatewayCall, PayloadRecord
+from headrace_protos.headrace_pb2 import AppendRequest, GatewayCall, PayloadRecord
 from services.logger.export import batches, export
 from services.logger.export import lines as lines_module
 from services.logger.export.export import instant
@@ -46,7 +46,7 @@ def full_request(number):
     request = append_request(
         number,
         request_id="r",
-        protocol="millrace.v1.TextGeneration/Generate",
+        protocol="headrace.v1.TextGeneration/Generate",
         prompt="où?\x00😀",
         text="là",
         finish_reason="stop",

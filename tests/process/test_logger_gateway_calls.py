@@ -9,8 +9,8 @@ import pytest
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2_grpc import LogsServiceStub
 
-from millrace.rpc.handlers import CallInterceptor
-from millrace_protos.millrace_pb2 import QueryPayloadsRequest, TailPayloadsRequest
+from headrace.rpc.handlers import CallInterceptor
+from headrace_protos.headrace_pb2 import QueryPayloadsRequest, TailPayloadsRequest
 from services.logger import gateway_calls
 from services.logger.gateway_calls import GatewayCalls
 from services.logger.store import reading
@@ -20,7 +20,7 @@ from tests.process.test_logger_store import append_request, record_id, stored
 from tests.support.payload_fixtures import only_sqlite
 
 STARTED_NS = 1_700_000_000_123_456_789
-GENERATE = "/millrace.v1.TextGeneration/Generate"
+GENERATE = "/headrace.v1.TextGeneration/Generate"
 VALUES = gateway_calls._VALUES
 # A successful gRPC call as Envoy logs it; "-" means no value.
 FINE = {
@@ -46,7 +46,7 @@ FINE = {
 NO_UPSTREAM = {"cluster": "-", "upstream": "-", "details": "cluster_not_found", "flags": "NC", "failed_hop": "gateway"}
 REST = {
     "path": "/v1/completions?key=secret",
-    "routed_path": "/millrace.rest.v1.OpenAI/Completions",
+    "routed_path": "/headrace.rest.v1.OpenAI/Completions",
     "http_status": "200",
 }
 
@@ -232,7 +232,7 @@ async def test_status_and_hop_are_those_that_the_caller_got(store, logger, call,
     ("call", "protocol", "path"),
     [
         ({}, GENERATE[1:], GENERATE),
-        (REST, "millrace.rest.v1.OpenAI/Completions", "/v1/completions"),
+        (REST, "headrace.rest.v1.OpenAI/Completions", "/v1/completions"),
         ({"path": "/v1/no?x=1", "routed_path": "/v1/no?x=1", "content_type": "-"}, "/v1/no", "/v1/no"),
         ({"path": "/" + "x" * 5000, "routed_path": "/" + "x" * 5000}, "x" * 1023, "/" + "x" * 1023),
     ],

@@ -13,8 +13,8 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as trace_pb
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as trace_grpc
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 
-from millrace_protos import millrace_pb2_grpc
-from millrace_protos.millrace_pb2 import AppendRequest, PayloadChunk, PayloadRecord, Usage
+from headrace_protos import headrace_pb2_grpc
+from headrace_protos.headrace_pb2 import AppendRequest, PayloadChunk, PayloadRecord, Usage
 from services.logger.sinks.gen_ai import span_of
 from tests.support.logger_process import LoggerProcess, free_port
 from tests.waiting import until
@@ -82,7 +82,7 @@ class Receiver:
 
 async def append(target, *requests):
     async with grpc.aio.insecure_channel(target) as channel:
-        async for _ in millrace_pb2_grpc.PayloadIngestStub(channel).Append(iter(requests)):
+        async for _ in headrace_pb2_grpc.PayloadIngestStub(channel).Append(iter(requests)):
             pass
 
 
@@ -100,7 +100,7 @@ def test_a_chat_has_the_attributes_of_the_conventions():
     ]
     assert values == {
         "gen_ai.operation.name": "chat",
-        "gen_ai.provider.name": "millrace",
+        "gen_ai.provider.name": "headrace",
         "gen_ai.request.model": "storyteller",
         "gen_ai.response.model": "storyteller",
         "gen_ai.response.id": "request-1",
@@ -114,8 +114,8 @@ def test_a_chat_has_the_attributes_of_the_conventions():
         "gen_ai.request.seed": 7,
         "gen_ai.request.stop_sequences": ["\n"],
         "user.id": "ann",
-        "millrace.record_id": str(uuid.UUID(int=1)),
-        "millrace.protocol": "",
+        "headrace.record_id": str(uuid.UUID(int=1)),
+        "headrace.protocol": "",
     }
 
 
@@ -157,7 +157,7 @@ async def test_every_generation_arrives_though_receiver_and_logger_die(tmp_path)
             await until(lambda: receiver.headers.get("authorization") == "Basic YTpi")
             receiver.refuse = None
             expected = {str(uuid.UUID(int=number)) for number in (*range(1, 51), 52)}
-            await until(lambda: {plain(span)["millrace.record_id"] for span in receiver.spans} == expected)
+            await until(lambda: {plain(span)["headrace.record_id"] for span in receiver.spans} == expected)
             assert len({span.span_id for span in receiver.spans}) == 51
         finally:
             receiver.stop()

@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 from pyarrow import fs
 
-from millrace_protos.millrace_pb2 import AppendRequest, GatewayCall, PayloadRecord
+from headrace_protos.headrace_pb2 import AppendRequest, GatewayCall, PayloadRecord
 from services.logger.export import export, folders
 from services.logger.export.partitions import export_hours
 from services.logger.store import reading

@@ -9,10 +9,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import SecretStr
 
-from millrace.errors import HopBrokenError, NotReadyError
-from millrace.rpc.channel import open_channel
-from millrace_protos import millrace_pb2_grpc
-from millrace_protos.millrace_pb2 import QueryPayloadsRequest, TailPayloadsRequest
+from headrace.errors import HopBrokenError, NotReadyError
+from headrace.rpc.channel import open_channel
+from headrace_protos import headrace_pb2_grpc
+from headrace_protos.headrace_pb2 import QueryPayloadsRequest, TailPayloadsRequest
 from services.logger.backup import main as copy
 from services.logger.export.export import main as export
 from services.logger.shared_tails import SharedTails
@@ -60,7 +60,7 @@ async def stores(postgresql):
 async def health(target):
     """The logger's health now; None if it does not answer."""
     async with open_channel(target, "logger") as channel:
-        request = health_pb2.HealthCheckRequest(service="millrace.v1.PayloadLog")
+        request = health_pb2.HealthCheckRequest(service="headrace.v1.PayloadLog")
         try:
             return (await health_pb2_grpc.HealthStub(channel).Check(request, timeout=10)).status
         except NotReadyError:
@@ -74,7 +74,7 @@ async def request_ids(target):
         token = ""
         while True:
             request = QueryPayloadsRequest(page_size=1000, page_token=token)
-            page = [one async for one in millrace_pb2_grpc.PayloadLogStub(channel).Query(request, timeout=30)]
+            page = [one async for one in headrace_pb2_grpc.PayloadLogStub(channel).Query(request, timeout=30)]
             found.update(one.request_id for one in page)
             if len(page) < 1000:
                 return found
@@ -132,7 +132,7 @@ async def health_is_not(target, status):
     [
         (lambda url, _: url.replace("geheim", "wrong"), "password authentication failed"),
         (lambda url, _: url + "_missing", "does not exist"),
-        (lambda url, _: url.replace("millrace:", "nobody:"), "password authentication failed"),
+        (lambda url, _: url.replace("headrace:", "nobody:"), "password authentication failed"),
         (lambda _, server: server.database("ENCODING 'LATIN1' LOCALE 'C' TEMPLATE template0"), "encoding LATIN1"),
         (lambda url, server: newer(url, server), "schema version 9999, this logger knows"),
         (lambda *_: "mysql://user:geheim@host/log", "not postgresql://"),
@@ -164,7 +164,7 @@ async def test_a_missing_driver_is_named(tmp_path, postgresql):
     )
     _, stderr = await process.communicate()
     assert process.returncode == 78
-    assert "psycopg: pip install 'millrace[logger,postgres]'" in stderr.decode()
+    assert "psycopg: pip install 'headrace[logger,postgres]'" in stderr.decode()
 
 
 async def test_loggers_that_start_together_migrate_the_database_once(stores):
@@ -362,7 +362,7 @@ async def test_a_sink_gets_each_record_from_one_logger_and_another_takes_over(tm
 async def append_to(target, sequences):
     async with open_channel(target, "logger") as channel:
         requests = (append_request(number, prompt="p", text="t", status="OK") for number in sequences)
-        async for _ in millrace_pb2_grpc.PayloadIngestStub(channel).Append(requests):
+        async for _ in headrace_pb2_grpc.PayloadIngestStub(channel).Append(requests):
             pass
 
 

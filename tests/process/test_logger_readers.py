@@ -6,10 +6,10 @@ import uuid
 import grpc
 import pytest
 
-from millrace.errors import OverloadedError
-from millrace.rpc.handlers import CallInterceptor
-from millrace_protos import millrace_pb2_grpc
-from millrace_protos.millrace_pb2 import GetPayloadRequest, QueryPayloadsRequest
+from headrace.errors import OverloadedError
+from headrace.rpc.handlers import CallInterceptor
+from headrace_protos import headrace_pb2_grpc
+from headrace_protos.headrace_pb2 import GetPayloadRequest, QueryPayloadsRequest
 from services.logger.servicer import PayloadLogServicer
 from services.logger.store.filters import Filters
 from services.logger.store.readers import FREE_BYTES, Readers
@@ -25,7 +25,7 @@ SMALL_WINDOW = (*UNREAD, ("grpc.http2.bdp_probe", 0))
 
 
 def of(client):
-    return (("x-millrace-client", client), ("x-millrace-policy", '{"role": "admin"}'))
+    return (("x-headrace-client", client), ("x-headrace-policy", '{"role": "admin"}'))
 
 
 class Served:
@@ -35,7 +35,7 @@ class Served:
         self.store = store
         self.readers = readers
         self._channels = [grpc.insecure_channel(target, options) for options in (UNREAD, SMALL_WINDOW)]
-        self.stub, self.unread = map(millrace_pb2_grpc.PayloadLogStub, self._channels)
+        self.stub, self.unread = map(headrace_pb2_grpc.PayloadLogStub, self._channels)
         self.calls = []
 
     def query(self, client="c", stub=None, **filters):

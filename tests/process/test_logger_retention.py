@@ -5,8 +5,8 @@ import sqlite3
 
 import pytest
 
-from millrace.errors import InvalidRequestError
-from millrace_protos.millrace_pb2 import DeletePayloadsRequest, PayloadRecord
+from headrace.errors import InvalidRequestError
+from headrace_protos.headrace_pb2 import DeletePayloadsRequest, PayloadRecord
 from services.logger.store.retention import Retention
 from services.logger.store.store import SqliteStore
 from tests.process.test_logger_store import LoggedCall, append_request, numbers, record_id

@@ -5,8 +5,8 @@ import uuid
 import grpc
 import pytest
 
-from millrace_protos import millrace_pb2_grpc
-from millrace_protos.millrace_pb2 import AppendRequest, PayloadRecord
+from headrace_protos import headrace_pb2_grpc
+from headrace_protos.headrace_pb2 import AppendRequest, PayloadRecord
 from tests.process.sink_server import SinkServer
 from tests.support.logger_process import LoggerProcess
 from tests.waiting import until
@@ -31,7 +31,7 @@ async def server():
 
 async def append(target, numbers):
     async with grpc.aio.insecure_channel(target) as channel:
-        call = millrace_pb2_grpc.PayloadIngestStub(channel).Append(map(append_request, numbers))
+        call = headrace_pb2_grpc.PayloadIngestStub(channel).Append(map(append_request, numbers))
         assert [response.sequence async for response in call][-1] == numbers[-1]
 
 

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from millrace.errors import NotReadyError
-from millrace_protos.millrace_pb2 import AppendRequest, PayloadRecord
+from headrace.errors import NotReadyError
+from headrace_protos.headrace_pb2 import AppendRequest, PayloadRecord
 from services.logger.sinks import runner as runner_module
 from services.logger.sinks.cloud_events import CloudEventsSink, Event, RefusedError, TryAgainError
 from services.logger.sinks.runner import SinkRunner
@@ -36,7 +36,7 @@ async def append(store, numbers):
 
 def pairs(numbers):
     """The keys of both events of each record, in order."""
-    return [(f"/millrace/{part}", record_id(number)) for number in numbers for part in ("request", "response")]
+    return [(f"/headrace/{part}", record_id(number)) for number in numbers for part in ("request", "response")]
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ async def server():
 
 
 def cloud_events(url, timeout_s=20.0, connections=4):
-    return CloudEventsSink(url, source="/millrace", namespace="default", timeout_s=timeout_s, connections=connections)
+    return CloudEventsSink(url, source="/headrace", namespace="default", timeout_s=timeout_s, connections=connections)
 
 
 @asynccontextmanager
@@ -147,14 +147,14 @@ async def test_an_event_that_is_not_accepted_now_is_repeated_unchanged(store, se
 @pytest.mark.parametrize("status", [400, 403, 404, 413, 422])
 async def test_a_refused_event_is_logged_once_and_skipped(store, server, status, caplog):
     async def answer(event):
-        refused = event.get_id() == record_id(2) and event.get_source() == "/millrace/request"
+        refused = event.get_id() == record_id(2) and event.get_source() == "/headrace/request"
         return (status, {}) if refused else ACCEPTED
 
     server.answer = answer
     await append(store, [1, 2, 3])
     async with running(store, cloud_events(server.url), concurrency=1) as runner:
         await until(lambda: cursor_is(store, server.url, 3))
-    assert server.keys == [key for key in pairs([1, 2, 3]) if key != ("/millrace/request", record_id(2))]
+    assert server.keys == [key for key in pairs([1, 2, 3]) if key != ("/headrace/request", record_id(2))]
     assert runner.counts == {"delivered": 5, "refused": 1}
     (entry,) = [entry for entry in caplog.records if record_id(2) in entry.getMessage()]
     assert entry.getMessage().endswith(f"it answered {status}")

@@ -10,8 +10,8 @@ import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 from sqlalchemy.exc import OperationalError
 
-from millrace.errors import DeadlineError, InvalidRequestError, NotFoundError, NotReadyError, StartupError
-from millrace_protos.millrace_pb2 import AppendRequest, GetPayloadRequest, PayloadRecord, QueryPayloadsRequest
+from headrace.errors import DeadlineError, InvalidRequestError, NotFoundError, NotReadyError, StartupError
+from headrace_protos.headrace_pb2 import AppendRequest, GetPayloadRequest, PayloadRecord, QueryPayloadsRequest
 from services.logger.store import schema
 from services.logger.store.filters import Filters
 from services.logger.store.schema import SCHEMA_VERSION

@@ -8,11 +8,11 @@ from contextlib import ExitStack
 import grpc
 import pytest
 
-from millrace.errors import NotReadyError, OverloadedError
-from millrace.rpc.channel import open_channel
-from millrace.rpc.handlers import CallInterceptor
-from millrace_protos import millrace_pb2_grpc
-from millrace_protos.millrace_pb2 import AppendRequest, PayloadRecord, QueryPayloadsRequest, TailPayloadsRequest
+from headrace.errors import NotReadyError, OverloadedError
+from headrace.rpc.channel import open_channel
+from headrace.rpc.handlers import CallInterceptor
+from headrace_protos import headrace_pb2_grpc
+from headrace_protos.headrace_pb2 import AppendRequest, PayloadRecord, QueryPayloadsRequest, TailPayloadsRequest
 from services.logger.servicer import PayloadIngestServicer, PayloadLogServicer
 from services.logger.store.filters import Filters
 from services.logger.store.store import SqliteStore
@@ -21,12 +21,12 @@ from tests.process.test_logger_store import RECORDS, append_request, record_id, 
 from tests.waiting import until
 
 NOTHING = Filters(TailPayloadsRequest())
-REST = (("x-envoy-original-path", "/millrace/v1/payloads:tail"),)
+REST = (("x-envoy-original-path", "/headrace/v1/payloads:tail"),)
 
 
 def of(client):
     """The metadata that the gateway sets for a client's call."""
-    return (("x-millrace-client", client), ("x-millrace-policy", '{"role": "admin"}'))
+    return (("x-headrace-client", client), ("x-headrace-policy", '{"role": "admin"}'))
 
 
 def record(number, **fields):
@@ -40,7 +40,7 @@ async def served(tmp_path):
     server = grpc.aio.server(interceptors=(CallInterceptor("logger"),))
     PayloadLogServicer(store, tails).add_to(server)
     ingest = PayloadIngestServicer(store, tails, asyncio.Event())
-    millrace_pb2_grpc.add_PayloadIngestServicer_to_server(ingest, server)
+    headrace_pb2_grpc.add_PayloadIngestServicer_to_server(ingest, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with open_channel(f"127.0.0.1:{port}", "logger") as channel:
@@ -50,13 +50,13 @@ async def served(tmp_path):
 
 
 async def append(channel, *requests):
-    async for _ in millrace_pb2_grpc.PayloadIngestStub(channel).Append(iter(requests)):
+    async for _ in headrace_pb2_grpc.PayloadIngestStub(channel).Append(iter(requests)):
         pass
 
 
 async def open_tail(channel, metadata=None, **filters):
     """A call of Tail that has begun."""
-    call = millrace_pb2_grpc.PayloadLogStub(channel).Tail(TailPayloadsRequest(**filters), metadata=metadata)
+    call = headrace_pb2_grpc.PayloadLogStub(channel).Tail(TailPayloadsRequest(**filters), metadata=metadata)
     responses = aiter(call)
     return call, responses
 

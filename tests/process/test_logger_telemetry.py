@@ -15,8 +15,8 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import SpanKind, StatusCode
 from sqlalchemy.exc import OperationalError
 
-from millrace.errors import NotReadyError
-from millrace_protos.millrace_pb2 import AppendRequest, PayloadRecord
+from headrace.errors import NotReadyError
+from headrace_protos.headrace_pb2 import AppendRequest, PayloadRecord
 from services.logger.sinks import SINK, observe_sinks
 from services.logger.sinks import runner as runner_module
 from services.logger.sinks.cloud_events import CloudEventsSink
@@ -47,7 +47,7 @@ class LoggerTelemetry(Measured):
         self._spans = InMemorySpanExporter()
         tracers = TracerProvider(sampler=sampler, shutdown_on_exit=False)
         tracers.add_span_processor(SimpleSpanProcessor(self._spans))
-        self.tracer = tracers.get_tracer("millrace")
+        self.tracer = tracers.get_tracer("headrace")
         self.commits = Commits(self.tracer, self.meter)
 
     @property
@@ -56,11 +56,11 @@ class LoggerTelemetry(Measured):
 
     @property
     def committed(self):
-        [point] = self.points("millrace.payload.committed").values()
+        [point] = self.points("headrace.payload.committed").values()
         return point.value
 
     def lag(self, name):
-        return self.values_by(SINK, "millrace.sink.lag")[name]
+        return self.values_by(SINK, "headrace.sink.lag")[name]
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ async def test_an_unsampled_span_gets_no_links(monkeypatch):
 
 
 def sink_at(server):
-    return CloudEventsSink(server.url, source="/millrace", namespace="default", timeout_s=20.0, connections=2)
+    return CloudEventsSink(server.url, source="/headrace", namespace="default", timeout_s=20.0, connections=2)
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from millrace.errors import DeadlineError, InvalidRequestError
-from millrace_protos.millrace_pb2 import PayloadRecord, Usage, UsageRequest
+from headrace.errors import DeadlineError, InvalidRequestError
+from headrace_protos.headrace_pb2 import PayloadRecord, Usage, UsageRequest
 from services.logger.store import usage
 from services.logger.store.retention import Retention
 from services.logger.store.store import SqliteStore
@@ -18,7 +18,7 @@ from tests.support.payload_fixtures import only_sqlite
 DAY_NS = 86_400 * 10**9
 HOUR_NS = 3600 * 10**9
 START_NS = 20_000 * DAY_NS  # 2024-10-04.
-ANN = (("x-millrace-client", "ann"), ("x-millrace-policy", "{}"))
+ANN = (("x-headrace-client", "ann"), ("x-headrace-policy", "{}"))
 
 
 def taken(number, at_ns=START_NS, tokens=(10, 4, 3), **fields):
@@ -200,7 +200,7 @@ async def test_a_sum_that_takes_too_long_ends_and_the_connection_serves_the_next
 
 async def test_a_user_sees_its_own_usage_and_an_admin_everyone_s(store, payload_log):
     await store.append([taken(1), taken(2, client="bob")])
-    admin = (("x-millrace-client", "root"), ("x-millrace-policy", '{"role": "admin"}'))
+    admin = (("x-headrace-client", "root"), ("x-headrace-policy", '{"role": "admin"}'))
     for metadata, clients in ((ANN, ["ann"]), (admin, ["ann", "bob"]), ((), ["ann", "bob"])):
         response = await payload_log.Usage(UsageRequest(), metadata=metadata)
         assert [group.client for group in response.groups] == clients
@@ -210,7 +210,7 @@ async def test_a_user_sees_its_own_usage_and_an_admin_everyone_s(store, payload_
 
 async def test_an_admin_can_ask_for_its_own_usage(store, payload_log):
     await store.append([taken(1), taken(2, client="root"), taken(3, client="")])
-    admin = (("x-millrace-client", "root"), ("x-millrace-policy", '{"role": "admin"}'))
+    admin = (("x-headrace-client", "root"), ("x-headrace-policy", '{"role": "admin"}'))
     for metadata, client in ((ANN, "ann"), (admin, "root"), ((), "")):
         for fields in ({}, {"client": client}):
             response = await payload_log.Usage(UsageRequest(own=True, **fields), metadata=metadata)

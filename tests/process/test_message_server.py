@@ -11,11 +11,11 @@ import grpc
 import pytest
 from grpc import StatusCode
 
-from millrace.errors import RETRY_AFTER_MS, OverloadedError
-from millrace.rpc.http2 import served_call
-from millrace.rpc.http2.protocol import STREAM_WINDOW_BYTES
-from millrace.rpc.http2.server import MessageServer
-from millrace.rpc.http2.streaming_call import StreamingCall
+from headrace.errors import RETRY_AFTER_MS, OverloadedError
+from headrace.rpc.http2 import served_call
+from headrace.rpc.http2.protocol import STREAM_WINDOW_BYTES
+from headrace.rpc.http2.server import MessageServer
+from headrace.rpc.http2.streaming_call import StreamingCall
 from tests.process.test_streaming_call import send, send_until_full
 from tests.support.http2_client import connected
 from tests.waiting import until

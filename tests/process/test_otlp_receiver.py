@@ -83,7 +83,7 @@ def test_a_receiver_in_its_own_process_counts() -> None:
 
 
 def test_a_service_exports_past_the_proxy_of_its_environment() -> None:
-    source = """from millrace.telemetry.setup import set_up_telemetry
+    source = """from headrace.telemetry.setup import set_up_telemetry
 from opentelemetry import trace
 flush = set_up_telemetry("exporting")
 span = trace.get_tracer("test").start_span("one")

@@ -5,14 +5,14 @@ import threading
 
 import pytest
 
-from millrace.payload import shipper as payload_shipper
-from millrace.payload.drops import FULL, MEMORY, REASONS
-from millrace.payload.metrics import REASON, observe_tap
+from headrace.payload import shipper as payload_shipper
+from headrace.payload.drops import FULL, MEMORY, REASONS
+from headrace.payload.metrics import REASON, observe_tap
 from tests.support.measured import Measured
 from tests.support.payload_ingest import away, begin, listening
 from tests.waiting import until
 
-GAUGES = ("millrace.payload.queued_bytes", "millrace.payload.spool_bytes", "millrace.payload.spool_age")
+GAUGES = ("headrace.payload.queued_bytes", "headrace.payload.spool_bytes", "headrace.payload.spool_age")
 
 
 class Shown:
@@ -27,12 +27,12 @@ class Shown:
         return self._measured.names
 
     def value(self, name):
-        [point] = self._measured.points(f"millrace.payload.{name}").values()
+        [point] = self._measured.points(f"headrace.payload.{name}").values()
         return point.value
 
     @property
     def dropped(self):
-        return self._measured.values_by(REASON, "millrace.payload.dropped")
+        return self._measured.values_by(REASON, "headrace.payload.dropped")
 
 
 async def test_records_that_wait_for_an_absent_logger_are_counted_until_it_has_them(taps):
@@ -129,7 +129,7 @@ async def test_reading_metrics_during_writes_never_fails(taps, ingest, caplog):
     assert await tap.drain(30)
     stopping.set()
     reader.join()
-    assert all(names == {*GAUGES, "millrace.payload.spooled", "millrace.payload.dropped"} for names in names_seen)
+    assert all(names == {*GAUGES, "headrace.payload.spooled", "headrace.payload.dropped"} for names in names_seen)
     assert not [entry for entry in caplog.records if entry.levelno >= logging.ERROR]
     assert shown.value("spooled") + shown.dropped[MEMORY] >= 500
     assert shown.value("spooled") == len(ingest.records)

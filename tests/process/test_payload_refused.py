@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from millrace.errors import InvalidRequestError
-from millrace.payload.outbox.merge import KEPT_CHARACTERS
-from millrace.payload.parts import BEGIN_CHARACTERS, RecordedTensor
-from millrace.payload.redaction import Redaction
-from millrace.payload.rules import PayloadRules
+from headrace.errors import InvalidRequestError
+from headrace.payload.outbox.merge import KEPT_CHARACTERS
+from headrace.payload.parts import BEGIN_CHARACTERS, RecordedTensor
+from headrace.payload.redaction import Redaction
+from headrace.payload.rules import PayloadRules
 from tests.support.payload_ingest import begin, segments
 
 LONG = "once upon a time " * 20_000

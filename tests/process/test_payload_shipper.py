@@ -13,13 +13,13 @@ import grpc
 import psutil
 import pytest
 
-from millrace.payload import shipper as payload_shipper
-from millrace.payload.drops import DISK, FAILED, FULL, REFUSED
-from millrace.payload.outbox import writer as payload_writer
-from millrace.payload.parts import RecordedTensor
-from millrace.payload.rules import PayloadRules
-from millrace_protos import millrace_pb2_grpc
-from millrace_protos.millrace_pb2 import QueryPayloadsRequest
+from headrace.payload import shipper as payload_shipper
+from headrace.payload.drops import DISK, FAILED, FULL, REFUSED
+from headrace.payload.outbox import writer as payload_writer
+from headrace.payload.parts import RecordedTensor
+from headrace.payload.rules import PayloadRules
+from headrace_protos import headrace_pb2_grpc
+from headrace_protos.headrace_pb2 import QueryPayloadsRequest
 from tests.support.logger_process import LoggerProcess
 from tests.support.payload_ingest import Taps, away, begin, folders, listening, segments
 from tests.waiting import until
@@ -280,7 +280,7 @@ async def test_the_parts_after_a_dropped_begin_leave_memory_without_another_push
 VICTIM = """
 import asyncio, sys
 from pathlib import Path
-from millrace.payload.tap import PayloadTap
+from headrace.payload.tap import PayloadTap
 
 async def main():
     tap = PayloadTap(sys.argv[1], spool=Path(sys.argv[2]))
@@ -457,7 +457,7 @@ async def test_a_suspended_logger_gets_all_records_afterwards(tmp_path, taps):
 
 async def query(target):
     async with grpc.aio.insecure_channel(target) as channel:
-        async for record in millrace_pb2_grpc.PayloadLogStub(channel).Query(QueryPayloadsRequest(page_size=1000)):
+        async for record in headrace_pb2_grpc.PayloadLogStub(channel).Query(QueryPayloadsRequest(page_size=1000)):
             yield record
 
 

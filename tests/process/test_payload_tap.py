@@ -14,22 +14,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.errors import OverloadedError, StartupError
-from millrace.oip.tensors import Tensor, add_input
-from millrace.payload import drops
-from millrace.payload import tap as tap_module
-from millrace.payload.drops import DISK, FAILED, MEMORY, TOO_LARGE
-from millrace.payload.ids import as_uuid7, next_id
-from millrace.payload.outbox import journal as payload_journal
-from millrace.payload.outbox import spool as payload_spool
-from millrace.payload.outbox.journal import MAX_FRAME_BYTES, read_journal
-from millrace.payload.parts import DeferredTensors, RecordedTensor
-from millrace.payload.redaction import Redaction
-from millrace.payload.rules import Digest, Mode, PayloadRules
-from millrace.payload.tap import PayloadTap
-from millrace.payload.tensors import request_tensors
-from millrace_protos.inference_pb2 import ModelInferRequest
-from millrace_protos.millrace_pb2 import Usage
+from headrace.errors import OverloadedError, StartupError
+from headrace.oip.tensors import Tensor, add_input
+from headrace.payload import drops
+from headrace.payload import tap as tap_module
+from headrace.payload.drops import DISK, FAILED, MEMORY, TOO_LARGE
+from headrace.payload.ids import as_uuid7, next_id
+from headrace.payload.outbox import journal as payload_journal
+from headrace.payload.outbox import spool as payload_spool
+from headrace.payload.outbox.journal import MAX_FRAME_BYTES, read_journal
+from headrace.payload.parts import DeferredTensors, RecordedTensor
+from headrace.payload.redaction import Redaction
+from headrace.payload.rules import Digest, Mode, PayloadRules
+from headrace.payload.tap import PayloadTap
+from headrace.payload.tensors import request_tensors
+from headrace_protos.headrace_pb2 import Usage
+from headrace_protos.inference_pb2 import ModelInferRequest
 from tests.support.payload_ingest import away, begin, folders, no_room, segments
 from tests.support.small_disk import small_disk
 from tests.waiting import until
@@ -47,7 +47,7 @@ async def recorded(tap, ingest):
 async def test_a_record_has_all_recorded_parts(taps, ingest):
     tap = taps.start(ingest.target)
     recording = tap.begin(
-        request_id="r", model="m", protocol="millrace.v1.TextGeneration/Generate", prompt="p", parameters="{}",
+        request_id="r", model="m", protocol="headrace.v1.TextGeneration/Generate", prompt="p", parameters="{}",
         trace_id="t", span_id="s", metadata={"user-agent": "u"}, client="c", call_id="i",
     )  # fmt: skip
     recording.chunk("", [])
@@ -65,7 +65,7 @@ async def test_a_record_has_all_recorded_parts(taps, ingest):
         "c",
         "i",
     )
-    assert record.protocol == "millrace.v1.TextGeneration/Generate"
+    assert record.protocol == "headrace.v1.TextGeneration/Generate"
     assert (record.status, record.finish_reason, record.text) == ("OK", "stop", "Once upon")
     assert [(chunk.text, list(chunk.token_ids), list(chunk.logprobs)) for chunk in record.chunks] == [
         ("", [], []), ("Once ", [5, 6], [-0.5, -1.5]), ("upon", [7], []),

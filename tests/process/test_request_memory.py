@@ -9,8 +9,8 @@ import grpc
 import psutil
 import pytest
 
-from millrace_protos import inference_pb2 as pb
-from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from headrace_protos import inference_pb2 as pb
+from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from runner.settings import ROOT
 from tests.process.unfinished_calls import UnfinishedCalls
 from tests.support.forkserver import spawn

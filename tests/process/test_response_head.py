@@ -5,10 +5,10 @@ from contextlib import suppress
 import grpc
 import pytest
 
-from millrace.clients import CLIENT, POLICY
-from millrace.errors import NotFoundError
-from millrace.rpc.admission import Admission, head_of_call
-from millrace.rpc.server import Server
+from headrace.clients import CLIENT, POLICY
+from headrace.errors import NotFoundError
+from headrace.rpc.admission import Admission, head_of_call
+from headrace.rpc.server import Server
 
 LIMITED = ((CLIENT, "alice"), (POLICY, '{"requests_per_minute": 3}'))
 OWN = ("x-own", "1")

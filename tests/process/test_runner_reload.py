@@ -13,7 +13,7 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from millrace.errors import StartupError
+from headrace.errors import StartupError
 from runner import envoy_config
 from tests.process.fake_runner import FAKES, command
 from tests.process.test_runner_stack import check, gone, runner

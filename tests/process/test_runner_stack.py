@@ -24,7 +24,7 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from millrace.errors import StartupError
+from headrace.errors import StartupError
 from runner import process
 from runner import stack as stack_module
 from runner.settings import ROOT

@@ -12,18 +12,18 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from millrace.errors import StartupError
-from millrace.rpc.byte_budget import MAX_MESSAGE_BYTES
-from millrace.rpc.hand_over import RETIRE
-from millrace.rpc.server import Server
-from millrace_protos import millrace_pb2, reflection_v1_pb2, reflection_v1_pb2_grpc
+from headrace.errors import StartupError
+from headrace.rpc.byte_budget import MAX_MESSAGE_BYTES
+from headrace.rpc.hand_over import RETIRE
+from headrace.rpc.server import Server
+from headrace_protos import headrace_pb2, reflection_v1_pb2, reflection_v1_pb2_grpc
 from runner.settings import ROOT
 from tests.support.forkserver import spawn
 from tests.support.logger_process import free_port
 from tests.waiting import until
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-PUBLIC = [millrace_pb2.DESCRIPTOR.services_by_name[name].full_name for name in ("PayloadLog", "TextGeneration")]
+PUBLIC = [headrace_pb2.DESCRIPTOR.services_by_name[name].full_name for name in ("PayloadLog", "TextGeneration")]
 
 
 class Service:
@@ -208,7 +208,7 @@ async def test_reflection_lists_the_public_services(server, version):
             stub, messages = reflection_pb2_grpc.ServerReflectionStub(channel), reflection_pb2
         requests = [
             messages.ServerReflectionRequest(list_services="*"),
-            messages.ServerReflectionRequest(file_containing_symbol="millrace.v1.TextGeneration"),
+            messages.ServerReflectionRequest(file_containing_symbol="headrace.v1.TextGeneration"),
             messages.ServerReflectionRequest(file_containing_symbol="no.such.Thing"),
         ]
         listed, file, missing = [response async for response in stub.ServerReflectionInfo(iter(requests))]

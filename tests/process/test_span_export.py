@@ -20,7 +20,7 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
-from millrace.telemetry.span_export import SpanExporter, request_of
+from headrace.telemetry.span_export import SpanExporter, request_of
 
 texts = st.text(st.characters(codec="utf-8"), max_size=8)
 integers, floats = st.integers(-(2**70), 2**70), st.floats(allow_nan=False)
@@ -46,7 +46,7 @@ def test_the_sent_spans_equal_those_of_the_library(data):
     provider = TracerProvider(span_limits=SpanLimits(max_span_attributes=5, max_events=2, max_links=2))
     provider.add_span_processor(SimpleSpanProcessor(made))
     for _ in range(draw(st.integers(1, 4))):
-        tracer = provider.get_tracer(draw(st.sampled_from(["millrace", "another"])), draw(st.sampled_from(["", "1"])))
+        tracer = provider.get_tracer(draw(st.sampled_from(["headrace", "another"])), draw(st.sampled_from(["", "1"])))
         parent = draw(st.none() | contexts)
         span = tracer.start_span(
             draw(texts),
@@ -81,7 +81,7 @@ def ended(name="span", **attributes):
     made = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(made))
-    provider.get_tracer("millrace").start_span(name, attributes=attributes).end()
+    provider.get_tracer("headrace").start_span(name, attributes=attributes).end()
     [span] = made.get_finished_spans()
     return span
 

@@ -15,9 +15,9 @@ from h2.config import H2Configuration
 from h2.connection import H2Connection
 from hyperframe.frame import DataFrame, SettingsFrame
 
-from millrace.rpc.http2 import streaming_call
-from millrace.rpc.http2.streaming_call import CallBrokenError, StreamingCall
-from millrace.rpc.server import SERVER_OPTIONS
+from headrace.rpc.http2 import streaming_call
+from headrace.rpc.http2.streaming_call import CallBrokenError, StreamingCall
+from headrace.rpc.server import SERVER_OPTIONS
 from tests.waiting import until
 
 HOST = "127.0.0.1"

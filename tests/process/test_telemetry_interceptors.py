@@ -13,21 +13,21 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, get_current_span
 from opentelemetry.trace import StatusCode as SpanStatus
 
-from millrace.errors import DeadlineError, InvalidRequestError, RequestFailedError
-from millrace.rpc.call_telemetry import CallTelemetry
-from millrace.rpc.channel import open_channel, open_plain_channel
-from millrace.rpc.client_interceptors import CallSpan, ClientSpans, telemetry_client_interceptors
-from millrace.rpc.handlers import CallInterceptor
-from millrace.rpc.unary_method import UnaryMethod
-from millrace.telemetry.identity import current_request_id, current_trace_id, set_request_id
-from millrace.telemetry.suppression import suppress_tracing
-from millrace_protos import inference_pb2, millrace_pb2
+from headrace.errors import DeadlineError, InvalidRequestError, RequestFailedError
+from headrace.rpc.call_telemetry import CallTelemetry
+from headrace.rpc.channel import open_channel, open_plain_channel
+from headrace.rpc.client_interceptors import CallSpan, ClientSpans, telemetry_client_interceptors
+from headrace.rpc.handlers import CallInterceptor
+from headrace.rpc.unary_method import UnaryMethod
+from headrace.telemetry.identity import current_request_id, current_trace_id, set_request_id
+from headrace.telemetry.suppression import suppress_tracing
+from headrace_protos import headrace_pb2, inference_pb2
 from tests.support.measured import Measured
 from tests.waiting import until
 
 _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
-_TEXT = millrace_pb2.DESCRIPTOR.services_by_name["TextGeneration"].full_name
-_LOG = millrace_pb2.DESCRIPTOR.services_by_name["PayloadLog"].full_name
+_TEXT = headrace_pb2.DESCRIPTOR.services_by_name["TextGeneration"].full_name
+_LOG = headrace_pb2.DESCRIPTOR.services_by_name["PayloadLog"].full_name
 # The declared methods.
 METHODS = {
     "unary": f"{_INFERENCE}/ModelInfer",
@@ -139,7 +139,7 @@ async def bench(monkeypatch):
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     tracer, measured = provider.get_tracer("test"), Measured()
     client = telemetry_client_interceptors(tracer, measured.meter)
-    monkeypatch.setattr("millrace.rpc.channel.telemetry_client_interceptors", lambda: client)
+    monkeypatch.setattr("headrace.rpc.channel.telemetry_client_interceptors", lambda: client)
     methods = Methods()
     async with (
         served(methods, tracer, measured.meter) as (_, target),
@@ -185,7 +185,7 @@ async def check(bench, kind, code, client_error, server_error):
     assert server.context.trace_id == client.context.trace_id
     attributes = {"rpc.system.name": "grpc", "rpc.method": METHODS[kind], "rpc.response.status_code": code}
     assert bench.measured.count("rpc.client.call.duration", attributes) == 1
-    attributes["millrace.protocol"] = "grpc"
+    attributes["headrace.protocol"] = "grpc"
     await until(lambda: bench.measured.count("rpc.server.call.duration", attributes) == 1)
 
 
@@ -340,7 +340,7 @@ async def test_a_request_keeps_its_id_from_hop_to_hop(bench):
     await asyncio.create_task(ask())
     client, server = await bench.spans()
     assert seen == ["mine ?"]
-    assert (client.attributes["millrace.request_id"], server.attributes["millrace.request_id"]) == ("mine é", "mine ?")
+    assert (client.attributes["headrace.request_id"], server.attributes["headrace.request_id"]) == ("mine é", "mine ?")
 
 
 async def test_a_call_that_continues_another_links_to_its_span_on_both_sides(bench):
@@ -372,7 +372,7 @@ def test_the_first_message_of_an_answer_is_one_event():
 async def test_a_malformed_link_is_left_out(bench, link):
     bench.methods.then = ends_well
     async with grpc.aio.insecure_channel(bench.target) as channel:
-        await channel.unary_unary(f"/{METHODS['unary']}")(b"x", metadata=(("x-millrace-link", link),))
+        await channel.unary_unary(f"/{METHODS['unary']}")(b"x", metadata=(("x-headrace-link", link),))
     span = await bench.span()
     assert not span.links
 
@@ -384,7 +384,7 @@ async def test_an_undeclared_method_is_no_label(bench):
     span = await bench.span()
     assert (span.name, span.attributes["rpc.method_original"]) == ("_OTHER", "some.callers/Text")
     attributes = {"rpc.system.name": "grpc", "rpc.method": "_OTHER", "rpc.response.status_code": "UNIMPLEMENTED"}
-    assert bench.measured.count("rpc.server.call.duration", attributes | {"millrace.protocol": "grpc"}) == 1
+    assert bench.measured.count("rpc.server.call.duration", attributes | {"headrace.protocol": "grpc"}) == 1
 
 
 async def test_rest_and_grpc_have_different_attributes(bench):
@@ -393,7 +393,7 @@ async def test_rest_and_grpc_have_different_attributes(bench):
         rest = (("x-envoy-original-path", "/v1/completions"),)
         await channel.unary_unary(f"/{METHODS['unary']}")(b"x", metadata=rest)
     span = await bench.span()
-    assert span.attributes["millrace.protocol"] == "http"
+    assert span.attributes["headrace.protocol"] == "http"
 
 
 async def test_64_streams_that_are_cancelled_at_once_leave_no_span_open(bench, monkeypatch):

@@ -6,8 +6,8 @@ import urllib.error
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from millrace.errors import StartupError
-from millrace.telemetry.page import MetricsPage, WorkerPages
+from headrace.errors import StartupError
+from headrace.telemetry.page import MetricsPage, WorkerPages
 from tests.metrics_pages import read_page
 
 

@@ -3,8 +3,8 @@
 import orjson
 import pytest
 
-from millrace.clients import CLIENT
-from millrace.rpc.call_context import BACKGROUND
+from headrace.clients import CLIENT
+from headrace.rpc.call_context import BACKGROUND
 from tests.support.scripted_predictor import MODEL, ScriptedPredictor, serving
 from tests.support.transformer_fixtures import transformer
 

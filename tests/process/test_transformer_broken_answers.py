@@ -6,8 +6,8 @@ import grpc
 import numpy as np
 import pytest
 
-from millrace.oip.tensors import Tensor, add_input, bytes_tensor
-from millrace_protos import inference_pb2 as pb
+from headrace.oip.tensors import Tensor, add_input, bytes_tensor
+from headrace_protos import inference_pb2 as pb
 from services.transformer.predictors.answers import BrokenAnswerError, outputs_of
 from tests.process.foreign_server import ForeignServer, foreign_server
 from tests.support.transformer_fixtures import transformer
@@ -15,7 +15,7 @@ from tests.system.calls import each, text_request
 
 TEXT = "ids=models/storyteller"
 PASSES_ON = """
-    from millrace.processor import Processor
+    from headrace.processor import Processor
 
     class PassesOn(Processor):
         model = "echo"

@@ -7,11 +7,11 @@ from functools import partial
 import grpc
 import pytest
 
-from millrace.errors import NotFoundError
-from millrace.rpc.development import REQUESTED
-from millrace.rpc.handlers import CallInterceptor
-from millrace_protos import millrace_pb2 as pb
-from millrace_protos import millrace_pb2_grpc
+from headrace.errors import NotFoundError
+from headrace.rpc.development import REQUESTED
+from headrace.rpc.handlers import CallInterceptor
+from headrace_protos import headrace_pb2 as pb
+from headrace_protos import headrace_pb2_grpc
 from services.transformer.frontends.grpc import development
 from services.transformer.predictors.client import PredictorClient
 from services.transformer.predictors.replicas import Replicas
@@ -20,7 +20,7 @@ from tests.process.foreign_server import one_service
 REQUEST = pb.KillPredictorRequest(request_id="mine")
 
 
-class Victim(millrace_pb2_grpc.PredictorDevelopmentServicer):
+class Victim(headrace_pb2_grpc.PredictorDevelopmentServicer):
     """A predictor that records its kill, with or without the request; if it `hangs`, it does not answer."""
 
     def __init__(self, has_request, hangs=False):
@@ -48,7 +48,7 @@ async def stub_before(*victims):
     async with AsyncExitStack() as stack:
         addresses = [
             await stack.enter_async_context(
-                served(partial(millrace_pb2_grpc.add_PredictorDevelopmentServicer_to_server, victim))
+                served(partial(headrace_pb2_grpc.add_PredictorDevelopmentServicer_to_server, victim))
             )
             for victim in victims
         ]
@@ -58,7 +58,7 @@ async def stub_before(*victims):
         stack.push_async_callback(replicas.close)
         address = await stack.enter_async_context(served(partial(development.add_to_server, replicas)))
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(address))
-        yield millrace_pb2_grpc.DevelopmentStub(channel)
+        yield headrace_pb2_grpc.DevelopmentStub(channel)
 
 
 async def test_only_one_of_the_predictors_with_the_request_dies():

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from google.api.httpbody_pb2 import HttpBody
 
-from millrace.oip.tensors import Tensor, add_input
-from millrace_protos import inference_pb2 as pb
-from millrace_protos.rest_pb2 import ModelBody
-from millrace_protos.rest_pb2_grpc import OpenInferenceStub
+from headrace.oip.tensors import Tensor, add_input
+from headrace_protos import inference_pb2 as pb
+from headrace_protos.rest_pb2 import ModelBody
+from headrace_protos.rest_pb2_grpc import OpenInferenceStub
 from tests.process.foreign_rest_server import ForeignRestServer, foreign_rest_server, says
 from tests.process.foreign_server import ForeignServer, foreign_server
 from tests.support.loop_lag import loop_lag

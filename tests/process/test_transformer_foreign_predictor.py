@@ -4,8 +4,8 @@ import grpc
 import numpy as np
 import pytest
 
-from millrace.oip.tensors import Tensor, add_input, decode_outputs
-from millrace_protos import inference_pb2 as pb
+from headrace.oip.tensors import Tensor, add_input, decode_outputs
+from headrace_protos import inference_pb2 as pb
 from tests.process.foreign_server import ForeignServer, foreign_server
 from tests.support.transformer_fixtures import transformer
 from tests.system.calls import each, text_request

@@ -5,10 +5,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from millrace.errors import NotReadyError, OtherWeightsError
-from millrace.rpc.client_interceptors import CallSpan
-from millrace.sampling import SamplingParameters
-from millrace_protos import steps_pb2 as pb
+from headrace.errors import NotReadyError, OtherWeightsError
+from headrace.rpc.client_interceptors import CallSpan
+from headrace.sampling import SamplingParameters
+from headrace_protos import steps_pb2 as pb
 from services.transformer.predictors import link as link_module
 from services.transformer.predictors import links as links_module
 from services.transformer.predictors import resolver

@@ -6,7 +6,7 @@ import sys
 STARTS = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from millrace.models.sources import ModelSource
+from headrace.models.sources import ModelSource
 from services.transformer import __main__
 from services.transformer.models import catalogue
 from services.transformer.text.model_text import read_text

@@ -8,11 +8,11 @@ import grpc
 import numpy as np
 import pytest
 
-from millrace.deadline import NO_DEADLINE
-from millrace.errors import OverloadedError, StartupError
-from millrace.oip.tensors import Tensor, add_input, bytes_tensor, decode_outputs
-from millrace.processor import ProcessorRequest
-from millrace_protos import inference_pb2 as pb
+from headrace.deadline import NO_DEADLINE
+from headrace.errors import OverloadedError, StartupError
+from headrace.oip.tensors import Tensor, add_input, bytes_tensor, decode_outputs
+from headrace.processor import ProcessorRequest
+from headrace_protos import inference_pb2 as pb
 from services.transformer.models.processor_sources import ProcessorSource, parse_processors
 from services.transformer.models.processors import RunningProcessor
 from services.transformer.models.work_pool import WorkPool
@@ -22,8 +22,8 @@ from tests.system.calls import each
 
 CODE = """
     import numpy as np
-    from millrace.errors import InvalidRequestError
-    from millrace.processor import Processor
+    from headrace.errors import InvalidRequestError
+    from headrace.processor import Processor
 
     class Doubled(Processor):
         inputs = {"word": ("BYTES", [1])}
@@ -54,7 +54,7 @@ CODE = """
 
 LARGE = """
     import numpy as np
-    from millrace.processor import Processor
+    from headrace.processor import Processor
 
     class Halves(Processor):
         model = "echo"
@@ -186,7 +186,7 @@ async def test_blocking_code_delays_no_other_model_and_its_queue_is_bounded():
 
 
 async def test_an_undefined_step_of_a_processor_takes_no_thread(tmp_path):
-    (tmp_path / "it.py").write_text("from millrace.processor import Processor\nclass C(Processor): pass")
+    (tmp_path / "it.py").write_text("from headrace.processor import Processor\nclass C(Processor): pass")
     pool, release, array = WorkPool(threads=1, max_waiting=0, name="test"), threading.Event(), np.array([1])
     running = RunningProcessor(ProcessorSource("it", str(tmp_path / "it.py"), "C"), pool)
     blocked = asyncio.create_task(pool.run(release.wait, 30))
@@ -219,7 +219,7 @@ async def test_a_deadline_ends_a_request_whose_code_still_runs(tmp_path):
     path.write_text(
         textwrap.dedent("""
         import threading
-        from millrace.processor import Processor
+        from headrace.processor import Processor
 
         class Slow(Processor):
             model = "echo"
@@ -251,10 +251,10 @@ def test_the_setting_names_modules_and_files():
     ("code", "name", "text"),
     [
         ("", "Missing", "has no class Missing"),
-        ("class C: pass", "C", "C is not a subclass of millrace.processor.Processor"),
+        ("class C: pass", "C", "C is not a subclass of headrace.processor.Processor"),
         ("import nothing_like_it", "C", "cannot be imported: ModuleNotFoundError"),
         (
-            "from millrace.processor import Processor\nclass C(Processor):\n    inputs = {'x': 3}",
+            "from headrace.processor import Processor\nclass C(Processor):\n    inputs = {'x': 3}",
             "C",
             "inputs must look",
         ),
@@ -269,7 +269,7 @@ def test_an_unusable_processor_is_refused_at_the_start_in_one_line(tmp_path, cod
 
 async def test_a_load_that_fails_keeps_the_transformer_from_starting(tmp_path):
     code = """
-        from millrace.processor import Processor
+        from headrace.processor import Processor
 
         class C(Processor):
             def load(self):

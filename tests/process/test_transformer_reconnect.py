@@ -9,8 +9,8 @@ import orjson
 import pytest
 from tokenizers import Tokenizer
 
-from millrace_protos import millrace_pb2 as pb
-from millrace_protos import millrace_pb2_grpc
+from headrace_protos import headrace_pb2 as pb
+from headrace_protos import headrace_pb2_grpc
 from services.transformer.generation import resume_ids
 from tests.support.events import read_events
 from tests.support.scripted_predictor import MODEL, ScriptedPredictor, breaks, serving
@@ -261,7 +261,7 @@ async def test_a_key_gives_a_repeated_request_the_seed_and_the_id_of_the_first(a
         for other in (
             await sent(second, body, ("idempotency-key", "order-2")),
             await sent(second, body | {"user": "x"}, key),
-            await sent(second, body, key, ("x-millrace-client", "alice")),
+            await sent(second, body, key, ("x-headrace-client", "alice")),
             await sent(second, body),
         ):
             assert other[0] != one[0]
@@ -277,7 +277,7 @@ async def test_a_key_gives_a_repeated_request_the_seed_and_the_id_of_the_first(a
 
 async def generated(stub, metadata=(), **fields):
     request = pb.GenerateRequest(**{"model": MODEL, "prompt": "Tell me", "max_tokens": 200, **fields})
-    return [r async for r in millrace_pb2_grpc.TextGenerationStub(stub.channel).Generate(request, metadata=metadata)]
+    return [r async for r in headrace_pb2_grpc.TextGenerationStub(stub.channel).Generate(request, metadata=metadata)]
 
 
 @pytest.mark.parametrize("fields", [{}, {"stop": ["old"]}, {"logprobs": True}], ids=["plain", "stop", "logprobs"])

@@ -6,9 +6,9 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import pytest
 
-from millrace.deadline import NO_DEADLINE
-from millrace.errors import HopBrokenError, MillraceError
-from millrace_protos import inference_pb2 as pb
+from headrace.deadline import NO_DEADLINE
+from headrace.errors import HeadraceError, HopBrokenError
+from headrace_protos import inference_pb2 as pb
 from services.transformer.predictors import replicas as module
 from services.transformer.predictors import resolver
 from services.transformer.predictors.client import PredictorClient
@@ -136,7 +136,7 @@ async def test_what_a_replica_had_is_loading_while_it_is_away_and_missing_once_i
                 "other": "LOADING",
                 "third": "LOADING",
             }
-        with suppress(MillraceError):  # The fake has no such method.
+        with suppress(HeadraceError):  # The fake has no such method.
             await replicas.unload(pb.RepositoryModelUnloadRequest(model_name="third"), NO_DEADLINE)
         assert set(await replicas.index()) == {"one", "other"}
         assert await replicas.ready()

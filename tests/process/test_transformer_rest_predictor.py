@@ -8,10 +8,10 @@ import grpc
 import numpy as np
 import pytest
 
-from millrace.errors import InvalidRequestError
-from millrace.oip.tensors import BYTES, Tensor, add_input, bytes_tensor, decode_outputs
-from millrace.rpc.call_context import CallContext
-from millrace_protos import inference_pb2 as pb
+from headrace.errors import InvalidRequestError
+from headrace.oip.tensors import BYTES, Tensor, add_input, bytes_tensor, decode_outputs
+from headrace.rpc.call_context import CallContext
+from headrace_protos import inference_pb2 as pb
 from services.transformer.predictors.v2_rest import transport
 from tests.process.foreign_rest_server import ForeignRestServer, breaks, foreign_rest_server, never, says
 from tests.support.transformer_fixtures import transformer as any_transformer

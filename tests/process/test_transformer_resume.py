@@ -6,8 +6,8 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager, closing
 import orjson
 import pytest
 
-from millrace.deadline import Deadline
-from millrace.errors import (
+from headrace.deadline import Deadline
+from headrace.errors import (
     DeadlineError,
     HopBrokenError,
     InvalidRequestError,
@@ -17,8 +17,8 @@ from millrace.errors import (
     OverloadedError,
     RequestFailedError,
 )
-from millrace.rpc.call_context import CallContext
-from millrace.sampling import SamplingParameters
+from headrace.rpc.call_context import CallContext
+from headrace.sampling import SamplingParameters
 from services.transformer.predictors import link as link_module
 from services.transformer.predictors.answers import BrokenAnswerError
 from services.transformer.predictors.client import PredictorClient

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from millrace.deadline import Deadline
-from millrace.errors import DeadlineError, DrainingError, HopBrokenError, NotReadyError
-from millrace.sampling import SamplingParameters
+from headrace.deadline import Deadline
+from headrace.errors import DeadlineError, DrainingError, HopBrokenError, NotReadyError
+from headrace.sampling import SamplingParameters
 from services.transformer.predictors import retries as retries_module
 from services.transformer.predictors.crashes import (
     CrashCount,

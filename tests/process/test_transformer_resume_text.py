@@ -9,9 +9,9 @@ import orjson
 import pytest
 from tokenizers import Tokenizer
 
-from millrace.errors import HopBrokenError, InvalidRequestError, NotReadyError
-from millrace.oip.tensors import Tensor, add_input, decode_outputs
-from millrace_protos import inference_pb2 as pb
+from headrace.errors import HopBrokenError, InvalidRequestError, NotReadyError
+from headrace.oip.tensors import Tensor, add_input, decode_outputs
+from headrace_protos import inference_pb2 as pb
 from tests.support.scripted_predictor import MODEL, ScriptedPredictor, breaks, falls_silent, raises, serving
 from tests.support.transformer_fixtures import transformer
 from tests.system.calls import each, text_request
@@ -89,7 +89,7 @@ async def test_usage_reports_cached_tokens_only_to_their_owner(
     predictor = ScriptedPredictor(breaks(2), answer=answer)
     body = {"model": MODEL, "prompt": "Tell me", "max_tokens": 200}
     body |= {name: value for name, value in (("stop", stop), ("cache_salt", salt)) if value is not None}
-    metadata = (("x-millrace-client", client),) if client else ()
+    metadata = (("x-headrace-client", client),) if client else ()
     async with (
         serving(predictor) as address,
         transformer(address, TELLER, reports_cached_tokens=reports_cached_tokens) as (stub, _),

@@ -6,9 +6,9 @@ import grpc
 import numpy as np
 import pytest
 
-from millrace.errors import HopBrokenError, InvalidRequestError, NotFoundError, NotReadyError, OverloadedError
-from millrace.oip.tensors import Tensor, add_input, decode_outputs
-from millrace_protos import inference_pb2 as pb
+from headrace.errors import HopBrokenError, InvalidRequestError, NotFoundError, NotReadyError, OverloadedError
+from headrace.oip.tensors import Tensor, add_input, decode_outputs
+from headrace_protos import inference_pb2 as pb
 from tests.support.scripted_predictor import MODEL, ScriptedPredictor, alone, serving, whole
 from tests.support.transformer_fixtures import transformer
 from tests.system.calls import each, text_request

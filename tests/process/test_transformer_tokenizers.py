@@ -8,10 +8,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from millrace.errors import StartupError
-from millrace.models.sources import ModelSource, parse_location
-from millrace_protos import inference_pb2 as pb
-from millrace_protos import model_config_pb2
+from headrace.errors import StartupError
+from headrace.models.sources import ModelSource, parse_location
+from headrace_protos import inference_pb2 as pb
+from headrace_protos import model_config_pb2
 from services.transformer.text.model_text import read_text
 from tests.process.foreign_server import ForeignServer, foreign_server
 from tests.support.transformer_fixtures import transformer
@@ -120,7 +120,7 @@ async def test_after_a_restart_a_model_with_an_unreadable_tokenizer_is_logged_an
     async with foreign_server(server) as address, transformer(address) as (stub, catalogue):
         assert stub.router.is_ready("story")
         answer = await stub.ModelMetadata(pb.ModelMetadataRequest(name="story"), timeout=10)
-        assert answer.platform == "millrace_text"
+        assert answer.platform == "headrace_text"
         assert "cannot be read" in catalogue.why_unreadable("bad")
 
 
@@ -138,7 +138,7 @@ async def test_a_hub_model_that_is_called_by_its_id_takes_text(served):
     stub, _, _ = served
     await stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name="good/story"), timeout=30)
     answer = await stub.ModelMetadata(pb.ModelMetadataRequest(name="good/story"), timeout=10)
-    assert (answer.platform, answer.inputs[0].name) == ("millrace_text", "text_input")
+    assert (answer.platform, answer.inputs[0].name) == ("headrace_text", "text_input")
 
 
 def test_a_location_is_a_folder_or_a_hub_id_for_any_name_of_the_model(tmp_path):

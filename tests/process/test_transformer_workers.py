@@ -10,11 +10,11 @@ from contextlib import closing
 import psutil
 import pytest
 
-from millrace import __version__
-from millrace.errors import StartupError
-from millrace.rpc.hand_over import RETIRE
-from millrace.rpc.health_check import serving as health
-from millrace.rpc.listeners import reserved
+from headrace import __version__
+from headrace.errors import StartupError
+from headrace.rpc.hand_over import RETIRE
+from headrace.rpc.health_check import serving as health
+from headrace.rpc.listeners import reserved
 from tests.support.http2_client import connected
 from tests.waiting import until
 
@@ -102,7 +102,7 @@ async def test_a_retired_parent_ends_with_its_workers_and_the_successors_serve_u
         # Connections go to either worker.
         for _ in range(8):
             async with connected(http_port) as client:
-                answer = await (await client.request("/millrace.rest.v1.OpenAI/Version", verb="GET")).wait()
+                answer = await (await client.request("/headrace.rest.v1.OpenAI/Version", verb="GET")).wait()
                 assert (answer.status, json.loads(answer.data)) == (200, {"version": __version__})
         new.kill()
         assert not psutil.wait_procs(new_workers, timeout=30)[1]

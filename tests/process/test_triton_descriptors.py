@@ -82,7 +82,7 @@ def files():
     """(ours, Triton's) of the service file and of the model configuration's."""
     if not CLIENTS_PYTHON.exists():
         pytest.skip(".venv-clients with tritonclient is missing: `make test` makes it")
-    ours = dumped(sys.executable, "millrace_protos.inference_pb2", "millrace_protos.model_config_pb2")
+    ours = dumped(sys.executable, "headrace_protos.inference_pb2", "headrace_protos.model_config_pb2")
     tritons = dumped(CLIENTS_PYTHON, "tritonclient.grpc.service_pb2", "tritonclient.grpc.model_config_pb2")
     return list(zip(ours, tritons, strict=True))
 

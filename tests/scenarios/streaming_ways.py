@@ -12,10 +12,10 @@ from typing import Any
 
 import httpx2
 
-from millrace.oip.parameters import set_parameters
-from millrace.oip.tensors import decode_outputs
-from millrace_protos import millrace_pb2, millrace_pb2_grpc
-from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from headrace.oip.parameters import set_parameters
+from headrace.oip.tensors import decode_outputs
+from headrace_protos import headrace_pb2, headrace_pb2_grpc
+from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.system.calls import channel, each, text_request, web_frames
 
 MODEL, PROMPT, TOKENS = "storyteller", "Tell me a story about a fox.", 8
@@ -28,7 +28,7 @@ Pieces = AsyncGenerator[str, None]
 
 async def generate(gateway: str, request_id: str) -> Pieces:
     async with channel(gateway) as opened:
-        async for response in millrace_pb2_grpc.TextGenerationStub(opened).Generate(_generate_request(request_id)):
+        async for response in headrace_pb2_grpc.TextGenerationStub(opened).Generate(_generate_request(request_id)):
             yield response.text
 
 
@@ -59,14 +59,14 @@ def by_lines(path: str, body: Mapping[str, Any], text_of: Callable[[Any], str]) 
 
 async def grpc_web(gateway: str, request_id: str) -> Pieces:
     message = _generate_request(request_id).SerializeToString()
-    frame, path = b"\0" + len(message).to_bytes(4, "big") + message, "/millrace.v1.TextGeneration/Generate"
+    frame, path = b"\0" + len(message).to_bytes(4, "big") + message, "/headrace.v1.TextGeneration/Generate"
     body, count = b"", 0
     async with aclosing(_posted(gateway, path, frame, request_id, "application/grpc-web+proto")) as pieces:
         async for piece in pieces:
             body += piece
             messages, _ = web_frames(body)
             for whole in messages[count:]:
-                yield millrace_pb2.GenerateResponse.FromString(whole).text
+                yield headrace_pb2.GenerateResponse.FromString(whole).text
             count = len(messages)
 
 
@@ -81,8 +81,8 @@ async def _posted(gateway: str, path: str, data: bytes, request_id: str, kind: s
             yield piece
 
 
-def _generate_request(request_id: str) -> millrace_pb2.GenerateRequest:
-    return millrace_pb2.GenerateRequest(model=MODEL, prompt=PROMPT, request_id=request_id, **_SAMPLING)
+def _generate_request(request_id: str) -> headrace_pb2.GenerateRequest:
+    return headrace_pb2.GenerateRequest(model=MODEL, prompt=PROMPT, request_id=request_id, **_SAMPLING)
 
 
 _PROMPT, _CHAT = {"model": MODEL, "prompt": PROMPT}, [{"role": "user", "content": PROMPT}]
@@ -98,6 +98,6 @@ STREAMING_WAYS: Mapping[str, StreamingWay] = {
     "generate_stream": by_lines(
         f"/v2/models/{MODEL}/generate_stream", {"text_input": PROMPT}, lambda event: event["text_output"]
     ),
-    "millrace generate": by_lines("/millrace/v1/generate", _PROMPT, lambda line: line["text"]),
+    "headrace generate": by_lines("/headrace/v1/generate", _PROMPT, lambda line: line["text"]),
     "gRPC-Web": grpc_web,
 }

@@ -15,9 +15,9 @@ import orjson
 import pytest
 import pytest_asyncio
 
-from millrace.oip.tensors import Tensor, add_input, decode_outputs
-from millrace_protos import inference_pb2 as pb
-from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from headrace.oip.tensors import Tensor, add_input, decode_outputs
+from headrace_protos import inference_pb2 as pb
+from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.chaos.memory import peaks
 from tests.support.full import FULL
 

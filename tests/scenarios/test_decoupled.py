@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest_asyncio
 
-from millrace_protos import millrace_pb2_grpc
+from headrace_protos import headrace_pb2_grpc
 from tests.chaos.load import Client, text_request
 from tests.chaos.requests import Story
 from tests.conformance.conftest import CHUNKS
@@ -64,7 +64,7 @@ async def test_a_token_is_held_back_no_longer_than_requested(gated):
 
 async def _sizes(client, story):
     """The number of tokens in each message."""
-    stub = millrace_pb2_grpc.TextGenerationStub(client.channel())
+    stub = headrace_pb2_grpc.TextGenerationStub(client.channel())
     call = stub.Generate(text_request(story, "chunked"))
     try:
         async for response in call:

@@ -11,8 +11,8 @@ import sys
 import grpc
 import pytest
 
-from millrace_protos import inference_pb2, millrace_pb2, millrace_pb2_grpc
-from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from headrace_protos import headrace_pb2, headrace_pb2_grpc, inference_pb2
+from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.system.calls import channel, rest, text_request
 
 CONNECTION_S, STREAM_S = 1, 3  # Instead of 3600 and 600.
@@ -95,9 +95,9 @@ async def test_a_stream_outlives_every_idle_limit(gated):
     async with channel(stack.gateway) as open_channel:
         # Silent from its beginning, like a client that has no request yet.
         late = GRPCInferenceServiceStub(open_channel).ModelStreamInfer(asks_late())
-        tail = millrace_pb2_grpc.PayloadLogStub(open_channel).Tail(millrace_pb2.TailPayloadsRequest())
-        stream = millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(
-            millrace_pb2.GenerateRequest(model="storyteller", prompt="Once", max_tokens=tokens, ignore_eos=True)
+        tail = headrace_pb2_grpc.PayloadLogStub(open_channel).Tail(headrace_pb2.TailPayloadsRequest())
+        stream = headrace_pb2_grpc.TextGenerationStub(open_channel).Generate(
+            headrace_pb2.GenerateRequest(model="storyteller", prompt="Once", max_tokens=tokens, ignore_eos=True)
         )
         for _ in range(tokens):
             await asyncio.sleep(silence_s)

@@ -15,7 +15,7 @@ import grpc
 import psutil
 import pytest
 
-from millrace_protos import millrace_pb2, millrace_pb2_grpc
+from headrace_protos import headrace_pb2, headrace_pb2_grpc
 from tests.support.full import FULL
 from tests.support.logger_process import free_port
 from tests.system.calls import channel, generate, rest
@@ -83,8 +83,8 @@ async def one_request(stack, dice, name):
     if kind == "cancelled":
         story["max_tokens"] = 1000
     async with channel(stack.gateway) as open_channel:
-        stub = millrace_pb2_grpc.TextGenerationStub(open_channel)
-        call = stub.Generate(millrace_pb2.GenerateRequest(**story, request_id=name), timeout=60)
+        stub = headrace_pb2_grpc.TextGenerationStub(open_channel)
+        call = stub.Generate(headrace_pb2.GenerateRequest(**story, request_id=name), timeout=60)
         try:
             async for _ in call:
                 if kind == "cancelled":
@@ -158,11 +158,11 @@ async def test_a_killed_transformer_loses_no_request_that_a_client_saw_begin(men
 
     async def client(name):
         async with channel(stack.gateway) as open_channel:
-            request = millrace_pb2.GenerateRequest(
+            request = headrace_pb2.GenerateRequest(
                 model="storyteller", prompt="Once", max_tokens=1000, ignore_eos=True, request_id=name
             )
             with suppress(grpc.aio.AioRpcError):
-                async for response in millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=60):
+                async for response in headrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=60):
                     texts[name] = texts.get(name, "") + response.text
 
     clients = [asyncio.create_task(client(f"cut-{number}")) for number in range(AT_ONCE)]
@@ -178,8 +178,8 @@ async def test_a_killed_transformer_loses_no_request_that_a_client_saw_begin(men
         ((status, record_id),) = stored(stack)[name]
         assert status in ("ABORTED", "OK")
         async with channel(stack.addresses["logger"]) as open_channel:
-            stub = millrace_pb2_grpc.PayloadLogStub(open_channel)
-            record = await stub.Get(millrace_pb2.GetPayloadRequest(record_id=record_id))
+            stub = headrace_pb2_grpc.PayloadLogStub(open_channel)
+            record = await stub.Get(headrace_pb2.GetPayloadRequest(record_id=record_id))
         assert record.text == "".join(chunk.text for chunk in record.chunks)
         # The record has the streamed text; the last part may be on one side only.
         assert texts[name].startswith(record.text) or record.text.startswith(texts[name])

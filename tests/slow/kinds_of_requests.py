@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import httpx2
 
-from millrace_protos import millrace_pb2, millrace_pb2_grpc
+from headrace_protos import headrace_pb2, headrace_pb2_grpc
 from tests.support.events import Event, read_events
 from tests.system.calls import channel
 
@@ -153,10 +153,10 @@ class Reader:
         return whole_stream(state if is_continued else events)
 
     async def _generate(self, _: object, body: Body, state: list[Any]) -> Any:
-        request = millrace_pb2.GenerateRequest(**body, resume_from=state[-1].resume_id if state else "")
+        request = headrace_pb2.GenerateRequest(**body, resume_from=state[-1].resume_id if state else "")
         try:
             async with channel(self.gateway) as opened:
-                stub = millrace_pb2_grpc.TextGenerationStub(opened)
+                stub = headrace_pb2_grpc.TextGenerationStub(opened)
                 async for response in stub.Generate(request, metadata=(("idempotency-key", self.kind),)):
                     self._moved()
                     state.append(response)

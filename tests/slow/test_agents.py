@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from millrace.rpc.server import READY
+from headrace.rpc.server import READY
 from runner.settings import ROOT
 from tests.support.scripted_predictor import ScriptedPredictor, serving, whole
 from tests.support.tool_models import STORYTELLER, save_tool_model
@@ -141,8 +141,8 @@ async def test_codex_runs_a_command_and_has_a_typed_result(scripted, note, tmp_p
         'It is there.</think>{"number": 4711}',
     ]
     (tmp_path / ".codex").mkdir()
-    provider = f'name = "Millrace"\nbase_url = "http://{stack.gateway}/v1"\nwire_api = "responses"\n'
-    settings = f'model = "thinker"\nmodel_provider = "millrace"\n[model_providers.millrace]\n{provider}'
+    provider = f'name = "Headrace"\nbase_url = "http://{stack.gateway}/v1"\nwire_api = "responses"\n'
+    settings = f'model = "thinker"\nmodel_provider = "headrace"\n[model_providers.headrace]\n{provider}'
     (tmp_path / ".codex" / "config.toml").write_text(settings)
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
     options = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "--json"]

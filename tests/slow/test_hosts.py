@@ -17,7 +17,7 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from millrace_protos import millrace_pb2, millrace_pb2_grpc
+from headrace_protos import headrace_pb2, headrace_pb2_grpc
 from tests.support.full import FULL
 from tests.support.network import Host, why_not
 from tests.system.calls import channel
@@ -159,12 +159,12 @@ class Crowd:
 
 
 async def story_from(gateway, story, resume_id="", pace=0):
-    request = millrace_pb2.GenerateRequest(
+    request = headrace_pb2.GenerateRequest(
         model="storyteller", prompt="Once upon a time", seed=story, temperature=1.0, ignore_eos=True, max_tokens=TOKENS
     )
     request.pace, request.resume_from = pace, resume_id
     async with channel(gateway) as opened:
-        async for response in millrace_pb2_grpc.TextGenerationStub(opened).Generate(request, timeout=BACK_S):
+        async for response in headrace_pb2_grpc.TextGenerationStub(opened).Generate(request, timeout=BACK_S):
             yield response
 
 

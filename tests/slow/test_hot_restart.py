@@ -5,8 +5,8 @@ import sys
 
 import numpy as np
 
-from millrace.oip.tensors import Tensor
-from millrace_protos import millrace_pb2, millrace_pb2_grpc
+from headrace.oip.tensors import Tensor
+from headrace_protos import headrace_pb2, headrace_pb2_grpc
 from tests.system.calls import channel, ids_request, infer, rest, text_of, text_request
 from tests.waiting import until
 
@@ -28,8 +28,8 @@ class Stream:
 
     async def _read(self, gateway):
         async with channel(gateway) as open_channel:
-            stub = millrace_pb2_grpc.TextGenerationStub(open_channel)
-            request = millrace_pb2.GenerateRequest(**STREAM, max_tokens=self._tokens)
+            stub = headrace_pb2_grpc.TextGenerationStub(open_channel)
+            request = headrace_pb2.GenerateRequest(**STREAM, max_tokens=self._tokens)
             async for response in stub.Generate(request):
                 self.responses.append(response)
 

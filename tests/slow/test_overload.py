@@ -10,7 +10,7 @@ from collections import Counter
 import grpc
 import pytest
 
-from millrace_protos import millrace_pb2, millrace_pb2_grpc
+from headrace_protos import headrace_pb2, headrace_pb2_grpc
 from tests.system.payload_log import query
 from tests.waiting import until
 
@@ -27,14 +27,14 @@ async def test_each_of_1500_streams_at_once_is_answered_or_refused_and_recorded(
         commands={"predictor": (sys.executable, "-m", "bench.instant_predictor")},
         environment={"predictor": {"PACE_MS": "5", "PREDICTOR_MAX_WAITING": "128"}},
     )
-    request = millrace_pb2.GenerateRequest(model="storyteller", prompt="Once", max_tokens=TOKENS, ignore_eos=True)
+    request = headrace_pb2.GenerateRequest(model="storyteller", prompt="Once", max_tokens=TOKENS, ignore_eos=True)
     own = (("grpc.use_local_subchannel_pool", 1),)
     channels = [grpc.aio.insecure_channel(stack.gateway, options=own) for _ in range(CONNECTIONS)]
 
     async def call(number):
         tokens = 0
         try:
-            async for response in millrace_pb2_grpc.TextGenerationStub(channels[number % CONNECTIONS]).Generate(
+            async for response in headrace_pb2_grpc.TextGenerationStub(channels[number % CONNECTIONS]).Generate(
                 request
             ):
                 tokens += len(response.token_ids)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from millrace.oip.tensors import Tensor
-from millrace_protos import millrace_pb2, millrace_pb2_grpc
+from headrace.oip.tensors import Tensor
+from headrace_protos import headrace_pb2, headrace_pb2_grpc
 from tests.system.calls import channel, ids_request, infer, rest, text_of, text_request
 from tests.waiting import until
 
@@ -64,8 +64,8 @@ class Load:
 
     async def _query(self):
         async with channel(self._gateway) as own:
-            stub = millrace_pb2_grpc.PayloadLogStub(own)
-            async for record in stub.Query(millrace_pb2.QueryPayloadsRequest(page_size=1), timeout=60):
+            stub = headrace_pb2_grpc.PayloadLogStub(own)
+            async for record in stub.Query(headrace_pb2.QueryPayloadsRequest(page_size=1), timeout=60):
                 assert record.record_id or record.gateway
 
     async def goes_on(self):
@@ -81,11 +81,11 @@ class Load:
 
 async def story_of(gateway, tokens=TOKENS):
     """The text of one long `Generate`, which is greedy."""
-    request = millrace_pb2.GenerateRequest(
+    request = headrace_pb2.GenerateRequest(
         model="storyteller", prompt="Once upon a time", max_tokens=tokens, ignore_eos=True, temperature=0
     )
     async with channel(gateway) as own:
-        responses = [r async for r in millrace_pb2_grpc.TextGenerationStub(own).Generate(request, timeout=300)]
+        responses = [r async for r in headrace_pb2_grpc.TextGenerationStub(own).Generate(request, timeout=300)]
     assert sum(len(response.token_ids) for response in responses) == tokens
     return text_of(responses)
 
@@ -151,8 +151,8 @@ async def test_a_roll_under_load_fails_no_call_and_applies_the_present_settings(
     texts = await asyncio.gather(*streams)
     assert texts == [texts[0]] * STREAMS
     # The new predictor has the new setting.
-    too_long = millrace_pb2.GenerateRequest(model="storyteller", prompt="Once " * 500, max_tokens=400)
+    too_long = headrace_pb2.GenerateRequest(model="storyteller", prompt="Once " * 500, max_tokens=400)
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         async with channel(stack.gateway) as own:
-            await millrace_pb2_grpc.TextGenerationStub(own).Generate(too_long, timeout=60).read()
+            await headrace_pb2_grpc.TextGenerationStub(own).Generate(too_long, timeout=60).read()
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -19,7 +19,7 @@ import pytest
 import pytest_asyncio
 from jsonschema import Draft202012Validator
 
-from millrace_protos import millrace_pb2, millrace_pb2_grpc
+from headrace_protos import headrace_pb2, headrace_pb2_grpc
 from tests.slow.random_schemas import random_schema
 from tests.support.full import FULL
 from tests.system.calls import channel
@@ -49,7 +49,7 @@ async def answers(stack, schemas):
     places = asyncio.Semaphore(CALLERS)
 
     async def answer(stub, number, schema):
-        request = millrace_pb2.GenerateRequest(
+        request = headrace_pb2.GenerateRequest(
             model="storyteller",
             prompt="Once upon a time",
             temperature=1,
@@ -66,7 +66,7 @@ async def answers(stack, schemas):
         return ids, text, response.finish_reason
 
     async with channel(stack.gateway) as open_channel:
-        stub = millrace_pb2_grpc.TextGenerationStub(open_channel)
+        stub = headrace_pb2_grpc.TextGenerationStub(open_channel)
         found = await asyncio.gather(*(answer(stub, number, schema) for number, schema in schemas.items()))
     return dict(zip(schemas, found, strict=True))
 
@@ -120,6 +120,6 @@ async def test_answers_are_the_same_with_predictors_killed_underneath(stacks, un
 async def resumes_of(stack):
     """How often each answer on record was resumed."""
     async with channel(stack.gateway) as open_channel:
-        query = millrace_pb2.QueryPayloadsRequest(page_size=DISTURBED)
-        log = millrace_pb2_grpc.PayloadLogStub(open_channel)
+        query = headrace_pb2.QueryPayloadsRequest(page_size=DISTURBED)
+        log = headrace_pb2_grpc.PayloadLogStub(open_channel)
         return [record.resumes async for record in log.Query(query)]

@@ -16,8 +16,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from millrace.errors import DeadlineError, HopBrokenError, InvalidRequestError, OverloadedError, StartupError
-from millrace.sampling import SamplingParameters
+from headrace.errors import DeadlineError, HopBrokenError, InvalidRequestError, OverloadedError, StartupError
+from headrace.sampling import SamplingParameters
 from services.predictor.engine.interface import EngineProcessError, GenerationRequest
 from services.predictor.engine_process.interpreter import InterpreterHost
 from services.predictor.engine_process.launch import launch_engine

@@ -11,7 +11,7 @@ TIMEOUT_S = 10.0
 
 
 def context(folder: Path, *, with_certificate: bool = False, trust: str = "authority.crt") -> ssl.SSLContext:
-    """The context of a client of `millrace certs`: it trusts the authority, and may send the client's certificate."""
+    """The context of a client of `headrace certs`: it trusts the authority, and may send the client's certificate."""
     tls = ssl.create_default_context(cafile=str(folder / trust))
     if with_certificate:
         tls.load_cert_chain(str(folder / "client.crt"), str(folder / "client.key"))

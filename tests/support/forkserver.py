@@ -46,7 +46,7 @@ IMPORTS = {
         "services.predictor.repository.repository",
         "services.predictor.servicer",
     ),
-    "_service": ("millrace.oip.stream_infer", "millrace.rpc.service", "millrace.rpc.server"),
+    "_service": ("headrace.oip.stream_infer", "headrace.rpc.service", "headrace.rpc.server"),
 }
 _READ_EARLY = re.compile(
     r"(PYTHON|HF_|HUGGINGFACE_|TRANSFORMERS_|TORCH|PYTORCH_|CUDA_|NUMBA_|OMP_|MKL_|MALLOC_|GLIBC_|LD_|GRPC_|OTEL_PYTHON)"
@@ -62,7 +62,7 @@ _started: list[subprocess.Popen[bytes]] = []  # Started by this worker.
 def address_of(kind: str, environment: Mapping[str, str]) -> str:
     """The abstract socket address of the process that forks services of this kind in this run."""
     early = sorted((name, value) for name, value in environment.items() if _READ_EARLY.match(name))
-    return f"\0millrace-tests-{_RUN}-{kind}-{hashlib.sha256(repr(early).encode()).hexdigest()[:16]}"
+    return f"\0headrace-tests-{_RUN}-{kind}-{hashlib.sha256(repr(early).encode()).hexdigest()[:16]}"
 
 
 def start_zygote(kind: str, address: str, environment: Mapping[str, str]) -> None:

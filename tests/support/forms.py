@@ -44,7 +44,7 @@ def walked(form, seed, long=300):
     """A random text of a form, as `read_structured_outputs` returns it: to its first end after `long` bytes."""
     from llguidance import LLTokenizer
 
-    from millrace.grammars import compile_grammar
+    from headrace.grammars import compile_grammar
 
     tokenizer, choices, text = LLTokenizer("byte"), random.Random(seed), bytearray()
     matcher = compile_grammar(form, tokenizer)

@@ -7,8 +7,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from millrace.errors import StartupError
-from millrace.models.sources import DEFAULT_MODELS
+from headrace.errors import StartupError
+from headrace.models.sources import DEFAULT_MODELS
 from runner.settings import StackSettings
 from runner.stack import Stack, check_ports
 

@@ -42,7 +42,7 @@ class LoggerProcess:
         """Waits until the logger's health is SERVING."""
         await self.spawn()
         async with grpc.aio.insecure_channel(self.target, (("grpc.max_reconnect_backoff_ms", 100),)) as channel:
-            request = health_pb2.HealthCheckRequest(service="millrace.v1.PayloadLog")
+            request = health_pb2.HealthCheckRequest(service="headrace.v1.PayloadLog")
             answer = await health_pb2_grpc.HealthStub(channel).Check(request, wait_for_ready=True, timeout=60)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
 

@@ -8,7 +8,7 @@ from typing import Any
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from millrace.telemetry.gathered import gathered_views
+from headrace.telemetry.gathered import gathered_views
 
 
 class Measured:

@@ -69,8 +69,8 @@ class Host:
         self._is_closed = threading.Event()
         self._relay: threading.Thread | None = None
         try:
-            near, name = self._tun("millrace%d")
-            number = int(name.removeprefix("millrace"))
+            near, name = self._tun("headrace%d")
+            number = int(name.removeprefix("headrace"))
             network = f"198.18.{number // 64}.{{}}"
             self.gateway, self.address = (network.format(number % 64 * 4 + host) for host in (1, 2))
             with ThreadPoolExecutor(1) as thread:  # A thread of its own, because a namespace is a thread's.

@@ -4,9 +4,9 @@ import grpc
 import pytest
 from pydantic import SecretStr
 
-from millrace.rpc.channel import open_channel
-from millrace.rpc.handlers import CallInterceptor
-from millrace_protos import millrace_pb2_grpc
+from headrace.rpc.channel import open_channel
+from headrace.rpc.handlers import CallInterceptor
+from headrace_protos import headrace_pb2_grpc
 from services.logger.servicer import PayloadLogServicer
 from services.logger.store.postgresql import PostgresqlStore
 from services.logger.store.store import SqliteStore
@@ -56,7 +56,7 @@ async def payload_log(store):
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with open_channel(f"127.0.0.1:{port}", "logger") as channel:
-        yield millrace_pb2_grpc.PayloadLogStub(channel)
+        yield headrace_pb2_grpc.PayloadLogStub(channel)
     await server.stop(None)
 
 

@@ -8,15 +8,15 @@ from contextlib import asynccontextmanager
 
 import grpc
 
-from millrace.payload.tap import PayloadTap
-from millrace_protos import millrace_pb2_grpc
-from millrace_protos.millrace_pb2 import AppendResponse
+from headrace.payload.tap import PayloadTap
+from headrace_protos import headrace_pb2_grpc
+from headrace_protos.headrace_pb2 import AppendResponse
 from tests.support.logger_process import free_port
 
 OPTIONS = (("grpc.max_receive_message_length", -1),)
 
 
-class Ingest(millrace_pb2_grpc.PayloadIngestServicer):
+class Ingest(headrace_pb2_grpc.PayloadIngestServicer):
     """Accepts records; acknowledges each while `acknowledging`, ends the call after `end_after` of them."""
 
     target: str
@@ -78,7 +78,7 @@ async def listening(target=None):
     ingest = Ingest()
     ingest.target = target or f"127.0.0.1:{free_port()}"
     server = grpc.aio.server(options=OPTIONS)
-    millrace_pb2_grpc.add_PayloadIngestServicer_to_server(ingest, server)
+    headrace_pb2_grpc.add_PayloadIngestServicer_to_server(ingest, server)
     server.add_insecure_port(ingest.target)
     await server.start()
     try:

@@ -16,7 +16,7 @@ import grpc
 import httpx2
 import uvloop
 
-from millrace_protos import millrace_pb2, millrace_pb2_grpc
+from headrace_protos import headrace_pb2, headrace_pb2_grpc
 
 PROMPT, TOKENS, PAUSE_S = "Once upon a time", 12, 0.3
 
@@ -33,11 +33,11 @@ class Moments:
 
 
 async def read_messages(gateway: str, until: float, moments: Moments) -> None:
-    request = millrace_pb2.GenerateRequest(model="storyteller", prompt=PROMPT, max_tokens=TOKENS, ignore_eos=True)
+    request = headrace_pb2.GenerateRequest(model="storyteller", prompt=PROMPT, max_tokens=TOKENS, ignore_eos=True)
     async with grpc.aio.insecure_channel(gateway, options=(("grpc.use_local_subchannel_pool", 1),)) as channel:
         while time.monotonic() < until:
             times = [time.perf_counter()]
-            async for response in millrace_pb2_grpc.TextGenerationStub(channel).Generate(request):
+            async for response in headrace_pb2_grpc.TextGenerationStub(channel).Generate(request):
                 if response.token_ids:
                     times.append(time.perf_counter())
             moments.note(times)

@@ -55,7 +55,7 @@ class Postgresql:
             nobody = pwd.getpwnam("nobody")
             for path in (self._folder, password):
                 os.chown(path, nobody.pw_uid, nobody.pw_gid)
-        options = ("-U", "millrace", "-A", "scram-sha-256", "-E", "UTF8", "--locale=C.UTF-8", "--no-sync")
+        options = ("-U", "headrace", "-A", "scram-sha-256", "-E", "UTF8", "--locale=C.UTF-8", "--no-sync")
         command = [*self._command("initdb"), "-D", self._data, f"--pwfile={password}", *options]
         subprocess.run(command, check=True, capture_output=True, cwd=self._folder)
 
@@ -95,7 +95,7 @@ class Postgresql:
         return self._process is not None
 
     def url(self, database: str, password: str = _PASSWORD) -> str:
-        return f"postgresql://millrace:{password}@127.0.0.1:{self.port}/{database}"
+        return f"postgresql://headrace:{password}@127.0.0.1:{self.port}/{database}"
 
     def database(self, options: str = "") -> str:
         """The URL of a new database."""
@@ -128,7 +128,7 @@ def running() -> Iterator[Postgresql]:
     if programs() is None:
         pytest.skip(MISSING)
     # Not below pytest's folder, which only root can enter.
-    with tempfile.TemporaryDirectory(prefix="millrace-postgresql-") as folder:
+    with tempfile.TemporaryDirectory(prefix="headrace-postgresql-") as folder:
         server = Postgresql(Path(folder))
         server.create()
         server.start()

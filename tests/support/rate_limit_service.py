@@ -9,8 +9,8 @@ from typing import Any
 
 import grpc
 
-from millrace_protos.rate_limit_pb2 import RateLimitDescriptor, RateLimitRequest, RateLimitResponse, RateLimitUnit
-from millrace_protos.rate_limit_pb2_grpc import RateLimitServiceServicer, add_RateLimitServiceServicer_to_server
+from headrace_protos.rate_limit_pb2 import RateLimitDescriptor, RateLimitRequest, RateLimitResponse, RateLimitUnit
+from headrace_protos.rate_limit_pb2_grpc import RateLimitServiceServicer, add_RateLimitServiceServicer_to_server
 
 _WINDOW_S = 60
 
@@ -42,7 +42,7 @@ class RateLimitService(RateLimitServiceServicer):
             self._server = None
 
     async def ShouldRateLimit(self, request: RateLimitRequest, context: Any) -> RateLimitResponse:  # noqa: N802
-        assert request.domain == "millrace"
+        assert request.domain == "headrace"
         await self.answers.wait()
         statuses = [self._status(each, request.hits_addend or 1) for each in request.descriptors]
         over = any(status.code == RateLimitResponse.OVER_LIMIT for status in statuses)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence as Rows
 from typing import Any
 
-from millrace.sampling import SamplingParameters
+from headrace.sampling import SamplingParameters
 from services.predictor.engine.interface import GenerationRequest
 
 

@@ -1,4 +1,4 @@
-"""A fake Millrace predictor whose calls follow a script: real gRPC, real messages, and fixed tokens.
+"""A fake Headrace predictor whose calls follow a script: real gRPC, real messages, and fixed tokens.
 
 Its models, by default only `teller`, answer every prompt with `ANSWER`. A continuation gets the
 rest of it. Each submission to `PredictorSteps/Run`, and each call of `ModelStreamInfer`, takes the next action of the
@@ -19,13 +19,13 @@ import numpy as np
 import orjson
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from millrace.errors import DrainingError, HopBrokenError, MillraceError, NotFoundError
-from millrace.oip.model_description import FINGERPRINT
-from millrace.oip.tensors import Tensor, add_output
-from millrace.rpc.handlers import CallInterceptor
-from millrace.step_errors import write_error
-from millrace_protos import inference_pb2 as pb
-from millrace_protos import inference_pb2_grpc, model_config_pb2, steps_pb2, steps_pb2_grpc
+from headrace.errors import DrainingError, HeadraceError, HopBrokenError, NotFoundError
+from headrace.oip.model_description import FINGERPRINT
+from headrace.oip.tensors import Tensor, add_output
+from headrace.rpc.handlers import CallInterceptor
+from headrace.step_errors import write_error
+from headrace_protos import inference_pb2 as pb
+from headrace_protos import inference_pb2_grpc, model_config_pb2, steps_pb2, steps_pb2_grpc
 from tests.waiting import until
 
 MODEL = "teller"
@@ -198,7 +198,7 @@ class ScriptedPredictor(inference_pb2_grpc.GRPCInferenceServiceServicer, steps_p
                     steps.put_nowait(step)
         except Broken as broken:
             steps.put_nowait(broken)
-        except MillraceError as error:
+        except HeadraceError as error:
             steps.put_nowait(steps_pb2.Step(ended=[{"number": number, "error": write_error(error, "predictor")}]))
         finally:
             call.ended.set()
@@ -255,7 +255,7 @@ def hands_back(after=0):
     return raises(DrainingError("the predictor stops"), after)
 
 
-def raises(error: MillraceError | Broken, after=0):
+def raises(error: HeadraceError | Broken, after=0):
     """The call ends with an error after so many tokens."""
 
     async def action(predictor, call):

@@ -5,7 +5,7 @@ import json
 
 import grpc
 
-from millrace_protos import steps_pb2, steps_pb2_grpc
+from headrace_protos import steps_pb2, steps_pb2_grpc
 from tests.waiting import until
 
 SAMPLING = {"seed": 3, "max_tokens": 12, "ignore_eos": True, "temperature": 0.9}

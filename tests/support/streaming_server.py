@@ -13,17 +13,17 @@ from typing import Any
 import grpc
 import uvloop
 
-from millrace_protos import millrace_pb2, millrace_pb2_grpc
+from headrace_protos import headrace_pb2, headrace_pb2_grpc
 
 
-class Generation(millrace_pb2_grpc.TextGenerationServicer):
+class Generation(headrace_pb2_grpc.TextGenerationServicer):
     def __init__(self, pause_s: float) -> None:
         self._pause_s = pause_s
 
-    async def Generate(self, request: Any, context: Any) -> AsyncIterator[millrace_pb2.GenerateResponse]:  # noqa: N802
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[headrace_pb2.GenerateResponse]:  # noqa: N802
         last = request.max_tokens - 1
         for token in range(request.max_tokens):
-            yield millrace_pb2.GenerateResponse(
+            yield headrace_pb2.GenerateResponse(
                 text=" word", token_ids=[token], finish_reason="length" if token == last else None
             )
             await asyncio.sleep(self._pause_s)
@@ -31,7 +31,7 @@ class Generation(millrace_pb2_grpc.TextGenerationServicer):
 
 async def serve(pause_s: float) -> None:
     server = grpc.aio.server()
-    millrace_pb2_grpc.add_TextGenerationServicer_to_server(Generation(pause_s), server)
+    headrace_pb2_grpc.add_TextGenerationServicer_to_server(Generation(pause_s), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     print(f"127.0.0.1:{port}", flush=True)

@@ -11,7 +11,7 @@ from typing import Any
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
 
-ISSUER, AUDIENCE = "https://issuer.example", "millrace"
+ISSUER, AUDIENCE = "https://issuer.example", "headrace"
 
 
 class SigningKey:

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import grpc
 
-from millrace.models.sources import parse_models
-from millrace.payload.tap import PayloadTap
-from millrace.rpc.handlers import CallInterceptor
-from millrace.rpc.http2.server import HttpServer
-from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from millrace_protos.millrace_pb2_grpc import add_TextGenerationServicer_to_server
-from millrace_protos.rest_pb2_grpc import add_OpenInferenceServicer_to_server
+from headrace.models.sources import parse_models
+from headrace.payload.tap import PayloadTap
+from headrace.rpc.handlers import CallInterceptor
+from headrace.rpc.http2.server import HttpServer
+from headrace_protos.headrace_pb2_grpc import add_TextGenerationServicer_to_server
+from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from headrace_protos.rest_pb2_grpc import add_OpenInferenceServicer_to_server
 from services.transformer.frontends.grpc.inference_servicer import InferenceServicer
 from services.transformer.frontends.grpc.text_generation_servicer import TextGenerationServicer
 from services.transformer.frontends.openai.http_methods import error_body, http_methods
@@ -100,7 +100,7 @@ async def transformer(
     async def openai(method, body, headers=()):
         """The answer to a call of OpenAI's API, whole."""
         async with connected(http_port) as client:
-            return await client.post(f"/millrace.rest.v1.OpenAI/{method}", body, headers)
+            return await client.post(f"/headrace.rest.v1.OpenAI/{method}", body, headers)
 
     async def ignore(_):
         pass

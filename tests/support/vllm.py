@@ -10,8 +10,8 @@ from typing import Any
 import psutil
 import pytest
 
-from millrace_protos import inference_pb2, millrace_pb2, millrace_pb2_grpc
-from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from headrace_protos import headrace_pb2, headrace_pb2_grpc, inference_pb2
+from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.system.calls import channel
 
 PYTHON = Path(__file__).parents[2] / ".venv-bench-vllm" / "bin" / "python"
@@ -36,8 +36,8 @@ async def token_ids(
     """Of one `Generate`; calls `after_five` once when five of them are there."""
     ids: list[int] = []
     async with channel(gateway) as opened:
-        stub = millrace_pb2_grpc.TextGenerationStub(opened)
-        async for response in stub.Generate(millrace_pb2.GenerateRequest(**fields), timeout=timeout_s):
+        stub = headrace_pb2_grpc.TextGenerationStub(opened)
+        async for response in stub.Generate(headrace_pb2.GenerateRequest(**fields), timeout=timeout_s):
             ids += response.token_ids
             if after_five and len(ids) >= 5:
                 after_five()

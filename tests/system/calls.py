@@ -1,4 +1,4 @@
-"""Calls through the gateway, as a client without Millrace's code makes them."""
+"""Calls through the gateway, as a client without Headrace's code makes them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 
 import grpc
 
-from millrace.oip.tensors import Tensor, add_input, bytes_tensor, decode_outputs
-from millrace_protos import inference_pb2, millrace_pb2, millrace_pb2_grpc
-from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from headrace.oip.tensors import Tensor, add_input, bytes_tensor, decode_outputs
+from headrace_protos import headrace_pb2, headrace_pb2_grpc, inference_pb2
+from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 
 STREAMS = 64
 PACE = 20  # Tokens of a stream in a second, so that it lasts as long on every machine.
@@ -35,11 +35,11 @@ def channel(gateway: str, authority: str | None = None, max_bytes: int = 4 << 20
     return grpc.aio.insecure_channel(gateway, options=options)
 
 
-async def generate(gateway: str, **fields: Any) -> list[millrace_pb2.GenerateResponse]:
+async def generate(gateway: str, **fields: Any) -> list[headrace_pb2.GenerateResponse]:
     """All responses of one `Generate`."""
     async with channel(gateway) as open_channel:
-        stub = millrace_pb2_grpc.TextGenerationStub(open_channel)
-        return [response async for response in stub.Generate(millrace_pb2.GenerateRequest(**fields), timeout=60)]
+        stub = headrace_pb2_grpc.TextGenerationStub(open_channel)
+        return [response async for response in stub.Generate(headrace_pb2.GenerateRequest(**fields), timeout=60)]
 
 
 async def begun_streams(
@@ -53,10 +53,10 @@ async def begun_streams(
     `fields` are those of the requests. The tasks return the number of tokens.
     """
     started = asyncio.Semaphore(0)
-    stub = millrace_pb2_grpc.TextGenerationStub(open_channel)
+    stub = headrace_pb2_grpc.TextGenerationStub(open_channel)
 
     async def stream(request_id: str) -> int:
-        request = millrace_pb2.GenerateRequest(request_id=request_id, ignore_eos=True, pace=PACE, **fields)
+        request = headrace_pb2.GenerateRequest(request_id=request_id, ignore_eos=True, pace=PACE, **fields)
         received = 0
         async for response in stub.Generate(request, metadata=metadata, timeout=TIMEOUT_S):
             if received == 0:
@@ -70,7 +70,7 @@ async def begun_streams(
     return streams
 
 
-def text_of(responses: list[millrace_pb2.GenerateResponse]) -> str:
+def text_of(responses: list[headrace_pb2.GenerateResponse]) -> str:
     return "".join(response.text for response in responses)
 
 

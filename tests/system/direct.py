@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import grpc
 
-from millrace_protos.inference_pb2 import ModelInferRequest
-from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from headrace_protos.inference_pb2 import ModelInferRequest
+from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.system.calls import channel
 from tests.waiting import until
 

@@ -32,7 +32,7 @@ import asyncio
 import os
 from pathlib import Path
 
-from millrace.errors import InvalidRequestError
+from headrace.errors import InvalidRequestError
 
 FAULTS = Path(os.environ["FAULTS"])
 

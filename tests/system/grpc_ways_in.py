@@ -11,15 +11,15 @@ import grpc
 import numpy as np
 from google.protobuf.message import Message
 
-from millrace.oip.parameters import set_parameters
-from millrace.oip.tensors import Tensor, add_input, bytes_tensor
-from millrace_protos import inference_pb2 as pb
-from millrace_protos import millrace_pb2, millrace_pb2_grpc
-from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from headrace.oip.parameters import set_parameters
+from headrace.oip.tensors import Tensor, add_input, bytes_tensor
+from headrace_protos import headrace_pb2, headrace_pb2_grpc
+from headrace_protos import inference_pb2 as pb
+from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.system.calls import http_request, web_frames
 from tests.system.request_outcome import ON_STREAM, STREAM_LOST, Outcome, Request, WayIn, in_thread, tensor_model
 
-_GENERATE = "/millrace.v1.TextGeneration/Generate"
+_GENERATE = "/headrace.v1.TextGeneration/Generate"
 _NO_LIMIT = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
 
 
@@ -37,15 +37,15 @@ def _grpc_outcome(error: grpc.aio.AioRpcError, begun: bool = False) -> Outcome:
     )
 
 
-def _generate_request(request: Request) -> millrace_pb2.GenerateRequest:
-    return millrace_pb2.GenerateRequest(model=request.model, prompt=request.prompt, **request.parameters)
+def _generate_request(request: Request) -> headrace_pb2.GenerateRequest:
+    return headrace_pb2.GenerateRequest(model=request.model, prompt=request.prompt, **request.parameters)
 
 
 async def generate(gateway: str, request: Request) -> Outcome:
     begun = False
     async with _channel(gateway, None) as channel:
         try:
-            call = millrace_pb2_grpc.TextGenerationStub(channel).Generate(
+            call = headrace_pb2_grpc.TextGenerationStub(channel).Generate(
                 _generate_request(request), timeout=request.timeout_s
             )
             async for _ in call:

@@ -17,9 +17,9 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from millrace_protos import inference_pb2, millrace_pb2
-from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from millrace_protos.millrace_pb2_grpc import PayloadLogStub, TextGenerationStub
+from headrace_protos import headrace_pb2, inference_pb2
+from headrace_protos.headrace_pb2_grpc import PayloadLogStub, TextGenerationStub
+from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.support.connections import context
 from tests.system.calls import TIMEOUT_S, Answer, each, http_request, text_request, web_frames
 from tests.system.keyed_stack import MODEL, OK, REST, Headers, last_of, status_of
@@ -67,9 +67,9 @@ class Call:
 
 
 Calls = Mapping[str, Call]
-_GENERATION = millrace_pb2.GenerateRequest(model=MODEL, prompt="Once", max_tokens=2)
+_GENERATION = headrace_pb2.GenerateRequest(model=MODEL, prompt="Once", max_tokens=2)
 _LOAD = inference_pb2.RepositoryModelLoadRequest(model_name="normalizer")
-_QUERY = millrace_pb2.QueryPayloadsRequest(page_size=1)
+_QUERY = headrace_pb2.QueryPayloadsRequest(page_size=1)
 
 
 def by_grpc(channel: grpc.aio.Channel, headers: Headers, record_id: str) -> Calls:
@@ -82,7 +82,7 @@ def by_grpc(channel: grpc.aio.Channel, headers: Headers, record_id: str) -> Call
     request = text_request(MODEL, "Once", max_tokens=2)
     listing = reflection_pb2.ServerReflectionRequest(list_services="")
     index, settings = inference_pb2.RepositoryIndexRequest(), inference_pb2.LogSettingsRequest()
-    record, none = millrace_pb2.GetPayloadRequest(record_id=record_id), str(uuid.uuid4())
+    record, none = headrace_pb2.GetPayloadRequest(record_id=record_id), str(uuid.uuid4())
 
     def call(needs: Needs, begin: Callable[[], Awaitable[Any]]) -> Call:
         return Call(needs, partial(status_of, begin))
@@ -99,7 +99,7 @@ def by_grpc(channel: grpc.aio.Channel, headers: Headers, record_id: str) -> Call
         "index": call(Needs.KEY, lambda: oip.RepositoryIndex(index, **options)),
         "payloads": stream(Needs.KEY, lambda: log.Query(_QUERY, **options)),
         "record": call(Needs.OWNER, lambda: log.Get(record, **options)),
-        "delete": call(Needs.KEY, lambda: log.Delete(millrace_pb2.DeletePayloadsRequest(record_id=none), **options)),
+        "delete": call(Needs.KEY, lambda: log.Delete(headrace_pb2.DeletePayloadsRequest(record_id=none), **options)),
         "load": call(Needs.ADMIN, lambda: oip.RepositoryModelLoad(_LOAD, **options)),
         "log settings": call(Needs.ADMIN, lambda: oip.LogSettings(settings, **options)),
     }
@@ -107,15 +107,15 @@ def by_grpc(channel: grpc.aio.Channel, headers: Headers, record_id: str) -> Call
 
 def by_grpc_web(port: Port, headers: Headers, record_id: str) -> Calls:
     """The same over gRPC-Web, which has no streams of requests."""
-    oip, text, log = "/inference.GRPCInferenceService", "/millrace.v1.TextGeneration", "/millrace.v1.PayloadLog"
+    oip, text, log = "/inference.GRPCInferenceService", "/headrace.v1.TextGeneration", "/headrace.v1.PayloadLog"
     sent: dict[str, tuple[Needs, str, Message]] = {
         "unary": (Needs.MODEL, f"{oip}/ModelInfer", text_request(MODEL, "Once", max_tokens=2)),
         "stream": (Needs.MODEL, f"{text}/Generate", _GENERATION),
         "health": (Needs.NOTHING, "/grpc.health.v1.Health/Check", health_pb2.HealthCheckRequest()),
         "index": (Needs.KEY, f"{oip}/RepositoryIndex", inference_pb2.RepositoryIndexRequest()),
         "payloads": (Needs.KEY, f"{log}/Query", _QUERY),
-        "record": (Needs.OWNER, f"{log}/Get", millrace_pb2.GetPayloadRequest(record_id=record_id)),
-        "delete": (Needs.KEY, f"{log}/Delete", millrace_pb2.DeletePayloadsRequest(record_id=str(uuid.uuid4()))),
+        "record": (Needs.OWNER, f"{log}/Get", headrace_pb2.GetPayloadRequest(record_id=record_id)),
+        "delete": (Needs.KEY, f"{log}/Delete", headrace_pb2.DeletePayloadsRequest(record_id=str(uuid.uuid4()))),
         "load": (Needs.ADMIN, f"{oip}/RepositoryModelLoad", _LOAD),
         "log settings": (Needs.ADMIN, f"{oip}/LogSettings", inference_pb2.LogSettingsRequest()),
     }
@@ -144,9 +144,9 @@ def by_rest(port: Port, headers: Headers, record_id: str) -> Calls:
     """The same over REST, including server-sent events and the playground's page."""
     sent: dict[str, tuple[str, str, Any]] = REST | {
         "index": ("POST", "/v2/repository/index", {}),
-        "record": ("GET", f"/millrace/v1/payloads/{record_id}", None),
-        "delete": ("DELETE", f"/millrace/v1/payloads/{uuid.uuid4()}", None),
-        "usage": ("GET", "/millrace/v1/usage?group=client", None),
+        "record": ("GET", f"/headrace/v1/payloads/{record_id}", None),
+        "delete": ("DELETE", f"/headrace/v1/payloads/{uuid.uuid4()}", None),
+        "usage": ("GET", "/headrace/v1/usage?group=client", None),
     }
 
     async def status(method: str, path: str, body: Any) -> int:

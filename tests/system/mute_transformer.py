@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from millrace.rpc.service import run_service
+from headrace.rpc.service import run_service
 from services.transformer.__main__ import serve
 from services.transformer.settings import TransformerSettings
 from services.transformer.text.detokenizer import Detokenizer

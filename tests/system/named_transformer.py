@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from millrace.rpc.service import run_service
+from headrace.rpc.service import run_service
 from services.transformer.__main__ import serve
 from services.transformer.settings import TransformerSettings
 from tests.support.name_server import use_file

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from millrace_protos.millrace_pb2 import PayloadRecord, QueryPayloadsRequest
-from millrace_protos.millrace_pb2_grpc import PayloadLogStub
+from headrace_protos.headrace_pb2 import PayloadRecord, QueryPayloadsRequest
+from headrace_protos.headrace_pb2_grpc import PayloadLogStub
 from tests.system.calls import channel
 from tests.waiting import until
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from millrace.rpc.service import run_service
+from headrace.rpc.service import run_service
 from services.transformer.__main__ import serve
 from services.transformer.settings import TransformerSettings
 from tests.support.service_records import ask_at

@@ -55,9 +55,9 @@ CALLERS: dict[str, tuple[str, Mapping[Needs, str]]] = {
     "a user's token": (SIGNER.token(sub="alice"), USER),
     "the key of another model": (KEYS["bob"], USER | {Needs.MODEL: PERMISSION_DENIED, Needs.OWNER: NOT_FOUND}),
     "an admin's key": (KEYS["root"], {}),
-    "an admin's token": (SIGNER.token(sub="operator", millrace_role="admin"), {}),
+    "an admin's token": (SIGNER.token(sub="operator", headrace_role="admin"), {}),
 }
-SERVICES = {"envoy-ingress", "envoy-inner", "millrace-transformer", "millrace-predictor", "millrace-logger"}
+SERVICES = {"envoy-ingress", "envoy-inner", "headrace-transformer", "headrace-predictor", "headrace-logger"}
 EXPORTING = {"OTEL_BSP_SCHEDULE_DELAY": "100", "OTEL_METRIC_EXPORT_INTERVAL": "300"}
 
 
@@ -114,7 +114,7 @@ async def record_of(port: Port, headers: Headers) -> str:
     found: list[str] = []
 
     async def is_recorded() -> bool:
-        answer = await port.http("GET", f"/millrace/v1/payloads?model={MODEL}", None, headers)
+        answer = await port.http("GET", f"/headrace/v1/payloads?model={MODEL}", None, headers)
         found[:] = [json.loads(line)["record_id"] for line in answer.body.splitlines()]
         return bool(found)
 
@@ -162,7 +162,7 @@ async def test_no_secret_is_shown_anywhere(guarded: Guarded) -> None:
     # The inner gateway has spans only where a call passes it: the transformer's own probes do not.
     await until(lambda: {span.service for span in receiver.all_spans()} >= SERVICES - {"envoy-inner"})
     await until(lambda: any("alice" in point.attributes.values() for point in receiver.metric_points()))
-    answer = await public.http("GET", "/millrace/v1/payloads?page_size=1000", None, bearer(KEYS["root"]))
+    answer = await public.http("GET", "/headrace/v1/payloads?page_size=1000", None, bearer(KEYS["root"]))
     texts = {
         "payload log": answer.body.decode(),
         "spans": "\n".join(map(repr, receiver.all_spans())),

@@ -8,7 +8,7 @@ import sys
 import grpc
 import psutil
 
-from millrace_protos import millrace_pb2, millrace_pb2_grpc
+from headrace_protos import headrace_pb2, headrace_pb2_grpc
 from tests.random_adapters import merge, save_random_adapter
 from tests.random_models import save_random_model
 from tests.system.calls import channel, generate, rest
@@ -77,8 +77,8 @@ async def test_adapters_beside_their_base_loaded_at_run_time_and_a_killed_engine
     async def stream(name):
         ids = []
         async with channel(stack.gateway) as open_channel:
-            request = millrace_pb2.GenerateRequest(model=name, **FIELDS)
-            call = millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=120)
+            request = headrace_pb2.GenerateRequest(model=name, **FIELDS)
+            call = headrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=120)
             while (response := await call.read()) is not grpc.aio.EOF:
                 if not ids:
                     killing.release()

@@ -5,8 +5,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from millrace.oip.tensors import Tensor
-from millrace_protos import inference_pb2, inference_pb2_grpc
+from headrace.oip.tensors import Tensor
+from headrace_protos import inference_pb2, inference_pb2_grpc
 from tests.random_models import greedy, save_random_model
 from tests.system.calls import channel, generate, ids_request, infer, text_of
 

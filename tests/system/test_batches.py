@@ -79,7 +79,7 @@ async def test_a_batch_ends_with_one_result_for_each_line_though_the_transformer
         assert (await call(keyed, "bob", "GET", hidden)).status == 404
     # Each line is on record, as its client's, in a trace of its own.
     request_id = f"{batch['id']}/{names[-1]}"
-    path = f"/millrace/v1/payloads?request_id={request_id}"
+    path = f"/headrace/v1/payloads?request_id={request_id}"
 
     async def recorded():
         answer = await call(keyed, "root", "GET", path)
@@ -89,5 +89,5 @@ async def test_a_batch_ends_with_one_result_for_each_line_though_the_transformer
     found = {}
     await until(recorded)
     record = found.get("record", found)
-    assert (record["client"], record["protocol"]) == ("alice", "millrace.rest.v1.OpenAI/Completions")
+    assert (record["client"], record["protocol"]) == ("alice", "headrace.rest.v1.OpenAI/Completions")
     assert len(record["trace_id"]) == 32

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from millrace_protos import millrace_pb2, millrace_pb2_grpc
+from headrace_protos import headrace_pb2, headrace_pb2_grpc
 from tests.system.calls import channel, generate, leave_http, statistics
 from tests.waiting import until
 
@@ -22,7 +22,7 @@ async def steps(stack):
 
 async def by_grpc(gateway):
     async with channel(gateway) as open_channel:
-        call = millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(millrace_pb2.GenerateRequest(**LONG))
+        call = headrace_pb2_grpc.TextGenerationStub(open_channel).Generate(headrace_pb2.GenerateRequest(**LONG))
         for _ in range(3):
             await call.read()
         call.cancel()
@@ -53,7 +53,7 @@ async def test_a_hundred_streams_cancelled_at_once_leave_no_requests_behind(stac
     ended_before = await ended(stack)
 
     async def begin_and_cancel(open_channel):
-        call = millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(millrace_pb2.GenerateRequest(**LONG))
+        call = headrace_pb2_grpc.TextGenerationStub(open_channel).Generate(headrace_pb2.GenerateRequest(**LONG))
         await call.read()
         call.cancel()
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from millrace.oip.tensors import Tensor, add_input, decode_outputs
-from millrace_protos import inference_pb2 as pb
-from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from headrace.oip.tensors import Tensor, add_input, decode_outputs
+from headrace_protos import inference_pb2 as pb
+from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.system.calls import channel, text_request
 from tests.system.direct import hop_of, until_direct
 from tests.system.payload_log import query, records
@@ -90,7 +90,7 @@ async def test_a_message_in_pieces_is_answered_too(stack):
 
 
 async def test_the_gateways_mark_is_not_accepted_from_a_caller(stack):
-    mark = (("x-millrace-direct", "true"),)
+    mark = (("x-headrace-direct", "true"),)
     async with channel(stack.gateway, "predictor") as open_channel:
         predictor = GRPCInferenceServiceStub(open_channel)
         await predictor.ModelInfer(request(request_id="marked"), timeout=60, metadata=mark)

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from millrace.errors import DRAINING
-from millrace.oip.tensors import Tensor, decode_outputs
-from millrace_protos import millrace_pb2, millrace_pb2_grpc
-from millrace_protos.inference_pb2 import ModelReadyRequest, ServerReadyRequest
-from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from headrace.errors import DRAINING
+from headrace.oip.tensors import Tensor, decode_outputs
+from headrace_protos import headrace_pb2, headrace_pb2_grpc
+from headrace_protos.inference_pb2 import ModelReadyRequest, ServerReadyRequest
+from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.support.steps_caller import StepsCaller
 from tests.system.calls import channel, each, generate, http_request, ids_request
 from tests.system.gated_stack import gated_stack
@@ -127,7 +127,7 @@ async def test_a_stream_that_outlasts_the_drain_is_handed_back(tmp_path, gate):
 async def test_a_stream_that_outlasts_the_drain_of_the_transformer_is_recorded_as_its_caller_read_it(tmp_path):
     async with gated_stack(tmp_path, transformer={"TRANSFORMER_DRAIN_S": "1"}) as (stack, make_tokens):
         fields = {"model": "storyteller", "prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "temperature": 0}
-        request = millrace_pb2.GenerateRequest(**fields, request_id="by gRPC")
+        request = headrace_pb2.GenerateRequest(**fields, request_id="by gRPC")
         body = {**fields, "stream": True}
         headers, came = {"x-request-id": "by REST"}, asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -136,7 +136,7 @@ async def test_a_stream_that_outlasts_the_drain_of_the_transformer_is_recorded_a
             asyncio.to_thread(http_request, *arguments, lambda: loop.call_soon_threadsafe(came.set))
         )
         async with channel(stack.gateway) as open_channel:
-            call = millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=60)
+            call = headrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=60)
             both = asyncio.gather(call.read(), came.wait())
             async with asyncio.timeout(60):
                 while not both.done():  # A call that reaches the predictor late misses the first tokens.
@@ -153,7 +153,7 @@ async def test_a_stream_that_outlasts_the_drain_of_the_transformer_is_recorded_a
         assert "the service is stopping" in json.loads((await rest).events[-1])["error"]["message"]
 
         async with channel(stack.gateway) as open_channel:
-            log = millrace_pb2_grpc.PayloadLogStub(open_channel)
+            log = headrace_pb2_grpc.PayloadLogStub(open_channel)
             for request_id in ("by gRPC", "by REST"):
                 record = await recorded(log, request_id)
                 end = (record.status, record.message, record.failed_hop)
@@ -171,7 +171,7 @@ async def recorded(log, request_id):
     found = []
 
     async def is_there():
-        query = millrace_pb2.QueryPayloadsRequest(request_id=request_id)
+        query = headrace_pb2.QueryPayloadsRequest(request_id=request_id)
         found[:] = [record async for record in log.Query(query)]
         return found and found[0].status
 

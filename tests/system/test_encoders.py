@@ -229,7 +229,7 @@ async def test_a_request_for_embeddings_leaves_one_record(stack):
     body = {"model": "embedder", "input": ["the fox", "a bird"]}
     await post(stack, "/v1/embeddings", body, x_request_id="two-inputs")
     (record,) = await records(stack.gateway, request_id="two-inputs")
-    assert (record.status, record.protocol) == ("OK", "millrace.rest.v1.OpenAI/Embeddings")
+    assert (record.status, record.protocol) == ("OK", "headrace.rest.v1.OpenAI/Embeddings")
     assert json.loads(record.prompt) == body["input"]
     assert record.usage.prompt_tokens == 8
 
@@ -253,7 +253,7 @@ async def test_classes_are_those_of_the_model(stack, classifier):
     (raw,) = (await post(stack, "/classify", body)).json["data"]
     np.testing.assert_allclose(raw["probs"], logits[0], rtol=1e-4, atol=1e-5)
     (record,) = await records(stack.gateway, request_id="classes")
-    assert (record.status, record.protocol) == ("OK", "millrace.rest.v1.OpenAI/Classify")
+    assert (record.status, record.protocol) == ("OK", "headrace.rest.v1.OpenAI/Classify")
     assert json.loads(record.prompt) == texts
 
 

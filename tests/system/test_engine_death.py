@@ -12,7 +12,7 @@ from contextlib import suppress
 import grpc
 import psutil
 
-from millrace_protos import millrace_pb2, millrace_pb2_grpc
+from headrace_protos import headrace_pb2, headrace_pb2_grpc
 from tests.system.calls import channel, generate
 from tests.waiting import until
 
@@ -31,8 +31,8 @@ async def test_a_stream_survives_the_hanging_step_of_its_engine(new_stack, tmp_p
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as opener:
         opener.connect(str(gate))
         async with channel(stack.gateway) as open_channel:
-            request = millrace_pb2.GenerateRequest(**fields, request_id="hangs")
-            call = millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=120)
+            request = headrace_pb2.GenerateRequest(**fields, request_id="hangs")
+            call = headrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=120)
             opener.send(b".")
             first = await call.read()
             assert len(first.token_ids) == 1
@@ -61,8 +61,8 @@ async def test_a_stream_survives_the_kill_of_its_engine_and_the_predictor_stays(
     (host,) = psutil.Process(predictor).children()
     ids, pause_s, latest = [], 0.0, time.monotonic()
     async with channel(stack.gateway) as open_channel:
-        request = millrace_pb2.GenerateRequest(**fields)
-        call = millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=120)
+        request = headrace_pb2.GenerateRequest(**fields)
+        call = headrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=120)
         while (response := await call.read()) is not grpc.aio.EOF:
             if not ids:
                 (engine,) = host.children()

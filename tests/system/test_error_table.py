@@ -14,8 +14,8 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from millrace_protos import inference_pb2 as pb
-from millrace_protos import millrace_pb2
+from headrace_protos import headrace_pb2
+from headrace_protos import inference_pb2 as pb
 from tests.system.calls import channel, http_request
 from tests.system.direct import until_direct
 from tests.system.faulty_predictor import FAILS, FAILS_LATER, HOLDS_LATER, PYTHON_MODEL
@@ -268,11 +268,11 @@ PATHS = {
     "unknown, of OpenAI": ("POST", "/v1/nothing", 404, "gateway", openai_shape),
     "unknown, of Anthropic": ("POST", "/v1/messages/batches", 404, "gateway", anthropic_shape),
     "unknown, of V2": ("POST", "/v2/models/storyteller/nothing", 404, "gateway", v2_shape),
-    "unknown, of ours": ("GET", "/millrace/v1/nothing", 404, "gateway", v2_shape),
+    "unknown, of ours": ("GET", "/headrace/v1/nothing", 404, "gateway", v2_shape),
     "wrong method": ("GET", "/v1/completions", 404, "gateway", openai_shape),
     "no such model": ("GET", "/v1/models/nobody", 404, "transformer", openai_shape),
-    "no such record": ("GET", "/millrace/v1/payloads/nothing", 404, "logger", v2_shape),
-    "no such filter": ("GET", "/millrace/v1/payloads?modle=x", 400, "gateway", v2_shape),
+    "no such record": ("GET", "/headrace/v1/payloads/nothing", 404, "logger", v2_shape),
+    "no such filter": ("GET", "/headrace/v1/payloads?modle=x", 400, "gateway", v2_shape),
     "bad deadline": ("GET", "/v2?", 400, "gateway", v2_shape),
     "not allowed": ("POST", "/v2/repository/models/evil%2Fmodel/load", 403, "predictor", v2_shape),
     "nothing to load": ("POST", "/v2/repository/models/nobody/load", 404, "predictor", v2_shape),
@@ -296,7 +296,7 @@ NOTHING = b""
 METHODS = {
     "unknown method": (SERVICE + "Nothing", NOTHING, Code.UNIMPLEMENTED, "transformer"),
     "unknown service": ("/nobody.Service/Nothing", NOTHING, Code.UNIMPLEMENTED, "gateway"),
-    "inner service": ("/millrace.v1.PayloadIngest/Append", NOTHING, Code.UNIMPLEMENTED, "gateway"),
+    "inner service": ("/headrace.v1.PayloadIngest/Append", NOTHING, Code.UNIMPLEMENTED, "gateway"),
     "no message": (SERVICE + "ModelInfer", b"\xff\xff", Code.INVALID_ARGUMENT, "transformer"),
     "not offered": (SERVICE + "SystemSharedMemoryStatus", NOTHING, Code.UNIMPLEMENTED, "transformer"),
     "not allowed": (
@@ -306,8 +306,8 @@ METHODS = {
         "predictor",
     ),
     "no such record": (
-        "/millrace.v1.PayloadLog/Get",
-        millrace_pb2.GetPayloadRequest(record_id="nothing").SerializeToString(),
+        "/headrace.v1.PayloadLog/Get",
+        headrace_pb2.GetPayloadRequest(record_id="nothing").SerializeToString(),
         Code.NOT_FOUND,
         "logger",
     ),

@@ -10,9 +10,9 @@ import grpc
 import numpy as np
 import pytest
 
-from millrace.oip.tensors import Tensor
-from millrace_protos import millrace_pb2, millrace_pb2_grpc
-from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from headrace.oip.tensors import Tensor
+from headrace_protos import headrace_pb2, headrace_pb2_grpc
+from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.system.calls import channel, generate, ids_request, rest
 from tests.system.payload_log import query
 from tests.waiting import until
@@ -38,8 +38,8 @@ async def test_the_record_of_a_grpc_call_has_the_gateways_fields(stack):
     request_id = new_id()
     await generate(stack.gateway, model="storyteller", prompt="Once", max_tokens=4, request_id=request_id)
     record = await the_record(stack, request_id=request_id)
-    assert (record.status, record.prompt, record.protocol) == ("OK", "Once", "millrace.v1.TextGeneration/Generate")
-    assert record.gateway.path == "/millrace.v1.TextGeneration/Generate"
+    assert (record.status, record.prompt, record.protocol) == ("OK", "Once", "headrace.v1.TextGeneration/Generate")
+    assert record.gateway.path == "/headrace.v1.TextGeneration/Generate"
     assert (record.gateway.http_status, record.gateway.response_flags) == (200, "-")
     assert record.gateway.upstream == stack.addresses["transformer"]
     assert record.gateway.request_bytes > 0
@@ -49,7 +49,7 @@ async def test_the_record_of_a_grpc_call_has_the_gateways_fields(stack):
 async def test_the_record_of_a_rest_call_has_the_gateways_fields(stack):
     request_id = new_id()
     body = {"model": "storyteller", "prompt": "Once", "max_tokens": 4, "stream": True}
-    spoofed = {"x_request_id": request_id, "x_millrace_call_id": "mine", "x_millrace_client": "somebody"}
+    spoofed = {"x_request_id": request_id, "x_headrace_call_id": "mine", "x_headrace_client": "somebody"}
     assert (await rest(stack.gateway, "POST", "/v1/completions?key=secret", body, **spoofed)).status == 200
     record = await the_record(stack, request_id=request_id)
     assert (record.status, record.prompt, record.gateway.path) == ("OK", "Once", "/v1/completions")
@@ -64,7 +64,7 @@ async def test_an_unknown_path_is_recorded(stack):
     record = await the_record(stack, request_id=request_id)
     assert (record.status, record.failed_hop, record.protocol) == ("NOT_FOUND", "gateway", "/v1/nothing")
     assert (record.gateway.http_status, record.gateway.upstream) == (404, "")
-    lines = (await rest(stack.gateway, "GET", f"/millrace/v1/payloads?request_id={request_id}")).body.splitlines()
+    lines = (await rest(stack.gateway, "GET", f"/headrace/v1/payloads?request_id={request_id}")).body.splitlines()
     assert [json.loads(line)["gateway"]["http_status"] for line in lines] == [404]
 
 
@@ -103,10 +103,10 @@ async def test_a_malformed_call_is_recorded(stack):
 async def test_a_caller_that_leaves_is_recorded_once(stack):
     request_id = new_id()
     async with channel(stack.gateway) as open_channel:
-        request = millrace_pb2.GenerateRequest(
+        request = headrace_pb2.GenerateRequest(
             model="storyteller", prompt="Once", max_tokens=1000, ignore_eos=True, request_id=request_id
         )
-        call = millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request)
+        call = headrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request)
         await call.read()
         call.cancel()
     record = await the_record(stack, request_id=request_id)
@@ -131,7 +131,7 @@ async def test_a_record_can_be_deleted_over_rest_for_good(stack):
     request_id = new_id()
     await generate(stack.gateway, model="storyteller", prompt="Once", max_tokens=2, request_id=request_id)
     record = await the_record(stack, request_id=request_id)
-    path = f"/millrace/v1/payloads/{record.record_id}"
+    path = f"/headrace/v1/payloads/{record.record_id}"
     answers = [await rest(stack.gateway, "DELETE", path) for _ in range(2)]
     assert [(answer.status, answer.json.get("deleted", "0")) for answer in answers] == [(200, "1"), (200, "0")]
     assert (await rest(stack.gateway, "GET", path)).status == 404
@@ -140,7 +140,7 @@ async def test_a_record_can_be_deleted_over_rest_for_good(stack):
 
 async def test_probes_and_readers_of_the_log_are_not_recorded(stack):
     request_id = new_id()
-    for path in ("/", "/v2/health/ready", "/v1/models", "/millrace/v1/payloads", "/millrace/v1/payloads?no_such=1"):
+    for path in ("/", "/v2/health/ready", "/v1/models", "/headrace/v1/payloads", "/headrace/v1/payloads?no_such=1"):
         await rest(stack.gateway, "GET", path, x_request_id=request_id)
     last = new_id()
     await rest(stack.gateway, "GET", "/v1/nothing", x_request_id=last)
@@ -164,7 +164,7 @@ async def test_a_call_without_a_transformer_is_recorded(mended_stack):
     await until(is_refused)
     record = await the_record(stack, request_id=refused[0])
     assert (record.status, record.failed_hop) == ("UNAVAILABLE", "transformer")
-    assert record.protocol == "millrace.rest.v1.OpenAI/Completions"
+    assert record.protocol == "headrace.rest.v1.OpenAI/Completions"
     # After a failed health check, and before: no service listens, which is a 503 as well.
     assert record.gateway.response_flags in ("UH", "URX,UF")
     assert record.gateway.upstream == ""

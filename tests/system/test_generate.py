@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from millrace.oip.tensors import Tensor, decode_outputs
-from millrace_protos import millrace_pb2, millrace_pb2_grpc
-from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from headrace.oip.tensors import Tensor, decode_outputs
+from headrace_protos import headrace_pb2, headrace_pb2_grpc
+from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.system.calls import channel, each, generate, ids_request, infer, rest, text_of, text_request
 
 PROMPT = "Once upon a time"
@@ -20,8 +20,8 @@ INNER = "predictor"
 async def test_a_story_streams_word_by_word(stack):
     responses = []
     async with channel(stack.gateway) as open_channel:
-        stub = millrace_pb2_grpc.TextGenerationStub(open_channel)
-        request = millrace_pb2.GenerateRequest(
+        stub = headrace_pb2_grpc.TextGenerationStub(open_channel)
+        request = headrace_pb2.GenerateRequest(
             model="storyteller", prompt=PROMPT, request_id="story-1", temperature=0, pace=100
         )
         call = stub.Generate(request)
@@ -128,7 +128,7 @@ async def test_tokens_are_biased_allowed_and_banned_on_every_protocol(stack):
     assert [token_id for response in biased for token_id in response.token_ids] == [ids[-1]] * 6
     only = await generate(stack.gateway, **settings, allowed_token_ids=ids[:2])
     assert {token_id for response in only for token_id in response.token_ids} <= set(ids[:2])
-    banned = await generate(stack.gateway, **settings, bad_token_ids=[millrace_pb2.TokenIds(ids=ids[:3])])
+    banned = await generate(stack.gateway, **settings, bad_token_ids=[headrace_pb2.TokenIds(ids=ids[:3])])
     assert [token_id for response in banned for token_id in response.token_ids][:2] == ids[:2]
     assert [token_id for response in banned for token_id in response.token_ids][2] != ids[2]
     without = text_of(await generate(stack.gateway, **settings, bad_words=[word]))
@@ -201,7 +201,7 @@ async def test_every_protocol_has_a_priority(stack):
     body = {"model": "storyteller", "prompt": PROMPT, "max_tokens": 2}
     for path, given in {
         "/v1/completions": body,
-        "/millrace/v1/generate": body,
+        "/headrace/v1/generate": body,
         "/v2/models/storyteller/generate": {"text_input": PROMPT, "max_tokens": 2},
     }.items():
         assert (await rest(stack.gateway, "POST", path, {**given, "priority": -5})).status == 200
@@ -247,7 +247,7 @@ async def test_health_agrees_on_every_protocol(stack):
     assert (await rest(stack.gateway, "GET", "/v2/health/live")).json == {"live": True}
     ready = await rest(stack.gateway, "GET", "/v2/health/ready")
     assert (ready.status, ready.json) == (200, {"ready": True})
-    names = ("", "ready", "inference.GRPCInferenceService", "millrace.v1.TextGeneration", "millrace.v1.PayloadLog")
+    names = ("", "ready", "inference.GRPCInferenceService", "headrace.v1.TextGeneration", "headrace.v1.PayloadLog")
     async with channel(stack.gateway) as open_channel:
         for name in names:
             answer = await health_pb2_grpc.HealthStub(open_channel).Check(health_pb2.HealthCheckRequest(service=name))

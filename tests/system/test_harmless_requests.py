@@ -10,17 +10,17 @@ import grpc
 import psutil
 import pytest
 
-from millrace_protos import inference_pb2 as pb
-from millrace_protos import millrace_pb2
-from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from headrace_protos import headrace_pb2
+from headrace_protos import inference_pb2 as pb
+from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.system.calls import channel, text_request
 from tests.waiting import until
 
 MESSAGE_BYTES = 58_000_000
 GROWTH = 300 * (1 << 20)
 IDLE_CALLS = 2100
-INFER, GENERATE = "/inference.GRPCInferenceService/ModelInfer", "/millrace.v1.TextGeneration/Generate"
-STOP = bytes([millrace_pb2.GenerateRequest.DESCRIPTOR.fields_by_name["stop"].number << 3 | 2, 0])
+INFER, GENERATE = "/inference.GRPCInferenceService/ModelInfer", "/headrace.v1.TextGeneration/Generate"
+STOP = bytes([headrace_pb2.GenerateRequest.DESCRIPTOR.fields_by_name["stop"].number << 3 | 2, 0])
 
 
 def texts():

@@ -15,7 +15,7 @@ import grpc
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from millrace_protos import inference_pb2_grpc
+from headrace_protos import inference_pb2_grpc
 from tests.support.forkserver import spawn
 from tests.support.logger_process import free_port
 from tests.system.calls import text_request

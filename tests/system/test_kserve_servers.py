@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from millrace.oip.tensors import Tensor, add_input, bytes_tensor, decode_outputs
-from millrace_protos import inference_pb2 as pb
-from millrace_protos import inference_pb2_grpc
+from headrace.oip.tensors import Tensor, add_input, bytes_tensor, decode_outputs
+from headrace_protos import inference_pb2 as pb
+from headrace_protos import inference_pb2_grpc
 from tests.support.transformer_fixtures import transformer
 from tests.system.calls import rest
 from tests.system.own_clients import python_of

@@ -13,10 +13,10 @@ import grpc
 import numpy as np
 import pytest
 
-from millrace.oip.tensors import Tensor
-from millrace_protos import millrace_pb2
-from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from millrace_protos.millrace_pb2_grpc import PayloadLogStub, TextGenerationStub
+from headrace.oip.tensors import Tensor
+from headrace_protos import headrace_pb2
+from headrace_protos.headrace_pb2_grpc import PayloadLogStub, TextGenerationStub
+from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from runner.stack import Stack
 from tests.random_encoders import save_random_encoder, save_words_tokenizer
 from tests.support.rate_limit_service import RateLimitService
@@ -67,7 +67,7 @@ async def remaining_tokens(stack: Stack, who: str) -> int:
 
 async def logged_tokens(stack: Stack, who: str) -> int:
     """The tokens of prompts and completions in the payload log."""
-    answer = await rest(stack.gateway, "GET", "/millrace/v1/usage?group=client", None, **bearer(who))
+    answer = await rest(stack.gateway, "GET", "/headrace/v1/usage?group=client", None, **bearer(who))
     return sum(int(group[kind]) for group in answer.json.get("groups", []) for kind in TOKEN_KINDS if kind in group)
 
 
@@ -87,7 +87,7 @@ async def complete(stack: Stack, who: str) -> int | None:
 
 async def cancel(open_channel: grpc.aio.Channel, who: str) -> int:
     """The tokens that a stream had received when it was cancelled; 0 if the limit refuses it."""
-    request = millrace_pb2.GenerateRequest(model=MODEL, prompt="Once", max_tokens=CANCELLED_OF, ignore_eos=True)
+    request = headrace_pb2.GenerateRequest(model=MODEL, prompt="Once", max_tokens=CANCELLED_OF, ignore_eos=True)
     options: dict[str, Any] = {"metadata": tuple(bearer(who).items()), "timeout": TIMEOUT_S}
     responses, received = TextGenerationStub(open_channel).Generate(request, **options), 0
     with suppress(grpc.aio.AioRpcError):
@@ -192,17 +192,17 @@ async def test_every_answer_has_the_remaining_limits(keyed: tuple[Stack, Path]) 
     async with channel(stack.gateway) as open_channel:
         oip, text, log = (stub(open_channel) for stub in (GRPCInferenceServiceStub, TextGenerationStub, PayloadLogStub))
         request = text_request(MODEL, "Once", max_tokens=2)
-        generation = millrace_pb2.GenerateRequest(model=MODEL, prompt="Once", max_tokens=2)
+        generation = headrace_pb2.GenerateRequest(model=MODEL, prompt="Once", max_tokens=2)
 
         async def is_recorded() -> bool:
-            return bool(await last_of(log.Query(millrace_pb2.QueryPayloadsRequest(page_size=1), **options)))
+            return bool(await last_of(log.Query(headrace_pb2.QueryPayloadsRequest(page_size=1), **options)))
 
         # grpc.aio may report no metadata at all for an answer without messages.
         await until(is_recorded)
         streams = {
             "stream": text.Generate(generation, **options),
             "both ways": oip.ModelStreamInfer(each(request), **options),
-            "payloads": log.Query(millrace_pb2.QueryPayloadsRequest(page_size=1), **options),
+            "payloads": log.Query(headrace_pb2.QueryPayloadsRequest(page_size=1), **options),
         }
         unary = oip.ModelInfer(request, **options)
         for call in (unary, *streams.values()):
@@ -261,7 +261,7 @@ async def test_a_keys_monthly_tokens_are_those_of_the_log(keyed: tuple[Stack, Pa
     assert await statuses() == [200, 429]
 
     async def is_counted() -> bool:
-        usage = await rest(stack.gateway, "GET", "/millrace/v1/usage?group=client", None, **bearer("monthly"))
+        usage = await rest(stack.gateway, "GET", "/headrace/v1/usage?group=client", None, **bearer("monthly"))
         groups = usage.json.get("groups", [])
         return [(group["client"], group["completion_tokens"]) for group in groups] == [("monthly", "10")]
 
@@ -270,7 +270,7 @@ async def test_a_keys_monthly_tokens_are_those_of_the_log(keyed: tuple[Stack, Pa
 
 async def test_requests_in_flight_of_a_key_are_limited(keyed: tuple[Stack, Path]) -> None:
     stack, _ = keyed
-    request = millrace_pb2.GenerateRequest(model=MODEL, prompt="Once", max_tokens=500, ignore_eos=True)
+    request = headrace_pb2.GenerateRequest(model=MODEL, prompt="Once", max_tokens=500, ignore_eos=True)
     async with channel(stack.gateway) as open_channel:
         stub, options = TextGenerationStub(open_channel), {"metadata": tuple(bearer("narrow").items()), "timeout": 60}
         first = stub.Generate(request, **options)
@@ -292,7 +292,7 @@ WAYS_BY_REST: dict[str, tuple[str, dict[str, Any]]] = {
     "responses": ("/v1/responses", {"input": "Once", "max_output_tokens": 30}),
     "messages": ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 30}),
     "events": (f"/v2/models/{MODEL}/generate_stream", {"text_input": "Once", "max_tokens": 39}),
-    "lines": ("/millrace/v1/generate", {"prompt": "Once", "max_tokens": 39}),
+    "lines": ("/headrace/v1/generate", {"prompt": "Once", "max_tokens": 39}),
     "embeddings": ("/v1/embeddings", {"model": "embedder", "input": ["the fox sat on a mat"] * 4}),
 }
 TOKENS = 120
@@ -316,7 +316,7 @@ async def test_no_way_to_tokens_leads_past_the_limit_of_a_key(new_stack: StackFa
 
     async def used(name: str) -> int:
         headers = {"authorization": f"Bearer {keys[name]}"}
-        answer = await rest(stack.gateway, "GET", "/millrace/v1/usage?group=client", None, **headers)
+        answer = await rest(stack.gateway, "GET", "/headrace/v1/usage?group=client", None, **headers)
         groups = answer.json.get("groups", [])
         return sum(int(group[kind]) for group in groups for kind in TOKEN_KINDS if kind in group)
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from millrace.oip.tensors import Tensor, add_input, decode_outputs
-from millrace.watched_file import replace_file
-from millrace_protos import inference_pb2 as pb
-from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from headrace.oip.tensors import Tensor, add_input, decode_outputs
+from headrace.watched_file import replace_file
+from headrace_protos import inference_pb2 as pb
+from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.system.calls import STREAMS, begun_streams, channel, each, rest
 from tests.system.direct import hop_of, until_direct
 from tests.system.payload_log import query, records
@@ -70,13 +70,13 @@ async def test_an_answer_has_the_requested_name_and_the_model_that_gave_it(route
     ]
     assert answers[0].json["choices"] == answers[1].json["choices"]
     assert [answer.json["model"] for answer in answers] == ["chat", "storyteller"]
-    assert [answer.headers.get("x-millrace-model") for answer in answers] == ["storyteller", None]
+    assert [answer.headers.get("x-headrace-model") for answer in answers] == ["storyteller", None]
     events = await rest(stack.gateway, "POST", "/v1/completions", completion("chat", stream=True, n=2))
-    assert events.headers["x-millrace-model"] == "storyteller"
+    assert events.headers["x-headrace-model"] == "storyteller"
     async with channel(stack.gateway) as open_channel:
         call = GRPCInferenceServiceStub(open_channel).ModelInfer(numbers("same", "asked"), **OPTIONS)
         answer = await call
-        assert dict(await call.initial_metadata())["x-millrace-model"] == "identity"
+        assert dict(await call.initial_metadata())["x-headrace-model"] == "identity"
         stream = GRPCInferenceServiceStub(open_channel).ModelStreamInfer(each(numbers("same", "asked")), **OPTIONS)
         streamed = [response.infer_response async for response in stream]
     assert [each.model_name for each in (answer, *streamed)] == ["same"] * (1 + len(streamed))
@@ -85,20 +85,20 @@ async def test_an_answer_has_the_requested_name_and_the_model_that_gave_it(route
 
 async def test_a_request_can_choose_a_model_of_a_route(routed):
     stack, _ = routed
-    wanted = {"x-millrace-model": "second"}
+    wanted = {"x-headrace-model": "second"}
     answer = await rest(stack.gateway, "POST", "/v1/completions", completion("canary"), **wanted)
-    assert (answer.status, answer.headers["x-millrace-model"]) == (200, "second")
+    assert (answer.status, answer.headers["x-headrace-model"]) == (200, "second")
     answer = await rest(stack.gateway, "POST", "/v1/completions", completion("chat"), **wanted)
     assert (answer.status, answer.json["error"]["message"]) == (
         400,
-        "x-millrace-model: 'second' is none of the models behind 'chat'",
+        "x-headrace-model: 'second' is none of the models behind 'chat'",
     )
 
 
 async def test_the_record_of_a_fallback_has_its_model(routed):
     stack, _ = routed
     answer = await rest(stack.gateway, "POST", "/v1/completions", completion("safe"), **{"x-request-id": "fell-back"})
-    assert (answer.status, answer.headers["x-millrace-model"]) == (200, "second")
+    assert (answer.status, answer.headers["x-headrace-model"]) == (200, "second")
     (record,) = await records(stack.gateway, request_id="fell-back")
     assert (record.model, record.served_model, record.shadow_of) == ("safe", "second", "")
     answer = await rest(stack.gateway, "POST", "/v1/completions", completion("lost"))
@@ -143,7 +143,7 @@ async def test_a_copy_is_recorded_and_not_returned(routed):
         assert copy.inputs == original.inputs
     assert original.served_model == "identity"
     assert answer.json["choices"][0]["text"]
-    usage = (await rest(stack.gateway, "GET", "/millrace/v1/usage?group=model")).json["groups"]
+    usage = (await rest(stack.gateway, "GET", "/headrace/v1/usage?group=model")).json["groups"]
     assert "twin" not in {group.get("model") for group in usage}
 
 
@@ -154,7 +154,7 @@ async def test_a_canary_changes_during_streams(routed):
     async def served():
         answer = await rest(stack.gateway, "POST", "/v1/completions", completion("canary"))
         assert answer.status == 200
-        return answer.headers["x-millrace-model"]
+        return answer.headers["x-headrace-model"]
 
     async with channel(stack.gateway) as open_channel:
         streams = await begun_streams(open_channel, ids, model="canary", prompt="Once", max_tokens=80)

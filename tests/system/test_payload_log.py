@@ -7,7 +7,7 @@ import stat
 import grpc
 import pytest
 
-from millrace_protos import millrace_pb2, millrace_pb2_grpc
+from headrace_protos import headrace_pb2, headrace_pb2_grpc
 from tests.system.calls import channel, generate, rest, text_of
 from tests.system.payload_log import query, records
 from tests.waiting import until
@@ -24,10 +24,10 @@ async def test_an_answer_is_recorded_as_its_caller_got_it(stack):
     assert 0 < record.ttft_ms <= record.duration_ms
     assert 0 < record.engine_ms < record.duration_ms
     assert len(record.trace_id) == 32
-    assert record.protocol == "millrace.v1.TextGeneration/Generate"
+    assert record.protocol == "headrace.v1.TextGeneration/Generate"
     async with channel(stack.gateway) as open_channel:
-        stub = millrace_pb2_grpc.PayloadLogStub(open_channel)
-        assert (await stub.Get(millrace_pb2.GetPayloadRequest(record_id=record.record_id))).text == record.text
+        stub = headrace_pb2_grpc.PayloadLogStub(open_channel)
+        assert (await stub.Get(headrace_pb2.GetPayloadRequest(record_id=record.record_id))).text == record.text
 
 
 async def test_refused_and_cancelled_requests_are_recorded_with_their_status(stack):
@@ -42,23 +42,23 @@ async def test_refused_and_cancelled_requests_are_recorded_with_their_status(sta
     await rest(stack.gateway, "POST", "/v1/completions", b"{", x_request_id="not-json")
     await until(lambda: query(stack.gateway, request_id="not-json"))
     (record,) = await query(stack.gateway, request_id="not-json")
-    assert (record.status, record.protocol) == ("INVALID_ARGUMENT", "millrace.rest.v1.OpenAI/Completions")
+    assert (record.status, record.protocol) == ("INVALID_ARGUMENT", "headrace.rest.v1.OpenAI/Completions")
 
     async with channel(stack.gateway) as open_channel:
-        request = millrace_pb2.GenerateRequest(
+        request = headrace_pb2.GenerateRequest(
             model="storyteller", prompt="Once", max_tokens=1000, ignore_eos=True, request_id="late"
         )
         with pytest.raises(grpc.aio.AioRpcError):
-            async for _ in millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=0.1):
+            async for _ in headrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=0.1):
                 pass
     (record,) = await records(stack.gateway, request_id="late")
     assert record.status == "DEADLINE_EXCEEDED"
 
     async with channel(stack.gateway) as open_channel:
-        request = millrace_pb2.GenerateRequest(
+        request = headrace_pb2.GenerateRequest(
             model="storyteller", prompt="Once", max_tokens=1000, ignore_eos=True, request_id="cancelled"
         )
-        call = millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request)
+        call = headrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request)
         await call.read()
         call.cancel()
     (record,) = await records(stack.gateway, request_id="cancelled")
@@ -70,7 +70,7 @@ async def test_refused_and_cancelled_requests_are_recorded_with_their_status(sta
 
 async def test_usage_grows_by_the_tokens_of_an_answer(stack):
     async def usage(query="?group=model&model=storyteller"):
-        answer = await rest(stack.gateway, "GET", f"/millrace/v1/usage{query}")
+        answer = await rest(stack.gateway, "GET", f"/headrace/v1/usage{query}")
         assert answer.status == 200, answer.body
         [group] = json.loads(answer.body)["groups"]
         return group
@@ -94,7 +94,7 @@ async def test_usage_grows_by_the_tokens_of_an_answer(stack):
         **dict.fromkeys(("requests", "failed_requests", "prompt_tokens", "cached_tokens", "completion_tokens"), "0"),
         **dict.fromkeys(("seconds", "duration_seconds"), 0),
     }
-    assert (await rest(stack.gateway, "GET", "/millrace/v1/usage?group=none")).status == 400
+    assert (await rest(stack.gateway, "GET", "/headrace/v1/usage?group=none")).status == 400
     # Calls of the log are not recorded.
     assert not [one for one in await query(stack.gateway, page_size=1000) if "usage" in one.gateway.path]
 

@@ -13,22 +13,22 @@ import pytest
 import pytest_asyncio
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from millrace.oip.tensors import Tensor, add_input
-from millrace_protos import inference_pb2 as pb
-from millrace_protos import millrace_pb2, millrace_pb2_grpc
-from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from headrace.oip.tensors import Tensor, add_input
+from headrace_protos import headrace_pb2, headrace_pb2_grpc
+from headrace_protos import inference_pb2 as pb
+from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.system.calls import channel, each, generate, infer, rest, text_of
 from tests.system.faulty_predictor import FAILS, FAILS_LATER, PYTHON_MODEL
 from tests.system.payload_log import query, records
 from tests.system.request_outcome import Request
 from tests.system.ways_in import RELAYED, STREAMS, TEXT
 
-OPENAI, V2, OIP = "millrace.rest.v1.OpenAI", "millrace.rest.v1.OpenInference", "inference.GRPCInferenceService"
-GENERATE = "millrace.v1.TextGeneration/Generate"
+OPENAI, V2, OIP = "headrace.rest.v1.OpenAI", "headrace.rest.v1.OpenInference", "inference.GRPCInferenceService"
+GENERATE = "headrace.v1.TextGeneration/Generate"
 PROTOCOLS = {
     "Generate": GENERATE,
     "Generate by gRPC-Web": GENERATE,
-    "Generate by REST": "millrace.rest.v1.TextGeneration/Generate",
+    "Generate by REST": "headrace.rest.v1.TextGeneration/Generate",
     "ModelInfer": f"{OIP}/ModelInfer",
     "ModelStreamInfer": f"{OIP}/ModelStreamInfer",
     "ModelStreamInfer with statuses": f"{OIP}/ModelStreamInfer",
@@ -36,10 +36,10 @@ PROTOCOLS = {
     "completions, events": f"{OPENAI}/Completions",
     "chat": f"{OPENAI}/ChatCompletions",
     "chat, events": f"{OPENAI}/ChatCompletions",
-    "responses": "millrace.rest.v1.Responses/Create",
-    "responses, events": "millrace.rest.v1.Responses/Create",
-    "messages": "millrace.rest.v1.Anthropic/Messages",
-    "messages, events": "millrace.rest.v1.Anthropic/Messages",
+    "responses": "headrace.rest.v1.Responses/Create",
+    "responses, events": "headrace.rest.v1.Responses/Create",
+    "messages": "headrace.rest.v1.Anthropic/Messages",
+    "messages, events": "headrace.rest.v1.Anthropic/Messages",
     "infer": f"{V2}/Infer",
     "infer, binary": f"{V2}/Infer",
     "generate": f"{V2}/Generate",
@@ -173,11 +173,11 @@ async def test_a_broken_answer_is_recorded_up_to_the_break(stack, name):
 
 
 async def test_a_request_whose_client_leaves_is_recorded_as_cancelled(stack):
-    request = millrace_pb2.GenerateRequest(
+    request = headrace_pb2.GenerateRequest(
         model="storyteller", prompt="Once", max_tokens=900, ignore_eos=True, request_id="left"
     )
     async with channel(stack.gateway) as open_channel:
-        call = millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request)
+        call = headrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request)
         first = await call.read()
         call.cancel()
     (record,) = await records(stack.gateway, request_id="left")

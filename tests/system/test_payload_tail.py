@@ -8,11 +8,11 @@ import signal
 import grpc
 import pytest
 
-from millrace_protos import millrace_pb2, millrace_pb2_grpc
+from headrace_protos import headrace_pb2, headrace_pb2_grpc
 from tests.system.calls import channel, generate, rest
 from tests.waiting import until
 
-PAYLOADS = "/millrace/v1/payloads"
+PAYLOADS = "/headrace/v1/payloads"
 
 
 class RestTail:
@@ -46,8 +46,8 @@ async def test_query_and_get_agree_over_rest_and_grpc(stack):
     one = await rest(stack.gateway, "GET", f"{PAYLOADS}/{found['record_id']}")
     assert one.headers["content-type"] == "application/json"
     async with channel(stack.gateway) as open_channel:
-        stub = millrace_pb2_grpc.PayloadLogStub(open_channel)
-        record = await stub.Get(millrace_pb2.GetPayloadRequest(record_id=found["record_id"]))
+        stub = headrace_pb2_grpc.PayloadLogStub(open_channel)
+        record = await stub.Get(headrace_pb2.GetPayloadRequest(record_id=found["record_id"]))
     assert one.json["text"] == found["text"] == record.text
     assert one.json["usage"] == {"prompt_tokens": record.usage.prompt_tokens, "completion_tokens": 3}
     assert one.json["trace_id"] == record.trace_id
@@ -75,8 +75,8 @@ async def test_tail_sends_each_matching_record_as_it_is_committed(stack):
     by_rest = await asyncio.to_thread(RestTail, stack.gateway, "request_id=tailed&text_contains=seen")
     assert by_rest.response.getheader("content-type") == "application/x-ndjson"
     async with channel(stack.gateway) as open_channel:
-        by_grpc = millrace_pb2_grpc.PayloadLogStub(open_channel).Tail(
-            millrace_pb2.TailPayloadsRequest(request_id="tailed", text_contains="seen")
+        by_grpc = headrace_pb2_grpc.PayloadLogStub(open_channel).Tail(
+            headrace_pb2.TailPayloadsRequest(request_id="tailed", text_contains="seen")
         )
         await by_grpc.initial_metadata()  # The call has begun.
         for prompt in ("seen 1", "passed over", "seen 2"):
@@ -94,7 +94,7 @@ async def test_a_tail_ends_with_a_reason_when_the_logger_stops(mended_stack):
     stack = mended_stack
     by_rest = await asyncio.to_thread(RestTail, stack.gateway, "")
     async with channel(stack.gateway) as open_channel:
-        by_grpc = millrace_pb2_grpc.PayloadLogStub(open_channel).Tail(millrace_pb2.TailPayloadsRequest())
+        by_grpc = headrace_pb2_grpc.PayloadLogStub(open_channel).Tail(headrace_pb2.TailPayloadsRequest())
         await by_grpc.initial_metadata()
         await stack.kill("logger", signal.SIGTERM)
         async with asyncio.timeout(20):

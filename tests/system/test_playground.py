@@ -114,7 +114,7 @@ async def test_tokens_appear_one_by_one_and_their_record_in_the_log(demo, open_p
     await generate(demo.gateway, model="storyteller", prompt=HOSTILE, max_tokens=1)
     await expect(page.locator("#records tr").first).to_contain_text(HOSTILE)
     assert await page.locator("img").count() == 0
-    assert await page.title() == "Millrace playground"
+    assert await page.title() == "Headrace playground"
 
 
 async def test_stop_ends_the_generation_in_the_engine(demo, open_page):

@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from millrace_protos import millrace_pb2, millrace_pb2_grpc
+from headrace_protos import headrace_pb2, headrace_pb2_grpc
 from runner.stack import Stack
 from tests.dashboards import filled, metrics_of, queries
 from tests.prometheus import CONFIG, Prometheus, running_prometheus
@@ -33,7 +33,7 @@ UNREACHABLE = "http://127.0.0.1:9"  # The discard port: no server listens.
 EVERY_S, MIX_S = 0.5, 1.5
 
 # Counters that are absent in a healthy stack, since nothing moves them; here are their names in the code.
-HAS_NOT_HAPPENED = {"millrace_log_dropped_total": "millrace.log.dropped"}
+HAS_NOT_HAPPENED = {"headrace_log_dropped_total": "headrace.log.dropped"}
 # Series that Prometheus makes itself, only while alerts are active.
 OWN = {"ALERTS"}
 # Prometheus 3 would take OpenTelemetry's names, with dots, if a page offers them.
@@ -107,7 +107,7 @@ async def mixed_load(gateway: str) -> None:
 
 async def cancelled_by_grpc(gateway: str) -> None:
     async with channel(gateway) as open_channel:
-        call = millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(millrace_pb2.GenerateRequest(**LONG))
+        call = headrace_pb2_grpc.TextGenerationStub(open_channel).Generate(headrace_pb2.GenerateRequest(**LONG))
         for _ in range(3):
             await call.read()
         call.cancel()
@@ -120,8 +120,8 @@ def cancelled_by_http(gateway: str) -> None:
 async def predictor_dies_in_the_middle(stack: Stack) -> None:
     """Kills a predictor during a stream, which continues."""
     async with channel(stack.gateway) as open_channel:
-        request = millrace_pb2.GenerateRequest(**LONG | {"max_tokens": 200})
-        call = millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=150)
+        request = headrace_pb2.GenerateRequest(**LONG | {"max_tokens": 200})
+        call = headrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=150)
         await call.read()
         await stack.kill("predictor-0")
         count = 0
@@ -194,7 +194,7 @@ async def test_every_metric_and_label_of_panels_and_alerts_exists(watched):
 
 def in_the_code(name: str) -> bool:
     return any(
-        f'"{name}"' in path.read_text() for folder in ("millrace", "services") for path in (ROOT / folder).rglob("*.py")
+        f'"{name}"' in path.read_text() for folder in ("headrace", "services") for path in (ROOT / folder).rglob("*.py")
     )
 
 
@@ -207,26 +207,26 @@ async def test_the_metrics_show_what_happened(watched):
         return {" ".join(series.labels.values()): max(series.finite) for series in found if series.finite}
 
     model = 'gen_ai_request_model="storyteller"'
-    outcomes = await highest(f"sum by (millrace_outcome, millrace_protocol) (millrace_streams_total{{{model}}})")
+    outcomes = await highest(f"sum by (headrace_outcome, headrace_protocol) (headrace_streams_total{{{model}}})")
     assert {"completed grpc", "completed http", "cancelled grpc", "cancelled http"} <= outcomes.keys(), outcomes
     for protocol in ("grpc", "http"):
-        first = f'gen_ai_server_time_to_first_token_seconds_bucket{{{model}, millrace_protocol="{protocol}"}}'
+        first = f'gen_ai_server_time_to_first_token_seconds_bucket{{{model}, headrace_protocol="{protocol}"}}'
         (seconds,) = (await highest(f"histogram_quantile(0.95, sum by (le) (rate({first}[10s])))")).values()
         assert 0 < seconds < 60
-    assert (await highest(f"sum(rate(millrace_tokens_total{{{model}}}[10s]))"))[""] > 1
-    assert (await highest("sum(millrace_stream_resumed_total)"))[""] >= 1
+    assert (await highest(f"sum(rate(headrace_tokens_total{{{model}}}[10s]))"))[""] > 1
+    assert (await highest("sum(headrace_stream_resumed_total)"))[""] >= 1
     assert (await highest('sum(changes(process_start_time_seconds{job="predictor"}[5m]))'))[""] >= 1
-    assert (await highest("sum(millrace_payload_committed_total)"))[""] >= 10
-    assert (await highest("max(millrace_sink_lag_seconds)"))[""] > 0
+    assert (await highest("sum(headrace_payload_committed_total)"))[""] >= 10
+    assert (await highest("max(headrace_sink_lag_seconds)"))[""] > 0
     assert (await highest("sum(instance:telemetry_lost:sum)"))[""] > 0
-    assert (await highest("sum(millrace_kv_cache_utilization_ratio)"))[""] > 0
+    assert (await highest("sum(headrace_kv_cache_utilization_ratio)"))[""] > 0
     # A predictor that died during the scrapes is counted after its restart, and an alert fires.
     assert "firing" in await highest('sum by (alertstate) (ALERTS{alertname="PredictorRestarted"})')
 
 
 async def test_no_label_has_text_of_a_caller(watched):
     assert await watched.prometheus.query(f'{{__name__=~".+", gen_ai_request_model="{UNKNOWN_MODEL}"}}') == []
-    assert await watched.prometheus.query('millrace_streams_total{gen_ai_request_model="_OTHER"}')
+    assert await watched.prometheus.query('headrace_streams_total{gen_ai_request_model="_OTHER"}')
 
 
 async def test_names_are_the_same_for_a_prometheus_that_accepts_dots(watched):

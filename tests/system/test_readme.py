@@ -202,7 +202,7 @@ def test_the_redaction_of_the_readme_leaves_no_card_number_in_the_log(make_up):
     number = "4242424242424242"
     body = f'{{"model": "storyteller", "prompt": "Pay with {number}", "max_tokens": 2}}'
     run(["curl", "-sf", "http://127.0.0.1:8080/v1/completions", "-d", body], make_up)
-    while "[card]" not in (log := run(["curl", "-sf", "http://127.0.0.1:8080/millrace/v1/payloads"], make_up)):
+    while "[card]" not in (log := run(["curl", "-sf", "http://127.0.0.1:8080/headrace/v1/payloads"], make_up)):
         time.sleep(0.05)  # Until the record is committed, or pytest's timeout.
     assert number not in log
 
@@ -216,8 +216,8 @@ def test_buf_lists_the_public_services(make_up):
         "grpc.reflection.v1.ServerReflection",
         "grpc.reflection.v1alpha.ServerReflection",
         "inference.GRPCInferenceService",
-        "millrace.v1.PayloadLog",
-        "millrace.v1.TextGeneration",
+        "headrace.v1.PayloadLog",
+        "headrace.v1.TextGeneration",
     ]
 
 

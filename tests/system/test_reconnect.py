@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from millrace.rpc.call_context import CallContext
-from millrace_protos import millrace_pb2, millrace_pb2_grpc
+from headrace.rpc.call_context import CallContext
+from headrace_protos import headrace_pb2, headrace_pb2_grpc
 from services.transformer.generation.resume_ids import MAX_AGE_S, ResumeIds, identity_of
 from services.transformer.signing import Signer
 from tests.support.events import read_events
@@ -183,8 +183,8 @@ async def test_generate_continues_at_another_gateway_by_grpc_and_by_rest(sides):
     fields |= {"temperature": 1.2, "logprobs": True, "pace": PACE}
     ids, text, logprobs = [], "", []
     async with channel(first.gateway) as open_channel:
-        request = millrace_pb2.GenerateRequest(request_id="cut", **fields)
-        stream = millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=60)
+        request = headrace_pb2.GenerateRequest(request_id="cut", **fields)
+        stream = headrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=60)
         async for response in stream:
             ids += response.token_ids
             logprobs += response.logprobs
@@ -199,7 +199,7 @@ async def test_generate_continues_at_another_gateway_by_grpc_and_by_rest(sides):
     assert len(ids) == len(logprobs) == TOKENS
     assert rest_of_it[-1].usage.completion_tokens == TOKENS
 
-    answer = await rest(second.gateway, "POST", "/millrace/v1/generate", fields | {"resume_from": resume_id})
+    answer = await rest(second.gateway, "POST", "/headrace/v1/generate", fields | {"resume_from": resume_id})
     lines = [json.loads(line) for line in answer.body.splitlines()]
     assert [i for line in lines for i in line.get("token_ids", ())] == ids[count:]
     assert "".join(line.get("text", "") for line in lines) == text_of(rest_of_it)

@@ -9,7 +9,7 @@ import grpc
 import numpy as np
 import pytest
 
-from millrace.oip.tensors import Tensor, add_input, bytes_tensor
+from headrace.oip.tensors import Tensor, add_input, bytes_tensor
 from tests.system.calls import channel, generate, ids_request, infer, rest, text_of, text_request
 
 INVALID, NOT_FOUND = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
@@ -84,7 +84,7 @@ async def test_a_tensor_whose_size_is_wrong_is_refused(stack):
 
 async def test_malformed_messages_are_refused(stack):
     async with channel(stack.gateway) as open_channel:
-        for method in ("/inference.GRPCInferenceService/ModelInfer", "/millrace.v1.TextGeneration/Generate"):
+        for method in ("/inference.GRPCInferenceService/ModelInfer", "/headrace.v1.TextGeneration/Generate"):
             with pytest.raises(grpc.aio.AioRpcError) as raised:
                 await open_channel.unary_unary(method)(b"\xff\xff\xff", timeout=10)
             assert raised.value.code() is INVALID

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from millrace.oip.tensors import Tensor
-from millrace_protos import millrace_pb2, millrace_pb2_grpc
+from headrace.oip.tensors import Tensor
+from headrace_protos import headrace_pb2, headrace_pb2_grpc
 from tests.support.full import FULL
 from tests.support.name_server import NAME, asked_by_envoy, name_server
 from tests.support.network import Host, why_not
@@ -125,11 +125,11 @@ def text_stream(stack, number, prefix, came, names):
 
     async def run():
         ids, text = [], ""
-        request = millrace_pb2.GenerateRequest(
+        request = headrace_pb2.GenerateRequest(
             model="storyteller", prompt="Once upon a time", seed=number, request_id=f"{prefix} {number}", **SAMPLED
         )
         async with channel(stack.gateway) as open_channel:
-            async for response in millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=100):
+            async for response in headrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=100):
                 ids += response.token_ids
                 text += response.text
                 came[number] += len(response.token_ids)
@@ -225,7 +225,7 @@ async def test_a_predictor_whose_address_its_name_loses_is_not_used_until_the_na
         return await in_gateway() == 2
 
     async def is_dropped():
-        listed = (await rest(remote_stack.gateway, "GET", "/millrace/v1/predictors")).json["predictors"]
+        listed = (await rest(remote_stack.gateway, "GET", "/headrace/v1/predictors")).json["predictors"]
         return [predictor["name"] for predictor in listed] == [PREDICTORS[1]]
 
     assert await has_both()

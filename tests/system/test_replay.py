@@ -1,4 +1,4 @@
-"""`millrace replay`: logged streams run again are the same at the same weights, and every one differs at others."""
+"""`headrace replay`: logged streams run again are the same at the same weights, and every one differs at others."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from millrace_protos import millrace_pb2_grpc
-from millrace_protos.millrace_pb2 import ChatMessage, GenerateRequest, PayloadRecord
+from headrace_protos import headrace_pb2_grpc
+from headrace_protos.headrace_pb2 import ChatMessage, GenerateRequest, PayloadRecord
 from runner.command.__main__ import parse
 from runner.replay import options as replay_options
 from runner.settings import ROOT
@@ -72,7 +72,7 @@ async def cancelled(gateway: str, number: int) -> object:
     fields = {"request_id": f"r{number}", "seed": number, "pace": 50, "ignore_eos": True}
     request = GenerateRequest(**MODEL, prompt=PROMPTS[2], **fields)
     async with channel(gateway) as open_channel:
-        call = millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=60)
+        call = headrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=60)
         for _ in range(3):
             await call.read()
         call.cancel()

@@ -15,18 +15,18 @@ import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from millrace_protos import inference_pb2 as pb
-from millrace_protos import millrace_pb2, millrace_pb2_grpc
-from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from headrace_protos import headrace_pb2, headrace_pb2_grpc
+from headrace_protos import inference_pb2 as pb
+from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.chaos.health import serves
 from tests.system.calls import channel, each, generate, rest, statistics
 from tests.waiting import until
 
 MODELS = "storyteller=models/storyteller"
 PREDICTORS = ("predictor-0", "predictor-1")
-KILL = "/millrace/v1/development/kill"
-DEVELOPMENT = "millrace.v1.Development"
-MEANT = ("x-millrace-development", "true")
+KILL = "/headrace/v1/development/kill"
+DEVELOPMENT = "headrace.v1.Development"
+MEANT = ("x-headrace-development", "true")
 
 
 @pytest_asyncio.fixture(scope="module")
@@ -42,8 +42,8 @@ async def tell(stack):
 
 async def kill(gateway, request_id, *metadata):
     async with channel(gateway) as open_channel:
-        request = millrace_pb2.KillPredictorRequest(request_id=request_id)
-        stub = millrace_pb2_grpc.DevelopmentStub(open_channel)
+        request = headrace_pb2.KillPredictorRequest(request_id=request_id)
+        stub = headrace_pb2_grpc.DevelopmentStub(open_channel)
         return await stub.KillPredictor(request, metadata=metadata, timeout=30)
 
 
@@ -105,13 +105,13 @@ async def test_no_predictor_is_killed_by_accident(replicas):
 async def test_only_the_predictor_with_the_request_dies_and_it_is_restarted(replicas):
     before = {name: replicas.pid(name) for name in PREDICTORS}
     async with channel(replicas.gateway) as open_channel:
-        request = millrace_pb2.GenerateRequest(
+        request = headrace_pb2.GenerateRequest(
             model="storyteller", prompt="Once", request_id="mine", max_tokens=900, ignore_eos=True
         )
-        stream = millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request)
+        stream = headrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request)
         await stream.read()
         others = [asyncio.create_task(tell(replicas)) for _ in range(8)]
-        answer = await rest(replicas.gateway, "POST", KILL, {"request_id": "mine"}, x_millrace_development="true")
+        answer = await rest(replicas.gateway, "POST", KILL, {"request_id": "mine"}, x_headrace_development="true")
         assert (answer.status, answer.json) == (200, {})
         stream.cancel()
     # A stream of the dead predictor continues at the other one.
@@ -157,11 +157,11 @@ async def test_without_development_mode_no_predictor_is_killed(stack):
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await kill(stack.gateway, "mine", MEANT)
     assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    answer = await rest(stack.gateway, "POST", KILL, {"request_id": "mine"}, x_millrace_development="true")
+    answer = await rest(stack.gateway, "POST", KILL, {"request_id": "mine"}, x_headrace_development="true")
     assert answer.status == 501
     async with channel(stack.addresses["predictor-0"]) as open_channel:
-        predictor = millrace_pb2_grpc.PredictorDevelopmentStub(open_channel)
-        request = millrace_pb2.KillPredictorRequest(request_id="mine")
+        predictor = headrace_pb2_grpc.PredictorDevelopmentStub(open_channel)
+        request = headrace_pb2.KillPredictorRequest(request_id="mine")
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await predictor.Kill(request, metadata=(MEANT,), timeout=30)
     assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from millrace.oip.tensors import Tensor, decode_outputs
-from millrace_protos import inference_pb2 as pb
-from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from headrace.oip.tensors import Tensor, decode_outputs
+from headrace_protos import inference_pb2 as pb
+from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.hub import serve_hub
 from tests.random_models import save_random_model
 from tests.system.calls import channel, each, generate, ids_request, text_of
@@ -219,4 +219,4 @@ async def test_requests_that_the_transformer_records_are_recorded_once(stack, pr
     # The predictor's later record has arrived, so its earlier ones have as well.
     await records(stack.gateway, request_id="later")
     (record,) = await records(stack.gateway, request_id="through-the-transformer")
-    assert record.protocol == "millrace.v1.TextGeneration/Generate"
+    assert record.protocol == "headrace.v1.TextGeneration/Generate"

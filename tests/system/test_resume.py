@@ -9,9 +9,9 @@ from collections import Counter
 import pytest
 import pytest_asyncio
 
-from millrace.oip.tensors import decode_outputs
-from millrace_protos import millrace_pb2, millrace_pb2_grpc
-from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from headrace.oip.tensors import decode_outputs
+from headrace_protos import headrace_pb2, headrace_pb2_grpc
+from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.metrics_pages import read_page
 from tests.support.full import FULL
 from tests.system.calls import channel, each, generate, http_request, text_request
@@ -58,12 +58,12 @@ async def undisturbed(slow_stack):
 
 async def generated(gateway, name, sampling, came, model="storyteller", prompt=PROMPT):
     """Over Generate: ids, text, finish reason and usage."""
-    request = millrace_pb2.GenerateRequest(
+    request = headrace_pb2.GenerateRequest(
         model=model, prompt=prompt, max_tokens=TOKENS, ignore_eos=True, logprobs=True, request_id=name, **sampling
     )
     ids, logprobs, text = [], [], ""
     async with channel(gateway) as open_channel:
-        async for response in millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=300):
+        async for response in headrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=300):
             came[name] += len(response.token_ids)
             ids += response.token_ids
             logprobs += response.logprobs
@@ -139,7 +139,7 @@ async def is_chosen(stack):
 
     async def tokens():
         samples = await asyncio.to_thread(read_page, page)
-        return sum(sample.value for sample in samples if sample.name == "millrace_tokens_total")
+        return sum(sample.value for sample in samples if sample.name == "headrace_tokens_total")
 
     before = await tokens()
     one = {"model": "storyteller", "prompt": PROMPT, "max_tokens": 1}
@@ -167,8 +167,8 @@ async def resumed_records(stack, prefix):
 
     async def are_there():
         async with channel(stack.gateway) as open_channel:
-            log = millrace_pb2_grpc.PayloadLogStub(open_channel)
-            records = [record async for record in log.Query(millrace_pb2.QueryPayloadsRequest(page_size=500))]
+            log = headrace_pb2_grpc.PayloadLogStub(open_channel)
+            records = [record async for record in log.Query(headrace_pb2.QueryPayloadsRequest(page_size=500))]
         found[:] = [record for record in records if record.resumes and record.request_id.startswith(prefix)]
         return bool(found)
 

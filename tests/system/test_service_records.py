@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 import numpy as np
 import pytest_asyncio
 
-from millrace.oip.tensors import Tensor
+from headrace.oip.tensors import Tensor
 from tests.support.service_records import HOST, SERVICE, service_server
 from tests.system.calls import generate, ids_request, infer, rest, text_of
 from tests.system.predictor_process import predictor_process
@@ -53,7 +53,7 @@ async def test_the_stack_follows_the_records_of_a_service(new_stack, predictors)
         )
 
         async def knows(expected):
-            listed = (await rest(stack.gateway, "GET", "/millrace/v1/predictors")).json["predictors"]
+            listed = (await rest(stack.gateway, "GET", "/headrace/v1/predictors")).json["predictors"]
             return len(listed) == len(expected) and await asyncio.to_thread(in_gateway, stack) == expected
 
         async def works():

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from millrace.errors import StartupError
+from headrace.errors import StartupError
 from runner.settings import ROOT
 from tests.support.free_ports import free_settings, start_stack
 

@@ -15,9 +15,9 @@ import pytest
 import pytest_asyncio
 import torch
 
-from millrace.oip.tensors import Tensor, add_input, bytes_tensor, decode_outputs
-from millrace_protos import inference_pb2 as pb
-from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from headrace.oip.tensors import Tensor, add_input, bytes_tensor, decode_outputs
+from headrace_protos import inference_pb2 as pb
+from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.random_encoders import save_random_encoder
 from tests.system.calls import each, generate, rest, text_of, text_request
 from tests.system.own_clients import client_passes
@@ -30,7 +30,7 @@ INVALID, INTERNAL = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL
 PACED = """
 import asyncio
 import numpy as np
-from millrace.errors import InvalidRequestError
+from headrace.errors import InvalidRequestError
 
 async def execute(request):
     n = request.parameters["n"]

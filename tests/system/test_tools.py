@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from millrace import __version__
+from headrace import __version__
 from tests.system.calls import rest
 from tests.system.payload_log import records
 
@@ -245,20 +245,20 @@ MISSPELT = {
 async def test_generate_over_rest_refuses_unknown_fields(stack, case):
     body, text = MISSPELT[case]
     body = {**MODEL, **body} if isinstance(body, dict) else body
-    answer = await rest(stack.gateway, "POST", "/millrace/v1/generate", body)
+    answer = await rest(stack.gateway, "POST", "/headrace/v1/generate", body)
     assert answer.status == 400, answer.body
     assert text in answer.json["error"]
 
 
 async def test_generate_over_rest_accepts_both_spellings_of_a_field(stack):
     for body in ({"max_tokens": 2, "request_id": "both"}, {"maxTokens": "2", "requestId": "both", "seed": None}):
-        answer = await post(stack, "/millrace/v1/generate", {**MODEL, "prompt": "Once", **body})
+        answer = await post(stack, "/headrace/v1/generate", {**MODEL, "prompt": "Once", **body})
         assert answer.headers["content-type"] == "application/x-ndjson"
         assert json.loads(answer.body.splitlines()[-1])["usage"]["completion_tokens"] == 2
     found = await records(stack.gateway, 2, request_id="both")
-    assert {record.protocol for record in found} == {"millrace.rest.v1.TextGeneration/Generate"}
+    assert {record.protocol for record in found} == {"headrace.rest.v1.TextGeneration/Generate"}
 
 
 async def test_a_large_generate_over_rest_is_read_outside_the_event_loop(stack):
-    answer = await rest(stack.gateway, "POST", "/millrace/v1/generate", {**MODEL, "prompt": "once " * 100_000})
+    answer = await rest(stack.gateway, "POST", "/headrace/v1/generate", {**MODEL, "prompt": "once " * 100_000})
     assert (answer.status, "context" in answer.json["error"]) == (400, True)

@@ -22,7 +22,7 @@ CRAFTED = (
     "junk",
 )
 NAMES = ("traceparent", "x-caller-traceparent")
-BESIDE = {"tracestate": "millrace=1", "baggage": "trace_id=1"}
+BESIDE = {"tracestate": "headrace=1", "baggage": "trace_id=1"}
 GRPC = "/inference.GRPCInferenceService/ServerMetadata"
 EMPTY = bytes(5)  # A message without fields, in gRPC's framing.
 # The service, the method that it counts, and the request of each way in.
@@ -34,7 +34,7 @@ WAYS = {
         ("POST", GRPC, EMPTY, {"content-type": "application/grpc", "te": "trailers", "host": "predictor"}),
     ),
     "gRPC-Web": ("transformer", GRPC, ("POST", GRPC, EMPTY, {"content-type": "application/grpc-web+proto"})),
-    "REST": ("transformer", "/millrace.rest.v1.OpenInference/ServerMetadata", ("GET", "/v2", None, {})),
+    "REST": ("transformer", "/headrace.rest.v1.OpenInference/ServerMetadata", ("GET", "/v2", None, {})),
 }
 
 

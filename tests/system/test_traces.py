@@ -19,9 +19,9 @@ from tests.system.payload_log import records
 from tests.system.traced_ways_in import MODEL, WAYS, TracedRequest, TracedWay
 from tests.waiting import until
 
-PREDICT = "millrace.v1.PredictorSteps/Run"
+PREDICT = "headrace.v1.PredictorSteps/Run"
 TOKENS, PREDICTORS = 6, 2
-PROCESSES = {"millrace-transformer": 1, "millrace-predictor": PREDICTORS, "millrace-logger": 1}
+PROCESSES = {"headrace-transformer": 1, "headrace-predictor": PREDICTORS, "headrace-logger": 1}
 SERVER_FAULTS = ("INTERNAL", "DEADLINE_EXCEEDED", "UNAVAILABLE")
 _RESTART_S = 60  # The longest restart of a killed predictor, on a busy machine.
 GENERATION_EVENTS = ["queued", "prefill", "first_token", "generation_end"]
@@ -114,7 +114,7 @@ class TracedStack:
 
     def has_left(self, trace_id):
         """Whether a predictor's call has ended."""
-        return any(span.service == "millrace-predictor" for span in self._own(trace_id))
+        return any(span.service == "headrace-predictor" for span in self._own(trace_id))
 
     def commits(self, trace_id):
         """The logger's spans that link to the trace."""
@@ -164,7 +164,7 @@ async def run(traced, way, outcome):
         if OUTCOMES[outcome].held and outcome != "deadline":
             # The model waits now, and all its tokens so far have arrived.
             await until(lambda: moved(traced.latest(), before, "gen_ai.server.time_to_first_token") == 1)
-            await until(lambda: moved(traced.latest(), before, "millrace.tokens", "value") == 3)
+            await until(lambda: moved(traced.latest(), before, "headrace.tokens", "value") == 3)
             await traced.measured()  # Since then the transformer has read them too.
         if outcome == "killed":
             [index] = [i for i, count in enumerate(traced.admitted()) if count > admitted[i]]
@@ -181,7 +181,7 @@ async def run(traced, way, outcome):
     return trace_id, caller, request, head, before
 
 
-def moved(after, before, name, of="count", service="millrace-", **attributes):
+def moved(after, before, name, of="count", service="headrace-", **attributes):
     """The change of the series with this name and these attributes, over all processes of a service."""
     wanted = {key.replace("__", "."): value for key, value in attributes.items()}
     return sum(
@@ -197,12 +197,12 @@ def expected_chain(way: TracedWay, outcome: Outcome):
     code = "OK" if in_band else outcome.code
     chain = [
         ("envoy-ingress", "SERVER", gateway_status(code), None),
-        ("millrace-transformer", "SERVER", "ERROR" if outcome.code in SERVER_FAULTS else "UNSET", code),
+        ("headrace-transformer", "SERVER", "ERROR" if outcome.code in SERVER_FAULTS else "UNSET", code),
     ]
     if outcome.called:
         chain += [
-            ("millrace-transformer", "CLIENT", "UNSET" if outcome.code == "OK" else "ERROR", outcome.code),
-            ("millrace-predictor", "SERVER", "ERROR" if outcome.code in SERVER_FAULTS else "UNSET", outcome.code),
+            ("headrace-transformer", "CLIENT", "UNSET" if outcome.code == "OK" else "ERROR", outcome.code),
+            ("headrace-predictor", "SERVER", "ERROR" if outcome.code in SERVER_FAULTS else "UNSET", outcome.code),
         ]
     return chain
 
@@ -250,7 +250,7 @@ async def test_spans_and_metrics_of_each_outcome(traced, way, outcome):
     chain = expected_chain(way, expected)
     spans = walk(await traced.tree(trace_id, caller, len(chain)), caller, len(chain))
     check_chain(spans, chain)
-    assert {span.attributes["millrace.request_id"] for span in spans} == {request.request_id}
+    assert {span.attributes["headrace.request_id"] for span in spans} == {request.request_id}
     check_transformer(way, expected, spans[1])
     if expected.called:
         client, predictor = spans[2], spans[3]
@@ -274,7 +274,7 @@ def check_transformer(way, expected, span):
     assert span.name == way.method
     assert span.attributes["rpc.system.name"] == "grpc"
     assert span.attributes["rpc.method"] == way.method
-    assert span.attributes["millrace.protocol"] == way.protocol
+    assert span.attributes["headrace.protocol"] == way.protocol
     assert span.attributes["gen_ai.operation.name"] == way.operation
     assert span.attributes["gen_ai.request.model"] == MODEL
     assert span.attributes["gen_ai.usage.output_tokens"] == expected.tokens
@@ -291,7 +291,7 @@ async def check_commit(traced, trace_id, server):
     await until(lambda: traced.commits(trace_id))
     [commit] = traced.commits(trace_id)
     assert (commit.service, commit.name, commit.kind, commit.status) == (
-        "millrace-logger",
+        "headrace-logger",
         "payload commit",
         "CONSUMER",
         "UNSET",
@@ -300,7 +300,7 @@ async def check_commit(traced, trace_id, server):
 
 
 def check_metrics(way, expected, chunks, after, before):
-    labels = {"gen_ai__request__model": MODEL, "millrace__protocol": way.protocol}
+    labels = {"gen_ai__request__model": MODEL, "headrace__protocol": way.protocol}
     failure = {"error__type": expected.code} if expected.code != "OK" else {}
 
     def by(name, of="count", **attributes):
@@ -310,28 +310,28 @@ def check_metrics(way, expected, chunks, after, before):
     code = "OK" if in_band else expected.code
     called = int(expected.called)
     answered = int(expected.tokens > 0)
-    own = {"rpc__method": way.method, "rpc__response__status_code": code, "millrace__protocol": way.protocol}
-    theirs = {"rpc__method": PREDICT, "rpc__response__status_code": expected.code, "millrace__protocol": "grpc"}
-    assert by("rpc.server.call.duration", service="millrace-transformer", **own) == 1
-    assert by("rpc.server.call.duration", service="millrace-predictor", **theirs) == called
+    own = {"rpc__method": way.method, "rpc__response__status_code": code, "headrace__protocol": way.protocol}
+    theirs = {"rpc__method": PREDICT, "rpc__response__status_code": expected.code, "headrace__protocol": "grpc"}
+    assert by("rpc.server.call.duration", service="headrace-transformer", **own) == 1
+    assert by("rpc.server.call.duration", service="headrace-predictor", **theirs) == called
     assert by("rpc.server.call.duration") == 1 + called
     assert by("rpc.client.call.duration") == called
     assert by("rpc.client.call.duration", rpc__method=PREDICT, rpc__response__status_code=expected.code) == called
-    assert by("millrace.streams", "value", millrace__outcome=expected.name, **labels) == 1
-    assert by("millrace.streams", "value") == 1
+    assert by("headrace.streams", "value", headrace__outcome=expected.name, **labels) == 1
+    assert by("headrace.streams", "value") == 1
     operation = {"gen_ai__operation__name": way.operation}
     assert by("gen_ai.server.request.duration", **labels, **failure, **operation) == 1
     assert by("gen_ai.server.time_to_first_token", **labels, **operation) == answered
     assert by("gen_ai.server.time_per_output_token", **labels, **operation) == answered
     assert by("gen_ai.client.token.usage", "value", gen_ai__token__type="output", **labels) == expected.tokens
     assert answered <= chunks <= expected.tokens
-    assert by("millrace.inter_token_latency", **labels) == chunks - answered
-    assert by("millrace.queue.duration", gen_ai__request__model=MODEL) == called
+    assert by("headrace.inter_token_latency", **labels) == chunks - answered
+    assert by("headrace.queue.duration", gen_ai__request__model=MODEL) == called
     # A caller that leaves while the model computes does not get that token.
     late = int(expected.held)
-    assert by("millrace.tokens", "value") == expected.tokens + late
-    assert by("millrace.tokens_after_cancel", "value") == late
-    assert by("millrace.stream.resumed", "value") == 0
+    assert by("headrace.tokens", "value") == expected.tokens + late
+    assert by("headrace.tokens_after_cancel", "value") == late
+    assert by("headrace.stream.resumed", "value") == 0
 
 
 async def test_many_streams_cancelled_at_once_end_every_span(traced):
@@ -381,8 +381,8 @@ async def test_a_resumed_stream_stays_in_its_trace(traced, way, outcome):
         assert link.trace_id == trace_id
         assert link.span_id not in {other.span_id for spans in children.values() for other in spans}
     after = await traced.measured()
-    assert moved(after, before, "millrace.stream.resumed", "value", gen_ai__request__model=MODEL) == 1
-    assert moved(after, before, "millrace.streams", "value", millrace__outcome="completed") == 1
+    assert moved(after, before, "headrace.stream.resumed", "value", gen_ai__request__model=MODEL) == 1
+    assert moved(after, before, "headrace.streams", "value", headrace__outcome="completed") == 1
     assert moved(after, before, "gen_ai.client.token.usage", "value", gen_ai__token__type="output") == TOKENS
     # The next test needs the predictor that was killed.
     await traced.stack.wait_ready(_RESTART_S)

@@ -1,4 +1,4 @@
-"""A transformer with TRANSFORMER_PROTOCOL=v2, in its own process, before the gateway of another Millrace stack."""
+"""A transformer with TRANSFORMER_PROTOCOL=v2, in its own process, before the gateway of another Headrace stack."""
 
 import asyncio
 import os
@@ -10,9 +10,9 @@ import grpc
 import numpy as np
 import pytest
 
-from millrace.oip.tensors import Tensor, add_input, decode_outputs
-from millrace_protos import inference_pb2 as pb
-from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from headrace.oip.tensors import Tensor, add_input, decode_outputs
+from headrace_protos import inference_pb2 as pb
+from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.system.calls import each, text_request
 from tests.waiting import until
 

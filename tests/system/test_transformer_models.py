@@ -11,9 +11,9 @@ import pytest
 import pytest_asyncio
 from PIL import Image
 
-from millrace.oip.tensors import Tensor, add_input, bytes_tensor, decode_outputs
-from millrace_protos import inference_pb2 as pb
-from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from headrace.oip.tensors import Tensor, add_input, bytes_tensor, decode_outputs
+from headrace_protos import inference_pb2 as pb
+from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from runner.settings import ROOT
 from tests.system.calls import channel, each, generate, statistics, text_of, text_request
 from tests.waiting import until

@@ -19,7 +19,7 @@ MODELS = {
     # Declares its tensors and sends a response for each row.
     "rows": """
 import numpy as np
-from millrace.errors import InvalidRequestError
+from headrace.errors import InvalidRequestError
 
 INPUTS = {"x": ("FP32", [-1, 3])}
 
@@ -323,8 +323,8 @@ async def test_answered_and_refused_requests_are_recorded(stack):
     await infer(stack, "identity", b"{", x_request_id="went-wrong")
     (well,) = await records(stack.gateway, request_id="went-well")
     (wrong,) = await records(stack.gateway, request_id="went-wrong")
-    assert (well.status, well.protocol, well.prompt) == ("OK", "millrace.rest.v1.OpenInference/Generate", "Once")
-    assert (wrong.status, wrong.protocol) == ("INVALID_ARGUMENT", "millrace.rest.v1.OpenInference/Infer")
+    assert (well.status, well.protocol, well.prompt) == ("OK", "headrace.rest.v1.OpenInference/Generate", "Once")
+    assert (wrong.status, wrong.protocol) == ("INVALID_ARGUMENT", "headrace.rest.v1.OpenInference/Infer")
 
 
 async def test_a_body_beyond_the_gateways_limit_is_413(stack):

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from millrace_protos import inference_pb2 as pb
-from millrace_protos import millrace_pb2, millrace_pb2_grpc
-from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from headrace_protos import headrace_pb2, headrace_pb2_grpc
+from headrace_protos import inference_pb2 as pb
+from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.support.weights import copy_with_other_weights
 from tests.system.calls import channel, rest
 from tests.waiting import until
@@ -37,12 +37,12 @@ async def stack(stacks, tmp_path_factory):
 
 async def generated(stack, name="", came=None):
     """The ids of an answer to the prompt."""
-    request = millrace_pb2.GenerateRequest(
+    request = headrace_pb2.GenerateRequest(
         model="storyteller", prompt="Once upon a time", max_tokens=TOKENS, ignore_eos=True, seed=3, request_id=name
     )
     ids = []
     async with channel(stack.gateway) as open_channel:
-        async for response in millrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=120):
+        async for response in headrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=120):
             ids += response.token_ids
             if came is not None:
                 came[name] += 1
@@ -66,8 +66,8 @@ async def records_of(stack, answers):
 
     async def are_there():
         async with channel(stack.gateway) as open_channel:
-            query = millrace_pb2.QueryPayloadsRequest(page_size=500)
-            async for record in millrace_pb2_grpc.PayloadLogStub(open_channel).Query(query):
+            query = headrace_pb2.QueryPayloadsRequest(page_size=500)
+            async for record in headrace_pb2_grpc.PayloadLogStub(open_channel).Query(query):
                 found[record.request_id] = record
         return answers.keys() <= found.keys()
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import grpc
 
-from millrace.oip.parameters import set_parameters
-from millrace_protos import millrace_pb2
-from millrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from millrace_protos.millrace_pb2_grpc import TextGenerationStub
+from headrace.oip.parameters import set_parameters
+from headrace_protos import headrace_pb2
+from headrace_protos.headrace_pb2_grpc import TextGenerationStub
+from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.system.calls import channel, each, http_request, text_request
 from tests.system.request_outcome import in_thread
 
@@ -57,7 +57,7 @@ class TracedWay:
 
 
 async def _generate(gateway: str, request: TracedRequest) -> AnswerHead:
-    message = millrace_pb2.GenerateRequest(model=MODEL, prompt=PROMPT, **request.parameters)
+    message = headrace_pb2.GenerateRequest(model=MODEL, prompt=PROMPT, **request.parameters)
     async with channel(gateway) as open_channel:
         call = TextGenerationStub(open_channel).Generate(message, timeout=request.timeout_s, metadata=request.metadata)
         return await _read(call, request)
@@ -133,23 +133,23 @@ def _chat(streams: bool) -> Callable[[], Mapping[str, Any]]:
 
 
 WAYS: dict[str, TracedWay] = {
-    "Generate": TracedWay("millrace.v1.TextGeneration/Generate", "grpc", _generate, streams=True),
+    "Generate": TracedWay("headrace.v1.TextGeneration/Generate", "grpc", _generate, streams=True),
     "ModelStreamInfer": TracedWay(
         *("inference.GRPCInferenceService/ModelStreamInfer", "grpc", _stream_infer), streams=True, has_status=False
     ),
     "ModelInfer": TracedWay("inference.GRPCInferenceService/ModelInfer", "grpc", _infer, streams=False),
     "chat, events": TracedWay(
-        *("millrace.rest.v1.OpenAI/ChatCompletions", "http", _rest("/v1/chat/completions", _chat(True))),
+        *("headrace.rest.v1.OpenAI/ChatCompletions", "http", _rest("/v1/chat/completions", _chat(True))),
         streams=True,
         operation="chat",
     ),
     "chat": TracedWay(
-        *("millrace.rest.v1.OpenAI/ChatCompletions", "http", _rest("/v1/chat/completions", _chat(False))),
+        *("headrace.rest.v1.OpenAI/ChatCompletions", "http", _rest("/v1/chat/completions", _chat(False))),
         streams=False,
         operation="chat",
     ),
     "generate_stream": TracedWay(
-        "millrace.rest.v1.OpenInference/GenerateStream",
+        "headrace.rest.v1.OpenInference/GenerateStream",
         "http",
         _rest(f"/v2/models/{MODEL}/generate_stream", lambda: {"text_input": PROMPT}),
         streams=True,

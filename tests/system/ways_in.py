@@ -35,7 +35,7 @@ from tests.system.rest_ways_in import (
 TEXT: dict[str, WayIn] = {
     "Generate": generate,
     "Generate by gRPC-Web": grpc_web,
-    "Generate by REST": rest("/millrace/v1/generate", generate_body, v2_shape),
+    "Generate by REST": rest("/headrace/v1/generate", generate_body, v2_shape),
     "ModelInfer": model_infer(text_request),
     "ModelStreamInfer": model_stream_infer(text_request),
     "ModelStreamInfer with statuses": model_stream_infer(text_request, as_status=True),

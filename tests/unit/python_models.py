@@ -5,9 +5,9 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from millrace.deadline import NO_DEADLINE
-from millrace.oip.tensors import Tensor, add_input, decode_outputs
-from millrace_protos.inference_pb2 import ModelInferRequest
+from headrace.deadline import NO_DEADLINE
+from headrace.oip.tensors import Tensor, add_input, decode_outputs
+from headrace_protos.inference_pb2 import ModelInferRequest
 from services.predictor.tensor_models.python_model import PythonModel
 
 

@@ -5,8 +5,8 @@ import json
 import orjson
 import pytest
 
-from millrace.errors import InvalidRequestError, NotReadyError, OverloadedError
-from millrace.telemetry.identity import begin_request
+from headrace.errors import InvalidRequestError, NotReadyError, OverloadedError
+from headrace.telemetry.identity import begin_request
 from services.transformer.frontends.anthropic.answers import whole
 from services.transformer.frontends.anthropic.errors import anthropic_error
 from services.transformer.frontends.anthropic.requests import ConversationRequest, MessagesRequest

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from millrace.deadline import Deadline
-from millrace.errors import (
+from headrace.deadline import Deadline
+from headrace.errors import (
     DeadlineError,
     HopBrokenError,
     InvalidRequestError,

@@ -11,10 +11,10 @@ import orjson
 import pytest
 from google.api.httpbody_pb2 import HttpBody
 
-from millrace.clients import ANYONE, CLIENT, POLICY, Client, Policy
-from millrace.errors import InvalidRequestError, NotFoundError, NotImplementedMethodError, OverloadedError
-from millrace.rpc.call_context import call_context
-from millrace_protos.rest_pb2 import ObjectRequest
+from headrace.clients import ANYONE, CLIENT, POLICY, Client, Policy
+from headrace.errors import InvalidRequestError, NotFoundError, NotImplementedMethodError, OverloadedError
+from headrace.rpc.call_context import call_context
+from headrace_protos.rest_pb2 import ObjectRequest
 from services.transformer.batches import durable, lines, objects, results, runner, running, store
 from services.transformer.batches.servicer import BatchesServicer
 from services.transformer.batches.uploads import parse_upload

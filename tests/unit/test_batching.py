@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.errors import InvalidRequestError, OverloadedError
+from headrace.errors import InvalidRequestError, OverloadedError
 from services.predictor.tensor_models.batching import BatchQueue, Waiting, bucket_of
 
 

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from millrace.errors import OverloadedError, TooLargeError
-from millrace.rpc import byte_budget
-from millrace.rpc.byte_budget import ByteBudget
+from headrace.errors import OverloadedError, TooLargeError
+from headrace.rpc import byte_budget
+from headrace.rpc.byte_budget import ByteBudget
 from tests.waiting import until
 
 

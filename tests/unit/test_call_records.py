@@ -5,10 +5,10 @@ import time
 
 import pytest
 
-from millrace.deadline import NO_DEADLINE, Deadline
-from millrace.errors import NotFoundError
-from millrace.payload.call import recorded
-from millrace.rpc.call_context import CallContext
+from headrace.deadline import NO_DEADLINE, Deadline
+from headrace.errors import NotFoundError
+from headrace.payload.call import recorded
+from headrace.rpc.call_context import CallContext
 
 
 class FakeRecording:

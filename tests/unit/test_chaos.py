@@ -4,7 +4,7 @@ from itertools import islice
 
 import pytest
 
-from millrace_protos.millrace_pb2 import PayloadChunk, PayloadRecord
+from headrace_protos.headrace_pb2 import PayloadChunk, PayloadRecord
 from tests.chaos.faults import OTHERS, PREDICTORS, faults
 from tests.chaos.load import BROKEN, HUNG, Call, Piece
 from tests.chaos.oracle import Answer, Oracle, Span

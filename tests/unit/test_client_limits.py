@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.clients import Client, Policy
-from millrace.errors import InvalidRequestError, NotReadyError, OverloadedError
-from millrace.rpc.client_limits import ClientLimits, SlidingMinute
+from headrace.clients import Client, Policy
+from headrace.errors import InvalidRequestError, NotReadyError, OverloadedError
+from headrace.rpc.client_limits import ClientLimits, SlidingMinute
 from services.transformer.generation.month_budget import READ_AGAIN_S, MonthBudget
 from services.transformer.generation.token_quota import TokenQuota
 

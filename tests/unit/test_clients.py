@@ -2,8 +2,8 @@
 
 import pytest
 
-from millrace.clients import ANYONE, CLIENT, POLICY, Client, Policy, caller_of, client_of
-from millrace.errors import ForbiddenError, UnauthenticatedError
+from headrace.clients import ANYONE, CLIENT, POLICY, Client, Policy, caller_of, client_of
+from headrace.errors import ForbiddenError, UnauthenticatedError
 
 
 def test_without_a_name_a_call_may_do_everything():

@@ -1,4 +1,4 @@
-"""The command `millrace` reads its arguments, and shows records in plain text."""
+"""The command `headrace` reads its arguments, and shows records in plain text."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.errors import StartupError
-from millrace_protos import millrace_pb2 as pb
+from headrace.errors import StartupError
+from headrace_protos import headrace_pb2 as pb
 from runner.command import records, start, usage
 from runner.command.__main__ import main, parse
 from runner.command.chat import Conversation, Sampling
@@ -33,7 +33,7 @@ def test_every_command_has_a_help_page(command: str, capsys: pytest.CaptureFixtu
         parse([command, "--help"])
     assert ended.value.code == 0
     page = capsys.readouterr().out
-    assert page.startswith(f"usage: millrace {command}")
+    assert page.startswith(f"usage: headrace {command}")
     assert all(len(line) <= 120 for line in page.splitlines())
 
 
@@ -196,9 +196,9 @@ def test_load_has_three_ways(
 
 def test_the_documentation_lists_every_command() -> None:
     page = (ROOT / "docs" / "command.md").read_text()
-    assert tuple(re.findall(r"^\| `millrace (\w+)", page, re.MULTILINE)) == COMMANDS
+    assert tuple(re.findall(r"^\| `headrace (\w+)", page, re.MULTILINE)) == COMMANDS
 
 
 def test_the_package_installs_the_command() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert scripts == {"millrace": f"{main.__module__}:{main.__name__}"}
+    assert scripts == {"headrace": f"{main.__module__}:{main.__name__}"}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from millrace.settings import ServiceSettings
+from headrace.settings import ServiceSettings
 from runner.settings import StackSettings
 from services.logger.settings import LoggerSettings
 from services.predictor.settings import PredictorSettings
@@ -160,7 +160,7 @@ def test_with_tls_only_the_port_with_tls_is_published_beyond_loopback():
 
 def test_a_span_links_to_the_payload_record_at_the_gateways_port():
     (pattern,) = json.loads((ROOT / "observability" / "jaeger-ui.json").read_text())["linkPatterns"]
-    assert pattern["url"].startswith(f"http://127.0.0.1:{LINES['GATEWAY_PORT']}/millrace/v1/payloads?request_id=")
+    assert pattern["url"].startswith(f"http://127.0.0.1:{LINES['GATEWAY_PORT']}/headrace/v1/payloads?request_id=")
     assert f"#{{{pattern['key']}}}" in pattern["url"]
     jaeger = COMPOSE["services"]["jaeger"]
     assert jaeger["command"] == ["--set=extensions.jaeger_query.ui.config_file=/etc/jaeger/ui.json"]

@@ -22,7 +22,7 @@ def provisioned_source() -> dict[str, str]:
 
 def test_grafana_is_provisioned_with_both_dashboards_and_its_home_is_one_of_them():
     assert {dashboard["title"] for dashboard in DASHBOARDS.values()} == {"The stream", "The machine room"}
-    (provider,) = yaml.safe_load((GRAFANA / "provisioning" / "dashboards" / "millrace.yaml").read_text())["providers"]
+    (provider,) = yaml.safe_load((GRAFANA / "provisioning" / "dashboards" / "headrace.yaml").read_text())["providers"]
     grafana = yaml.safe_load((ROOT / "compose.observability.yaml").read_text())["services"]["grafana"]
     folder = provider["options"]["path"]
     assert f"./observability/grafana/dashboards:{folder}:ro" in grafana["volumes"]

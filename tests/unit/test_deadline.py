@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from millrace.deadline import NO_DEADLINE, Deadline
-from millrace.errors import DeadlineError
+from headrace.deadline import NO_DEADLINE, Deadline
+from headrace.errors import DeadlineError
 
 
 def test_no_deadline_leaves_any_time():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from docs.generate_settings import PAGE, page
-from millrace.sampling import SamplingParameters
+from headrace.sampling import SamplingParameters
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -37,7 +37,7 @@ def test_the_readme_has_its_sections_and_stays_short():
 
 
 def test_every_file_that_the_documentation_names_exists():
-    pattern = r"`((?:millrace|services|tests|envoy|bench|protos|runner|docs)/[\w./-]+)`"
+    pattern = r"`((?:headrace|services|tests|envoy|bench|protos|runner|docs)/[\w./-]+)`"
     names = {name for path in PAGES for name in re.findall(pattern, path.read_text())}
     assert len(names) > 40
     assert sorted(name for name in names if not (ROOT / name).exists()) == []
@@ -73,5 +73,5 @@ def test_every_start_up_message_in_troubleshooting_is_one_of_the_code():
 
 def sources() -> str:
     """The text of all modules and of the Makefile."""
-    paths = [path for folder in ("millrace", "services", "runner") for path in (ROOT / folder).rglob("*.py")]
+    paths = [path for folder in ("headrace", "services", "runner") for path in (ROOT / folder).rglob("*.py")]
     return "\n".join(path.read_text() for path in [*paths, ROOT / "Makefile"])

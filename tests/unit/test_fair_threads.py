@@ -2,7 +2,7 @@
 
 import threading
 
-from millrace.fair_threads import FairThreads
+from headrace.fair_threads import FairThreads
 
 
 def order_of(*work):

@@ -4,7 +4,7 @@ import threading
 
 from opentelemetry import metrics
 
-from millrace.telemetry.gathered import counter, histogram
+from headrace.telemetry.gathered import counter, histogram
 from tests.support.measured import Measured
 
 BUCKETS = (1.0, 2.0)

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from millrace.errors import ContextLengthError, InvalidRequestError
-from millrace_protos.millrace_pb2 import GenerateRequest
+from headrace.errors import ContextLengthError, InvalidRequestError
+from headrace_protos.headrace_pb2 import GenerateRequest
 from services.transformer.frontends.grpc.generate_json import read_generate_request
 
 

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from millrace.deadline import NO_DEADLINE, Deadline
-from millrace.errors import OverloadedError
-from millrace.rpc.call_context import CallContext
-from millrace.sampling import ContextLimits
+from headrace.deadline import NO_DEADLINE, Deadline
+from headrace.errors import OverloadedError
+from headrace.rpc.call_context import CallContext
+from headrace.sampling import ContextLimits
 from services.transformer.generation.admission import Admission
 from services.transformer.generation.chunks import TextChunk
 from services.transformer.generation.requests import TextRequest
@@ -19,7 +19,7 @@ MODEL = SimpleNamespace(name="m", limits=ContextLimits(1024, is_encoder_decoder=
 
 def request(deadline=NO_DEADLINE, arrived=None, client="", shadow_of="", **sampling):
     arrived = time.monotonic() if arrived is None else arrived
-    metadata = (("x-millrace-client", client),) if client else ()
+    metadata = (("x-headrace-client", client),) if client else ()
     call = CallContext("a.Service/Method", "id", metadata, deadline, arrived, shadow_of=shadow_of)
     return TextRequest(call, "m", prompt="p", sampling=sampling)
 

@@ -4,17 +4,17 @@ import asyncio
 
 import pytest
 
-from millrace.deadline import NO_DEADLINE, Deadline
-from millrace.errors import HopBrokenError, InvalidRequestError, OverloadedError
-from millrace.rpc.call_context import CallContext
+from headrace.deadline import NO_DEADLINE, Deadline
+from headrace.errors import HopBrokenError, InvalidRequestError, OverloadedError
+from headrace.rpc.call_context import CallContext
 from services.transformer.generation.chunks import TextChunk
 from services.transformer.generation.requests import TextRequest
 from services.transformer.generation.resume_ids import ResumePoint
 from services.transformer.generation.telemetry import GenerationTelemetry
 from tests.support.measured import Measured
 
-GAPS = {"gen_ai.request.model": "storyteller", "millrace.protocol": "grpc"}
-ATTRIBUTES = GAPS | {"gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "millrace"}
+GAPS = {"gen_ai.request.model": "storyteller", "headrace.protocol": "grpc"}
+ATTRIBUTES = GAPS | {"gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "headrace"}
 REST = (("x-envoy-original-path", "/v1/completions"),)
 
 
@@ -63,11 +63,11 @@ async def read(telemetry, chunks, message):
 
 def streams(measured):
     """How many streams ended, by model, protocol and outcome."""
-    return {tuple(sorted(dict(key).items())): point.value for key, point in measured.points("millrace.streams").items()}
+    return {tuple(sorted(dict(key).items())): point.value for key, point in measured.points("headrace.streams").items()}
 
 
 def only(model, protocol, outcome):
-    key = (("gen_ai.request.model", model), ("millrace.outcome", outcome), ("millrace.protocol", protocol))
+    key = (("gen_ai.request.model", model), ("headrace.outcome", outcome), ("headrace.protocol", protocol))
     return {key: 1}
 
 
@@ -75,8 +75,8 @@ async def test_a_whole_answer(telemetry, measured):
     await read(telemetry, answer(), request())
     assert measured.sum("gen_ai.server.time_to_first_token", ATTRIBUTES) == 0.5
     assert (
-        measured.count("millrace.inter_token_latency", GAPS),
-        measured.sum("millrace.inter_token_latency", GAPS),
+        measured.count("headrace.inter_token_latency", GAPS),
+        measured.sum("headrace.inter_token_latency", GAPS),
     ) == (
         2,
         0.25 + 0.75 / 2,
@@ -90,7 +90,7 @@ async def test_a_whole_answer(telemetry, measured):
 
 async def test_chat_over_rest_and_text_over_grpc_have_different_attributes(telemetry, measured):
     await read(telemetry, answer(), request(REST, messages=[("user", "Hello")]))
-    attributes = ATTRIBUTES | {"gen_ai.operation.name": "chat", "millrace.protocol": "http"}
+    attributes = ATTRIBUTES | {"gen_ai.operation.name": "chat", "headrace.protocol": "http"}
     assert measured.count("gen_ai.server.time_to_first_token", attributes) == 1
     assert streams(measured) == only("storyteller", "http", "completed")
 
@@ -146,10 +146,10 @@ async def test_resumes_are_counted(telemetry, measured):
         yield chunk(1, 0.75, "length", resumed=True)
 
     await read(telemetry, resumed_answer(), request())
-    assert measured.value("millrace.stream.resumed", {"gen_ai.request.model": "storyteller"}) == 1
+    assert measured.value("headrace.stream.resumed", {"gen_ai.request.model": "storyteller"}) == 1
 
 
 async def test_reconnections_are_counted(telemetry, measured):
     await read(telemetry, answer(), request())
     await read(telemetry, answer(), request(resume=ResumePoint("f" * 32, 2, 0, "")))
-    assert measured.value("millrace.stream.reconnected", {"gen_ai.request.model": "storyteller"}) == 1
+    assert measured.value("headrace.stream.reconnected", {"gen_ai.request.model": "storyteller"}) == 1

@@ -9,9 +9,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind
 from opentelemetry.trace import StatusCode as SpanStatus
 
-from millrace.telemetry.http import HttpClientSpans
-from millrace.telemetry.identity import begin_request
-from millrace.telemetry.suppression import suppress_tracing
+from headrace.telemetry.http import HttpClientSpans
+from headrace.telemetry.identity import begin_request
+from headrace.telemetry.suppression import suppress_tracing
 from tests.support.measured import Measured
 
 TEMPLATE, PATH = "/v2/models/{model}/infer", "/v2/models/m/infer"
@@ -34,7 +34,7 @@ async def test_a_call_has_a_span_a_duration_and_the_callers_trace_headers(bench)
     (span,) = exporter.get_finished_spans()
     assert (span.name, span.kind, span.status.status_code) == (f"POST {TEMPLATE}", SpanKind.CLIENT, SpanStatus.UNSET)
     ended = KNOWN | {"http.response.status_code": 200}
-    assert span.attributes == ended | {"url.full": f"http://host:80{PATH}", "millrace.request_id": "mine"}
+    assert span.attributes == ended | {"url.full": f"http://host:80{PATH}", "headrace.request_id": "mine"}
     assert measured.count(DURATION, ended) == 1
     assert call.headers["x-request-id"] == "mine"
     assert call.headers["traceparent"].split("-")[1] == f"{span.context.trace_id:032x}"

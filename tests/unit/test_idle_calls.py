@@ -3,9 +3,9 @@
 import random
 from collections import Counter
 
-from millrace.errors import OverloadedError
-from millrace.rpc.byte_budget import ByteBudget
-from millrace.rpc.idle_calls import IdleCalls
+from headrace.errors import OverloadedError
+from headrace.rpc.byte_budget import ByteBudget
+from headrace.rpc.idle_calls import IdleCalls
 from tests.waiting import until
 
 MOST, MOST_OF_ONE = 12, 4

@@ -15,8 +15,8 @@ def test_the_line_shows_the_progress_of_pip(tmp_path: Path) -> None:
     assert str(progress) == "reading the package index"
     for line in (
         f"Processing {wheel}\n",
-        "Processing /home/me/millrace\n",
-        "Collecting grpcio>=1.85 (from millrace==0.1.0)\n",
+        "Processing /home/me/headrace\n",
+        "Collecting grpcio>=1.85 (from headrace==0.1.0)\n",
         "  Downloading grpcio-1.85.1-cp311-manylinux_2_17_x86_64.whl (7.4 MB)\n",
         "WARNING: something of no interest\n",
         "  Using cached grpcio_health_checking-1.85.1-py3-none-any.whl (20 kB)\n",

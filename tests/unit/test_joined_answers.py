@@ -6,10 +6,10 @@ import asyncio
 import pytest
 from google.protobuf.message import DecodeError
 
-from millrace.errors import InvalidRequestError
-from millrace.oip.joined_answers import may_join, separate
-from millrace.oip.stream_infer import multiplex
-from millrace_protos.inference_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
+from headrace.errors import InvalidRequestError
+from headrace.oip.joined_answers import may_join, separate
+from headrace.oip.stream_infer import multiplex
+from headrace_protos.inference_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
 
 
 def response(number, elements=1, datatype="INT64"):

@@ -16,9 +16,9 @@ import regex
 from jsonschema import validators
 from llguidance import LLTokenizer
 
-from millrace.grammars import compile_grammar
-from millrace.json_schemas import enforceable
-from millrace.structured_outputs import read_structured_outputs
+from headrace.grammars import compile_grammar
+from headrace.json_schemas import enforceable
+from headrace.structured_outputs import read_structured_outputs
 from tests.support.forms import walked
 
 X, Y = {"x": {"type": "integer"}}, {"y": True}

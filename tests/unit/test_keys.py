@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from millrace.clients import POLICY, Policy, client_of
+from headrace.clients import POLICY, Policy, client_of
 from services.transformer.keys import digests, parse_keys
 
 KEY = "mr-0123456789abcdef"
@@ -17,7 +17,7 @@ def test_an_entry_has_a_digest_and_a_policy():
     assert entry.policy == Policy(models=frozenset({"a", "b"}), weight=2, streams=3)
     digest, name, role, rest = digests([entry]).removesuffix("\n").split("\t")
     assert (digest, name, role) == (DIGEST, "alice", "user")
-    assert client_of([("x-millrace-client", name), (POLICY, f'{{"role":"{role}",{rest}}}')]).policy == entry.policy
+    assert client_of([("x-headrace-client", name), (POLICY, f'{{"role":"{role}",{rest}}}')]).policy == entry.policy
     assert json.loads(f"{{{rest}}}").keys() == {"models", "weight", "streams"}
 
 
@@ -25,7 +25,7 @@ def test_a_policy_is_a_header_that_every_hop_takes():
     (entry,) = parse_keys(f'[{{name: a, key: {KEY}, models: ["modèle", "\\x7f\\u2028"]}}]')
     rest = digests([entry]).removesuffix("\n").split("\t")[3]
     assert all(" " <= letter <= "~" for letter in rest)
-    assert client_of([("x-millrace-client", "a"), (POLICY, f"{{{rest}}}")]).policy == entry.policy
+    assert client_of([("x-headrace-client", "a"), (POLICY, f"{{{rest}}}")]).policy == entry.policy
 
 
 def test_the_gateway_gets_only_the_digest_of_a_key():

@@ -8,27 +8,27 @@ import pytest
 
 from tests.support.import_graph import imports, loaded_with, modules
 
-MILLRACE = (
-    ("millrace.json_schemas",),
-    ("millrace.descriptors", "millrace.errors", "millrace.service_links", "millrace.structured_outputs"),
-    ("millrace.clients", "millrace.deadline", "millrace.grammars", "millrace.sampling", "millrace.step_errors"),
-    ("millrace.models",),
-    ("millrace.telemetry",),
-    ("millrace.validation",),
-    ("millrace.private_file", "millrace.settings", "millrace.watched_file"),
-    ("millrace.rpc",),
-    ("millrace.oip",),
-    ("millrace.processor", "millrace.python_tensors"),
-    ("millrace.payload.answer_redaction",),
-    ("millrace.payload.redaction",),
+HEADRACE = (
+    ("headrace.json_schemas",),
+    ("headrace.descriptors", "headrace.errors", "headrace.service_links", "headrace.structured_outputs"),
+    ("headrace.clients", "headrace.deadline", "headrace.grammars", "headrace.sampling", "headrace.step_errors"),
+    ("headrace.models",),
+    ("headrace.telemetry",),
+    ("headrace.validation",),
+    ("headrace.private_file", "headrace.settings", "headrace.watched_file"),
+    ("headrace.rpc",),
+    ("headrace.oip",),
+    ("headrace.processor", "headrace.python_tensors"),
+    ("headrace.payload.answer_redaction",),
+    ("headrace.payload.redaction",),
     (
-        "millrace.payload.drops",
-        "millrace.payload.ids",
-        "millrace.payload.parts",
-        "millrace.payload.rules",
+        "headrace.payload.drops",
+        "headrace.payload.ids",
+        "headrace.payload.parts",
+        "headrace.payload.rules",
     ),
-    ("millrace.payload.outbox",),
-    ("millrace.payload",),
+    ("headrace.payload.outbox",),
+    ("headrace.payload",),
 )
 PREDICTOR = (
     ("services.predictor.counts", "services.predictor.settings"),
@@ -83,13 +83,13 @@ LOGGER = (
     ("services.logger.__main__",),
 )
 RUNNER = (("runner",), ("runner.replay", "runner.smoke"), ("runner.command",))
-PACKAGES = {"millrace", "services", "runner"}
+PACKAGES = {"headrace", "services", "runner"}
 SERVICES = {"services.transformer": TRANSFORMER, "services.predictor": PREDICTOR, "services.logger": LOGGER}
-LAYERS = {"millrace": MILLRACE, **SERVICES, "runner": RUNNER}
+LAYERS = {"headrace": HEADRACE, **SERVICES, "runner": RUNNER}
 
 # Planning and reading requests: tested without the libraries that run models.
 PURE = (
-    "millrace.models.kinds",
+    "headrace.models.kinds",
     "services.predictor.engine.scheduler",
     "services.predictor.engine.state.blocks",
     "services.predictor.engine.state.sequence",
@@ -138,9 +138,9 @@ def test_no_module_imports_from_a_higher_layer(package):
 @pytest.mark.parametrize(
     ("package", "allowed"),
     [
-        ("millrace", set()),
-        *((service, {"millrace"}) for service in SERVICES),
-        ("runner", {"millrace"}),
+        ("headrace", set()),
+        *((service, {"headrace"}) for service in SERVICES),
+        ("runner", {"headrace"}),
     ],
 )
 def test_packages_import_only_allowed_packages(package, allowed):

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from millrace.clients import ANYONE, Client, Policy
+from headrace.clients import ANYONE, Client, Policy
 from services.transformer.generation.load_estimate import LoadEstimate, RefusalPace
 
 NOW = 1000.0

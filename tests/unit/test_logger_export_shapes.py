@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from millrace_protos import millrace_pb2 as pb
+from headrace_protos import headrace_pb2 as pb
 from services.logger.export import generations
 from services.logger.export.chat import example
 from services.logger.export.guidellm import dataset_row
@@ -19,7 +19,7 @@ def record(**changes):
         "record_id": "019a0000-0000-7000-8000-000000000001",
         "request_id": "mine",
         "model": "storyteller",
-        "protocol": "millrace.v1.TextGeneration/Generate",
+        "protocol": "headrace.v1.TextGeneration/Generate",
         "prompt": "Once",
         "prompt_kind": "text",
         "prompt_ids": [5, 6],

@@ -8,7 +8,7 @@ import pytest
 import sqlalchemy as sql
 from sqlalchemy.dialects import sqlite
 
-from millrace_protos.millrace_pb2 import AppendRequest, PayloadRecord, QueryPayloadsRequest
+from headrace_protos.headrace_pb2 import AppendRequest, PayloadRecord, QueryPayloadsRequest
 from services.logger.store import reading
 from services.logger.store.filters import Filters
 from services.logger.store.schema import SCHEMA_VERSION

@@ -8,7 +8,7 @@ import pytest
 from cloudevents.core.bindings.http import HTTPMessage, from_http_event
 from cloudevents.v1.http import from_http as from_http_1
 
-from millrace_protos.millrace_pb2 import PayloadRecord
+from headrace_protos.headrace_pb2 import PayloadRecord
 from services.logger.sinks.cloud_events import REQUEST_TYPE, RESPONSE_TYPE, CloudEventsSink
 
 ID = "01980000-0000-7000-8000-000000000001"
@@ -36,7 +36,7 @@ async def test_a_record_is_a_request_and_a_response_of_kserves_types_with_one_id
     full = record(
         request_id="req-1",
         model="storyteller",
-        protocol="millrace.v1.TextGeneration/Generate",
+        protocol="headrace.v1.TextGeneration/Generate",
         prompt="où?",
         parameters='{"max_tokens": 2}',
         text="là",

@@ -2,8 +2,8 @@
 
 import pytest
 
-from millrace.errors import ForbiddenError, InvalidRequestError, NotFoundError, StartupError
-from millrace.models.sources import ModelSource
+from headrace.errors import ForbiddenError, InvalidRequestError, NotFoundError, StartupError
+from headrace.models.sources import ModelSource
 from services.predictor.repository.locations import ModelLocations
 from services.predictor.settings import PredictorSettings
 
@@ -83,7 +83,7 @@ def test_without_settings_only_configured_models_can_be_loaded(tmp_path):
 
 
 def test_malformed_patterns_are_refused(monkeypatch):
-    from millrace.settings import load
+    from headrace.settings import load
 
     monkeypatch.setenv("PREDICTOR_HUB_ALLOW", "good/*,/etc/*")
     monkeypatch.setattr("sys.argv", ["predictor"])

@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from millrace.clients import CLIENT, POLICY
-from millrace.errors import (
+from headrace.clients import CLIENT, POLICY
+from headrace.errors import (
     ForbiddenError,
     HopBrokenError,
     InvalidRequestError,
@@ -15,8 +15,8 @@ from millrace.errors import (
     OverloadedError,
     StartupError,
 )
-from millrace.rpc.call_context import CallContext, ServedModel
-from millrace.watched_file import replace_file
+from headrace.rpc.call_context import CallContext, ServedModel
+from headrace.watched_file import replace_file
 from services.transformer.models.models import RelayedModel, TextModel
 from services.transformer.predictors.replicas import LOADING, READY, UNAVAILABLE, ModelState
 from services.transformer.routing.router import CHOSEN_MODEL, Router

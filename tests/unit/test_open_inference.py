@@ -5,10 +5,10 @@ import logging
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 
-from millrace.errors import InvalidRequestError, NotFoundError, NotImplementedMethodError
-from millrace.oip import settings_servicer as open_inference
-from millrace.oip.settings_servicer import OpenInferenceBase
-from millrace_protos import inference_pb2 as pb
+from headrace.errors import InvalidRequestError, NotFoundError, NotImplementedMethodError
+from headrace.oip import settings_servicer as open_inference
+from headrace.oip.settings_servicer import OpenInferenceBase
+from headrace_protos import inference_pb2 as pb
 
 
 class Servicer(OpenInferenceBase):

@@ -5,8 +5,8 @@ from contextlib import aclosing
 
 import pytest
 
-from millrace.errors import InvalidRequestError
-from millrace.rpc.call_context import CallContext
+from headrace.errors import InvalidRequestError
+from headrace.rpc.call_context import CallContext
 from services.transformer.frontends.openai.choices import choice_seed, choices_of, generate_all
 from services.transformer.generation.chunks import TextChunk
 from services.transformer.generation.requests import TextRequest

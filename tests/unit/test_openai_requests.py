@@ -6,7 +6,7 @@ import pickle
 import orjson
 import pytest
 
-from millrace.errors import ContextLengthError, InvalidRequestError, NotFoundError, OverloadedError, RequestFailedError
+from headrace.errors import ContextLengthError, InvalidRequestError, NotFoundError, OverloadedError, RequestFailedError
 from services.transformer.frontends.openai.errors import UnsupportedFieldError, openai_error
 from services.transformer.frontends.openai.generation_requests import ChatCompletionRequest, CompletionRequest
 from services.transformer.frontends.openai.requests import parse, parse_large

@@ -2,7 +2,7 @@
 
 import pytest
 
-from millrace.errors import DrainingError, HopBrokenError
+from headrace.errors import DrainingError, HopBrokenError
 from services.transformer.predictors.parallel_call import ParallelCall
 from services.transformer.predictors.tokens import TokenChunk
 

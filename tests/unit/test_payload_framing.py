@@ -4,12 +4,12 @@ import time
 
 import pytest
 
-from millrace.payload.drops import FAILED, Drops
-from millrace.payload.outbox.frames import FrameEncoder
-from millrace.payload.outbox.framing import Framing
-from millrace.payload.outbox.merge import Merger
-from millrace.payload.outbox.pending import PENDING_S
-from millrace.payload.parts import (
+from headrace.payload.drops import FAILED, Drops
+from headrace.payload.outbox.frames import FrameEncoder
+from headrace.payload.outbox.framing import Framing
+from headrace.payload.outbox.merge import Merger
+from headrace.payload.outbox.pending import PENDING_S
+from headrace.payload.parts import (
     BEGIN_CHARACTERS,
     BeginPart,
     ChunkPart,
@@ -19,9 +19,9 @@ from millrace.payload.parts import (
     PartQueue,
     RecordedTensor,
 )
-from millrace.payload.redaction import parse_redactions
-from millrace.payload.rules import PayloadRules
-from millrace_protos.spool_pb2 import Frame
+from headrace.payload.redaction import parse_redactions
+from headrace.payload.rules import PayloadRules
+from headrace_protos.spool_pb2 import Frame
 
 ID = bytes(range(16))
 TENSOR = RecordedTensor("x", "INT64", (1, 8), None, 64)

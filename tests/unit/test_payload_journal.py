@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.payload.outbox import journal as payload_journal
-from millrace.payload.outbox.journal import MAX_FRAME_BYTES, Journal, read_journal
+from headrace.payload.outbox import journal as payload_journal
+from headrace.payload.outbox.journal import MAX_FRAME_BYTES, Journal, read_journal
 from tests.support.payload_ingest import no_room
 
 

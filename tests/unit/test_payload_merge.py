@@ -5,9 +5,9 @@ import uuid
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.payload.outbox.merge import Merger, fit
-from millrace_protos.millrace_pb2 import PayloadChunk, PayloadRecord, PayloadTensor
-from millrace_protos.spool_pb2 import Frame
+from headrace.payload.outbox.merge import Merger, fit
+from headrace_protos.headrace_pb2 import PayloadChunk, PayloadRecord, PayloadTensor
+from headrace_protos.spool_pb2 import Frame
 
 HUGE = 1 << 40
 

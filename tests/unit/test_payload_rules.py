@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.payload.redaction import REDACTED, parse_redactions
-from millrace.payload.rules import Mode, Modes, PayloadRules, parse_metadata, parse_modes
-from millrace_protos.millrace_pb2 import PayloadChunk, PayloadRecord, PayloadTensor
+from headrace.payload.redaction import REDACTED, parse_redactions
+from headrace.payload.rules import Mode, Modes, PayloadRules, parse_metadata, parse_modes
+from headrace_protos.headrace_pb2 import PayloadChunk, PayloadRecord, PayloadTensor
 
 CARD = "4111111111111111"
 CARDS = {"pattern": r"\b\d{16}\b", "replace": "[card]"}

@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-from millrace.errors import StartupError
-from millrace.payload.rules import Digest, Mode
-from millrace.settings import load
-from millrace_protos.millrace_pb2 import PayloadRecord
+from headrace.errors import StartupError
+from headrace.payload.rules import Digest, Mode
+from headrace.settings import load
+from headrace_protos.headrace_pb2 import PayloadRecord
 from services.transformer.settings import TransformerSettings
 
 

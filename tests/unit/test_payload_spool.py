@@ -8,10 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from millrace.errors import StartupError
-from millrace.payload.outbox import spool as payload_spool
-from millrace.payload.outbox.segments import PAYLOAD_START, SpoolReader, header
-from millrace.payload.outbox.spool import open_spools
+from headrace.errors import StartupError
+from headrace.payload.outbox import spool as payload_spool
+from headrace.payload.outbox.segments import PAYLOAD_START, SpoolReader, header
+from headrace.payload.outbox.spool import open_spools
 from tests.support.payload_ingest import folders, no_room, segments
 
 MAX_BYTES = 8 * 200  # So that a segment takes 200 bytes.

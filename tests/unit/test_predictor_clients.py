@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from millrace.clients import CLIENT, POLICY
-from millrace.errors import ForbiddenError, NotFoundError
-from millrace.oip.model_description import ModelDescription
-from millrace.payload.call import RECORDED
-from millrace_protos import inference_pb2 as pb
+from headrace.clients import CLIENT, POLICY
+from headrace.errors import ForbiddenError, NotFoundError
+from headrace.oip.model_description import ModelDescription
+from headrace.payload.call import RECORDED
+from headrace_protos import inference_pb2 as pb
 from services.predictor.repository.entry import State
 from services.predictor.servicer import InferenceServicer
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from millrace.errors import ContextLengthError, InvalidRequestError
-from millrace.rpc.call_context import CallContext
-from millrace.sampling import ContextLimits
+from headrace.errors import ContextLengthError, InvalidRequestError
+from headrace.rpc.call_context import CallContext
+from headrace.sampling import ContextLimits
 from services.transformer.generation.prompts import Prompts, kept_tokens, rendered
 from services.transformer.generation.requests import TextRequest
 from services.transformer.text import chat_templates

@@ -5,11 +5,11 @@ import threading
 import numpy as np
 import pytest
 
-from millrace.deadline import NO_DEADLINE
-from millrace.errors import InvalidRequestError, NotReadyError, StartupError
-from millrace.oip.model_description import config_of, metadata_of
-from millrace.oip.tensors import Tensor, bytes_tensor
-from millrace_protos.inference_pb2 import ModelInferRequest
+from headrace.deadline import NO_DEADLINE
+from headrace.errors import InvalidRequestError, NotReadyError, StartupError
+from headrace.oip.model_description import config_of, metadata_of
+from headrace.oip.tensors import Tensor, bytes_tensor
+from headrace_protos.inference_pb2 import ModelInferRequest
 from tests.unit.python_models import infer, python_models, request
 
 

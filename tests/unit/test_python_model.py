@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from millrace.deadline import NO_DEADLINE
-from millrace.errors import HopBrokenError, InvalidRequestError, NotReadyError, OverloadedError, RequestFailedError
-from millrace.oip.model_description import config_of
-from millrace.oip.stream_infer import FINAL
-from millrace.oip.tensors import Tensor, decode_outputs
+from headrace.deadline import NO_DEADLINE
+from headrace.errors import HopBrokenError, InvalidRequestError, NotReadyError, OverloadedError, RequestFailedError
+from headrace.oip.model_description import config_of
+from headrace.oip.stream_infer import FINAL
+from headrace.oip.tensors import Tensor, decode_outputs
 from services.predictor.engine.interface import EngineDeadError
 from services.predictor.repository.lease import Serving
 from tests.unit.python_models import globals_of, infer, python_models, request
@@ -209,7 +209,7 @@ FAILURES = {
     "the end of the process": ("raise SystemExit(3)", RequestFailedError, "the model failed on this request"),
     "an interrupt": ("raise KeyboardInterrupt", RequestFailedError, "the model failed on this request"),
     "its own cancel": ("raise __import__('asyncio').CancelledError", RequestFailedError, "the model failed on"),
-    "a refusal": ("from millrace.errors import InvalidRequestError as E; raise E('no')", InvalidRequestError, "no"),
+    "a refusal": ("from headrace.errors import InvalidRequestError as E; raise E('no')", InvalidRequestError, "no"),
     "no dict": ("return 7", RequestFailedError, "answered with int"),
     "no array": ("return {'y': [1, 2]}", RequestFailedError, "output 'y' is list, not a numpy array"),
     "a dtype that OIP lacks": ("import numpy; return {'y': numpy.array([1j])}", RequestFailedError, "complex128"),
@@ -302,7 +302,7 @@ async def test_a_model_that_blocks_for_ever_counts_as_dead_and_its_callers_get_a
 async def test_an_optional_input_may_be_left_out_and_a_response_has_parameters(make):
     model = make("""
         import numpy as np
-        from millrace.python_tensors import Response
+        from headrace.python_tensors import Response
 
         INPUTS = {"x": ("INT32", [-1]), "k": ("INT32", [1], {"optional": True})}
 
@@ -328,7 +328,7 @@ async def test_an_optional_input_may_be_left_out_and_a_response_has_parameters(m
 @pytest.mark.parametrize("parameters", ['{"triton_final_response": True}', "{1: 2}", "[1]", '{"x": object()}'])
 async def test_parameters_that_cannot_be_sent_fail_the_request(make, parameters):
     model = make(f"""
-        from millrace.python_tensors import Response
+        from headrace.python_tensors import Response
 
         async def execute(request):
             return Response({{}}, {parameters})

@@ -6,10 +6,10 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.errors import InvalidRequestError
-from millrace.oip.raw_contents import joined, raw_contents, split
-from millrace.oip.tensors import BF16, BYTES, RawTensor, Tensor, encode_raw
-from millrace_protos import inference_pb2 as pb
+from headrace.errors import InvalidRequestError
+from headrace.oip.raw_contents import joined, raw_contents, split
+from headrace.oip.tensors import BF16, BYTES, RawTensor, Tensor, encode_raw
+from headrace_protos import inference_pb2 as pb
 
 LARGE = 5000
 CONTENTS = st.lists(st.one_of(st.binary(max_size=40), st.integers(LARGE, 2 * LARGE).map(bytes)), max_size=4)

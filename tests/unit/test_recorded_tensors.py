@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.oip.tensors import Tensor, add_input, add_output, bytes_tensor
-from millrace.payload.parts import DeferredTensors
-from millrace.payload.tensors import MAX_FIELDS, answer_tensors, request_tensors, streamed_tensors
-from millrace_protos import inference_pb2 as pb
+from headrace.oip.tensors import Tensor, add_input, add_output, bytes_tensor
+from headrace.payload.parts import DeferredTensors
+from headrace.payload.tensors import MAX_FIELDS, answer_tensors, request_tensors, streamed_tensors
+from headrace_protos import inference_pb2 as pb
 
 TYPED = {
     "BOOL": ("bool_contents", "?", [True, False]),

@@ -2,10 +2,10 @@
 
 import pytest
 
-from millrace.errors import DeadlineError, NotReadyError
-from millrace.rpc.call_context import CallContext
-from millrace.sampling import SamplingParameters
-from millrace_protos.millrace_pb2 import PayloadChunk, PayloadRecord
+from headrace.errors import DeadlineError, NotReadyError
+from headrace.rpc.call_context import CallContext
+from headrace.sampling import SamplingParameters
+from headrace_protos.headrace_pb2 import PayloadChunk, PayloadRecord
 from services.transformer.generation.recorded_tokens import RecordedTokens
 from services.transformer.generation.requests import TextRequest
 from services.transformer.generation.resume_ids import ResumePoint, checksum
@@ -37,7 +37,7 @@ def record(ids=IDS, prompt=PROMPT, weights=WEIGHTS, has_logprobs=False):
 
 async def find(log, tokens=3, stage="", resumes=True, client="", **sampling):
     point = ResumePoint(WEIGHTS, tokens, checksum(IDS[:tokens]), stage)
-    call = CallContext("", "r", (("x-millrace-client", client),) if client else ())
+    call = CallContext("", "r", (("x-headrace-client", client),) if client else ())
     generation = Generation("m", "r", PROMPT, SamplingParameters(**sampling), resumes=resumes)
     return await RecordedTokens(log).find(TextRequest(call, "m", resume=point), generation)
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.errors import HopBrokenError
-from millrace_protos.millrace_pb2 import Usage
+from headrace.errors import HopBrokenError
+from headrace_protos.headrace_pb2 import Usage
 from services.transformer.generation.chunks import Assembler
 from services.transformer.generation.repeating import RepeatedTokens
 from services.transformer.generation.resume_ids import ResumePoint, checksum

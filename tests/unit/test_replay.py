@@ -1,4 +1,4 @@
-"""`millrace replay`: which records can be replayed, with which request, and what counts as a difference."""
+"""`headrace replay`: which records can be replayed, with which request, and what counts as a difference."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from millrace.errors import StartupError
-from millrace_protos import millrace_pb2 as pb
+from headrace.errors import StartupError
+from headrace_protos import headrace_pb2 as pb
 from runner.replay import selection
 from runner.replay.comparison import Answer, Difference, compare
 from runner.replay.replay import Replay
@@ -34,7 +34,7 @@ def record(**changes: Any) -> pb.PayloadRecord:
         "record_id": ID,
         "request_id": "mine",
         "model": "m",
-        "protocol": "millrace.v1.TextGeneration/Generate",
+        "protocol": "headrace.v1.TextGeneration/Generate",
         "prompt": "Once",
         "prompt_kind": "text",
         "prompt_ids": [5, 6],

@@ -6,12 +6,12 @@ from contextlib import aclosing
 import numpy as np
 import pytest
 
-from millrace.deadline import NO_DEADLINE, Deadline
-from millrace.errors import InvalidRequestError, NotReadyError
-from millrace.oip.model_description import ModelDescription
-from millrace.oip.stream_infer import EMPTY_FINAL, FINAL
-from millrace.oip.tensors import Tensor, add_input, add_output
-from millrace_protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from headrace.deadline import NO_DEADLINE, Deadline
+from headrace.errors import InvalidRequestError, NotReadyError
+from headrace.oip.model_description import ModelDescription
+from headrace.oip.stream_infer import EMPTY_FINAL, FINAL
+from headrace.oip.tensors import Tensor, add_input, add_output
+from headrace_protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from services.predictor.counts import RequestCounts
 from services.predictor.repository.lease import Serving
 from tests.waiting import until

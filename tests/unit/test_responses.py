@@ -5,9 +5,9 @@ import json
 import orjson
 import pytest
 
-from millrace.errors import InvalidRequestError
-from millrace.rpc.call_context import CallContext
-from millrace_protos.millrace_pb2 import PayloadRecord
+from headrace.errors import InvalidRequestError
+from headrace.rpc.call_context import CallContext
+from headrace_protos.headrace_pb2 import PayloadRecord
 from services.transformer.frontends.openai.requests import parse, parse_large
 from services.transformer.frontends.responses import stored
 from services.transformer.frontends.responses.requests import ResponsesRequest
@@ -139,7 +139,7 @@ def no_pauses(monkeypatch):
 
 
 async def test_a_response_is_found_by_its_request_and_its_random_part():
-    call = CallContext("", "r/ü", (("x-millrace-client", "alice"),))
+    call = CallContext("", "r/ü", (("x-headrace-client", "alice"),))
     own, other = new_response_id(call, SIGNER), new_response_id(call, SIGNER)
     log = Log([], [record({"response_id": other}), record({}), record({"response_id": own})])
     found = await StoredResponses(log, SIGNER).find(own, call, "previous_response_id")
@@ -147,7 +147,7 @@ async def test_a_response_is_found_by_its_request_and_its_random_part():
     assert [(query.request_id, query.client) for query in log.queries] == [("r/ü", "alice")] * 2
 
 
-_OF_ANOTHER_CLIENT = new_response_id(CallContext("", "r", (("x-millrace-client", "bob"),)), SIGNER)
+_OF_ANOTHER_CLIENT = new_response_id(CallContext("", "r", (("x-headrace-client", "bob"),)), SIGNER)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from millrace.errors import GoneError, InvalidRequestError
-from millrace.rpc.call_context import CallContext
+from headrace.errors import GoneError, InvalidRequestError
+from headrace.rpc.call_context import CallContext
 from services.transformer.generation import resume_ids
 from services.transformer.generation.resume_ids import MAX_AGE_S, ResumeIds, ResumePoint, checksum, identity_of
 from services.transformer.signing import Signer, signer_of
@@ -17,7 +17,7 @@ LARGE = b"x" * (1 << 20)
 
 
 def call(client="", key=None):
-    metadata = (("x-millrace-client", client),) if client else ()
+    metadata = (("x-headrace-client", client),) if client else ()
     return CallContext("", "", metadata if key is None else (*metadata, ("idempotency-key", key)))
 
 

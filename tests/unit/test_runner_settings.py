@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.errors import StartupError
+from headrace.errors import StartupError
 from runner import settings as stack_settings
 from runner.services import plan
 from runner.settings import StackSettings

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from millrace.errors import InvalidRequestError
-from millrace.oip.parameters import read_sampling, set_parameters
-from millrace.sampling import SamplingParameters, defaults_of
-from millrace_protos import inference_pb2
+from headrace.errors import InvalidRequestError
+from headrace.oip.parameters import read_sampling, set_parameters
+from headrace.sampling import SamplingParameters, defaults_of
+from headrace_protos import inference_pb2
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from millrace.errors import InvalidRequestError, OverloadedError
-from millrace.sampling import SamplingParameters
+from headrace.errors import InvalidRequestError, OverloadedError
+from headrace.sampling import SamplingParameters
 from services.predictor.engine.interface import GenerationRequest
 from services.predictor.engine.scheduler import Scheduler
 from services.predictor.engine.state.blocks import BlockManager

@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from millrace.errors import InvalidRequestError, OverloadedError
+from headrace.errors import InvalidRequestError, OverloadedError
 from services.predictor.engine.state.sequence import precedence
 from tests.unit.test_scheduler import SIZE, scheduler_of, sequence
 

@@ -7,10 +7,10 @@ import pytest
 from pydantic import ValidationError
 from pydantic_settings import SettingsConfigDict
 
-from millrace.errors import StartupError
-from millrace.models.sources import ModelSource, parse_models
-from millrace.settings import Models, ServiceSettings, load, models_field
-from millrace.validation import first_fault
+from headrace.errors import StartupError
+from headrace.models.sources import ModelSource, parse_models
+from headrace.settings import Models, ServiceSettings, load, models_field
+from headrace.validation import first_fault
 from runner.settings import StackSettings
 from services.logger.settings import LoggerSettings
 from services.predictor.settings import PredictorSettings

@@ -2,8 +2,8 @@
 
 import pytest
 
-from millrace.errors import OverloadedError
-from millrace.sampling import SamplingParameters
+from headrace.errors import OverloadedError
+from headrace.sampling import SamplingParameters
 from services.predictor.engine.interface import GenerationRequest
 from services.predictor.engine.scheduler import Scheduler
 from services.predictor.engine.state.blocks import BlockManager

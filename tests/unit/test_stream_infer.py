@@ -5,9 +5,9 @@ from contextlib import aclosing
 
 import pytest
 
-from millrace.errors import InvalidRequestError
-from millrace.oip.stream_infer import EMPTY_FINAL, FINAL, multiplex
-from millrace_protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from headrace.errors import InvalidRequestError
+from headrace.oip.stream_infer import EMPTY_FINAL, FINAL, multiplex
+from headrace_protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from tests.waiting import until
 
 

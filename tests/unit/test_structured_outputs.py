@@ -5,11 +5,11 @@ import re
 
 import pytest
 
-from millrace.errors import InvalidRequestError
-from millrace.oip.parameters import read_sampling, set_parameters
-from millrace.sampling import SamplingParameters
-from millrace.structured_outputs import MAX_BYTES, MAX_CHOICES, Constraint, constraint_of, read_structured_outputs
-from millrace_protos import inference_pb2
+from headrace.errors import InvalidRequestError
+from headrace.oip.parameters import read_sampling, set_parameters
+from headrace.sampling import SamplingParameters
+from headrace.structured_outputs import MAX_BYTES, MAX_CHOICES, Constraint, constraint_of, read_structured_outputs
+from headrace_protos import inference_pb2
 from services.transformer.frontends.grpc.generate_json import read_generate_request
 from services.transformer.frontends.openai.generation_requests import ChatCompletionRequest
 from services.transformer.frontends.openai.requests import parse

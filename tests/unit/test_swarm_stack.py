@@ -19,7 +19,7 @@ LOOPBACK = {**GATEWAY, "host_ip": "127.0.0.1", "target": 8081, "published": "808
 
 def converted(**service):
     """A service beside a gateway."""
-    project = {"name": "millrace", "services": {"envoy": {"ports": [GATEWAY]}, "predictor": service}}
+    project = {"name": "headrace", "services": {"envoy": {"ports": [GATEWAY]}, "predictor": service}}
     return CONVERT(project)["services"]["predictor"]
 
 

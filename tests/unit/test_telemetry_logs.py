@@ -13,9 +13,9 @@ import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 
-from millrace.telemetry import logs
-from millrace.telemetry.identity import set_request_id
-from millrace.telemetry.logs import CALLS, call_log, formatter, set_up_logging
+from headrace.telemetry import logs
+from headrace.telemetry.identity import set_request_id
+from headrace.telemetry.logs import CALLS, call_log, formatter, set_up_logging
 from tests.support.measured import Measured
 
 
@@ -101,7 +101,7 @@ def test_text_for_a_terminal(written):
         call_log.write(logging.INFO, "done", (), {"request_id": "mine"})
 
     [line] = written(write, "console")
-    assert line.endswith("INFO    predictor millrace.calls: done request=mine")
+    assert line.endswith("INFO    predictor headrace.calls: done request=mine")
 
 
 def test_lines_below_the_level_are_left_out(written):
@@ -136,7 +136,7 @@ def test_a_stuck_reader_loses_lines_and_blocks_no_call(root, monkeypatch):
     close = set_up_logging("predictor", "INFO", "json", measured.meter)
     for _ in range(100):
         call_log.write(logging.INFO, "done", (), {"request_id": ""})
-    dropped = measured.value("millrace.log.dropped")
+    dropped = measured.value("headrace.log.dropped")
     # The stuck thread may hold one.
     assert dropped in (89, 90)
     released.set()

@@ -2,8 +2,8 @@
 
 import pytest
 
-from millrace.errors import StartupError
-from millrace.telemetry.setup import exports
+from headrace.errors import StartupError
+from headrace.telemetry.setup import exports
 
 NAMES = (
     "OTEL_SDK_DISABLED",

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from millrace.errors import InvalidRequestError
-from millrace.oip import tensors
-from millrace.oip.tensor_threads import elements_by_one
-from millrace.oip.tensors import (
+from headrace.errors import InvalidRequestError
+from headrace.oip import tensors
+from headrace.oip.tensor_threads import elements_by_one
+from headrace.oip.tensors import (
     MAX_BYTES_ELEMENTS,
     RawTensor,
     Tensor,
@@ -24,7 +24,7 @@ from millrace.oip.tensors import (
     decode_raw,
     raw_inputs,
 )
-from millrace_protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from headrace_protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 
 NUMPY = {
     "BOOL": "?", "INT8": "i1", "INT16": "<i2", "INT32": "<i4", "INT64": "<i8", "UINT8": "u1", "UINT16": "<u2",

@@ -7,7 +7,7 @@ import re
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from millrace.models.tokenizer_files import read_tokenizer
+from headrace.models.tokenizer_files import read_tokenizer
 
 TEXTS = ["Hello, world! 12345 don't", " a  b\n\nc\t d ~", "日本語 текст café 🦄", "x1y22z333</s> <s>4444 <unk>", ""]
 TYPES = re.findall(

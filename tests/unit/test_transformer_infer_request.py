@@ -5,9 +5,9 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.errors import InvalidRequestError
-from millrace.oip.wire_fields import fields
-from millrace_protos import inference_pb2 as pb
+from headrace.errors import InvalidRequestError
+from headrace.oip.wire_fields import fields
+from headrace_protos import inference_pb2 as pb
 from services.transformer.inference.request import InferRequest
 
 NAMES = st.text(max_size=20)

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from millrace.errors import StartupError
-from millrace.settings import load
+from headrace.errors import StartupError
+from headrace.settings import load
 from services.transformer.settings import TransformerSettings
 
 

@@ -6,8 +6,8 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, DEFAULT_ON
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
 from opentelemetry.trace.span import TraceState
 
-from millrace.telemetry.identity import traceparent_of
-from millrace.telemetry.unexported_spans import UnexportedSpans
+from headrace.telemetry.identity import traceparent_of
+from headrace.telemetry.unexported_spans import UnexportedSpans
 
 PARENT = SpanContext(0xABC, 0xDEF, is_remote=True, trace_flags=TraceFlags(TraceFlags.SAMPLED))
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.errors import InvalidRequestError, TooLargeError
+from headrace.errors import InvalidRequestError, TooLargeError
 from services.transformer.frontends.v2_rest import content_coding
 from services.transformer.frontends.v2_rest.content_coding import inflated, is_small
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from millrace.errors import InvalidRequestError, TooLargeError
-from millrace_protos import inference_pb2 as pb
-from millrace_protos import model_config_pb2
+from headrace.errors import InvalidRequestError, TooLargeError
+from headrace_protos import inference_pb2 as pb
+from headrace_protos import model_config_pb2
 from services.transformer.frontends.v2_rest import documents
 
 

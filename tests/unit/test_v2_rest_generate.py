@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from millrace.errors import InvalidRequestError
-from millrace.oip.tensors import BYTES, Tensor, add_output, bytes_tensor, decode_inputs
-from millrace_protos import inference_pb2 as pb
+from headrace.errors import InvalidRequestError
+from headrace.oip.tensors import BYTES, Tensor, add_output, bytes_tensor, decode_inputs
+from headrace_protos import inference_pb2 as pb
 from services.transformer.frontends.v2_rest.generate_body import read_generate, write_answer
 
 

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from millrace.errors import HopBrokenError, InvalidRequestError, TooLargeError
-from millrace.oip import json_tensors, json_text
-from millrace.oip.tensors import BYTES, Tensor, add_output, bytes_tensor, decode_inputs, encode_raw
-from millrace_protos import inference_pb2 as pb
+from headrace.errors import HopBrokenError, InvalidRequestError, TooLargeError
+from headrace.oip import json_tensors, json_text
+from headrace.oip.tensors import BYTES, Tensor, add_output, bytes_tensor, decode_inputs, encode_raw
+from headrace_protos import inference_pb2 as pb
 from services.transformer.frontends.v2_rest import infer_body
 from services.transformer.frontends.v2_rest.infer_body import InferCall, read_body, read_raw_body, write_body
 

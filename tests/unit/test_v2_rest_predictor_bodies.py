@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from millrace.errors import HopBrokenError, InvalidRequestError, TooLargeError
-from millrace.oip.tensors import Tensor, add_input, decode_outputs
-from millrace_protos import inference_pb2 as pb
+from headrace.errors import HopBrokenError, InvalidRequestError, TooLargeError
+from headrace.oip.tensors import Tensor, add_input, decode_outputs
+from headrace_protos import inference_pb2 as pb
 from services.transformer.predictors.answers import BrokenAnswerError
 from services.transformer.predictors.v2_rest import bodies
 from services.transformer.predictors.v2_rest.bodies import binary_body, read_answer, split_request, write_json_body

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from millrace.errors import InvalidRequestError, StartupError
-from millrace.sampling import SamplingParameters
+from headrace.errors import InvalidRequestError, StartupError
+from headrace.sampling import SamplingParameters
 from services.predictor.engine.interface import GenerationRequest
 from services.predictor.settings import PredictorSettings
 from services.predictor.vllm_engine.parameters import vllm_request
@@ -167,10 +167,10 @@ def test_wrong_settings_are_one_line(given, message):
 @pytest.mark.parametrize(
     ("text", "chat", "other", "encoder_decoder"),
     [
-        ("millrace", "millrace", "millrace", "millrace"),
-        ("vllm", "vllm", "vllm", "millrace"),
-        ("chat=vllm", "vllm", "millrace", "millrace"),
-        ("vllm, chat=millrace", "millrace", "vllm", "millrace"),
+        ("headrace", "headrace", "headrace", "headrace"),
+        ("vllm", "vllm", "vllm", "headrace"),
+        ("chat=vllm", "vllm", "headrace", "headrace"),
+        ("vllm, chat=headrace", "headrace", "vllm", "headrace"),
     ],
 )
 def test_each_model_has_its_engine(text, chat, other, encoder_decoder):

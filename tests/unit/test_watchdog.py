@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from millrace.rpc import watchdog
-from millrace.rpc.watchdog import Watchdog
+from headrace.rpc import watchdog
+from headrace.rpc.watchdog import Watchdog
 from tests.waiting import until
 
 

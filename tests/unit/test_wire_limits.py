@@ -5,12 +5,12 @@ import time
 import pytest
 from google.protobuf.message import DecodeError
 
-from millrace.errors import InvalidRequestError
-from millrace.rpc.wire_limits import MAX_FIELDS, MAX_PACKED_BYTES, Walk, schema_of
-from millrace_protos import inference_pb2, millrace_pb2
+from headrace.errors import InvalidRequestError
+from headrace.rpc.wire_limits import MAX_FIELDS, MAX_PACKED_BYTES, Walk, schema_of
+from headrace_protos import headrace_pb2, inference_pb2
 
 INFER = schema_of(inference_pb2.ModelInferRequest.DESCRIPTOR)
-GENERATE = schema_of(millrace_pb2.GenerateRequest.DESCRIPTOR)
+GENERATE = schema_of(headrace_pb2.GenerateRequest.DESCRIPTOR)
 
 
 def walked(data, schema, at_once=1_000_000):
@@ -42,7 +42,7 @@ BOMBS = {
     "raw contents": (b"\x3a\x00", INFER),
     "parameters": (b"\x22\x00", INFER),
     "stop": (
-        delimited(next(f.number for f in millrace_pb2.GenerateRequest.DESCRIPTOR.fields if f.name == "stop"), b""),
+        delimited(next(f.number for f in headrace_pb2.GenerateRequest.DESCRIPTOR.fields if f.name == "stop"), b""),
         GENERATE,
     ),
     "unknown numbers": (b"\xf8\x01\x00", INFER),

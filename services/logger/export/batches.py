@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from millrace_protos.millrace_pb2 import PayloadRecord
+from headrace_protos.headrace_pb2 import PayloadRecord
 
 _ROWS = 1000
 _BYTES = 2 * 1024 * 1024

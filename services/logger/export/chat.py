@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from millrace.payload.records import answer_of
-from millrace_protos.millrace_pb2 import PayloadRecord
+from headrace.payload.records import answer_of
+from headrace_protos.headrace_pb2 import PayloadRecord
 from services.logger.export.generations import TOOLS, answered_whole, has_tools, messages_of
 
 

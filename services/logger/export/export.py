@@ -23,9 +23,9 @@ from typing import IO, TYPE_CHECKING
 
 from tqdm import tqdm
 
-from millrace.errors import StartupError
-from millrace.private_file import private_file
-from millrace_protos.millrace_pb2 import QueryPayloadsRequest
+from headrace.errors import StartupError
+from headrace.private_file import private_file
+from headrace_protos.headrace_pb2 import QueryPayloadsRequest
 from services.logger.command import database_of, run_command
 from services.logger.export.batches import batches
 from services.logger.export.lines import SHAPES, LinesWriter

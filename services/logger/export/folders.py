@@ -21,8 +21,8 @@ from typing import IO, Protocol
 
 from pyarrow import fs
 
-from millrace.errors import StartupError
-from millrace.private_file import private_file
+from headrace.errors import StartupError
+from headrace.private_file import private_file
 
 _PIECE_BYTES = 8 * 1024 * 1024
 

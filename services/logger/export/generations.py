@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 
-from millrace.payload.ids import is_replay
-from millrace.payload.records import answer_of, token_count, was_generated
-from millrace_protos.millrace_pb2 import PayloadRecord
+from headrace.payload.ids import is_replay
+from headrace.payload.records import answer_of, token_count, was_generated
+from headrace_protos.headrace_pb2 import PayloadRecord
 
 _OF_CALLS = {"tool_calls", "tool_call_id"}
 WHOLE_TEXT = 1024 * 1024  # Characters; the transformer cuts off longer prompts, and says so in the prompt itself.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from millrace_protos.millrace_pb2 import PayloadRecord
+from headrace_protos.headrace_pb2 import PayloadRecord
 from services.logger.export.generations import messages_of, output_tokens, sent_text
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
-from millrace_protos.millrace_pb2 import PayloadRecord
+from headrace_protos.headrace_pb2 import PayloadRecord
 from services.logger.export.generations import output_tokens, sent_load
 
 BLOCK_TOKENS = 512

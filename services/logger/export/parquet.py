@@ -14,7 +14,7 @@ from typing import IO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from millrace_protos.millrace_pb2 import PayloadRecord
+from headrace_protos.headrace_pb2 import PayloadRecord
 from services.logger.store.values import row
 
 _TENSOR = pa.struct(

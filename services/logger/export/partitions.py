@@ -17,8 +17,8 @@ from __future__ import annotations
 import re
 from datetime import UTC, datetime, timedelta
 
-from millrace.errors import StartupError
-from millrace_protos.millrace_pb2 import QueryPayloadsRequest
+from headrace.errors import StartupError
+from headrace_protos.headrace_pb2 import QueryPayloadsRequest
 from services.logger.export.batches import batches
 from services.logger.export.folders import Folder, open_folder, shown
 from services.logger.export.parquet import ParquetWriter

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
-from millrace.errors import StartupError
-from millrace.rpc.server import Server
+from headrace.errors import StartupError
+from headrace.rpc.server import Server
 from services.logger.settings import LoggerSettings
 from services.logger.store.store import Store
 
 if TYPE_CHECKING:
     from services.logger.sinks.runner import Sink, SinkRunner
 
-SINK = "millrace.sink"
-OUTCOME = "millrace.outcome"
+SINK = "headrace.sink"
+OUTCOME = "headrace.outcome"
 
 
 async def start_sinks(settings: LoggerSettings, store: Store, server: Server) -> Mapping[str, SinkRunner]:
@@ -75,12 +75,12 @@ def observe_sinks(sinks: Mapping[str, SinkRunner], meter: Meter | None = None) -
             for outcome, count in sink.outcomes.items()
         ]
 
-    meter = meter or metrics.get_meter("millrace")
+    meter = meter or metrics.get_meter("headrace")
     meter.create_observable_counter(
-        "millrace.sink.events", [outcomes], "{event}", "Events of a sink by outcome; failed ones were abandoned."
+        "headrace.sink.events", [outcomes], "{event}", "Events of a sink by outcome; failed ones were abandoned."
     )
     meter.create_observable_gauge(
-        "millrace.sink.lag",
+        "headrace.sink.lag",
         [lags],
         "s",
         "Time since the end of the oldest committed record that the sink has not accepted; 0: there is none.",

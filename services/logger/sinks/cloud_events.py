@@ -25,7 +25,7 @@ from urllib.parse import quote, urlsplit
 import httpx2
 import orjson
 
-from millrace_protos.millrace_pb2 import PayloadRecord
+from headrace_protos.headrace_pb2 import PayloadRecord
 from services.logger.store.values import row, to_json
 
 REQUEST_TYPE = "org.kubeflow.serving.inference.request"

@@ -20,15 +20,15 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, Instr
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
 
-from millrace.payload.records import answer_of
-from millrace_protos.millrace_pb2 import PayloadRecord
+from headrace.payload.records import answer_of
+from headrace_protos.headrace_pb2 import PayloadRecord
 from services.logger.export.generations import output_tokens
 
 Value: TypeAlias = str | int | float | Sequence[str]
 
-_PROVIDER = "millrace"
+_PROVIDER = "headrace"
 _RESOURCE = Resource(attributes=[KeyValue(key="service.name", value=AnyValue(string_value=_PROVIDER))])
-_SCOPE = InstrumentationScope(name="millrace.payload_log")
+_SCOPE = InstrumentationScope(name="headrace.payload_log")
 _LATEST_NS = 2**64 - 1
 # Sampling parameter → attribute, and its type.
 _SAMPLING: Mapping[str, tuple[str, type[int] | type[float]]] = {
@@ -82,8 +82,8 @@ def _attributes(record: PayloadRecord) -> dict[str, Value]:
         "gen_ai.response.model": record.served_model or record.model,
         "gen_ai.response.id": record.request_id or record.record_id,
         "gen_ai.usage.output_tokens": output_tokens(record),
-        "millrace.record_id": record.record_id,
-        "millrace.protocol": record.protocol,
+        "headrace.record_id": record.record_id,
+        "headrace.protocol": record.protocol,
     }
     if record.HasField("usage"):
         attributes["gen_ai.usage.input_tokens"] = record.usage.prompt_tokens
@@ -94,7 +94,7 @@ def _attributes(record: PayloadRecord) -> dict[str, Value]:
         attributes["gen_ai.response.finish_reasons"] = [record.finish_reason]
     if record.status != "OK":
         attributes["error.type"] = record.status
-    for name, text in (("user.id", record.client), ("millrace.shadow_of", record.shadow_of)):
+    for name, text in (("user.id", record.client), ("headrace.shadow_of", record.shadow_of)):
         if text:
             attributes[name] = text
     return attributes | _sampling(record) | _messages(record)

@@ -35,9 +35,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import ParamSpec, Protocol, TypeVar
 
-from millrace.errors import NotReadyError
-from millrace.payload.outbox.merge import ended_at
-from millrace_protos.millrace_pb2 import PayloadRecord
+from headrace.errors import NotReadyError
+from headrace.payload.outbox.merge import ended_at
+from headrace_protos.headrace_pb2 import PayloadRecord
 from services.logger.sinks.cloud_events import Event, RefusedError, TryAgainError
 from services.logger.store.store import Store
 

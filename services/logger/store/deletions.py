@@ -18,7 +18,7 @@ from typing import Any
 
 import sqlalchemy as sql
 
-from millrace_protos.millrace_pb2 import PayloadRecord
+from headrace_protos.headrace_pb2 import PayloadRecord
 from services.logger.store.filters import columns_of
 from services.logger.store.statements import is_postgresql, run
 

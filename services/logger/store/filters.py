@@ -15,7 +15,7 @@ from typing import Any
 import sqlalchemy as sql
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from millrace_protos.millrace_pb2 import PayloadRecord, QueryPayloadsRequest, TailPayloadsRequest
+from headrace_protos.headrace_pb2 import PayloadRecord, QueryPayloadsRequest, TailPayloadsRequest
 
 Comparison = Callable[[Any, Any], Any]
 

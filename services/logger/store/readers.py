@@ -20,10 +20,10 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from dataclasses import dataclass
 from functools import partial
 
-from millrace import clients
-from millrace.errors import OverloadedError
-from millrace.rpc.admission import call_metadata
-from millrace.rpc.handlers import Context
+from headrace import clients
+from headrace.errors import OverloadedError
+from headrace.rpc.admission import call_metadata
+from headrace.rpc.handlers import Context
 
 FREE_BYTES = 64 * 1024
 MAX_BYTES = 64 * 1024 * 1024

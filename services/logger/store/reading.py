@@ -24,8 +24,8 @@ from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 
-from millrace.errors import DeadlineError, InvalidRequestError
-from millrace_protos.millrace_pb2 import PayloadRecord
+from headrace.errors import DeadlineError, InvalidRequestError
+from headrace_protos.headrace_pb2 import PayloadRecord
 from services.logger.store.filters import Filters
 from services.logger.store.statements import column, in_each, is_postgresql
 from services.logger.store.tables import NOT_OF_CALL, OF_CALL_FOR_NOW, calls, now_us, records

@@ -16,7 +16,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from millrace.errors import NotReadyError
+from headrace.errors import NotReadyError
 from services.logger.store.store import Store
 from services.logger.store.tables import now_us
 

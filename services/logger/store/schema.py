@@ -17,7 +17,7 @@ from typing import Any
 import sqlalchemy as sql
 from sqlalchemy.exc import DatabaseError
 
-from millrace.errors import StartupError
+from headrace.errors import StartupError
 from services.logger.store.filters import class_of
 from services.logger.store.tables import TRIGGERS, metadata, now_us, records, usage
 

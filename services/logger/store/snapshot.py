@@ -23,8 +23,8 @@ from typing import Any
 import sqlalchemy as sql
 from sqlalchemy.exc import DatabaseError
 
-from millrace.errors import StartupError
-from millrace_protos.millrace_pb2 import PayloadRecord
+from headrace.errors import StartupError
+from headrace_protos.headrace_pb2 import PayloadRecord
 from services.logger.store import reading
 from services.logger.store.filters import Filters
 from services.logger.store.opening import Location, name_of, open_for_export

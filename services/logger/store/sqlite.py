@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 import sqlalchemy as sql
 from sqlalchemy.exc import DatabaseError
 
-from millrace.errors import NotReadyError, StartupError
+from headrace.errors import NotReadyError, StartupError
 from services.logger.store import removing, schema
 from services.logger.store.database import READERS, Database
 from services.logger.store.reading import last_position

@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 import sqlalchemy as sql
 
-from millrace.errors import NotReadyError
-from millrace_protos.millrace_pb2 import AppendRequest, PayloadRecord, UsageResponse
+from headrace.errors import NotReadyError
+from headrace_protos.headrace_pb2 import AppendRequest, PayloadRecord, UsageResponse
 from services.logger.store import reading, removing, tables, usage, writing
 from services.logger.store.database import Database
 from services.logger.store.deletions import Deletions

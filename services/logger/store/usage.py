@@ -25,8 +25,8 @@ import sqlalchemy as sql
 from google.protobuf.timestamp_pb2 import Timestamp
 from sqlalchemy.exc import OperationalError
 
-from millrace.errors import DeadlineError, InvalidRequestError
-from millrace_protos.millrace_pb2 import PayloadRecord, UsageGroup, UsageRequest, UsageResponse
+from headrace.errors import DeadlineError, InvalidRequestError
+from headrace_protos.headrace_pb2 import PayloadRecord, UsageGroup, UsageRequest, UsageResponse
 from services.logger.store.statements import IN_EACH, column, each, is_postgresql, run, upsert
 from services.logger.store.tables import usage
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from millrace_protos.millrace_pb2 import GatewayCall, PayloadChunk, PayloadRecord, PayloadTensor
+from headrace_protos.headrace_pb2 import GatewayCall, PayloadChunk, PayloadRecord, PayloadTensor
 
 _TEXTS = ("request_id", "model", "protocol", "prompt", "text", "finish_reason", "status", "message", "failed_hop")
 _GATEWAY = tuple(field.name for field in GatewayCall.DESCRIPTOR.fields)

@@ -10,8 +10,8 @@ from typing import Protocol
 
 import sqlalchemy as sql
 
-from millrace.payload.outbox.merge import was_refused
-from millrace_protos.millrace_pb2 import AppendRequest, GatewayCall, PayloadRecord
+from headrace.payload.outbox.merge import was_refused
+from headrace_protos.headrace_pb2 import AppendRequest, GatewayCall, PayloadRecord
 from services.logger.store.deletions import Deletions
 from services.logger.store.filters import columns_of
 from services.logger.store.removing import named_by_records, take_no_more_of_calls

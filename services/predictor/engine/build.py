@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from millrace.sampling import end_ids_of
+from headrace.sampling import end_ids_of
 from services.predictor.engine.cpu.packed_linear import pack_linears
 from services.predictor.engine.engine import ContinuousBatchingEngine
 from services.predictor.engine.grammar.compiler import GrammarCompiler

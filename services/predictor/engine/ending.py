@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from millrace.errors import MillraceError, RequestFailedError
+from headrace.errors import HeadraceError, RequestFailedError
 from services.predictor.counts import Outcome
 from services.predictor.engine.interface import EngineStatistics
 from services.predictor.engine.isolation import Isolation
@@ -39,7 +39,7 @@ class Ending:
         """Ends a sequence whose caller has left."""
         self.end(sequence, "cancelled", RequestFailedError("the request was cancelled"))
 
-    def end(self, sequence: Sequence, outcome: Outcome, error: MillraceError, forget: bool = False) -> None:
+    def end(self, sequence: Sequence, outcome: Outcome, error: HeadraceError, forget: bool = False) -> None:
         """Ends a sequence with an error. With `forget` none of its blocks is reusable."""
         void = self.release(sequence, outcome, forget)
         # The slot first: on a failed device, clearing may fail.
@@ -47,7 +47,7 @@ class Ending:
         if forget or not sequence.proven:
             self._runner.clear(void)
 
-    def end_constrained(self, sequence: Sequence, error: MillraceError | None) -> None:
+    def end_constrained(self, sequence: Sequence, error: HeadraceError | None) -> None:
         """Ends a sequence whose grammar has no next token, because it is complete or failed."""
         if error is not None:
             self.end(sequence, "failed", error)

@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from millrace.errors import HopBrokenError, InvalidRequestError, MillraceError, NotReadyError
-from millrace.grammars import PARAMETER
-from millrace.models.generation_config import GenerationRules
-from millrace.rpc.watchdog import Watchdog, dump_tracebacks
+from headrace.errors import HeadraceError, HopBrokenError, InvalidRequestError, NotReadyError
+from headrace.grammars import PARAMETER
+from headrace.models.generation_config import GenerationRules
+from headrace.rpc.watchdog import Watchdog, dump_tracebacks
 from services.predictor.engine.ending import Ending
 from services.predictor.engine.grammar.compiler import GrammarCompiler
 from services.predictor.engine.interface import (
@@ -190,7 +190,7 @@ class ContinuousBatchingEngine:
             self._isolation.acquire(sequence)
         try:
             self._scheduler.add(sequence, retry_after_ms=self._estimate.retry_after_ms)
-        except MillraceError:
+        except HeadraceError:
             self._isolation.release(sequence)
             raise
 

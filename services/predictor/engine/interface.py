@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from millrace.oip.prompt_logprobs import PromptLogprobs
-from millrace.sampling import ContextLimits, SamplingParameters
+from headrace.oip.prompt_logprobs import PromptLogprobs
+from headrace.sampling import ContextLimits, SamplingParameters
 from services.predictor.counts import RequestCounts
 
 _PREEMPTIONS_KEPT = 32
@@ -27,7 +27,7 @@ class GenerationRequest:
     for none; `first_token_timeout_s` begins at the submission. `alone`: the request runs isolated; the engine computes
     nothing else until its next token. `prompt_logprobs`: how many of the likeliest tokens at each prompt position,
     besides the prompt token's own log probability; None for neither. `client` ("": there are no keys) shares cached
-    prefixes only with itself; `weight` is that of its policy (millrace/clients.py). `adapter`: the number of a loaded
+    prefixes only with itself; `weight` is that of its policy (headrace/clients.py). `adapter`: the number of a loaded
     adapter, 0 for the base alone. The pace of `sampling` begins after `paced_after` tokens, which the client has.
     """
 
@@ -110,7 +110,7 @@ class OutputSlot(Protocol):
         """The times of its events so far."""
 
     async def read(self) -> Chunk:
-        """Returns the next chunk, merged as `chunk_tokens` and `chunk_ms` ask; raises the request's MillraceError."""
+        """Returns the next chunk, merged as `chunk_tokens` and `chunk_ms` ask; raises the request's HeadraceError."""
 
     def cancel(self) -> None:
         """Ends the request; may be called at any time and more than once."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 
-from millrace.errors import NotReadyError
+from headrace.errors import NotReadyError
 
 _RETRY_AFTER_MS = 100
 

@@ -15,9 +15,9 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from millrace.errors import MillraceError, RequestFailedError
-from millrace.grammars import no_token_error
-from millrace.oip.prompt_logprobs import PromptLogprobs
+from headrace.errors import HeadraceError, RequestFailedError
+from headrace.grammars import no_token_error
+from headrace.oip.prompt_logprobs import PromptLogprobs
 from services.predictor.engine.faults import is_device_error, is_out_of_memory
 from services.predictor.engine.grammar.masks import forbidden_tokens
 from services.predictor.engine.interface import EngineDeadError, EngineStatistics, Logprobs
@@ -42,7 +42,7 @@ class Outcome(NamedTuple):
     """The outcome of a step: computed rows, and sequences that must end; some rows may be in neither."""
 
     results: list[Result]
-    failed: list[tuple[Sequence, MillraceError]]
+    failed: list[tuple[Sequence, HeadraceError]]
 
 
 @runtime_checkable
@@ -128,7 +128,7 @@ class StepRunner:
     def _replay(self, rows: list[Row], error: Exception) -> Outcome:
         """Runs each row alone, so that only the culprit fails."""
         results: list[Result] = []
-        failed: list[tuple[Sequence, MillraceError]] = []
+        failed: list[tuple[Sequence, HeadraceError]] = []
         for row in rows:
             if not row.sequence.blocks:
                 continue  # It was preempted for another row.
@@ -147,7 +147,7 @@ class StepRunner:
                 failed.append((row.sequence, RequestFailedError("the model failed on this request")))
         return Outcome([result for result in results if result.row.sequence.blocks], failed)
 
-    def _shrink(self, rows: list[Row], error: Exception) -> list[tuple[Sequence, MillraceError]]:
+    def _shrink(self, rows: list[Row], error: Exception) -> list[tuple[Sequence, HeadraceError]]:
         """Reacts to a failed allocation: smaller steps, then fewer sequences, then the failure of one request."""
         hopeless = self._make_room(rows)
         if hopeless is None:
@@ -156,7 +156,7 @@ class StepRunner:
         return [(hopeless, RequestFailedError("there is not enough memory for this request"))]
 
 
-def _failure_of(row: Row) -> MillraceError:
+def _failure_of(row: Row) -> HeadraceError:
     """The error of a row that has no token: the model failed, or the request allows none."""
     sampling = row.sequence.request.sampling
     if sampling.structured_outputs and (sampling.has_restrictions or row.sequence.row.rules is not None):

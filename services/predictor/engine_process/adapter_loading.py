@@ -7,8 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from millrace.errors import StartupError
-from millrace_protos import engine_pb2
+from headrace.errors import StartupError
+from headrace_protos import engine_pb2
 from services.predictor.generation.running_model import LoadedGeneration
 from services.predictor.models.fingerprint import fingerprint_of
 from services.predictor.models.startup_errors import as_startup_error

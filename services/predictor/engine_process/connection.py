@@ -7,8 +7,8 @@ import logging
 from collections.abc import Callable
 from typing import cast
 
-from millrace.errors import StartupError, StartupFault
-from millrace_protos import engine_pb2
+from headrace.errors import StartupError, StartupFault
+from headrace_protos import engine_pb2
 from services.predictor.engine_process.framing import Frames, framed
 
 logger = logging.getLogger(__name__)

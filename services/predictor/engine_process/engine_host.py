@@ -14,8 +14,8 @@ import socket
 import subprocess
 from contextlib import suppress
 
-from millrace.errors import StartupFault
-from millrace.exit_status import how_it_ended
+from headrace.errors import StartupFault
+from headrace.exit_status import how_it_ended
 from services.predictor.engine_process import host
 
 logger = logging.getLogger(__name__)

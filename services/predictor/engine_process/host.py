@@ -20,7 +20,7 @@ import sys
 from contextlib import suppress
 from typing import NoReturn
 
-from millrace.rpc.byte_budget import give_memory_back
+from headrace.rpc.byte_budget import give_memory_back
 from services.predictor.engine_process.lineage import die_with
 from services.predictor.engine_process.resident_code import unmap_idle_code
 

@@ -14,8 +14,8 @@ import sys
 import threading
 from pathlib import Path
 
-from millrace.errors import StartupError
-from millrace.exit_status import how_it_ended
+from headrace.errors import StartupError
+from headrace.exit_status import how_it_ended
 
 logger = logging.getLogger(__name__)
 

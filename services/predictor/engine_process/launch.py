@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from millrace.errors import StartupError
-from millrace.sampling import SamplingParameters
-from millrace_protos import engine_pb2
+from headrace.errors import StartupError
+from headrace.sampling import SamplingParameters
+from headrace_protos import engine_pb2
 from services.predictor.engine_process.connection import EngineConnection
 from services.predictor.engine_process.remote_engine import RemoteEngine
 from services.predictor.generation.loaded_model import LoadedModel

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from millrace.oip.prompt_logprobs import PromptLogprobs
-from millrace.step_errors import read_error
-from millrace_protos import engine_pb2, steps_pb2
+from headrace.oip.prompt_logprobs import PromptLogprobs
+from headrace.step_errors import read_error
+from headrace_protos import engine_pb2, steps_pb2
 from services.predictor.engine.interface import GenerationRequest, Logprobs, Usage
 from services.predictor.engine.state.slot import MergingSlot, Reader, wake
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from millrace_protos import engine_pb2
+from headrace_protos import engine_pb2
 from services.predictor.generation.loading import load_generation
 from services.predictor.generation.running_model import LoadedGeneration
 from services.predictor.models.weights import prepare_torch

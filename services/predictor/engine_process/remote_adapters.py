@@ -8,8 +8,8 @@ from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
-from millrace.errors import StartupError, StartupFault
-from millrace_protos import engine_pb2
+from headrace.errors import StartupError, StartupFault
+from headrace_protos import engine_pb2
 
 _LOAD_S = 600.0  # The longest that loading an adapter takes.
 

@@ -21,9 +21,9 @@ from itertools import count
 from pathlib import Path
 from typing import Protocol
 
-from millrace.errors import HopBrokenError, MillraceError, NotReadyError, OverloadedError, StartupFault
-from millrace.step_errors import write_error
-from millrace_protos import engine_pb2, steps_pb2
+from headrace.errors import HeadraceError, HopBrokenError, NotReadyError, OverloadedError, StartupFault
+from headrace.step_errors import write_error
+from headrace_protos import engine_pb2, steps_pb2
 from services.predictor.engine.interface import (
     EngineLimits,
     EngineLoad,
@@ -51,7 +51,7 @@ class StepSink(Protocol):
     """Where the steps of a channel go; on the event loop, never blocking."""
 
     def take(self, step: bytes, ended: Sequence[engine_pb2.SequenceEnd], alone: Sequence[int]) -> None:
-        """Takes a serialized millrace.v1.Step, which sequences it ends, and which run isolated from now on."""
+        """Takes a serialized headrace.v1.Step, which sequences it ends, and which run isolated from now on."""
 
 
 class RemoteEngine:
@@ -230,7 +230,7 @@ class RemoteEngine:
         lost: dict[int, list[engine_pb2.SequenceEnd]] = defaultdict(list)
         steps: dict[int, steps_pb2.Step] = defaultdict(steps_pb2.Step)
         for (channel, number), timeline in self._in_flight.items():
-            error: MillraceError = NotReadyError("the engine stopped")
+            error: HeadraceError = NotReadyError("the engine stopped")
             if timeline.started is not None and not self._closing:
                 error = HopBrokenError("the engine died")
             steps[channel].ended.add(number=number, error=write_error(error, "predictor"))

@@ -1,7 +1,7 @@
 """The engine's side of the frames: what a step produces for all sequences becomes one frame.
 
 `StepFrames` collects; its `flush` sends one frame with everything since the last one, grouped by channel, each group as
-a serialized millrace.v1.Step. Thread-safe: the engine's thread publishes and flushes, the thread that reads commands
+a serialized headrace.v1.Step. Thread-safe: the engine's thread publishes and flushes, the thread that reads commands
 adds sequences and cancels them, and a third one flushes when nothing else does.
 """
 
@@ -11,10 +11,10 @@ import threading
 import time
 from collections.abc import Callable
 
-from millrace.errors import MillraceError
-from millrace.oip.prompt_logprobs import PromptLogprobs
-from millrace.step_errors import write_error
-from millrace_protos import engine_pb2, millrace_pb2, steps_pb2
+from headrace.errors import HeadraceError
+from headrace.oip.prompt_logprobs import PromptLogprobs
+from headrace.step_errors import write_error
+from headrace_protos import engine_pb2, headrace_pb2, steps_pb2
 from services.predictor.engine.interface import EngineLoad, EngineStatistics, Logprobs, Timeline, Usage
 from services.predictor.engine.state.slot import Reader
 from services.predictor.engine_process.framing import framed
@@ -92,7 +92,7 @@ class StepFrames:
 
 
 class _Step:
-    """A millrace.v1.Step under construction: lists, which become fields at once."""
+    """A headrace.v1.Step under construction: lists, which become fields at once."""
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
@@ -174,10 +174,10 @@ class SequenceFrames:
             if not self._ended:
                 self._finish(reason, usage)
 
-    def fail(self, error: MillraceError) -> None:
+    def fail(self, error: HeadraceError) -> None:
         self._fail(error, refused=False)
 
-    def refuse(self, error: MillraceError) -> None:
+    def refuse(self, error: HeadraceError) -> None:
         """Ends a sequence that the engine has not queued."""
         self._fail(error, refused=True)
 
@@ -192,7 +192,7 @@ class SequenceFrames:
 
     def _finish(self, reason: str, usage: Usage) -> None:
         channel, number = self._key
-        message = millrace_pb2.Usage(
+        message = headrace_pb2.Usage(
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.cached_tokens,
             completion_tokens=usage.completion_tokens,
@@ -200,7 +200,7 @@ class SequenceFrames:
         self._frames.step_of(channel).rest.ended.add(number=number, finish_reason=reason, usage=message)
         self._end()
 
-    def _fail(self, error: MillraceError, refused: bool) -> None:
+    def _fail(self, error: HeadraceError, refused: bool) -> None:
         channel, number = self._key
         with self._frames.lock:
             if not self._ended:

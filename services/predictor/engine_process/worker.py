@@ -21,11 +21,11 @@ from typing import NoReturn, Protocol
 
 import torch
 
-from millrace.errors import MillraceError, StartupError
-from millrace.rpc.byte_budget import give_memory_back
-from millrace.sampling import SamplingParameters
-from millrace.telemetry.logs import set_up_logging
-from millrace_protos import engine_pb2
+from headrace.errors import HeadraceError, StartupError
+from headrace.rpc.byte_budget import give_memory_back
+from headrace.sampling import SamplingParameters
+from headrace.telemetry.logs import set_up_logging
+from headrace_protos import engine_pb2
 from services.predictor.engine.engine import ContinuousBatchingEngine
 from services.predictor.engine.interface import GenerationRequest
 from services.predictor.engine_process.adapter_loading import AdapterLoading
@@ -149,7 +149,7 @@ def _submit(message: engine_pb2.SequenceToGenerate, engine: ContinuousBatchingEn
     )
     try:
         engine.generate(request, output)
-    except MillraceError as error:
+    except HeadraceError as error:
         output.refuse(error)
 
 

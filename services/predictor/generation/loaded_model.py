@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from millrace.sampling import SamplingParameters
+from headrace.sampling import SamplingParameters
 from services.predictor.engine.interface import Engine
 
 

@@ -19,10 +19,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
 )
 
-from millrace.errors import StartupError
-from millrace.models.generation_config import describe, eos_ids_of, read_generation, rules_of
-from millrace.models.tokenizer_files import own_eos_id
-from millrace.sampling import defaults_of
+from headrace.errors import StartupError
+from headrace.models.generation_config import describe, eos_ids_of, read_generation, rules_of
+from headrace.models.tokenizer_files import own_eos_id
+from headrace.sampling import defaults_of
 from services.predictor.engine.build import build_engine
 from services.predictor.engine.grammar.compiler import GrammarCompiler
 from services.predictor.generation.running_model import LoadedGeneration

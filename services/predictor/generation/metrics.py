@@ -11,23 +11,23 @@ from functools import partial
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
-from millrace.telemetry.identity import MODEL
+from headrace.telemetry.identity import MODEL
 from services.predictor.engine.interface import EngineLoad, EngineTotals
 from services.predictor.generation.served_engines import ServedEngines
 
 _GAUGES: tuple[tuple[str, str, str, Callable[[EngineLoad], float]], ...] = (
     (
-        "millrace.kv_cache.utilization",
+        "headrace.kv_cache.utilization",
         # The convention's unit is 1, but Prometheus's exporter, unlike the collector's, appends no "ratio" to it.
         "ratio",
         "Share of the cache's blocks that running sequences hold.",
         lambda load: load.blocks_in_use,
     ),
-    ("millrace.sequences.running", "{sequence}", "Sequences that are computed.", lambda load: load.running),
-    ("millrace.sequences.waiting", "{sequence}", "Sequences that wait for a place.", lambda load: load.waiting),
-    ("millrace.batch.size", "{sequence}", "Sequences in the latest step; 0 when idle.", lambda load: load.batch),
+    ("headrace.sequences.running", "{sequence}", "Sequences that are computed.", lambda load: load.running),
+    ("headrace.sequences.waiting", "{sequence}", "Sequences that wait for a place.", lambda load: load.waiting),
+    ("headrace.batch.size", "{sequence}", "Sequences in the latest step; 0 when idle.", lambda load: load.batch),
     (
-        "millrace.sequences.oldest_age",
+        "headrace.sequences.oldest_age",
         "s",
         "Time since the oldest sequence was submitted; 0 if there is none.",
         lambda load: load.oldest_age_s,
@@ -35,35 +35,35 @@ _GAUGES: tuple[tuple[str, str, str, Callable[[EngineLoad], float]], ...] = (
 )
 _COUNTERS: tuple[tuple[str, str, str, Callable[[EngineTotals], int]], ...] = (
     (
-        "millrace.sequences.preempted",
+        "headrace.sequences.preempted",
         "{sequence}",
         "How often a sequence lost its blocks to others and had to be computed again.",
         lambda totals: totals.preempted,
     ),
     (
-        "millrace.tokens_after_cancel",
+        "headrace.tokens_after_cancel",
         "{token}",
         "Tokens generated after the caller had gone.",
         lambda totals: totals.tokens_after_cancel,
     ),
-    ("millrace.tokens", "{token}", "Generated tokens.", lambda totals: totals.tokens),
+    ("headrace.tokens", "{token}", "Generated tokens.", lambda totals: totals.tokens),
 )
 
 
 def observe_engines(engines: ServedEngines, meter: Meter | None = None) -> None:
-    meter = meter or metrics.get_meter("millrace")
+    meter = meter or metrics.get_meter("headrace")
     for name, unit, description, of_load in _GAUGES:
         meter.create_observable_gauge(name, [partial(_loads, engines, of_load)], unit, description)
     for name, unit, description, of_totals in _COUNTERS:
         meter.create_observable_counter(name, [partial(_totals, engines, of_totals)], unit, description)
     meter.create_observable_counter(
-        "millrace.engine.restarts",
+        "headrace.engine.restarts",
         [partial(_restarts, engines)],
         "{restart}",
         "How often an engine's process ended and was replaced.",
     )
     meter.create_observable_gauge(
-        "millrace.prefix_cache.hit_ratio",
+        "headrace.prefix_cache.hit_ratio",
         [partial(_hit_ratios, engines)],
         "1",
         "Share of the prompts' tokens that were found in the cache, since the start.",

@@ -8,12 +8,12 @@ from typing import Protocol
 
 from opentelemetry.metrics import Meter
 
-from millrace.deadline import Deadline
-from millrace.errors import DrainingError, MillraceError, StartupError
-from millrace.oip.model_description import FINGERPRINT, INPUT_IDS, OUTPUT_IDS, ModelDescription, TensorSpec
-from millrace.oip.prompt_logprobs import PROMPT_LOGPROBS, PROMPT_TOP_LOGPROB_IDS, PROMPT_TOP_LOGPROBS
-from millrace.oip.stream_infer import FINAL
-from millrace_protos import inference_pb2 as pb
+from headrace.deadline import Deadline
+from headrace.errors import DrainingError, HeadraceError, StartupError
+from headrace.oip.model_description import FINGERPRINT, INPUT_IDS, OUTPUT_IDS, ModelDescription, TensorSpec
+from headrace.oip.prompt_logprobs import PROMPT_LOGPROBS, PROMPT_TOP_LOGPROB_IDS, PROMPT_TOP_LOGPROBS
+from headrace.oip.stream_infer import FINAL
+from headrace_protos import inference_pb2 as pb
 from services.predictor.engine.interface import Engine, EngineStatistics, GenerationRequest, OutputSlot
 from services.predictor.generation.loaded_model import LoadedModel
 from services.predictor.generation.requests import (
@@ -37,7 +37,7 @@ _PROMPT_OUTPUTS = (
 class Resumable(Protocol):
     """A sequence that can resume elsewhere."""
 
-    def fail(self, error: MillraceError) -> None:
+    def fail(self, error: HeadraceError) -> None:
         """Ends it with an error, after the tokens that it already has."""
 
 
@@ -95,7 +95,7 @@ class GenerationModel:
         try:
             while (await slot.read()).finish_reason is None:
                 pass
-        except MillraceError as error:
+        except HeadraceError as error:
             raise StartupError(
                 f"model {self.name}: {self._loaded.architecture} is not served: {error.message}"
             ) from None

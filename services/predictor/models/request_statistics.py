@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from millrace.deadline import DEADLINE_MARGIN_S, Deadline
-from millrace.oip.stream_infer import FINAL, wants_empty_final
-from millrace_protos import inference_pb2 as pb
+from headrace.deadline import DEADLINE_MARGIN_S, Deadline
+from headrace.oip.stream_infer import FINAL, wants_empty_final
+from headrace_protos import inference_pb2 as pb
 
 _INDEXES = 16
 LATER = f"{_INDEXES}+"

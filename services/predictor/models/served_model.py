@@ -1,7 +1,7 @@
 """The contract of every served model.
 
 `infer` answers a request with one response, `stream` with any number of them, each with the parameter
-`triton_final_response`. Both raise MillraceError. Cancelling `infer` or closing the generator of `stream` cancels the
+`triton_final_response`. Both raise HeadraceError. Cancelling `infer` or closing the generator of `stream` cancels the
 request. Both run on the event loop and never block it.
 """
 
@@ -11,10 +11,10 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
-from millrace.clients import ANYONE, Client
-from millrace.deadline import Deadline
-from millrace.oip.model_description import ModelDescription
-from millrace_protos import inference_pb2 as pb
+from headrace.clients import ANYONE, Client
+from headrace.deadline import Deadline
+from headrace.oip.model_description import ModelDescription
+from headrace_protos import inference_pb2 as pb
 from services.predictor.counts import RequestCounts
 
 VERSION = "1"  # Every model has this one version.

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from millrace.errors import StartupError
+from headrace.errors import StartupError
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import IO, Any
 
-from millrace.models.sources import read_config
+from headrace.models.sources import read_config
 
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit.
 _POINTER = b"version https://git-lfs"

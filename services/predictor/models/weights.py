@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from millrace.errors import StartupError
+from headrace.errors import StartupError
 from services.predictor.settings import PredictorSettings
 
-# These modules log long tables of missing weights, which Millrace logs in one line, and warnings on tensor parallelism,
+# These modules log long tables of missing weights, which Headrace logs in one line, and warnings on tensor parallelism,
 # which does not apply to a model on one device.
 _QUIET_LOGGERS = ("transformers.modeling_utils", "transformers.distributed.tensor_parallel")
 

@@ -11,11 +11,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from millrace.errors import InvalidRequestError, StartupError
-from millrace.models.generation_config import GENERATION_FILE
-from millrace.models.kinds import ADAPTER_FILE, ModelKind
-from millrace.models.sources import ModelSource, read_config
-from millrace.sampling import defaults_of
+from headrace.errors import InvalidRequestError, StartupError
+from headrace.models.generation_config import GENERATION_FILE
+from headrace.models.kinds import ADAPTER_FILE, ModelKind
+from headrace.models.sources import ModelSource, read_config
+from headrace.sampling import defaults_of
 from services.predictor.engine_process.remote_engine import RemoteEngine
 from services.predictor.generation.model import AdapterModel, GenerationModel
 from services.predictor.repository.entry import Entry, State

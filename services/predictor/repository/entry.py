@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from millrace.models.sources import ModelSource
+from headrace.models.sources import ModelSource
 from services.predictor.repository.backoff import Backoff
 from services.predictor.repository.lease import Serving
 from services.predictor.repository.loading import FetchedModel

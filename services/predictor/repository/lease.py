@@ -13,11 +13,11 @@ from contextlib import AbstractContextManager, aclosing, contextmanager
 from types import TracebackType
 from typing import Any
 
-from millrace.deadline import Deadline
-from millrace.errors import NotReadyError, OtherWeightsError
-from millrace.oip.declared_tensors import check_requested_outputs
-from millrace.oip.model_description import FINGERPRINT
-from millrace_protos import inference_pb2 as pb
+from headrace.deadline import Deadline
+from headrace.errors import NotReadyError, OtherWeightsError
+from headrace.oip.declared_tensors import check_requested_outputs
+from headrace.oip.model_description import FINGERPRINT
+from headrace_protos import inference_pb2 as pb
 from services.predictor.models.request_statistics import CountedRequest, RequestStatistics
 from services.predictor.models.served_model import ANY_CALLER, VERSION, Caller, ServedModel
 

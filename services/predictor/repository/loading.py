@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from millrace.errors import StartupError
-from millrace.models.hub import Report, fetch
-from millrace.models.kinds import ModelKind, kind_of
-from millrace.models.sources import ModelSource, read_config
-from millrace.rpc.threads import run_in_daemon_thread
+from headrace.errors import StartupError
+from headrace.models.hub import Report, fetch
+from headrace.models.kinds import ModelKind, kind_of
+from headrace.models.sources import ModelSource, read_config
+from headrace.rpc.threads import run_in_daemon_thread
 from services.predictor.engine_process.engine_host import EngineHost
 from services.predictor.engine_process.interpreter import InterpreterHost
 from services.predictor.engine_process.launch import EngineStarter, launch_engine

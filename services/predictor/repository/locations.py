@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-from millrace.errors import ForbiddenError, InvalidRequestError, NotFoundError
-from millrace.models.sources import ModelSource, is_name, parse_hub_id
+from headrace.errors import ForbiddenError, InvalidRequestError, NotFoundError
+from headrace.models.sources import ModelSource, is_name, parse_hub_id
 from services.predictor.settings import PredictorSettings
 
 

@@ -9,8 +9,8 @@ from collections.abc import Coroutine
 from functools import partial
 from typing import Any
 
-from millrace.deadline import Deadline
-from millrace.errors import DeadlineError, MillraceError, NotReadyError, OverloadedError
+from headrace.deadline import Deadline
+from headrace.errors import DeadlineError, HeadraceError, NotReadyError, OverloadedError
 
 logger = logging.getLogger(__name__)
 
@@ -50,4 +50,4 @@ class Operations:
         self._tasks.discard(task)
         # The caller may have left: log the error.
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("%s failed: %s", what, error, exc_info=None if isinstance(error, MillraceError) else error)
+            logger.error("%s failed: %s", what, error, exc_info=None if isinstance(error, HeadraceError) else error)

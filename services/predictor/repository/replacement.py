@@ -10,7 +10,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
-from millrace.errors import StartupError
+from headrace.errors import StartupError
 from services.predictor.engine.interface import EngineProcessError
 from services.predictor.repository.adapters import until_served
 from services.predictor.repository.entry import Entry, State

@@ -26,8 +26,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import NoReturn
 
-from millrace.deadline import NO_DEADLINE, Deadline
-from millrace.errors import (
+from headrace.deadline import NO_DEADLINE, Deadline
+from headrace.errors import (
     DrainingError,
     InvalidRequestError,
     NotFoundError,
@@ -36,10 +36,10 @@ from millrace.errors import (
     RequestFailedError,
     StartupError,
 )
-from millrace.models.hub import Report
-from millrace.models.kinds import ModelKind
-from millrace.models.sources import ModelSource
-from millrace.rpc.threads import run_in_daemon_thread
+from headrace.models.hub import Report
+from headrace.models.kinds import ModelKind
+from headrace.models.sources import ModelSource
+from headrace.rpc.threads import run_in_daemon_thread
 from services.predictor.engine.interface import EngineDeadError
 from services.predictor.engine_process.engine_host import EngineHost
 from services.predictor.generation.served_engines import ServedEngines

@@ -13,16 +13,16 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 
-from millrace.deadline import Deadline
-from millrace.errors import (
+from headrace.deadline import Deadline
+from headrace.errors import (
     DrainingError,
+    HeadraceError,
     InvalidRequestError,
-    MillraceError,
     NotImplementedMethodError,
     RequestFailedError,
 )
-from millrace.step_errors import write_error
-from millrace_protos import steps_pb2
+from headrace.step_errors import write_error
+from headrace_protos import steps_pb2
 from services.predictor.engine_process.remote_engine import RemoteEngine
 from services.predictor.generation.model import GenerationModel
 from services.predictor.generation.requests import read_submission
@@ -61,7 +61,7 @@ class StepsCall:
         self._loads_at = 0.0
         self._sent_at = self._loop.time()
         self._is_half_closed = False
-        self._failure: MillraceError | None = None
+        self._failure: HeadraceError | None = None
         self._is_closed = False
 
     async def run(
@@ -69,7 +69,7 @@ class StepsCall:
     ) -> None:
         """Writes serialized steps until the call is over.
 
-        Raises DrainingError when the predictor stops, and the MillraceError of a request that cannot be read.
+        Raises DrainingError when the predictor stops, and the HeadraceError of a request that cannot be read.
         """
         reader = asyncio.create_task(self._read(requests), name="steps-requests")
         stop = asyncio.create_task(self._stopping.wait(), name="steps-stop")
@@ -121,7 +121,7 @@ class StepsCall:
                 for number in request.cancelled:
                     if (stream := self._sequences.get(number)) is not None:
                         stream.cancel(number)
-        except MillraceError as error:
+        except HeadraceError as error:
             self._failure = error
         except Exception:
             logger.exception("the requests of a steps call could not be read")
@@ -135,7 +135,7 @@ class StepsCall:
         call = SequenceCall(message, self._telemetry)
         try:
             self._begin(call, message)
-        except MillraceError as error:
+        except HeadraceError as error:
             self._refuse(message.number, error)
             call.end(status_of(error))
         except Exception:
@@ -145,7 +145,7 @@ class StepsCall:
             call.end(status_of(failure))
 
     def _begin(self, call: SequenceCall, message: steps_pb2.Submission) -> None:
-        """Submits a sequence to its engine; raises the MillraceError of a refusal."""
+        """Submits a sequence to its engine; raises the HeadraceError of a refusal."""
         serving = self._repository.get(message.model)
         if self._stopping.is_set():
             raise DrainingError("the predictor is stopping")
@@ -162,7 +162,7 @@ class StepsCall:
             stream.begin(
                 message.number, sequence, partial(model.engine.generate, stream.channel, message.number, request)
             )
-        except MillraceError as error:
+        except HeadraceError as error:
             sequence.release(error)
             raise
         self._sequences[message.number] = stream
@@ -171,7 +171,7 @@ class StepsCall:
         if self._accepted is None:
             self._accepted = self._loop.call_later(_ACCEPTANCE_S, self._due.set)
 
-    def _refuse(self, number: int, error: MillraceError) -> None:
+    def _refuse(self, number: int, error: HeadraceError) -> None:
         ended = steps_pb2.Ended(number=number, error=write_error(error, "predictor"))
         self.put(steps_pb2.Step(ended=[ended]).SerializeToString())
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from millrace.errors import MillraceError
-from millrace.step_errors import error_named, write_error
-from millrace_protos import engine_pb2, steps_pb2
+from headrace.errors import HeadraceError
+from headrace.step_errors import error_named, write_error
+from headrace_protos import engine_pb2, steps_pb2
 from services.predictor.engine_process.remote_engine import RemoteEngine
 from services.predictor.steps.sequence import StepsSequence
 
@@ -48,7 +48,7 @@ class EngineStream:
             self._call.forget(number)
             sequence.cancel()
 
-    def hand_back(self, number: int, error: MillraceError) -> None:
+    def hand_back(self, number: int, error: HeadraceError) -> None:
         """Ends a sequence with `error`, at the engine and towards the transformer."""
         self.engine.end(self.channel, number)
         ended = steps_pb2.Ended(number=number, error=write_error(error, "predictor"))
@@ -62,7 +62,7 @@ class EngineStream:
             self.cancel(number)
         self._leave()
 
-    def _end(self, number: int, error: MillraceError | None, tokens: int) -> None:
+    def _end(self, number: int, error: HeadraceError | None, tokens: int) -> None:
         sequence = self._sequences.pop(number, None)
         if sequence is not None:
             self._call.forget(number)

@@ -16,19 +16,19 @@ from grpc import StatusCode
 from opentelemetry import trace
 from opentelemetry.trace import Span, SpanKind
 
-from millrace.deadline import DEADLINE_MARGIN_S, Deadline
-from millrace.errors import MillraceError
-from millrace.oip.stream_infer import FINAL
-from millrace.telemetry.identity import PROTOCOL, REQUEST_ID, context_of, links_to, traceparent_of
-from millrace.telemetry.rpc import attributes_of, duration_histogram, end_span, log_call
-from millrace_protos import inference_pb2, steps_pb2
+from headrace.deadline import DEADLINE_MARGIN_S, Deadline
+from headrace.errors import HeadraceError
+from headrace.oip.stream_infer import FINAL
+from headrace.telemetry.identity import PROTOCOL, REQUEST_ID, context_of, links_to, traceparent_of
+from headrace.telemetry.rpc import attributes_of, duration_histogram, end_span, log_call
+from headrace_protos import inference_pb2, steps_pb2
 from services.predictor.engine.interface import Timeline
 from services.predictor.generation.model import GenerationModel
 from services.predictor.models.request_statistics import CountedRequest
 from services.predictor.repository.lease import Serving
 from services.predictor.telemetry import ObservedGeneration
 
-_ATTRIBUTES = attributes_of("millrace.v1.PredictorSteps/Run") | {PROTOCOL: "grpc"}
+_ATTRIBUTES = attributes_of("headrace.v1.PredictorSteps/Run") | {PROTOCOL: "grpc"}
 _LAST = inference_pb2.ModelInferResponse(outputs=[inference_pb2.ModelInferResponse.InferOutputTensor()])
 _LAST.parameters[FINAL].bool_param = True
 
@@ -37,7 +37,7 @@ class SequenceTelemetry:
     """The tracer and the histogram of sequences' spans and durations; one object for each steps call."""
 
     def __init__(self) -> None:
-        self.tracer = trace.get_tracer("millrace")
+        self.tracer = trace.get_tracer("headrace")
         self.duration = duration_histogram(None, "rpc.server.call.duration")
 
 
@@ -79,7 +79,7 @@ class StepsSequence:
         model: GenerationModel,
         message: steps_pb2.Submission,
         deadline: Deadline,
-        hand_back: Callable[[MillraceError], None],
+        hand_back: Callable[[HeadraceError], None],
     ) -> None:
         """Raises OtherWeightsError."""
         self.timeline = Timeline()
@@ -98,11 +98,11 @@ class StepsSequence:
         self._observed = self._model.telemetry.observe(self.timeline, self._call.span)
         self._model.resumable.add(self)
 
-    def release(self, error: MillraceError) -> None:
+    def release(self, error: HeadraceError) -> None:
         """The engine does not get the sequence."""
         self._lease.__exit__(type(error), error, None)
 
-    def fail(self, error: MillraceError) -> None:
+    def fail(self, error: HeadraceError) -> None:
         self._hand_back(error)
 
     def cancel(self) -> None:
@@ -110,7 +110,7 @@ class StepsSequence:
         is_late = self._deadline.passed(DEADLINE_MARGIN_S)
         self._end(asyncio.CancelledError(), StatusCode.DEADLINE_EXCEEDED if is_late else StatusCode.CANCELLED)
 
-    def end(self, error: MillraceError | None, tokens: int) -> None:
+    def end(self, error: HeadraceError | None, tokens: int) -> None:
         """The sequence has ended after `tokens` tokens."""
         if self._observed is not None:
             self._observed.add(tokens)
@@ -129,5 +129,5 @@ class StepsSequence:
         self._call.end(code)
 
 
-def status_of(error: MillraceError | None) -> StatusCode:
+def status_of(error: HeadraceError | None) -> StatusCode:
     return StatusCode.OK if error is None else error.status

@@ -1,4 +1,4 @@
-"""`millrace.v1.PredictorSteps`, for transformers only: neither routed by the gateway nor listed by reflection.
+"""`headrace.v1.PredictorSteps`, for transformers only: neither routed by the gateway nor listed by reflection.
 
 It is served by MessageServer at a port of its own. A call at the port of gRPC is told that port, and served too.
 """
@@ -12,14 +12,14 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from millrace.errors import InvalidRequestError
-from millrace.rpc.handlers import Context
-from millrace.rpc.http2.server import MessageServer
-from millrace_protos import steps_pb2
+from headrace.errors import InvalidRequestError
+from headrace.rpc.handlers import Context
+from headrace.rpc.http2.server import MessageServer
+from headrace_protos import steps_pb2
 from services.predictor.repository.repository import ModelRepository
 from services.predictor.steps.call import StepsCall
 
-SERVICE = "millrace.v1.PredictorSteps"
+SERVICE = "headrace.v1.PredictorSteps"
 
 
 class StepsServicer:

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
-from millrace.deadline import Deadline
-from millrace.errors import DeadlineError, HopBrokenError, MillraceError, NotReadyError, RequestFailedError
-from millrace.rpc.watchdog import Watchdog, dump_tracebacks
+from headrace.deadline import Deadline
+from headrace.errors import DeadlineError, HeadraceError, HopBrokenError, NotReadyError, RequestFailedError
+from headrace.rpc.watchdog import Watchdog, dump_tracebacks
 from services.predictor.counts import Outcome, RequestCounts
 from services.predictor.engine.interface import EngineDeadError
 from services.predictor.tensor_models.batching import BatchQueue, Waiting
@@ -186,7 +186,7 @@ class BatchWorker(Generic[T, R]):
             self._finish(entry, "succeeded", started_at)
             entry.item.report(partial(entry.item.future.set_result, result))
 
-    def _fail(self, entry: Waiting[_Job[T, R]], error: MillraceError, started_at: float) -> None:
+    def _fail(self, entry: Waiting[_Job[T, R]], error: HeadraceError, started_at: float) -> None:
         self._finish(entry, "failed", started_at)
         entry.item.report(partial(entry.item.future.set_exception, error))
 

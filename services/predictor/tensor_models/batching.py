@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from millrace.errors import InvalidRequestError, OverloadedError
+from headrace.errors import InvalidRequestError, OverloadedError
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from collections import deque
 from functools import partial
 from typing import Generic, TypeVar
 
-from millrace.errors import MillraceError
+from headrace.errors import HeadraceError
 from services.predictor.tensor_models.mailbox import Mailbox
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ class Channel(Generic[T]):
         self._items: deque[tuple[T, int]] = deque()
         self._weight = 0  # Of all of them.
         self._ended = False
-        self._error: MillraceError | None = None
+        self._error: HeadraceError | None = None
         self._left = False
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
@@ -57,7 +57,7 @@ class Channel(Generic[T]):
                 wake = self._writer = asyncio.get_running_loop().create_future()
             await wake
 
-    def end(self, error: MillraceError | None = None) -> None:
+    def end(self, error: HeadraceError | None = None) -> None:
         """Ends the items, normally or with an error; only the first call has an effect."""
         with self._lock:
             if not self._ended:

@@ -22,12 +22,12 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING
 
-from millrace.errors import StartupError
-from millrace.models.kinds import ModelKind
-from millrace.models.sentence_files import SentenceFiles, read_sentence_files
-from millrace.models.sources import read_config
-from millrace.oip.model_description import FINGERPRINT, INPUT_IDS, ModelDescription, TensorSpec
-from millrace.oip.row_outputs import ACTIVATION, EMBEDDING, LABELS, LOGITS, POOLING_MASK, TOKEN_TYPE_IDS, Activation
+from headrace.errors import StartupError
+from headrace.models.kinds import ModelKind
+from headrace.models.sentence_files import SentenceFiles, read_sentence_files
+from headrace.models.sources import read_config
+from headrace.oip.model_description import FINGERPRINT, INPUT_IDS, ModelDescription, TensorSpec
+from headrace.oip.row_outputs import ACTIVATION, EMBEDDING, LABELS, LOGITS, POOLING_MASK, TOKEN_TYPE_IDS, Activation
 from services.predictor.engine.runners.rotary import SequenceRotary
 from services.predictor.engine.state.scaling import Scaling
 from services.predictor.models.fingerprint import fingerprint_of

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from millrace.deadline import NO_DEADLINE, Deadline
-from millrace.errors import MillraceError, RequestFailedError, StartupError
-from millrace.oip.model_description import INPUT_IDS, ModelDescription
-from millrace.oip.stream_infer import FINAL
-from millrace.oip.tensors import Tensor, add_output
-from millrace_protos import inference_pb2 as pb
+from headrace.deadline import NO_DEADLINE, Deadline
+from headrace.errors import HeadraceError, RequestFailedError, StartupError
+from headrace.oip.model_description import INPUT_IDS, ModelDescription
+from headrace.oip.stream_infer import FINAL
+from headrace.oip.tensors import Tensor, add_output
+from headrace_protos import inference_pb2 as pb
 from services.predictor.counts import RequestCounts
 from services.predictor.models.served_model import ANY_CALLER, VERSION, Caller
 from services.predictor.tensor_models.batch_worker import BatchWorker
@@ -83,7 +83,7 @@ class EncoderModel:
         ids = np.full((1, 1), self._limits.end_id or 0, dtype=np.int64)
         try:
             await self._run({INPUT_IDS: ids, ATTENTION_MASK: np.ones_like(ids)}, NO_DEADLINE)
-        except MillraceError as error:
+        except HeadraceError as error:
             raise StartupError(f"model {self.name} is not served: {error.message}") from None
 
     async def died(self) -> None:

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from millrace.errors import NotReadyError
-from millrace.rpc.watchdog import LoopWatchdog, dump_tracebacks
+from headrace.errors import NotReadyError
+from headrace.rpc.watchdog import LoopWatchdog, dump_tracebacks
 from services.predictor.tensor_models.mailbox import Mailbox
 
 logger = logging.getLogger(__name__)

@@ -18,10 +18,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from millrace.errors import StartupError
-from millrace.models.kinds import PYTHON_FILE
-from millrace.oip.declared_tensors import declared
-from millrace.oip.model_description import TensorSpec
+from headrace.errors import StartupError
+from headrace.models.kinds import PYTHON_FILE
+from headrace.oip.declared_tensors import declared
+from headrace.oip.model_description import TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class PythonCode:
     def _import(self) -> ModuleType:
         # Hexadecimal, because a model's name may contain characters that a module's must not; numbered, because the
         # model that this one replaces may still be running.
-        module_name = f"millrace_model_{self._name.encode().hex()}_{next(_imports)}"
+        module_name = f"headrace_model_{self._name.encode().hex()}_{next(_imports)}"
         importlib.invalidate_caches()  # Files beside it may be new.
         spec = importlib.util.spec_from_file_location(
             module_name,

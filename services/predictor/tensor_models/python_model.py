@@ -7,8 +7,8 @@ The file defines one function, in one of two forms:
 
 The first returns one response. The second sends one response for each `yield`, at once; that model is decoupled in
 Triton's terms, and `ModelInfer` accepts it only if it yields at most once (more is refused; no yield is an empty
-response). `request` is a `Request`. A result maps names to numpy arrays or to `RawTensor`s of millrace.oip.tensors:
-those of `request.raw` unchanged, or BF16, which numpy lacks. `Response(outputs, parameters)` of millrace.python_tensors
+response). `request` is a `Request`. A result maps names to numpy arrays or to `RawTensor`s of headrace.oip.tensors:
+those of `request.raw` unchanged, or BF16, which numpy lacks. `Response(outputs, parameters)` of headrace.python_tensors
 adds parameters. The file may also define
 
     INPUTS = {"name": ("FP32", [-1, 3])}     requests are checked against it; without it all pass
@@ -16,7 +16,7 @@ adds parameters. The file may also define
     OUTPUTS = {"name": ("FP32", [-1])}       for metadata
     async def load(folder), unload()         run once each, before the first request and after the last
 
-`raise InvalidRequestError(text)` (millrace.errors) refuses a request, as do the other MillraceErrors. Any other
+`raise InvalidRequestError(text)` (headrace.errors) refuses a request, as do the other HeadraceErrors. Any other
 exception, including SystemExit, fails the request as INTERNAL, with the traceback in the log. Other requests continue.
 
 Each model has its own thread with an event loop, so code that blocks delays only its own model's requests. If it blocks
@@ -41,21 +41,21 @@ from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 
-from millrace.deadline import Deadline
-from millrace.errors import (
+from headrace.deadline import Deadline
+from headrace.errors import (
+    HeadraceError,
     HopBrokenError,
     InvalidRequestError,
-    MillraceError,
     NotReadyError,
     OverloadedError,
     RequestFailedError,
 )
-from millrace.oip.declared_tensors import check_inputs
-from millrace.oip.model_description import ModelDescription
-from millrace.oip.stream_infer import FINAL
-from millrace.oip.tensors import BYTES
-from millrace.python_tensors import BadResultError
-from millrace_protos import inference_pb2 as pb
+from headrace.oip.declared_tensors import check_inputs
+from headrace.oip.model_description import ModelDescription
+from headrace.oip.stream_infer import FINAL
+from headrace.oip.tensors import BYTES
+from headrace.python_tensors import BadResultError
+from headrace_protos import inference_pb2 as pb
 from services.predictor.counts import Outcome, RequestCounts
 from services.predictor.engine.interface import EngineDeadError
 from services.predictor.models.served_model import ANY_CALLER, VERSION, Caller
@@ -172,7 +172,7 @@ class PythonModel:
 
         try:
             work = self.thread.start(partial(self._run, request, channel), ended)
-        except MillraceError:
+        except HeadraceError:
             self._admission.leave()
             raise
         self._open.add(channel)
@@ -199,7 +199,7 @@ class PythonModel:
             await self._execute(request, message, channel)
         except ReaderLeftError:
             return "cancelled"
-        except MillraceError as error:
+        except HeadraceError as error:
             channel.end(error)
         except BadResultError as error:
             logger.error("model %s: request %s: %s", self.name, message.id, error)

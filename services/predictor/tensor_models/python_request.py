@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-from millrace.errors import InvalidRequestError
-from millrace.oip.parameters import read_parameters
-from millrace.oip.tensors import Array, RawTensor, add_output, add_raw_output, decode_raw, raw_inputs
-from millrace.python_tensors import Response, as_mapping, as_tensor, write_response_parameters
-from millrace_protos import inference_pb2 as pb
+from headrace.errors import InvalidRequestError
+from headrace.oip.parameters import read_parameters
+from headrace.oip.tensors import Array, RawTensor, add_output, add_raw_output, decode_raw, raw_inputs
+from headrace.python_tensors import Response, as_mapping, as_tensor, write_response_parameters
+from headrace_protos import inference_pb2 as pb
 from services.predictor.models.served_model import VERSION
 
 

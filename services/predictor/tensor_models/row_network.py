@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from millrace.oip.model_description import INPUT_IDS
+from headrace.oip.model_description import INPUT_IDS
 from services.predictor.engine.state.scaling import Scaling
 from services.predictor.tensor_models.rows import ATTENTION_MASK, Rows, pad
 

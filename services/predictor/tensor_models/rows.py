@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.errors import InvalidRequestError
-from millrace.oip.model_description import INPUT_IDS
-from millrace.oip.row_outputs import POOLING_MASK, TOKEN_TYPE_IDS
-from millrace.oip.tensors import Tensor, checked_shape, decode_inputs
-from millrace_protos import inference_pb2 as pb
+from headrace.errors import InvalidRequestError
+from headrace.oip.model_description import INPUT_IDS
+from headrace.oip.row_outputs import POOLING_MASK, TOKEN_TYPE_IDS
+from headrace.oip.tensors import Tensor, checked_shape, decode_inputs
+from headrace_protos import inference_pb2 as pb
 
 ATTENTION_MASK = "attention_mask"
 

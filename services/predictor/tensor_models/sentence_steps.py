@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
-from millrace.models.sentence_files import Module
-from millrace.models.sources import read_config
-from millrace.oip.row_outputs import POOLING_MASK
+from headrace.models.sentence_files import Module
+from headrace.models.sources import read_config
+from headrace.oip.row_outputs import POOLING_MASK
 from services.predictor.tensor_models.rows import ATTENTION_MASK
 
 Features = dict[str, Tensor]

@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 
-from millrace_protos import engine_pb2
+from headrace_protos import engine_pb2
 from services.predictor.engine_process.framing import framed
 from services.predictor.engine_process.lineage import die_with
 

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from millrace.errors import InvalidRequestError, MillraceError, RequestFailedError
-from millrace.oip.prompt_logprobs import PromptLogprobs
+from headrace.errors import HeadraceError, InvalidRequestError, RequestFailedError
+from headrace.oip.prompt_logprobs import PromptLogprobs
 from services.predictor.engine.interface import EngineStatistics, Logprobs
 from services.predictor.engine.sampling.sampler import NO_TOKEN
 from services.predictor.engine.state.sequence import Row, Sequence
@@ -51,7 +51,7 @@ class _InVllm:
         self.prompt: list[Position | None] = []
         self.cached_tokens = 0
         self.ended = ""  # vLLM's finish reason.
-        self.error: MillraceError | None = None
+        self.error: HeadraceError | None = None
 
     def take(self, output: Any) -> None:
         """Takes a RequestOutput."""
@@ -74,7 +74,7 @@ class _InVllm:
             self.ended = completion.finish_reason or "nothing"
 
     @property
-    def failure(self) -> MillraceError | None:
+    def failure(self) -> HeadraceError | None:
         """Why the sequence cannot get another token."""
         if self.error is None and self.ended and not self.tokens:
             return RequestFailedError(f"vLLM ended the request early: {self.ended}")
@@ -137,12 +137,12 @@ class VllmComputer:
                 results.append(Result(Row(row.sequence, 0, row.sequence.computed), NO_TOKEN, None))
         return Outcome(results, failed)
 
-    def _check(self, request: _InVllm) -> MillraceError | None:
+    def _check(self, request: _InVllm) -> HeadraceError | None:
         """Why a sequence cannot get another token; without a reason, its next one is a token that its form allows."""
         if request.sequence.constraint is not None and request.tokens and request.error is None:
             token = request.tokens[0]
             token_id = checked(request.sequence, token.id, self._end_id, self._eos_ids)
-            if isinstance(token_id, MillraceError):
+            if isinstance(token_id, HeadraceError):
                 return token_id
             request.tokens[0] = token._replace(id=token_id)
         return request.failure
@@ -160,9 +160,9 @@ class VllmComputer:
             if not request.ended:
                 self._llm.abort_request([request.number])
 
-    def _add_new(self, rows: list[Row]) -> list[tuple[Sequence, MillraceError]]:
+    def _add_new(self, rows: list[Row]) -> list[tuple[Sequence, HeadraceError]]:
         """Gives vLLM the sequences that it does not have; returns those that it refuses."""
-        failed: list[tuple[Sequence, MillraceError]] = []
+        failed: list[tuple[Sequence, HeadraceError]] = []
         for row in rows:
             sequence = row.sequence
             if sequence.state is not None or not row.samples:

@@ -1,6 +1,6 @@
-"""Checks the tokens that vLLM generates for answers with a form, see millrace/structured_outputs.py.
+"""Checks the tokens that vLLM generates for answers with a form, see headrace/structured_outputs.py.
 
-vLLM's backend `guidance` masks the tokens. It compiles a form with the library of millrace/grammars.py, so the same
+vLLM's backend `guidance` masks the tokens. It compiles a form with the library of headrace/grammars.py, so the same
 answers are possible. The grammar that the engine compiles before a sequence is queued bounds what vLLM compiles, takes
 each token after vLLM, and ends the answer where it is complete.
 
@@ -13,9 +13,9 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from millrace.errors import MillraceError
-from millrace.grammars import grammar_error, no_token_error
-from millrace.models.tokenizer_files import read_tokenizer
+from headrace.errors import HeadraceError
+from headrace.grammars import grammar_error, no_token_error
+from headrace.models.tokenizer_files import read_tokenizer
 from services.predictor.engine.sampling.sampler import NO_TOKEN
 from services.predictor.engine.state.sequence import Sequence
 
@@ -35,7 +35,7 @@ def end_id_of(folder: Path) -> int | None:
         return None
 
 
-def checked(sequence: Sequence, token_id: int, end_id: int | None, eos_ids: frozenset[int]) -> int | MillraceError:
+def checked(sequence: Sequence, token_id: int, end_id: int | None, eos_ids: frozenset[int]) -> int | HeadraceError:
     """The next token of an answer with a form, NO_TOKEN if the answer ends without one, or why it cannot go on."""
     constraint, sampling = sequence.constraint, sequence.request.sampling
     if constraint is None:

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from millrace.errors import StartupError
-from millrace.models.generation_config import describe, eos_ids_of, read_generation
-from millrace.models.sources import read_config
-from millrace.sampling import defaults_of
-from millrace_protos import engine_pb2
+from headrace.errors import StartupError
+from headrace.models.generation_config import describe, eos_ids_of, read_generation
+from headrace.models.sources import read_config
+from headrace.sampling import defaults_of
+from headrace_protos import engine_pb2
 from services.predictor.engine.engine import ContinuousBatchingEngine
 from services.predictor.engine.grammar.compiler import GrammarCompiler
 from services.predictor.engine.interface import EngineLimits

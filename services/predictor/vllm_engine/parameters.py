@@ -13,10 +13,10 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from millrace.errors import InvalidRequestError
-from millrace.grammars import json_options
-from millrace.sampling import SamplingParameters
-from millrace.structured_outputs import constraint_of
+from headrace.errors import InvalidRequestError
+from headrace.grammars import json_options
+from headrace.sampling import SamplingParameters
+from headrace.structured_outputs import constraint_of
 from services.predictor.engine.interface import GenerationRequest
 
 _SEEDS = 1 << 63  # vLLM takes -1 for none.

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from millrace.errors import OverloadedError, may_pass
+from headrace.errors import OverloadedError, may_pass
 
 _POLL_S, _LONGEST_WAIT_S = 0.01, 5.0
 

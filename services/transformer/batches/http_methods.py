@@ -8,8 +8,8 @@ from urllib.parse import parse_qsl
 
 from google.api.httpbody_pb2 import HttpBody
 
-from millrace.rpc.http2.methods import HttpMethod
-from millrace_protos.rest_pb2 import DESCRIPTOR, ListRequest, ObjectRequest
+from headrace.rpc.http2.methods import HttpMethod
+from headrace_protos.rest_pb2 import DESCRIPTOR, ListRequest, ObjectRequest
 from services.transformer.batches.servicer import BatchesServicer
 from services.transformer.frontends.openai.http_methods import whole_number
 

@@ -14,10 +14,10 @@ import orjson
 from google.api.httpbody_pb2 import HttpBody
 from opentelemetry import trace
 
-from millrace.errors import InvalidRequestError, MillraceError, RequestFailedError
-from millrace.rpc.call_context import BACKGROUND
-from millrace.rpc.handlers import Context
-from millrace.telemetry.identity import (
+from headrace.errors import HeadraceError, InvalidRequestError, RequestFailedError
+from headrace.rpc.call_context import BACKGROUND
+from headrace.rpc.handlers import Context
+from headrace.telemetry.identity import (
     CLIENT_NAME,
     REQUEST_ID,
     REQUEST_ID_METADATA,
@@ -72,13 +72,13 @@ def metadata_of(batch: Batch, request_id: str = "") -> tuple[tuple[str, str], ..
     )
 
 
-async def answer_line(method: Method, batch: Batch, line: Line) -> tuple[Result, MillraceError | None]:
+async def answer_line(method: Method, batch: Batch, line: Line) -> tuple[Result, HeadraceError | None]:
     """The result of a line, and the error where it is one; in a task of its own."""
     request_id = f"{batch.id}/{line.custom_id}"
     begin_request(request_id)
     attributes = {REQUEST_ID: request_id, CLIENT_NAME: batch.client}
-    tracer, links = trace.get_tracer("millrace"), links_to(batch.traceparent)
-    error: MillraceError | None = None
+    tracer, links = trace.get_tracer("headrace"), links_to(batch.traceparent)
+    error: HeadraceError | None = None
     pieces: list[bytes] = []
     with tracer.start_as_current_span("batch line", attributes=attributes, links=links) as span:
         try:
@@ -88,7 +88,7 @@ async def answer_line(method: Method, batch: Batch, line: Line) -> tuple[Result,
             async with aclosing(method(HttpBody(data=line.body), context)) as bodies:
                 async for body in bodies:
                     pieces.append(body.data)
-        except MillraceError as raised:
+        except HeadraceError as raised:
             error = raised
             span.set_status(trace.StatusCode.ERROR, raised.message)
     if error is None:

@@ -17,18 +17,18 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from opentelemetry import metrics
 
-from millrace.clients import client_of
-from millrace.deadline import Deadline
-from millrace.errors import (
+from headrace.clients import client_of
+from headrace.deadline import Deadline
+from headrace.errors import (
     ForbiddenError,
+    HeadraceError,
     HopBrokenError,
     InvalidRequestError,
-    MillraceError,
     NotFoundError,
     NotReadyError,
     OverloadedError,
 )
-from millrace.rpc.call_context import CallContext
+from headrace.rpc.call_context import CallContext
 from services.transformer.batches.line_calls import Method, answer_line, metadata_of
 from services.transformer.batches.lines import CheckedLines, Line, LineReader, check_lines
 from services.transformer.batches.objects import Batch, LineError, Status
@@ -39,7 +39,7 @@ from services.transformer.processes.body_processes import LARGE_BODIES, SMALL_BY
 logger = logging.getLogger(__name__)
 
 _REPEATED = OverloadedError, NotReadyError, HopBrokenError
-_OUTCOME = "millrace.outcome"
+_OUTCOME = "headrace.outcome"
 _FIRST_DELAY_S, _MAX_DELAY_S = 1.0, 60.0
 _UNWRITTEN = 64  # Results that wait for the disk; beyond these, lines wait.
 _WRITE_EVERY_S, _SAVE_EVERY_S = 0.05, 1.0
@@ -73,7 +73,7 @@ class Resources(NamedTuple):
 def count_requests() -> metrics.Counter:
     """The counter of the requests of batches."""
     description = "Requests of batches, by outcome; repeated ones run again."
-    return metrics.get_meter("millrace").create_counter("millrace.batch.requests", "{request}", description)
+    return metrics.get_meter("headrace").create_counter("headrace.batch.requests", "{request}", description)
 
 
 class RunningBatch:
@@ -134,7 +134,7 @@ class RunningBatch:
                 return (await self._in_thread(check_lines, b"", *arguments))[0]
             checked, _ = await self._shared.bodies.run(check_lines, arguments, b"", lane=LARGE_BODIES)
             return checked
-        except (FileNotFoundError, MillraceError) as error:
+        except (FileNotFoundError, HeadraceError) as error:
             if isinstance(error, OverloadedError):
                 raise
             message = "the file is gone" if isinstance(error, FileNotFoundError) else str(error)
@@ -151,7 +151,7 @@ class RunningBatch:
             except (NotFoundError, ForbiddenError, InvalidRequestError) as error:
                 code = "model_not_allowed" if isinstance(error, ForbiddenError) else "model_not_found"
                 yield LineError(code=code, message=error.message, param="body.model", line=line)
-            except MillraceError:
+            except HeadraceError:
                 continue
 
     # ------------------------------------------------------------------ lines

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from millrace.errors import StartupError, may_pass
-from millrace.rpc.http2.methods import HttpMethod
+from headrace.errors import StartupError, may_pass
+from headrace.rpc.http2.methods import HttpMethod
 from services.transformer.batches import http_methods
 from services.transformer.batches.line_calls import methods_of
 from services.transformer.batches.runner import BatchRunner

@@ -15,12 +15,12 @@ from google.api.httpbody_pb2 import HttpBody
 from opentelemetry import trace
 from pydantic import Field
 
-from millrace.clients import CLIENT, POLICY
-from millrace.errors import InvalidRequestError, NotImplementedMethodError
-from millrace.rpc.call_context import CallContext, call_context
-from millrace.rpc.handlers import Context
-from millrace.telemetry.identity import traceparent_of
-from millrace_protos import rest_pb2
+from headrace.clients import CLIENT, POLICY
+from headrace.errors import InvalidRequestError, NotImplementedMethodError
+from headrace.rpc.call_context import CallContext, call_context
+from headrace.rpc.handlers import Context
+from headrace.telemetry.identity import traceparent_of
+from headrace_protos import rest_pb2
 from services.transformer.batches.objects import Batch, StoredFile, new_id
 from services.transformer.batches.store import Store
 from services.transformer.batches.uploads import parse_upload
@@ -77,7 +77,7 @@ class BatchesServicer:
 
     @rest_errors(openai_error)
     async def CreateFile(self, request: bytes, context: Context) -> AsyncGenerator[HttpBody, None]:
-        call, store = call_context(context, "millrace.rest.v1.Batches/CreateFile"), self._store
+        call, store = call_context(context, "headrace.rest.v1.Batches/CreateFile"), self._store
         content_type = call.header("content-type")
         if len(request) <= SMALL_BYTES:
             upload, contents = parse_upload(request, content_type)
@@ -90,7 +90,7 @@ class BatchesServicer:
 
     @rest_errors(openai_error)
     async def ListFiles(self, request: rest_pb2.ListRequest, context: Context) -> AsyncGenerator[HttpBody, None]:
-        call, store = call_context(context, "millrace.rest.v1.Batches/ListFiles"), self._store
+        call, store = call_context(context, "headrace.rest.v1.Batches/ListFiles"), self._store
         limit = _limit(request.limit, _MAX_FILES_LISTED, _MAX_FILES_LISTED)
         if request.order not in ("", "asc", "desc"):
             raise InvalidRequestError("order must be asc or desc", param="order")
@@ -100,13 +100,13 @@ class BatchesServicer:
 
     @rest_errors(openai_error)
     async def GetFile(self, request: rest_pb2.ObjectRequest, context: Context) -> AsyncGenerator[HttpBody, None]:
-        call, store = call_context(context, "millrace.rest.v1.Batches/GetFile"), self._store
+        call, store = call_context(context, "headrace.rest.v1.Batches/GetFile"), self._store
         file = await asyncio.to_thread(store.file, call.client, request.id)
         yield json_body(file.shown())
 
     @rest_errors(openai_error)
     async def GetFileContent(self, request: rest_pb2.ObjectRequest, context: Context) -> AsyncGenerator[HttpBody, None]:
-        call, store = call_context(context, "millrace.rest.v1.Batches/GetFileContent"), self._store
+        call, store = call_context(context, "headrace.rest.v1.Batches/GetFileContent"), self._store
         contents = await asyncio.to_thread(store.open_file, call.client, request.id)
         with contents:
             piece = await asyncio.to_thread(contents.read, _PIECE_BYTES)
@@ -118,13 +118,13 @@ class BatchesServicer:
 
     @rest_errors(openai_error)
     async def DeleteFile(self, request: rest_pb2.ObjectRequest, context: Context) -> AsyncGenerator[HttpBody, None]:
-        call, store = call_context(context, "millrace.rest.v1.Batches/DeleteFile"), self._store
+        call, store = call_context(context, "headrace.rest.v1.Batches/DeleteFile"), self._store
         await asyncio.to_thread(store.delete_file, call.client, request.id)
         yield json_body({"id": request.id, "object": "file", "deleted": True})
 
     @rest_errors(openai_error)
     async def CreateBatch(self, request: bytes, context: Context) -> AsyncGenerator[Body, None]:
-        call, store = call_context(context, "millrace.rest.v1.Batches/CreateBatch"), self._store
+        call, store = call_context(context, "headrace.rest.v1.Batches/CreateBatch"), self._store
         parsed = parse(CreateBatchRequest, request)
         if parsed.endpoint not in self._endpoints:
             raise InvalidRequestError(f"batches of {parsed.endpoint[:64]!r} are not served", param="endpoint")
@@ -136,20 +136,20 @@ class BatchesServicer:
 
     @rest_errors(openai_error)
     async def ListBatches(self, request: rest_pb2.ListRequest, context: Context) -> AsyncGenerator[HttpBody, None]:
-        call, store = call_context(context, "millrace.rest.v1.Batches/ListBatches"), self._store
+        call, store = call_context(context, "headrace.rest.v1.Batches/ListBatches"), self._store
         limit = _limit(request.limit, _BATCHES_LISTED, _MAX_BATCHES_LISTED)
         found = await asyncio.to_thread(store.batches, call.client, request.after, limit)
         yield _list(found, limit)
 
     @rest_errors(openai_error)
     async def GetBatch(self, request: rest_pb2.ObjectRequest, context: Context) -> AsyncGenerator[HttpBody, None]:
-        call, store = call_context(context, "millrace.rest.v1.Batches/GetBatch"), self._store
+        call, store = call_context(context, "headrace.rest.v1.Batches/GetBatch"), self._store
         batch = await asyncio.to_thread(store.batch, call.client, request.id)
         yield json_body(batch.shown())
 
     @rest_errors(openai_error)
     async def CancelBatch(self, request: rest_pb2.ObjectRequest, context: Context) -> AsyncGenerator[HttpBody, None]:
-        call, store = call_context(context, "millrace.rest.v1.Batches/CancelBatch"), self._store
+        call, store = call_context(context, "headrace.rest.v1.Batches/CancelBatch"), self._store
         batch = await asyncio.to_thread(store.cancel, call.client, request.id)
         yield json_body(batch.shown())
 

@@ -19,8 +19,8 @@ from typing import BinaryIO, NamedTuple
 
 from pydantic import ValidationError
 
-from millrace.clients import NAME_PATTERN, Client
-from millrace.errors import InvalidRequestError, OverloadedError
+from headrace.clients import NAME_PATTERN, Client
+from headrace.errors import InvalidRequestError, OverloadedError
 from services.transformer.batches.durable import (
     FileLock,
     locked,
@@ -48,7 +48,7 @@ class Limits(NamedTuple):
 
 
 class Store:
-    """See the module. Raises MillraceError; OSError where a disk fails."""
+    """See the module. Raises HeadraceError; OSError where a disk fails."""
 
     def __init__(self, folder: Path, limits: Limits, clock: Callable[[], float] = time.time) -> None:
         self._folder = folder

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from python_multipart.exceptions import MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from millrace.errors import InvalidRequestError
+from headrace.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks

@@ -1,7 +1,7 @@
 """REST bodies that the gateway passes through as they are, and errors in them.
 
 An error before the first body is sent as initial metadata (`x-http-status`, `x-failed-hop`), from which the gateway or
-the HTTP server (millrace/rpc/http2) sets the HTTP status, and a body in the API's own shape. After the first body the
+the HTTP server (headrace/rpc/http2) sets the HTTP status, and a body in the API's own shape. After the first body the
 status has been sent: the error is one more server-sent event.
 
 A handler yields `Header` before its first body for one more header in its answer.
@@ -24,10 +24,10 @@ from typing import Any, TypeAlias
 import orjson
 from google.api.httpbody_pb2 import HttpBody
 
-from millrace.errors import MillraceError, RequestFailedError
-from millrace.rpc.admission import error_of_call, head_of_call
-from millrace.rpc.handlers import Context
-from millrace.rpc.response_head import ResponseHead
+from headrace.errors import HeadraceError, RequestFailedError
+from headrace.rpc.admission import error_of_call, head_of_call
+from headrace.rpc.handlers import Context
+from headrace.rpc.response_head import ResponseHead
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Header:
 class LastEvent:
     """What a handler yields before its events if an error among them has its own shape, which `write` makes."""
 
-    write: Callable[[MillraceError], bytes]
+    write: Callable[[HeadraceError], bytes]
 
 
 Body: TypeAlias = "HttpBody | KeepAlive | Header | LastEvent"
@@ -92,7 +92,7 @@ def named_event(value: dict[str, Any]) -> bytes:
     return b"event: " + name.encode() + b"\n" + event(value)
 
 
-def rest_errors(shape: Callable[[MillraceError], dict[str, Any]]) -> Callable[[Handler], Handler]:
+def rest_errors(shape: Callable[[HeadraceError], dict[str, Any]]) -> Callable[[Handler], Handler]:
     """Gives a handler's errors the body that `shape` makes of them."""
 
     def decorate(handler: Handler) -> Callable[[Any, Any, Context], AsyncGenerator[HttpBody, None]]:
@@ -125,7 +125,7 @@ def rest_errors(shape: Callable[[MillraceError], dict[str, Any]]) -> Callable[[H
                 if ended_with is None:
                     raise
                 error = ended_with
-            except MillraceError as raised:
+            except HeadraceError as raised:
                 error = raised
             except Exception:
                 logger.exception("%s failed", handler.__qualname__)

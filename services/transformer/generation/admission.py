@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
-from millrace.clients import Client
-from millrace.errors import OverloadedError
+from headrace.clients import Client
+from headrace.errors import OverloadedError
 from services.transformer.generation.chunks import TextChunk
 from services.transformer.generation.load_estimate import LoadEstimate, RefusalPace
 from services.transformer.generation.requests import TextRequest

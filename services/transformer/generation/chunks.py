@@ -6,8 +6,8 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from millrace.oip.prompt_logprobs import PromptLogprobs
-from millrace_protos.millrace_pb2 import Usage
+from headrace.oip.prompt_logprobs import PromptLogprobs
+from headrace_protos.headrace_pb2 import Usage
 from services.transformer.predictors.tokens import TokenChunk
 from services.transformer.text.answer_parser import AnswerParser
 from services.transformer.text.answer_parts import Content, Part, merged

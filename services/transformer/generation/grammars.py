@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from millrace.deadline import Deadline
-from millrace.errors import InvalidRequestError
-from millrace.grammars import check_grammar
+from headrace.deadline import Deadline
+from headrace.errors import InvalidRequestError
+from headrace.grammars import check_grammar
 from services.transformer.models.work_pool import WorkPool
 
 _THREADS, _MAX_WAITING = 2, 256

@@ -22,7 +22,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
-from millrace.clients import ANYONE, Client
+from headrace.clients import ANYONE, Client
 
 _BASE = 64  # Sequences at which a step takes twice as long as an empty one would; few machines are worse.
 _MARGIN = 3.0  # Durations of equal answers differ by this factor, and all work for a late answer is lost.

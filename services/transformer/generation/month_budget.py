@@ -15,9 +15,9 @@ from typing import Any
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from millrace.clients import Client
-from millrace.errors import MillraceError, OverloadedError
-from millrace_protos.millrace_pb2 import UsageRequest
+from headrace.clients import Client
+from headrace.errors import HeadraceError, OverloadedError
+from headrace_protos.headrace_pb2 import UsageRequest
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class MonthBudget:
         known.is_being_read = True
         try:
             known.used = await self._used_tokens(name, known.month)
-        except MillraceError as error:
+        except HeadraceError as error:
             logger.warning("tokens of %s in this month are unknown: %s", name, error.message)
         finally:
             known.is_being_read = False

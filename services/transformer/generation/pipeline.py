@@ -13,13 +13,13 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
-from millrace.errors import InvalidRequestError, MillraceError
-from millrace.grammars import PARAMETER
-from millrace.oip.prompt_logprobs import check_size
-from millrace.payload.call import begin
-from millrace.payload.tap import PayloadTap
-from millrace.rpc.call_context import CallContext
-from millrace.sampling import SamplingParameters
+from headrace.errors import HeadraceError, InvalidRequestError
+from headrace.grammars import PARAMETER
+from headrace.oip.prompt_logprobs import check_size
+from headrace.payload.call import begin
+from headrace.payload.tap import PayloadTap
+from headrace.rpc.call_context import CallContext
+from headrace.sampling import SamplingParameters
 from services.transformer.generation.admission import Admission, AdmittedGeneration
 from services.transformer.generation.chunks import Assembler, TextChunk
 from services.transformer.generation.grammars import GrammarChecks
@@ -81,7 +81,7 @@ class Pipeline:
         self._telemetry = GenerationTelemetry(router.lists)
 
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
-        """The chunks of one answer; raises MillraceError; closing the generator (`aclosing`) cancels the request."""
+        """The chunks of one answer; raises HeadraceError; closing the generator (`aclosing`) cancels the request."""
         with self.recording_refusals(request.call, request.model):
             request.check()
             first_token = FirstToken(request.call)
@@ -139,7 +139,7 @@ class Pipeline:
         while True:
             try:
                 return await self._attempt(request, model, first_token, held)
-            except MillraceError as error:
+            except HeadraceError as error:
                 held.close()
                 other = self._router.fall_back(request.model, request.call, model, error)
                 if other is None:
@@ -201,7 +201,7 @@ class Pipeline:
         if sampling.structured_outputs:
             if not model.resumes:
                 raise InvalidRequestError(
-                    f"model {model.name!r}: its predictor supports no {PARAMETER}, it is not Millrace's",
+                    f"model {model.name!r}: its predictor supports no {PARAMETER}, it is not Headrace's",
                     param=PARAMETER,
                 )
             await self._grammars.check(sampling.structured_outputs, request.call.deadline)
@@ -243,7 +243,7 @@ class Pipeline:
                 ("force a call", "tool_choice") if tools.is_required else ("enforce strict functions", "tools")
             )
             raise InvalidRequestError(
-                f"model {model.name!r}: its predictor cannot {what}, it is not Millrace's", param=param
+                f"model {model.name!r}: its predictor cannot {what}, it is not Headrace's", param=param
             )
         try:
             changed = formed(form, tools, syntax, model.tokenizer, prompt_ids)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from millrace.deadline import Deadline
-from millrace.errors import ContextLengthError, InvalidRequestError
-from millrace.sampling import ContextLimits
+from headrace.deadline import Deadline
+from headrace.errors import ContextLengthError, InvalidRequestError
+from headrace.sampling import ContextLimits
 from services.transformer.generation.requests import TextRequest
 from services.transformer.generation.tool_use import check_tools
 from services.transformer.models.models import TextModel

@@ -11,8 +11,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from millrace.errors import MillraceError
-from millrace_protos.millrace_pb2 import PayloadRecord, QueryPayloadsRequest
+from headrace.errors import HeadraceError
+from headrace_protos.headrace_pb2 import PayloadRecord, QueryPayloadsRequest
 from services.transformer.generation.requests import TextRequest
 from services.transformer.generation.resume_ids import ResumePoint, checksum
 from services.transformer.predictors.tokens import Generation, TokenChunk
@@ -43,7 +43,7 @@ class RecordedTokens:
                 found = _tokens_of(record, resume, generation)
                 if found is not None:
                     return found
-        except MillraceError as error:
+        except HeadraceError as error:
             logger.debug("request %s is not looked up in the payload log: %s", request.call.request_id, error.message)
         return None
 

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import orjson
 
-from millrace.payload.call import recorded
-from millrace.payload.recording import Recording
-from millrace.payload.tap import PayloadTap
-from millrace.sampling import MAX_STOP_TOKEN_IDS
+from headrace.payload.call import recorded
+from headrace.payload.recording import Recording
+from headrace.payload.tap import PayloadTap
+from headrace.sampling import MAX_STOP_TOKEN_IDS
 from services.transformer.generation.chunks import TextChunk
 from services.transformer.generation.requests import TextRequest
 from services.transformer.predictors.tokens import Generation

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from millrace.errors import HopBrokenError
+from headrace.errors import HopBrokenError
 from services.transformer.generation.resume_ids import ResumePoint, checksum
 from services.transformer.predictors.resuming import TokenStream
 from services.transformer.predictors.tokens import TokenChunk

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from millrace.errors import InvalidRequestError
-from millrace.rpc.call_context import CallContext
+from headrace.errors import InvalidRequestError
+from headrace.rpc.call_context import CallContext
 from services.transformer.calls import check_bad_words, check_stop
 from services.transformer.generation.resume_ids import ResumePoint
 from services.transformer.text.tools import ToolUse

@@ -27,8 +27,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from millrace.errors import GoneError, InvalidRequestError
-from millrace.rpc.call_context import IDEMPOTENCY_KEY, CallContext
+from headrace.errors import GoneError, InvalidRequestError
+from headrace.rpc.call_context import IDEMPOTENCY_KEY, CallContext
 from services.transformer.signing import Signer
 
 MAX_AGE_S = 300

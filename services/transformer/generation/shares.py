@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from millrace.clients import Client, Policy, account
-from millrace.rpc.call_context import CallContext
+from headrace.clients import Client, Policy, account
+from headrace.rpc.call_context import CallContext
 
 LOWEST_WEIGHT = 0.001
 _SHADOWS = Client("~shadows", Policy(weight=LOWEST_WEIGHT))  # No client of a key can have such a name.

@@ -1,7 +1,7 @@
 """Metrics and span attributes of one generation, however many calls to predictors it takes.
 
 Names are OpenTelemetry's for generative AI, measured at the server, with the gateway's protocol as an attribute, so
-that gRPC and HTTP can be compared; other names are `millrace.*`. A model that is not served is `_OTHER`: no label is
+that gRPC and HTTP can be compared; other names are `headrace.*`. A model that is not served is `_OTHER`: no label is
 text of a caller. Prompts and answers are never part of telemetry.
 """
 
@@ -15,17 +15,17 @@ from grpc import StatusCode
 from opentelemetry import trace
 from opentelemetry.metrics import Meter
 
-from millrace.deadline import DEADLINE_MARGIN_S
-from millrace.errors import MillraceError
-from millrace.rpc.admission import error_of_call
-from millrace.rpc.call_context import CallContext
-from millrace.telemetry.gathered import Gathered, counter, histogram
-from millrace.telemetry.identity import MODEL, PROTOCOL, protocol_of
-from millrace.telemetry.rpc import OTHER, mark_failure
+from headrace.deadline import DEADLINE_MARGIN_S
+from headrace.errors import HeadraceError
+from headrace.rpc.admission import error_of_call
+from headrace.rpc.call_context import CallContext
+from headrace.telemetry.gathered import Gathered, counter, histogram
+from headrace.telemetry.identity import MODEL, PROTOCOL, protocol_of
+from headrace.telemetry.rpc import OTHER, mark_failure
 from services.transformer.generation.chunks import TextChunk
 from services.transformer.generation.requests import TextRequest
 
-OUTCOME = "millrace.outcome"
+OUTCOME = "headrace.outcome"
 _ERROR = "error.type"
 _TOKEN_TYPE = "gen_ai.token.type"  # noqa: S105
 
@@ -64,14 +64,14 @@ class GenerationTelemetry:
         self.per_token = seconds(
             "gen_ai.server.time_per_output_token", "A stream's mean time for a token after the first.", _TOKEN_S
         )
-        self.gap = seconds("millrace.inter_token_latency", "The time before a chunk, for each of its tokens.", _TOKEN_S)
+        self.gap = seconds("headrace.inter_token_latency", "The time before a chunk, for each of its tokens.", _TOKEN_S)
         self.usage = histogram(meter, "gen_ai.client.token.usage", "{token}", "Tokens of prompts and answers.", _TOKENS)
-        self.streams = counter(meter, "millrace.streams", "{stream}", "Generations that have ended, by outcome.")
+        self.streams = counter(meter, "headrace.streams", "{stream}", "Generations that have ended, by outcome.")
         self.resumed = counter(
-            meter, "millrace.stream.resumed", "{resume}", "How often another predictor resumed a stream."
+            meter, "headrace.stream.resumed", "{resume}", "How often another predictor resumed a stream."
         )
         self.reconnected = counter(
-            meter, "millrace.stream.reconnected", "{request}", "Requests for the rest of an answer that broke off."
+            meter, "headrace.stream.reconnected", "{request}", "Requests for the rest of an answer that broke off."
         )
 
     @contextmanager
@@ -83,7 +83,7 @@ class GenerationTelemetry:
         except (asyncio.CancelledError, GeneratorExit):
             observation.end(_cancelled_with(request.call))
             raise
-        except MillraceError as error:
+        except HeadraceError as error:
             observation.end(error.status)
             raise
         except BaseException:
@@ -104,7 +104,7 @@ class ObservedGeneration:
         self._gap_attributes = {MODEL: model, PROTOCOL: protocol_of(request.call.metadata)}
         self._attributes = {
             "gen_ai.operation.name": operation,
-            "gen_ai.provider.name": "millrace",
+            "gen_ai.provider.name": "headrace",
             **self._gap_attributes,
         }
         if request.resume is not None:

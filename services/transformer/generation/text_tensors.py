@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 import orjson
 
-from millrace.errors import InvalidRequestError
-from millrace.oip.declared_tensors import check_requested_outputs
-from millrace.oip.model_description import FINGERPRINT, ModelDescription, TensorSpec
-from millrace.oip.parameters import read_sampling, set_parameters
-from millrace.oip.tensors import BYTES, Tensor, add_output, bytes_tensor, decode_inputs
-from millrace.rpc.call_context import CallContext
-from millrace_protos import inference_pb2 as pb
+from headrace.errors import InvalidRequestError
+from headrace.oip.declared_tensors import check_requested_outputs
+from headrace.oip.model_description import FINGERPRINT, ModelDescription, TensorSpec
+from headrace.oip.parameters import read_sampling, set_parameters
+from headrace.oip.tensors import BYTES, Tensor, add_output, bytes_tensor, decode_inputs
+from headrace.rpc.call_context import CallContext
+from headrace_protos import inference_pb2 as pb
 from services.transformer.generation.chunks import TextChunk
 from services.transformer.generation.requests import TextRequest
 from services.transformer.models.models import TextModel
@@ -53,7 +53,7 @@ _INPUTS = {
     "exclude_input_in_output": "BOOL",
     **{f"return_{name}": "BOOL" for name in _OUTPUTS if name != TEXT_OUTPUT},
 }
-_PLATFORM = "millrace_text"
+_PLATFORM = "headrace_text"
 # A larger request cannot be one to a text model, and reading it would delay other requests.
 _MAX_TENSORS, _MAX_PARAMETERS, _MAX_DIMENSIONS = 64, 256, 32
 _MAX_SAMPLING_BYTES = 128 * 1024

@@ -10,11 +10,11 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from millrace.clients import Client
-from millrace.errors import InvalidRequestError, OverloadedError
-from millrace.rpc.by_client import ByClient
-from millrace.rpc.client_limits import SlidingMinute
-from millrace.rpc.response_head import Pairs
+from headrace.clients import Client
+from headrace.errors import InvalidRequestError, OverloadedError
+from headrace.rpc.by_client import ByClient
+from headrace.rpc.client_limits import SlidingMinute
+from headrace.rpc.response_head import Pairs
 from services.transformer.generation.month_budget import MonthBudget
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from millrace.errors import InvalidRequestError
-from millrace.structured_outputs import constraint_of
+from headrace.errors import InvalidRequestError
+from headrace.structured_outputs import constraint_of
 from services.transformer.generation.requests import TextRequest
 from services.transformer.text.answer_parser import AnswerParser
 from services.transformer.text.answer_parts import Content, Part

@@ -10,13 +10,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
-from millrace.clients import Client
-from millrace.deadline import Deadline
-from millrace.errors import InvalidRequestError
-from millrace.oip.model_description import INPUT_IDS, OUTPUT_IDS
-from millrace.oip.raw_contents import split
-from millrace.payload.recording import Recording
-from millrace_protos import inference_pb2 as pb
+from headrace.clients import Client
+from headrace.deadline import Deadline
+from headrace.errors import InvalidRequestError
+from headrace.oip.model_description import INPUT_IDS, OUTPUT_IDS
+from headrace.oip.raw_contents import split
+from headrace.payload.recording import Recording
+from headrace_protos import inference_pb2 as pb
 from services.transformer.generation.token_quota import Reservation, TokenQuota
 from services.transformer.predictors.relay import Relay
 

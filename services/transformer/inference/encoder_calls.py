@@ -14,15 +14,15 @@ from typing import NamedTuple
 import numpy as np
 import orjson
 
-from millrace.errors import HopBrokenError, InvalidRequestError
-from millrace.oip.model_description import INPUT_IDS
-from millrace.oip.row_outputs import POOLING_MASK, TOKEN_TYPE_IDS, Vector
-from millrace.oip.tensors import Tensor, add_input, decode_outputs
-from millrace.payload.call import recorded
-from millrace.payload.tap import PayloadTap
-from millrace.rpc.call_context import CallContext
-from millrace_protos import inference_pb2
-from millrace_protos.millrace_pb2 import Usage
+from headrace.errors import HopBrokenError, InvalidRequestError
+from headrace.oip.model_description import INPUT_IDS
+from headrace.oip.row_outputs import POOLING_MASK, TOKEN_TYPE_IDS, Vector
+from headrace.oip.tensors import Tensor, add_input, decode_outputs
+from headrace.payload.call import recorded
+from headrace.payload.tap import PayloadTap
+from headrace.rpc.call_context import CallContext
+from headrace_protos import inference_pb2
+from headrace_protos.headrace_pb2 import Usage
 from services.transformer.generation.recording import MAX_RECORDED_CHARACTERS, recorded_list
 from services.transformer.generation.token_quota import TokenQuota
 from services.transformer.inference.rows import Row, RowReader, Text
@@ -71,7 +71,7 @@ class EncoderCalls:
         self._bodies = bodies
 
     async def encode(self, request: Request, call: CallContext) -> Encoded:
-        """The vectors of a request's rows; raises MillraceError."""
+        """The vectors of a request's rows; raises HeadraceError."""
         ignored = list(request.ignored_fields)
         parameters = orjson.dumps({"ignored_fields": ignored}).decode() if ignored else ""
         prompt = _recorded(request.texts)

@@ -2,7 +2,7 @@
 
 Used by the gRPC and REST front ends of the protocol. The pipeline records text generations; records of other requests
 have the tensors, those of a stream answer by answer. An answer is a message, or the unparsed bytes of the predictor's.
-Raises MillraceError; closing a generator cancels the request.
+Raises HeadraceError; closing a generator cancels the request.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import AbstractContextManager, aclosing
 
-from millrace.errors import ContextLengthError, MillraceError
-from millrace.oip.stream_infer import FINAL
-from millrace.payload.call import recorded
-from millrace.payload.recording import Recording
-from millrace.payload.tap import PayloadTap
-from millrace.payload.tensors import answer_tensors, request_tensors, streamed_tensors
-from millrace.rpc.call_context import CallContext, check_request_id
-from millrace_protos import inference_pb2 as pb
+from headrace.errors import ContextLengthError, HeadraceError
+from headrace.oip.stream_infer import FINAL
+from headrace.payload.call import recorded
+from headrace.payload.recording import Recording
+from headrace.payload.tap import PayloadTap
+from headrace.payload.tensors import answer_tensors, request_tensors, streamed_tensors
+from headrace.rpc.call_context import CallContext, check_request_id
+from headrace_protos import inference_pb2 as pb
 from services.transformer.generation.chunks import joined
 from services.transformer.generation.pipeline import Pipeline
 from services.transformer.generation.text_tensors import TextAnswer, TextCall, read_request
@@ -70,7 +70,7 @@ class Inference:
                     return await processed.infer(model, request, relay, call.deadline)
                 data, wait_s = self._routed(request, call).data, self._router.wait_s(request.model_name, call)
                 return await relay.infer(data, call.deadline, wait_s)
-            except MillraceError as error:
+            except HeadraceError as error:
                 other = self._router.fall_back(request.model_name, call, model, error)
                 if other is None or isinstance(other, TextModel):
                     raise

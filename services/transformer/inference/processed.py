@@ -1,7 +1,7 @@
 """Requests to a processor: its preprocessing, the predictor's model, its postprocessing.
 
 Callers send and receive the processor's tensors. The parameters after preprocessing go to the model, and those of the
-model's answers are returned. The functions raise MillraceError, DeadlineError at any stage.
+model's answers are returned. The functions raise HeadraceError, DeadlineError at any stage.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import NamedTuple
 
-from millrace.deadline import Deadline
-from millrace.errors import InvalidRequestError
-from millrace.oip.declared_tensors import check_inputs, check_requested_outputs
-from millrace.oip.model_description import ModelDescription
-from millrace.oip.parameters import read_parameters, set_parameters
-from millrace.oip.raw_contents import Contents, joined, raw_contents, split
-from millrace.oip.tensor_threads import decoding
-from millrace.oip.tensors import decode
-from millrace.processor import ProcessorRequest
-from millrace_protos import inference_pb2 as pb
+from headrace.deadline import Deadline
+from headrace.errors import InvalidRequestError
+from headrace.oip.declared_tensors import check_inputs, check_requested_outputs
+from headrace.oip.model_description import ModelDescription
+from headrace.oip.parameters import read_parameters, set_parameters
+from headrace.oip.raw_contents import Contents, joined, raw_contents, split
+from headrace.oip.tensor_threads import decoding
+from headrace.oip.tensors import decode
+from headrace.processor import ProcessorRequest
+from headrace_protos import inference_pb2 as pb
 from services.transformer.inference.request import InferRequest
 from services.transformer.models.models import ProcessedModel
 from services.transformer.predictors.answers import outputs_of, predictor_answers
 from services.transformer.predictors.relay import Relay
 
-_PLATFORM = "millrace_processor"
+_PLATFORM = "headrace_processor"
 
 
 async def infer(model: ProcessedModel, request: InferRequest, relay: Relay, deadline: Deadline) -> bytes:

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 
 from google.protobuf.message import DecodeError
 
-from millrace.errors import InvalidRequestError
-from millrace.oip.raw_contents import MAX_SCANNED_FIELDS, Contents, split
-from millrace.oip.wire_fields import fields
-from millrace.rpc.call_context import ServedModel
-from millrace_protos import inference_pb2 as pb
+from headrace.errors import InvalidRequestError
+from headrace.oip.raw_contents import MAX_SCANNED_FIELDS, Contents, split
+from headrace.oip.wire_fields import fields
+from headrace.rpc.call_context import ServedModel
+from headrace_protos import inference_pb2 as pb
 
 # model_name, model_version, id, parameters.
 _HEAD_FIELDS = frozenset({1, 2, 3, 4})

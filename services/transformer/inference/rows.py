@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary
 
 import orjson
 
-from millrace.deadline import Deadline
-from millrace.errors import InvalidRequestError
+from headrace.deadline import Deadline
+from headrace.errors import InvalidRequestError
 from services.transformer.models.models import RowModel
 from services.transformer.processes.body_processes import BodyProcesses
 from services.transformer.text.tokenizer import Messages, TextTokenizer, check_token_count

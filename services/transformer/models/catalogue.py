@@ -20,11 +20,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 
-from millrace.errors import InvalidRequestError, MillraceError, NotFoundError, NotReadyError, StartupError
-from millrace.models.sources import ModelSource, parse_location
-from millrace.rpc.call_context import CallContext
-from millrace.rpc.threads import run_in_daemon_thread
-from millrace.telemetry.suppression import suppress_tracing
+from headrace.errors import HeadraceError, InvalidRequestError, NotFoundError, NotReadyError, StartupError
+from headrace.models.sources import ModelSource, parse_location
+from headrace.rpc.call_context import CallContext
+from headrace.rpc.threads import run_in_daemon_thread
+from headrace.telemetry.suppression import suppress_tracing
 from services.transformer.models.models import Model, ProcessedModel, RelayedModel, TextModel, model_of
 from services.transformer.models.processors import RunningProcessor
 from services.transformer.predictors.descriptions import PredictorModel
@@ -217,7 +217,7 @@ class Catalogue:
             is_ready = await self._replicas.ready()
             self._states = await self._index()
             self._is_known = True
-        except MillraceError:
+        except HeadraceError:
             # It may return with other models; until then calls get its errors.
             self._described.clear()
             return False
@@ -271,7 +271,7 @@ class Catalogue:
             self._described.add(name)
             self.notify()
             self._troubles.pop(name, None)
-        except MillraceError as error:
+        except HeadraceError as error:
             if self._troubles.get(name) != error.message:
                 logger.warning("model %s: the predictor does not describe it: %s", name, error.message)
             self._troubles[name] = error.message

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from millrace.models.sentence_files import SentenceFiles
-from millrace.oip.row_outputs import POOLING_MASK, TOKEN_TYPE_IDS, Activation
-from millrace.sampling import ContextLimits, SamplingParameters
+from headrace.models.sentence_files import SentenceFiles
+from headrace.oip.row_outputs import POOLING_MASK, TOKEN_TYPE_IDS, Activation
+from headrace.sampling import ContextLimits, SamplingParameters
 from services.transformer.models.processors import RunningProcessor
 from services.transformer.predictors.descriptions import OURS, Dialect, PredictorModel
 from services.transformer.text.model_text import ModelText
@@ -38,7 +38,7 @@ class TextModel:
 
 @dataclass(frozen=True)
 class RowModel:
-    """How a model makes a vector of a text, or of a pair of texts: see millrace/oip/row_outputs.py."""
+    """How a model makes a vector of a text, or of a pair of texts: see headrace/oip/row_outputs.py."""
 
     tokenizer: TextTokenizer
     files: SentenceFiles

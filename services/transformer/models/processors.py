@@ -1,7 +1,7 @@
 """Processors of the user's own: `name=package.module:Class` or `name=folder/file.py:Class`, imported and run.
 
-See millrace/processor.py for the interface. An invalid processor raises StartupError at the start, with one line. Plain
-methods run on a pool's threads, async ones on the event loop; their exceptions become MillraceErrors. A method that the
+See headrace/processor.py for the interface. An invalid processor raises StartupError at the start, with one line. Plain
+methods run on a pool's threads, async ones on the event loop; their exceptions become HeadraceErrors. A method that the
 class has not overridden passes everything on at once.
 """
 
@@ -17,13 +17,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from millrace.deadline import Deadline
-from millrace.errors import MillraceError, RequestFailedError, StartupError
-from millrace.oip.declared_tensors import declared
-from millrace.oip.model_description import TensorSpec
-from millrace.oip.tensors import Array, RawTensor, Tensor
-from millrace.processor import Processor, ProcessorRequest
-from millrace.python_tensors import BadResultError, as_mapping, as_tensor
+from headrace.deadline import Deadline
+from headrace.errors import HeadraceError, RequestFailedError, StartupError
+from headrace.oip.declared_tensors import declared
+from headrace.oip.model_description import TensorSpec
+from headrace.oip.tensors import Array, RawTensor, Tensor
+from headrace.processor import Processor, ProcessorRequest
+from headrace.python_tensors import BadResultError, as_mapping, as_tensor
 from services.transformer.models.processor_sources import ProcessorSource
 from services.transformer.models.work_pool import WorkPool
 
@@ -35,7 +35,7 @@ _PASSED = "the deadline passed in the processor"
 
 
 class RunningProcessor:
-    """One processor; `model` is the predictor's that it calls. Its methods raise MillraceError."""
+    """One processor; `model` is the predictor's that it calls. Its methods raise HeadraceError."""
 
     def __init__(self, source: ProcessorSource, pool: WorkPool) -> None:
         self.name = source.name
@@ -74,7 +74,7 @@ class RunningProcessor:
                     result = await self._call(method, *arguments)
             result = as_mapping(result, "the processor")
             return [(name, as_tensor(name, value, "the processor")) for name, value in result.items()]
-        except MillraceError:
+        except HeadraceError:
             raise
         except BadResultError as error:
             logger.error("processor %s: %s", self.name, error)
@@ -117,7 +117,7 @@ def _made(source: ProcessorSource) -> Processor:
         logger.debug("%s cannot be imported", where, exc_info=True)
         raise StartupError(f"{where} cannot be imported: {_in_one_line(error)}") from None
     if not isinstance(made, Processor):
-        raise StartupError(f"{where}: {source.class_name} is not a subclass of millrace.processor.Processor")
+        raise StartupError(f"{where}: {source.class_name} is not a subclass of headrace.processor.Processor")
     return made
 
 
@@ -125,7 +125,7 @@ def _module(source: ProcessorSource) -> ModuleType:
     if not source.where.endswith(".py"):
         return importlib.import_module(source.where)
     # Hexadecimal, because a name may have characters that a module's cannot.
-    name = f"millrace_processor_{source.name.encode().hex()}"
+    name = f"headrace_processor_{source.name.encode().hex()}"
     spec = importlib.util.spec_from_file_location(name, Path(source.where))
     if spec is None or spec.loader is None:
         raise ImportError(f"{source.where} is not a Python file")

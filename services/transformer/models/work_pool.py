@@ -7,9 +7,9 @@ import contextvars
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from millrace.errors import OverloadedError
-from millrace.fair_threads import FairThreads
-from millrace.rpc.admission import caller_of_call
+from headrace.errors import OverloadedError
+from headrace.fair_threads import FairThreads
+from headrace.rpc.admission import caller_of_call
 
 T = TypeVar("T")
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from millrace.errors import HopBrokenError, InvalidRequestError
-from millrace.oip.raw_contents import Contents
-from millrace.oip.tensors import Tensor, decode
-from millrace_protos import inference_pb2
+from headrace.errors import HopBrokenError, InvalidRequestError
+from headrace.oip.raw_contents import Contents
+from headrace.oip.tensors import Tensor, decode
+from headrace_protos import inference_pb2
 
 
 class BrokenAnswerError(HopBrokenError):

@@ -13,22 +13,22 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from millrace.deadline import Deadline
-from millrace.errors import (
+from headrace.deadline import Deadline
+from headrace.errors import (
+    HeadraceError,
     HopBrokenError,
-    MillraceError,
     NotFoundError,
     NotImplementedMethodError,
     RequestFailedError,
 )
-from millrace.oip.joined_answers import JOINS_ANSWERS, separate
-from millrace.oip.wire_fields import fields
-from millrace.payload.call import RECORDED
-from millrace.rpc.channel import open_channel, open_plain_channel
-from millrace.rpc.client_interceptors import CallSpan
-from millrace.rpc.server import READY
-from millrace.rpc.unary_method import UnaryMethod
-from millrace_protos import inference_pb2, inference_pb2_grpc
+from headrace.oip.joined_answers import JOINS_ANSWERS, separate
+from headrace.oip.wire_fields import fields
+from headrace.payload.call import RECORDED
+from headrace.rpc.channel import open_channel, open_plain_channel
+from headrace.rpc.client_interceptors import CallSpan
+from headrace.rpc.server import READY
+from headrace.rpc.unary_method import UnaryMethod
+from headrace_protos import inference_pb2, inference_pb2_grpc
 from services.transformer.predictors.oip_call import ERRORS_AS_STATUS, OipCall
 from services.transformer.predictors.predictor import PROBE_TIMEOUT_S, Predictor
 from services.transformer.predictors.tokens import Generation
@@ -78,13 +78,13 @@ class PredictorClient(Predictor):
             return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
         except (NotFoundError, NotImplementedMethodError):
             return await self._server_ready()
-        except MillraceError:
+        except HeadraceError:
             return False
 
     async def _server_ready(self) -> bool:
         try:
             answer = await self._inference.ServerReady(inference_pb2.ServerReadyRequest(), timeout=PROBE_TIMEOUT_S)
-        except MillraceError:
+        except HeadraceError:
             return False
         return answer.ready
 
@@ -92,7 +92,7 @@ class PredictorClient(Predictor):
         request = inference_pb2.ModelReadyRequest(name=name, version=version)
         try:
             return (await self._inference.ModelReady(request, timeout=PROBE_TIMEOUT_S)).ready
-        except MillraceError:
+        except HeadraceError:
             return False
 
     async def infer_bytes(self, request: bytes, deadline: Deadline) -> bytes:

@@ -20,8 +20,8 @@ from enum import Enum
 
 import numpy as np
 
-from millrace.errors import HopBrokenError, MillraceError
-from millrace.sampling import SamplingParameters
+from headrace.errors import HeadraceError, HopBrokenError
+from headrace.sampling import SamplingParameters
 
 _MOST_BEFORE_ISOLATION = 4
 _HALVES = 2  # Of a crash; the loss of a predictor is one.
@@ -54,7 +54,7 @@ class CrashCount:
         """From now on the call's predictor computes nothing else."""
         self._is_isolated = True
 
-    def call_ended(self, error: MillraceError) -> None:
+    def call_ended(self, error: HeadraceError) -> None:
         """The call ended without a new token: HopBrokenError is a crash."""
         halves = 1 if isinstance(error, PredictorLostError) else _HALVES if isinstance(error, HopBrokenError) else 0
         self._in_a_row += halves

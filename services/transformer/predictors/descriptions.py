@@ -9,13 +9,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from millrace.models.generation_config import IGNORED_FIELDS
-from millrace.oip.model_description import FINGERPRINT, INPUT_IDS, OUTPUT_IDS
-from millrace.oip.prompt_logprobs import OUTPUTS as PROMPT_OUTPUTS
-from millrace.oip.row_outputs import ACTIVATION, EMBEDDING, LABELS, LOGITS, Activation
-from millrace.sampling import LENGTHS
-from millrace_protos import inference_pb2 as pb
-from millrace_protos import model_config_pb2
+from headrace.models.generation_config import IGNORED_FIELDS
+from headrace.oip.model_description import FINGERPRINT, INPUT_IDS, OUTPUT_IDS
+from headrace.oip.prompt_logprobs import OUTPUTS as PROMPT_OUTPUTS
+from headrace.oip.row_outputs import ACTIVATION, EMBEDDING, LABELS, LOGITS, Activation
+from headrace.sampling import LENGTHS
+from headrace_protos import inference_pb2 as pb
+from headrace_protos import model_config_pb2
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,12 @@ class PredictorModel:
 
     @property
     def scores_prompts(self) -> bool:
-        """It gives log probabilities of prompts, see millrace/oip/prompt_logprobs.py."""
+        """It gives log probabilities of prompts, see headrace/oip/prompt_logprobs.py."""
         return self.resumes and self.outputs.issuperset(PROMPT_OUTPUTS)
 
     @property
     def row_output(self) -> str | None:
-        """The output of a model that makes a vector of a row of ids, see millrace/oip/row_outputs.py."""
+        """The output of a model that makes a vector of a row of ids, see headrace/oip/row_outputs.py."""
         found = [name for name in (EMBEDDING, LOGITS) if name in self.outputs]
         return found[0] if found and INPUT_IDS in self.inputs and not self.makes_ids else None
 

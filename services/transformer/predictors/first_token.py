@@ -9,9 +9,9 @@ import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from millrace.deadline import Deadline
-from millrace.errors import DeadlineError
-from millrace.rpc.call_context import CallContext, first_token_timeout_s
+from headrace.deadline import Deadline
+from headrace.errors import DeadlineError
+from headrace.rpc.call_context import CallContext, first_token_timeout_s
 
 _MARGIN_S = 0.01
 

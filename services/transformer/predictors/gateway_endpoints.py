@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
 
-from millrace.endpoints import host_and_port
-from millrace.watched_file import replace_file
+from headrace.endpoints import host_and_port
+from headrace.watched_file import replace_file
 from services.transformer.predictors.links import Links
 
 logger = logging.getLogger(__name__)

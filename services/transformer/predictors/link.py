@@ -21,9 +21,9 @@ from itertools import count
 
 from grpc import StatusCode
 
-from millrace.errors import NotReadyError
-from millrace.rpc.http2.streaming_call import CallBrokenError, StreamingCall
-from millrace_protos import steps_pb2 as pb
+from headrace.errors import NotReadyError
+from headrace.rpc.http2.streaming_call import CallBrokenError, StreamingCall
+from headrace_protos import steps_pb2 as pb
 from services.transformer.predictors.crashes import PredictorLostError
 from services.transformer.predictors.link_call import LinkCall
 from services.transformer.predictors.steps_call import open_steps_call

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from grpc import StatusCode
 
-from millrace.errors import MillraceError
-from millrace.oip.prompt_logprobs import PromptLogprobs
-from millrace.rpc.client_interceptors import CallSpan
-from millrace.step_errors import read_error
-from millrace_protos import steps_pb2 as pb
-from millrace_protos.millrace_pb2 import Usage
+from headrace.errors import HeadraceError
+from headrace.oip.prompt_logprobs import PromptLogprobs
+from headrace.rpc.client_interceptors import CallSpan
+from headrace.step_errors import read_error
+from headrace_protos import steps_pb2 as pb
+from headrace_protos.headrace_pb2 import Usage
 from services.transformer.predictors.answers import BrokenAnswerError
 from services.transformer.predictors.tokens import Generation, TokenChunk
 
@@ -50,7 +50,7 @@ class LinkCall:
         self._prompt: PromptLogprobs | None = None
         self._cached_tokens: int | None = None
         self._finish: tuple[str, Usage] | None = None
-        self._error: MillraceError | None = None
+        self._error: HeadraceError | None = None
 
     @property
     def is_leaving(self) -> bool:
@@ -65,7 +65,7 @@ class LinkCall:
     async def read(self) -> TokenChunk | None:
         """The new tokens, once there are as many as the request asks for; None: none, but the call's state has changed.
 
-        Raises the call's MillraceError, after its tokens.
+        Raises the call's HeadraceError, after its tokens.
         """
         if (chunk := self.poll()) is None:
             self.waiter = asyncio.get_running_loop().create_future()
@@ -77,7 +77,7 @@ class LinkCall:
         return chunk
 
     def poll(self) -> TokenChunk | None:
-        """What `read` would return at once, None if it would wait; raises the call's MillraceError."""
+        """What `read` would return at once, None if it would wait; raises the call's HeadraceError."""
         if self._error is not None and not self.token_ids:
             raise self._error
         if len(self.token_ids) >= self._wanted or self._finish is not None or self._error is not None:
@@ -138,7 +138,7 @@ class LinkCall:
         self._span.end(StatusCode.OK)
         self.wake()
 
-    def fail(self, error: MillraceError) -> None:
+    def fail(self, error: HeadraceError) -> None:
         """Ends the call with an error, after the tokens that it already has; only the first end has an effect."""
         if self._finish is None and self._error is None:
             self._error = error

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from itertools import count
 
-from millrace.errors import NotReadyError, OtherWeightsError
+from headrace.errors import NotReadyError, OtherWeightsError
 from services.transformer.predictors.choosing import Candidate, choose, prefix_key
 from services.transformer.predictors.link import PredictorLink
 from services.transformer.predictors.resolver import Resolver

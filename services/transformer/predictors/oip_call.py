@@ -9,16 +9,16 @@ from contextlib import suppress
 import grpc
 import numpy as np
 
-from millrace.deadline import Deadline
-from millrace.errors import HopBrokenError, MillraceError, RequestFailedError
-from millrace.oip.model_description import INPUT_IDS, OUTPUT_IDS
-from millrace.oip.parameters import read_sampling, set_parameters
-from millrace.oip.tensors import Tensor, add_input, decode_outputs, dtype_of
-from millrace.payload.call import RECORDED
-from millrace.rpc.client_interceptors import CallSpan
-from millrace.sampling import RESTRICTIONS
-from millrace_protos import inference_pb2
-from millrace_protos.millrace_pb2 import Usage
+from headrace.deadline import Deadline
+from headrace.errors import HeadraceError, HopBrokenError, RequestFailedError
+from headrace.oip.model_description import INPUT_IDS, OUTPUT_IDS
+from headrace.oip.parameters import read_sampling, set_parameters
+from headrace.oip.tensors import Tensor, add_input, decode_outputs, dtype_of
+from headrace.payload.call import RECORDED
+from headrace.rpc.client_interceptors import CallSpan
+from headrace.sampling import RESTRICTIONS
+from headrace_protos import inference_pb2
+from headrace_protos.headrace_pb2 import Usage
 from services.transformer.predictors.answers import numbers_of, predictor_answers
 from services.transformer.predictors.descriptions import Dialect
 from services.transformer.predictors.tokens import Generation, TokenChunk
@@ -59,7 +59,7 @@ class OipCall:
         self._produced = 0
 
     async def read(self) -> TokenChunk:
-        """The next tokens; raises MillraceError."""
+        """The next tokens; raises HeadraceError."""
         message = await anext(self._messages, None)
         if message is None:
             return self._last()
@@ -88,7 +88,7 @@ class OipCall:
 
     async def _until_end(self) -> None:
         """Reads the call's status, so that it ends as OK and not as cancelled; the answer does not depend on it."""
-        with suppress(MillraceError, TimeoutError):
+        with suppress(HeadraceError, TimeoutError):
             async with asyncio.timeout(_END_TIMEOUT_S):
                 async for _ in self._messages:
                     pass

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from millrace.errors import DrainingError, HopBrokenError, MillraceError, NotFoundError, NotReadyError, OverloadedError
+from headrace.errors import DrainingError, HeadraceError, HopBrokenError, NotFoundError, NotReadyError, OverloadedError
 from services.transformer.predictors.link_call import LinkCall
 from services.transformer.predictors.tokens import TokenChunk
 
@@ -87,7 +87,7 @@ class ParallelCall:
         for runner in self._runners:
             runner.call.close()
 
-    def fail(self, error: MillraceError) -> None:
+    def fail(self, error: HeadraceError) -> None:
         for runner in self._runners:
             runner.call.fail(error)
 

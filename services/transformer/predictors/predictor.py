@@ -10,10 +10,10 @@ from collections.abc import AsyncGenerator, Awaitable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
-from millrace.deadline import Deadline
-from millrace.errors import DeadlineError, NotReadyError
-from millrace.rpc.client_interceptors import CallSpan
-from millrace_protos import inference_pb2 as pb
+from headrace.deadline import Deadline
+from headrace.errors import DeadlineError, NotReadyError
+from headrace.rpc.client_interceptors import CallSpan
+from headrace_protos import inference_pb2 as pb
 from services.transformer.predictors.retries import Backoff
 from services.transformer.predictors.tokens import Generation
 
@@ -36,7 +36,7 @@ def probe_errors() -> Iterator[None]:
 
 
 class Method(Protocol[RequestT, ResponseT]):
-    """A method of a stub; raises MillraceError."""
+    """A method of a stub; raises HeadraceError."""
 
     def __call__(self, request: RequestT, /, *, timeout: float | None = None) -> Awaitable[ResponseT]: ...
 
@@ -63,7 +63,7 @@ class Stub(Protocol):
 
 
 class Predictor(ABC):
-    """Every method raises MillraceError signed with the hop that failed.
+    """Every method raises HeadraceError signed with the hop that failed.
 
     `wait_s` is how long a request waits for unavailable predictors, `start_wait_s` the same before its first output.
     `streams`: a request may have several answers, like a generation of token ids.

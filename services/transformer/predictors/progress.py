@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from millrace.errors import (
+from headrace.errors import (
     DrainingError,
+    HeadraceError,
     HopBrokenError,
-    MillraceError,
     NotReadyError,
     OtherWeightsError,
     OverloadedError,
 )
-from millrace.rpc.client_interceptors import CallSpan
+from headrace.rpc.client_interceptors import CallSpan
 from services.transformer.predictors.crashes import CrashCount, NextCall
 from services.transformer.predictors.tokens import Generation, TokenChunk
 
@@ -67,7 +67,7 @@ class Progress:
         self._span = CallSpan(self._follows)
         return self._span
 
-    def ended(self, error: MillraceError) -> None:
+    def ended(self, error: HeadraceError) -> None:
         """Records the error that ended a call; raises it if it ends the request too."""
         self._earlier_engine_s += self._engine_s
         self._engine_s = 0.0
@@ -81,13 +81,13 @@ class Progress:
         if isinstance(error, (HopBrokenError, DrainingError)):
             self.moves(error)
 
-    def moves(self, error: MillraceError) -> None:
+    def moves(self, error: HeadraceError) -> None:
         """Records that another call continues the answer because of `error`."""
         self.was_moved = True
         moved = (self.generation.request_id, len(self.output_ids), error.message)
         logger.info("request %s is moved after %d tokens: %s", *moved)
 
-    def last_word(self, error: MillraceError) -> MillraceError:
+    def last_word(self, error: HeadraceError) -> HeadraceError:
         """The error of the request if no predictor takes it in time."""
         if isinstance(error, OtherWeightsError):
             return HopBrokenError(

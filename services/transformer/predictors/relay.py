@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from millrace.deadline import Deadline
-from millrace.errors import NotReadyError
+from headrace.deadline import Deadline
+from headrace.errors import NotReadyError
 from services.transformer.predictors.predictor import Predictor
 
 
 class Relay:
-    """Owned by the event loop; one for all requests; its methods raise MillraceError."""
+    """Owned by the event loop; one for all requests; its methods raise HeadraceError."""
 
     def __init__(self, predictor: Predictor) -> None:
         self._predictor = predictor

@@ -19,13 +19,13 @@ from typing import Any, TypeVar
 
 import grpc
 
-from millrace.deadline import Deadline
-from millrace.errors import HopBrokenError, MillraceError, NotImplementedMethodError, NotReadyError
-from millrace.rpc.channel import open_channel
-from millrace.rpc.health import is_serving
-from millrace.rpc.server import READY as READY_NAME
-from millrace_protos import inference_pb2 as pb
-from millrace_protos import inference_pb2_grpc
+from headrace.deadline import Deadline
+from headrace.errors import HeadraceError, HopBrokenError, NotImplementedMethodError, NotReadyError
+from headrace.rpc.channel import open_channel
+from headrace.rpc.health import is_serving
+from headrace.rpc.server import READY as READY_NAME
+from headrace_protos import inference_pb2 as pb
+from headrace_protos import inference_pb2_grpc
 from services.transformer.predictors.descriptions import PredictorModel, described
 from services.transformer.predictors.predictor import PROBE_TIMEOUT_S, Predictor, Stub, probe_errors
 from services.transformer.predictors.resolver import Resolver
@@ -52,7 +52,7 @@ class ModelState:
 
 
 class Replicas:
-    """Owned by the event loop; its methods raise MillraceError."""
+    """Owned by the event loop; its methods raise HeadraceError."""
 
     def __init__(self, addresses: Sequence[str], predictor: Predictor) -> None:
         self._addresses = addresses
@@ -162,7 +162,7 @@ class Replicas:
         good = {address: a for address, a in zip(serving, answers, strict=True) if not isinstance(a, BaseException)}
         bad = [answer for answer in answers if isinstance(answer, BaseException)]
         for error in bad:
-            if all_must or not good or not isinstance(error, MillraceError):
+            if all_must or not good or not isinstance(error, HeadraceError):
                 raise error
         return good
 

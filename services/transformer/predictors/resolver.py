@@ -14,8 +14,8 @@ import socket
 from collections.abc import Sequence
 from functools import partial
 
-from millrace.endpoints import host_and_port, is_service
-from millrace.rpc.threads import run_in_daemon_thread
+from headrace.endpoints import host_and_port, is_service
+from headrace.rpc.threads import run_in_daemon_thread
 from services.transformer.predictors.service_records import service_records
 
 logger = logging.getLogger(__name__)

@@ -31,18 +31,18 @@ import logging
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from millrace.deadline import PASSED, Deadline
-from millrace.errors import (
+from headrace.deadline import PASSED, Deadline
+from headrace.errors import (
     DeadlineError,
     DrainingError,
+    HeadraceError,
     HopBrokenError,
-    MillraceError,
     NotFoundError,
     NotReadyError,
     OverloadedError,
     RequestFailedError,
 )
-from millrace.rpc.client_interceptors import CallSpan, ClientSpans
+from headrace.rpc.client_interceptors import CallSpan, ClientSpans
 from services.transformer.predictors.answers import BrokenAnswerError
 from services.transformer.predictors.crashes import CrashCount, NextCall, Quarantine, request_fingerprint
 from services.transformer.predictors.first_token import FirstToken
@@ -122,7 +122,7 @@ class TokenStream:
             self._timer = asyncio.get_running_loop().call_later(left_s, self._deadline_passed)
 
     async def read(self) -> TokenChunk:
-        """The next tokens, at least one or the end; raises MillraceError."""
+        """The next tokens, at least one or the end; raises HeadraceError."""
         while True:
             call = self._call
             if call is None:
@@ -255,7 +255,7 @@ class TokenStream:
     def _can_move(self) -> bool:
         return self._generator.links.can_resume(self._generation.model, self._progress.fingerprint)
 
-    async def _after(self, error: MillraceError) -> None:
+    async def _after(self, error: HeadraceError) -> None:
         """Waits until the next call is due; raises what ends the request."""
         self._end_call()
         progress = self._progress

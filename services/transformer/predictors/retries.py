@@ -15,8 +15,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from millrace.deadline import Deadline
-from millrace.errors import DrainingError, MillraceError, NotReadyError
+from headrace.deadline import Deadline
+from headrace.errors import DrainingError, HeadraceError, NotReadyError
 
 T = TypeVar("T")
 
@@ -42,14 +42,14 @@ class Backoff:
         """The caller has received a part of the answer."""
         self._limit_now_s = self._wait_s
 
-    async def pause(self, error: MillraceError, retry_after_ms: int | None = None) -> None:
+    async def pause(self, error: HeadraceError, retry_after_ms: int | None = None) -> None:
         """Waits until the next retry is due; raises `error` where the limit is reached, or DeadlineError."""
         limit_s = self._limit_s(error)
         pause_s = self._pause_s * random.uniform(0.5, 1.0)  # noqa: S311
         self._pause_s = min(max(2 * self._pause_s, _FIRST_PAUSE_S), _MAX_PAUSE_S)
         await asyncio.sleep(min(limit_s, max(pause_s, (retry_after_ms or 0) / 1000)))
 
-    async def wait_for(self, changed: asyncio.Event, error: MillraceError) -> None:
+    async def wait_for(self, changed: asyncio.Event, error: HeadraceError) -> None:
         """Waits until `changed` is set; raises `error` at the limit, or DeadlineError."""
         limit_s = self._limit_s(error)
         try:
@@ -74,7 +74,7 @@ class Backoff:
         if self._gives_up_at is not None:
             self._gives_up_at += time.monotonic() - begun
 
-    def _limit_s(self, error: MillraceError) -> float:
+    def _limit_s(self, error: HeadraceError) -> float:
         """The longest wait that is allowed now; raises what a request ends with that may not wait at all."""
         left_s = self.deadline.left()
         now = time.monotonic()

@@ -7,7 +7,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from millrace_protos import inference_pb2 as pb
+from headrace_protos import inference_pb2 as pb
 
 # Points in time and names, of which the latest is kept; every other number is a count or a duration.
 _LATEST = {"last_inference", "batch_size"}

@@ -10,12 +10,12 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from millrace.rpc.http2.streaming_call import CallBrokenError, StreamingCall
-from millrace_protos import steps_pb2 as pb
+from headrace.rpc.http2.streaming_call import CallBrokenError, StreamingCall
+from headrace_protos import steps_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
-METHOD = "/millrace.v1.PredictorSteps/Run"
+METHOD = "/headrace.v1.PredictorSteps/Run"
 
 
 async def open_steps_call(address: str, receive: Callable[[bytes], None], drained: Callable[[], None]) -> StreamingCall:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from millrace.rpc.client_interceptors import CallSpan
-from millrace.sampling import RESTRICTIONS, SamplingParameters
-from millrace_protos import steps_pb2 as pb
+from headrace.rpc.client_interceptors import CallSpan
+from headrace.sampling import RESTRICTIONS, SamplingParameters
+from headrace_protos import steps_pb2 as pb
 from services.transformer.predictors.progress import Progress
 from services.transformer.predictors.tokens import Generation
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from millrace.oip.prompt_logprobs import PromptLogprobs
-from millrace.sampling import SamplingParameters
-from millrace_protos.millrace_pb2 import Usage
+from headrace.oip.prompt_logprobs import PromptLogprobs
+from headrace.sampling import SamplingParameters
+from headrace_protos.headrace_pb2 import Usage
 from services.transformer.predictors.descriptions import OURS, Dialect
 
 
@@ -15,8 +15,8 @@ from services.transformer.predictors.descriptions import OURS, Dialect
 class Generation:
     """A generation, however many calls it takes; `resumes`: a call can resume after the ids of an earlier one.
 
-    `prompt_logprobs` requests log probabilities of the prompt too, see millrace/oip/prompt_logprobs.py.
-    `client` and `weight` are the caller's, see millrace/clients.py. The client has `paced_after` tokens already: they
+    `prompt_logprobs` requests log probabilities of the prompt too, see headrace/oip/prompt_logprobs.py.
+    `client` and `weight` are the caller's, see headrace/clients.py. The client has `paced_after` tokens already: they
     have no pace.
     """
 

@@ -8,7 +8,7 @@ Each process has a queue and a thread that waits for it: there is one for bodies
 prompt does not wait for a tensor of 50 MB in JSON, one for larger ones, one for chat templates, and one for templates
 that were slow. Each starts with its first call, see body_worker.py for what bounds their memory and time. One that ends
 fails the call it has, and the next call starts another. What waits is bounded in bytes and in calls; callers have
-turns, and one has half of the calls (millrace/fair_threads.py) and of the bytes. Beyond that, OverloadedError. A wait
+turns, and one has half of the calls (headrace/fair_threads.py) and of the bytes. Beyond that, OverloadedError. A wait
 ends with the request's deadline. Where nothing waits, the event loop itself gives a small body to the process and takes
 the result from it: waking a thread for either would make a short chat a tenth slower.
 """
@@ -30,10 +30,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar, cast
 
-from millrace.deadline import NO_DEADLINE, Deadline
-from millrace.errors import InvalidRequestError, MillraceError, OverloadedError, RequestFailedError, TooLargeError
-from millrace.fair_threads import FairThreads
-from millrace.rpc.admission import caller_of_call
+from headrace.deadline import NO_DEADLINE, Deadline
+from headrace.errors import HeadraceError, InvalidRequestError, OverloadedError, RequestFailedError, TooLargeError
+from headrace.fair_threads import FairThreads
+from headrace.rpc.admission import caller_of_call
 
 SMALL_BYTES = 64 * 1024  # Parsed in a millisecond.
 LARGE_BYTES = 4 * 1024 * 1024
@@ -269,7 +269,7 @@ def nested_too_deep() -> InvalidRequestError:
     return InvalidRequestError("the request is nested too deep")
 
 
-def _error_of(cls: type[MillraceError], state: dict[str, Any]) -> MillraceError:
+def _error_of(cls: type[HeadraceError], state: dict[str, Any]) -> HeadraceError:
     """An error that another process raised: the classes' constructors differ, so only their attributes are set."""
     error = cls.__new__(cls)
     Exception.__init__(error, state["message"])

@@ -62,14 +62,14 @@ def _main(connection: socket.socket, max_time_s: float) -> None:
 
 
 def _as_pickle(error: Exception) -> bytes:
-    from millrace.errors import MillraceError, RequestFailedError, TooLargeError
+    from headrace.errors import HeadraceError, RequestFailedError, TooLargeError
     from services.transformer.processes.body_processes import nested_too_deep
 
     if isinstance(error, (MemoryError, SystemError)):  # orjson raises the latter.
         error = TooLargeError("reading or writing the body takes too much memory")
     if isinstance(error, RecursionError):
         error = nested_too_deep()
-    if not isinstance(error, MillraceError):
+    if not isinstance(error, HeadraceError):
         logging.getLogger(__name__).error("a body's work failed", exc_info=error)
         error = RequestFailedError("internal error")
     state: dict[str, Any] = {**error.__dict__}
@@ -85,7 +85,7 @@ def lower_priority(niceness: int) -> None:
 
 
 def _is_large() -> bool:
-    from millrace.rpc.unfinished_messages import resident_bytes
+    from headrace.rpc.unfinished_messages import resident_bytes
 
     # The most that it ever had is cheaper to ask for than what it has.
     if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 <= _LEFT_LARGE:

@@ -1,6 +1,6 @@
 """The models by the names that requests use: those of the catalogue, and the routes to them.
 
-A route maps a name to one of its models: the one in the header `x-millrace-model`, otherwise one drawn by weight. If
+A route maps a name to one of its models: the one in the header `x-headrace-model`, otherwise one drawn by weight. If
 that model cannot answer and no output has been sent, the first available fallback answers. The choice is stored in the
 call (`CallContext.routed`), so a reload of the route file does not affect calls in flight.
 
@@ -18,17 +18,17 @@ from pathlib import Path
 
 from opentelemetry import metrics
 
-from millrace.errors import (
+from headrace.errors import (
+    HeadraceError,
     InvalidRequestError,
-    MillraceError,
     NotFoundError,
     NotReadyError,
     OverloadedError,
 )
-from millrace.rpc.admission import head_of_call
-from millrace.rpc.call_context import IDEMPOTENCY_KEY, CallContext, Routed, ServedModel
-from millrace.telemetry.identity import MODEL, as_metadata
-from millrace.watched_file import WatchedFile
+from headrace.rpc.admission import head_of_call
+from headrace.rpc.call_context import IDEMPOTENCY_KEY, CallContext, Routed, ServedModel
+from headrace.telemetry.identity import MODEL, as_metadata
+from headrace.watched_file import WatchedFile
 from services.transformer.models.catalogue import Catalogue
 from services.transformer.models.models import Model, TextModel
 from services.transformer.predictors.replicas import READY, UNAVAILABLE, ModelState
@@ -36,7 +36,7 @@ from services.transformer.routing.routes import Route, Routes, Target, parse_rou
 
 logger = logging.getLogger(__name__)
 
-CHOSEN_MODEL = "x-millrace-model"  # In a request: the model to select from the route. In a response: which answered.
+CHOSEN_MODEL = "x-headrace-model"  # In a request: the model to select from the route. In a response: which answered.
 _SHOWN = 64  # Characters of a caller's text in an error.
 # How long a request waits for an unavailable predictor if another model could answer.
 _FALLBACK_WAIT_S = 1.0
@@ -55,10 +55,10 @@ class Router:
         self._has_predictor = has_predictor
         self._file = None if file is None else WatchedFile(file, parse_routes)
         self._routes: Routes = {} if self._file is None else self._file.value
-        meter = metrics.get_meter("millrace")
-        self._routed = meter.create_counter("millrace.routed", "{call}", "Calls that a route sent to a model.")
+        meter = metrics.get_meter("headrace")
+        self._routed = meter.create_counter("headrace.routed", "{call}", "Calls that a route sent to a model.")
         self._fallbacks = meter.create_counter(
-            "millrace.fallbacks", "{request}", "Requests without output that fell back to another model."
+            "headrace.fallbacks", "{request}", "Requests without output that fell back to another model."
         )
 
     async def follow(self) -> None:
@@ -103,7 +103,7 @@ class Router:
         routed = call.routed.get(name)
         return _FALLBACK_WAIT_S if routed is not None and self._running(routed.others) else None
 
-    def fall_back(self, name: str, call: CallContext, failed: Model, error: MillraceError) -> Model | None:
+    def fall_back(self, name: str, call: CallContext, failed: Model, error: HeadraceError) -> Model | None:
         """The model that answers instead of one that failed before any output; None if there is none."""
         routed = call.routed.get(name)
         if routed is None or not isinstance(error, _FAILED_THERE) or error.hop is None:
@@ -228,7 +228,7 @@ class Router:
         """Whether the model can be called now."""
         try:
             self.find(name, version)
-        except MillraceError:
+        except HeadraceError:
             return False
         return self.ready
 

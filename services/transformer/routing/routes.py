@@ -22,9 +22,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from millrace.rpc.call_context import ServedModel
-from millrace.validation import first_fault
-from millrace.watched_file import load_yaml
+from headrace.rpc.call_context import ServedModel
+from headrace.validation import first_fault
+from headrace.watched_file import load_yaml
 
 MAX_ROUTES = 1000
 _MAX_TARGETS = 16

@@ -18,17 +18,17 @@ from typing import Any
 
 from opentelemetry import metrics, trace
 
-from millrace.clients import POLICY
-from millrace.deadline import Deadline
-from millrace.errors import MillraceError
-from millrace.rpc.call_context import FIRST_TOKEN_TIMEOUT_MS, CallContext, Routed, ServedModel
-from millrace.telemetry.identity import MODEL, begin_request, current_request_id
+from headrace.clients import POLICY
+from headrace.deadline import Deadline
+from headrace.errors import HeadraceError
+from headrace.rpc.call_context import FIRST_TOKEN_TIMEOUT_MS, CallContext, Routed, ServedModel
+from headrace.telemetry.identity import MODEL, begin_request, current_request_id
 
 logger = logging.getLogger(__name__)
 
 _MOST_AT_ONCE = 16
 _LONGEST_S = 60.0
-_OUTCOME = "millrace.outcome"
+_OUTCOME = "headrace.outcome"
 
 
 def copied_call(call: CallContext, served: ServedModel, record_id: str) -> CallContext:
@@ -50,8 +50,8 @@ class Shadows:
     def __init__(self) -> None:
         self._tasks: asyncio.TaskGroup | None = None
         self._running = 0
-        self._copies = metrics.get_meter("millrace").create_counter(
-            "millrace.shadows", "{request}", "Copies of requests for another model, by outcome."
+        self._copies = metrics.get_meter("headrace").create_counter(
+            "headrace.shadows", "{request}", "Copies of requests for another model, by outcome."
         )
 
     async def run(self) -> None:
@@ -81,13 +81,13 @@ class Shadows:
         outcome = "failed"
         attributes = {"gen_ai.request.model": served.model}
         try:
-            tracer = trace.get_tracer("millrace")
+            tracer = trace.get_tracer("headrace")
             with tracer.start_as_current_span("shadow", attributes=attributes, links=[link]):
                 async with aclosing(answer()) as chunks:
                     async for _ in chunks:
                         pass
             outcome = "completed"
-        except MillraceError:
+        except HeadraceError:
             pass  # Its record has the error.
         except Exception:
             logger.exception("a copy of a request for %s failed", served)

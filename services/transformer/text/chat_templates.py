@@ -21,7 +21,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from millrace.errors import InvalidRequestError
+from headrace.errors import InvalidRequestError
 
 _SLOW_S = 0.25
 _END = secrets.token_hex(16)  # Stands behind a content that is continued.

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from millrace.errors import MillraceError, StartupError
-from millrace.models.generation_config import GENERATION_FILE, read_generation
-from millrace.models.hub import fetch
-from millrace.models.kinds import ModelKind, kind_of
-from millrace.models.sentence_files import SentenceFiles, read_sentence_files
-from millrace.models.sources import ModelSource, read_config
-from millrace.models.tokenizer_files import CHAT_TEMPLATE_FILE, has_vocabulary
-from millrace.sampling import ContextLimits, SamplingParameters, defaults_of
+from headrace.errors import HeadraceError, StartupError
+from headrace.models.generation_config import GENERATION_FILE, read_generation
+from headrace.models.hub import fetch
+from headrace.models.kinds import ModelKind, kind_of
+from headrace.models.sentence_files import SentenceFiles, read_sentence_files
+from headrace.models.sources import ModelSource, read_config
+from headrace.models.tokenizer_files import CHAT_TEMPLATE_FILE, has_vocabulary
+from headrace.sampling import ContextLimits, SamplingParameters, defaults_of
 from services.transformer.text.tokenizer import FILES, TextTokenizer, row_tokenizer
 
 # The names that configurations of transformers have for it.
@@ -64,7 +64,7 @@ def read_text(source: ModelSource, pool: ThreadPoolExecutor, base: AdapterBase |
             files = read_sentence_files(folder)
             return ModelText(row_tokenizer(source.name, files, pool), rows=files)
         return _read_generation(TextTokenizer(source.name, folder, pool), folder, folder)
-    except (ValueError, TypeError, AttributeError, OSError, MillraceError) as error:  # Files may have any contents.
+    except (ValueError, TypeError, AttributeError, OSError, HeadraceError) as error:  # Files may have any contents.
         raise StartupError(f"model {source.name}: {folder}: {error}") from None
 
 

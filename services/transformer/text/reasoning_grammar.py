@@ -10,8 +10,8 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-from millrace.grammars import json_options
-from millrace.structured_outputs import Constraint
+from headrace.grammars import json_options
+from headrace.structured_outputs import Constraint
 from services.transformer.text.reasoning import ReasoningMarks
 
 

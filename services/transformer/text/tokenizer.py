@@ -22,11 +22,11 @@ from typing import Any
 
 import orjson
 
-from millrace.deadline import Deadline
-from millrace.errors import ContextLengthError, InvalidRequestError, MillraceError, StartupError, TooLargeError
-from millrace.models.sentence_files import SentenceFiles
-from millrace.models.tokenizer_files import NAMED_TOKENS, has_vocabulary, read_tokenizer
-from millrace.oip.row_outputs import TOKEN_TYPE_IDS
+from headrace.deadline import Deadline
+from headrace.errors import ContextLengthError, HeadraceError, InvalidRequestError, StartupError, TooLargeError
+from headrace.models.sentence_files import SentenceFiles
+from headrace.models.tokenizer_files import NAMED_TOKENS, has_vocabulary, read_tokenizer
+from headrace.oip.row_outputs import TOKEN_TYPE_IDS
 from services.transformer.processes.body_processes import SLOW_TEMPLATES, TEMPLATES, BodyProcesses
 from services.transformer.text.answer_syntax import AnswerSyntax, syntax_of
 from services.transformer.text.chat_templates import render
@@ -268,7 +268,7 @@ def _bytes_of(text: str) -> int:
 
 async def start_rendering(bodies: BodyProcesses) -> None:
     """Starts the process of the chat templates, so that the first chat does not wait for it."""
-    with suppress(MillraceError):  # Then the first chat shows it.
+    with suppress(HeadraceError):  # Then the first chat shows it.
         await bodies.run(render, ("", "", {}), orjson.dumps([[], ""]), lane=TEMPLATES)
 
 

@@ -12,9 +12,9 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from millrace.grammars import json_options
-from millrace.json_schemas import enforceable
-from millrace.structured_outputs import Constraint
+from headrace.grammars import json_options
+from headrace.json_schemas import enforceable
+from headrace.structured_outputs import Constraint
 from services.transformer.text.reasoning import ReasoningMarks
 from services.transformer.text.reasoning_grammar import after_reasoning, form_rule, mark_symbol, quoted
 from services.transformer.text.tool_calls import PARSERS

@@ -10,7 +10,7 @@ import logging
 import sqlalchemy as sql
 from pydantic import SecretStr
 
-from millrace.errors import StartupError
+from headrace.errors import StartupError
 from services.logger.store.database import Database
 from services.logger.store.store import SEARCH_S, Store
 from services.logger.telemetry import Commits
@@ -22,7 +22,7 @@ try:
     from services.logger.store.postgresql.database import PostgresqlDatabase
 except ImportError as error:
     raise StartupError(
-        f"LOGGER_DATABASE_URL needs the package {error.name}: pip install 'millrace[logger,postgres]'"
+        f"LOGGER_DATABASE_URL needs the package {error.name}: pip install 'headrace[logger,postgres]'"
     ) from None
 
 

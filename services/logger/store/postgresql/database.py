@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import sqlalchemy as sql
 from sqlalchemy.exc import DBAPIError
 
-from millrace.errors import NotReadyError, StartupError
+from headrace.errors import NotReadyError, StartupError
 from services.logger.store.database import READERS, Database
 from services.logger.store.postgresql import schema
 

@@ -27,12 +27,12 @@ from alembic.util import CommandError
 from psycopg.types.string import StrDumperUnknown
 from sqlalchemy.exc import DBAPIError
 
-from millrace.errors import NotReadyError, StartupError
+from headrace.errors import NotReadyError, StartupError
 
 CONNECT_S = 5
 # A statement that waits longer has met a hung logger, or one that a network has cut off while it held the lock.
 _LOCK_S, _IDLE_S, _STATEMENT_S = 10, 30, 60
-_LOCK = 0x6D696C6C72616365  # "millrace": the key of the lock of those that write.
+_LOCK = 0x6D696C6C72616365  # "headrace": the key of the lock of those that write.
 _MAX_KEY = 256  # Characters; an index has room for 2,704 bytes.
 _DIGEST = 64
 _MIGRATIONS = Path(__file__).parent / "migrations"
@@ -61,7 +61,7 @@ def engine_of(url: sql.URL, connections: int, reads_only: bool) -> sql.Engine:
         "keepalives_interval": 5,
         "keepalives_count": 3,
         "tcp_user_timeout": 15_000,
-        "application_name": "millrace-logger",
+        "application_name": "headrace-logger",
         "client_encoding": "utf8",
     }
     engine = sql.create_engine(

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from millrace.models.kinds import ADAPTER_FILE
-from millrace.models.sources import read_config
+from headrace.models.kinds import ADAPTER_FILE
+from headrace.models.sources import read_config
 from services.predictor.engine.adapters.low_rank import LowRankWeights
 
 MAX_RANK = 256

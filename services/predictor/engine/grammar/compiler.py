@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from millrace.errors import InvalidRequestError, MillraceError, OverloadedError, RequestFailedError
-from millrace.fair_threads import FairThreads
-from millrace.grammars import PARAMETER, compile_grammar
-from millrace.models.tokenizer_files import read_tokenizer
+from headrace.errors import HeadraceError, InvalidRequestError, OverloadedError, RequestFailedError
+from headrace.fair_threads import FairThreads
+from headrace.grammars import PARAMETER, compile_grammar
+from headrace.models.tokenizer_files import read_tokenizer
 from services.predictor.engine.state.constraint import Constraint
 from services.predictor.engine.state.sequence import Sequence
 
@@ -66,7 +66,7 @@ class GrammarCompiler:
                 raise late
             sequence.constraint = self._constraint(sequence)
             queue(sequence)
-        except MillraceError as refusal:
+        except HeadraceError as refusal:
             sequence.slot.fail(refusal)
         except Exception:
             logger.exception("the grammar of request %s failed", sequence.request.id)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from millrace.errors import OverloadedError
+from headrace.errors import OverloadedError
 from services.predictor.engine.state.sequence import Sequence
 
 _ENOUGH = 8

@@ -20,7 +20,7 @@ from services.predictor.engine.runners.reach import Reach
 from services.predictor.engine.runners.step_plan import Chunk, StepPlan
 from services.predictor.engine.state.cache import BLOCK_TOKENS
 
-NAME = "millrace_paged"
+NAME = "headrace_paged"
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask")
 
 

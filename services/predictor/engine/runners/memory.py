@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from millrace.errors import StartupError, StartupFault
+from headrace.errors import StartupError, StartupFault
 from services.predictor.engine.state.blocks import RESERVED
 from services.predictor.engine.state.cache import BLOCK_TOKENS, CacheShape
 from services.predictor.settings import PredictorSettings

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from millrace.errors import StartupError
+from headrace.errors import StartupError
 from services.predictor.engine.cpu.packed_linear import pack_linears
 from services.predictor.engine.runners.interface import ModelRunner
 from services.predictor.engine.runners.paged import PagedRunner

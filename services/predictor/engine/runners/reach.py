@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
-_NAME = "millrace_reach"
+_NAME = "headrace_reach"
 
 
 class Reach(NamedTuple):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache
 
-from millrace.errors import StartupError
+from headrace.errors import StartupError
 from services.predictor.engine.faults import check_numbers
 from services.predictor.engine.runners.rotary import SequenceRotary
 from services.predictor.engine.state.scaling import Scaling

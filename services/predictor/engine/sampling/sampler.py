@@ -31,7 +31,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from millrace.sampling import MAX_TOP_LOGPROBS, SamplingParameters
+from headrace.sampling import MAX_TOP_LOGPROBS, SamplingParameters
 from services.predictor.engine.interface import Logprobs
 from services.predictor.engine.sampling.restrictions import add_biases, mask, places
 from services.predictor.engine.sampling.rules import add_rule_biases, apply_rules

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.oip.prompt_logprobs import PromptLogprobs
-from millrace.sampling import MAX_TOP_LOGPROBS
+from headrace.oip.prompt_logprobs import PromptLogprobs
+from headrace.sampling import MAX_TOP_LOGPROBS
 from services.predictor.engine.sampling.vocabulary import largest
 from services.predictor.engine.state.sequence import Row
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Ids
 from hashlib import blake2b
 
-from millrace.clients import WITHOUT_KEY
+from headrace.clients import WITHOUT_KEY
 
 RESERVED = 1  # Block 0.
 

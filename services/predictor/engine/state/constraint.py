@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.errors import InvalidRequestError, MillraceError
-from millrace.grammars import PARAMETER, grammar_error
+from headrace.errors import HeadraceError, InvalidRequestError
+from headrace.grammars import PARAMETER, grammar_error
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -49,7 +49,7 @@ class Constraint:
         self.end_ids = list(end_ids)
         self.eos_ids = list(eos_ids)
         self.is_complete = matcher.is_stopped()
-        self.error: MillraceError | None = None
+        self.error: HeadraceError | None = None
         self._matcher = matcher
         self._tokenizer = tokenizer
         self._left_s = _CPU_S

@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import insort
 from itertools import count as counter
 
-from millrace.errors import InvalidRequestError, OverloadedError
+from headrace.errors import InvalidRequestError, OverloadedError
 from services.predictor.engine.state.blocks import BlockManager
 from services.predictor.engine.state.holdings import Holdings
 from services.predictor.engine.state.scaling import Scaling

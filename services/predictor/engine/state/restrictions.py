@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.errors import InvalidRequestError
-from millrace.sampling import SamplingParameters
+from headrace.errors import InvalidRequestError
+from headrace.sampling import SamplingParameters
 
 
 class Restrictions(NamedTuple):

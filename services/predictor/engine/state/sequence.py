@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
-from millrace.errors import DeadlineError
-from millrace.models.generation_config import GenerationRules
-from millrace.oip.prompt_logprobs import PromptLogprobs
-from millrace.sampling import SamplingParameters
+from headrace.errors import DeadlineError
+from headrace.models.generation_config import GenerationRules
+from headrace.oip.prompt_logprobs import PromptLogprobs
+from headrace.sampling import SamplingParameters
 from services.predictor.engine.interface import GenerationRequest, Usage
 from services.predictor.engine.state.blocks import block_name, first_name
 from services.predictor.engine.state.constraint import Constraint

@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Protocol
 
-from millrace.errors import MillraceError
-from millrace.oip.prompt_logprobs import PromptLogprobs
-from millrace.sampling import SamplingParameters
+from headrace.errors import HeadraceError
+from headrace.oip.prompt_logprobs import PromptLogprobs
+from headrace.sampling import SamplingParameters
 from services.predictor.engine.interface import Chunk, Logprobs, Timeline, Usage
 
 Reader = asyncio.Future[None]
@@ -54,7 +54,7 @@ class SequenceOutput(Protocol):
     def finish(self, reason: str, usage: Usage) -> None:
         """Ends the output without another token."""
 
-    def fail(self, error: MillraceError) -> None:
+    def fail(self, error: HeadraceError) -> None:
         """Ends the output with an error, after the tokens that it already has."""
 
 
@@ -71,7 +71,7 @@ class MergingSlot:
         self._logprobs: list[Logprobs] = []
         self._prompt: PromptLogprobs | None = None
         self._finish: tuple[str, Usage] | None = None
-        self._error: MillraceError | None = None
+        self._error: HeadraceError | None = None
         self.timeline = Timeline()  # The sequence's; the engine writes it.
         self.cancelled = False  # The engine reads it before each step.
 
@@ -107,7 +107,7 @@ class MergingSlot:
     def finish(self, reason: str, usage: Usage) -> None:
         self._end(finish=(reason, usage))
 
-    def fail(self, error: MillraceError) -> None:
+    def fail(self, error: HeadraceError) -> None:
         self._end(error=error)
 
     async def read(self) -> Chunk:
@@ -139,7 +139,7 @@ class MergingSlot:
             with self._lock:
                 self._wake = None
 
-    def _end(self, *, finish: tuple[str, Usage] | None = None, error: MillraceError | None = None) -> None:
+    def _end(self, *, finish: tuple[str, Usage] | None = None, error: HeadraceError | None = None) -> None:
         with self._lock:
             if self._ended():
                 return

@@ -15,7 +15,7 @@ from typing import Any
 from google.api.httpbody_pb2 import HttpBody
 from pydantic_core import from_json
 
-from millrace_protos.millrace_pb2 import Usage
+from headrace_protos.headrace_pb2 import Usage
 from services.transformer.frontends.http import EVENTS, event_json, json_body, named_event
 from services.transformer.generation.chunks import TextChunk, joined
 from services.transformer.text.answer_parts import CallStart, Content, Part, Reasoning, begins_segment

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from millrace.errors import MillraceError
-from millrace.telemetry.identity import current_request_id
+from headrace.errors import HeadraceError
+from headrace.telemetry.identity import current_request_id
 
 _TYPES = {
     401: "authentication_error",
@@ -21,7 +21,7 @@ _TYPES = {
 }
 
 
-def anthropic_error(error: MillraceError) -> dict[str, Any]:
+def anthropic_error(error: HeadraceError) -> dict[str, Any]:
     kind = "invalid_request_error" if error.http_status < 500 else "api_error"
     described = {"type": _TYPES.get(error.http_status, kind), "message": error.message}
     return {"type": "error", "error": described, "request_id": current_request_id() or None}

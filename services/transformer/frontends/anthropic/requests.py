@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from millrace.errors import InvalidRequestError
-from millrace.sampling import SamplingParameters
+from headrace.errors import InvalidRequestError
+from headrace.sampling import SamplingParameters
 from services.transformer.calls import check_bad_words, check_stop
 from services.transformer.frontends.anthropic.blocks import messages_of, text_of_blocks, unread_fields
 from services.transformer.frontends.anthropic.tools import read_choice, read_declarations

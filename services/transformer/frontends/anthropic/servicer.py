@@ -12,12 +12,12 @@ from contextlib import aclosing
 from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
 
-from millrace.clients import client_of
-from millrace.errors import InvalidRequestError
-from millrace.rpc.admission import call_metadata
-from millrace.rpc.call_context import call_context
-from millrace.rpc.handlers import Context
-from millrace_protos import rest_pb2, rest_pb2_grpc
+from headrace.clients import client_of
+from headrace.errors import InvalidRequestError
+from headrace.rpc.admission import call_metadata
+from headrace.rpc.call_context import call_context
+from headrace.rpc.handlers import Context
+from headrace_protos import rest_pb2, rest_pb2_grpc
 from services.transformer.frontends.anthropic.answers import events, whole
 from services.transformer.frontends.anthropic.errors import anthropic_error
 from services.transformer.frontends.anthropic.models import model_info, model_list
@@ -56,7 +56,7 @@ class AnthropicServicer(rest_pb2_grpc.AnthropicServicer):
 
     @rest_errors(anthropic_error)
     async def Messages(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
-        call = call_context(context, "millrace.rest.v1.Anthropic/Messages")
+        call = call_context(context, "headrace.rest.v1.Anthropic/Messages")
         parsed = await self._reader.read(MessagesRequest, request, call, "generation")
         if ignored := parsed.ignored_fields():
             yield Header(IGNORED_FIELDS, ", ".join(ignored))
@@ -89,7 +89,7 @@ class AnthropicServicer(rest_pb2_grpc.AnthropicServicer):
 
     @rest_errors(anthropic_error)
     async def CountTokens(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
-        call = call_context(context, "millrace.rest.v1.Anthropic/CountTokens")
+        call = call_context(context, "headrace.rest.v1.Anthropic/CountTokens")
         parsed = await self._reader.parsed(ConversationRequest, request, call)
         model = self._models.resolve(parsed.model, call.client, "generation")
         parsed.name_unread_hints(self._models.template_reader(model))

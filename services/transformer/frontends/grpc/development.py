@@ -1,4 +1,4 @@
-"""`millrace.v1.Development` at the transformer: kills the predictor that generates for a request.
+"""`headrace.v1.Development` at the transformer: kills the predictor that generates for a request.
 
 For demonstrations, and only if the settings allow it. It asks the replicas in turn, each by its own address, and stops
 at the first that has the request and so kills itself. Several replicas may have it (several choices, a hedged request);
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import grpc
 
-from millrace.errors import MillraceError, NotFoundError
-from millrace.rpc.development import REQUESTED, SERVICE, check_requested
-from millrace.rpc.handlers import Context
-from millrace_protos import millrace_pb2 as pb
-from millrace_protos import millrace_pb2_grpc
+from headrace.errors import HeadraceError, NotFoundError
+from headrace.rpc.development import REQUESTED, SERVICE, check_requested
+from headrace.rpc.handlers import Context
+from headrace_protos import headrace_pb2 as pb
+from headrace_protos import headrace_pb2_grpc
 from services.transformer.predictors.replicas import Replicas
 
 _TIMEOUT_S = 2.0  # Of all replicas together.
@@ -27,10 +27,10 @@ def services(development: bool) -> tuple[str, ...]:
 
 
 def add_to_server(replicas: Replicas, server: grpc.aio.Server) -> None:
-    millrace_pb2_grpc.add_DevelopmentServicer_to_server(DevelopmentServicer(replicas), server)
+    headrace_pb2_grpc.add_DevelopmentServicer_to_server(DevelopmentServicer(replicas), server)
 
 
-class DevelopmentServicer(millrace_pb2_grpc.DevelopmentServicer):
+class DevelopmentServicer(headrace_pb2_grpc.DevelopmentServicer):
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
 
@@ -57,9 +57,9 @@ async def _kill_first(channels: Sequence[grpc.aio.Channel], request: pb.KillPred
 async def _kill(channel: grpc.aio.Channel, request: pb.KillPredictorRequest, timeout_s: float) -> bool:
     """Whether the predictor behind a channel had the request, and so kills itself; an unreachable one has none."""
     try:
-        await millrace_pb2_grpc.PredictorDevelopmentStub(channel).Kill(
+        await headrace_pb2_grpc.PredictorDevelopmentStub(channel).Kill(
             request, timeout=timeout_s, metadata=(REQUESTED,)
         )
-    except MillraceError:
+    except HeadraceError:
         return False
     return True

@@ -10,10 +10,10 @@ from typing import Any
 from google.protobuf import json_format
 from google.protobuf.descriptor import FieldDescriptor
 
-from millrace.errors import ContextLengthError, InvalidRequestError
-from millrace.oip.json_text import load_object
-from millrace.structured_outputs import read_structured_outputs
-from millrace_protos.millrace_pb2 import GenerateRequest
+from headrace.errors import ContextLengthError, InvalidRequestError
+from headrace.oip.json_text import load_object
+from headrace.structured_outputs import read_structured_outputs
+from headrace_protos.headrace_pb2 import GenerateRequest
 from services.transformer.calls import check_message_count, check_stop_count
 
 MAX_BODY_BYTES = 8 * 1024 * 1024  # Larger than any prompt.

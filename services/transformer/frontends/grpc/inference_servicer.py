@@ -13,17 +13,17 @@ from contextlib import aclosing
 import grpc
 from google.protobuf.message import Message
 
-from millrace import __version__
-from millrace.clients import Client, client_of
-from millrace.errors import InvalidRequestError
-from millrace.oip.model_description import config_of, metadata_of
-from millrace.oip.settings_servicer import OpenInferenceBase
-from millrace.oip.stream_infer import errors_as_status, multiplex
-from millrace.rpc.admission import call_metadata
-from millrace.rpc.call_context import CallContext, call_context, deadline_of
-from millrace.rpc.handlers import Context
-from millrace_protos import inference_pb2 as pb
-from millrace_protos.inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
+from headrace import __version__
+from headrace.clients import Client, client_of
+from headrace.errors import InvalidRequestError
+from headrace.oip.model_description import config_of, metadata_of
+from headrace.oip.settings_servicer import OpenInferenceBase
+from headrace.oip.stream_infer import errors_as_status, multiplex
+from headrace.rpc.admission import call_metadata
+from headrace.rpc.call_context import CallContext, call_context, deadline_of
+from headrace.rpc.handlers import Context
+from headrace_protos import inference_pb2 as pb
+from headrace_protos.inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from services.transformer.generation import text_tensors
 from services.transformer.inference import processed
 from services.transformer.inference.infer import Inference
@@ -65,11 +65,11 @@ class InferenceServicer(OpenInferenceBase):
     # ------------------------------------------------------------------ inference
 
     async def infer(self, request: InferRequest, call: CallContext) -> pb.ModelInferResponse | bytes:
-        """The one answer to a request, as a message or as the bytes of one; raises MillraceError."""
+        """The one answer to a request, as a message or as the bytes of one; raises HeadraceError."""
         return await self._inference.infer(request, call)
 
     async def answers(self, request: InferRequest, call: CallContext) -> AsyncGenerator[pb.ModelInferResponse, None]:
-        """All answers to one request, as they come, the last with `triton_final_response`; raises MillraceError.
+        """All answers to one request, as they come, the last with `triton_final_response`; raises HeadraceError.
 
         Closing the generator cancels the request.
         """
@@ -110,7 +110,7 @@ class InferenceServicer(OpenInferenceBase):
         return pb.ModelReadyResponse(ready=ready)
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
-        return pb.ServerMetadataResponse(name="millrace", version=__version__, extensions=_EXTENSIONS)
+        return pb.ServerMetadataResponse(name="headrace", version=__version__, extensions=_EXTENSIONS)
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
         _client(context).check_model(request.name)

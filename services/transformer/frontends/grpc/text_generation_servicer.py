@@ -1,4 +1,4 @@
-"""`millrace.v1.TextGeneration`: text in, a stream of text out; and the same by REST, with a JSON request."""
+"""`headrace.v1.TextGeneration`: text in, a stream of text out; and the same by REST, with a JSON request."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 from google.api.httpbody_pb2 import HttpBody
 
-from millrace.rpc.call_context import CallContext, call_context, check_request_id
-from millrace.rpc.handlers import Context
-from millrace.rpc.rest_streams import errors_in_band
-from millrace.sampling import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_SEQUENCES, MAX_BAD_TOKENS, MAX_BIASES, MAX_STOP_TOKEN_IDS
-from millrace.telemetry.identity import REQUEST_ID_METADATA, as_metadata
-from millrace_protos import millrace_pb2 as pb
-from millrace_protos import millrace_pb2_grpc, rest_pb2_grpc
+from headrace.rpc.call_context import CallContext, call_context, check_request_id
+from headrace.rpc.handlers import Context
+from headrace.rpc.rest_streams import errors_in_band
+from headrace.sampling import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_SEQUENCES, MAX_BAD_TOKENS, MAX_BIASES, MAX_STOP_TOKEN_IDS
+from headrace.telemetry.identity import REQUEST_ID_METADATA, as_metadata
+from headrace_protos import headrace_pb2 as pb
+from headrace_protos import headrace_pb2_grpc, rest_pb2_grpc
 from services.transformer.calls import TTFT_MS, check_bad_words, check_message_count, check_stop_count
 from services.transformer.frontends.grpc.generate_json import MAX_BODY_BYTES, read_generate_request, read_large
 from services.transformer.generation.chunks import TextChunk
@@ -24,12 +24,12 @@ from services.transformer.generation.requests import TextRequest
 from services.transformer.generation.resume_ids import ResumeIds, identity_of
 from services.transformer.processes.body_processes import SMALL_BYTES, BodyProcesses
 
-_PROTOCOL = "millrace.v1.TextGeneration/Generate"
-_REST_PROTOCOL = "millrace.rest.v1.TextGeneration/Generate"
+_PROTOCOL = "headrace.v1.TextGeneration/Generate"
+_REST_PROTOCOL = "headrace.rest.v1.TextGeneration/Generate"
 _NOT_SAMPLING = {"model", "prompt", "messages", "prompt_ids", "stop", "bad_words", "request_id", "resume_from"}
 
 
-class TextGenerationServicer(millrace_pb2_grpc.TextGenerationServicer):
+class TextGenerationServicer(headrace_pb2_grpc.TextGenerationServicer):
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
 
@@ -44,7 +44,7 @@ class TextGenerationServicer(millrace_pb2_grpc.TextGenerationServicer):
     async def generate(
         self, request: pb.GenerateRequest, call: CallContext, context: Context
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """The responses to a request; raises MillraceError."""
+        """The responses to a request; raises HeadraceError."""
         request_id = call.request_id
         context.set_trailing_metadata(((REQUEST_ID_METADATA, as_metadata(request_id)),))
         with self._pipeline.recording_refusals(call, request.model):

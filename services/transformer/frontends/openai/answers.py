@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
-from millrace_protos.millrace_pb2 import Usage
+from headrace_protos.headrace_pb2 import Usage
 from services.transformer.frontends.openai.message_parts import delta_of, has_call, message_of
 from services.transformer.frontends.openai.prompt_scores import LOWEST, prompt_logprobs
 from services.transformer.frontends.openai.requests import Prompt

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec
 
 from google.api.httpbody_pb2 import HttpBody
 
-from millrace_protos.millrace_pb2 import Usage
+from headrace_protos.headrace_pb2 import Usage
 from services.transformer.frontends.http import EVENTS, event, event_json, json_body
 from services.transformer.frontends.openai.answers import Format, reasoning_usage, usage_of, usage_so_far
 from services.transformer.frontends.openai.choices import choices_in, generate_all

@@ -13,7 +13,7 @@ from typing import Any, Self
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from millrace.errors import InvalidRequestError
+from headrace.errors import InvalidRequestError
 from services.transformer.frontends.openai.requests import OpenAIRequest, text_of
 from services.transformer.frontends.openai.tools import (
     MAX_TOOLS,

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import orjson
 
-from millrace.errors import InvalidRequestError
-from millrace.models.sentence_files import SentenceFiles
-from millrace.oip.row_outputs import EMBEDDING, Vector
-from millrace.rpc.call_context import CallContext
+from headrace.errors import InvalidRequestError
+from headrace.models.sentence_files import SentenceFiles
+from headrace.oip.row_outputs import EMBEDDING, Vector
+from headrace.rpc.call_context import CallContext
 from services.transformer.frontends.openai.text_requests import EmbeddingsRequest
 from services.transformer.inference.encoder_calls import EncoderCalls, Request
 from services.transformer.inference.rows import Row, RowReader

@@ -9,10 +9,10 @@ from __future__ import annotations
 import reprlib
 from typing import Any
 
-from millrace.errors import ContextLengthError, InvalidRequestError, MillraceError, NotFoundError, OverloadedError
+from headrace.errors import ContextLengthError, HeadraceError, InvalidRequestError, NotFoundError, OverloadedError
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-_CODES: dict[type[MillraceError], str] = {
+_CODES: dict[type[HeadraceError], str] = {
     NotFoundError: "model_not_found",
     ContextLengthError: "context_length_exceeded",
     OverloadedError: "rate_limit_exceeded",
@@ -29,7 +29,7 @@ class UnsupportedFieldError(InvalidRequestError):
 _CODES[UnsupportedFieldError] = "unsupported_parameter"
 
 
-def openai_error(error: MillraceError) -> dict[str, Any]:
+def openai_error(error: HeadraceError) -> dict[str, Any]:
     kind = "invalid_request_error" if error.http_status < 500 else "server_error"
     return {
         "error": {

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from millrace.errors import InvalidRequestError
-from millrace.rpc.call_context import CallContext
-from millrace.sampling import MAX_TOP_LOGPROBS, SamplingParameters
+from headrace.errors import InvalidRequestError
+from headrace.rpc.call_context import CallContext
+from headrace.sampling import MAX_TOP_LOGPROBS, SamplingParameters
 from services.transformer.frontends.openai.chat_prompts import ChatPromptRequest, Message
 from services.transformer.frontends.openai.errors import UnsupportedFieldError
 from services.transformer.frontends.openai.requests import (

@@ -14,9 +14,9 @@ import orjson
 from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
 
-from millrace.errors import InvalidRequestError, MillraceError
-from millrace.rpc.http2.methods import ErrorBody, HttpMethod
-from millrace_protos.rest_pb2 import DESCRIPTOR, ModelRequest, ResponseItemsRequest, ResponseRequest
+from headrace.errors import HeadraceError, InvalidRequestError
+from headrace.rpc.http2.methods import ErrorBody, HttpMethod
+from headrace_protos.rest_pb2 import DESCRIPTOR, ModelRequest, ResponseItemsRequest, ResponseRequest
 from services.transformer.frontends.openai.errors import openai_error
 
 _VERBS = {"Delete": "DELETE", "Cancel": "POST"}
@@ -63,12 +63,12 @@ _READING = {
 }
 
 
-def error_body(error: MillraceError) -> bytes:
+def error_body(error: HeadraceError) -> bytes:
     return orjson.dumps(openai_error(error))
 
 
 def http_methods(
-    service: str, servicer: Any, shape: Callable[[MillraceError], dict[str, Any]] = openai_error
+    service: str, servicer: Any, shape: Callable[[HeadraceError], dict[str, Any]] = openai_error
 ) -> list[HttpMethod]:
     """Every method of a service of protos/rest.proto; the model of a GET is in the path, or in the query's `model`.
 
@@ -88,5 +88,5 @@ def http_methods(
     return methods
 
 
-def _bodies_of(shape: Callable[[MillraceError], dict[str, Any]]) -> ErrorBody:
+def _bodies_of(shape: Callable[[HeadraceError], dict[str, Any]]) -> ErrorBody:
     return lambda error: orjson.dumps(shape(error))

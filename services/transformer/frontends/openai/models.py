@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal
 
-from millrace.clients import Client
-from millrace.errors import InvalidRequestError, NotFoundError, NotReadyError
-from millrace.oip.model_description import FINGERPRINT
-from millrace.oip.row_outputs import EMBEDDING
-from millrace.rpc.call_context import CallContext
+from headrace.clients import Client
+from headrace.errors import InvalidRequestError, NotFoundError, NotReadyError
+from headrace.oip.model_description import FINGERPRINT
+from headrace.oip.row_outputs import EMBEDDING
+from headrace.rpc.call_context import CallContext
 from services.transformer.models.models import RelayedModel, TextModel
 from services.transformer.routing.router import Router
 from services.transformer.text.tokenizer import TextTokenizer
@@ -47,7 +47,7 @@ class OpenAIModels:
             length = model.rows.context_length
         else:
             raise NotFoundError(f"model {name!r} takes tensors; OpenAI's API does not serve it")
-        card = {"id": name, "object": "model", "created": self._started, "owned_by": "millrace", "kind": kind}
+        card = {"id": name, "object": "model", "created": self._started, "owned_by": "headrace", "kind": kind}
         card["max_model_len"] = length  # As vLLM names it.
         if model.name != name:
             card["root"] = model.name  # As vLLM names what is behind another name.

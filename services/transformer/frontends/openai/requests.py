@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import orjson
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, ValidationInfo, field_validator
 
-from millrace.errors import InvalidRequestError
+from headrace.errors import InvalidRequestError
 from services.transformer.calls import check_message_count
 from services.transformer.frontends.openai.errors import UnsupportedFieldError
 from services.transformer.text.tool_grammars import ignored_keywords

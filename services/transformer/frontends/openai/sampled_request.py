@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from pydantic import field_validator
 
-from millrace.rpc.call_context import CallContext
-from millrace.sampling import SamplingParameters
+from headrace.rpc.call_context import CallContext
+from headrace.sampling import SamplingParameters
 from services.transformer.calls import check_bad_words, check_stop
 from services.transformer.frontends.openai.requests import OpenAIRequest
 from services.transformer.generation.requests import TextRequest

@@ -1,6 +1,6 @@
 """vLLM's `/classify`, `/score` and `/rerank`, the last as Cohere's and Jina's clients call it.
 
-A classifier's probabilities are those that its files define (millrace/oip/row_outputs.py). The score of two texts is
+A classifier's probabilities are those that its files define (headrace/oip/row_outputs.py). The score of two texts is
 that of a cross-encoder, which is a classifier of pairs with one label, or the cosine of the vectors of an embedding
 model, or what its files say instead of the cosine. Source of the shapes: vLLM's OpenAI-compatible server.
 """
@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from millrace.errors import InvalidRequestError
-from millrace.oip.row_outputs import EMBEDDING, LOGITS, Vector
-from millrace.rpc.call_context import CallContext
+from headrace.errors import InvalidRequestError
+from headrace.oip.row_outputs import EMBEDDING, LOGITS, Vector
+from headrace.rpc.call_context import CallContext
 from services.transformer.frontends.openai.text_requests import ClassifyRequest, RerankRequest, ScoreRequest
 from services.transformer.inference.encoder_calls import EncoderCalls, Request
 from services.transformer.inference.rows import Row, RowReader

@@ -13,13 +13,13 @@ from contextlib import aclosing
 from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
 
-from millrace import __version__
-from millrace.clients import client_of
-from millrace.errors import NotReadyError
-from millrace.rpc.admission import call_metadata
-from millrace.rpc.call_context import CallContext, call_context
-from millrace.rpc.handlers import Context
-from millrace_protos import rest_pb2, rest_pb2_grpc
+from headrace import __version__
+from headrace.clients import client_of
+from headrace.errors import NotReadyError
+from headrace.rpc.admission import call_metadata
+from headrace.rpc.call_context import CallContext, call_context
+from headrace.rpc.handlers import Context
+from headrace_protos import rest_pb2, rest_pb2_grpc
 from services.transformer.frontends.http import EVENTS, JSON, PLAIN, Body, Header, KeepAlive, json_body, rest_errors
 from services.transformer.frontends.openai.answers import ChatFormat, CompletionFormat, Echoes
 from services.transformer.frontends.openai.bodies import answer
@@ -97,7 +97,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
 
     @rest_errors(openai_error)
     async def Completions(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
-        call = call_context(context, "millrace.rest.v1.OpenAI/Completions")
+        call = call_context(context, "headrace.rest.v1.OpenAI/Completions")
         parsed = await self._read(CompletionRequest, request, call, "generation")
         if ignored := parsed.ignored_fields():
             yield Header(IGNORED_FIELDS, ", ".join(ignored))
@@ -136,7 +136,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
 
     @rest_errors(openai_error)
     async def ChatCompletions(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
-        call = call_context(context, "millrace.rest.v1.OpenAI/ChatCompletions")
+        call = call_context(context, "headrace.rest.v1.OpenAI/ChatCompletions")
         parsed = await self._read(ChatCompletionRequest, request, call, "generation")
         if ignored := parsed.ignored_fields():
             yield Header(IGNORED_FIELDS, ", ".join(ignored))
@@ -166,7 +166,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
 
     @rest_errors(openai_error)
     async def Embeddings(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
-        call = call_context(context, "millrace.rest.v1.OpenAI/Embeddings")
+        call = call_context(context, "headrace.rest.v1.OpenAI/Embeddings")
         parsed = await self._read(EmbeddingsRequest, request, call, "embedding")
         if ignored := parsed.ignored_fields():
             yield Header(IGNORED_FIELDS, ", ".join(ignored))
@@ -175,7 +175,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
 
     @rest_errors(openai_error)
     async def Classify(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
-        call = call_context(context, "millrace.rest.v1.OpenAI/Classify")
+        call = call_context(context, "headrace.rest.v1.OpenAI/Classify")
         parsed = await self._read(ClassifyRequest, request, call, "classification")
         if ignored := parsed.ignored_fields():
             yield Header(IGNORED_FIELDS, ", ".join(ignored))
@@ -183,7 +183,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
 
     @rest_errors(openai_error)
     async def Score(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
-        call = call_context(context, "millrace.rest.v1.OpenAI/Score")
+        call = call_context(context, "headrace.rest.v1.OpenAI/Score")
         parsed = await self._read(ScoreRequest, request, call, "classification", "embedding")
         if ignored := parsed.ignored_fields():
             yield Header(IGNORED_FIELDS, ", ".join(ignored))
@@ -191,7 +191,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
 
     @rest_errors(openai_error)
     async def Rerank(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
-        call = call_context(context, "millrace.rest.v1.OpenAI/Rerank")
+        call = call_context(context, "headrace.rest.v1.OpenAI/Rerank")
         parsed = await self._read(RerankRequest, request, call, "classification", "embedding")
         if ignored := parsed.ignored_fields():
             yield Header(IGNORED_FIELDS, ", ".join(ignored))
@@ -199,21 +199,21 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
 
     @rest_errors(openai_error)
     async def Tokenize(self, request: HttpBody, context: Context) -> AsyncGenerator[HttpBody, None]:
-        call = call_context(context, "millrace.rest.v1.OpenAI/Tokenize")
+        call = call_context(context, "headrace.rest.v1.OpenAI/Tokenize")
         parsed = await self._parsed(TokenizeRequest, request, call)
         tokenizer, context_length = await self._tokenizer_for(parsed.model, call)
         yield json_body(await tokenize(parsed, tokenizer, context_length, self._bodies, call.deadline))
 
     @rest_errors(openai_error)
     async def Detokenize(self, request: HttpBody, context: Context) -> AsyncGenerator[HttpBody, None]:
-        call = call_context(context, "millrace.rest.v1.OpenAI/Detokenize")
+        call = call_context(context, "headrace.rest.v1.OpenAI/Detokenize")
         parsed = await self._parsed(DetokenizeRequest, request, call)
         tokenizer, _ = await self._tokenizer_for(parsed.model, call)
         yield json_body(detokenize(parsed, tokenizer))
 
     @rest_errors(openai_error)
     async def TokenizerInfo(self, request: rest_pb2.ModelRequest, context: Context) -> AsyncGenerator[HttpBody, None]:
-        call = call_context(context, "millrace.rest.v1.OpenAI/TokenizerInfo")
+        call = call_context(context, "headrace.rest.v1.OpenAI/TokenizerInfo")
         tokenizer, context_length = await self._tokenizer_for(request.model, call)
         yield json_body(tokenizer.description | {"model_max_length": context_length})
 

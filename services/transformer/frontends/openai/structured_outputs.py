@@ -8,9 +8,9 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from millrace.errors import InvalidRequestError
-from millrace.json_schemas import enforceable
-from millrace.structured_outputs import read_structured_outputs
+from headrace.errors import InvalidRequestError
+from headrace.json_schemas import enforceable
+from headrace.structured_outputs import read_structured_outputs
 from services.transformer.frontends.openai.errors import UnsupportedFieldError
 
 _GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import AliasChoices, Field, field_validator
 
-from millrace.errors import InvalidRequestError
+from headrace.errors import InvalidRequestError
 from services.transformer.frontends.openai.chat_prompts import ChatPromptRequest
 from services.transformer.frontends.openai.requests import OpenAIRequest, Prompt, read_prompts, trimmed_prompts
 from services.transformer.text.tools import ToolUse

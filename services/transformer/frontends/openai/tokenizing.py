@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from millrace.deadline import Deadline
-from millrace.errors import InvalidRequestError
+from headrace.deadline import Deadline
+from headrace.errors import InvalidRequestError
 from services.transformer.frontends.openai.text_requests import DetokenizeRequest, TokenizeRequest
 from services.transformer.generation.prompts import rendered
 from services.transformer.models.models import RelayedModel, TextModel

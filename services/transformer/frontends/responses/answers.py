@@ -12,8 +12,8 @@ from typing import Any
 
 from google.api.httpbody_pb2 import HttpBody
 
-from millrace.errors import MillraceError
-from millrace_protos.millrace_pb2 import Usage
+from headrace.errors import HeadraceError
+from headrace_protos.headrace_pb2 import Usage
 from services.transformer.frontends.http import EVENTS, json_body, named_event
 from services.transformer.frontends.openai.answers import token_scores
 from services.transformer.frontends.responses.items import ItemFields, MessageItem, OutputItem, item_of, whole_output
@@ -77,7 +77,7 @@ class ResponseAnswer:
             if written:
                 yield HttpBody(content_type=EVENTS, data=written)
 
-    def failed(self, error: MillraceError) -> bytes:
+    def failed(self, error: HeadraceError) -> bytes:
         """The event of an error."""
         kind = "server_error" if error.http_status >= 500 else "invalid_prompt"
         failure = {"status": "failed", "error": {"code": kind, "message": error.message}}

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from millrace.errors import InvalidRequestError
+from headrace.errors import InvalidRequestError
 from services.transformer.frontends.openai.tools import TemplateMessage, json_text
 from services.transformer.frontends.responses.items import ItemFields, output_of
 from services.transformer.text.answer_parts import CallArguments, CallStart, Content, Part, Reasoning

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
-from millrace.errors import InvalidRequestError
-from millrace.sampling import MAX_TOP_LOGPROBS
+from headrace.errors import InvalidRequestError
+from headrace.sampling import MAX_TOP_LOGPROBS
 from services.transformer.calls import check_message_count
 from services.transformer.frontends.openai.requests import Effort, effort_variables
 from services.transformer.frontends.openai.sampled_request import SCORELESS, SampledRequest

@@ -13,11 +13,11 @@ from typing import Any
 
 from google.api.httpbody_pb2 import HttpBody
 
-from millrace.errors import MillraceError
-from millrace.rpc.call_context import CallContext, call_context
-from millrace.rpc.handlers import Context
-from millrace_protos import rest_pb2, rest_pb2_grpc
-from millrace_protos.millrace_pb2 import PayloadRecord
+from headrace.errors import HeadraceError
+from headrace.rpc.call_context import CallContext, call_context
+from headrace.rpc.handlers import Context
+from headrace_protos import rest_pb2, rest_pb2_grpc
+from headrace_protos.headrace_pb2 import PayloadRecord
 from services.transformer.frontends.http import Body, Header, KeepAlive, LastEvent, json_body, rest_errors
 from services.transformer.frontends.openai.errors import openai_error
 from services.transformer.frontends.openai.models import OpenAIModels
@@ -64,7 +64,7 @@ class ResponsesServicer(rest_pb2_grpc.ResponsesServicer):
 
     @rest_errors(openai_error)
     async def Create(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
-        call = call_context(context, "millrace.rest.v1.Responses/Create")
+        call = call_context(context, "headrace.rest.v1.Responses/Create")
         parsed = await self._reader.read(ResponsesRequest, request, call, "generation")
         if ignored := parsed.ignored_fields():
             yield Header(IGNORED_FIELDS, ", ".join(ignored))
@@ -98,26 +98,26 @@ class ResponsesServicer(rest_pb2_grpc.ResponsesServicer):
 
     @rest_errors(openai_error)
     async def Retrieve(self, request: rest_pb2.ResponseRequest, context: Context) -> AsyncGenerator[HttpBody, None]:
-        call = call_context(context, "millrace.rest.v1.Responses/Retrieve")
+        call = call_context(context, "headrace.rest.v1.Responses/Retrieve")
         record = await self._stored.find(request.response_id, call)
         yield json_body(stored_response(request.response_id, record, self._parts_of(record)))
 
     @rest_errors(openai_error)
     async def Delete(self, request: rest_pb2.ResponseRequest, context: Context) -> AsyncGenerator[HttpBody, None]:
-        call = call_context(context, "millrace.rest.v1.Responses/Delete")
+        call = call_context(context, "headrace.rest.v1.Responses/Delete")
         await self._stored.delete(await self._stored.find(request.response_id, call), call)
         yield json_body({"id": request.response_id, "object": "response", "deleted": True})
 
     @rest_errors(openai_error)
     async def Cancel(self, request: rest_pb2.ResponseRequest, context: Context) -> AsyncGenerator[HttpBody, None]:
-        call = call_context(context, "millrace.rest.v1.Responses/Cancel")
+        call = call_context(context, "headrace.rest.v1.Responses/Cancel")
         yield json_body(cancelled(await self._stored.find(request.response_id, call)))
 
     @rest_errors(openai_error)
     async def InputItems(
         self, request: rest_pb2.ResponseItemsRequest, context: Context
     ) -> AsyncGenerator[HttpBody, None]:
-        call = call_context(context, "millrace.rest.v1.Responses/InputItems")
+        call = call_context(context, "headrace.rest.v1.Responses/InputItems")
         record = await self._stored.find(request.response_id, call)
         items = input_items(request.response_id, messages_before(record), fields_of(record))
         yield json_body(page_of(items, request.limit, request.order, request.after))
@@ -134,7 +134,7 @@ class ResponsesServicer(rest_pb2_grpc.ResponsesServicer):
         name, _, version = record.served_model.partition(":")
         try:
             model = self._router.as_text(self._router.find(name or record.model, version))
-        except MillraceError:
+        except HeadraceError:
             return [Content(record.text)]
         seed = parameters_of(record).get(CALL_SEED, 0)
         syntax = self._pipeline.syntax(model)

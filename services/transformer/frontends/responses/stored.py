@@ -16,10 +16,10 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from millrace.deadline import Deadline
-from millrace.errors import InvalidRequestError, NotFoundError
-from millrace.rpc.call_context import CallContext
-from millrace_protos.millrace_pb2 import DeletePayloadsRequest, PayloadRecord, QueryPayloadsRequest
+from headrace.deadline import Deadline
+from headrace.errors import InvalidRequestError, NotFoundError
+from headrace.rpc.call_context import CallContext
+from headrace_protos.headrace_pb2 import DeletePayloadsRequest, PayloadRecord, QueryPayloadsRequest
 from services.transformer.frontends.openai.tools import TemplateMessage, call_of, read_tools, template_message
 from services.transformer.frontends.responses.answers import ended, head_of, status_of
 from services.transformer.frontends.responses.items import ItemFields, output_of

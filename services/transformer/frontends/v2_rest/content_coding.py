@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 
-from millrace.errors import InvalidRequestError, TooLargeError
+from headrace.errors import InvalidRequestError, TooLargeError
 
 CONTENT_ENCODING = "content-encoding"
 DEFLATE = "deflate"

@@ -16,10 +16,10 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from millrace.clients import Client
-from millrace.errors import InvalidRequestError, TooLargeError
-from millrace.oip.json_text import load_object
-from millrace_protos import inference_pb2 as pb
+from headrace.clients import Client
+from headrace.errors import InvalidRequestError, TooLargeError
+from headrace.oip.json_text import load_object
+from headrace_protos import inference_pb2 as pb
 from services.transformer.predictors.link import PredictorLink
 
 MAX_DOCUMENT_BYTES = 64 * 1024  # More than any settings take; parsed on the event loop.

@@ -21,12 +21,12 @@ from typing import Any
 
 import orjson
 
-from millrace.errors import InvalidRequestError
-from millrace.oip.json_parameters import plain_parameters, write_parameters
-from millrace.oip.json_tensors import fitted_shape, flattened, json_of, tensor_of
-from millrace.oip.json_text import load_object
-from millrace.oip.tensors import BYTES, RawTensor
-from millrace_protos import inference_pb2 as pb
+from headrace.errors import InvalidRequestError
+from headrace.oip.json_parameters import plain_parameters, write_parameters
+from headrace.oip.json_tensors import fitted_shape, flattened, json_of, tensor_of
+from headrace.oip.json_text import load_object
+from headrace.oip.tensors import BYTES, RawTensor
+from headrace_protos import inference_pb2 as pb
 from services.transformer.frontends.v2_rest.infer_body import answered_tensors, parsed_answer
 
 _PARAMETERS = "parameters"

@@ -21,8 +21,8 @@ from typing import Any
 import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
-from millrace.errors import HopBrokenError, InvalidRequestError, TooLargeError
-from millrace.oip.body_tensors import (
+from headrace.errors import HopBrokenError, InvalidRequestError, TooLargeError
+from headrace.oip.body_tensors import (
     BINARY,
     BINARY_ALL,
     BINARY_SIZE,
@@ -36,11 +36,11 @@ from millrace.oip.body_tensors import (
     split_body,
     validated,
 )
-from millrace.oip.json_parameters import plain_parameters, write_parameters
-from millrace.oip.json_tensors import fitted_shape, json_of
-from millrace.oip.json_text import load_object
-from millrace.oip.tensors import BYTES, RawTensor, dtype_of, raw_outputs
-from millrace_protos import inference_pb2 as pb
+from headrace.oip.json_parameters import plain_parameters, write_parameters
+from headrace.oip.json_tensors import fitted_shape, json_of
+from headrace.oip.json_text import load_object
+from headrace.oip.tensors import BYTES, RawTensor, dtype_of, raw_outputs
+from headrace_protos import inference_pb2 as pb
 from services.transformer.predictors.answers import predictor_answers
 
 _RAW_INPUTS = pb.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER

@@ -13,14 +13,14 @@ from typing import Any, NoReturn, TypeVar
 from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
 
-from millrace.errors import InvalidRequestError, MillraceError, NotFoundError, NotImplementedMethodError, NotReadyError
-from millrace.oip.body_tensors import HEADER_LENGTH
-from millrace.rpc.admission import head_of_call
-from millrace.rpc.call_context import CallContext, call_context
-from millrace.rpc.handlers import Context
-from millrace_protos import inference_pb2 as pb
-from millrace_protos import rest_pb2_grpc
-from millrace_protos.rest_pb2 import ModelBody, ModelRequest, SharedMemoryRequest
+from headrace.errors import HeadraceError, InvalidRequestError, NotFoundError, NotImplementedMethodError, NotReadyError
+from headrace.oip.body_tensors import HEADER_LENGTH
+from headrace.rpc.admission import head_of_call
+from headrace.rpc.call_context import CallContext, call_context
+from headrace.rpc.handlers import Context
+from headrace_protos import inference_pb2 as pb
+from headrace_protos import rest_pb2_grpc
+from headrace_protos.rest_pb2 import ModelBody, ModelRequest, SharedMemoryRequest
 from services.transformer.frontends.grpc.inference_servicer import InferenceServicer, serialized
 from services.transformer.frontends.http import EVENTS, JSON, Body, KeepAlive, json_body, one_line, rest_errors
 from services.transformer.frontends.v2_rest import documents
@@ -45,14 +45,14 @@ from services.transformer.inference.request import InferRequest
 from services.transformer.predictors.links import Links
 from services.transformer.processes.body_processes import SMALL_BYTES, BodyProcesses
 
-_SERVICE = "millrace.rest.v1.OpenInference"
+_SERVICE = "headrace.rest.v1.OpenInference"
 _BINARY = "application/octet-stream"
 _SHARED_MEMORY = ("systemsharedmemory", "cudasharedmemory", "xpusharedmemory")
 
 T = TypeVar("T")
 
 
-def v2_error(error: MillraceError) -> dict[str, Any]:
+def v2_error(error: HeadraceError) -> dict[str, Any]:
     """The body of the V2 protocol's errors."""
     return {"error": error.message}
 

@@ -1,4 +1,4 @@
-"""Bodies of `infer` at a server: of serialized messages, and back. What reads them is millrace/oip/body_tensors.py.
+"""Bodies of `infer` at a server: of serialized messages, and back. What reads them is headrace/oip/body_tensors.py.
 
 A server that lists `binary_tensor_data` gets tensors as binary data and is asked for the same; another one gets JSON,
 in which FP16 and BF16 are numbers and BYTES must be UTF-8. An answer may have either form. Parameters that begin with
@@ -17,8 +17,8 @@ import orjson
 from google.protobuf.message import DecodeError
 from pydantic import BaseModel, ConfigDict, Field
 
-from millrace.errors import InvalidRequestError, TooLargeError
-from millrace.oip.body_tensors import (
+from headrace.errors import InvalidRequestError, TooLargeError
+from headrace.oip.body_tensors import (
     BINARY,
     BINARY_ALL,
     BINARY_SIZE,
@@ -31,13 +31,13 @@ from millrace.oip.body_tensors import (
     split_body,
     validated,
 )
-from millrace.oip.json_parameters import plain_parameters
-from millrace.oip.json_tensors import array_json
-from millrace.oip.json_text import load_object
-from millrace.oip.parameters import set_parameters
-from millrace.oip.tensors import RawTensor, decode_raw, raw_inputs
-from millrace.oip.wire_fields import fields
-from millrace_protos import inference_pb2 as pb
+from headrace.oip.json_parameters import plain_parameters
+from headrace.oip.json_tensors import array_json
+from headrace.oip.json_text import load_object
+from headrace.oip.parameters import set_parameters
+from headrace.oip.tensors import RawTensor, decode_raw, raw_inputs
+from headrace.oip.wire_fields import fields
+from headrace_protos import inference_pb2 as pb
 from services.transformer.predictors.answers import predictor_answers
 
 _RAW_INPUTS = pb.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER

@@ -14,22 +14,22 @@ from urllib.parse import quote
 import orjson
 from google.protobuf import json_format
 
-from millrace.deadline import Deadline
-from millrace.errors import (
+from headrace.deadline import Deadline
+from headrace.errors import (
     DeadlineError,
+    HeadraceError,
     HopBrokenError,
     InvalidRequestError,
-    MillraceError,
     NotFoundError,
     NotImplementedMethodError,
     NotReadyError,
     OverloadedError,
 )
-from millrace.oip.body_tensors import HEADER_LENGTH
-from millrace.oip.stream_infer import FINAL
-from millrace.oip.wire_fields import field_head
-from millrace.rpc.client_interceptors import CallSpan
-from millrace_protos import inference_pb2 as pb
+from headrace.oip.body_tensors import HEADER_LENGTH
+from headrace.oip.stream_infer import FINAL
+from headrace.oip.wire_fields import field_head
+from headrace.rpc.client_interceptors import CallSpan
+from headrace_protos import inference_pb2 as pb
 from services.transformer.predictors.answers import BrokenAnswerError
 from services.transformer.predictors.oip_call import OipCall
 from services.transformer.predictors.predictor import PROBE_TIMEOUT_S, Predictor
@@ -154,7 +154,7 @@ class V2RestClient(Predictor):
                 self._is_binary = False
             except (HopBrokenError, NotReadyError, OverloadedError):
                 raise
-            except MillraceError:
+            except HeadraceError:
                 self._is_binary = False  # Not every server has metadata.
         return self._is_binary
 
@@ -165,12 +165,12 @@ class V2RestClient(Predictor):
             return not answer.body or _object(answer).get("ready") is not False
         except BrokenAnswerError:
             return True
-        except MillraceError:
+        except HeadraceError:
             return False
 
 
 class V2RestStub:
-    """Calls about models, as the gRPC stub has them; raises MillraceError."""
+    """Calls about models, as the gRPC stub has them; raises HeadraceError."""
 
     def __init__(self, http: HttpTransport) -> None:
         self._http = http

@@ -1,4 +1,4 @@
-"""HTTP/1.1 to one server: a bounded pool of connections, and every failure as a MillraceError.
+"""HTTP/1.1 to one server: a bounded pool of connections, and every failure as a HeadraceError.
 
 When the deadline passes or the caller cancels, the call ends and its connection is closed. Connecting takes at most 2
 s; waiting for a pooled connection at most `wait_s`. TCP keepalive detects a dead host within 40 s. The body of a POST's
@@ -18,18 +18,18 @@ from dataclasses import dataclass
 import httpx2
 import orjson
 
-from millrace.deadline import PASSED, Deadline
-from millrace.errors import (
+from headrace.deadline import PASSED, Deadline
+from headrace.errors import (
     DeadlineError,
+    HeadraceError,
     HopBrokenError,
-    MillraceError,
     NotReadyError,
     OverloadedError,
     TooLargeError,
     from_http_status,
 )
-from millrace.rpc.byte_budget import MAX_MESSAGE_BYTES
-from millrace.telemetry.http import HttpCall, HttpClientSpans
+from headrace.rpc.byte_budget import MAX_MESSAGE_BYTES
+from headrace.telemetry.http import HttpCall, HttpClientSpans
 
 CONNECTIONS = 128
 MAX_ANSWER_BYTES = MAX_MESSAGE_BYTES
@@ -85,7 +85,7 @@ class HttpTransport:
 
         Raises NotReadyError if the server cannot be reached, OverloadedError if no connection becomes free,
         DeadlineError, HopBrokenError if the connection breaks or the answer is compressed, TooLargeError for an answer
-        beyond the limit, and the MillraceError of a status other than 200.
+        beyond the limit, and the HeadraceError of a status other than 200.
         """
         return await self._call("GET", template, path, {}, (), deadline)
 
@@ -174,7 +174,7 @@ def _too_large(limit: int) -> TooLargeError:
     return TooLargeError(f"the {_HOP}'s answer has more than {limit} bytes", hop=_HOP)
 
 
-async def _error_of(response: httpx2.Response) -> MillraceError:
+async def _error_of(response: httpx2.Response) -> HeadraceError:
     body = b""
     async for part in response.aiter_raw():
         body += part

@@ -1,0 +1,183 @@
+"""The tokenizer in a model's folder, for every part that needs one.
+
+`tokenizer.json` is used as it is. transformers would build normalizer, pre-tokenizer and post-processor anew for many
+of the classes that a configuration can name, and then gives other ids. What the file lacks comes from the files beside
+it, as transformers reads them: added and special tokens from `tokenizer_config.json`, or else from
+`special_tokens_map.json` and `added_tokens.json`; chat templates from `chat_template.jinja`, the folder
+`additional_chat_templates` or `tokenizer_config.json`. A folder without `tokenizer.json` is converted by transformers.
+
+Flags such as `add_bos_token` do not count where the file has a post-processor: transformers ignores them too. Limits of
+length and padding in the file are switched off.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from headrace.models.sources import read_config
+
+logger = logging.getLogger(__name__)
+
+TOKENIZER_FILE = "tokenizer.json"
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
+NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+# Of each kind of tokenizer, the file that transformers converts; without one it makes up a vocabulary.
+VOCABULARIES = (TOKENIZER_FILE, "vocab.txt", "vocab.json", "*.model", "*.spm", "tekken.json")
+
+_DEFAULT_TEMPLATE = "default"
+_CONVERSION_S = 300.0
+_MAX_REASON = 500
+
+
+@dataclass(frozen=True)
+class ModelTokenizer:
+    """See the module. The special tokens have names such as `bos_token`; the templates are those of chats, by name."""
+
+    backend: Tokenizer
+    special_tokens: Mapping[str, str]
+    templates: Mapping[str, str] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)  # tokenizer_config.json
+
+    @property
+    def eos_id(self) -> int | None:
+        """The tokenizer's own end token."""
+        token = self.special_tokens.get("eos_token")
+        return None if token is None else self.backend.token_to_id(token)
+
+
+def has_vocabulary(folder: Path) -> bool:
+    """Whether a folder has the files of a tokenizer."""
+    return any(file.is_file() for pattern in VOCABULARIES for file in folder.glob(pattern))
+
+
+def read_tokenizer(folder: Path) -> ModelTokenizer:
+    """The tokenizer in a folder; raises ValueError, which names the file at fault; a conversion blocks for seconds."""
+    if not has_vocabulary(folder):
+        raise ValueError(f"no tokenizer in {folder}: it has none of {', '.join(VOCABULARIES)}")
+    config, path = read_config(folder, "tokenizer_config.json"), folder / TOKENIZER_FILE
+    named: dict[str, str] = {}
+    if path.is_file():
+        backend = _read(path, path.read_bytes())
+    else:
+        converted, named = _converted(folder)
+        backend = _read(folder, converted)
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = config.get("split_special_tokens") is True
+    try:
+        declared = _declared(folder, config)
+        _add(backend, declared)
+        named |= {name: token.content for name, token in declared if name}
+        return ModelTokenizer(backend, named, _templates(folder, config), config)
+    except (TypeError, AttributeError, KeyError) as error:
+        raise ValueError(f"{folder}: the tokenizer's configuration cannot be read: {error!r}") from None
+
+
+def own_eos_id(folder: Path) -> int | None:
+    """The end token of a folder's tokenizer; None where there is no tokenizer that can be read."""
+    try:
+        config = read_config(folder, "tokenizer_config.json")
+        for index, token in (config.get("added_tokens_decoder") or {}).items():
+            if token["content"] == config.get("eos_token"):
+                return int(index)  # Without reading a vocabulary, which may have megabytes.
+        return read_tokenizer(folder).eos_id if has_vocabulary(folder) else None
+    except (ValueError, TypeError, AttributeError, KeyError, OSError) as error:
+        logger.warning("the tokenizer's end token is unknown: %s", error)
+        return None
+
+
+def _read(path: Path, contents: bytes) -> Tokenizer:
+    try:
+        return Tokenizer.from_buffer(contents)
+    except BaseException as error:
+        # tokenizers raises bare Exceptions, and PanicException, which is none.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{path} cannot be read: {_one_line(error)}") from None
+
+
+def _declared(folder: Path, config: Mapping[str, Any]) -> list[tuple[str, AddedToken]]:
+    """The tokens in the files beside tokenizer.json, each with its name or ""; those of an id first, in its order."""
+    tokens: list[tuple[str, AddedToken]] = []
+    special = dict(config)
+    if "added_tokens_decoder" in config:
+        by_id = {int(index): token for index, token in config["added_tokens_decoder"].items()}
+        tokens += (("", _token(by_id[index], is_special=False)) for index in sorted(by_id))
+    else:
+        special |= read_config(folder, "special_tokens_map.json")
+    extra = special.get("extra_special_tokens") or special.get("additional_special_tokens") or []
+    named = special | (special.get("model_specific_special_tokens") or {})
+    if isinstance(extra, dict):
+        named, extra = named | extra, []
+    names = [name for name, token in named.items() if name.endswith("_token") and isinstance(token, (str, dict))]
+    tokens += ((name, _token(named[name], is_special=True)) for name in names)
+    tokens += (("", _token(token, is_special=True)) for token in extra)
+    if "added_tokens_decoder" not in config:
+        added = read_config(folder, "added_tokens.json")
+        known = {token.content for _, token in tokens}
+        tokens[:0] = (("", AddedToken(text, special=text in known)) for text in sorted(added, key=added.__getitem__))
+    return tokens
+
+
+def _token(value: str | Mapping[str, Any], is_special: bool) -> AddedToken:
+    if isinstance(value, str):
+        return AddedToken(value, special=is_special, normalized=False)
+    flags = {name: value[name] for name in ("single_word", "lstrip", "rstrip", "normalized") if name in value}
+    return AddedToken(value["content"], special=is_special or bool(value.get("special")), **flags)
+
+
+def _add(backend: Tokenizer, declared: Iterable[tuple[str, AddedToken]]) -> None:
+    """Adds the tokens that the file does not have as added ones; makes special those that are declared so."""
+    present = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    for _, token in declared:
+        own = present.get(token.content)
+        if own is None:
+            present[token.content] = token
+            (backend.add_special_tokens if token.special else backend.add_tokens)([token])
+        elif token.special and not own.special:
+            own.special = True
+            backend.add_special_tokens([own])
+
+
+def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The chat templates by name; a file has priority over the configuration."""
+    files = {file.stem: file for file in (folder / "additional_chat_templates").glob("*.jinja")}
+    if (folder / CHAT_TEMPLATE_FILE).is_file():
+        files[_DEFAULT_TEMPLATE] = folder / CHAT_TEMPLATE_FILE
+    if files:
+        return {name: file.read_text("utf-8") for name, file in files.items()}
+    stated = config.get("chat_template") or read_config(folder, "chat_template.json").get("chat_template") or []
+    if isinstance(stated, str):
+        return {_DEFAULT_TEMPLATE: stated}
+    return {template["name"]: template["template"] for template in stated}
+
+
+def _converted(folder: Path) -> tuple[bytes, dict[str, str]]:
+    """What transformers makes of other files: a tokenizer.json, and the named tokens.
+
+    In a process of its own: the import blocks the interpreter and stays in memory.
+    """
+    command = (sys.executable, "-m", "headrace.models.tokenizer_conversion", str(folder))
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_CONVERSION_S)
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"the tokenizer in {folder} cannot be converted within {_CONVERSION_S:g} s") from None
+    if done.returncode:
+        last = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
+        raise ValueError(f"the tokenizer in {folder} cannot be converted: {_one_line(last)}")
+    result = json.loads(done.stdout)
+    return result["tokenizer"].encode(), result["named"]
+
+
+def _one_line(error: object) -> str:
+    text = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else str(error)
+    return " ".join(text.split())[:_MAX_REASON]

@@ -1,0 +1,1 @@
+"""The Open Inference Protocol: tensors, streams of requests, and the parameters that Headrace adds to it."""

@@ -1,0 +1,81 @@
+"""The record of one call: begins with the call's attributes, ends with its status.
+
+Every service that answers or forwards requests uses it. A request that passes two services is recorded once: the
+service that forwards it sends the metadata `RECORDED`, which the gateway removes from requests that come from outside.
+A record holds the caller's own metadata only as far as the rules allow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from headrace.clients import CLIENT
+from headrace.deadline import DEADLINE_MARGIN_S, PASSED
+from headrace.payload.parts import Tensors
+from headrace.payload.recording import Recording
+from headrace.payload.tap import PayloadTap
+from headrace.rpc.admission import call_metadata, error_of_call
+from headrace.rpc.call_context import CALL_ID, CallContext
+from headrace.rpc.handlers import Context
+from headrace.telemetry.identity import current_span_id, current_trace_id
+
+RECORDED = ("x-headrace-recorded", "true")
+DIRECT = ("x-headrace-direct", "true")  # The gateway's mark, which it removes from requests that come from outside.
+
+
+def is_recorded(context: Context) -> bool:
+    """Whether the caller records the request."""
+    return RECORDED in call_metadata(context)
+
+
+def is_direct(context: Context) -> bool:
+    """Whether the gateway has sent the request directly to this service."""
+    return DIRECT in call_metadata(context)
+
+
+def begin(
+    tap: PayloadTap, call: CallContext, model: str, *, prompt: str = "", parameters: str = "", inputs: Tensors = ()
+) -> Recording:
+    """Opens the recording of a request that arrived now, inside the span of its call."""
+    headers = {name: call.header(name) for name in tap.rules.metadata}
+    return tap.begin(
+        request_id=call.request_id,
+        model=model,
+        protocol=call.protocol,
+        prompt=prompt,
+        parameters=parameters,
+        trace_id=current_trace_id(),
+        span_id=current_span_id(),
+        metadata={name: value for name, value in headers.items() if value},
+        client=call.header(CLIENT),
+        call_id=call.header(CALL_ID),
+        shadow_of=call.shadow_of,
+        inputs=inputs,
+    )
+
+
+def _end_cancelled(recording: Recording, call: CallContext) -> None:
+    """Ends the record of a cancelled request with the status that the caller gets.
+
+    gRPC also cancels a call whose deadline passes: the caller did not cancel that one.
+    """
+    if call.deadline.passed(DEADLINE_MARGIN_S):
+        recording.end("DEADLINE_EXCEEDED", PASSED)
+    elif (error := error_of_call()) is not None:
+        recording.end_with(error)
+
+
+@contextmanager
+def recorded(
+    tap: PayloadTap, call: CallContext, model: str, *, prompt: str = "", parameters: str = "", inputs: Tensors = ()
+) -> Iterator[Recording]:
+    """Records the request that the `with` block answers, and its end."""
+    with begin(tap, call, model, prompt=prompt, parameters=parameters, inputs=inputs) as recording:
+        try:
+            yield recording
+        except (asyncio.CancelledError, GeneratorExit):
+            _end_cancelled(recording, call)
+            raise
+        recording.end("OK")

@@ -1,0 +1,108 @@
+"""Two threads: one ships this process's spool, the other the spools of ended processes, one after the other.
+
+A spool of an ended process is removed once the logger has all its records. Only the owner's thread calls `start` and
+`close`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+import grpc
+
+from headrace.payload.append_call import AppendCall
+from headrace.payload.drops import Drops
+from headrace.payload.outbox.spool import Spool
+from headrace.payload.shipper import SourceShipper
+from headrace.rpc.channel import channel_options
+from headrace_protos.headrace_pb2 import AppendResponse
+
+_APPEND = "/headrace.v1.PayloadIngest/Append"
+_JOIN_S = 1.0
+# A logger that is stopped but not dead keeps its connection: only a ping detects it.
+_KEEPALIVE_S, _KEEPALIVE_TIMEOUT_S = 10.0, 5.0
+
+
+class PayloadShipping:
+    """Owns the threads and the channel to the logger at `target`, and holds the spools until `close`."""
+
+    def __init__(self, target: str, own: Spool, orphans: Sequence[Spool], drops: Drops, hop: str) -> None:
+        self._drops = drops
+        self._stopping = threading.Event()
+        # Neither traced nor recorded: the channel belongs to no request.
+        self._channel = grpc.insecure_channel(target, options=channel_options(_KEEPALIVE_S, _KEEPALIVE_TIMEOUT_S))
+        append: AppendCall = self._channel.stream_stream(_APPEND, response_deserializer=AppendResponse.FromString)
+        self._own = SourceShipper(append, target, own, drops, hop, self._stopping, ends=False)
+        self._orphans = deque(
+            SourceShipper(append, target, orphan, drops, hop, self._stopping, ends=True) for orphan in orphans
+        )
+        self._threads = [
+            threading.Thread(target=self._own.run, name="payload-shipper", daemon=True),
+            threading.Thread(target=self._take_over, name="payload-takeover", daemon=True),
+        ]
+
+    @property
+    def unacknowledged(self) -> int:
+        """How many records were sent that the logger has yet to commit."""
+        return sum(source.unacknowledged for source in (self._own, *self._orphans))
+
+    @property
+    def oldest_s(self) -> float:
+        """Time since the end of the oldest record that the logger has yet to commit; 0 if there is none.
+
+        Spools that wait until another one is shipped are not included.
+        """
+        return max(source.oldest_s for source in (self._own, *self._orphans))
+
+    @property
+    def idle(self) -> bool:
+        """Whether the logger has every record that has ended."""
+        return self._own.idle and not self._orphans
+
+    def wake(self) -> None:
+        """Wakes the thread of this process's spool: a record has ended there."""
+        self._own.wake()
+
+    def hurry(self) -> None:
+        """Sends records at once from now on, because this process is about to end."""
+        self._own.hurry()
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def close(self, *, remove: bool) -> None:
+        """Ends the threads and releases the spools; `remove` deletes this process's spool if all of it is shipped."""
+        self._stopping.set()
+        for source in (self._own, *self._orphans):
+            source.hurry()
+        for thread in self._threads:
+            thread.join(_JOIN_S)
+        self._channel.close()
+        if any(thread.is_alive() for thread in self._threads):
+            return  # The disk hangs: the kernel releases the locks when the process ends.
+        for orphan in self._orphans:
+            orphan.spool.close()
+        if remove and self._own.idle:
+            self._remove(self._own.spool)
+        else:
+            self._own.spool.close()
+
+    def _take_over(self) -> None:
+        while self._orphans and not self._stopping.is_set():
+            self._orphans[0].run()
+            if not self._stopping.is_set() or self._orphans[0].idle:
+                self._remove(self._orphans[0].spool)
+                self._orphans.popleft()
+
+    def _remove(self, spool: Spool) -> None:
+        try:
+            spool.remove()
+        except OSError as error:
+            # The next process ships it again, which changes nothing, and retries the removal.
+            self._drops.warn("remove", "the spool %s cannot be removed: %s", spool.source, error.strerror)
+            with contextlib.suppress(OSError):
+                spool.close()

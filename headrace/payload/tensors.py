@@ -1,0 +1,300 @@
+"""The tensors of a message for its record: names, datatypes and shapes, and raw contents by reference.
+
+`DeferredTensors` are made on the event loop and cost nothing there: they keep the message, parsed or serialized. The
+writer thread parses only the heads (name, datatype, shape). Raw contents are views of the message's bytes, because a
+parser would copy 60 MB while the event loop waits for the interpreter lock. Typed contents are converted to raw ones
+piece by piece, so that the digest is the same for both forms.
+
+If no digest is configured, `heads` copies the heads on the event loop, in a few microseconds, and the message is not
+kept. The size of typed contents is computed from datatype and shape.
+
+A tensor in an unusual form (unpacked numbers, more than MAX_FIELDS texts) has no contents here, and a message that
+cannot be parsed has no tensors: no record fails because of them.
+
+Source of the format: protobuf's wire encoding; field numbers are those of inference.proto.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from headrace.oip.raw_contents import RAW_INPUTS, RAW_OUTPUTS
+from headrace.oip.tensors import BYTES, DATATYPES, dtype_of
+from headrace.oip.wire_fields import fields
+from headrace.payload.parts import DeferredTensors, RecordedTensor, Tensors
+from headrace_protos import inference_pb2 as pb
+
+MAX_FIELDS = 1024  # The most fields that are read of one message.
+
+_TENSORS = 5  # inputs of ModelInferRequest, outputs of ModelInferResponse.
+_MESSAGES: dict[int, type[pb.ModelInferRequest | pb.ModelInferResponse]] = {
+    RAW_INPUTS: pb.ModelInferRequest,
+    RAW_OUTPUTS: pb.ModelInferResponse,
+}
+_STREAMED = 2  # infer_response of ModelStreamInferResponse.
+_HEAD, _CONTENTS = frozenset({1, 2, 3}), 5  # Of InferInputTensor and InferOutputTensor, which have the same fields.
+# Fields of InferTensorContents whose encoding equals the raw contents, and fields that are varints.
+_PLAIN = {"BOOL": 1, "FP32": 6, "FP64": 7}
+_VARINTS = {
+    "INT8": (2, "<i1"),
+    "INT16": (2, "<i2"),
+    "INT32": (2, "<i4"),
+    "INT64": (3, "<i8"),
+    "UINT8": (4, "<u1"),
+    "UINT16": (4, "<u2"),
+    "UINT32": (4, "<u4"),
+    "UINT64": (5, "<u8"),
+}
+_BYTES_CONTENTS = 8
+_MAX_VARINT_BYTES = 10
+_PIECE_BYTES = 64 * 1024
+_MAX_HEAD_FIELDS = 64  # The most fields that the event loop reads of one message.
+_SMALL_BYTES = 1024  # A tensor's description of up to this size is copied whole.
+_ITEM_BYTES = {datatype: dtype_of("", datatype).itemsize for datatype in DATATYPES - {BYTES}}
+_MAX_DIMENSIONS = 64
+_MAX_SIZE = 2**63 - 1
+
+
+class _Head(NamedTuple):
+    """A tensor's serialized description, and its raw contents if they are kept."""
+
+    described: bytes
+    is_without_contents: bool  # Whether the description lacks the contents.
+    data: bytes | None
+    size: int | None  # Of the raw contents, kept or not; None if they are typed.
+
+
+class _TooManyError(DecodeError):
+    """A message has too many fields."""
+
+
+def request_tensors(request: bytes | pb.ModelInferRequest) -> DeferredTensors:
+    """The inputs of a request; bytes are a serialized ModelInferRequest."""
+    return _source(request, RAW_INPUTS)
+
+
+def answer_tensors(answer: bytes | pb.ModelInferResponse) -> DeferredTensors:
+    """The outputs of an answer; bytes are a serialized ModelInferResponse."""
+    return _source(answer, RAW_OUTPUTS)
+
+
+def streamed_tensors(answer: bytes | pb.ModelInferResponse) -> DeferredTensors:
+    """The outputs of one answer of a stream; bytes are a serialized ModelStreamInferResponse."""
+    if isinstance(answer, bytes):
+        return DeferredTensors(partial(_streamed, answer), len(answer), partial(_heads, answer, RAW_OUTPUTS, True))
+    return answer_tensors(answer)
+
+
+def _source(message: bytes | pb.ModelInferRequest | pb.ModelInferResponse, raw_field: int) -> DeferredTensors:
+    if isinstance(message, bytes):
+        read = partial(_tensors, memoryview(message), raw_field)
+        return DeferredTensors(read, len(message), partial(_heads, message, raw_field, False))
+    heads = _parsed_heads(message)
+    are_measured = all(head.size is not None for head in heads)
+    whole = DeferredTensors(
+        lambda: _tensors(memoryview(message.SerializeToString()), raw_field),
+        _memory_of(message, heads),
+        lambda most_bytes: whole if most_bytes else heads,
+        heads if are_measured else None,
+    )
+    return whole
+
+
+def _heads(message: bytes, raw_field: int, is_streamed: bool, most_bytes: int) -> Tensors:
+    """Copies the tensors' heads, and contents of at most `most_bytes`; keeps a message of too many fields whole."""
+    view = memoryview(message)
+    heads: list[_Head] = []
+    try:
+        responses = _contents_of(view, {_STREAMED}, most=_MAX_HEAD_FIELDS).get(_STREAMED, []) if is_streamed else [view]
+        for each in responses:
+            heads += _heads_of(each, raw_field, most_bytes)
+    except _TooManyError:
+        return DeferredTensors(
+            partial(_streamed, message) if is_streamed else partial(_tensors, view, raw_field), len(view)
+        )
+    except DecodeError:
+        return ()
+    size = sum(len(head.described) + len(head.data or b"") for head in heads)
+    return DeferredTensors(lambda: [_tensor_of(head) for head in heads], size)
+
+
+def _heads_of(message: memoryview, raw_field: int, most_bytes: int) -> list[_Head]:
+    found = _contents_of(message, {_TENSORS, raw_field}, most=_MAX_HEAD_FIELDS)
+    described = found.get(_TENSORS, [])
+    raw: Sequence[memoryview | None] = found.get(raw_field, [])
+    if len(raw) != len(described):
+        raw = [None] * len(described)
+    return [_head(each, contents, most_bytes) for each, contents in zip(described, raw, strict=True)]
+
+
+def _head(described: memoryview, raw: memoryview | None, most_bytes: int) -> _Head:
+    if raw is not None:
+        data = bytes(raw) if len(raw) <= most_bytes else None
+        return _Head(_without_contents(described, 0), True, data, len(raw))
+    without = _without_contents(described, most_bytes)
+    return _Head(without, len(without) < len(described), None, None)
+
+
+def _without_contents(described: memoryview, most_bytes: int) -> bytes:
+    """A tensor's description, without typed contents if they are large."""
+    if len(described) <= _SMALL_BYTES + _MAX_VARINT_BYTES * most_bytes:
+        return bytes(described)
+    head = [described[start:end] for field, start, _, end in islice(fields(described), MAX_FIELDS) if field in _HEAD]
+    return b"".join(head)
+
+
+def _tensor_of(head: _Head) -> RecordedTensor:
+    """On the writer thread: the tensor of a head."""
+    if not head.is_without_contents:
+        return _tensor(memoryview(head.described), None)
+    try:
+        read = pb.ModelInferRequest.InferInputTensor.FromString(head.described)
+    except DecodeError:
+        return RecordedTensor("", "", (), None)
+    size = _size(read.datatype, read.shape) if head.size is None else head.size
+    return RecordedTensor(read.name, read.datatype, tuple(read.shape), head.data, size)
+
+
+def _parsed_heads(message: pb.ModelInferRequest | pb.ModelInferResponse) -> Sequence[RecordedTensor]:
+    """The heads of a parsed message; the contents are not read, because reading copies them."""
+    tensors = message.inputs if isinstance(message, pb.ModelInferRequest) else message.outputs
+    return [
+        RecordedTensor(each.name, each.datatype, tuple(each.shape), None, _size(each.datatype, each.shape))
+        for each in tensors[:MAX_FIELDS]
+    ]
+
+
+def _memory_of(message: pb.ModelInferRequest | pb.ModelInferResponse, heads: Sequence[RecordedTensor]) -> int:
+    """The size of a parsed message; of a large one by its tensors' shapes, because protobuf copies it to measure it."""
+    sizes = [head.size for head in heads]
+    described = sum(size for size in sizes if size is not None)
+    return described if described > _SMALL_BYTES and None not in sizes else message.ByteSize()
+
+
+def _size(datatype: str, shape: Sequence[int]) -> int | None:
+    """The size of a tensor's raw contents; None for texts, and if the shape is invalid."""
+    if datatype not in _ITEM_BYTES or len(shape) > _MAX_DIMENSIONS:
+        return None
+    size = _ITEM_BYTES[datatype] * math.prod(shape)
+    return size if 0 <= size <= _MAX_SIZE else None
+
+
+def _streamed(answer: bytes) -> list[RecordedTensor]:
+    if len(answer) <= _SMALL_BYTES:
+        with suppress(DecodeError):
+            tensors = _tensors_of(pb.ModelStreamInferResponse.FromString(answer).infer_response)
+            if tensors is not None:
+                return tensors
+    try:
+        found = _contents_of(memoryview(answer), {_STREAMED})
+    except DecodeError:
+        return []
+    return [tensor for response in found.get(_STREAMED, []) for tensor in _tensors(response, RAW_OUTPUTS)]
+
+
+def _tensors_of(parsed: pb.ModelInferRequest | pb.ModelInferResponse) -> list[RecordedTensor] | None:
+    """The tensors of a small message, which protobuf parses faster; None if their contents are not raw."""
+    described: Any  # Inputs and outputs have the same fields.
+    if isinstance(parsed, pb.ModelInferRequest):
+        described, raw = parsed.inputs, parsed.raw_input_contents
+    else:
+        described, raw = parsed.outputs, parsed.raw_output_contents
+    if len(raw) != len(described):
+        return None
+    return [
+        RecordedTensor(each.name, each.datatype, tuple(each.shape), data)
+        for each, data in zip(described, raw, strict=True)
+    ]
+
+
+def _tensors(message: memoryview, raw_field: int) -> list[RecordedTensor]:
+    if len(message) <= _SMALL_BYTES:
+        with suppress(DecodeError):
+            tensors = _tensors_of(_MESSAGES[raw_field].FromString(bytes(message)))
+            if tensors is not None:
+                return tensors
+    try:
+        found = _contents_of(message, {_TENSORS, raw_field})
+    except DecodeError:
+        return []
+    raw = found.get(raw_field, [])
+    described = found.get(_TENSORS, [])
+    if raw and len(raw) != len(described):
+        raw = []  # The request will be refused: it is unknown which contents belong to which tensor.
+    return [_tensor(each, raw[number] if raw else None) for number, each in enumerate(described)]
+
+
+def _tensor(described: memoryview, raw: memoryview | None) -> RecordedTensor:
+    """One tensor, with its raw contents or the typed ones in its description."""
+    head: list[memoryview] = []
+    typed: memoryview = memoryview(b"")
+    try:
+        for field, start, contents, end in islice(fields(described, only=True), MAX_FIELDS):
+            if field in _HEAD:
+                head.append(described[start:end])
+            elif field == _CONTENTS:
+                typed = described[contents:end]
+        tensor_head = pb.ModelInferRequest.InferInputTensor.FromString(b"".join(head))
+    except DecodeError:
+        return RecordedTensor("", "", (), None)
+    data: bytes | memoryview | None = raw
+    if raw is None:
+        with suppress(DecodeError):
+            data = _as_raw(tensor_head.datatype, typed)
+    return RecordedTensor(tensor_head.name, tensor_head.datatype, tuple(tensor_head.shape), data)
+
+
+def _as_raw(datatype: str, typed: memoryview) -> bytes | memoryview | None:
+    """Typed contents as raw ones; None if their form is not supported."""
+    if datatype in _PLAIN:
+        return b"".join(_contents_of(typed, {_PLAIN[datatype]}, only=True).get(_PLAIN[datatype], []))
+    if datatype == BYTES:
+        items = _contents_of(typed, {_BYTES_CONTENTS}, only=True).get(_BYTES_CONTENTS, [])
+        return b"".join(piece for item in items for piece in (len(item).to_bytes(4, "little"), item))
+    if datatype not in _VARINTS:
+        return None
+    field, dtype = _VARINTS[datatype]
+    return _integers(_contents_of(typed, {field}, only=True).get(field, []), np.dtype(dtype))
+
+
+def _integers(packed: list[memoryview], dtype: np.dtype[Any]) -> bytes | None:
+    """Varints as numbers of fixed size, a piece at a time, so that no thread waits long for the interpreter lock."""
+    pieces: list[bytes] = []
+    for part in packed:
+        data, at = np.frombuffer(part, np.uint8), 0
+        while at < len(data):
+            piece = data[at : at + _PIECE_BYTES]
+            ends = np.flatnonzero(piece < 0x80)
+            lengths = np.diff(ends, prepend=-1)
+            if not len(ends) or lengths.max() > _MAX_VARINT_BYTES:
+                return None
+            starts, used = ends - lengths + 1, int(ends[-1]) + 1
+            shifts = (7 * (np.arange(used) - np.repeat(starts, lengths))).astype(np.uint64)
+            bits = (piece[:used] & 0x7F).astype(np.uint64) << shifts
+            pieces.append(np.bitwise_or.reduceat(bits, starts).astype(dtype).tobytes())
+            at += used
+    return b"".join(pieces)
+
+
+def _contents_of(
+    message: memoryview, wanted: set[int], *, only: bool = False, most: int = MAX_FIELDS
+) -> dict[int, list[memoryview]]:
+    """The contents of the wanted fields, by field and in order; raises DecodeError, also for too many fields.
+
+    With `only`, a field that is not length-delimited is an error: the contents have an unsupported form.
+    """
+    found: dict[int, list[memoryview]] = {}
+    for count, (field, _, start, end) in enumerate(fields(message, only=only)):
+        if count >= most:
+            raise _TooManyError("too many fields")
+        if field in wanted:
+            found.setdefault(field, []).append(message[start:end])
+    return found

@@ -1,0 +1,208 @@
+"""One request on an HTTP/2 connection: the context that handlers get instead of gRPC's, and the task that runs them.
+
+It has the methods of `grpc.aio.ServicerContext` that handlers, telemetry and admission use: metadata, deadline, `read`
+of the one message, which is the body, `write` of HttpBody messages, `abort`. The metadata `x-http-status` of an
+answer's head becomes its status. An error before the first byte is written as a body in the shape of its API. After the
+first byte it is in the trailers: the gRPC status, which marks the gateway's span as failed, and the metadata.
+
+`write` returns when the bytes are in the connection's buffer; it waits while the reader's window is closed or the
+socket is full, so that what makes the answer waits too.
+
+The deadline is gRPC's header, which the gateway sets for REST as well; it cancels the task, as a reset does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
+
+import grpc
+from google.api.httpbody_pb2 import HttpBody
+from grpc import StatusCode
+from h2.errors import ErrorCodes
+
+from headrace.deadline import PASSED
+from headrace.errors import (
+    HTTP_STATUS,
+    DeadlineError,
+    HeadraceError,
+    NotFoundError,
+    NotReadyError,
+    RequestFailedError,
+    from_metadata,
+)
+from headrace.rpc.handlers import Context
+from headrace.rpc.http2.methods import ErrorBody, MethodTable
+from headrace.rpc.http2.request import Pairs, RequestBody, read_head
+from headrace.rpc.http2.served_call import ServedCall
+from headrace.telemetry.identity import as_metadata
+
+if TYPE_CHECKING:
+    from headrace.rpc.http2.connection import HttpConnection
+
+logger = logging.getLogger(__name__)
+
+_JSON = "application/json"
+_GRPC_STATUS = "grpc-status"
+
+
+class Terms(NamedTuple):
+    """Common to all calls of a server: the hop that signs errors, and the shape of their bodies."""
+
+    hop: str
+    error_body: ErrorBody
+
+
+class HttpCall(ServedCall):
+    """One request to one of the `methods`."""
+
+    def __init__(
+        self,
+        connection: HttpConnection,
+        stream_id: int,
+        headers: Iterable[tuple[bytes, bytes]],
+        methods: MethodTable,
+        terms: Terms,
+    ) -> None:
+        super().__init__(connection, stream_id)
+        self._body = RequestBody(partial(connection.acknowledge, stream_id))
+        self._methods = methods
+        self._terms = terms
+        self._error_body = terms.error_body
+        self._request = read_head(headers)
+        self._argument: bytes | None = None  # The message of a method that takes no body.
+        timeout_s = self._request.timeout_s
+        self._deadline_at = None if timeout_s is None else time.monotonic() + timeout_s  # Of the monotonic clock.
+        self._timer: asyncio.TimerHandle | None = None
+        # The answer.
+        self._head: Pairs = ()
+        self._has_begun = False
+        self._code: StatusCode | None = None
+        self._trailing: Pairs = ()
+
+    # ------------------------------------------------------------------ the context of a handler
+
+    def invocation_metadata(self) -> Pairs:
+        return self._request.metadata
+
+    def time_remaining(self) -> float | None:
+        return None if self._deadline_at is None else max(0.0, self._deadline_at - time.monotonic())
+
+    def code(self) -> StatusCode | None:
+        return self._code
+
+    def trailing_metadata(self) -> Pairs:
+        return self._trailing
+
+    async def send_initial_metadata(self, metadata: Iterable[tuple[str, str]]) -> None:
+        """Adds to the answer's head, which is sent with the first body."""
+        self._head += tuple(metadata)
+
+    async def read(self) -> bytes:
+        """The body, or the argument of a method that takes none; raises TooLargeError."""
+        if self._argument is not None:
+            return self._argument
+        return await self._body.read()
+
+    async def write(self, body: HttpBody) -> None:
+        if self._is_reset:
+            return
+        if not self._has_begun:
+            self._send_head(body.content_type)
+        await self._write_bytes(body.data)
+
+    async def abort(
+        self, code: StatusCode, details: str = "", trailing_metadata: Iterable[tuple[str, str]] = ()
+    ) -> NoReturn:
+        """Ends the call with an error: its answer, where none has begun."""
+        trailing = tuple(trailing_metadata)
+        self._fail(from_metadata(code, details, dict(trailing), self._terms.hop), trailing)
+        raise grpc.aio.AbortError
+
+    # ------------------------------------------------------------------ the connection's side
+
+    @property
+    def body(self) -> RequestBody:
+        return self._body
+
+    def begin(self) -> None:
+        """Starts the task; an unknown path is answered at once."""
+        target = self._methods.find(self._request.verb, self._request.path)
+        loop = asyncio.get_running_loop()
+        if target is None:
+            self._task = loop.create_task(self._refuse(), name="http-call")
+        else:
+            if not target.method.takes_body:
+                self._argument = target.argument
+            self._error_body = target.method.error_body or self._error_body
+            context = cast(Context, self)
+            self._task = loop.create_task(target.served.serve(None, context), name="http-call")
+        self._task.add_done_callback(self._end)
+        if self._deadline_at is not None:
+            left_s = self._deadline_at - time.monotonic()
+            self._timer = loop.call_later(left_s, self._cancel_for, DeadlineError(PASSED))
+
+    # ------------------------------------------------------------------
+
+    async def _refuse(self) -> None:
+        error = NotFoundError("unknown path or method")
+        self._fail(error, error.trailing_metadata(self._terms.hop))
+
+    def _send_head(self, content_type: str, end: bool = False) -> None:
+        self._has_begun = True
+        status, headers = "200", [("content-type", content_type)] if content_type else []
+        for name, value in self._head:
+            if name == HTTP_STATUS:
+                status = value
+            else:
+                headers.append((name, as_metadata(value)))
+        self._connection.send_headers(self.stream_id, [(":status", status), *headers], end)
+
+    def _fail(self, error: HeadraceError, metadata: Pairs) -> None:
+        self._code, self._trailing = error.status, metadata
+        if self._is_reset or self._has_begun:
+            return
+        self._head += metadata
+        body = self._error_body(error)
+        self._send_head(_JSON)
+        if len(body) <= self._connection.window(self.stream_id):
+            self._connection.send_data(self.stream_id, body)
+
+    def _end(self, task: asyncio.Task[Any]) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._task = None
+        error = self._error_of(task)
+        if not self._is_reset:
+            if error is not None:
+                self._fail(error, error.trailing_metadata(self._terms.hop))
+            self._send_end()
+        self._connection.ended(self)
+
+    def _error_of(self, task: asyncio.Task[Any]) -> HeadraceError | None:
+        """The error of a task that ended without `abort`; None after an answer or an abort."""
+        if task.cancelled():
+            return self._ended_by or NotReadyError("the service stops")
+        failure = task.exception()
+        if failure is None or isinstance(failure, grpc.aio.AbortError):
+            return None
+        logger.error("a call by HTTP failed", exc_info=failure)
+        return RequestFailedError("internal error")
+
+    def _send_end(self) -> None:
+        connection, stream_id = self._connection, self.stream_id
+        self._body.acknowledge()
+        if not self._has_begun:
+            self._send_head("", end=True)
+        elif self._code is None or not self._trailing:
+            connection.end_stream(stream_id)
+        else:
+            status = (_GRPC_STATUS, str(self._code.value[0]))
+            trailers = [(name, as_metadata(value)) for name, value in self._trailing]
+            connection.send_headers(stream_id, [status, *trailers], end=True)
+        if not self._body.is_complete:
+            connection.reset_stream(stream_id, ErrorCodes.NO_ERROR)

@@ -1,0 +1,85 @@
+"""The methods of an HTTP server, by their path.
+
+A method has a handler like those of gRPC: it takes a request and a context and yields bodies. So telemetry, admission
+and error mapping (headrace/rpc/handlers.py) are the same for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl, unquote
+
+import grpc
+from google.api.httpbody_pb2 import HttpBody
+
+from headrace.errors import HeadraceError
+from headrace.rpc.handlers import CallInterceptor, Context, Handler, ServedMethod
+from headrace.rpc.request_reading import RequestReading
+
+Behaviour = Callable[[Any, Context], AsyncGenerator[HttpBody, None]]
+ErrorBody = Callable[[HeadraceError], bytes]  # The JSON of an error before the first byte of an answer.
+
+
+@dataclass(frozen=True)
+class HttpMethod:
+    """`name` is the method's full name, "package.Service/Method", which is its path too.
+
+    With `takes_body` it is called by POST and `parse` gets the body. Otherwise it is called by GET, or by another
+    `verb`, and `parse` gets the argument: the rest of the path after the name, or the value of the query's
+    `parameter`, as UTF-8; with `takes_query` the whole query as it is, with the rest of the path as its last `id`.
+    `error_body` is None where errors have
+    the shape of the server's other methods.
+    """
+
+    name: str
+    behaviour: Behaviour
+    parse: Callable[[bytes], Any]
+    takes_body: bool = True
+    parameter: str = ""
+    error_body: ErrorBody | None = None
+    takes_query: bool = False
+    verb: str = ""
+
+
+class Target(NamedTuple):
+    """The method that a request is for, and its argument."""
+
+    method: HttpMethod
+    served: ServedMethod
+    argument: bytes
+
+
+class MethodTable:
+    """The methods of one server."""
+
+    def __init__(self, interceptor: CallInterceptor) -> None:
+        self._interceptor = interceptor
+        self._methods: dict[str, tuple[HttpMethod, ServedMethod]] = {}
+
+    def add(self, *methods: HttpMethod) -> None:
+        for method in methods:
+            path = f"/{method.name}"
+            handler: Handler = grpc.unary_stream_rpc_method_handler(method.behaviour)
+            reading = RequestReading(None, method.parse)
+            self._methods[path] = method, ServedMethod(self._interceptor, path, handler, reading)
+
+    def find(self, verb: str, path: str) -> Target | None:
+        """The target of a request, None for an unknown path or method; `path` may have a query."""
+        path, _, query = path.partition("?")
+        found, rest = self._methods.get(path), ""
+        if found is None:
+            path, _, rest = path.rpartition("/")
+            found = self._methods.get(path)
+            if found is None or found[0].takes_body or not rest:
+                return None
+        method, served = found
+        if verb != (method.verb or ("POST" if method.takes_body else "GET")):
+            return None
+        if method.takes_query:
+            return Target(method, served, (f"{query}&id={rest}" if rest else query).encode())
+        argument = unquote(rest)
+        if not argument and method.parameter:
+            argument = dict(parse_qsl(query)).get(method.parameter, "")
+        return Target(method, served, argument.encode())

@@ -1,0 +1,133 @@
+"""HTTP/2 servers without TLS, with the life of a gRPC server: for the gateway, and for calls between our services.
+
+`start` opens the port. `stop` sends GOAWAY on each connection and returns when their calls have ended; it cancels calls
+that are still running after `grace_s`. The port is exclusive unless `shares_port`: then several processes listen on it,
+and their parent has reserved it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+
+from headrace.errors import StartupError
+from headrace.rpc.handlers import CallInterceptor
+from headrace.rpc.http2.call import HttpCall, Terms
+from headrace.rpc.http2.connection import HttpConnection
+from headrace.rpc.http2.message_call import Behaviour, MessageCall
+from headrace.rpc.http2.methods import ErrorBody, HttpMethod, MethodTable
+from headrace.rpc.http2.served_call import ServedCall
+from headrace.rpc.listeners import reserved
+
+logger = logging.getLogger(__name__)
+
+Headers = Iterable[tuple[bytes, bytes]]
+
+MAX_CONNECTIONS = 1024  # As many as a gateway opens (envoy/envoy.yaml).
+_BACKLOG = 1024
+_LAST_ANSWERS_S = 0.5  # For the last bytes of calls that are cancelled.
+
+
+class Http2Server:
+    """Owned by the event loop; `open_call` makes the calls."""
+
+    def __init__(self, shares_port: bool = False) -> None:
+        self.port = 0  # Once it is open.
+        self._shares_port = shares_port
+        self._held = ExitStack()
+        self._listening: asyncio.Server | None = None
+        self._connections: set[HttpConnection] = set()
+        self._are_closed = asyncio.Event()  # All connections.
+        self._are_closed.set()
+
+    async def start(self, host: str, port: int) -> int:
+        """Opens the port, 0 for any, and returns it; raises StartupError where it is taken."""
+        if not self._shares_port:
+            port = self._held.enter_context(reserved(host, port))
+        loop = asyncio.get_running_loop()
+        try:
+            self._listening = await loop.create_server(
+                lambda: HttpConnection(self), host.strip("[]"), port, reuse_port=True, backlog=_BACKLOG
+            )
+        except OSError:
+            raise StartupError(f"{host}:{port} cannot be listened on: is the port taken?") from None
+        self.port = self._listening.sockets[0].getsockname()[1]
+        return self.port
+
+    async def stop(self, grace_s: float) -> None:
+        """Stops; a second call with less grace shortens the first."""
+        if self._listening is not None:
+            self._listening.close()
+            self._listening = None
+        for connection in tuple(self._connections):
+            connection.go_away()
+        if not await self._ended(grace_s):
+            for connection in tuple(self._connections):
+                connection.cancel_calls()
+                connection.end_arrivals()
+            if not await self._ended(_LAST_ANSWERS_S):
+                for connection in tuple(self._connections):
+                    connection.abort()
+        self._held.close()
+
+    async def _ended(self, within_s: float) -> bool:
+        try:
+            async with asyncio.timeout(within_s):
+                await self._are_closed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    # ------------------------------------------------------------------ of the connections
+
+    def open_call(self, connection: HttpConnection, stream_id: int, headers: Headers) -> ServedCall:
+        """The call that a stream begins with its headers."""
+        raise NotImplementedError
+
+    def opened(self, connection: HttpConnection) -> bool:
+        """Counts one more connection; False if there are too many."""
+        if len(self._connections) >= MAX_CONNECTIONS or self._listening is None:
+            logger.warning("a connection is refused: %d are open", len(self._connections))
+            return False
+        self._connections.add(connection)
+        self._are_closed.clear()
+        return True
+
+    def closed(self, connection: HttpConnection) -> None:
+        """A connection is closed, and the tasks of its calls have ended."""
+        self._connections.discard(connection)
+        if not self._connections:
+            self._are_closed.set()
+
+
+class HttpServer(Http2Server):
+    """REST by the same handlers as gRPC."""
+
+    def __init__(self, interceptor: CallInterceptor, error_body: ErrorBody, shares_port: bool = False) -> None:
+        super().__init__(shares_port)
+        self._methods = MethodTable(interceptor)
+        self._terms = Terms(interceptor.hop, error_body)
+
+    def add(self, *methods: HttpMethod) -> None:
+        self._methods.add(*methods)
+
+    def open_call(self, connection: HttpConnection, stream_id: int, headers: Headers) -> ServedCall:
+        return HttpCall(connection, stream_id, headers, self._methods, self._terms)
+
+
+class MessageServer(Http2Server):
+    """Bidirectional calls of gRPC, without its threads; `hop` signs the errors.
+
+    For calls that last as long as both of their processes and carry hundreds of small messages a second, which cost
+    less processor time here (docs/benchmarks.md). There is no reflection, no deadline and no compression.
+    """
+
+    def __init__(self, hop: str, methods: Mapping[str, Behaviour], shares_port: bool = False) -> None:
+        super().__init__(shares_port)
+        self._hop = hop
+        self._methods = methods
+
+    def open_call(self, connection: HttpConnection, stream_id: int, headers: Headers) -> ServedCall:
+        return MessageCall(connection, stream_id, headers, self._methods, self._hop)

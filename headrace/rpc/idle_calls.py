@@ -1,0 +1,179 @@
+"""Calls that wait for a message and have no request in flight; decides which of them end.
+
+There are two kinds: calls that may be idle, such as streams of requests and health watches, and calls whose only
+message has not arrived yet. Each kind is bounded in total and for each caller, so a new call of one kind never ends a
+call of the other. Above a caller's bound its longest idle call ends; above the total bound, the longest idle call of
+the caller with most calls. So a caller never ends calls of a caller with fewer. Callers without a name (`caller_of` in
+headrace/clients.py) are other services, and have no bound of their own.
+
+A call also ends after its own idle timeout. gRPC holds the parts of a message until it is complete. Above
+`max_unfinished` bytes in total, the calls that began to wait last end first. The oldest calls stay, as many as cannot
+together hold more than that: they began before the memory was used.
+
+Owned by the event loop. Calls are grouped by caller only while there are more calls of a kind than one caller may have:
+until then a waiting call costs only one entry in a dictionary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import ItemsView, Mapping
+from operator import itemgetter
+from typing import Protocol
+
+from headrace.errors import DeadlineError, HeadraceError, OverloadedError
+from headrace.rpc.byte_budget import MAX_MESSAGE_BYTES, RETRY_AFTER_MS, ByteBudget
+from headrace.rpc.unfinished_messages import UnfinishedMessages
+
+_SWEEP_S = 1.0
+_LOOK_S = 0.05
+_SETTLE_S = 0.5
+_GROWTH_BYTES = 16 * 1024 * 1024
+_ARRIVAL_S = 0.05  # A message that has been arriving for a shorter time is most likely almost complete.
+
+
+class IdleCall(Protocol):
+    """A call, equal only to itself; `end` removes it from here."""
+
+    may_be_idle: bool  # As it is meant to be.
+    may_arrive: bool  # Its next message is a stranger's.
+    idle_limit_s: float
+
+    @property
+    def caller(self) -> str: ...
+
+    def end(self, error: HeadraceError) -> None: ...
+
+
+class IdleCalls:
+    def __init__(self, most: int, most_of_one: int, max_unfinished: int, budget: ByteBudget) -> None:
+        self.messages = UnfinishedMessages()
+        self._budget = budget
+        self._open = _Kind(most, most_of_one)
+        self._unsent = _Kind(most, most_of_one)
+        self._sweep: asyncio.TimerHandle | None = None
+        self._look: asyncio.TimerHandle | None = None
+        self._max_unfinished = max_unfinished
+        self._unfinished_limit = max_unfinished
+        self._settles_at = 0.0
+        self._measures = False
+        self._evicted = 0  # Calls that ended since memory was last below its limit.
+
+    def __len__(self) -> int:
+        return len(self._open) + len(self._unsent)
+
+    def add(self, call: IdleCall) -> None:
+        """Adds a call that starts to wait."""
+        loop = asyncio.get_running_loop()
+        surplus = (self._open if call.may_be_idle else self._unsent).add(call, loop.time())
+        if surplus is not None:
+            surplus.end(
+                OverloadedError(
+                    "too many idle calls are open; close those that are not in use", retry_after_ms=RETRY_AFTER_MS
+                )
+            )
+        if self._sweep is None:
+            self._sweep = loop.call_later(_SWEEP_S, self._end_overdue)
+        if self._look is None and call.may_arrive:
+            self._look = loop.call_later(_LOOK_S, self._look_at_memory)
+
+    def discard(self, call: IdleCall) -> None:
+        (self._open if call.may_be_idle else self._unsent).discard(call)
+
+    def _all(self) -> tuple[tuple[IdleCall, float], ...]:
+        """Each with the time since when it waits."""
+        return (*self._open.items(), *self._unsent.items())
+
+    def _end_overdue(self) -> None:
+        loop = asyncio.get_running_loop()
+        now, self._sweep = loop.time(), None
+        for call, since in self._all():
+            if now - since >= call.idle_limit_s:
+                call.end(DeadlineError(f"the call was idle for {call.idle_limit_s:g} s; make a new one"))
+        if len(self):
+            self._sweep = loop.call_later(_SWEEP_S, self._end_overdue)
+
+    def _look_at_memory(self) -> None:
+        """Ends calls whose incomplete messages take too much memory; those that began to arrive last end first."""
+        loop, self._look = asyncio.get_running_loop(), None
+        if not any(call.may_arrive for kind in (self._open, self._unsent) for call, _ in kind.items()):
+            self._evicted, self._unfinished_limit, self._measures = 0, self._max_unfinished, False
+            return
+        if not self._measures:  # Not needed while every message arrives at once.
+            self._measures = True
+            self.messages.begin()
+        unfinished = self.messages.estimate()
+        if unfinished > self._unfinished_limit:
+            self._evict(max(1 + unfinished // MAX_MESSAGE_BYTES, 2 * self._evicted), loop.time() - _ARRIVAL_S)
+            # Their memory is not free at once; more calls end only if it still grows.
+            self._unfinished_limit = unfinished + _GROWTH_BYTES
+            self._settles_at = loop.time() + _SETTLE_S
+            self._budget.trim_after(_LOOK_S)
+        elif loop.time() >= self._settles_at:
+            self._evicted, self._unfinished_limit = 0, self._max_unfinished
+        self._look = loop.call_later(_LOOK_S, self._look_at_memory)
+
+    def _evict(self, count: int, idle_before: float) -> None:
+        suspects = [(since, call) for call, since in self._all() if since <= idle_before and call.may_arrive]
+        suspects.sort(key=itemgetter(0), reverse=True)
+        suspects = suspects[: max(0, len(suspects) - self._max_unfinished // MAX_MESSAGE_BYTES)]
+        error = OverloadedError(
+            "incomplete messages take all the memory that they may; retry later", retry_after_ms=RETRY_AFTER_MS
+        )
+        for _, call in suspects[:count]:
+            call.end(error)
+        self._evicted = min(count, len(suspects))
+
+
+class _Kind:
+    """The calls of one kind, those first that have been idle for longest."""
+
+    def __init__(self, most: int, most_of_one: int) -> None:
+        self._most = most
+        self._most_of_one = min(most, most_of_one)
+        self._since: dict[IdleCall, float] = {}
+        self._of: dict[str, dict[IdleCall, float]] = {}  # By caller, while calls are grouped.
+
+    def __len__(self) -> int:
+        return len(self._since)
+
+    def items(self) -> ItemsView[IdleCall, float]:
+        return self._since.items()
+
+    def add(self, call: IdleCall, now: float) -> IdleCall | None:
+        """Returns the call that has to end for it, if one has to."""
+        self._since[call] = now
+        if len(self._since) <= self._most_of_one and not self._of:
+            return None
+        return self._surplus(call, now)
+
+    def discard(self, call: IdleCall) -> None:
+        if self._since.pop(call, None) is None or not self._of:
+            return
+        caller = call.caller
+        of_caller = self._of[caller]
+        del of_caller[call]
+        if not of_caller:
+            del self._of[caller]
+        if len(self._since) <= self._most_of_one // 2:
+            self._of.clear()
+
+    def _surplus(self, call: IdleCall, now: float) -> IdleCall | None:
+        if self._of:
+            self._of.setdefault(call.caller, {})[call] = now
+        else:
+            for each, since in self._since.items():
+                self._of.setdefault(each.caller, {})[each] = since
+        own = self._of[call.caller]
+        if call.caller and len(own) > self._most_of_one:
+            return next(iter(own))
+        if len(self._since) > self._most:
+            return self._longest_of_the_greediest()
+        return None
+
+    def _longest_of_the_greediest(self) -> IdleCall:
+        def greed(calls: Mapping[IdleCall, float]) -> tuple[int, float]:
+            return len(calls), -next(iter(calls.values()))
+
+        greediest: Mapping[IdleCall, float] = max(self._of.values(), key=greed)
+        return next(iter(greediest))

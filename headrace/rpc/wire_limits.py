@@ -1,0 +1,155 @@
+"""Bounds on what a serialized protobuf message becomes when it is parsed, from only its wire format.
+
+A parser makes up to a hundred bytes of two: an element of a repeated message, or a number of one byte that becomes one
+of eight. It also holds the interpreter until it is done. So a large message is walked first, without parsing: every
+field of a message that its descriptor knows counts, at any depth, and the bytes of packed numbers of variable length.
+
+A walk can be interrupted and continued. What cannot be read ends it without an error: the parser reports that.
+Source of the format: protobuf's wire encoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+
+from headrace.errors import InvalidRequestError
+
+MAX_FIELDS = 65_536
+MAX_PACKED_BYTES = 2 * 1024 * 1024  # Parsed in some 10 ms, in which nothing else runs.
+FIELD_BYTES = 256  # Memory of a parsed field at most, besides its contents.
+NUMBER_BYTES = 8  # Memory of a number that takes one byte on the wire.
+
+_VARINTS = frozenset(
+    {
+        FieldDescriptor.TYPE_INT32,
+        FieldDescriptor.TYPE_INT64,
+        FieldDescriptor.TYPE_UINT32,
+        FieldDescriptor.TYPE_UINT64,
+        FieldDescriptor.TYPE_SINT32,
+        FieldDescriptor.TYPE_SINT64,
+        FieldDescriptor.TYPE_BOOL,
+        FieldDescriptor.TYPE_ENUM,
+    }
+)
+_VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
+_GROUP_TAGS = (3, 4)
+_MAX_VARINT_BYTES = 10
+
+
+@dataclass(frozen=True)
+class Schema:
+    """What of a message is walked into: its fields that are messages, by number, and those of packed numbers."""
+
+    messages: Mapping[int, Schema]
+    packed: frozenset[int]
+
+
+@cache
+def schema_of(descriptor: Descriptor) -> Schema:
+    """The schema of a message and, once each, of the messages in it; a message may contain itself."""
+    return _schema_of(descriptor, {})
+
+
+def _schema_of(descriptor: Descriptor, known: dict[str, Schema]) -> Schema:
+    if descriptor.full_name in known:
+        return known[descriptor.full_name]
+    messages: dict[int, Schema] = {}
+    packed = frozenset(field.number for field in descriptor.fields if field.is_repeated and field.type in _VARINTS)
+    schema = known[descriptor.full_name] = Schema(messages, packed)
+    for field in descriptor.fields:
+        if field.message_type is not None:
+            messages[field.number] = _schema_of(field.message_type, known)
+    return schema
+
+
+class Walk:
+    """Counts what a message holds; raises InvalidRequestError as soon as that is too much."""
+
+    def __init__(self, data: bytes, schema: Schema) -> None:
+        self._data = data
+        self._at = 0
+        self._ended = False
+        self._inside: list[tuple[int, Schema]] = [(len(data), schema)]  # Where each message ends that is walked in.
+        self.fields = 0
+        self.packed_bytes = 0
+
+    @property
+    def memory(self) -> int:
+        """Bytes that the parsed message takes at most, besides those of the message itself."""
+        return self.fields * FIELD_BYTES + self.packed_bytes * NUMBER_BYTES
+
+    def proceed(self, max_fields: int) -> bool:
+        """Walks over so many fields at most; whether the walk is at its end."""
+        data, at, inside = self._data, self._at, self._inside
+        if self._ended:
+            return True
+        self._ended = True  # Unless the loop comes to its end.
+        end, schema = inside[-1]
+        for _ in range(max_fields):
+            while at >= end:
+                inside.pop()
+                if not inside:
+                    return True
+                end, schema = inside[-1]
+            self.fields += 1
+            if self.fields > MAX_FIELDS:
+                raise InvalidRequestError(
+                    f"the request has more than {MAX_FIELDS} protobuf fields; send large tensors as raw contents"
+                )
+            tag = shift = 0
+            while True:
+                if at >= end or shift > 63:
+                    return True
+                byte = data[at]
+                at += 1
+                tag |= (byte & 0x7F) << shift
+                if byte < 0x80:
+                    break
+                shift += 7
+            kind = tag & 7
+            if kind == _LENGTH_DELIMITED:
+                length = shift = 0
+                while True:
+                    if at >= end or shift > 63:
+                        return True
+                    byte = data[at]
+                    at += 1
+                    length |= (byte & 0x7F) << shift
+                    if byte < 0x80:
+                        break
+                    shift += 7
+                if length > end - at:
+                    return True
+                number = tag >> 3
+                inner = schema.messages.get(number)
+                if inner is not None:
+                    end, schema = at + length, inner
+                    inside.append((end, schema))
+                    continue
+                if number in schema.packed:
+                    self.packed_bytes += length
+                    if self.packed_bytes > MAX_PACKED_BYTES:
+                        raise InvalidRequestError(
+                            f"the request has more than {MAX_PACKED_BYTES >> 20} MiB of packed integers; send large"
+                            " tensors as raw contents"
+                        )
+                at += length
+            elif kind == _VARINT:
+                last = at + _MAX_VARINT_BYTES
+                while at < end and data[at] >= 0x80:
+                    at += 1
+                    if at == last:
+                        return True
+                at += 1
+            elif kind == _FIXED64:
+                at += 8
+            elif kind == _FIXED32:
+                at += 4
+            elif kind not in _GROUP_TAGS:
+                return True
+        self._at, self._ended = at, False
+        return False

@@ -1,3 +1,0 @@
-"""What Millrace's services share, and nothing else."""
-
-__version__ = "0.1.0"
