@@ -215,9 +215,9 @@ def test_buf_lists_the_public_services(make_up):
         "grpc.health.v1.Health",
         "grpc.reflection.v1.ServerReflection",
         "grpc.reflection.v1alpha.ServerReflection",
-        "inference.GRPCInferenceService",
         "headrace.v1.PayloadLog",
         "headrace.v1.TextGeneration",
+        "inference.GRPCInferenceService",
     ]
 
 
