@@ -8,12 +8,11 @@ from __future__ import annotations
 import json
 import os
 import time
-from pathlib import Path
 
 from runner.process import Say
 from runner.settings import IS_CHECKOUT
 from runner.stack import Stack
-from runner.terminal import BOLD, GREEN, Painter
+from runner.terminal import BOLD, GREEN, Painter, short
 
 _METHOD = "headrace.v1.TextGeneration/Generate"
 # Settings of `make up` that `make smoke` also needs.
@@ -82,8 +81,3 @@ class Report:
 
     def _seconds(self) -> float:
         return time.monotonic() - self._started
-
-
-def short(path: Path) -> str:
-    """A path relative to the current folder."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Mapping
+from pathlib import Path
 from typing import IO
 
 BOLD, DIM, GREEN, RED = "\033[1m", "\033[2m", "\033[32m", "\033[31m"
@@ -39,3 +40,8 @@ def one_line(text: str, width: int) -> str:
     """Text on one line, truncated to a width."""
     line = printable(" ".join(text.split()), keep="")
     return line if len(line) <= width else f"{line[: width - 1]}…"
+
+
+def short(path: Path) -> str:
+    """A path relative to the current folder."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

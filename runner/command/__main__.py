@@ -15,8 +15,7 @@ from runner import settings as stack_settings
 from runner.command import certificates, chat, help_texts, keys, records, start, usage
 from runner.command.gateway import Gateway
 from runner.replay import options as replay_options
-from runner.report import short
-from runner.terminal import Painter, has_colours
+from runner.terminal import Painter, has_colours, short
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from headrace.errors import StartupError
 from headrace.watched_file import replace_file
-from runner.report import short
 from runner.settings import HOME, StackSettings
+from runner.terminal import short
 
 FOLDER = HOME / ".run" / "certs"
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")

