@@ -719,7 +719,6 @@ class PayloadRecord(_message.Message):
     GATEWAY_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     SERVED_MODEL_FIELD_NUMBER: _builtins.int
-    SHADOW_OF_FIELD_NUMBER: _builtins.int
     ENGINE_MS_FIELD_NUMBER: _builtins.int
     PREDICTORS_FIELD_NUMBER: _builtins.int
     PROMPT_IDS_FIELD_NUMBER: _builtins.int
@@ -763,12 +762,8 @@ class PayloadRecord(_message.Message):
     """Of the weights that answered, if the predictor reports it."""
     served_model: _builtins.str
     """The model that answered, if a route led to it from `model`."""
-    shadow_of: _builtins.str
-    """The record_id of the request that this is a copy of, for another model: its"""
     engine_ms: _builtins.float
-    """answer went to nobody. Both have the same request_id and client.
-    Of a generation: how long engines worked for it, until its last token. Absent if no engine of ours answered.
-    """
+    """Of a generation: how long engines worked for it, until its last token. Absent if no engine of ours answered."""
     sampling: _builtins.str
     """All sampling parameters that differ from the table's defaults, those that the"""
     prompt_kind: _builtins.str
@@ -838,7 +833,6 @@ class PayloadRecord(_message.Message):
         gateway: Global___GatewayCall | None = ...,
         fingerprint: _builtins.str = ...,
         served_model: _builtins.str = ...,
-        shadow_of: _builtins.str = ...,
         engine_ms: _builtins.float | None = ...,
         predictors: _abc.Iterable[Global___PredictorPart] | None = ...,
         prompt_ids: _abc.Iterable[_builtins.int] | None = ...,
@@ -847,7 +841,7 @@ class PayloadRecord(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_engine_ms", b"_engine_ms", "_error", b"_error", "_gateway", b"_gateway", "_ttft_ms", b"_ttft_ms", "engine_ms", b"engine_ms", "error", b"error", "gateway", b"gateway", "time", b"time", "ttft_ms", b"ttft_ms", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_engine_ms", b"_engine_ms", "_error", b"_error", "_gateway", b"_gateway", "_ttft_ms", b"_ttft_ms", "call_id", b"call_id", "chunks", b"chunks", "client", b"client", "duration_ms", b"duration_ms", "engine_ms", b"engine_ms", "error", b"error", "failed_hop", b"failed_hop", "fingerprint", b"fingerprint", "finish_reason", b"finish_reason", "gateway", b"gateway", "incomplete", b"incomplete", "inputs", b"inputs", "message", b"message", "metadata", b"metadata", "model", b"model", "outputs", b"outputs", "page_token", b"page_token", "parameters", b"parameters", "predictors", b"predictors", "prompt", b"prompt", "prompt_ids", b"prompt_ids", "prompt_kind", b"prompt_kind", "protocol", b"protocol", "record_id", b"record_id", "request_id", b"request_id", "resumes", b"resumes", "sampling", b"sampling", "served_model", b"served_model", "shadow_of", b"shadow_of", "span_id", b"span_id", "status", b"status", "text", b"text", "time", b"time", "trace_id", b"trace_id", "ttft_ms", b"ttft_ms", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_engine_ms", b"_engine_ms", "_error", b"_error", "_gateway", b"_gateway", "_ttft_ms", b"_ttft_ms", "call_id", b"call_id", "chunks", b"chunks", "client", b"client", "duration_ms", b"duration_ms", "engine_ms", b"engine_ms", "error", b"error", "failed_hop", b"failed_hop", "fingerprint", b"fingerprint", "finish_reason", b"finish_reason", "gateway", b"gateway", "incomplete", b"incomplete", "inputs", b"inputs", "message", b"message", "metadata", b"metadata", "model", b"model", "outputs", b"outputs", "page_token", b"page_token", "parameters", b"parameters", "predictors", b"predictors", "prompt", b"prompt", "prompt_ids", b"prompt_ids", "prompt_kind", b"prompt_kind", "protocol", b"protocol", "record_id", b"record_id", "request_id", b"request_id", "resumes", b"resumes", "sampling", b"sampling", "served_model", b"served_model", "span_id", b"span_id", "status", b"status", "text", b"text", "time", b"time", "trace_id", b"trace_id", "ttft_ms", b"ttft_ms", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__engine_ms: _TypeAlias = _typing.Literal["engine_ms"]  # noqa: Y015
     _WhichOneofArgType__engine_ms: _TypeAlias = _typing.Literal["_engine_ms", b"_engine_ms"]  # noqa: Y015

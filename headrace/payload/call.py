@@ -51,7 +51,6 @@ def begin(
         metadata={name: value for name, value in headers.items() if value},
         client=call.header(CLIENT),
         call_id=call.header(CALL_ID),
-        shadow_of=call.shadow_of,
         inputs=inputs,
     )
 

@@ -92,7 +92,6 @@ class Fields(NamedTuple):
     span_id: str
     client: str
     call_id: str
-    shadow_of: str
     metadata: Mapping[str, str]
 
 

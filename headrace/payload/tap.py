@@ -180,16 +180,13 @@ class PayloadTap:
         metadata: Mapping[str, str] | None = None,
         client: str = "",
         call_id: str = "",
-        shadow_of: str = "",
         inputs: Tensors = (),
     ) -> Recording:
         """Opens the recording of a request that arrived now; `parameters` is JSON."""
         now_ns = time.time_ns()
         self._last_id = next_id(now_ns // 1_000_000, self._last_id)
         recording = Recording(self, self._last_id)
-        fields = Fields(
-            *(request_id, model, prompt, parameters, trace_id, span_id, client, call_id, shadow_of), metadata or {}
-        )
+        fields = Fields(request_id, model, prompt, parameters, trace_id, span_id, client, call_id, metadata or {})
         recording._begin(now_ns // 1_000, protocol, fields, inputs)
         return recording
 

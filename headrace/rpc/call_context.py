@@ -24,7 +24,7 @@ CALL_ID = "x-headrace-call-id"
 IDEMPOTENCY_KEY = "idempotency-key"
 BACKGROUND = "x-headrace-batch"  # The batch of a request that is part of one.
 _TIMEOUT_MS = "x-timeout-ms"
-FIRST_TOKEN_TIMEOUT_MS = "x-first-token-timeout-ms"  # noqa: S105
+_FIRST_TOKEN_TIMEOUT_MS = "x-first-token-timeout-ms"  # noqa: S105
 _MAX_TIMEOUT_MS = 99_999_999  # gRPC's own limit of digits in a timeout.
 
 
@@ -40,14 +40,10 @@ class ServedModel(NamedTuple):
 
 @dataclass
 class Routed:
-    """The models that a route chose for a call: `served`, and the fallbacks `others`, in order.
-
-    `is_copied`: whether the shadow gets a copy; None until the random choice is made.
-    """
+    """The models that a route chose for a call: `served`, and the fallbacks `others`, in order."""
 
     served: ServedModel
     others: Sequence[ServedModel] = ()
-    is_copied: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -55,8 +51,7 @@ class CallContext:
     """`protocol` is the method called, `request_id` the caller's or the gateway's, `arrived` a time of the monotonic
     clock.
 
-    `routed` has the models that routes chose, by the names in the requests. In a shadow copy, `shadow_of` is the
-    record_id of the copied request.
+    `routed` has the models that routes chose, by the names in the requests.
     """
 
     protocol: str
@@ -65,7 +60,6 @@ class CallContext:
     deadline: Deadline = NO_DEADLINE
     arrived: float = field(default_factory=time.monotonic, compare=False)
     routed: dict[str, Routed] = field(default_factory=dict, compare=False)
-    shadow_of: str = ""
 
     @property
     def elapsed_s(self) -> float:
@@ -126,12 +120,12 @@ def deadline_of(context: Context) -> Deadline:
 
 def first_token_timeout_s(metadata: Iterable[tuple[str, str | bytes]] | None) -> float | None:
     """The time that a caller allows until its first token: `x-first-token-timeout-ms`. Raises InvalidRequestError."""
-    text = dict(metadata or ()).get(FIRST_TOKEN_TIMEOUT_MS)
+    text = dict(metadata or ()).get(_FIRST_TOKEN_TIMEOUT_MS)
     if not isinstance(text, str):
         return None
     if not (text.isascii() and text.isdecimal() and 1 <= len(text) <= 9 and 1 <= int(text) <= _MAX_TIMEOUT_MS):
         raise InvalidRequestError(
-            f"{FIRST_TOKEN_TIMEOUT_MS} must be a whole number of milliseconds from 1 to {_MAX_TIMEOUT_MS}"
+            f"{_FIRST_TOKEN_TIMEOUT_MS} must be a whole number of milliseconds from 1 to {_MAX_TIMEOUT_MS}"
         )
     return int(text) / 1000
 

@@ -81,7 +81,6 @@ async def _serve(settings: TransformerSettings) -> None:
     from services.transformer.processes.body_processes import BodyProcesses
     from services.transformer.routing.direct_models import list_direct_models
     from services.transformer.routing.router import Router
-    from services.transformer.routing.shadows import Shadows
     from services.transformer.text.answer_syntax import SyntaxSettings
     from services.transformer.text.tokenizer import start_rendering
 
@@ -110,18 +109,17 @@ async def _serve(settings: TransformerSettings) -> None:
     log_stub = PayloadLogStub(log)
     quota = TokenQuota(MonthBudget(used_by_log(log_stub)))
     router = Router(catalogue, settings.model_routes, lambda model: not linked or links.can_resume(model, ""))
-    shadows = Shadows()
     reports_cached = settings.cached_tokens == "all"
     recorded = RecordedTokens(log_stub)
     syntaxes = SyntaxSettings(settings.tool_formats, settings.reasoning_formats)
     key = settings.signing_key.get_secret_value() if settings.signing_key else None
     signer = signer_of(key, settings.payload_spool)
-    pipeline = Pipeline(router, generator, tap, bodies, reports_cached, quota, shadows, recorded, syntaxes, signer)
+    pipeline = Pipeline(router, generator, tap, bodies, reports_cached, quota, recorded, syntaxes, signer)
     public = (*_OWN, _PAYLOAD_LOG, *development.services(settings.development))
     server = Server.of("transformer", settings, public, settings.max_calls)
     server.limits.add(quota.remaining)
 
-    requests = Inference(pipeline, router, Relay(predictor), tap, shadows, quota)
+    requests = Inference(pipeline, router, Relay(predictor), tap, quota)
     inference = InferenceServicer(requests, catalogue, router, predictor, replicas)
     inference.add_to_server(server.grpc)
     text = TextGenerationServicer(pipeline)
@@ -165,7 +163,6 @@ async def _serve(settings: TransformerSettings) -> None:
         server.own("direct-models", list_direct_models(settings.direct_models, router))
     if settings.gateway_endpoints is not None:
         server.own("gateway-endpoints", list_endpoints(settings.gateway_endpoints, links))
-    server.own("shadows", shadows.run())
     if settings.model_routes is not None:
         server.own("model-routes", router.follow())
     if keys is not None:

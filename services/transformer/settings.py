@@ -149,7 +149,7 @@ class TransformerSettings(RecordingSettings):
     model_routes: Path | None = Field(
         None,
         description=(
-            "YAML file of further names of models: aliases, weighted splits, fallbacks and shadows, see"
+            "YAML file of further names of models: aliases, weighted splits and fallbacks, see"
             " services/transformer/routing/routes.py; it is read again when it changes. Empty: there are none."
         ),
     )

@@ -1,6 +1,4 @@
-"""Routes before a real connection to a predictor: fallback to another model, and copies for one."""
-
-import asyncio
+"""Routes before a real connection to a predictor: fallback to another model."""
 
 import grpc
 import numpy as np
@@ -12,7 +10,6 @@ from headrace_protos import inference_pb2 as pb
 from tests.support.scripted_predictor import MODEL, ScriptedPredictor, alone, serving, whole
 from tests.support.transformer_fixtures import transformer
 from tests.system.calls import each, text_request
-from tests.waiting import until
 
 SECOND = "second"
 MODELS = f"{MODEL}=models/storyteller,{SECOND}=models/storyteller"
@@ -122,41 +119,3 @@ async def test_requests_for_tensors_fall_back_too(tmp_path):
         answer = await stub.ModelInfer(tensors("chat"), timeout=30)
     assert answer.model_name == "chat"
     assert predictor.calls[-1].request.model_name == SECOND
-
-
-async def test_a_copy_is_answered_by_another_model_and_affects_no_request(tmp_path):
-    held = asyncio.Event()
-
-    async def action(predictor, call):
-        if call.request.model == SECOND:
-            await held.wait()
-        async for count in whole(predictor, call):
-            yield count
-
-    predictor = ScriptedPredictor(*[action] * 4, models=(MODEL, SECOND))
-    routes = routed(tmp_path, "teller: {model: teller, shadow: second}")
-    async with serving(predictor) as address, transformer(address, MODELS, routes=routes) as (stub, _):
-        assert await tokens_of(stub, text_request(MODEL, "Tell me", max_tokens=5)) == 5
-        await predictor.wait_for_calls(2)
-        original, copy = predictor.calls
-        assert (original.request.model, copy.request.model) == (MODEL, SECOND)
-        assert list(original.request.prompt_ids) == list(copy.request.prompt_ids)
-        assert copy.request.weight < original.request.weight
-        held.set()
-        await until(copy.ended.is_set)
-        assert len(copy.output_ids) == 5
-
-
-async def test_requests_for_tensors_are_copied_too(tmp_path):
-    predictor = ScriptedPredictor(models=(MODEL, SECOND))
-    routes = routed(tmp_path, "teller: {model: teller, shadow: second}")
-    async with serving(predictor) as address, transformer(address, routes=routes) as (stub, _):
-        request = tensors(MODEL)
-        request.model_version = "1"  # The version of the model itself, not of the one that gets the copy.
-        answer = await stub.ModelInfer(request, timeout=30)
-        assert answer.model_name == MODEL
-        await predictor.wait_for_calls(2)
-    first, copy = predictor.calls[:2]
-    assert (first.request.model_name, first.request.model_version) == (MODEL, "1")
-    assert (copy.request.model_name, copy.request.model_version) == (SECOND, "")
-    assert copy.request.inputs == first.request.inputs

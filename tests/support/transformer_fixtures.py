@@ -38,7 +38,6 @@ from services.transformer.predictors.resuming import ResumingGenerator
 from services.transformer.predictors.v2_rest.client import V2RestClient
 from services.transformer.processes.body_processes import BodyProcesses
 from services.transformer.routing.router import Router
-from services.transformer.routing.shadows import Shadows
 from services.transformer.signing import Signer
 from tests.support.http2_client import connected
 from tests.waiting import until
@@ -78,11 +77,9 @@ async def transformer(
     tap = PayloadTap(NOWHERE, spool=Path(spool.name))
     tap.start()
     router = Router(catalogue, routes, lambda model: protocol == "v2" or links.can_resume(model, ""))
-    generator, shadows, quota = ResumingGenerator(links, client, resume_limit), Shadows(), TokenQuota()
-    pipeline = Pipeline(
-        router, generator, tap, bodies, reports_cached_tokens, quota, shadows=shadows, signer=Signer(b"a key")
-    )
-    inference = Inference(pipeline, router, Relay(client), tap, shadows, quota)
+    generator, quota = ResumingGenerator(links, client, resume_limit), TokenQuota()
+    pipeline = Pipeline(router, generator, tap, bodies, reports_cached_tokens, quota, signer=Signer(b"a key"))
+    inference = Inference(pipeline, router, Relay(client), tap, quota)
     options = [("grpc.max_receive_message_length", 64 * 1024 * 1024), ("grpc.max_send_message_length", -1)]
     interceptor = CallInterceptor("transformer")
     server = grpc.aio.server(interceptors=(interceptor,), options=options)
@@ -107,7 +104,6 @@ async def transformer(
 
     watch = asyncio.create_task(catalogue.watch(ignore))
     linking = asyncio.create_task(links.run())
-    copying = asyncio.create_task(shadows.run())
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
     try:
         if ready:
@@ -123,8 +119,7 @@ async def transformer(
         await server.stop(0)
         await http.stop(0)
         linking.cancel()
-        copying.cancel()
-        await asyncio.gather(linking, copying, return_exceptions=True)
+        await asyncio.gather(linking, return_exceptions=True)
         await bodies.close()
         await asyncio.to_thread(tap.close)
         spool.cleanup()

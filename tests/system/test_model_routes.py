@@ -1,4 +1,4 @@
-"""Routes of the whole stack: aliases on every way in, a canary that changes during streams, shadows, and the
+"""Routes of the whole stack: aliases on every way in, a canary that changes during streams, and the
 records of each."""
 
 import asyncio
@@ -15,22 +15,21 @@ from headrace_protos import inference_pb2 as pb
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.system.calls import STREAMS, begun_streams, channel, each, rest
 from tests.system.direct import hop_of, until_direct
-from tests.system.payload_log import query, records
+from tests.system.payload_log import records
 from tests.system.request_outcome import Request
 from tests.system.ways_in import TEXT
 from tests.waiting import until
 
 MODELS = (
     "storyteller=models/storyteller,second=models/storyteller,tensors=tests/unit/python_models.py:Echo,"
-    "identity=models/identity,twin=models/identity"
+    "identity=models/identity"
 )
 ROUTES = {
     "chat": {"model": "storyteller"},
     "lost": {"model": "nothing"},
     "safe": {"model": "nothing", "fallback": ["second"]},
     "canary": {"split": [{"model": "storyteller", "weight": 1}, {"model": "second", "weight": 0}]},
-    "shadowed": {"model": "storyteller", "shadow": "second"},
-    "same": {"model": "identity", "shadow": "twin"},
+    "same": {"model": "identity"},
 }
 OPTIONS = {"timeout": 60}
 
@@ -100,7 +99,7 @@ async def test_the_record_of_a_fallback_has_its_model(routed):
     answer = await rest(stack.gateway, "POST", "/v1/completions", completion("safe"), **{"x-request-id": "fell-back"})
     assert (answer.status, answer.headers["x-headrace-model"]) == (200, "second")
     (record,) = await records(stack.gateway, request_id="fell-back")
-    assert (record.model, record.served_model, record.shadow_of) == ("safe", "second", "")
+    assert (record.model, record.served_model) == ("safe", "second")
     answer = await rest(stack.gateway, "POST", "/v1/completions", completion("lost"))
     assert (answer.status, answer.json["error"]["message"]) == (404, "no model behind 'lost' is loaded")
 
@@ -125,26 +124,6 @@ async def test_routes_are_listed(routed):
         statistics = await stub.ModelStatistics(pb.ModelStatisticsRequest(name="same"), **OPTIONS)
         assert statistics.model_stats[0].name == "same"
         assert not (await stub.ModelReady(pb.ModelReadyRequest(name="lost"), **OPTIONS)).ready
-
-
-async def test_a_copy_is_recorded_and_not_returned(routed):
-    stack, _ = routed
-    answer = await rest(
-        stack.gateway, "POST", "/v1/completions", completion("shadowed"), **{"x-request-id": "copied-text"}
-    )
-    async with channel(stack.gateway) as open_channel:
-        await GRPCInferenceServiceStub(open_channel).ModelInfer(numbers("same", "copied-tensors"), **OPTIONS)
-    for request_id, model, copied_to in (("copied-text", "shadowed", "second"), ("copied-tensors", "same", "twin")):
-        found = {record.model: record for record in await records(stack.gateway, 2, request_id=request_id)}
-        original, copy = found[model], found[copied_to]
-        assert (copy.shadow_of, copy.status, original.shadow_of) == (original.record_id, "OK", "")
-        assert copy.text == original.text
-        assert copy.trace_id != original.trace_id
-        assert copy.inputs == original.inputs
-    assert original.served_model == "identity"
-    assert answer.json["choices"][0]["text"]
-    usage = (await rest(stack.gateway, "GET", "/headrace/v1/usage?group=model")).json["groups"]
-    assert "twin" not in {group.get("model") for group in usage}
 
 
 async def test_a_canary_changes_during_streams(routed):
@@ -176,7 +155,7 @@ async def test_a_canary_changes_during_streams(routed):
 async def test_a_model_that_gets_a_route_is_no_longer_called_directly(routed):
     stack, path = routed
     await until_direct(stack.gateway, "identity")
-    replace_file(path, json.dumps(ROUTES | {"identity": {"model": "identity", "shadow": "twin"}}))
+    replace_file(path, json.dumps(ROUTES | {"identity": {"model": "identity"}}))
 
     async def is_routed():
         return await hop_of(stack.gateway, "identity") == "transformer"
@@ -184,7 +163,7 @@ async def test_a_model_that_gets_a_route_is_no_longer_called_directly(routed):
     await until(is_routed)
     async with channel(stack.gateway) as open_channel:
         await GRPCInferenceServiceStub(open_channel).ModelInfer(numbers("identity", "no-more-direct"), **OPTIONS)
-    await records(stack.gateway, 2, request_id="no-more-direct")
+    (record,) = await records(stack.gateway, request_id="no-more-direct")
+    assert (record.model, record.served_model) == ("identity", "identity")
     replace_file(path, json.dumps(ROUTES))
     await until_direct(stack.gateway, "identity")
-    assert [record.model for record in await query(stack.gateway, request_id="no-more-direct")].count("identity") == 1

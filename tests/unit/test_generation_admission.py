@@ -17,10 +17,10 @@ from services.transformer.generation.requests import TextRequest
 MODEL = SimpleNamespace(name="m", limits=ContextLimits(1024, is_encoder_decoder=False))
 
 
-def request(deadline=NO_DEADLINE, arrived=None, client="", shadow_of="", **sampling):
+def request(deadline=NO_DEADLINE, arrived=None, client="", **sampling):
     arrived = time.monotonic() if arrived is None else arrived
     metadata = (("x-headrace-client", client),) if client else ()
-    call = CallContext("a.Service/Method", "id", metadata, deadline, arrived, shadow_of=shadow_of)
+    call = CallContext("a.Service/Method", "id", metadata, deadline, arrived)
     return TextRequest(call, "m", prompt="p", sampling=sampling)
 
 
@@ -81,14 +81,6 @@ def test_a_client_without_waiting_requests_is_not_refused_for_another_client_s_q
         for _ in range(300):
             queue.enter_context(admission.admitted(request(), MODEL))
         assert is_refused(admission, 12.0)
-        assert not is_refused(admission, 12.0, client="light")
-
-
-def test_copies_for_another_model_do_not_count_as_their_clients_queue():
-    admission = Admission()
-    with answering(admission, token_s=0.01), ExitStack() as queue:
-        for _ in range(300):
-            queue.enter_context(admission.admitted(request(client="light", shadow_of="another"), MODEL))
         assert not is_refused(admission, 12.0, client="light")
 
 

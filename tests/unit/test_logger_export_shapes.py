@@ -84,10 +84,6 @@ def test_a_record_without_a_whole_answer_is_no_example(changes, reason):
     assert example(record(**changes)) == reason
 
 
-def test_the_copy_for_a_shadow_is_an_example_of_its_model():
-    assert "completion" in example(record(shadow_of="019a0000-0000-7000-8000-000000000002"))
-
-
 # ---------------------------------------------------------------- mooncake
 
 
@@ -145,7 +141,6 @@ def test_an_answer_that_ended_early_counts_with_the_tokens_that_it_had():
     [
         ({"request_id": "replay-019a0000-0000-7000-8000-000000000001"}, generations.REPLAY),
         ({"sampling": "", "chunks": [], "engine_ms": None}, generations.NOT_A_GENERATION),
-        ({"shadow_of": "019a0000-0000-7000-8000-000000000002"}, generations.SHADOW),
         ({"incomplete": True}, generations.INCOMPLETE),
         ({"prompt_ids": []}, generations.NO_PROMPT),
         ({"chunks": [], "usage": None, "status": "UNAVAILABLE"}, generations.NO_TOKENS),

@@ -21,7 +21,6 @@ from services.transformer.models.models import RelayedModel, TextModel
 from services.transformer.predictors.replicas import LOADING, READY, UNAVAILABLE, ModelState
 from services.transformer.routing.router import CHOSEN_MODEL, Router
 from services.transformer.routing.routes import parse_routes
-from services.transformer.routing.shadows import Shadows, copied_call
 from tests.waiting import until
 
 CANARY = """
@@ -32,7 +31,6 @@ stable:
   - {model: next, weight: 10}
   - {model: hidden, weight: 0}
   fallback: [small, {model: last, version: 2}]
-  shadow: {model: shade, percent: 50}
 """
 
 
@@ -88,7 +86,7 @@ def a_router(tmp_path, text=CANARY, lacks=(), **models):
     """A router over text models, of which `lacks` have no predictor at the moment."""
     path = tmp_path / "routes.yaml"
     path.write_text(text)
-    known = {name: text_model(name) for name in ("stable", "next", "hidden", "small", "last", "shade", "other")}
+    known = {name: text_model(name) for name in ("stable", "next", "hidden", "small", "last", "other")}
     catalogue = Catalogue(**known | models)
     return Router(catalogue, path, lambda name: name not in lacks), catalogue
 
@@ -112,11 +110,8 @@ async def answered(router, name, call=None, version=""):
         ("a: {split: [{model: b, weight: -1}]}", "a.split.0.weight: must be at least 0"),
         ("a: {split: [{model: b, weight: 0}]}", "a: a split needs a weight above 0"),
         ("a: {split: [{model: b, weight: .nan}]}", "a.split.0.weight: must be a finite number"),
-        (
-            "a: {model: b, shadow: {model: c, percent: 101}}",
-            "a.shadow.percent: must be at most 100",
-        ),
         ("a: {model: b, fallbacks: [c]}", "a.fallbacks: unknown field"),
+        ("a: {model: b, shadow: c}", "a.shadow: unknown field"),
         ("a: {model: ''}", "a.split.0.model: must not be empty"),
         ("'': {model: b}", "must not be empty"),
     ],
@@ -135,14 +130,7 @@ def test_an_empty_file_has_no_routes():
 def test_a_file_is_read_into_routes():
     routes = parse_routes(CANARY)
     assert [target.served for target in routes["chat"].split] == [ServedModel("stable")]
-    assert [str(served) for served in routes["stable"].targets] == [
-        "stable",
-        "next",
-        "hidden",
-        "small",
-        "last:2",
-        "shade",
-    ]
+    assert list(map(str, routes["stable"].targets)) == ["stable", "next", "hidden", "small", "last:2"]
 
 
 def test_an_unusable_file_at_the_start_is_a_startup_error(tmp_path):
@@ -182,7 +170,7 @@ async def test_a_call_keeps_the_model_of_its_route(tmp_path):
         assert {await answered(router, "stable", call.with_id("x")) for _ in range(20)} == {first}
 
 
-@pytest.mark.parametrize("wanted", ["stable", "next", "hidden", "small", "last", "last:2", "shade"])
+@pytest.mark.parametrize("wanted", ["stable", "next", "hidden", "small", "last", "last:2"])
 async def test_a_header_chooses_a_model_of_the_route(tmp_path, wanted):
     router, _ = a_router(tmp_path)
     call = a_call(**{CHOSEN_MODEL: wanted})
@@ -344,70 +332,3 @@ async def test_a_changed_file_takes_effect_and_a_broken_one_does_not(tmp_path, c
         assert await answered(router, "m", begun) == "stable"
     finally:
         following.cancel()
-
-
-async def test_the_configured_percentage_of_requests_is_copied(tmp_path):
-    router, _ = a_router(tmp_path)
-
-    async def shadow(name):
-        call = a_call()
-        await router.wait_for(name, "", call)
-        copied_to = {router.shadow(name, call) for _ in range(5)}
-        assert len(copied_to) == 1, "all choices of a request, or none"
-        return copied_to.pop()
-
-    copies = Counter([await shadow("stable") for _ in range(1000)])
-    assert copies.keys() == {None, ServedModel("shade")}
-    assert 400 < copies[None] < 600
-    assert await shadow("chat") is None
-
-
-def test_a_copy_has_its_clients_name_and_not_its_limits(tmp_path):
-    router, _ = a_router(tmp_path)
-    headers = {CLIENT: "alice", POLICY: '{"tokens_per_minute": 1}', "x-first-token-timeout-ms": "1"}
-    copy = copied_call(a_call(**headers), ServedModel("shade"), "record")
-    assert (copy.client.name, copy.client.policy.tokens_per_minute, copy.shadow_of) == ("alice", None, "record")
-    assert "x-first-token-timeout-ms" not in dict(copy.metadata)
-    assert {router.shadow("stable", copy) for _ in range(20)} == {None}
-
-
-async def test_copies_are_bounded_and_end_with_their_owner():
-    shadows, begun, ended = Shadows(), [], []
-    never = asyncio.Event()
-
-    async def answer():
-        begun.append(1)
-        try:
-            await never.wait()
-            yield
-        finally:
-            ended.append(1)
-
-    shadows.start(ServedModel("m"), answer)  # It has no owner.
-    running = asyncio.create_task(shadows.run())
-    await asyncio.sleep(0)
-    for _ in range(20):
-        shadows.start(ServedModel("m"), answer)
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert len(begun) == 16
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    assert len(ended) == 16
-
-
-async def test_a_copy_that_fails_makes_room_for_the_next():
-    shadows, begun = Shadows(), []
-
-    async def fails():
-        begun.append(1)
-        raise HopBrokenError("died") if len(begun) % 2 else ValueError("a fault of ours")
-        yield
-
-    running = asyncio.create_task(shadows.run())
-    await asyncio.sleep(0)
-    for count in range(40):
-        shadows.start(ServedModel("m"), fails)
-        await until(lambda count=count: len(begun) > count)
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)

@@ -25,7 +25,7 @@ from headrace_protos.spool_pb2 import Frame
 
 ID = bytes(range(16))
 TENSOR = RecordedTensor("x", "INT64", (1, 8), None, 64)
-FIELDS = Fields("request", "model", "prompt", '{"a": 1}', "trace", "span", "client", "call", "", {"header": "value"})
+FIELDS = Fields("request", "model", "prompt", '{"a": 1}', "trace", "span", "client", "call", {"header": "value"})
 RULES = {
     "none": PayloadRules(),
     "redaction": PayloadRules(redactions=parse_redactions('[{"pattern": "prom"}, {"path": "$.parameters.a"}]')),

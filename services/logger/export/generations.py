@@ -21,7 +21,6 @@ NO_PROMPT = "prompt redacted or not on record"
 NO_ANSWER = "answer redacted or not on record"
 CUT_PROMPT = "prompt too long for a record"
 NO_TEXT = "prompts of token ids, without text"
-SHADOW = "copies for a shadow model"
 NO_TOKENS = "no tokens"
 TOOLS = "chats with tools"
 AT_MAX_TOKENS = "answer cut off at its maximum of tokens"
@@ -44,8 +43,6 @@ def sent_load(record: PayloadRecord) -> str:
     """Why the record is not a client's request with its prompt's token ids and at least one token of an answer."""
     if reason := _no_generation(record):
         return reason
-    if record.shadow_of:
-        return SHADOW
     if not record.prompt_ids:
         return NO_PROMPT
     return "" if output_tokens(record) else NO_TOKENS

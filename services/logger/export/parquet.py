@@ -82,7 +82,6 @@ SCHEMA = pa.schema(
         "call_id": pa.string(),
         "fingerprint": pa.string(),
         "served_model": pa.string(),
-        "shadow_of": pa.string(),
         "prompt_ids": pa.list_(pa.uint32()),
         "sampling": pa.string(),
         "prompt_kind": pa.string(),

@@ -94,9 +94,8 @@ def _attributes(record: PayloadRecord) -> dict[str, Value]:
         attributes["gen_ai.response.finish_reasons"] = [record.finish_reason]
     if record.status != "OK":
         attributes["error.type"] = record.status
-    for name, text in (("user.id", record.client), ("headrace.shadow_of", record.shadow_of)):
-        if text:
-            attributes[name] = text
+    if record.client:
+        attributes["user.id"] = record.client
     return attributes | _sampling(record) | _messages(record)
 
 

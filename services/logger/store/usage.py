@@ -82,8 +82,6 @@ class UsageSums:
         self._refresh(connection, records)
         sums: dict[_Key, list[int]] = {}
         for record in records:
-            if record.shadow_of:
-                continue  # A shadow copy: the client did not request it.
             total = sums.setdefault(self._key(record), [0] * len(_SUMS))
             for index, value in enumerate(_taken(record)):
                 total[index] += value

@@ -47,7 +47,6 @@ def row(record: PayloadRecord) -> dict[str, Any]:
         "call_id": record.call_id,
         "fingerprint": record.fingerprint,
         "served_model": record.served_model,
-        "shadow_of": record.shadow_of,
         "prompt_ids": list(record.prompt_ids),
         "sampling": record.sampling,
         "prompt_kind": record.prompt_kind,

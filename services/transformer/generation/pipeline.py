@@ -39,7 +39,6 @@ from services.transformer.predictors.resuming import ResumingGenerator, TokenStr
 from services.transformer.predictors.tokens import Generation, TokenChunk
 from services.transformer.processes.body_processes import BodyProcesses
 from services.transformer.routing.router import Router
-from services.transformer.routing.shadows import Shadows, copied_call
 from services.transformer.signing import Signer
 from services.transformer.text.answer_parser import AnswerParser
 from services.transformer.text.answer_syntax import AnswerSyntax, SyntaxSettings
@@ -61,7 +60,6 @@ class Pipeline:
         bodies: BodyProcesses,
         reports_cached_tokens: bool = False,
         quota: TokenQuota | None = None,
-        shadows: Shadows | None = None,
         recorded: RecordedTokens | None = None,
         syntaxes: SyntaxSettings | None = None,
         signer: Signer | None = None,
@@ -73,7 +71,6 @@ class Pipeline:
         self._reports_cached_tokens = reports_cached_tokens
         self._admission = Admission()
         self._quota = quota or TokenQuota()
-        self._shadows = shadows or Shadows()
         self._recorded = recorded
         self._syntaxes = syntaxes or SyntaxSettings()
         self._grammars = GrammarChecks()
@@ -95,7 +92,6 @@ class Pipeline:
                         recorded.served_by(served)
                         observed.served_by(served)
                     recorded.begun(request.prompt_kind, begun.generation)
-                    self._copy(request, recorded.record_id)
                     token_chunk = begun.first
                     while True:
                         begun.reservation.generated += len(token_chunk.token_ids)
@@ -182,15 +178,6 @@ class Pipeline:
             )
         )
         return RepeatedTokens(tokens, resume, known)
-
-    def _copy(self, request: TextRequest, record_id: str) -> None:
-        """Starts a shadow copy of the request if its route has a shadow."""
-        served = None if request.resume is not None else self._router.shadow(request.model, request.call)
-        if served is None:
-            return
-        call = copied_call(request.call, served, record_id)
-        copy = replace(request, call=call, model=served.model, version=served.version)
-        self._shadows.start(served, lambda: self.generate(copy))
 
     async def _prepared(self, request: TextRequest, model: TextModel) -> Generation:
         """The generation to request from the predictors; raises InvalidRequestError, ContextLengthError."""

@@ -44,10 +44,6 @@ class RecordedGeneration:
         self._recording = recording
         recording.engine_s = 0.0  # For a generation that is refused or ends before its first token.
 
-    @property
-    def record_id(self) -> str:
-        return self._recording.record_id
-
     def served_by(self, model: str) -> None:
         """Records the model that a route chose."""
         self._recording.served_model = model

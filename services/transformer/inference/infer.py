@@ -28,7 +28,6 @@ from services.transformer.inference.request import InferRequest
 from services.transformer.models.models import Model, ProcessedModel, RelayedModel, TextModel
 from services.transformer.predictors.relay import Relay
 from services.transformer.routing.router import Router
-from services.transformer.routing.shadows import Shadows, copied_call
 
 _BESIDE_PROMPT = 1024 * 1024  # An upper bound of a request's bytes besides its prompt.
 
@@ -36,13 +35,10 @@ _BESIDE_PROMPT = 1024 * 1024  # An upper bound of a request's bytes besides its 
 class Inference:
     """Owned by the event loop; one for all requests."""
 
-    def __init__(
-        self, pipeline: Pipeline, router: Router, relay: Relay, tap: PayloadTap, shadows: Shadows, quota: TokenQuota
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, router: Router, relay: Relay, tap: PayloadTap, quota: TokenQuota) -> None:
         self._pipeline = pipeline
         self._quota = quota
         self._router = router
-        self._shadows = shadows
         self._relay = relay
         self._tap = tap
 
@@ -56,7 +52,6 @@ class Inference:
             recording.served_model = self._router.answering(request.model_name, call)
             recording.end("OK", outputs=answer_tensors(answer))
             await recording.flushed()
-            self._copy(request, call, recording.record_id)
             return self._named(answer, request, call)
 
     async def _answered(
@@ -100,14 +95,10 @@ class Inference:
             else:
                 answers = relay.stream(self._routed(request, call).data, call.deadline)
             recording.served_model = self._router.answering(request.model_name, call)
-            is_copied = False
             async with aclosing(answers):
                 async for answer in answers:
                     recording.chunk("", outputs=streamed_tensors(answer))
                     await recording.flushed()
-                    if not is_copied:
-                        is_copied = True
-                        self._copy(request, call, recording.record_id)
                     yield self._named(answer, request, call, is_streamed=True)
 
     def _relay_of(self, model: RelayedModel | ProcessedModel, call: CallContext, recording: Recording) -> Relay:
@@ -132,14 +123,6 @@ class Inference:
             return answer
         name = pb.ModelInferResponse(model_name=request.model_name)
         return answer + (pb.ModelStreamInferResponse(infer_response=name) if is_streamed else name).SerializeToString()
-
-    def _copy(self, request: InferRequest, call: CallContext, record_id: str) -> None:
-        """Starts a shadow copy of the request if its route has a shadow."""
-        served = self._router.shadow(request.model_name, call)
-        if served is None:
-            return
-        copy, copy_call = request.for_model(served), copied_call(call, served, record_id)
-        self._shadows.start(served, lambda: self.stream(copy, copy_call))
 
     def _recorded(self, request: InferRequest, call: CallContext) -> AbstractContextManager[Recording]:
         inputs = request_tensors(request.received_data or request.message)

@@ -124,15 +124,6 @@ class Router:
         head_of_call().add((CHOSEN_MODEL, as_metadata(str(routed.served))))
         return str(routed.served)
 
-    def shadow(self, name: str, call: CallContext) -> ServedModel | None:
-        """The model that gets a copy of the request, if this request is copied."""
-        route, routed = self._routes.get(name), call.routed.get(name)
-        if route is None or route.shadow is None or routed is None or call.shadow_of:
-            return None
-        if routed.is_copied is None:  # Once for all choices of a request.
-            routed.is_copied = 100 * random.random() < route.shadow.percent  # noqa: S311
-        return route.shadow.served if routed.is_copied else None
-
     def _choose(self, name: str, candidates: Sequence[ServedModel], call: CallContext) -> Model:
         """The first candidate that can start now, otherwise the first that is loaded.
 

@@ -9,7 +9,6 @@ The operator's file (TRANSFORMER_MODEL_ROUTES) is YAML, a mapping of names to ro
         - {model: storyteller, weight: 95}
         - {model: storyteller-2, weight: 5}
       fallback: [storyteller-small]    # in order, where the chosen model cannot answer
-      shadow: {model: storyteller-3, percent: 10}
 
 Where a model is named, `{model: NAME, version: "2"}` names one of its versions. A target is always a model, never
 another route.
@@ -53,12 +52,6 @@ class Weighted(Target):
     weight: float = Field(1.0, ge=0, le=1_000_000, allow_inf_nan=False)
 
 
-class Shadow(Target):
-    """The model that gets copies of so many percent of the requests; its answers are only recorded."""
-
-    percent: float = Field(100.0, gt=0, le=100)
-
-
 def _with_model(value: Any) -> Any:
     """A plain name is that of a model."""
     return {"model": value} if isinstance(value, str) else value
@@ -69,7 +62,6 @@ class Route(_Document):
 
     split: tuple[Annotated[Weighted, BeforeValidator(_with_model)], ...] = Field(min_length=1, max_length=_MAX_TARGETS)
     fallback: tuple[Annotated[Target, BeforeValidator(_with_model)], ...] = Field((), max_length=_MAX_TARGETS)
-    shadow: Annotated[Shadow, BeforeValidator(_with_model)] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -92,8 +84,7 @@ class Route(_Document):
     @property
     def targets(self) -> list[ServedModel]:
         """All models that a request may choose by name, without repetition."""
-        shadow = () if self.shadow is None else (self.shadow,)
-        return list(dict.fromkeys(target.served for target in (*self.split, *self.fallback, *shadow)))
+        return list(dict.fromkeys(target.served for target in (*self.split, *self.fallback)))
 
 
 Routes = Mapping[str, Route]
