@@ -51,12 +51,8 @@ up: $(RUN_DEPENDENCIES) ## start the whole stack as local processes (MODELS=, PR
 down: $(RUN_DEPENDENCIES) ## stop a running stack
 	@exec $(VENV)/bin/python -m runner down
 
-.PHONY: reload
-reload: $(RUN_DEPENDENCIES) ## make a running stack's gateway read envoy/ again; interrupts no call
-	@exec $(VENV)/bin/python -m runner reload
-
 .PHONY: roll
-roll: $(RUN_DEPENDENCIES) ## replace every process of a running stack, with the current settings and code; interrupts no call
+roll: $(RUN_DEPENDENCIES) ## replace the services of a running stack, with the current settings and code; interrupts no call
 	@exec $(VENV)/bin/python -m runner roll
 
 .PHONY: load

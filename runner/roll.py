@@ -1,4 +1,4 @@
-"""`make roll`: sends a request to a running stack and waits for its outcome.
+"""`make roll`: sends a request to a running stack, which replaces its services, and waits for its outcome.
 
 The caller writes `roll.json` to the stack's folder, readable only by its user: an id, and the settings in the caller's
 environment, which may be secrets. At SIGUSR1 the runner takes the file, rolls, and writes `roll.outcome`: the id, and
@@ -63,7 +63,7 @@ async def roll_on_request(stack: Stack, request: asyncio.Event, say: Callable[[s
             say(f"not rolled: {error}")
         else:
             say(
-                f"rolled in {time.monotonic() - started:.1f} s: every process was replaced and has the current settings"
+                f"rolled in {time.monotonic() - started:.1f} s: every service was replaced and has the current settings"
             )
         with suppress(OSError):
             _write(_outcome_file(stack.folder), {"id": document.get("id", ""), "error": error})

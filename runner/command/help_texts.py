@@ -42,7 +42,7 @@ CERTS = """Makes an authority, and by it certificates of the gateway and of a cl
   headrace certs --ask-clients               the gateway accepts only clients that show a certificate
 
 A gateway with this folder uses the new certificate at once; it decides at its start
-or reload whether clients need a certificate."""
+whether clients need a certificate."""
 LOG = """Lists the newest records of the payload log, the newest last: time, model, status, prompt and answer tokens,
 milliseconds to the first token and in all, request id, prompt and answer.
 

@@ -34,7 +34,6 @@ _LANES = {
         ("kill", "envoy"): 2,
         ("terminate", "envoy"): 2,
         ("stop", "envoy"): 1,
-        ("reload", "envoy"): 2,
         ("kill", "logger"): 3,
         ("terminate", "logger"): 2,
         ("stop", "logger"): 3,
@@ -105,12 +104,8 @@ class FaultInjector:
         self.begun = time.monotonic()
 
     def excuses(self) -> list[Span]:
-        """When the gateway or the transformer may have been away; a reload is no excuse."""
-        return [
-            injected.span
-            for injected in self.injected
-            if injected.fault.target in ("envoy", "transformer") and injected.fault.kind != "reload"
-        ]
+        """When the gateway or the transformer may have been away."""
+        return [injected.span for injected in self.injected if injected.fault.target in ("envoy", "transformer")]
 
     def of(self, kind: str, target: str) -> list[Span]:
         return [
@@ -154,8 +149,6 @@ class FaultInjector:
             (self._folder / f"raise-{port}").touch()
         elif fault.kind == "fill the disk":
             await self._fill_the_disk(fault.seconds)
-        elif fault.kind == "reload":
-            await self._stack.reload()
         elif fault.kind == "stop":
             await self._suspend(fault)
         else:

@@ -52,8 +52,7 @@ class Runner:
 
     def environment(self) -> dict[str, str]:
         """The environment in which `python -m runner` finds its stack."""
-        ports = {name: str(numbers[0]) for name, numbers in self.settings.ports().items()}
-        return os.environ | ports | {"RUN_FOLDER": str(self.settings.run_folder)}
+        return os.environ | {name.upper(): str(value) for name, value in self.settings.model_dump().items()}
 
     def close(self) -> None:
         self.process.kill()

@@ -7,7 +7,7 @@ a working predictor sends every second, so it had hung before the call. The link
 links.py keeps the links; steps_call.py opens the call.
 
 The gateway does not carry these calls: it would have nothing to balance or retry on a call that stays with one
-predictor, each message would pass one more process, and a reload of the gateway would cut every link.
+predictor, each message would pass one more process, and an end of the gateway would cut every link.
 
 Owned by the event loop.
 """
