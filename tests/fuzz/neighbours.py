@@ -172,6 +172,8 @@ async def _phase(honest: Honest, seconds: float) -> Figures:
 def _failures(outcome: Outcome) -> list[str]:
     failures = [f"honest: {error}" for error in [*outcome.honest_errors, *outcome.report["honest_errors"]]]
     failures += [f"{name} was restarted" for name in outcome.restarted]
+    if not outcome.report["begun"]:
+        failures.append("the attack began nothing: the machine is too busy to judge it")
     limits = limits_mb()
     for name, size in outcome.peak_mb.items():
         if size > limits[name.partition("-")[0]]:
