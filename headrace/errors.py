@@ -206,7 +206,6 @@ _CLASSES: tuple[type[HeadraceError], ...] = (
 _BY_BOTH = {(error.status, error.http_status): error for error in _CLASSES}
 # Where only the gRPC status is known, the commoner of two meanings.
 _BY_STATUS = {error.status: error for error in reversed(_CLASSES)} | {StatusCode.RESOURCE_EXHAUSTED: OverloadedError}
-_BY_HTTP_STATUS = {error.http_status: error for error in _CLASSES} | {408: DeadlineError, 499: NotReadyError}
 
 # Envoy's own answers when a cluster has no host, and gRPC's when no server listens: the call reached no service.
 _NO_REPLICA = (
@@ -247,14 +246,6 @@ def from_metadata(code: StatusCode, message: str, metadata: Mapping[str, str], h
     return cls(
         message, hop=metadata.get(FAILED_HOP) or hop, retry_after_ms=int(retry_after) if retry_after.isdigit() else None
     )
-
-
-def from_http_status(status: int, message: str, hop: str, retry_after_ms: int | None = None) -> HeadraceError:
-    """The error that `hop` reported by HTTP; 499 means that a server has abandoned a request."""
-    if not 400 <= status < 600:
-        return HopBrokenError(f"the {hop} answered {status}", hop=hop)
-    cls = _BY_HTTP_STATUS.get(status, InvalidRequestError if status < 500 else RequestFailedError)
-    return cls(message, hop=hop, retry_after_ms=retry_after_ms)
 
 
 def _cut(message: str) -> str:

@@ -36,10 +36,10 @@ _SCALARS = {
 }
 
 
-def tensor_of(name: str, datatype: str, shape: Sequence[int], data: Any, *, halves: bool = False) -> RawTensor:
-    """The tensor that a body's JSON holds; with `halves`, FP16 and BF16 are numbers, as some servers write them."""
+def tensor_of(name: str, datatype: str, shape: Sequence[int], data: Any) -> RawTensor:
+    """The tensor that a body's JSON holds."""
     dtype, checked = dtype_of(name, datatype), checked_shape(name, shape)
-    if datatype in _BINARY_ONLY and not halves:
+    if datatype in _BINARY_ONLY:
         raise InvalidRequestError(f"tensor {name!r}: {datatype} has no JSON form; send it as binary data")
     flat, _ = flattened(name, data)
     if len(flat) != math.prod(checked):
@@ -83,13 +83,13 @@ def flattened(name: str, data: Any) -> tuple[list[Any], tuple[int, ...]]:
 
 def _raw(name: str, datatype: str, dtype: np.dtype[Any], flat: list[Any]) -> bytes:
     parts = []
-    allowed, wanted = _SCALARS["f" if datatype == BF16 else dtype.kind]
+    allowed, wanted = _SCALARS[dtype.kind]
     for start in range(0, len(flat), SLICE):
         part = flat[start : start + SLICE]
         if not allowed.issuperset(map(type, part)):
             raise InvalidRequestError(f"tensor {name!r}: {datatype} takes {wanted}")
         try:
-            parts.append(_raw_bytes(part) if datatype == BYTES else _array(part, datatype, dtype).tobytes())
+            parts.append(_raw_bytes(part) if datatype == BYTES else _array(part, dtype).tobytes())
         except OverflowError:
             raise InvalidRequestError(f"tensor {name!r}: a value does not fit {datatype}") from None
         except UnicodeEncodeError:
@@ -97,28 +97,15 @@ def _raw(name: str, datatype: str, dtype: np.dtype[Any], flat: list[Any]) -> byt
     return b"".join(parts)
 
 
-def _array(part: list[Any], datatype: str, dtype: np.dtype[Any]) -> Array:
-    if datatype == BF16:
-        return _bfloat16_bits(_floats(part, np.dtype(np.float32)))
-    return _floats(part, dtype) if dtype.kind == "f" else np.array(part, dtype)
-
-
-def _floats(part: list[Any], dtype: np.dtype[Any]) -> Array:
+def _array(part: list[Any], dtype: np.dtype[Any]) -> Array:
+    if dtype.kind != "f":
+        return np.array(part, dtype)
     wide = np.array(part, np.float64)
     with np.errstate(over="ignore"):
         array = wide.astype(dtype)
     if not np.array_equal(np.isinf(array), np.isinf(wide)):
         raise OverflowError
     return array
-
-
-def _bfloat16_bits(array: Array) -> Array:
-    """FP32 rounded to the nearest BF16, of two the even one."""
-    bits = array.view(np.uint32).astype(np.uint64)
-    rounded = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2")
-    if ((rounded & 0x7FFF == 0x7F80) & np.isfinite(array)).any():
-        raise OverflowError
-    return np.where(np.isnan(array), np.uint16(0x7FC0), rounded).astype("<u2")
 
 
 def _raw_bytes(part: list[str]) -> bytes:
@@ -133,16 +120,9 @@ def json_of(name: str, tensor: RawTensor) -> bytes:
         array = decode_raw(name, tensor)
     except InvalidRequestError as error:
         raise HopBrokenError(f"the model's answer: {error.message}", hop="predictor") from None
+    if tensor.datatype != BYTES:
+        return dump_array(array)
     try:
-        return array_json(tensor.datatype, array)
+        return orjson.dumps([item.decode() for item in array.ravel()])
     except UnicodeDecodeError:
         raise InvalidRequestError(f"output {name!r} is not UTF-8; ask for binary_data") from None
-
-
-def array_json(datatype: str, array: Array) -> bytes:
-    """A tensor's array as a flat JSON array, FP16 and BF16 as numbers; raises UnicodeDecodeError."""
-    if datatype == BYTES:
-        return orjson.dumps([item.decode() for item in array.ravel()])
-    if datatype == BF16:
-        array = (array.astype("<u4") << 16).view(np.float32)
-    return dump_array(array.astype(np.float32) if datatype == "FP16" else array)

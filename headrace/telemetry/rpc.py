@@ -63,7 +63,7 @@ def attributes_of(name: str) -> dict[str, str]:
 
 
 def duration_histogram(meter: Meter | None, name: str) -> Gathered:
-    """`rpc.server.call.duration`, `rpc.client.call.duration` or `http.client.request.duration`."""
+    """`rpc.server.call.duration` or `rpc.client.call.duration`."""
     return histogram(meter, name, "s", "How long calls take, to their last message.", DURATION_BUCKETS)
 
 

@@ -73,11 +73,9 @@ async def _serve(settings: TransformerSettings) -> None:
     from services.transformer.predictors.client import PredictorClient
     from services.transformer.predictors.gateway_endpoints import list_endpoints
     from services.transformer.predictors.links import Links
-    from services.transformer.predictors.predictor import Predictor
     from services.transformer.predictors.relay import Relay
     from services.transformer.predictors.replicas import Replicas
     from services.transformer.predictors.resuming import ResumingGenerator
-    from services.transformer.predictors.v2_rest.client import V2RestClient
     from services.transformer.processes.body_processes import BodyProcesses
     from services.transformer.routing.direct_models import list_direct_models
     from services.transformer.routing.router import Router
@@ -85,15 +83,8 @@ async def _serve(settings: TransformerSettings) -> None:
     from services.transformer.text.tokenizer import start_rendering
 
     bodies = BodyProcesses()
-    waits = (settings.predictor_wait, settings.predictor_start_wait)
-    predictor: Predictor
-    linked: tuple[str, ...] = ()
-    if settings.protocol == "v2":
-        predictor = V2RestClient(settings.predictor, bodies, *waits)
-    else:
-        predictor = PredictorClient(settings.predictor, *waits)
-        linked = settings.predictor_replicas or (settings.predictor,)
-    links = Links(linked, settings.silence_limit)
+    predictor = PredictorClient(settings.predictor, settings.predictor_wait, settings.predictor_start_wait)
+    links = Links(settings.predictor_replicas or (settings.predictor,), settings.silence_limit)
     log = open_channel(settings.logger, "logger")
     tap = PayloadTap.of(settings, "transformer")
     tap.start()
@@ -108,7 +99,7 @@ async def _serve(settings: TransformerSettings) -> None:
     generator = ResumingGenerator(links, predictor, settings.resume_limit)
     log_stub = PayloadLogStub(log)
     quota = TokenQuota(MonthBudget(used_by_log(log_stub)))
-    router = Router(catalogue, settings.model_routes, lambda model: not linked or links.can_resume(model, ""))
+    router = Router(catalogue, settings.model_routes, lambda model: links.can_resume(model, ""))
     reports_cached = settings.cached_tokens == "all"
     recorded = RecordedTokens(log_stub)
     syntaxes = SyntaxSettings(settings.tool_formats, settings.reasoning_formats)

@@ -37,18 +37,11 @@ class TransformerSettings(RecordingSettings):
     http_port: Port = Field(9003, description="Port of OpenAI's API by HTTP/2 without TLS, for the gateway.")
     metrics_port: Port = Field(9101, description="Port of the Prometheus page, /metrics. 0: none.")
     models: Models = models_field()
-    protocol: Literal["grpc-v2", "v2"] = Field(
-        "grpc-v2",
-        description=(
-            "How TRANSFORMER_PREDICTOR is called: grpc-v2, by gRPC; v2, by the Open Inference Protocol's REST over "
-            "HTTP/1.1, for a server that is not Headrace's predictor, and without generation of text."
-        ),
-    )
     predictor: str = Field(
         "127.0.0.1:8090",
         description=(
-            "Address for probes and tensors: Envoy's inner listener, or any other server of the Open Inference "
-            "Protocol."
+            "Address for probes and tensors: Envoy's inner listener, or the gRPC port of any other server of the Open "
+            "Inference Protocol."
         ),
     )
     predictor_replicas: Addresses = Field(
@@ -203,9 +196,8 @@ class TransformerSettings(RecordingSettings):
 
     @field_validator("predictor")
     @classmethod
-    def _is_one_address(cls, predictor: str, info: ValidationInfo) -> str:
-        by_rest = info.data.get("protocol") == "v2"
-        if is_service(predictor) or (by_rest and parse_endpoints(predictor) != (predictor.lower(),)):
+    def _is_one_address(cls, predictor: str) -> str:
+        if is_service(predictor):
             raise ValueError(f"{predictor!r} is not host:port")
         return predictor
 
@@ -215,16 +207,6 @@ class TransformerSettings(RecordingSettings):
         if path is None and info.data.get("keys") is not None:
             raise ValueError("needs a value where TRANSFORMER_KEYS has one")
         return path
-
-    @field_validator("predictor_replicas")
-    @classmethod
-    def _has_no_replicas_by_rest(cls, replicas: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
-        if replicas and info.data.get("protocol") == "v2":
-            raise ValueError(
-                "Headrace's predictors are called by gRPC; set TRANSFORMER_PROTOCOL=grpc-v2, or leave this empty and "
-                "name one server of V2 REST in TRANSFORMER_PREDICTOR"
-            )
-        return replicas
 
     @property
     def unknown_logged_models(self) -> list[str]:

@@ -1,17 +1,12 @@
 """No request body blocks the event loop, on any protocol."""
 
-from functools import partial
-
 import grpc
-import numpy as np
 import pytest
 from google.api.httpbody_pb2 import HttpBody
 
-from headrace.oip.tensors import Tensor, add_input
 from headrace_protos import inference_pb2 as pb
 from headrace_protos.rest_pb2 import ModelBody
 from headrace_protos.rest_pb2_grpc import OpenInferenceStub
-from tests.process.foreign_rest_server import ForeignRestServer, foreign_rest_server, says
 from tests.process.foreign_server import ForeignServer, foreign_server
 from tests.support.loop_lag import loop_lag
 from tests.support.transformer_fixtures import transformer
@@ -126,20 +121,3 @@ async def test_large_bodies_are_answered_like_small_ones(served):
     answer = await stub.Generate(ModelBody(model="echo", body=HttpBody(data=b'{"x":"%s"}' % text)), timeout=60)
     assert b'"x":"%s"' % text in answer.data
     assert (await served.ServerLive(pb.ServerLiveRequest(), timeout=10)).live
-
-
-@pytest.mark.full  # The short form: tests/process/test_transformer_rest_predictor.py, large tensors.
-async def test_sending_large_json_to_a_predictor_and_back_does_not_block_it():
-    answer = b'{"outputs":[{"name":"x","datatype":"FP32","shape":[%d],"data":%s}]}'
-    server = ForeignRestServer(binary=False)
-    async with foreign_rest_server(server) as address, transformer(address, protocol="v2") as (stub, _):
-        for count, action, status in (
-            (3_000_000, says(400), INVALID),
-            (1, says(200, answer % (5_000_001, listed(b"1.5", 20_000_000))), OK),
-            (1, says(200, answer % (1, listed(b"[]", 20_000_000))), grpc.StatusCode.UNAVAILABLE),
-        ):
-            server.script.extend([action] * ATTEMPTS)
-            request = pb.ModelInferRequest(model_name="echo")
-            add_input(request, Tensor("x", "FP32", np.full(count, 0.1, np.float32)))
-            await assert_not_blocked(partial(stub.ModelInfer, request, timeout=60), status)
-            server.script.clear()

@@ -35,7 +35,6 @@ from services.transformer.predictors.links import Links
 from services.transformer.predictors.relay import Relay
 from services.transformer.predictors.replicas import Replicas
 from services.transformer.predictors.resuming import ResumingGenerator
-from services.transformer.predictors.v2_rest.client import V2RestClient
 from services.transformer.processes.body_processes import BodyProcesses
 from services.transformer.routing.router import Router
 from services.transformer.signing import Signer
@@ -56,16 +55,11 @@ async def transformer(
     wait_s=30.0,
     resume_limit=2,
     reports_cached_tokens=False,
-    protocol="grpc-v2",
     routes=None,
 ):
-    """Its gRPC stub and its catalogue, once a generation would work; `replicas` and `protocol` are as in the
-    settings."""
+    """Its gRPC stub and its catalogue, once a generation would work; `replicas` are as in the settings."""
     bodies = BodyProcesses()
-    if protocol == "v2":
-        client, links = V2RestClient(predictor, bodies, wait_s), Links((), silence_limit_s)
-    else:
-        client, links = PredictorClient(predictor, wait_s), Links(replicas or (predictor,), silence_limit_s)
+    client, links = PredictorClient(predictor, wait_s), Links(replicas or (predictor,), silence_limit_s)
     predictors = Replicas(replicas, client)
     threads, work = ThreadPoolExecutor(1), WorkPool(2, 1, "processor")
     running = {source.name: RunningProcessor(source, work) for source in parse_processors(processors)}
@@ -76,7 +70,7 @@ async def transformer(
     spool = await asyncio.to_thread(tempfile.TemporaryDirectory)
     tap = PayloadTap(NOWHERE, spool=Path(spool.name))
     tap.start()
-    router = Router(catalogue, routes, lambda model: protocol == "v2" or links.can_resume(model, ""))
+    router = Router(catalogue, routes, lambda model: links.can_resume(model, ""))
     generator, quota = ResumingGenerator(links, client, resume_limit), TokenQuota()
     pipeline = Pipeline(router, generator, tap, bodies, reports_cached_tokens, quota, signer=Signer(b"a key"))
     inference = Inference(pipeline, router, Relay(client), tap, quota)

@@ -64,9 +64,9 @@ async def identity(stacks):
 
 @pytest_asyncio.fixture(scope="module")
 async def model_server():
-    """KServe's model server with the model `echo`."""
-    async with kserve("server.py", model_name="echo") as addresses:
-        yield addresses
+    """The gRPC address of KServe's model server with the model `echo`."""
+    async with kserve("server.py", model_name="echo") as (_, by_grpc):
+        yield by_grpc
 
 
 @pytest_asyncio.fixture(scope="module")
@@ -112,10 +112,8 @@ async def test_kserves_transformers_serve_in_front_of_the_predictor_and_of_the_g
             assert (answer.id, decode_outputs(answer)["y"].array.tolist()) == ("g", [4, 6])
 
 
-@pytest.mark.parametrize("protocol", ["v2", "grpc-v2"])
-async def test_the_transformer_serves_in_front_of_kserves_model_server(model_server, protocol):
-    address = model_server[protocol == "grpc-v2"]
-    async with transformer(address, models="echo=models/identity", protocol=protocol, ready=False) as (stub, catalogue):
+async def test_the_transformer_serves_in_front_of_kserves_model_server(model_server):
+    async with transformer(model_server, models="echo=models/identity", ready=False) as (stub, catalogue):
         await until(lambda: catalogue.ready, START_S)
         assert (await stub.ServerReady(pb.ServerReadyRequest())).ready
         assert (await stub.ModelReady(pb.ModelReadyRequest(name="echo"))).ready
@@ -145,5 +143,4 @@ async def test_the_transformer_serves_in_front_of_kserves_model_server(model_ser
         code, _ = await refusal("nobody", "x")
         assert code is grpc.StatusCode.NOT_FOUND
         # KServe's own status for a failure of its model.
-        failure = grpc.StatusCode.INTERNAL if protocol == "v2" else grpc.StatusCode.INVALID_ARGUMENT
-        assert await refusal("echo", "fails") == (failure, "the model failed")
+        assert await refusal("echo", "fails") == (grpc.StatusCode.INVALID_ARGUMENT, "the model failed")

@@ -26,8 +26,8 @@ SERVER = PACKAGES / "pytriton" / "tritonserver"
 
 
 @pytest_asyncio.fixture(scope="module")
-async def addresses(tmp_path_factory):
-    """The addresses of a tritonserver, gRPC's and HTTP's, with the models of tests/triton/models."""
+async def triton(tmp_path_factory):
+    """The address of a tritonserver with the models of tests/triton/models."""
     if not (SERVER / "bin" / "tritonserver").exists():
         pytest.skip("Triton's own environment is not installed (make .venv-triton/.installed)")
     folder = tmp_path_factory.mktemp("triton")
@@ -56,16 +56,11 @@ async def addresses(tmp_path_factory):
         await until(lambda: process.returncode is not None or b"Started HTTPService" in log.read_bytes(), 60)
         if process.returncode is not None:
             pytest.skip(f"tritonserver does not run here: {log.read_text(errors='replace').strip().splitlines()[-1]}")
-        yield f"127.0.0.1:{port}", f"127.0.0.1:{http_port}"
+        yield f"127.0.0.1:{port}"
     finally:
         with suppress(ProcessLookupError):
             process.terminate()
         await process.wait()
-
-
-@pytest.fixture
-def triton(addresses):
-    return addresses[0]
 
 
 def echo_request(**fields):
@@ -112,26 +107,6 @@ async def test_text_is_generated_over_its_ids(triton):
         text = b"".join(decode_outputs(r.infer_response)["text_output"].array[0] for r in responses)
         assert text.decode().strip() == "Once upon a time"
         assert len(responses) > 3
-
-
-async def test_tensors_and_errors_pass_over_rest(addresses):
-    async with transformer(addresses[1], protocol="v2") as (stub, _):
-        answers = await asyncio.gather(*(stub.ModelInfer(echo_request()) for _ in range(16)))
-        assert all(decode_outputs(answer)["x"].array.tolist() == [0, 1, 2, 3, 4] for answer in answers)
-        assert (answers[0].id, answers[0].model_name, answers[0].model_version) == ("r", "echo", "1")
-        (response,) = [response async for response in stub.ModelStreamInfer(each(echo_request()))]
-        assert response.infer_response.parameters["triton_final_response"].bool_param
-        assert (await stub.ModelReady(pb.ModelReadyRequest(name="echo"))).ready
-        assert not (await stub.ModelReady(pb.ModelReadyRequest(name="nobody"))).ready
-        metadata = await stub.ModelMetadata(pb.ModelMetadataRequest(name="echo"))
-        assert (metadata.inputs[0].name, metadata.inputs[0].datatype) == ("x", "FP32")
-        wrong = pb.ModelInferRequest(model_name="echo")
-        add_input(wrong, Tensor("y", "FP32", np.zeros(1, np.float32)))
-        for request in (wrong, echo_request(model_version="9")):
-            with pytest.raises(grpc.aio.AioRpcError) as raised:
-                await stub.ModelInfer(request)
-            assert raised.value.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND)
-            assert dict(raised.value.trailing_metadata())["x-failed-hop"] == "predictor"
 
 
 async def test_models_are_loaded_and_unloaded_there(triton):

@@ -16,23 +16,6 @@ def load_with(monkeypatch, **environment):
     return load(TransformerSettings, "services.transformer")
 
 
-def test_one_rest_server_is_accepted(monkeypatch):
-    settings = load_with(monkeypatch, PROTOCOL="v2", PREDICTOR="triton:8000")
-    assert (settings.protocol, settings.predictor) == ("v2", "triton:8000")
-
-
-def test_replicas_need_grpc(monkeypatch):
-    with pytest.raises(StartupError, match=r"^TRANSFORMER_PREDICTOR_REPLICAS=.*set TRANSFORMER_PROTOCOL=grpc-v2"):
-        load_with(monkeypatch, PROTOCOL="v2", PREDICTOR_REPLICAS="predictor:9000")
-    assert load_with(monkeypatch, PROTOCOL="grpc-v2").predictor_replicas == ("predictor:9000",)
-
-
-@pytest.mark.parametrize("address", ["http://triton:8000", "triton", "a:1,b:2"])
-def test_a_rest_server_is_one_host_and_port(monkeypatch, address):
-    with pytest.raises(StartupError, match=r"^TRANSFORMER_PREDICTOR=.* is not host:port"):
-        load_with(monkeypatch, PROTOCOL="v2", PREDICTOR=address)
-
-
 def test_a_service_is_a_list_of_replicas_and_no_address_for_tensors(monkeypatch):
     service = "_grpc._tcp.Predictor.example"
     assert load_with(monkeypatch, PREDICTOR_REPLICAS=f"{service},a:1").predictor_replicas == (service.lower(), "a:1")

@@ -28,7 +28,7 @@ from services.transformer.generation.token_quota import TokenQuota
 from services.transformer.inference.rows import Row, RowReader, Text
 from services.transformer.models.models import RelayedModel, RowModel, TextModel
 from services.transformer.predictors.answers import predictor_answers
-from services.transformer.predictors.predictor import Predictor
+from services.transformer.predictors.client import PredictorClient
 from services.transformer.processes.body_processes import BodyProcesses
 from services.transformer.routing.router import Router
 
@@ -62,7 +62,7 @@ class EncoderCalls:
     """Owned by the event loop; one for all requests."""
 
     def __init__(
-        self, router: Router, predictor: Predictor, tap: PayloadTap, bodies: BodyProcesses, quota: TokenQuota
+        self, router: Router, predictor: PredictorClient, tap: PayloadTap, bodies: BodyProcesses, quota: TokenQuota
     ) -> None:
         self._router = router
         self._quota = quota

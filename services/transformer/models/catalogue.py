@@ -27,9 +27,9 @@ from headrace.rpc.threads import run_in_daemon_thread
 from headrace.telemetry.suppression import suppress_tracing
 from services.transformer.models.models import Model, ProcessedModel, RelayedModel, TextModel, model_of
 from services.transformer.models.processors import RunningProcessor
+from services.transformer.predictors.client import PredictorClient
 from services.transformer.predictors.descriptions import PredictorModel
 from services.transformer.predictors.first_token import FirstToken
-from services.transformer.predictors.predictor import Predictor
 from services.transformer.predictors.replicas import LOADING, READY, UNAVAILABLE, ModelState, Replicas
 from services.transformer.processes.body_processes import BodyProcesses
 from services.transformer.text.model_text import AdapterBase, BaseNeededError, ModelText, read_text
@@ -44,7 +44,7 @@ class Catalogue:
     def __init__(
         self,
         sources: Sequence[ModelSource],
-        predictor: Predictor,
+        predictor: PredictorClient,
         replicas: Replicas,
         pool: ThreadPoolExecutor,
         bodies: BodyProcesses,
@@ -287,10 +287,6 @@ class Catalogue:
     async def _text_of(self, name: str, described: PredictorModel) -> ModelText:
         """The text side of a model; empty where it has none or it cannot be read."""
         self._unreadable.pop(name, None)
-        if described.makes_ids and not described.streams:
-            self._unreadable[name] = "text needs TRANSFORMER_PROTOCOL=grpc-v2, because REST has no streams of token ids"
-            logger.error("model %s takes token ids but no text: %s", name, self._unreadable[name])
-            return ModelText()
         if name in self._texts:
             return self._texts[name]
         source = self._sources.get(name)

@@ -7,7 +7,8 @@ flow control are HTTP/2's own. Predictors of ours generate over links.py.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -15,10 +16,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.deadline import Deadline
 from headrace.errors import (
+    DeadlineError,
     HeadraceError,
     HopBrokenError,
     NotFoundError,
     NotImplementedMethodError,
+    NotReadyError,
     RequestFailedError,
 )
 from headrace.oip.joined_answers import JOINS_ANSWERS, separate
@@ -30,22 +33,36 @@ from headrace.rpc.server import READY
 from headrace.rpc.unary_method import UnaryMethod
 from headrace_protos import inference_pb2, inference_pb2_grpc
 from services.transformer.predictors.oip_call import ERRORS_AS_STATUS, OipCall
-from services.transformer.predictors.predictor import PROBE_TIMEOUT_S, Predictor
+from services.transformer.predictors.retries import Backoff
 from services.transformer.predictors.tokens import Generation
+
+PROBE_TIMEOUT_S = 2.0
 
 _SERVICE = "/inference.GRPCInferenceService"
 _ERROR_MESSAGE = 1  # Field number in ModelStreamInferResponse.
 
 
-class PredictorClient(Predictor):
-    """Predictors by gRPC, see the module."""
+@contextmanager
+def probe_errors() -> Iterator[None]:
+    """Converts the DeadlineError of a probe, whose timeout is ours and not the caller's, to NotReadyError."""
+    try:
+        yield
+    except DeadlineError:
+        raise NotReadyError("the predictor does not answer", hop="predictor") from None
 
-    streams = True
+
+class PredictorClient:
+    """See the module; every method raises HeadraceError signed with the hop that failed.
+
+    `wait_s` is how long a request waits for unavailable predictors, `start_wait_s` the same before its first output.
+    `inference` has the calls about models; of a method that a server lacks they raise NotImplementedMethodError.
+    """
 
     def __init__(self, target: str, wait_s: float = 120.0, start_wait_s: float = 30.0) -> None:
-        super().__init__(wait_s, start_wait_s)
+        self._wait_s = wait_s
+        self._start_wait_s = start_wait_s
         self._channel = open_channel(target, "predictor")
-        self._inference = inference_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self.inference = inference_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
         # One request a call, sent with the half-close. As a stream of requests grpc.aio may still be writing when the
         # predictor refuses, and then loses the refusal's status (grpc/grpc#36066).
@@ -67,11 +84,12 @@ class PredictorClient(Predictor):
         await self._plain_channel.close()
         await self._channel.close()
 
-    @property
-    def inference(self) -> inference_pb2_grpc.GRPCInferenceServiceAsyncStub:
-        return self._inference
+    def backoff(self, deadline: Deadline, start_wait_s: float | None = None) -> Backoff:
+        """The retries of a request, which may have less time to begin than others."""
+        return Backoff(deadline, self._wait_s, self._start_wait_s if start_wait_s is None else start_wait_s)
 
     async def ready(self) -> bool:
+        """Whether a predictor reports that a generation would work now."""
         request = health_pb2.HealthCheckRequest(service=READY)
         try:
             response = await self._health.Check(request, timeout=PROBE_TIMEOUT_S)  # type: ignore[attr-defined]
@@ -83,23 +101,28 @@ class PredictorClient(Predictor):
 
     async def _server_ready(self) -> bool:
         try:
-            answer = await self._inference.ServerReady(inference_pb2.ServerReadyRequest(), timeout=PROBE_TIMEOUT_S)
+            answer = await self.inference.ServerReady(inference_pb2.ServerReadyRequest(), timeout=PROBE_TIMEOUT_S)
         except HeadraceError:
             return False
         return answer.ready
 
     async def model_ready(self, name: str, version: str = "") -> bool:
+        """Whether a predictor reports that a model can be called now."""
         request = inference_pb2.ModelReadyRequest(name=name, version=version)
         try:
-            return (await self._inference.ModelReady(request, timeout=PROBE_TIMEOUT_S)).ready
+            return (await self.inference.ModelReady(request, timeout=PROBE_TIMEOUT_S)).ready
         except HeadraceError:
             return False
 
     async def infer_bytes(self, request: bytes, deadline: Deadline) -> bytes:
+        """The one answer to a serialized ModelInferRequest, a serialized ModelInferResponse."""
         return await self._infer_bytes(request, deadline.left(), (RECORDED,))
 
     async def stream_bytes(self, request: bytes, deadline: Deadline) -> AsyncGenerator[bytes, None]:
-        """One call for each request. The predictor marks the last response, as the request asks."""
+        """The answers as they come, each a serialized ModelStreamInferResponse; closing the generator cancels.
+
+        The predictor marks the last one, as the request asks.
+        """
         span = CallSpan()
         with span.of_next_call():
             metadata = (ERRORS_AS_STATUS, RECORDED, JOINS_ANSWERS)
@@ -114,6 +137,7 @@ class PredictorClient(Predictor):
             call.cancel()
 
     def generate(self, generation: Generation, deadline: Deadline, span: CallSpan) -> OipCall:
+        """Begins the call; `span` receives its span."""
         return OipCall(self._stream, generation, deadline, span)
 
 

@@ -40,8 +40,8 @@ FACTS = (*_RUN, *LENGTHS, IGNORED_FIELDS)  # The last ones are the generation co
 @dataclass(frozen=True)
 class PredictorModel:
     """One model at a predictor; `source` is a folder or hub id as `MODELS` names it, `fingerprint` that of its weights,
-    `base` the name and source of the model whose adapter it is, `facts` are those of FACTS that it states. Without
-    `streams` it cannot stream token ids. `labels` are those of a classifier, empty if the predictor does not name them.
+    `base` the name and source of the model whose adapter it is, `facts` are those of FACTS that it states.
+    `labels` are those of a classifier, empty if the predictor does not name them.
     """
 
     name: str
@@ -54,20 +54,14 @@ class PredictorModel:
     base: tuple[str, str] | None = None
     fingerprint: str = ""
     dialect: Dialect = OURS
-    streams: bool = True
     facts: Mapping[str, str] = field(default_factory=dict)
     labels: Sequence[str] = ()
     activation: Activation = Activation.SOFTMAX
 
     @property
-    def makes_ids(self) -> bool:
+    def generates(self) -> bool:
         """It makes token ids of token ids."""
         return INPUT_IDS in self.inputs and OUTPUT_IDS in self.outputs
-
-    @property
-    def generates(self) -> bool:
-        """It can generate text."""
-        return self.makes_ids and self.streams
 
     @property
     def resumes(self) -> bool:
@@ -83,12 +77,10 @@ class PredictorModel:
     def row_output(self) -> str | None:
         """The output of a model that makes a vector of a row of ids, see headrace/oip/row_outputs.py."""
         found = [name for name in (EMBEDDING, LOGITS) if name in self.outputs]
-        return found[0] if found and INPUT_IDS in self.inputs and not self.makes_ids else None
+        return found[0] if found and INPUT_IDS in self.inputs and not self.generates else None
 
 
-def described(
-    metadata: pb.ModelMetadataResponse, config: model_config_pb2.ModelConfig | None, streams: bool = True
-) -> PredictorModel:
+def described(metadata: pb.ModelMetadataResponse, config: model_config_pb2.ModelConfig | None) -> PredictorModel:
     parameters = {key: value.string_value for key, value in config.parameters.items()} if config is not None else {}
     length = parameters.get("context_length", "")
     is_ours = length.isdecimal()
@@ -103,7 +95,6 @@ def described(
         base=(parameters["base"], parameters["base_source"]) if is_ours and "base" in parameters else None,
         fingerprint=parameters.get(FINGERPRINT, ""),
         dialect=OURS if is_ours else _dialect(metadata),
-        streams=streams,
         facts={name: parameters[name] for name in FACTS if name in parameters} if is_ours else {},
         labels=tuple(json.loads(parameters.get(LABELS, "[]"))) if is_ours else (),
         activation=Activation(parameters[ACTIVATION]) if is_ours and ACTIVATION in parameters else Activation.SOFTMAX,

@@ -11,13 +11,13 @@ from contextlib import aclosing
 
 from headrace.deadline import Deadline
 from headrace.errors import NotReadyError
-from services.transformer.predictors.predictor import Predictor
+from services.transformer.predictors.client import PredictorClient
 
 
 class Relay:
     """Owned by the event loop; one for all requests; its methods raise HeadraceError."""
 
-    def __init__(self, predictor: Predictor) -> None:
+    def __init__(self, predictor: PredictorClient) -> None:
         self._predictor = predictor
 
     async def infer(self, request: bytes, deadline: Deadline, wait_s: float | None = None) -> bytes:

@@ -15,7 +15,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
@@ -26,10 +26,13 @@ from headrace.rpc.health import is_serving
 from headrace.rpc.server import READY as READY_NAME
 from headrace_protos import inference_pb2 as pb
 from headrace_protos import inference_pb2_grpc
+from services.transformer.predictors.client import PROBE_TIMEOUT_S, PredictorClient, probe_errors
 from services.transformer.predictors.descriptions import PredictorModel, described
-from services.transformer.predictors.predictor import PROBE_TIMEOUT_S, Predictor, Stub, probe_errors
 from services.transformer.predictors.resolver import Resolver
 from services.transformer.predictors.statistics import summed
+
+if TYPE_CHECKING:
+    from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceAsyncStub as Stub
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +57,7 @@ class ModelState:
 class Replicas:
     """Owned by the event loop; its methods raise HeadraceError."""
 
-    def __init__(self, addresses: Sequence[str], predictor: Predictor) -> None:
+    def __init__(self, addresses: Sequence[str], predictor: PredictorClient) -> None:
         self._addresses = addresses
         self._resolver = Resolver(addresses)
         self._predictor = predictor
@@ -118,7 +121,7 @@ class Replicas:
             try:
                 answer = await stub.ModelConfig(pb.ModelConfigRequest(name=name), timeout=PROBE_TIMEOUT_S)
             except NotImplementedMethodError:
-                return described(metadata, None, self._predictor.streams)
+                return described(metadata, None)
         return described(metadata, answer.config)
 
     async def load(self, request: pb.RepositoryModelLoadRequest, deadline: Deadline) -> None:

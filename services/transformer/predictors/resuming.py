@@ -44,6 +44,7 @@ from headrace.errors import (
 )
 from headrace.rpc.client_interceptors import CallSpan, ClientSpans
 from services.transformer.predictors.answers import BrokenAnswerError
+from services.transformer.predictors.client import PredictorClient
 from services.transformer.predictors.crashes import CrashCount, NextCall, Quarantine, request_fingerprint
 from services.transformer.predictors.first_token import FirstToken
 from services.transformer.predictors.link import PredictorLink
@@ -51,7 +52,6 @@ from services.transformer.predictors.link_call import LinkCall
 from services.transformer.predictors.links import Links
 from services.transformer.predictors.oip_call import OipCall
 from services.transformer.predictors.parallel_call import ParallelCall
-from services.transformer.predictors.predictor import Predictor
 from services.transformer.predictors.progress import Progress
 from services.transformer.predictors.retries import Backoff
 from services.transformer.predictors.steps_call import METHOD
@@ -68,7 +68,7 @@ _REFUSED = "this request has crashed its predictor repeatedly; it is refused for
 class ResumingGenerator:
     """See the module; after `resume_limit` crashes in a row a request runs in isolation."""
 
-    def __init__(self, links: Links, predictor: Predictor, resume_limit: int = 2) -> None:
+    def __init__(self, links: Links, predictor: PredictorClient, resume_limit: int = 2) -> None:
         self.links = links
         self.predictor = predictor
         self.quarantine = Quarantine()

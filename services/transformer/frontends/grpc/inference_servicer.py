@@ -31,7 +31,7 @@ from services.transformer.inference.request import InferRequest
 from services.transformer.models.catalogue import Catalogue
 from services.transformer.models.models import Model, ProcessedModel, TextModel
 from services.transformer.predictors.answers import predictor_answers
-from services.transformer.predictors.predictor import PROBE_TIMEOUT_S, Predictor, probe_errors
+from services.transformer.predictors.client import PROBE_TIMEOUT_S, PredictorClient, probe_errors
 from services.transformer.predictors.replicas import READY, Replicas
 from services.transformer.routing.router import Router
 
@@ -51,7 +51,7 @@ _EXTENSIONS = (
 
 class InferenceServicer(OpenInferenceBase):
     def __init__(
-        self, inference: Inference, catalogue: Catalogue, router: Router, predictor: Predictor, replicas: Replicas
+        self, inference: Inference, catalogue: Catalogue, router: Router, predictor: PredictorClient, replicas: Replicas
     ) -> None:
         self._inference = inference
         self._catalogue = catalogue

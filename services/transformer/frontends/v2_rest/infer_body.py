@@ -19,40 +19,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.errors import HopBrokenError, InvalidRequestError, TooLargeError
-from headrace.oip.body_tensors import (
+from headrace.oip.json_parameters import plain_parameters, write_parameters
+from headrace.oip.json_tensors import fitted_shape, json_of
+from headrace.oip.raw_contents import Contents, joined
+from headrace.oip.tensors import BYTES, RawTensor, dtype_of, raw_outputs
+from headrace_protos import inference_pb2 as pb
+from services.transformer.frontends.v2_rest.body_tensors import (
     BINARY,
     BINARY_ALL,
     BINARY_SIZE,
     MAX_BODY_BYTES,
-    MAX_TENSORS,
-    BodyTensor,
     NamedTensor,
-    Parameters,
-    add_tensors,
-    serialized,
+    add_inputs,
     split_body,
-    validated,
 )
-from headrace.oip.json_parameters import plain_parameters, write_parameters
-from headrace.oip.json_tensors import fitted_shape, json_of
-from headrace.oip.json_text import load_object
-from headrace.oip.tensors import BYTES, RawTensor, dtype_of, raw_outputs
-from headrace_protos import inference_pb2 as pb
 from services.transformer.predictors.answers import predictor_answers
-
-_RAW_INPUTS = pb.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER
-
-
-class _Body(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-    id: str | None = None
-    inputs: list[BodyTensor] = Field(max_length=MAX_TENSORS)
-    outputs: list[NamedTensor] | None = Field(None, max_length=MAX_TENSORS)
-    parameters: Parameters = None
 
 
 @dataclass(frozen=True)
@@ -75,12 +58,11 @@ class InferCall:
 
 def read_body(model: str, version: str, data: bytes, header_length: int | None) -> InferCall:
     """The call of a body that is JSON, or JSON and binary data; raises InvalidRequestError."""
-    head, binary_data = split_body(data, header_length)
-    body = validated(_Body, load_object(head))
+    body, binary_data = split_body(data, header_length)
     for tensor in (*body.inputs, *(body.outputs or ())):
         _check_extensions(tensor)
     request = pb.ModelInferRequest(model_name=model, model_version=version, id=body.id or "")
-    contents = add_tensors(request.inputs, body.inputs, binary_data, "input")
+    contents = add_inputs(request, body.inputs, binary_data)
 
     parameters = dict(body.parameters or {})
     binary = _truth(parameters.pop(BINARY_ALL, None), BINARY_ALL) or False
@@ -92,7 +74,7 @@ def read_body(model: str, version: str, data: bytes, header_length: int | None) 
         wanted = _truth(output.parameter(BINARY), BINARY)
         named[output.name] = binary if wanted is None else wanted
         request.outputs.add(name=output.name)
-    return InferCall(serialized(request, _RAW_INPUTS, contents), binary, named)
+    return InferCall(joined(request, contents), binary, named)
 
 
 def parse_body(
@@ -110,16 +92,16 @@ def read_raw_body(model: str, version: str, metadata: pb.ModelMetadataResponse, 
             f"a raw binary request needs a model of one input; {model!r} has {len(metadata.inputs)}"
         )
     (entry,) = metadata.inputs
-    contents: list[bytes | memoryview] = [data]
+    contents: Contents = data
     if entry.datatype == BYTES:
-        count, contents = 1, [len(data).to_bytes(4, "little"), data]
+        count, contents = 1, len(data).to_bytes(4, "little") + data
     else:
         count, rest = divmod(len(data), dtype_of(entry.name, entry.datatype).itemsize)
         if rest:
             raise InvalidRequestError(f"{len(data)} bytes are not a whole number of elements of {entry.datatype}")
     request = pb.ModelInferRequest(model_name=model, model_version=version)
     request.inputs.add(name=entry.name, datatype=entry.datatype, shape=fitted_shape(entry.name, entry.shape, count))
-    return InferCall(serialized(request, _RAW_INPUTS, [contents]), binary=True)
+    return InferCall(joined(request, [contents]), binary=True)
 
 
 def write_body(call: InferCall, response: pb.ModelInferResponse) -> tuple[bytes, int | None]:

@@ -14,7 +14,6 @@ from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
 
 from headrace.errors import HeadraceError, InvalidRequestError, NotFoundError, NotImplementedMethodError, NotReadyError
-from headrace.oip.body_tensors import HEADER_LENGTH
 from headrace.rpc.admission import head_of_call
 from headrace.rpc.call_context import CallContext, call_context
 from headrace.rpc.handlers import Context
@@ -24,6 +23,7 @@ from headrace_protos.rest_pb2 import ModelBody, ModelRequest, SharedMemoryReques
 from services.transformer.frontends.grpc.inference_servicer import InferenceServicer, serialized
 from services.transformer.frontends.http import EVENTS, JSON, Body, KeepAlive, json_body, one_line, rest_errors
 from services.transformer.frontends.v2_rest import documents
+from services.transformer.frontends.v2_rest.body_tensors import HEADER_LENGTH
 from services.transformer.frontends.v2_rest.content_coding import CONTENT_ENCODING, DEFLATE, inflate, inflated, is_small
 from services.transformer.frontends.v2_rest.generate_body import (
     parse_generate,
