@@ -68,7 +68,7 @@ def main() -> None:
 
 
 async def _measure(given: argparse.Namespace) -> dict[str, Any]:
-    keys = {name: "mr-" + secrets.token_urlsafe(32) for name in _CLIENTS}
+    keys = {name: "hr-" + secrets.token_urlsafe(32) for name in _CLIENTS}
     limits = {"requests_per_minute": _HIGH, "tokens_per_minute": _HIGH, "streams": 10_000}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

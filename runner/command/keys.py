@@ -20,7 +20,7 @@ def add(file: Path, name: str, role: str, models: Sequence[str]) -> str:
     """Appends an entry and returns the key; raises StartupError with one line."""
     if not re.fullmatch(NAME_PATTERN, name):
         raise StartupError(f"{name}: a client's name has 1 to 128 of A-Z a-z 0-9 . _ : @ | -")
-    key = "mr-" + secrets.token_urlsafe(32)
+    key = "hr-" + secrets.token_urlsafe(32)
     entry = f"- name: {name}\n  sha256: {hashlib.sha256(key.encode()).hexdigest()}\n  role: {role}\n"
     if models:
         entry += f"  models: [{', '.join(models)}]\n"

@@ -18,7 +18,7 @@ from tests.process.gateway_before_fakes import METADATA, OPENAI, Gateway, runnin
 from tests.waiting import until
 
 GRPC = "application/grpc"
-ADMIN, USER, STRANGER, BRIEF = ("mr-" + secrets.token_urlsafe(32) for _ in range(4))
+ADMIN, USER, STRANGER, BRIEF = ("hr-" + secrets.token_urlsafe(32) for _ in range(4))
 LONGEST = "k" * 512  # Longer than one block of SHA-256.
 OPEN_PATHS = ["/", "/playground/main.js", "/v2/health/ready", "/v2/health/live", "/health"]
 OPEN_METHODS = ["/grpc.health.v1.Health/Check", "/inference.GRPCInferenceService/ServerReady"]

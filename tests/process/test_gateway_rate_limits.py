@@ -59,7 +59,7 @@ class Shared:
 @pytest_asyncio.fixture(scope="module")
 async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Shared]:
     names = ["root", "free", *(f"limited-{number}" for number in range(10))]
-    keys = {name: "mr-" + secrets.token_urlsafe(32) for name in names}
+    keys = {name: "hr-" + secrets.token_urlsafe(32) for name in names}
     file = tmp_path_factory.mktemp("keys") / "key-digests"
     limits: dict[str, dict[str, object]] = {name: {"requests_per_minute": LIMIT} for name in names[2:]}
     limits |= {"root": {"role": "admin"}, "free": {"tokens_per_minute": 1}}

@@ -19,7 +19,7 @@ from tests.support.stacks import StackPool
 from tests.system.calls import STREAMS, begun_streams
 
 _NAMES = "root alice later metered monthly narrow counted few changing"
-KEYS = {name: "mr-" + secrets.token_urlsafe(32) for name in _NAMES.split()}
+KEYS = {name: "hr-" + secrets.token_urlsafe(32) for name in _NAMES.split()}
 METERED = 10_000 if FULL else 4000  # Tokens in a minute.
 COUNTED = (1000, 50_000)  # Requests and tokens in a minute.
 FEW = 2  # Requests in a minute.

@@ -36,7 +36,7 @@ from tests.system.keyed_calls import (
 from tests.system.keyed_stack import MODEL, OK, Headers
 from tests.waiting import until
 
-KEYS = {name: "mr-" + token_urlsafe(32) for name in ("root", "alice", "bob", "stranger")}
+KEYS = {name: "hr-" + token_urlsafe(32) for name in ("root", "alice", "bob", "stranger")}
 ENTRIES = [
     {"name": "root", "key": KEYS["root"], "role": "admin"},
     {"name": "alice", "key": KEYS["alice"], "models": [MODEL]},

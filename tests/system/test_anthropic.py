@@ -16,7 +16,7 @@ async def test_the_key_may_be_where_anthropics_clients_have_it(keyed):
     body = {"model": MODEL, "max_tokens": 2, "messages": [{"role": "user", "content": "Once"}]}
     for path in ("/v1/messages", "/v1/messages/count_tokens"):
         assert (await rest(stack.gateway, "POST", path, body, **{"x-api-key": KEYS["alice"]})).status == 200
-        sent = {"x-api-key": "mr-unknown", "x-request-id": "mine"}
+        sent = {"x-api-key": "hr-unknown", "x-request-id": "mine"}
         refused = await rest(stack.gateway, "POST", path, body, **sent)
         assert (refused.status, refused.json["error"]["type"]) == (401, "authentication_error")
         assert (refused.json["request_id"], refused.headers["request-id"]) == ("mine", "mine")
@@ -33,7 +33,7 @@ async def test_models_have_the_shape_of_the_api_whose_headers_a_request_has(keye
         assert found.json == model
         refused = await rest(stack.gateway, "GET", "/v1/models/normalizer", None, **headers)
         assert (refused.status, refused.json["error"]["type"]) == (403, "permission_error")
-    unknown = await rest(stack.gateway, "GET", "/v1/models", None, **{"x-api-key": "mr-unknown"})
+    unknown = await rest(stack.gateway, "GET", "/v1/models", None, **{"x-api-key": "hr-unknown"})
     assert (unknown.status, unknown.json["type"]) == (401, "error")
     (model,) = (await rest(stack.gateway, "GET", "/v1/models", None, **bearer("alice"))).json["data"]
     assert (model["object"], model["id"]) == ("model", MODEL)

@@ -13,7 +13,7 @@ from tests.system.keyed_stack import write
 from tests.system.own_clients import client_passes
 from tests.waiting import until
 
-KEYS = {name: "mr-" + secrets.token_urlsafe(32) for name in ("alice", "bob", "root")}
+KEYS = {name: "hr-" + secrets.token_urlsafe(32) for name in ("alice", "bob", "root")}
 ENTRIES = [{"name": name, "key": key, "models": ["storyteller"]} for name, key in KEYS.items() if name != "root"]
 LINES = 24
 FORM = (

@@ -308,7 +308,7 @@ async def test_no_way_to_tokens_leads_past_the_limit_of_a_key(new_stack: StackFa
         "ids to tokens": ids_request(MODEL, Tensor("input_ids", "INT64", np.arange(4, 8)), max_tokens=36),
     }
     ways = [*WAYS_BY_REST, *(f"{way} {kind}" for way in ways_by_grpc for kind in ("unary", "stream", "predictor"))]
-    keys = {way.replace(" ", "-"): f"mr-{way:_<32}".replace(" ", "-") for way in [*ways, "single"]}
+    keys = {way.replace(" ", "-"): f"hr-{way:_<32}".replace(" ", "-") for way in [*ways, "single"]}
     entries = [{"name": name, "key": key, "tokens_per_minute": TOKENS} for name, key in keys.items()]
     write(tmp_path / "keys.yaml", entries)
     models = f"{MODEL}=models/{MODEL},embedder={tmp_path / 'embedder'}"

@@ -15,9 +15,9 @@ from tests.system.playground_page import AXE, PHONE, browser, figure, open_page,
 __all__ = ["browser", "open_page"]  # Fixtures.
 
 KEYS = {
-    "alice": ("user", "mr-" + "k" * 40),
-    "carol": ("admin", "mr-" + "a" * 40),
-    "bob": ("user", "mr-" + "o" * 40),
+    "alice": ("user", "hr-" + "k" * 40),
+    "carol": ("admin", "hr-" + "a" * 40),
+    "bob": ("user", "hr-" + "o" * 40),
 }
 
 pytestmark = needs_browser

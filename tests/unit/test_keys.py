@@ -8,7 +8,7 @@ import pytest
 from headrace.clients import POLICY, Policy, client_of
 from services.transformer.keys import digests, parse_keys
 
-KEY = "mr-0123456789abcdef"
+KEY = "hr-0123456789abcdef"
 DIGEST = hashlib.sha256(KEY.encode()).hexdigest()
 
 
