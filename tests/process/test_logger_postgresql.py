@@ -164,7 +164,7 @@ async def test_a_missing_driver_is_named(tmp_path, postgresql):
     )
     _, stderr = await process.communicate()
     assert process.returncode == 78
-    assert "psycopg: pip install 'headrace[logger,postgres]'" in stderr.decode()
+    assert "psycopg: install Headrace with its extra `postgres`" in stderr.decode()
 
 
 async def test_loggers_that_start_together_migrate_the_database_once(stores):

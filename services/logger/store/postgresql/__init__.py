@@ -22,7 +22,7 @@ try:
     from services.logger.store.postgresql.database import PostgresqlDatabase
 except ImportError as error:
     raise StartupError(
-        f"LOGGER_DATABASE_URL needs the package {error.name}: pip install 'headrace[logger,postgres]'"
+        f"LOGGER_DATABASE_URL needs the package {error.name}: install Headrace with its extra `postgres`"
     ) from None
 
 
