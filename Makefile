@@ -10,7 +10,7 @@ TORCH_INDEX ?= $(call setting,TORCH_INDEX)
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 
 VENV := .venv
-INSTALL := runner/install.py
+INSTALL := headrace_runner/install.py
 PIP := $(VENV)/bin/python -P $(INSTALL)
 # The pip that Python 3.11 brings takes three times as long over the same packages.
 NEW_PIP := pip==26.3
@@ -45,44 +45,44 @@ help: ## list the commands
 
 .PHONY: up
 up: $(RUN_DEPENDENCIES) ## start the whole stack as local processes (MODELS=, PREDICTORS=, DEVICE=, DEVELOPMENT=; V=1: every address)
-	@exec $(VENV)/bin/python -m runner up $(if $(V),--verbose)
+	@exec $(VENV)/bin/python -m headrace_runner up $(if $(V),--verbose)
 
 .PHONY: down
 down: $(RUN_DEPENDENCIES) ## stop a running stack
-	@exec $(VENV)/bin/python -m runner down
+	@exec $(VENV)/bin/python -m headrace_runner down
 
 .PHONY: roll
 roll: $(RUN_DEPENDENCIES) ## replace the services of a running stack, with the current settings and code; interrupts no call
-	@exec $(VENV)/bin/python -m runner roll
+	@exec $(VENV)/bin/python -m headrace_runner roll
 
 .PHONY: load
 load: $(DEV_DEPENDENCIES) ## Locust's browser UI against a running stack (LOAD="--processes 2")
-	@exec $(VENV)/bin/python -m runner.command load -- $(LOAD)
+	@exec $(VENV)/bin/python -m headrace_runner.command load -- $(LOAD)
 
 .PHONY: knee
 knee: $(KNEE_DEPENDENCIES) ## the most users of each kind at which a running stack meets the objective (USERS=, LOAD="--objective 'TTFT <= 300 ms'")
-	@exec $(VENV)/bin/python -m runner.command load --knee -- $(LOAD) $(or $(USERS),StreamUser TritonStreamUser ChatUser)
+	@exec $(VENV)/bin/python -m headrace_runner.command load --knee -- $(LOAD) $(or $(USERS),StreamUser TritonStreamUser ChatUser)
 
 .PHONY: load-check
 load-check: $(DEV_DEPENDENCIES) ## exit code 1 where a running stack does not meet the objective under load (USERS=, LOAD="-u 8 -t 1m")
-	@exec $(VENV)/bin/python -m runner.command load --check -- $(or $(LOAD),-u 8 -r 8 -t 30s) $(or $(USERS),StreamUser ChatUser)
+	@exec $(VENV)/bin/python -m headrace_runner.command load --check -- $(or $(LOAD),-u 8 -r 8 -t 30s) $(or $(USERS),StreamUser ChatUser)
 
 .PHONY: smoke
 smoke: $(RUN_DEPENDENCIES) ## every endpoint of a model, against a running stack (MODEL=, GATEWAY_PORT=)
-	@exec $(VENV)/bin/python -m runner.smoke --model '$(MODEL)'
+	@exec $(VENV)/bin/python -m headrace_runner.smoke --model '$(MODEL)'
 
 .PHONY: replay
 replay: $(RUN_DEPENDENCIES) ## logged streams again at another stack, compared token by token (AGAINST=host:port, SINCE=, MODEL=, FROM=, OUT=)
-	@exec $(VENV)/bin/python -m runner.command replay '$(AGAINST)' $(if $(SINCE),--since '$(SINCE)') \
+	@exec $(VENV)/bin/python -m headrace_runner.command replay '$(AGAINST)' $(if $(SINCE),--since '$(SINCE)') \
 	  $(if $(MODEL),--model '$(MODEL)') $(if $(FROM),--from '$(FROM)') $(if $(OUT),--out '$(OUT)') $(REPLAY)
 
 .PHONY: key
 key: $(RUN_DEPENDENCIES) ## a key for a client (NAME=alice ROLE=user|admin)
-	@exec $(VENV)/bin/python -m runner.command key '$(NAME)' $(if $(ROLE),--role '$(ROLE)')
+	@exec $(VENV)/bin/python -m headrace_runner.command key '$(NAME)' $(if $(ROLE),--role '$(ROLE)')
 
 .PHONY: certs
 certs: $(DEV_DEPENDENCIES) ## certificates for development in .run/certs (NAMES="host …", ASK_CLIENTS=1)
-	@exec $(VENV)/bin/python -m runner.command certs $(NAMES) $(if $(ASK_CLIENTS),--ask-clients)
+	@exec $(VENV)/bin/python -m headrace_runner.command certs $(NAMES) $(if $(ASK_CLIENTS),--ask-clients)
 
 .PHONY: bench
 bench: $(RUN_DEPENDENCIES) ## the engine beside its peers, installed once (BENCH="--rounds 3 --only llama-10M")

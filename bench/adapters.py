@@ -27,11 +27,11 @@ from transformers import AutoModelForCausalLM
 from bench.models import CONFIGS
 from bench.runs import machine, parser, write
 from headrace.sampling import SamplingParameters
-from services.predictor.engine.adapters.peft import linear_shapes
-from services.predictor.engine.build import build_engine
-from services.predictor.engine.engine import ContinuousBatchingEngine
-from services.predictor.engine.interface import GenerationRequest
-from services.predictor.settings import PredictorSettings
+from headrace_predictor.engine.adapters.peft import linear_shapes
+from headrace_predictor.engine.build import build_engine
+from headrace_predictor.engine.engine import ContinuousBatchingEngine
+from headrace_predictor.engine.interface import GenerationRequest
+from headrace_predictor.settings import PredictorSettings
 
 _RANDOM = random.Random(1)  # noqa: S311
 _MODELS = ("llama-10M", "OPT-125M")

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from bench.runs import machine, parser, write
-from services.predictor.engine.cpu import kernel
-from services.predictor.engine.state.arrays import array_of
-from services.predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache
+from headrace_predictor.engine.cpu import kernel
+from headrace_predictor.engine.state.arrays import array_of
+from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache
 
 _SIZE = 64
 _HEADS = ((4, 4), (8, 2))  # Query heads, key heads.

@@ -40,7 +40,7 @@ from bench.statistics import estimate
 from bench.tensor_cases import CASES
 from bench.tensor_client import GRPC, Clients, Target, clients
 from bench.transport_servers import SERVERS, Server, idle_shares
-from runner.envoy_config import Config
+from headrace_runner.envoy_config import Config
 
 _CASE = "tiny"
 _MODEL = "echo"

@@ -36,7 +36,7 @@ from headrace.rpc.client_interceptors import ClientSpans
 from headrace.rpc.handlers import CallInterceptor
 from headrace.telemetry.logs import CALLS, set_up_logging
 from headrace.telemetry.setup import set_up_telemetry
-from services.transformer.inference.request import InferRequest
+from headrace_transformer.inference.request import InferRequest
 
 _CALLS = 1000
 _REPEATS = 7

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from bench.runs import parser, write
 from headrace.sampling import SamplingParameters
-from services.predictor.engine.build import build_engine
-from services.predictor.engine.interface import Engine, GenerationRequest
-from services.predictor.settings import PredictorSettings
+from headrace_predictor.engine.build import build_engine
+from headrace_predictor.engine.interface import Engine, GenerationRequest
+from headrace_predictor.settings import PredictorSettings
 
 _ROOT = Path(__file__).resolve().parent.parent
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

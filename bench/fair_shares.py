@@ -23,10 +23,10 @@ from bench.models import CONFIGS
 from bench.runs import machine, parser, write
 from bench.statistics import quantile
 from headrace.sampling import SamplingParameters
-from services.predictor.engine.build import build_engine
-from services.predictor.engine.engine import ContinuousBatchingEngine
-from services.predictor.engine.interface import GenerationRequest
-from services.predictor.settings import PredictorSettings
+from headrace_predictor.engine.build import build_engine
+from headrace_predictor.engine.engine import ContinuousBatchingEngine
+from headrace_predictor.engine.interface import GenerationRequest
+from headrace_predictor.settings import PredictorSettings
 
 _RANDOM = random.Random(1)  # noqa: S311
 _HEAVY = 200

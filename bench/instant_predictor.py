@@ -11,7 +11,7 @@ import time
 from functools import cache
 from typing import Any
 
-from services.predictor import __main__
+from headrace_predictor import __main__
 
 _TOKEN_ID = 100
 
@@ -20,7 +20,7 @@ def instant_runner() -> type[Any]:
     """The class of the runner; imports torch, which only engine processes do."""
     import torch
 
-    from services.predictor.engine.runners.paged import PagedRunner
+    from headrace_predictor.engine.runners.paged import PagedRunner
 
     pause_s = float(os.environ["PACE_MS"]) / 1000
 
@@ -40,7 +40,7 @@ def instant_runner() -> type[Any]:
 
 def prepare() -> None:
     """Replaces the runner in each engine process."""
-    from services.predictor.engine import build
+    from headrace_predictor.engine import build
 
     build.PagedRunner = instant_runner()  # type: ignore[misc]
 

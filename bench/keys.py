@@ -36,7 +36,7 @@ from bench.statistics import paired_ratios, quantile
 from bench.tensor_cases import CASES, INFER
 from headrace_protos.headrace_pb2 import GenerateRequest
 from headrace_protos.headrace_pb2_grpc import TextGenerationStub
-from runner.command import certificates
+from headrace_runner.command import certificates
 
 _CASE = "tiny"
 _CLIENTS = ("light", "heavy", "flooding")

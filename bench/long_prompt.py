@@ -30,7 +30,7 @@ from bench.contenders import ROOT, Contender
 from bench.runs import machine, parser, running_stack, write
 from bench.statistics import quantile
 from bench.worker_process import WorkerProcess
-from runner.stack import Stack
+from headrace_runner.stack import Stack
 
 _STATE = ROOT / ".run" / "bench"
 _MODEL = "llama-10M"

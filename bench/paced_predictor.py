@@ -6,13 +6,13 @@ import os
 import time
 from typing import Any
 
-from services.predictor import __main__
+from headrace_predictor import __main__
 
 
 def prepare() -> None:
     """Slows the runner in each engine process."""
-    from services.predictor.engine import build
-    from services.predictor.engine.runners.paged import PagedRunner
+    from headrace_predictor.engine import build
+    from headrace_predictor.engine.runners.paged import PagedRunner
 
     pause_s = float(os.environ["PACE_MS"]) / 1000
 

@@ -95,7 +95,7 @@ async def _logger() -> AsyncIterator[tuple[str, grpc.aio.Channel]]:
             "LOGGER_DATABASE": str(Path(folder) / "payloads.sqlite3"),
         }
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "services.logger", cwd=_ROOT, env=environment
+            sys.executable, "-m", "headrace_logger", cwd=_ROOT, env=environment
         )
         try:
             target = f"127.0.0.1:{settings.logger_port}"

@@ -14,8 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from runner.envoy_config import Change
-from runner.stack import Stack
+from headrace_runner.envoy_config import Change
+from headrace_runner.stack import Stack
 from tests.support.free_ports import start_stack
 
 PROMPT = "Tell me a story about a fox."
@@ -58,7 +58,7 @@ async def running_stack(
 ) -> AsyncIterator[Stack]:
     """A whole stack with bundled models; `predictor` is a module of this folder that replaces the service's own.
 
-    `environment` and `change_gateway` are those of runner.stack.Stack, `overrides` fields of its settings.
+    `environment` and `change_gateway` are those of headrace_runner.stack.Stack, `overrides` fields of its settings.
     """
     commands = {"predictor": (sys.executable, "-m", f"bench.{predictor}")} if predictor else {}
     overrides = {"models": ",".join(f"{model}=models/{model}" for model in models), **overrides}

@@ -3,7 +3,7 @@
     async with server_process("Triton", command, log, environment) as process:
         await until(lambda: accepts(port), process, 60.0)
 
-It ends with this process, however that ends (runner/tether.py).
+It ends with this process, however that ends (headrace_runner/tether.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.contenders import ROOT
-from runner import tether
+from headrace_runner import tether
 
 LOOPBACK = "127.0.0.1"
 

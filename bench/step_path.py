@@ -38,9 +38,9 @@ from bench.runs import machine, parser, write
 from bench.server_process import LOOPBACK, accepts, free_port, server_process, until
 from headrace.rpc.http2.streaming_call import StreamingCall
 from headrace_protos import steps_pb2
-from runner.services import predictor_tuning
-from runner.settings import StackSettings
-from services.transformer.predictors.steps_call import open_steps_call
+from headrace_runner.services import predictor_tuning
+from headrace_runner.settings import StackSettings
+from headrace_transformer.predictors.steps_call import open_steps_call
 
 _MODELS_FOLDER = ROOT / ".run" / "bench" / "models"
 _MODEL = "llama-10M"

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from bench.forward_times import VARIABLE, timed
 from bench.instant_predictor import instant_runner
-from services.predictor import __main__
+from headrace_predictor import __main__
 
 
 def prepare() -> None:
     """Replaces the runner in each engine process."""
-    from services.predictor.engine import build
-    from services.predictor.engine.runners.paged import PagedRunner
+    from headrace_predictor.engine import build
+    from headrace_predictor.engine.runners.paged import PagedRunner
 
     runner = instant_runner() if os.environ.get("FREE") else PagedRunner
     build.PagedRunner = timed(runner, Path(os.environ[VARIABLE]))  # type: ignore[misc]

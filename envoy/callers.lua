@@ -3,7 +3,7 @@
 -- A page of another origin may not call, nor may one whose host's name was made to lead here (403, PERMISSION_DENIED).
 -- With keys (GATEWAY_KEYS, GATEWAY_JWKS) a call needs one (401, UNAUTHENTICATED), but for health and the playground's
 -- files. The client's name and policy go on as headers (headrace/clients.py), the key does not. The transformer keeps the
--- digests of the keys in a file, which is read again once a second (services/transformer/keys.py): a line each, with
+-- digests of the keys in a file, which is read again once a second (services/transformer/headrace_transformer/keys.py): a line each, with
 -- digest, name, role and the rest of the policy between tabs. Tokens (JWT) are verified by Envoy's jwt_authn before; an
 -- entry with the name of a token's subject gives its policy.
 

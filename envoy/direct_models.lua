@@ -1,6 +1,6 @@
 -- The models that need neither text nor a processor, whose ModelInfer calls go straight to a predictor.
 --
--- The transformer keeps the list of these models in a file, a name a line (services/transformer/routing/direct_models.py),
+-- The transformer keeps the list of these models in a file, a name a line (services/transformer/headrace_transformer/routing/direct_models.py),
 -- which is read again once a second. The model's name is read out of the first bytes of the message, so that no message
 -- is held until it is whole: clients write `model_name`, the message's first field, first. A message that begins in
 -- another way is not found to ask one of them, nor is a compressed one: the transformer takes it.

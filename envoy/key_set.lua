@@ -6,7 +6,7 @@
 
 local EMPTY = '"keys"%s*:%s*%[%s*%]'
 local NOBODY = '{"keys":[{"kty":"EC","crv":"P-256","alg":"ES256","use":"sig","kid":"nobody",'
-  .. '"x":"Sby_CajDQNfhprMXwE0witATzxoxHo8RCjqwbce6kY4","y":"eAmO68pVj9lMr_PmMu_BygkzWu_DBirydG3uH-VXlVo"}]}'
+  .. '"x":"S2pIEYj1WLbLakWc8Iz7V3anfrO5uUEeUUiTwmM9tTY","y":"WtL0qdXJjHn7x-yY-jaqJikIe2hx63-XEzuNhMrf-SY"}]}'
 
 function envoy_on_response(handle)
   local body = handle:body()

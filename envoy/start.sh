@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs Envoy in its container, with the arguments given and the configuration beside this file, into which
 # PREDICTOR_ENDPOINTS, GATEWAY_ALLOWED_ORIGINS, GATEWAY_TLS, GATEWAY_JWKS and GATEWAY_RATE_LIMIT_SERVICE are written as
-# runner/envoy_config.py does it; refuses the settings that runner/ refuses. Envoy itself cuts every call at SIGTERM; here it takes no new ones, and those in flight have
+# headrace_runner/envoy_config.py does it; refuses the settings that headrace_runner/ refuses. Envoy itself cuts every call at SIGTERM; here it takes no new ones, and those in flight have
 # DRAIN_S seconds first. At SIGHUP another Envoy, which reads all files anew, takes over its sockets, and the one before
 # goes on with the calls that it has, for RELOAD_PATIENCE_S. Bash alone: the image has no curl.
 set -euo pipefail
@@ -9,7 +9,7 @@ set -euo pipefail
 LUA_PATH="$(dirname "${BASH_SOURCE[0]}")/?.lua"
 export LUA_PATH
 
-# Whether the settings of who may call are as runner/settings.py has them; closes management beyond loopback.
+# Whether the settings of who may call are as headrace_runner/settings.py has them; closes management beyond loopback.
 check_callers() {
   local host='[A-Za-z0-9.-]+'
   if [[ ${GATEWAY_BIND:-127.0.0.1} != 127.* ]]; then export PUBLIC_MANAGEMENT=false; fi
@@ -25,7 +25,7 @@ check_callers() {
   fi
 }
 
-# Whether the files of GATEWAY_TLS and GATEWAY_JWKS are there, as runner/gateway_access.py has it.
+# Whether the files of GATEWAY_TLS and GATEWAY_JWKS are there, as headrace_runner/gateway_access.py has it.
 check_access() {
   local path='^[^"\\[:cntrl:]]*$' uri="^[A-Za-z0-9._~:/?#@!\$&'()*+,;=%-]+$" name
   for name in GATEWAY_TLS GATEWAY_JWKS; do
@@ -53,7 +53,7 @@ check_access() {
   done
 }
 
-# Whether the settings of the rate limit service are as runner/settings.py has them.
+# Whether the settings of the rate limit service are as headrace_runner/settings.py has them.
 check_rate_limits() {
   local endpoint='^([A-Za-z0-9.-]+:[1-9][0-9]{0,4})?$' service=${GATEWAY_RATE_LIMIT_SERVICE:-}
   if ! [[ $service =~ $endpoint ]] || [[ ${service##*:} -gt 65535 ]]; then
@@ -69,7 +69,7 @@ check_rate_limits() {
 # An item of PREDICTOR_ENDPOINTS that is a service: the transformer lists its addresses, for Envoy resolves no SRV records.
 service='^_[A-Za-z0-9-]+\._tcp\.[A-Za-z0-9_][A-Za-z0-9._-]*$'
 
-# Whether PREDICTOR_ENDPOINTS is as runner/settings.py has it.
+# Whether PREDICTOR_ENDPOINTS is as headrace_runner/settings.py has it.
 check_predictors() {
   local endpoint='([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([1-9][0-9]{0,4})' items item
   IFS=', ' read -ra items <<<"${PREDICTOR_ENDPOINTS:-}"
@@ -232,7 +232,7 @@ reload() {
 }
 
 # Each caller's connection takes a descriptor, and so do Envoy's own: as many as are allowed. Where these are few, callers
-# are refused rather than the connections to services, as runner/envoy_config.py has it.
+# are refused rather than the connections to services, as headrace_runner/envoy_config.py has it.
 ulimit -Sn "$(ulimit -Hn)"
 descriptors=$(ulimit -n)
 if [ "$descriptors" = unlimited ]; then descriptors=65536; fi

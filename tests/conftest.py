@@ -13,7 +13,7 @@ import signal
 import pytest
 from hypothesis import HealthCheck, settings
 
-from runner import process
+from headrace_runner import process
 from tests.support import forkserver
 from tests.support.full import FULL
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from services.predictor.engine.runners.reach import find_reaches
+from headrace_predictor.engine.runners.reach import find_reaches
 from tests.zoo import FAMILIES
 
 ROOT = Path(__file__).parent.parent

@@ -22,9 +22,9 @@ from bench.statistics import quantile
 from bench.workers.protocol import Command, Contender, Generation
 from headrace.errors import HeadraceError
 from headrace.sampling import SamplingParameters
-from services.predictor.engine.interface import Engine, GenerationRequest, OutputSlot
-from services.predictor.generation.loading import load_generation
-from services.predictor.settings import PredictorSettings
+from headrace_predictor.engine.interface import Engine, GenerationRequest, OutputSlot
+from headrace_predictor.generation.loading import load_generation
+from headrace_predictor.settings import PredictorSettings
 
 _SETTLED_TOKENS = 16  # The tokens of each stream before gaps are measured.
 _QUIET_TOKENS = 64  # The tokens of each stream in the window without the long prompt.

@@ -53,7 +53,7 @@ TokenIds = Annotated[
 
 
 class GenerationRules(BaseModel):
-    """What holds for every answer of a model, see services/predictor/engine/sampling/rules.py."""
+    """What holds for every answer of a model, see services/predictor/headrace_predictor/engine/sampling/rules.py."""
 
     model_config = ConfigDict(frozen=True)
 

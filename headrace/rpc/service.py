@@ -29,7 +29,7 @@ def run_service(
     Exits with EX_CONFIG if a setting is wrong, with EX_TEMPFAIL if a later attempt to start may succeed.
     """
     try:
-        settings = load(settings_class, f"services.{name}")
+        settings = load(settings_class, f"headrace_{name}")
         # The hub's client reports every request that went well.
         logging.getLogger("httpx2").setLevel(logging.WARNING)
         with ExitStack() as telemetry:

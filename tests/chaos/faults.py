@@ -18,7 +18,7 @@ from itertools import count
 from pathlib import Path
 from random import Random
 
-from runner.stack import Stack
+from headrace_runner.stack import Stack
 from tests.chaos.health import serves
 from tests.chaos.oracle import Span
 from tests.waiting import until

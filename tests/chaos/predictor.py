@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from services.predictor import __main__
+from headrace_predictor import __main__
 
 FAILS = 13
 _FAILS_AFTER = 3
@@ -29,9 +29,9 @@ class InjectedError(Exception):
 
 def prepare() -> None:
     """Installs the faults in each engine process."""
-    from services.predictor.engine import build
-    from services.predictor.engine.runners.paged import PagedRunner
-    from services.predictor.engine.scheduler import Scheduler
+    from headrace_predictor.engine import build
+    from headrace_predictor.engine.runners.paged import PagedRunner
+    from headrace_predictor.engine.scheduler import Scheduler
 
     folder, port = Path(os.environ["FAULTS"]), os.environ["PREDICTOR_PORT"]
     raising, dead, blocks = (folder / f"{name}-{port}" for name in ("raise", "dead", "blocks"))

@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from runner.stack import Stack
+from headrace_runner.stack import Stack
 from tests.chaos.faults import FaultInjector
 from tests.chaos.health import serves
 from tests.chaos.load import Call, Client

@@ -34,7 +34,7 @@ def test_the_health_check_uses_grpc(stack, service):
     config = stack.container(service).facts["Config"]
     assert config["Healthcheck"]["Test"][:4] == ["CMD", "python", "-m", "headrace.rpc.health_check"]
     # In exec form: no shell is between SIGTERM and the service.
-    assert config["Entrypoint"] == ["python", "-m", f"services.{service}"]
+    assert config["Entrypoint"] == ["python", "-m", f"headrace_{service}"]
 
 
 @pytest.mark.parametrize("service", OURS)

@@ -118,7 +118,7 @@ async def test_an_update_of_the_logger_fails_no_call_and_loses_no_record(swarm):
 
     def recorded():
         lines = swarm.execute(
-            "logger", "python", "-m", "services.logger", "export", "--format", "jsonl", "--output", "-"
+            "logger", "python", "-m", "headrace_logger", "export", "--format", "jsonl", "--output", "-"
         )
         found = collections.Counter(json.loads(line)["request_id"] for line in lines.splitlines())
         return {name: count for name, count in found.items() if name.startswith("logged-")}

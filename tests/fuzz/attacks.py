@@ -24,7 +24,7 @@ import numpy as np
 from headrace_protos import headrace_pb2, headrace_pb2_grpc
 from headrace_protos import inference_pb2 as pb
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from services.transformer.processes.body_worker import lower_priority
+from headrace_transformer.processes.body_worker import lower_priority
 from tests.fuzz import floods, shares
 from tests.fuzz.target import ATTACKS, MEGABYTE, Report, Target, attack
 from tests.system.calls import channel, text_request

@@ -29,8 +29,8 @@ import httpx2
 import psutil
 from pydantic import ByteSize, TypeAdapter
 
-from runner.stack import Stack
-from services.transformer.processes.body_processes import LARGE_BYTES, SMALL_BYTES
+from headrace_runner.stack import Stack
+from headrace_transformer.processes.body_processes import LARGE_BYTES, SMALL_BYTES
 from tests.fuzz.attacks import ATTACKS, UNREADABLE
 from tests.fuzz.honest import Figures, Honest
 from tests.support.free_ports import start_stack

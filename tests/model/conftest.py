@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from services.predictor.engine_process.engine_host import EngineHost
+from headrace_predictor.engine_process.engine_host import EngineHost
 from tests.model.fakes import engines
 
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from headrace.errors import DeadlineError, HopBrokenError, NotReadyError, RequestFailedError
-from services.predictor.engine.interface import EngineDeadError
+from headrace_predictor.engine.interface import EngineDeadError
 from tests.model.fakes import expected, read_all, request
 
 CROWD = [(i, i + 1, i + 2, i + 3, i + 4) for i in range(3, 12)]

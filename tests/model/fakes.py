@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from headrace.sampling import SamplingParameters
-from services.predictor.engine.engine import ContinuousBatchingEngine
-from services.predictor.engine.grammar.compiler import GrammarCompiler
-from services.predictor.engine.interface import Chunk, EngineLimits, OutputSlot
-from services.predictor.engine.load.pace import PrefillPace
-from services.predictor.engine.sampling.sampler import sample
-from services.predictor.engine.scheduler import Scheduler
-from services.predictor.engine.state.blocks import BlockManager
-from services.predictor.engine.state.sequence import Row, SamplingRow
+from headrace_predictor.engine.engine import ContinuousBatchingEngine
+from headrace_predictor.engine.grammar.compiler import GrammarCompiler
+from headrace_predictor.engine.interface import Chunk, EngineLimits, OutputSlot
+from headrace_predictor.engine.load.pace import PrefillPace
+from headrace_predictor.engine.sampling.sampler import sample
+from headrace_predictor.engine.scheduler import Scheduler
+from headrace_predictor.engine.state.blocks import BlockManager
+from headrace_predictor.engine.state.sequence import Row, SamplingRow
 from tests.support.requests import request
 
 __all__ = ["request"]

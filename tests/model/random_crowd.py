@@ -10,10 +10,10 @@ from functools import cache
 from typing import Any
 
 from headrace.sampling import SamplingParameters
-from services.predictor.engine.build import build_engine
-from services.predictor.engine.interface import Engine, GenerationRequest, OutputSlot
-from services.predictor.engine.runners.memory import cache_shape
-from services.predictor.settings import PredictorSettings
+from headrace_predictor.engine.build import build_engine
+from headrace_predictor.engine.interface import Engine, GenerationRequest, OutputSlot
+from headrace_predictor.engine.runners.memory import cache_shape
+from headrace_predictor.settings import PredictorSettings
 from tests.random_models import greedy, random_model
 from tests.zoo import VOCABULARY
 

@@ -12,13 +12,13 @@ import transformers as hf
 from safetensors.torch import save_file
 
 from headrace.models.sources import ModelSource
-from services.predictor.engine.cpu.packed_linear import pack_linears
-from services.predictor.engine.runners.adapters import Adapters
-from services.predictor.engine.runners.fused_layers import fuse_layers
-from services.predictor.engine.runners.memory import cache_shape
-from services.predictor.engine.runners.paged import PagedRunner
-from services.predictor.engine.state.sequence import Row, detached_sequence
-from services.transformer.text.model_text import AdapterBase, BaseNeededError, read_text
+from headrace_predictor.engine.cpu.packed_linear import pack_linears
+from headrace_predictor.engine.runners.adapters import Adapters
+from headrace_predictor.engine.runners.fused_layers import fuse_layers
+from headrace_predictor.engine.runners.memory import cache_shape
+from headrace_predictor.engine.runners.paged import PagedRunner
+from headrace_predictor.engine.state.sequence import Row, detached_sequence
+from headrace_transformer.text.model_text import AdapterBase, BaseNeededError, read_text
 from tests.model.bfloat16 import PACKED_DTYPES
 from tests.random_adapters import merge, save_random_adapter
 from tests.random_models import PAGED, random_model, save_random_model

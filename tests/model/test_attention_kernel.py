@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from numba import njit
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from services.predictor.engine.cpu import kernel
-from services.predictor.engine.cpu.kernel import Buffer
-from services.predictor.engine.cpu.vectors import exponentiate
-from services.predictor.engine.state.arrays import array_of
-from services.predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache
+from headrace_predictor.engine.cpu import kernel
+from headrace_predictor.engine.cpu.kernel import Buffer
+from headrace_predictor.engine.cpu.vectors import exponentiate
+from headrace_predictor.engine.state.arrays import array_of
+from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache
 
 SIZE = 16
 BLOCKS = 12

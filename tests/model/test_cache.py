@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache
-from services.predictor.engine.state.pages import GrowingMemory
+from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache
+from headrace_predictor.engine.state.pages import GrowingMemory
 from tests.waiting import until
 
 MIB = 1 << 20

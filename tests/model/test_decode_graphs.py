@@ -1,6 +1,6 @@
 """Recorded passes are few, and each is large enough for its steps."""
 
-from services.predictor.engine.runners.decode_graphs import block_bucket, row_bucket
+from headrace_predictor.engine.runners.decode_graphs import block_bucket, row_bucket
 
 
 def test_buckets_are_few_and_large_enough():

@@ -19,10 +19,10 @@ from headrace.models.sources import ModelSource
 from headrace.oip.model_description import INPUT_IDS, config_of, metadata_of
 from headrace.oip.stream_infer import FINAL
 from headrace.oip.tensors import Tensor, add_input, decode_outputs
+from headrace_predictor.repository.loading import build_here, fetch_model
+from headrace_predictor.settings import PredictorSettings
+from headrace_predictor.tensor_models.rows import ATTENTION_MASK, pad
 from headrace_protos.inference_pb2 import ModelInferRequest
-from services.predictor.repository.loading import build_here, fetch_model
-from services.predictor.settings import PredictorSettings
-from services.predictor.tensor_models.rows import ATTENTION_MASK, pad
 from tests.random_encoders import ENCODERS, VOCABULARY, save_random_encoder, save_random_type
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from headrace.errors import DeadlineError, HopBrokenError, NotReadyError, OverloadedError, RequestFailedError
-from services.predictor.engine.interface import EngineDeadError
+from headrace_predictor.engine.interface import EngineDeadError
 from tests.model.fakes import END, FakeRunner, Gate, expected, read_all, request
 from tests.waiting import until
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from headrace.errors import DeadlineError, HopBrokenError, InvalidRequestError, NotReadyError, RequestFailedError
+from headrace_predictor.engine_process.framing import Frames
+from headrace_predictor.engine_process.step_frames import StepFrames
 from headrace_protos.engine_pb2 import EngineFrame
-from services.predictor.engine_process.framing import Frames
-from services.predictor.engine_process.step_frames import StepFrames
 from tests.model.crowd import CROWD, assert_crowd_is_unharmed, outcome, submit_crowd
 from tests.model.fakes import FakeRunner, Gate, expected, read_all, request
 from tests.waiting import until
@@ -85,7 +85,7 @@ async def test_a_refused_isolated_request_does_not_keep_the_place(engine_of):
 
 @pytest.mark.parametrize("how", ["cancel", "fail"])
 async def test_an_isolated_request_that_ends_before_its_caller_is_notified_is_not_computed(engine_of, monkeypatch, how):
-    monkeypatch.setattr("services.predictor.engine.engine._NOTIFY_S", 30)
+    monkeypatch.setattr("headrace_predictor.engine.engine._NOTIFY_S", 30)
     runner = FakeRunner()
     engine = engine_of(runner, max_running=16, max_waiting=32)
     sent, alone = submit_with_frames(engine)
@@ -101,7 +101,7 @@ async def test_an_isolated_request_that_ends_before_its_caller_is_notified_is_no
 
 
 async def test_an_isolated_request_is_computed_after_its_caller_is_notified(engine_of, monkeypatch):
-    monkeypatch.setattr("services.predictor.engine.engine._NOTIFY_S", 30)
+    monkeypatch.setattr("headrace_predictor.engine.engine._NOTIFY_S", 30)
     runner = FakeRunner()
     engine = engine_of(runner, step_tokens=16)
     sent, alone = submit_with_frames(engine)
@@ -119,8 +119,8 @@ async def test_an_isolated_request_is_computed_after_its_caller_is_notified(engi
 async def test_the_others_continue_after_the_end_of_an_isolated_request(engine_of, monkeypatch, how):
     now = [1000.0]
     clock = SimpleNamespace(**{**vars(time), "monotonic": lambda: now[0]})
-    monkeypatch.setattr("services.predictor.engine.engine.time", clock)
-    monkeypatch.setattr("services.predictor.engine.ending.time", clock)
+    monkeypatch.setattr("headrace_predictor.engine.engine.time", clock)
+    monkeypatch.setattr("headrace_predictor.engine.ending.time", clock)
     gate = Gate()
 
     def before(row):

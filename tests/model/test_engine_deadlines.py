@@ -15,9 +15,9 @@ def clock(monkeypatch):
     """The engine's clock, which a test moves."""
     now = [1000.0]
     fake = SimpleNamespace(**{**vars(time), "monotonic": lambda: now[0]})
-    monkeypatch.setattr("services.predictor.engine.engine.time", fake)
-    monkeypatch.setattr("services.predictor.engine.ending.time", fake)
-    monkeypatch.setattr("services.predictor.engine.state.sequence.time", fake)
+    monkeypatch.setattr("headrace_predictor.engine.engine.time", fake)
+    monkeypatch.setattr("headrace_predictor.engine.ending.time", fake)
+    monkeypatch.setattr("headrace_predictor.engine.state.sequence.time", fake)
     return now
 
 

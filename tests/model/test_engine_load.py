@@ -7,7 +7,7 @@ import time
 import pytest
 
 from headrace.errors import RequestFailedError
-from services.predictor.engine.interface import Timeline
+from headrace_predictor.engine.interface import Timeline
 from tests.model.crowd import CROWD, assert_crowd_is_unharmed, submit_crowd
 from tests.model.fakes import FakeRunner, Gate, expected, read_all, request
 from tests.waiting import until

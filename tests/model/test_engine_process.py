@@ -12,11 +12,11 @@ import pytest
 
 from headrace.errors import DeadlineError, HopBrokenError, InvalidRequestError, NotReadyError, OverloadedError
 from headrace.sampling import SamplingParameters
-from services.predictor.engine.interface import EngineProcessError, GenerationRequest
-from services.predictor.engine_process import launch
-from services.predictor.engine_process.launch import launch_engine
-from services.predictor.generation.loading import load_generation
-from services.predictor.settings import PredictorSettings
+from headrace_predictor.engine.interface import EngineProcessError, GenerationRequest
+from headrace_predictor.engine_process import launch
+from headrace_predictor.engine_process.launch import launch_engine
+from headrace_predictor.generation.loading import load_generation
+from headrace_predictor.settings import PredictorSettings
 from tests.model.fakes import read_all
 from tests.random_models import save_random_model
 from tests.waiting import until

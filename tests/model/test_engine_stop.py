@@ -74,7 +74,7 @@ async def test_each_repeated_row_has_the_time_limit_of_a_step(engine_of, monkeyp
 
 
 async def test_close_ends_requests_in_flight_even_in_a_step_that_hangs(engine_of, hanging, monkeypatch):
-    monkeypatch.setattr("services.predictor.engine.engine._STOP_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("headrace_predictor.engine.engine._STOP_TIMEOUT_S", 0.1)
     engine = engine_of(hanging, max_running=2)
     slots = [engine.submit(request(name)) for name in ("stuck", "beside", "waiting")]
     await until(hanging.hangs.is_set)
@@ -167,9 +167,9 @@ async def test_a_full_queue_refuses_with_the_time_that_requests_take(engine_of, 
     """Requests that each take 50 ms by the engine's own clock, after an hour of nothing to do."""
     now = [1000.0]
     clock = SimpleNamespace(**{**vars(time), "monotonic": lambda: now[0]})
-    monkeypatch.setattr("services.predictor.engine.engine.time", clock)
-    monkeypatch.setattr("services.predictor.engine.ending.time", clock)
-    monkeypatch.setattr("services.predictor.engine.state.sequence.time", clock)
+    monkeypatch.setattr("headrace_predictor.engine.engine.time", clock)
+    monkeypatch.setattr("headrace_predictor.engine.ending.time", clock)
+    monkeypatch.setattr("headrace_predictor.engine.state.sequence.time", clock)
     gate = Gate()
 
     def before(row):

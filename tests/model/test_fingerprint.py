@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.predictor.models import fingerprint
-from services.predictor.models.fingerprint import fingerprint_of
+from headrace_predictor.models import fingerprint
+from headrace_predictor.models.fingerprint import fingerprint_of
 
 LARGE = torch.arange(256 * 1024, dtype=torch.float32).reshape(512, 512)
 

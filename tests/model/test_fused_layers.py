@@ -6,10 +6,10 @@ import pytest
 import torch
 import transformers as hf
 
-from services.predictor.engine.runners.fused_layers import GatedLayer, OPTLayer, fuse_layers
-from services.predictor.engine.runners.memory import cache_shape
-from services.predictor.engine.runners.paged import PagedRunner
-from services.predictor.engine.state.sequence import Row, detached_sequence
+from headrace_predictor.engine.runners.fused_layers import GatedLayer, OPTLayer, fuse_layers
+from headrace_predictor.engine.runners.memory import cache_shape
+from headrace_predictor.engine.runners.paged import PagedRunner
+from headrace_predictor.engine.state.sequence import Row, detached_sequence
 from tests.model.bfloat16 import PACKED_DTYPES
 from tests.random_models import ARCHITECTURES, random_model
 from tests.zoo import VOCABULARY

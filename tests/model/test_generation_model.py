@@ -14,13 +14,13 @@ from headrace.oip.prompt_logprobs import OUTPUTS as PROMPT_OUTPUTS
 from headrace.oip.stream_infer import FINAL
 from headrace.oip.tensors import Tensor, add_input, decode_outputs
 from headrace.sampling import SamplingParameters
+from headrace_predictor.generation.loaded_model import LoadedModel
+from headrace_predictor.generation.model import GenerationModel
+from headrace_predictor.generation.requests import read_request, read_submission
+from headrace_predictor.models.served_model import Caller
+from headrace_predictor.repository.lease import Serving
 from headrace_protos.inference_pb2 import ModelInferRequest
 from headrace_protos.steps_pb2 import Submission
-from services.predictor.generation.loaded_model import LoadedModel
-from services.predictor.generation.model import GenerationModel
-from services.predictor.generation.requests import read_request, read_submission
-from services.predictor.models.served_model import Caller
-from services.predictor.repository.lease import Serving
 from tests.model.fakes import END, FakeRunner, Gate, engines, logits_after
 
 

@@ -12,10 +12,10 @@ import transformers as hf
 
 from headrace.models.generation_config import eos_ids_of, read_generation
 from headrace.models.tokenizer_files import own_eos_id
-from services.predictor.engine.interface import GenerationRequest
-from services.predictor.generation.loading import load_generation
-from services.predictor.generation.model import GenerationModel
-from services.predictor.settings import PredictorSettings
+from headrace_predictor.engine.interface import GenerationRequest
+from headrace_predictor.generation.loading import load_generation
+from headrace_predictor.generation.model import GenerationModel
+from headrace_predictor.settings import PredictorSettings
 from tests.random_models import random_model
 
 TOKENIZER = Path(__file__).parents[2] / "models/storyteller/tokenizer.json"

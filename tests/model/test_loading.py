@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from headrace.errors import StartupError
 from headrace.models.sources import ModelSource
-from services.predictor.models.weights import choose_device, load_weights
-from services.predictor.repository.loading import build, fetch_model
-from services.predictor.settings import PredictorSettings
+from headrace_predictor.models.weights import choose_device, load_weights
+from headrace_predictor.repository.loading import build, fetch_model
+from headrace_predictor.settings import PredictorSettings
 from tests.hub import GATED, serve_hub
 
 MODELS = Path(__file__).parents[2] / "models"

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from headrace.errors import StartupError
-from services.predictor.engine.runners import memory
-from services.predictor.engine.runners.memory import (
+from headrace_predictor.engine.runners import memory
+from headrace_predictor.engine.runners.memory import (
     cache_memory,
     cache_shape,
     container_memory_left,
     plan_memory,
     stated_context,
 )
-from services.predictor.settings import PredictorSettings
+from headrace_predictor.settings import PredictorSettings
 from tests.random_models import random_model
 
 CPU = torch.device("cpu")

@@ -7,10 +7,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from headrace_protos.headrace_pb2 import Usage
-from services.transformer.frontends.openai.answers import ChatFormat, CompletionFormat, Echoes, usage_of
-from services.transformer.generation.chunks import TextChunk
-from services.transformer.text.token_bytes import TokenBytes
-from services.transformer.text.tokenizer import TextTokenizer
+from headrace_transformer.frontends.openai.answers import ChatFormat, CompletionFormat, Echoes, usage_of
+from headrace_transformer.generation.chunks import TextChunk
+from headrace_transformer.text.token_bytes import TokenBytes
+from headrace_transformer.text.tokenizer import TextTokenizer
 
 STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
 INF = float("inf")

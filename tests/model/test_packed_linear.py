@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from services.predictor.engine.cpu.packed_linear import PackedLinear, pack_linears
+from headrace_predictor.engine.cpu.packed_linear import PackedLinear, pack_linears
 from tests.model.bfloat16 import PACKED_DTYPES, needs_bfloat16_processor
 from tests.random_models import random_model
 

@@ -17,13 +17,13 @@ from headrace.oip.parameters import set_parameters
 from headrace.oip.tensors import Tensor, add_input
 from headrace.sampling import SamplingParameters
 from headrace.telemetry.identity import MODEL
+from headrace_predictor.generation.loaded_model import LoadedModel
+from headrace_predictor.generation.metrics import observe_engines
+from headrace_predictor.generation.model import GenerationModel
+from headrace_predictor.generation.served_engines import ServedEngines
+from headrace_predictor.repository.repository import ModelRepository
+from headrace_predictor.settings import PredictorSettings
 from headrace_protos.inference_pb2 import ModelInferRequest
-from services.predictor.generation.loaded_model import LoadedModel
-from services.predictor.generation.metrics import observe_engines
-from services.predictor.generation.model import GenerationModel
-from services.predictor.generation.served_engines import ServedEngines
-from services.predictor.repository.repository import ModelRepository
-from services.predictor.settings import PredictorSettings
 from tests.model.fakes import FakeRunner, Gate, engines
 from tests.random_models import save_random_model
 from tests.support.measured import Measured
@@ -193,7 +193,7 @@ async def test_a_request_that_is_refused_at_once_has_no_events(model_of, spans):
 
 
 async def test_an_untraced_call_has_no_events(model_of, monkeypatch):
-    monkeypatch.setattr("services.predictor.telemetry.time", None)
+    monkeypatch.setattr("headrace_predictor.telemetry.time", None)
     context = trace.SpanContext(trace_id=1, span_id=1, is_remote=True)
     with trace.use_span(trace.NonRecordingSpan(context)):
         assert await read(model_of(FakeRunner()))

@@ -25,11 +25,11 @@ from headrace.errors import (
 )
 from headrace.oip.parameters import set_parameters
 from headrace.oip.tensors import Tensor, add_input, decode_outputs
+from headrace_predictor.engine.interface import EngineDeadError
+from headrace_predictor.repository import backoff, operations
+from headrace_predictor.repository.repository import ModelRepository, State
+from headrace_predictor.settings import PredictorSettings
 from headrace_protos.inference_pb2 import ModelInferRequest
-from services.predictor.engine.interface import EngineDeadError
-from services.predictor.repository import backoff, operations
-from services.predictor.repository.repository import ModelRepository, State
-from services.predictor.settings import PredictorSettings
 from tests.random_models import save_random_model
 from tests.waiting import until
 

@@ -11,9 +11,9 @@ import pytest
 from headrace.errors import InvalidRequestError, NotReadyError
 from headrace.models.sources import parse_models
 from headrace.sampling import SamplingParameters
-from services.predictor.engine.interface import GenerationRequest
-from services.predictor.repository.repository import ModelRepository, State
-from services.predictor.settings import PredictorSettings
+from headrace_predictor.engine.interface import GenerationRequest
+from headrace_predictor.repository.repository import ModelRepository, State
+from headrace_predictor.settings import PredictorSettings
 from tests.model.fakes import read_all
 from tests.random_adapters import merge, save_random_adapter
 from tests.random_models import greedy, save_random_model

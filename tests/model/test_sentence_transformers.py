@@ -19,14 +19,14 @@ from headrace.models.sources import ModelSource
 from headrace.oip.model_description import INPUT_IDS, config_of, metadata_of
 from headrace.oip.row_outputs import POOLING_MASK, TOKEN_TYPE_IDS
 from headrace.oip.tensors import Tensor, add_input, decode_outputs
+from headrace_predictor.repository.loading import build_here, fetch_model
+from headrace_predictor.settings import PredictorSettings
 from headrace_protos.inference_pb2 import ModelInferRequest
-from services.predictor.repository.loading import build_here, fetch_model
-from services.predictor.settings import PredictorSettings
-from services.transformer.inference.rows import RowReader
-from services.transformer.models.models import model_of
-from services.transformer.predictors.descriptions import described
-from services.transformer.processes.body_processes import BodyProcesses
-from services.transformer.text.model_text import read_text
+from headrace_transformer.inference.rows import RowReader
+from headrace_transformer.models.models import model_of
+from headrace_transformer.predictors.descriptions import described
+from headrace_transformer.processes.body_processes import BodyProcesses
+from headrace_transformer.text.model_text import read_text
 from tests.random_encoders import FAMILIES, TEXTS, WORDS, save_random_type, save_words_tokenizer
 
 PAIRS = [("a fox", text) for text in TEXTS]
@@ -220,7 +220,7 @@ async def test_a_transformer_in_a_folder_of_its_own_with_files_of_an_earlier_ver
 
 @pytest.mark.parametrize("room", range(3, 20))
 def test_pairs_are_cut_as_the_library_cuts_them(tmp_path, room):
-    from services.transformer.text.tokenizer import TextTokenizer
+    from headrace_transformer.text.tokenizer import TextTokenizer
 
     backend = save_words_tokenizer(tmp_path, *WORDS).backend_tokenizer
     with ThreadPoolExecutor(1) as pool:

@@ -2,9 +2,9 @@
 
 import torch
 
-from services.predictor.engine.runners.step_plan import StepPlanner
-from services.predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache
-from services.predictor.engine.state.sequence import Row, detached_sequence
+from headrace_predictor.engine.runners.step_plan import StepPlanner
+from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache
+from headrace_predictor.engine.state.sequence import Row, detached_sequence
 
 
 def planner(blocks=20):

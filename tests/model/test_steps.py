@@ -22,12 +22,12 @@ from headrace.oip.tensors import Tensor, add_input, decode_outputs
 from headrace.rpc.admission import Admission
 from headrace.rpc.call_telemetry import CallTelemetry
 from headrace.rpc.handlers import CallInterceptor
+from headrace_predictor.repository.repository import ModelRepository
+from headrace_predictor.servicer import InferenceServicer
+from headrace_predictor.settings import PredictorSettings
+from headrace_predictor.steps import sequence as steps_sequence
+from headrace_predictor.steps.servicer import StepsServicer
 from headrace_protos import inference_pb2, inference_pb2_grpc
-from services.predictor.repository.repository import ModelRepository
-from services.predictor.servicer import InferenceServicer
-from services.predictor.settings import PredictorSettings
-from services.predictor.steps import sequence as steps_sequence
-from services.predictor.steps.servicer import StepsServicer
 from tests.random_models import save_random_model
 from tests.support.steps_caller import SAMPLING, StepsCaller
 from tests.waiting import until

@@ -11,13 +11,13 @@ from tokenizers import Tokenizer
 
 from headrace.errors import InvalidRequestError
 from headrace.sampling import SamplingParameters
-from services.predictor.engine.grammar.compiler import GrammarCompiler
-from services.predictor.engine.grammar.masks import forbidden_tokens
-from services.predictor.engine.interface import GenerationRequest
-from services.predictor.engine.state.sequence import Sequence
-from services.predictor.engine.state.slot import MergingSlot
-from services.predictor.generation.loading import load_generation
-from services.predictor.settings import PredictorSettings
+from headrace_predictor.engine.grammar.compiler import GrammarCompiler
+from headrace_predictor.engine.grammar.masks import forbidden_tokens
+from headrace_predictor.engine.interface import GenerationRequest
+from headrace_predictor.engine.state.sequence import Sequence
+from headrace_predictor.engine.state.slot import MergingSlot
+from headrace_predictor.generation.loading import load_generation
+from headrace_predictor.settings import PredictorSettings
 from tests.model.fakes import FakeRunner, engines
 from tests.support.forms import FORMS, follows
 

@@ -9,16 +9,16 @@ import torch
 import transformers as hf
 
 from headrace.sampling import SamplingParameters
-from services.predictor.engine.cpu import kernel
-from services.predictor.engine.cpu.packed_linear import pack_linears
-from services.predictor.engine.interface import GenerationRequest
-from services.predictor.engine.runners.memory import cache_shape
-from services.predictor.engine.runners.t5 import T5Runner
-from services.predictor.engine.scheduler import Scheduler
-from services.predictor.engine.state.blocks import BlockManager
-from services.predictor.engine.state.cache import BLOCK_TOKENS
-from services.predictor.engine.state.sequence import Row, Sequence
-from services.predictor.engine.state.slot import MergingSlot
+from headrace_predictor.engine.cpu import kernel
+from headrace_predictor.engine.cpu.packed_linear import pack_linears
+from headrace_predictor.engine.interface import GenerationRequest
+from headrace_predictor.engine.runners.memory import cache_shape
+from headrace_predictor.engine.runners.t5 import T5Runner
+from headrace_predictor.engine.scheduler import Scheduler
+from headrace_predictor.engine.state.blocks import BlockManager
+from headrace_predictor.engine.state.cache import BLOCK_TOKENS
+from headrace_predictor.engine.state.sequence import Row, Sequence
+from headrace_predictor.engine.state.slot import MergingSlot
 from tests.random_models import greedy, random_model
 from tests.zoo import VOCABULARY
 

@@ -12,9 +12,9 @@ import pytest
 from headrace.deadline import NO_DEADLINE, Deadline
 from headrace.errors import ContextLengthError, InvalidRequestError, StartupError
 from headrace.models.sentence_files import read_sentence_files
-from services.transformer.processes import body_processes
-from services.transformer.processes.body_processes import BodyProcesses
-from services.transformer.text.tokenizer import TextTokenizer, row_tokenizer
+from headrace_transformer.processes import body_processes
+from headrace_transformer.processes.body_processes import BodyProcesses
+from headrace_transformer.text.tokenizer import TextTokenizer, row_tokenizer
 from tests.random_encoders import save_pooling, save_random_encoder, save_words_tokenizer
 from tests.support.chat_prompts import chat_prompt
 from tests.support.loop_lag import loop_lag

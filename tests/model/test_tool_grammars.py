@@ -9,12 +9,12 @@ from llguidance.hf import from_tokenizer
 from transformers import AutoTokenizer
 
 from headrace.structured_outputs import constraint_of, read_structured_outputs
-from services.transformer.text.detokenizer import Decoder
-from services.transformer.text.reasoning import REASONING_FORMATS
-from services.transformer.text.reasoning_grammar import after_reasoning, form_rule
-from services.transformer.text.tool_calls import PARSERS
-from services.transformer.text.tool_grammars import calls_grammar
-from services.transformer.text.tools import ToolFunction, ToolUse
+from headrace_transformer.text.detokenizer import Decoder
+from headrace_transformer.text.reasoning import REASONING_FORMATS
+from headrace_transformer.text.reasoning_grammar import after_reasoning, form_rule
+from headrace_transformer.text.tool_calls import PARSERS
+from headrace_transformer.text.tool_grammars import calls_grammar
+from headrace_transformer.text.tools import ToolFunction, ToolUse
 
 CITY = {
     "properties": {"city": {"type": "string", "format": "odd"}},

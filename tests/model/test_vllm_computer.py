@@ -12,13 +12,13 @@ from tokenizers import Tokenizer
 
 from headrace.errors import HopBrokenError, InvalidRequestError, RequestFailedError
 from headrace.sampling import SamplingParameters
-from services.predictor.engine.engine import ContinuousBatchingEngine
-from services.predictor.engine.grammar.compiler import GrammarCompiler
-from services.predictor.engine.interface import EngineDeadError, EngineLimits, GenerationRequest
-from services.predictor.engine.scheduler import Scheduler
-from services.predictor.engine.state.blocks import BlockManager
-from services.predictor.vllm_engine.computer import VllmComputer
-from services.predictor.vllm_engine.loading import WholePrompts
+from headrace_predictor.engine.engine import ContinuousBatchingEngine
+from headrace_predictor.engine.grammar.compiler import GrammarCompiler
+from headrace_predictor.engine.interface import EngineDeadError, EngineLimits, GenerationRequest
+from headrace_predictor.engine.scheduler import Scheduler
+from headrace_predictor.engine.state.blocks import BlockManager
+from headrace_predictor.vllm_engine.computer import VllmComputer
+from headrace_predictor.vllm_engine.loading import WholePrompts
 from tests.model.fakes import read_all
 from tests.waiting import until
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import StartupError
-from services.predictor.engine_process.engine_host import EngineHost
-from services.predictor.engine_process.interpreter import InterpreterHost
-from services.predictor.engine_process.launch import launch_engine
-from services.predictor.repository.loading import starter_of
-from services.predictor.settings import PredictorSettings
-from services.predictor.vllm_engine.constrained import end_id_of
+from headrace_predictor.engine_process.engine_host import EngineHost
+from headrace_predictor.engine_process.interpreter import InterpreterHost
+from headrace_predictor.engine_process.launch import launch_engine
+from headrace_predictor.repository.loading import starter_of
+from headrace_predictor.settings import PredictorSettings
+from headrace_predictor.vllm_engine.constrained import end_id_of
 
 MODELS = Path(__file__).parents[2] / "models"
 

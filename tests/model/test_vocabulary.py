@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.predictor.engine.sampling.vocabulary import argmax, invert, largest, ordered
+from headrace_predictor.engine.sampling.vocabulary import argmax, invert, largest, ordered
 
 SIZES = st.sampled_from([1, 2, 127, 128, 129, 640, 1536, 5003])
 

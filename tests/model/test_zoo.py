@@ -8,8 +8,8 @@ import torch
 from docs.generate_models import PAGE, page
 from headrace.errors import StartupError
 from headrace.models.sources import ModelSource
-from services.predictor.generation.loading import load_generation
-from services.predictor.repository.loading import fetch_model
+from headrace_predictor.generation.loading import load_generation
+from headrace_predictor.repository.loading import fetch_model
 from tests.model.random_crowd import (
     LENGTHS,
     PROMPTS,

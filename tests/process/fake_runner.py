@@ -1,4 +1,4 @@
-"""`python -m runner up` with fake services: `python -m tests.process.fake_runner up SETTINGS`.
+"""`python -m headrace_runner up` with fake services: `python -m tests.process.fake_runner up SETTINGS`.
 
 The name and the first argument make it look like a runner to `down`. It starts its services as a runner does, so these
 are its children and end with it.
@@ -18,9 +18,9 @@ from unittest import mock
 
 import psutil
 
-from runner.__main__ import main, up
-from runner.settings import ROOT, StackSettings
-from runner.stack import Stack
+from headrace_runner.__main__ import main, up
+from headrace_runner.settings import ROOT, StackSettings
+from headrace_runner.stack import Stack
 from tests.support.free_ports import free_settings
 
 FAKES = {
@@ -51,7 +51,7 @@ class Runner:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def environment(self) -> dict[str, str]:
-        """The environment in which `python -m runner` finds its stack."""
+        """The environment in which `python -m headrace_runner` finds its stack."""
         return os.environ | {name.upper(): str(value) for name, value in self.settings.model_dump().items()}
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ def running(run_folder: Path) -> Iterator[Runner]:
 
 
 def command(runner: Runner, action: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    """`python -m runner ACTION`, run in this process."""
+    """`python -m headrace_runner ACTION`, run in this process."""
     arguments = ["runner", action]
     code, stdout, stderr = 0, io.StringIO(), io.StringIO()
     with (

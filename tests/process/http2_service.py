@@ -15,7 +15,7 @@ from headrace.rpc.handlers import CallInterceptor
 from headrace.rpc.http2.methods import HttpMethod
 from headrace.rpc.http2.server import HttpServer
 from headrace.telemetry.identity import Metadata
-from services.transformer.frontends.openai.http_methods import error_body, http_methods
+from headrace_transformer.frontends.openai.http_methods import error_body, http_methods
 
 HOST = "127.0.0.1"
 EVENTS = "text/event-stream"

@@ -16,9 +16,9 @@ import uvloop
 
 from headrace.deadline import Deadline
 from headrace.errors import DeadlineError, InvalidRequestError, OverloadedError, RequestFailedError, TooLargeError
-from services.transformer.frontends.openai.errors import UnsupportedFieldError
-from services.transformer.processes import body_processes
-from services.transformer.processes.body_processes import LARGE_BYTES, TEMPLATES, BodyProcesses
+from headrace_transformer.frontends.openai.errors import UnsupportedFieldError
+from headrace_transformer.processes import body_processes
+from headrace_transformer.processes.body_processes import LARGE_BYTES, TEMPLATES, BodyProcesses
 from tests.waiting import until
 
 
@@ -289,6 +289,6 @@ async def test_the_processes_end_with_their_parent(tmp_path):
 
 def test_the_processes_import_no_tokenizer():
     modules = ("generation_requests", "text_requests")
-    script = "; ".join(f"import services.transformer.frontends.openai.{name}" for name in modules)
+    script = "; ".join(f"import headrace_transformer.frontends.openai.{name}" for name in modules)
     script += "; import sys; sys.exit('transformers' in sys.modules or 'tokenizers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0

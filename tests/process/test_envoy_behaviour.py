@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2
 from headrace.errors import NotReadyError, from_rpc_error
 from headrace.telemetry.rpc import LINK
 from headrace_protos import inference_pb2, inference_pb2_grpc
-from runner import envoy_config
+from headrace_runner import envoy_config
 from tests.process.gateway_before_fakes import (
     METADATA,
     OPENAI,

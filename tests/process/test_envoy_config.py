@@ -22,13 +22,13 @@ from headrace.oip.joined_answers import JOINS_ANSWERS
 from headrace.payload.call import RECORDED
 from headrace.telemetry.identity import REQUEST_ID
 from headrace.telemetry.rpc import LINK
+from headrace_predictor.settings import PredictorSettings
 from headrace_protos.rest_pb2 import DESCRIPTOR
-from runner import envoy_config
-from runner.services import gateway_environment
-from runner.settings import StackSettings
-from services.predictor.settings import PredictorSettings
-from services.transformer.predictors.gateway_endpoints import endpoints_file
-from services.transformer.settings import TransformerSettings
+from headrace_runner import envoy_config
+from headrace_runner.services import gateway_environment
+from headrace_runner.settings import StackSettings
+from headrace_transformer.predictors.gateway_endpoints import endpoints_file
+from headrace_transformer.settings import TransformerSettings
 from tests.waiting import until
 
 Config = dict[str, Any]

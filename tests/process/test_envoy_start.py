@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 import envoy
-from runner.envoy_config import ENVOY_FOLDER
+from headrace_runner.envoy_config import ENVOY_FOLDER
 from tests.support.logger_process import free_port
 from tests.waiting import until
 

@@ -13,9 +13,9 @@ import yaml
 from pydantic import ValidationError
 
 from headrace.errors import StartupError
-from runner import envoy_config, gateway_access
-from runner.command import certificates
-from runner.settings import StackSettings
+from headrace_runner import envoy_config, gateway_access
+from headrace_runner.command import certificates
+from headrace_runner.settings import StackSettings
 from tests.process.test_envoy_config import connection_manager, start, validate
 from tests.support.tokens import AUDIENCE, ISSUER, SigningKey, publish
 

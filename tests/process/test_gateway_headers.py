@@ -22,7 +22,7 @@ from opentelemetry.trace import get_current_span
 from headrace.clients import caller_of
 from headrace.telemetry.suppression import is_tracing_suppressed
 from headrace_protos import inference_pb2, inference_pb2_grpc
-from runner import envoy_config
+from headrace_runner import envoy_config
 from tests.process.gateway_before_fakes import METADATA, OPENAI, ORIGIN, Gateway, running_gateway
 
 TIMEOUTS = ("x-timeout-ms", "x-first-token-timeout-ms")

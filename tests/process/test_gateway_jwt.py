@@ -17,7 +17,7 @@ import pytest_asyncio
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from headrace_protos import headrace_pb2, headrace_pb2_grpc, inference_pb2, inference_pb2_grpc
-from runner import envoy_config
+from headrace_runner import envoy_config
 from tests.process.gateway_before_fakes import OPENAI, Gateway, running_gateway
 from tests.support.tokens import AUDIENCE, ISSUER, SigningKey, publish, publish_text, unsigned_token
 from tests.waiting import until

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from services.transformer.keys import digests, parse_keys
+from headrace_transformer.keys import digests, parse_keys
 from tests.process.gateway_before_fakes import METADATA, OPENAI, Gateway, running_gateway
 from tests.waiting import until
 

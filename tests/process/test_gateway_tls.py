@@ -17,9 +17,9 @@ import pytest
 import pytest_asyncio
 
 from headrace_protos import headrace_pb2, headrace_pb2_grpc, inference_pb2, inference_pb2_grpc
-from runner.command import __main__ as command_line
-from runner.command import certificates
-from runner.settings import ROOT
+from headrace_runner.command import __main__ as command_line
+from headrace_runner.command import certificates
+from headrace_runner.settings import ROOT
 from tests.process.gateway_before_fakes import METADATA, OPENAI, Gateway, running_gateway
 from tests.support.connections import certificate, connected, context, handshake, request
 from tests.waiting import until
@@ -207,7 +207,7 @@ async def test_the_commands_of_the_documentation_work(tmp_path: Path) -> None:
     assert len(makes) == len(calls) == 2
     folder = tmp_path / ".run" / "certs"
     for make, call in zip(makes, calls, strict=True):
-        (command,) = re.findall(r"-m runner\.command (certs.*)", (await run(f"{make} --dry-run", ROOT)).stdout)
+        (command,) = re.findall(r"-m headrace_runner\.command (certs.*)", (await run(f"{make} --dry-run", ROOT)).stdout)
         command_line.main([*command.split(), "--folder", str(folder)])
         async with running_gateway(tmp_path, gateway_tls=str(folder)) as gateway:
             here = call.replace("localhost:8443", f"localhost:{gateway.tls.rpartition(':')[2]}")

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from runner.settings import ROOT
+from headrace_runner.settings import ROOT
 
 SHOWN = """
 import json
-from runner import settings
+from headrace_runner import settings
 loaded = settings.load()
 print(json.dumps([str(settings.ROOT), str(loaded.run_folder), loaded.predictors]))
 """

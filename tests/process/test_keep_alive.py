@@ -11,8 +11,8 @@ from headrace.errors import FAILED_HOP, OverloadedError
 from headrace.rpc.handlers import CallInterceptor
 from headrace_protos import rest_pb2_grpc
 from headrace_protos.rest_pb2 import ModelBody
-from services.transformer.frontends.http import EVENTS, KeepAlive, event, rest_errors
-from services.transformer.frontends.openai.errors import openai_error
+from headrace_transformer.frontends.http import EVENTS, KeepAlive, event, rest_errors
+from headrace_transformer.frontends.openai.errors import openai_error
 
 AFTER_S = 0.05
 COMMENT = b": keep-alive\n\n"

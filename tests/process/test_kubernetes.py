@@ -13,9 +13,9 @@ import yaml
 from pydantic import ByteSize, TypeAdapter
 
 from headrace.settings import ServiceSettings, load
-from services.logger.settings import LoggerSettings
-from services.predictor.settings import PredictorSettings
-from services.transformer.settings import TransformerSettings
+from headrace_logger.settings import LoggerSettings
+from headrace_predictor.settings import PredictorSettings
+from headrace_transformer.settings import TransformerSettings
 from tests.support.kubernetes import (
     DEPLOY,
     KUBECTL,

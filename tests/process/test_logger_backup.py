@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from headrace_logger import backup as module
+from headrace_logger.backup import backup, main, restore
+from headrace_logger.store.schema import SCHEMA_VERSION
+from headrace_logger.store.store import SqliteStore
 from headrace_protos.headrace_pb2 import AppendRequest, PayloadRecord
-from services.logger import backup as module
-from services.logger.backup import backup, main, restore
-from services.logger.store.schema import SCHEMA_VERSION
-from services.logger.store.store import SqliteStore
 
 ROOT = Path(__file__).parents[2]
 SOURCE = str(uuid.uuid4())
@@ -155,7 +155,7 @@ async def test_a_restore_refuses_while_a_logger_uses_the_database(store, databas
     backup(database, tmp_path / "copy")
     await store.append(append_requests(4, 4))
     # In a process of its own, as the locks of one process know each other.
-    command = (sys.executable, "-m", "services.logger", "restore", "--force", str(tmp_path / "copy"))
+    command = (sys.executable, "-m", "headrace_logger", "restore", "--force", str(tmp_path / "copy"))
     environment = os.environ | {"LOGGER_DATABASE": str(database)}
     done = await asyncio.to_thread(subprocess.run, command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 1
@@ -190,7 +190,7 @@ async def test_a_restore_that_is_killed_leaves_what_was_there(database, tmp_path
     backup(database, tmp_path / "copy")
     await fill(database, 1201, 1203)
     script = (
-        "import os, signal, sys; from pathlib import Path; from services.logger import backup\n"
+        "import os, signal, sys; from pathlib import Path; from headrace_logger import backup\n"
         "backup._PAGES = 50\n"
         "def die(status, remaining, total):\n"
         "    if remaining < total / 5: os.kill(os.getpid(), signal.SIGKILL)\n"

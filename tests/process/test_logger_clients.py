@@ -10,6 +10,9 @@ import pytest
 from headrace.errors import ForbiddenError, NotFoundError, UnauthenticatedError
 from headrace.rpc.channel import open_channel
 from headrace.rpc.handlers import CallInterceptor
+from headrace_logger.servicer import PayloadLogServicer
+from headrace_logger.store.store import SqliteStore
+from headrace_logger.tails import Tails
 from headrace_protos import headrace_pb2_grpc
 from headrace_protos.headrace_pb2 import (
     DeletePayloadsRequest,
@@ -18,9 +21,6 @@ from headrace_protos.headrace_pb2 import (
     TailPayloadsRequest,
     UsageRequest,
 )
-from services.logger.servicer import PayloadLogServicer
-from services.logger.store.store import SqliteStore
-from services.logger.tails import Tails
 from tests.process.test_logger_store import append_request, numbers, record_id
 from tests.support.payload_fixtures import only_sqlite
 
@@ -156,7 +156,7 @@ async def test_a_client_s_deletion_covers_its_own_late_records_and_no_other_s(st
 
 
 async def test_many_deletions_of_one_client_displace_none_of_another(store, monkeypatch):
-    monkeypatch.setattr("services.logger.store.deletions.MAX_DELETIONS", 10)
+    monkeypatch.setattr("headrace_logger.store.deletions.MAX_DELETIONS", 10)
     await store.delete("bob", record_id=record_id(2))
     await store.delete(record_id=record_id(4))
     for number in range(101, 131, 2):

@@ -22,13 +22,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from headrace_logger.export import batches, export
+from headrace_logger.export import lines as lines_module
+from headrace_logger.export.export import instant
+from headrace_logger.store import snapshot
+from headrace_logger.store.store import SqliteStore
+from headrace_logger.store.values import row
 from headrace_protos.headrace_pb2 import AppendRequest, GatewayCall, PayloadRecord
-from services.logger.export import batches, export
-from services.logger.export import lines as lines_module
-from services.logger.export.export import instant
-from services.logger.store import snapshot
-from services.logger.store.store import SqliteStore
-from services.logger.store.values import row
 from tests.process.test_logger_store import LoggedCall
 
 ROOT = Path(__file__).parents[2]
@@ -191,7 +191,7 @@ async def test_every_record_is_exported_once_oldest_first_over_any_number_of_pag
 
 
 async def test_several_row_groups_are_one_file(store, run, tmp_path, monkeypatch):
-    from services.logger.export import parquet
+    from headrace_logger.export import parquet
 
     monkeypatch.setattr(parquet, "_ROW_GROUP_BYTES", 1)
     monkeypatch.setattr(batches, "_ROWS", 10)
@@ -267,7 +267,7 @@ def fill(tmp_path, requests):
 
 def command(tmp_path, *arguments):
     environment = os.environ | {"LOGGER_DATABASE": str(tmp_path / "payloads.sqlite3")}
-    return {"args": (sys.executable, "-m", "services.logger", "export", *arguments), "cwd": ROOT, "env": environment}
+    return {"args": (sys.executable, "-m", "headrace_logger", "export", *arguments), "cwd": ROOT, "env": environment}
 
 
 def test_the_command_writes_to_a_pipe_and_finds_the_database_by_the_loggers_setting(tmp_path):

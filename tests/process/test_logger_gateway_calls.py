@@ -10,12 +10,12 @@ from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsSer
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2_grpc import LogsServiceStub
 
 from headrace.rpc.handlers import CallInterceptor
+from headrace_logger import gateway_calls
+from headrace_logger.gateway_calls import GatewayCalls
+from headrace_logger.store import reading
+from headrace_logger.store.filters import Filters
+from headrace_logger.tails import Tails
 from headrace_protos.headrace_pb2 import QueryPayloadsRequest, TailPayloadsRequest
-from services.logger import gateway_calls
-from services.logger.gateway_calls import GatewayCalls
-from services.logger.store import reading
-from services.logger.store.filters import Filters
-from services.logger.tails import Tails
 from tests.process.test_logger_store import append_request, record_id, stored
 from tests.support.payload_fixtures import only_sqlite
 

@@ -13,9 +13,9 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as trace_pb
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as trace_grpc
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 
+from headrace_logger.sinks.gen_ai import span_of
 from headrace_protos import headrace_pb2_grpc
 from headrace_protos.headrace_pb2 import AppendRequest, PayloadChunk, PayloadRecord, Usage
-from services.logger.sinks.gen_ai import span_of
 from tests.support.logger_process import LoggerProcess, free_port
 from tests.waiting import until
 

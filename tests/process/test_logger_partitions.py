@@ -14,10 +14,10 @@ import pyarrow.parquet
 import pytest
 from pyarrow import fs
 
+from headrace_logger.export import export, folders
+from headrace_logger.export.partitions import export_hours
+from headrace_logger.store import reading
 from headrace_protos.headrace_pb2 import AppendRequest, GatewayCall, PayloadRecord
-from services.logger.export import export, folders
-from services.logger.export.partitions import export_hours
-from services.logger.store import reading
 from tests.process.test_logger_store import LoggedCall
 
 SOURCE = str(uuid.uuid4())

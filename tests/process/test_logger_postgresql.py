@@ -11,14 +11,14 @@ from pydantic import SecretStr
 
 from headrace.errors import HopBrokenError, NotReadyError
 from headrace.rpc.channel import open_channel
+from headrace_logger.backup import main as copy
+from headrace_logger.export.export import main as export
+from headrace_logger.shared_tails import SharedTails
+from headrace_logger.store.filters import Filters
+from headrace_logger.store.postgresql import PostgresqlStore
+from headrace_logger.store.tables import metadata
 from headrace_protos import headrace_pb2_grpc
 from headrace_protos.headrace_pb2 import QueryPayloadsRequest, TailPayloadsRequest
-from services.logger.backup import main as copy
-from services.logger.export.export import main as export
-from services.logger.shared_tails import SharedTails
-from services.logger.store.filters import Filters
-from services.logger.store.postgresql import PostgresqlStore
-from services.logger.store.tables import metadata
 from tests.process.sink_server import SinkServer
 from tests.process.test_logger_store import append_request, numbers, record_id
 from tests.support import postgresql as postgresql_server
@@ -157,7 +157,7 @@ def newer(url, server):
 
 async def test_a_missing_driver_is_named(tmp_path, postgresql):
     hidden = "sys.modules['psycopg'] = None"
-    script = f"import sys, runpy; {hidden}; runpy.run_module('services.logger', run_name='__main__')"
+    script = f"import sys, runpy; {hidden}; runpy.run_module('headrace_logger', run_name='__main__')"
     environment = LoggerProcess(tmp_path).environment | {"LOGGER_DATABASE_URL": postgresql.database()}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", script), cwd=LoggerProcess.ROOT, env=environment, stderr=asyncio.subprocess.PIPE

@@ -8,12 +8,12 @@ import pytest
 
 from headrace.errors import OverloadedError
 from headrace.rpc.handlers import CallInterceptor
+from headrace_logger.servicer import PayloadLogServicer
+from headrace_logger.store.filters import Filters
+from headrace_logger.store.readers import FREE_BYTES, Readers
+from headrace_logger.tails import Tails
 from headrace_protos import headrace_pb2_grpc
 from headrace_protos.headrace_pb2 import GetPayloadRequest, QueryPayloadsRequest
-from services.logger.servicer import PayloadLogServicer
-from services.logger.store.filters import Filters
-from services.logger.store.readers import FREE_BYTES, Readers
-from services.logger.tails import Tails
 from tests.process.test_logger_store import append_request, record_id
 from tests.waiting import until
 

@@ -6,9 +6,9 @@ import sqlite3
 import pytest
 
 from headrace.errors import InvalidRequestError
+from headrace_logger.store.retention import Retention
+from headrace_logger.store.store import SqliteStore
 from headrace_protos.headrace_pb2 import DeletePayloadsRequest, PayloadRecord
-from services.logger.store.retention import Retention
-from services.logger.store.store import SqliteStore
 from tests.process.test_logger_store import LoggedCall, append_request, numbers, record_id
 
 DAY_US = 24 * 3600 * 1_000_000
@@ -152,7 +152,7 @@ async def test_deleted_records_that_a_sink_had_not_received_are_logged(store, ca
     await store.move_cursor("slow", 4)
     await store.move_cursor("quick", 9)
     await store.move_cursor("no longer configured", 1)
-    with caplog.at_level(logging.INFO, logger="services.logger.store.retention"):
+    with caplog.at_level(logging.INFO, logger="headrace_logger.store.retention"):
         await Retention(store, 7, UNBOUNDED, sinks=("slow", "quick", "new"), now_us=at_now).apply()
     assert "10 records were deleted" in caplog.text
     assert "6 deleted records were not confirmed by every sink" in caplog.text

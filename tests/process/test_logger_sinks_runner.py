@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager
 import pytest
 
 from headrace.errors import NotReadyError
+from headrace_logger.sinks import runner as runner_module
+from headrace_logger.sinks.cloud_events import CloudEventsSink, Event, RefusedError, TryAgainError
+from headrace_logger.sinks.runner import SinkRunner
+from headrace_logger.store import reading
+from headrace_logger.store.store import SqliteStore
 from headrace_protos.headrace_pb2 import AppendRequest, PayloadRecord
-from services.logger.sinks import runner as runner_module
-from services.logger.sinks.cloud_events import CloudEventsSink, Event, RefusedError, TryAgainError
-from services.logger.sinks.runner import SinkRunner
-from services.logger.store import reading
-from services.logger.store.store import SqliteStore
 from tests.process.sink_server import ACCEPTED, SinkServer
 from tests.waiting import until
 

@@ -11,11 +11,11 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from sqlalchemy.exc import OperationalError
 
 from headrace.errors import DeadlineError, InvalidRequestError, NotFoundError, NotReadyError, StartupError
+from headrace_logger.store import schema
+from headrace_logger.store.filters import Filters
+from headrace_logger.store.schema import SCHEMA_VERSION
+from headrace_logger.store.store import SqliteStore
 from headrace_protos.headrace_pb2 import AppendRequest, GetPayloadRequest, PayloadRecord, QueryPayloadsRequest
-from services.logger.store import schema
-from services.logger.store.filters import Filters
-from services.logger.store.schema import SCHEMA_VERSION
-from services.logger.store.store import SqliteStore
 from tests.support.payload_fixtures import only_sqlite
 from tests.support.small_disk import small_disk
 

@@ -11,12 +11,12 @@ import pytest
 from headrace.errors import NotReadyError, OverloadedError
 from headrace.rpc.channel import open_channel
 from headrace.rpc.handlers import CallInterceptor
+from headrace_logger.servicer import PayloadIngestServicer, PayloadLogServicer
+from headrace_logger.store.filters import Filters
+from headrace_logger.store.store import SqliteStore
+from headrace_logger.tails import MAX_KEPT, MAX_TAILS, MAX_TAILS_OF_ONE, Tails
 from headrace_protos import headrace_pb2_grpc
 from headrace_protos.headrace_pb2 import AppendRequest, PayloadRecord, QueryPayloadsRequest, TailPayloadsRequest
-from services.logger.servicer import PayloadIngestServicer, PayloadLogServicer
-from services.logger.store.filters import Filters
-from services.logger.store.store import SqliteStore
-from services.logger.tails import MAX_KEPT, MAX_TAILS, MAX_TAILS_OF_ONE, Tails
 from tests.process.test_logger_store import RECORDS, append_request, record_id, stored
 from tests.waiting import until
 

@@ -16,14 +16,14 @@ from opentelemetry.trace import SpanKind, StatusCode
 from sqlalchemy.exc import OperationalError
 
 from headrace.errors import NotReadyError
+from headrace_logger.sinks import SINK, observe_sinks
+from headrace_logger.sinks import runner as runner_module
+from headrace_logger.sinks.cloud_events import CloudEventsSink
+from headrace_logger.sinks.runner import SinkRunner
+from headrace_logger.store import writing
+from headrace_logger.store.store import SqliteStore
+from headrace_logger.telemetry import MAX_LINKS, RECORDS, Commits
 from headrace_protos.headrace_pb2 import AppendRequest, PayloadRecord
-from services.logger.sinks import SINK, observe_sinks
-from services.logger.sinks import runner as runner_module
-from services.logger.sinks.cloud_events import CloudEventsSink
-from services.logger.sinks.runner import SinkRunner
-from services.logger.store import writing
-from services.logger.store.store import SqliteStore
-from services.logger.telemetry import MAX_LINKS, RECORDS, Commits
 from tests.process.sink_server import SinkServer
 from tests.support.measured import Measured
 from tests.waiting import until
@@ -179,7 +179,7 @@ async def test_without_tracing_commits_are_only_counted(tmp_path, monkeypatch):
 
 async def test_an_unsampled_span_gets_no_links(monkeypatch):
     exported = LoggerTelemetry(ALWAYS_OFF)
-    monkeypatch.setattr("services.logger.telemetry._answering", lambda record: pytest.fail("built in vain"))
+    monkeypatch.setattr("headrace_logger.telemetry._answering", lambda record: pytest.fail("built in vain"))
     requests = [request_of(1)]
     assert exported.commits.observe(requests, lambda: requests) == requests
     assert not exported.spans

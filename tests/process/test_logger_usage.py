@@ -7,11 +7,11 @@ from datetime import UTC, datetime
 import pytest
 
 from headrace.errors import DeadlineError, InvalidRequestError
+from headrace_logger.store import usage
+from headrace_logger.store.retention import Retention
+from headrace_logger.store.store import SqliteStore
+from headrace_logger.store.usage import UsageQuery
 from headrace_protos.headrace_pb2 import PayloadRecord, Usage, UsageRequest
-from services.logger.store import usage
-from services.logger.store.retention import Retention
-from services.logger.store.store import SqliteStore
-from services.logger.store.usage import UsageQuery
 from tests.process.test_logger_store import LoggedCall, append_request, record_id, timestamp
 from tests.support.payload_fixtures import only_sqlite
 

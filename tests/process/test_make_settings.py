@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.settings import ROOT, StackSettings
+from headrace_runner.settings import ROOT, StackSettings
 
 CUDA = "https://download.pytorch.org/whl/cu130"
 

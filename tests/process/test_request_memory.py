@@ -11,7 +11,7 @@ import pytest
 
 from headrace_protos import inference_pb2 as pb
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from runner.settings import ROOT
+from headrace_runner.settings import ROOT
 from tests.process.unfinished_calls import UnfinishedCalls
 from tests.support.forkserver import spawn
 from tests.waiting import until

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from headrace.errors import StartupError
-from runner import process as supervision
-from runner.process import Process, ProcessSpec
+from headrace_runner import process as supervision
+from headrace_runner.process import Process, ProcessSpec
 from tests.support.small_disk import small_disk
 from tests.waiting import until
 

@@ -25,10 +25,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.errors import StartupError
-from runner import process
-from runner import stack as stack_module
-from runner.settings import ROOT
-from runner.stack import Stack
+from headrace_runner import process
+from headrace_runner import stack as stack_module
+from headrace_runner.settings import ROOT
+from headrace_runner.stack import Stack
 from tests.process.fake_runner import FAKES, Runner, command, running
 from tests.support.free_ports import free_settings, start_stack
 from tests.support.logger_process import free_port
@@ -114,9 +114,9 @@ async def test_a_stack_whose_folder_is_removed_continues(tmp_path: Path) -> None
 
 
 def up(environment: dict[str, str], prepare: Callable[[], None] | None = None) -> subprocess.CompletedProcess[str]:
-    """`python -m runner up`, which ends by itself."""
+    """`python -m headrace_runner up`, which ends by itself."""
     return subprocess.run(
-        (sys.executable, "-m", "runner", "up"),
+        (sys.executable, "-m", "headrace_runner", "up"),
         env=environment,
         cwd=ROOT,
         preexec_fn=prepare,

@@ -17,7 +17,7 @@ from headrace.rpc.byte_budget import MAX_MESSAGE_BYTES
 from headrace.rpc.hand_over import RETIRE
 from headrace.rpc.server import Server
 from headrace_protos import headrace_pb2, reflection_v1_pb2, reflection_v1_pb2_grpc
-from runner.settings import ROOT
+from headrace_runner.settings import ROOT
 from tests.support.forkserver import spawn
 from tests.support.logger_process import free_port
 from tests.waiting import until

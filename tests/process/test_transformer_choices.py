@@ -5,8 +5,8 @@ import asyncio
 import orjson
 import pytest
 
-from services.transformer.generation import recording
-from services.transformer.text.tokenizer import TextTokenizer
+from headrace_transformer.generation import recording
+from headrace_transformer.text.tokenizer import TextTokenizer
 from tests.process.foreign_server import ForeignServer, foreign_server
 from tests.support.transformer_fixtures import transformer
 

@@ -12,9 +12,9 @@ from headrace.rpc.development import REQUESTED
 from headrace.rpc.handlers import CallInterceptor
 from headrace_protos import headrace_pb2 as pb
 from headrace_protos import headrace_pb2_grpc
-from services.transformer.frontends.grpc import development
-from services.transformer.predictors.client import PredictorClient
-from services.transformer.predictors.replicas import Replicas
+from headrace_transformer.frontends.grpc import development
+from headrace_transformer.predictors.client import PredictorClient
+from headrace_transformer.predictors.replicas import Replicas
 from tests.process.foreign_server import one_service
 
 REQUEST = pb.KillPredictorRequest(request_id="mine")

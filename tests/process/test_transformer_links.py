@@ -9,13 +9,13 @@ from headrace.errors import NotReadyError, OtherWeightsError
 from headrace.rpc.client_interceptors import CallSpan
 from headrace.sampling import SamplingParameters
 from headrace_protos import steps_pb2 as pb
-from services.transformer.predictors import link as link_module
-from services.transformer.predictors import links as links_module
-from services.transformer.predictors import resolver
-from services.transformer.predictors.crashes import PredictorLostError
-from services.transformer.predictors.link_call import LinkCall
-from services.transformer.predictors.links import Links
-from services.transformer.predictors.tokens import Generation
+from headrace_transformer.predictors import link as link_module
+from headrace_transformer.predictors import links as links_module
+from headrace_transformer.predictors import resolver
+from headrace_transformer.predictors.crashes import PredictorLostError
+from headrace_transformer.predictors.link_call import LinkCall
+from headrace_transformer.predictors.links import Links
+from headrace_transformer.predictors.tokens import Generation
 from tests.support.scripted_predictor import MODEL, ScriptedPredictor, falls_silent, holds_until, serving
 from tests.waiting import until
 

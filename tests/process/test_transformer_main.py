@@ -7,9 +7,9 @@ STARTS = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from headrace.models.sources import ModelSource
-from services.transformer import __main__
-from services.transformer.models import catalogue
-from services.transformer.text.model_text import read_text
+from headrace_transformer import __main__
+from headrace_transformer.models import catalogue
+from headrace_transformer.text.model_text import read_text
 text = read_text(ModelSource("storyteller", "models/storyteller"), ThreadPoolExecutor(1))
 assert text.tokenizer.has_chat_template
 assert not {"torch", "transformers"} & set(sys.modules)

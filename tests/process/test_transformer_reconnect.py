@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from headrace_protos import headrace_pb2 as pb
 from headrace_protos import headrace_pb2_grpc
-from services.transformer.generation import resume_ids
+from headrace_transformer.generation import resume_ids
 from tests.support.events import read_events
 from tests.support.scripted_predictor import MODEL, ScriptedPredictor, breaks, serving
 from tests.support.transformer_fixtures import transformer

@@ -9,11 +9,11 @@ import pytest
 from headrace.deadline import NO_DEADLINE
 from headrace.errors import HeadraceError, HopBrokenError
 from headrace_protos import inference_pb2 as pb
-from services.transformer.predictors import replicas as module
-from services.transformer.predictors import resolver
-from services.transformer.predictors.client import PredictorClient
-from services.transformer.predictors.replicas import ModelState, Replicas, merged
-from services.transformer.predictors.statistics import summed
+from headrace_transformer.predictors import replicas as module
+from headrace_transformer.predictors import resolver
+from headrace_transformer.predictors.client import PredictorClient
+from headrace_transformer.predictors.replicas import ModelState, Replicas, merged
+from headrace_transformer.predictors.statistics import summed
 from tests.support.scripted_predictor import MODEL, ScriptedPredictor, serving
 
 

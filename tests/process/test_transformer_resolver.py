@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from services.transformer.predictors import resolver as module
-from services.transformer.predictors.resolver import Resolver
+from headrace_transformer.predictors import resolver as module
+from headrace_transformer.predictors.resolver import Resolver
 
 
 class Names:

@@ -19,14 +19,14 @@ from headrace.errors import (
 )
 from headrace.rpc.call_context import CallContext
 from headrace.sampling import SamplingParameters
-from services.transformer.predictors import link as link_module
-from services.transformer.predictors.answers import BrokenAnswerError
-from services.transformer.predictors.client import PredictorClient
-from services.transformer.predictors.first_token import FirstToken
-from services.transformer.predictors.link import PredictorLink
-from services.transformer.predictors.links import Links
-from services.transformer.predictors.resuming import ResumingGenerator
-from services.transformer.predictors.tokens import Generation
+from headrace_transformer.predictors import link as link_module
+from headrace_transformer.predictors.answers import BrokenAnswerError
+from headrace_transformer.predictors.client import PredictorClient
+from headrace_transformer.predictors.first_token import FirstToken
+from headrace_transformer.predictors.link import PredictorLink
+from headrace_transformer.predictors.links import Links
+from headrace_transformer.predictors.resuming import ResumingGenerator
+from headrace_transformer.predictors.tokens import Generation
 from tests.support.scripted_predictor import (
     ANSWER,
     MODEL,

@@ -12,7 +12,7 @@ from headrace.errors import StartupError
 from headrace.models.sources import ModelSource, parse_location
 from headrace_protos import inference_pb2 as pb
 from headrace_protos import model_config_pb2
-from services.transformer.text.model_text import read_text
+from headrace_transformer.text.model_text import read_text
 from tests.process.foreign_server import ForeignServer, foreign_server
 from tests.support.transformer_fixtures import transformer
 

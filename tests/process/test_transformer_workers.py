@@ -54,7 +54,7 @@ def start(port, http_port=0, **environment):
     own = {"TRANSFORMER_WORKERS": "2", "TRANSFORMER_PORT": str(port), "MODELS": "storyteller=models/storyteller"}
     own |= {"TRANSFORMER_HTTP_PORT": str(http_port)}
     own |= {"TRANSFORMER_PREDICTOR": "127.0.0.1:9", "TRANSFORMER_LOGGER": "127.0.0.1:9"}
-    command = (sys.executable, "-m", "services.transformer")
+    command = (sys.executable, "-m", "headrace_transformer")
     return subprocess.Popen(command, env=os.environ | own | environment, stderr=subprocess.PIPE, text=True)
 
 

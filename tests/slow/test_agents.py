@@ -17,7 +17,7 @@ import pytest_asyncio
 from tokenizers import Tokenizer
 
 from headrace.rpc.server import READY
-from runner.settings import ROOT
+from headrace_runner.settings import ROOT
 from tests.support.scripted_predictor import ScriptedPredictor, serving, whole
 from tests.support.tool_models import STORYTELLER, save_tool_model
 

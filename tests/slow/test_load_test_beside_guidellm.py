@@ -14,7 +14,7 @@ from statistics import median
 
 import pytest
 
-from runner.settings import ROOT
+from headrace_runner.settings import ROOT
 from tests.support.locust_run import LocustRun, figures_of
 
 GUIDELLM = ROOT / ".venv-tools" / "guidellm" / "bin" / "guidellm"

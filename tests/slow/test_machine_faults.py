@@ -15,7 +15,7 @@ from collections import Counter
 import psutil
 import pytest
 
-from runner.settings import ROOT
+from headrace_runner.settings import ROOT
 from tests.chaos.health import serves
 from tests.chaos.load import Client
 from tests.chaos.oracle import Oracle, Span
@@ -145,7 +145,7 @@ async def test_with_256_descriptors_streams_go_on_beside_more_callers_than_fit(t
     own = ports | {"RUN_FOLDER": str(settings.run_folder), "MODELS": settings.models, "DEVICE": "cpu"}
     with (tmp_path / "output").open("w") as output:
         runner = await asyncio.create_subprocess_exec(
-            *("prlimit", "--nofile=256:256", sys.executable, "-m", "runner", "up"),
+            *("prlimit", "--nofile=256:256", sys.executable, "-m", "headrace_runner", "up"),
             cwd=ROOT,
             env=os.environ | own,
             stdout=output,

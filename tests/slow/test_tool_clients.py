@@ -11,7 +11,7 @@ import subprocess
 
 import pytest
 
-from runner.settings import ROOT
+from headrace_runner.settings import ROOT
 from tests.support.tool_models import save_tool_model
 
 TOOLS = ROOT / ".venv-tools"

@@ -18,12 +18,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from headrace.errors import DeadlineError, HopBrokenError, InvalidRequestError, OverloadedError, StartupError
 from headrace.sampling import SamplingParameters
-from services.predictor.engine.interface import EngineProcessError, GenerationRequest
-from services.predictor.engine_process.interpreter import InterpreterHost
-from services.predictor.engine_process.launch import launch_engine
-from services.predictor.generation.loading import load_generation
-from services.predictor.models.fingerprint import fingerprint_of
-from services.predictor.settings import PredictorSettings
+from headrace_predictor.engine.interface import EngineProcessError, GenerationRequest
+from headrace_predictor.engine_process.interpreter import InterpreterHost
+from headrace_predictor.engine_process.launch import launch_engine
+from headrace_predictor.generation.loading import load_generation
+from headrace_predictor.models.fingerprint import fingerprint_of
+from headrace_predictor.settings import PredictorSettings
 from tests.model.fakes import read_all
 from tests.support.forms import FORMS, follows
 from tests.support.vllm import ARGUMENTS, PYTHON, needs_vllm
@@ -50,7 +50,7 @@ def settings(**given):
 
 
 async def launched(folder=FOLDER, **given):
-    host = InterpreterHost(PYTHON, "services.predictor.vllm_engine", threads=1)
+    host = InterpreterHost(PYTHON, "headrace_predictor.vllm_engine", threads=1)
     return await launch_engine(host, "storyteller", folder, True, settings(**given))
 
 

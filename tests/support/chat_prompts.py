@@ -1,6 +1,6 @@
 """What a model's chat template makes of messages, rendered in the test's own process."""
 
-from services.transformer.text.chat_templates import rendered
+from headrace_transformer.text.chat_templates import rendered
 
 
 def chat_prompt(tokenizer, messages, max_tokens, options=None):

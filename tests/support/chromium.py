@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 from playwright.async_api import Browser, async_playwright, expect
 
-from runner.settings import ROOT
+from headrace_runner.settings import ROOT
 
 SCREENSHOTS = ROOT / ".run" / "screenshots"
 WAIT_MS = 30_000  # A busy machine may take seconds for what a page does at once.

@@ -24,27 +24,27 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from runner import process
-from runner.process import Running
+from headrace_runner import process
+from headrace_runner.process import Running
 from tests.support.zygote import MAX_REQUEST
 
 # The modules that each service imports after its settings, see zygote.py; predictors of tests and benchmarks, modules
 # whose names end with that word, import the same.
 IMPORTS = {
-    "logger": ("services.logger.__main__", "services.logger.servicer"),
+    "logger": ("headrace_logger.__main__", "headrace_logger.servicer"),
     "transformer": (
-        "services.transformer.__main__",
-        "services.transformer.frontends.openai.servicer",
-        "services.transformer.frontends.v2_rest.servicer",
-        "services.transformer.models.catalogue",
+        "headrace_transformer.__main__",
+        "headrace_transformer.frontends.openai.servicer",
+        "headrace_transformer.frontends.v2_rest.servicer",
+        "headrace_transformer.models.catalogue",
     ),
     "predictor": (
-        "services.predictor.__main__",
-        "services.predictor.engine_process.own_loading",
-        "services.predictor.engine_process.worker",  # The service forks the host of its engines from itself then.
-        "services.predictor.engine_process.rehearsal:rehearse",
-        "services.predictor.repository.repository",
-        "services.predictor.servicer",
+        "headrace_predictor.__main__",
+        "headrace_predictor.engine_process.own_loading",
+        "headrace_predictor.engine_process.worker",  # The service forks the host of its engines from itself then.
+        "headrace_predictor.engine_process.rehearsal:rehearse",
+        "headrace_predictor.repository.repository",
+        "headrace_predictor.servicer",
     ),
     "_service": ("headrace.oip.stream_infer", "headrace.rpc.service", "headrace.rpc.server"),
 }
@@ -142,7 +142,7 @@ class Fork:
 
 
 async def spawn(command: tuple[str, ...], environment: Mapping[str, str], folder: Path, log: IO[bytes]) -> Running:
-    """Forks the service if it can, else starts it as `runner.process.spawn` does."""
+    """Forks the service if it can, else starts it as `headrace_runner.process.spawn` does."""
     arguments = command[2:] if command[:2] == (sys.executable, "-m") else ("",)
     kind = next((kind for kind in IMPORTS if arguments[0].endswith(kind)), None)
     if kind is not None:

@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+# The folders of packages.
+FOLDERS = (ROOT, *(ROOT / "services" / name for name in ("transformer", "predictor", "logger")))
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,8 @@ class Import:
 @cache
 def modules(*packages: str) -> dict[str, Path]:
     """The modules of packages of this repository, by name."""
-    return {_name(file): file for package in packages for file in (ROOT / package.replace(".", "/")).rglob("*.py")}
+    paths = [package.replace(".", "/") for package in packages]
+    return {_name(file, folder): file for folder in FOLDERS for path in paths for file in (folder / path).rglob("*.py")}
 
 
 @cache
@@ -72,20 +75,22 @@ def _statements(node: ast.AST, inside: bool = False, for_types: bool = False) ->
 def _module(name: str) -> str:
     """`name` if it is a module, else its module."""
     parent = name.rpartition(".")[0]
-    if not parent or _file(name) is not None or (_file(parent) is None and (ROOT / name.split(".")[0]).is_dir()):
+    if not parent or _file(name) is not None or (_file(parent) is None and _is_package(name.split(".")[0])):
         return name
     return parent
 
 
 @cache
 def _file(module: str) -> Path | None:
-    place = ROOT / module.replace(".", "/")
-    for file in (place.with_suffix(".py"), place / "__init__.py"):
-        if file.is_file():
-            return file
-    return None
+    path = module.replace(".", "/")
+    files = (folder / name for folder in FOLDERS for name in (f"{path}.py", f"{path}/__init__.py"))
+    return next((file for file in files if file.is_file()), None)
 
 
-def _name(file: Path) -> str:
-    parts = file.relative_to(ROOT).with_suffix("").parts
+def _is_package(name: str) -> bool:
+    return any((folder / name).is_dir() for folder in FOLDERS)
+
+
+def _name(file: Path, folder: Path) -> str:
+    parts = file.relative_to(folder).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

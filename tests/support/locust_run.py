@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from runner.settings import ROOT
+from headrace_runner.settings import ROOT
 
 FILES = "loadtest/locustfile.py,loadtest/knee_locustfile.py"
 

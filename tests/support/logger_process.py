@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from runner.process import Running
+from headrace_runner.process import Running
 from tests.support.forkserver import spawn
 
 
@@ -25,10 +25,10 @@ def free_port() -> int:
 
 
 class LoggerProcess:
-    """`python -m services.logger` on a port and database that outlive restarts; killed at the end of the block."""
+    """`python -m headrace_logger` on a port and database that outlive restarts; killed at the end of the block."""
 
     ROOT = Path(__file__).parents[2]
-    COMMAND = (sys.executable, "-m", "services.logger")
+    COMMAND = (sys.executable, "-m", "headrace_logger")
 
     def __init__(self, folder: Path) -> None:
         self.database = folder / "payloads.sqlite3"

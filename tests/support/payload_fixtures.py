@@ -6,11 +6,11 @@ from pydantic import SecretStr
 
 from headrace.rpc.channel import open_channel
 from headrace.rpc.handlers import CallInterceptor
+from headrace_logger.servicer import PayloadLogServicer
+from headrace_logger.store.postgresql import PostgresqlStore
+from headrace_logger.store.store import SqliteStore
+from headrace_logger.tails import Tails
 from headrace_protos import headrace_pb2_grpc
-from services.logger.servicer import PayloadLogServicer
-from services.logger.store.postgresql import PostgresqlStore
-from services.logger.store.store import SqliteStore
-from services.logger.tails import Tails
 from tests.support import postgresql as postgresql_server
 from tests.support.payload_ingest import Taps, listening
 

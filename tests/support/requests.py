@@ -7,7 +7,7 @@ from collections.abc import Sequence as Rows
 from typing import Any
 
 from headrace.sampling import SamplingParameters
-from services.predictor.engine.interface import GenerationRequest
+from headrace_predictor.engine.interface import GenerationRequest
 
 
 def request(

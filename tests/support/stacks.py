@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from runner.stack import Stack
+from headrace_runner.stack import Stack
 from tests.support.free_ports import start_stack
 
 _OF_STACK = ("environment", "commands", "change_gateway")

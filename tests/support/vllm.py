@@ -25,7 +25,7 @@ def vllm_process(predictor: int) -> psutil.Process | None:
     """The process with vLLM of the predictor with this process id."""
     for child in psutil.Process(predictor).children():
         with suppress(psutil.NoSuchProcess):  # Zombies too.
-            if "services.predictor.vllm_engine" in child.cmdline():
+            if "headrace_predictor.vllm_engine" in child.cmdline():
                 return child
     return None
 

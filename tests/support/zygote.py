@@ -4,7 +4,7 @@
 imports. Each connection to the socket asks for one service: a pickled (arguments, environment, folder) with the file
 descriptors of its standard streams. It gets the process id, and the exit code when the process has ended. A forked
 service leads a session of its own and dies with this process, as a started one dies with its supervisor
-(runner/tether.py); this process ends with the run of the tests.
+(headrace_runner/tether.py); this process ends with the run of the tests.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import signal
 import time
 from pathlib import Path
 
-from services.predictor import __main__
+from headrace_predictor import __main__
 
 FAILS, FAILS_LATER, HOLDS_LATER = 13, 14, 15
 _FAILS_AFTER = {FAILS: 0, FAILS_LATER: 3}
@@ -57,9 +57,9 @@ def wait_while(name: str) -> None:
 
 def prepare() -> None:
     """Installs the faults in each engine process."""
-    from services.predictor.engine import build
-    from services.predictor.engine.runners.paged import PagedRunner
-    from services.predictor.engine.scheduler import Scheduler
+    from headrace_predictor.engine import build
+    from headrace_predictor.engine.runners.paged import PagedRunner
+    from headrace_predictor.engine.scheduler import Scheduler
 
     folder = Path(os.environ["FAULTS"])
     poison, hangs = (int(os.environ.get(name) or -1) for name in ("POISON_ID", "HANGS_ID"))

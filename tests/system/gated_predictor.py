@@ -11,7 +11,7 @@ import socket
 import threading
 from pathlib import Path
 
-from services.predictor import __main__
+from headrace_predictor import __main__
 
 UNGATED = ("warm-up", "")  # The empty one is the engine's own probe.
 
@@ -36,8 +36,8 @@ class Gate:
 
 def prepare() -> None:
     """Installs the gate in the engine process."""
-    from services.predictor.engine import build
-    from services.predictor.engine.runners.paged import PagedRunner
+    from headrace_predictor.engine import build
+    from headrace_predictor.engine.runners.paged import PagedRunner
 
     gate = Gate(os.environ["GATE_SOCKET"])
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from runner.stack import Stack
+from headrace_runner.stack import Stack
 from tests.support.free_ports import start_stack
 
 

@@ -13,7 +13,7 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from runner.stack import Stack
+from headrace_runner.stack import Stack
 from tests.support.full import FULL
 from tests.support.stacks import StackPool
 from tests.system.calls import STREAMS, begun_streams

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.rpc.service import run_service
-from services.transformer.__main__ import serve
-from services.transformer.settings import TransformerSettings
-from services.transformer.text.detokenizer import Detokenizer
-from services.transformer.text.tokenizer import TextTokenizer
+from headrace_transformer.__main__ import serve
+from headrace_transformer.settings import TransformerSettings
+from headrace_transformer.text.detokenizer import Detokenizer
+from headrace_transformer.text.tokenizer import TextTokenizer
 
 
 async def fail(*_: Any) -> str:

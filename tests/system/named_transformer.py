@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from headrace.rpc.service import run_service
-from services.transformer.__main__ import serve
-from services.transformer.settings import TransformerSettings
+from headrace_transformer.__main__ import serve
+from headrace_transformer.settings import TransformerSettings
 from tests.support.name_server import use_file
 
 if __name__ == "__main__":

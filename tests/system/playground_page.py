@@ -14,8 +14,8 @@ from typing import Any
 import pytest_asyncio
 from playwright.async_api import Browser, Locator, Page, expect
 
-from runner.settings import ROOT
-from runner.stack import Stack
+from headrace_runner.settings import ROOT
+from headrace_runner.stack import Stack
 from tests.support.chromium import SCREENSHOTS, WAIT_MS, started_browser
 
 AXE = ROOT / ".tools" / "node_modules" / "axe-core" / "axe.min.js"

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-from runner.process import Running
-from runner.services import predictor_tuning
+from headrace_runner.process import Running
+from headrace_runner.services import predictor_tuning
 from tests.chaos.health import serves
 from tests.support.forkserver import spawn
 from tests.support.free_ports import free_settings
@@ -37,7 +37,7 @@ class PredictorProcess:
 
 @asynccontextmanager
 async def predictor_process(
-    log: Path, module: str = "services.predictor", address: str = "127.0.0.1", **environment: str
+    log: Path, module: str = "headrace_predictor", address: str = "127.0.0.1", **environment: str
 ) -> AsyncIterator[PredictorProcess]:
     """A serving process, reached at `address`; killed at the end if it has not ended by itself."""
     port = environment.get("PREDICTOR_PORT") or free_port()

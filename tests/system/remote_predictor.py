@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from services.predictor import __main__
+from headrace_predictor import __main__
 from tests.support.network import enter_namespace
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 from headrace.rpc.service import run_service
-from services.transformer.__main__ import serve
-from services.transformer.settings import TransformerSettings
+from headrace_transformer.__main__ import serve
+from headrace_transformer.settings import TransformerSettings
 from tests.support.service_records import ask_at
 
 if __name__ == "__main__":

@@ -9,14 +9,14 @@ import os
 import time
 from pathlib import Path
 
-from services.predictor import __main__
+from headrace_predictor import __main__
 
 
 def prepare() -> None:
     """Slows the runners in each engine process."""
-    from services.predictor.engine import build
-    from services.predictor.engine.runners.paged import PagedRunner
-    from services.predictor.engine.runners.t5 import T5Runner
+    from headrace_predictor.engine import build
+    from headrace_predictor.engine.runners.paged import PagedRunner
+    from headrace_predictor.engine.runners.t5 import T5Runner
 
     pause_s = float(os.environ["SLOW_MS"]) / 1000
 

@@ -15,8 +15,8 @@ from secrets import token_urlsafe
 import pytest
 import pytest_asyncio
 
-from runner.command import certificates
-from runner.stack import Stack
+from headrace_runner.command import certificates
+from headrace_runner.stack import Stack
 from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.stacks import StackPool
 from tests.support.tokens import AUDIENCE, ISSUER, SigningKey, publish

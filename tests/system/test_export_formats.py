@@ -4,7 +4,7 @@ import asyncio
 import json
 import uuid
 
-from services.logger.export import export
+from headrace_logger.export import export
 from tests.system.calls import rest
 from tests.system.payload_log import records
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from runner.command.__main__ import main
-from runner.settings import ROOT
+from headrace_runner.command.__main__ import main
+from headrace_runner.settings import ROOT
 from tests.support.free_ports import free_settings
 from tests.waiting import until
 
@@ -38,7 +38,7 @@ class Served:
 
     async def start(self, *arguments: str) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "runner.command", *arguments),
+            *(sys.executable, "-m", "headrace_runner.command", *arguments),
             cwd=self.folder,
             env=self.environment | {"PYTHONPATH": str(ROOT)},
             stdin=asyncio.subprocess.PIPE,

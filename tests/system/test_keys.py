@@ -6,7 +6,7 @@ import asyncio
 import time
 from pathlib import Path
 
-from runner.stack import Stack
+from headrace_runner.stack import Stack
 from tests.system.calls import STREAMS, channel, rest
 from tests.system.keyed_stack import ENTRIES, KEYS, MODEL, bearer, key_file, keyed, streams_of, write
 from tests.waiting import until

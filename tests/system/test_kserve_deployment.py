@@ -73,7 +73,7 @@ async def is_ok(container, probe, ports):
 async def predictor(container, folder, ports):
     with (folder / "predictor.log").open("wb") as log:
         variables = os.environ | mounted(container, folder / "predictor-spool", ports)
-        running = await spawn((sys.executable, "-m", "services.predictor"), variables, ROOT, log)
+        running = await spawn((sys.executable, "-m", "headrace_predictor"), variables, ROOT, log)
     try:
         yield running
     finally:

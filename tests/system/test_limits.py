@@ -17,7 +17,7 @@ from headrace.oip.tensors import Tensor
 from headrace_protos import headrace_pb2
 from headrace_protos.headrace_pb2_grpc import PayloadLogStub, TextGenerationStub
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from runner.stack import Stack
+from headrace_runner.stack import Stack
 from tests.random_encoders import save_random_encoder, save_words_tokenizer
 from tests.support.rate_limit_service import RateLimitService
 from tests.support.stacks import StackFactory

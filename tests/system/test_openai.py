@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from services.transformer.frontends.openai.choices import choice_seed
+from headrace_transformer.frontends.openai.choices import choice_seed
 from tests.random_encoders import save_random_encoder, save_words_tokenizer
 from tests.support.tool_models import save_tool_model
 from tests.system.calls import rest, statistics

@@ -14,8 +14,8 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import expect
 
-from runner.settings import ROOT
-from runner.stack import Stack
+from headrace_runner.settings import ROOT
+from headrace_runner.stack import Stack
 from tests.support.chromium import needs_browser
 from tests.support.free_ports import free_settings
 from tests.system.calls import generate

@@ -17,7 +17,7 @@ import pytest_asyncio
 import yaml
 
 from headrace_protos import headrace_pb2, headrace_pb2_grpc
-from runner.stack import Stack
+from headrace_runner.stack import Stack
 from tests.dashboards import filled, metrics_of, queries
 from tests.prometheus import CONFIG, Prometheus, running_prometheus
 from tests.support.stacks import StackPool

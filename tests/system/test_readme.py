@@ -111,7 +111,7 @@ class MakeUp:
         """Sends SIGTERM to make; returns the seconds until no process was left."""
         begun = time.monotonic()
         processes = [self.process, *self.process.children(recursive=True)]
-        runner = next(p for p in processes if "runner" in p.cmdline())
+        runner = next(p for p in processes if "headrace_runner" in p.cmdline())
         assert len(processes) >= 6
         self.process.send_signal(signal.SIGTERM)
         gone, alive = psutil.wait_procs(processes, timeout=15)

@@ -17,8 +17,8 @@ import pytest_asyncio
 
 from headrace.rpc.call_context import CallContext
 from headrace_protos import headrace_pb2, headrace_pb2_grpc
-from services.transformer.generation.resume_ids import MAX_AGE_S, ResumeIds, identity_of
-from services.transformer.signing import Signer
+from headrace_transformer.generation.resume_ids import MAX_AGE_S, ResumeIds, identity_of
+from headrace_transformer.signing import Signer
 from tests.support.events import read_events
 from tests.support.full import FULL
 from tests.support.weights import copy_with_other_weights

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from headrace_logger.store.values import row, to_json
 from headrace_protos import headrace_pb2_grpc
 from headrace_protos.headrace_pb2 import ChatMessage, GenerateRequest, PayloadRecord
-from runner.command.__main__ import parse
-from runner.replay import options as replay_options
-from runner.settings import ROOT
-from runner.stack import Stack
-from services.logger.store.values import row, to_json
+from headrace_runner.command.__main__ import parse
+from headrace_runner.replay import options as replay_options
+from headrace_runner.settings import ROOT
+from headrace_runner.stack import Stack
 from tests.support.free_ports import free_settings
 from tests.support.weights import copy_with_other_weights
 from tests.system.calls import channel, generate, infer, rest, text_request
@@ -208,7 +208,7 @@ async def test_one_changed_token_of_an_export_is_found_at_its_position(source, t
 async def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return await asyncio.to_thread(
         subprocess.run,
-        [sys.executable, "-m", "runner.command", "replay", *arguments],
+        [sys.executable, "-m", "headrace_runner.command", "replay", *arguments],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.smoke.__main__ import smoke
+from headrace_runner.smoke.__main__ import smoke
 from tests.random_encoders import save_random_encoder, save_words_tokenizer
 from tests.support.free_ports import free_settings
 
@@ -19,7 +19,7 @@ async def command(*arguments):
     """Exit code, output and errors of `make smoke`'s program."""
     return await asyncio.to_thread(
         subprocess.run,
-        [sys.executable, "-m", "runner.smoke", *arguments],
+        [sys.executable, "-m", "headrace_runner.smoke", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,

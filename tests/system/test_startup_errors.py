@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from headrace.errors import StartupError
-from runner.settings import ROOT
+from headrace_runner.settings import ROOT
 from tests.support.free_ports import free_settings, start_stack
 
 SERVICES = {
@@ -83,11 +83,11 @@ def assert_is_one_line(message: str, text: str) -> None:
 
 
 async def up(tmp_path, **environment: str) -> tuple[int, str]:
-    """`python -m runner up`, which must fail by itself: its exit code and output."""
+    """`python -m headrace_runner up`, which must fail by itself: its exit code and output."""
     settings = free_settings(tmp_path)
     own = {name: str(ports[0]) for name, ports in settings.ports().items()}
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "runner", "up"),
+        *(sys.executable, "-m", "headrace_runner", "up"),
         cwd=ROOT,
         env=os.environ | own | {"RUN_FOLDER": str(tmp_path)} | environment,
         stdout=asyncio.subprocess.PIPE,

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from runner.stack import Stack
+from headrace_runner.stack import Stack
 from tests.metrics_pages import read_page
 from tests.system.calls import http_request
 from tests.system.request_outcome import in_thread

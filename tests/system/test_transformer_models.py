@@ -14,7 +14,7 @@ from PIL import Image
 from headrace.oip.tensors import Tensor, add_input, bytes_tensor, decode_outputs
 from headrace_protos import inference_pb2 as pb
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from runner.settings import ROOT
+from headrace_runner.settings import ROOT
 from tests.system.calls import channel, each, generate, statistics, text_of, text_request
 from tests.waiting import until
 

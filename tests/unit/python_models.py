@@ -7,8 +7,8 @@ import numpy as np
 
 from headrace.deadline import NO_DEADLINE
 from headrace.oip.tensors import Tensor, add_input, decode_outputs
+from headrace_predictor.tensor_models.python_model import PythonModel
 from headrace_protos.inference_pb2 import ModelInferRequest
-from services.predictor.tensor_models.python_model import PythonModel
 
 
 @contextmanager

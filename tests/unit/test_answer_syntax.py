@@ -2,8 +2,8 @@
 
 import pytest
 
-from services.transformer.text.answer_syntax import AnswerSyntax, SyntaxSettings, parse_formats, syntax_of
-from services.transformer.text.tool_calls import PARSERS
+from headrace_transformer.text.answer_syntax import AnswerSyntax, SyntaxSettings, parse_formats, syntax_of
+from headrace_transformer.text.tool_calls import PARSERS
 
 TOOLS = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
 MODELS = {

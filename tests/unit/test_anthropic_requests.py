@@ -7,12 +7,12 @@ import pytest
 
 from headrace.errors import InvalidRequestError, NotReadyError, OverloadedError
 from headrace.telemetry.identity import begin_request
-from services.transformer.frontends.anthropic.answers import whole
-from services.transformer.frontends.anthropic.errors import anthropic_error
-from services.transformer.frontends.anthropic.requests import ConversationRequest, MessagesRequest
-from services.transformer.frontends.openai.requests import parse, parse_large
-from services.transformer.generation.chunks import TextChunk
-from services.transformer.text.answer_parts import CallArguments, CallStart
+from headrace_transformer.frontends.anthropic.answers import whole
+from headrace_transformer.frontends.anthropic.errors import anthropic_error
+from headrace_transformer.frontends.anthropic.requests import ConversationRequest, MessagesRequest
+from headrace_transformer.frontends.openai.requests import parse, parse_large
+from headrace_transformer.generation.chunks import TextChunk
+from headrace_transformer.text.answer_parts import CallArguments, CallStart
 
 USER = {"role": "user", "content": "Hello."}
 TOOL = {"name": "f", "description": "d", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}}

@@ -14,8 +14,8 @@ from headrace.errors import (
     OverloadedError,
     RequestFailedError,
 )
-from services.predictor.engine.interface import EngineDeadError
-from services.predictor.tensor_models.batch_worker import BatchWorker
+from headrace_predictor.engine.interface import EngineDeadError
+from headrace_predictor.tensor_models.batch_worker import BatchWorker
 from tests.waiting import until
 
 

@@ -15,10 +15,10 @@ from headrace.clients import ANYONE, CLIENT, POLICY, Client, Policy
 from headrace.errors import InvalidRequestError, NotFoundError, NotImplementedMethodError, OverloadedError
 from headrace.rpc.call_context import call_context
 from headrace_protos.rest_pb2 import ObjectRequest
-from services.transformer.batches import durable, lines, objects, results, runner, running, store
-from services.transformer.batches.servicer import BatchesServicer
-from services.transformer.batches.uploads import parse_upload
-from services.transformer.generation.shares import account_of
+from headrace_transformer.batches import durable, lines, objects, results, runner, running, store
+from headrace_transformer.batches.servicer import BatchesServicer
+from headrace_transformer.batches.uploads import parse_upload
+from headrace_transformer.generation.shares import account_of
 from tests.waiting import until
 
 ENDPOINT = "/v1/completions"

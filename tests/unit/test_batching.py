@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import InvalidRequestError, OverloadedError
-from services.predictor.tensor_models.batching import BatchQueue, Waiting, bucket_of
+from headrace_predictor.tensor_models.batching import BatchQueue, Waiting, bucket_of
 
 
 def queue(*entries, max_rows=4, max_delay_s=1.0, max_waiting=100):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.predictor.engine.state.blocks import BlockManager, block_name, first_name
+from headrace_predictor.engine.state.blocks import BlockManager, block_name, first_name
 
 
 def names_of(ids, salt="", size=4, client=""):

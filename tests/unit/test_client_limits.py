@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from headrace.clients import Client, Policy
 from headrace.errors import InvalidRequestError, NotReadyError, OverloadedError
 from headrace.rpc.client_limits import ClientLimits, SlidingMinute
-from services.transformer.generation.month_budget import READ_AGAIN_S, MonthBudget
-from services.transformer.generation.token_quota import TokenQuota
+from headrace_transformer.generation.month_budget import READ_AGAIN_S, MonthBudget
+from headrace_transformer.generation.token_quota import TokenQuota
 
 
 class Clock:

@@ -11,11 +11,11 @@ import pytest
 
 from headrace.errors import StartupError
 from headrace_protos import headrace_pb2 as pb
-from runner.command import records, start, usage
-from runner.command.__main__ import main, parse
-from runner.command.chat import Conversation, Sampling
-from runner.settings import ROOT, StackSettings
-from runner.terminal import Painter
+from headrace_runner.command import records, start, usage
+from headrace_runner.command.__main__ import main, parse
+from headrace_runner.command.chat import Conversation, Sampling
+from headrace_runner.settings import ROOT, StackSettings
+from headrace_runner.terminal import Painter
 
 PLAIN = Painter(coloured=False)
 COMMANDS = ("up", "serve", "down", "chat", "smoke", "replay", "load", "key", "certs", "log", "usage", "trace")

@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from headrace.settings import ServiceSettings
-from runner.settings import StackSettings
-from services.logger.settings import LoggerSettings
-from services.predictor.settings import PredictorSettings
-from services.transformer.settings import TransformerSettings
+from headrace_logger.settings import LoggerSettings
+from headrace_predictor.settings import PredictorSettings
+from headrace_runner.settings import StackSettings
+from headrace_transformer.settings import TransformerSettings
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())

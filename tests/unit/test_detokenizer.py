@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from services.transformer.generation.chunks import Assembler
-from services.transformer.predictors.tokens import TokenChunk
-from services.transformer.text.detokenizer import Decoder, Detokenizer, StopFinder
+from headrace_transformer.generation.chunks import Assembler
+from headrace_transformer.predictors.tokens import TokenChunk
+from headrace_transformer.text.detokenizer import Decoder, Detokenizer, StopFinder
 
 CORPUS = ["Once upon a time there was a dog.", "Zoë ate naïve crêpes 🥞 in 東京 😀😃 and sang ¡olé!"] * 20
 

@@ -73,5 +73,5 @@ def test_every_start_up_message_in_troubleshooting_is_one_of_the_code():
 
 def sources() -> str:
     """The text of all modules and of the Makefile."""
-    paths = [path for folder in ("headrace", "services", "runner") for path in (ROOT / folder).rglob("*.py")]
+    paths = [path for folder in ("headrace", "services", "headrace_runner") for path in (ROOT / folder).rglob("*.py")]
     return "\n".join(path.read_text() for path in [*paths, ROOT / "Makefile"])

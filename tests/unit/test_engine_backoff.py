@@ -2,8 +2,8 @@
 
 import pytest
 
-from services.predictor.repository import backoff
-from services.predictor.repository.backoff import Backoff
+from headrace_predictor.repository import backoff
+from headrace_predictor.repository.backoff import Backoff
 
 
 @pytest.fixture

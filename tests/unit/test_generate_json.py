@@ -6,7 +6,7 @@ import pytest
 
 from headrace.errors import ContextLengthError, InvalidRequestError
 from headrace_protos.headrace_pb2 import GenerateRequest
-from services.transformer.frontends.grpc.generate_json import read_generate_request
+from headrace_transformer.frontends.grpc.generate_json import read_generate_request
 
 
 def read(**fields):

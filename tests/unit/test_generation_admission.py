@@ -10,9 +10,9 @@ from headrace.deadline import NO_DEADLINE, Deadline
 from headrace.errors import OverloadedError
 from headrace.rpc.call_context import CallContext
 from headrace.sampling import ContextLimits
-from services.transformer.generation.admission import Admission
-from services.transformer.generation.chunks import TextChunk
-from services.transformer.generation.requests import TextRequest
+from headrace_transformer.generation.admission import Admission
+from headrace_transformer.generation.chunks import TextChunk
+from headrace_transformer.generation.requests import TextRequest
 
 MODEL = SimpleNamespace(name="m", limits=ContextLimits(1024, is_encoder_decoder=False))
 

@@ -7,10 +7,10 @@ import pytest
 from headrace.deadline import NO_DEADLINE, Deadline
 from headrace.errors import HopBrokenError, InvalidRequestError, OverloadedError
 from headrace.rpc.call_context import CallContext
-from services.transformer.generation.chunks import TextChunk
-from services.transformer.generation.requests import TextRequest
-from services.transformer.generation.resume_ids import ResumePoint
-from services.transformer.generation.telemetry import GenerationTelemetry
+from headrace_transformer.generation.chunks import TextChunk
+from headrace_transformer.generation.requests import TextRequest
+from headrace_transformer.generation.resume_ids import ResumePoint
+from headrace_transformer.generation.telemetry import GenerationTelemetry
 from tests.support.measured import Measured
 
 GAPS = {"gen_ai.request.model": "storyteller", "headrace.protocol": "grpc"}

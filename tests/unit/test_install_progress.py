@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from runner.install import Progress
+from headrace_runner.install import Progress
 
 
 def test_the_line_shows_the_progress_of_pip(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from headrace.clients import POLICY, Policy, client_of
-from services.transformer.keys import digests, parse_keys
+from headrace_transformer.keys import digests, parse_keys
 
 KEY = "hr-0123456789abcdef"
 DIGEST = hashlib.sha256(KEY.encode()).hexdigest()

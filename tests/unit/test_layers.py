@@ -31,78 +31,77 @@ HEADRACE = (
     ("headrace.payload",),
 )
 PREDICTOR = (
-    ("services.predictor.counts", "services.predictor.settings"),
-    ("services.predictor.engine.interface",),
-    ("services.predictor.engine.faults", "services.predictor.engine.isolation", "services.predictor.engine.state"),
+    ("headrace_predictor.counts", "headrace_predictor.settings"),
+    ("headrace_predictor.engine.interface",),
+    ("headrace_predictor.engine.faults", "headrace_predictor.engine.isolation", "headrace_predictor.engine.state"),
     (
-        "services.predictor.engine.cpu",
-        "services.predictor.engine.grammar",
-        "services.predictor.engine.sampling",
-        "services.predictor.engine.scheduler",
+        "headrace_predictor.engine.cpu",
+        "headrace_predictor.engine.grammar",
+        "headrace_predictor.engine.sampling",
+        "headrace_predictor.engine.scheduler",
     ),
-    ("services.predictor.engine.adapters",),
-    ("services.predictor.engine.load", "services.predictor.engine.runners"),
-    ("services.predictor.engine",),
-    ("services.predictor.models", "services.predictor.telemetry"),
-    ("services.predictor.generation", "services.predictor.tensor_models"),
-    ("services.predictor.engine_process",),
-    ("services.predictor.vllm_engine",),
-    ("services.predictor.repository",),
-    ("services.predictor.development", "services.predictor.servicer", "services.predictor.steps"),
-    ("services.predictor.__main__",),
+    ("headrace_predictor.engine.adapters",),
+    ("headrace_predictor.engine.load", "headrace_predictor.engine.runners"),
+    ("headrace_predictor.engine",),
+    ("headrace_predictor.models", "headrace_predictor.telemetry"),
+    ("headrace_predictor.generation", "headrace_predictor.tensor_models"),
+    ("headrace_predictor.engine_process",),
+    ("headrace_predictor.vllm_engine",),
+    ("headrace_predictor.repository",),
+    ("headrace_predictor.development", "headrace_predictor.servicer", "headrace_predictor.steps"),
+    ("headrace_predictor.__main__",),
 )
 TRANSFORMER = (
-    ("services.transformer.calls", "services.transformer.keys", "services.transformer.processes"),
-    ("services.transformer.signing",),
-    ("services.transformer.predictors",),
-    ("services.transformer.text",),
-    ("services.transformer.models",),
-    ("services.transformer.routing", "services.transformer.settings"),
-    ("services.transformer.supervisor", "services.transformer.generation"),
-    ("services.transformer.inference",),
-    ("services.transformer.frontends.http",),
-    ("services.transformer.frontends.grpc", "services.transformer.frontends.openai"),
+    ("headrace_transformer.calls", "headrace_transformer.keys", "headrace_transformer.processes"),
+    ("headrace_transformer.signing",),
+    ("headrace_transformer.predictors",),
+    ("headrace_transformer.text",),
+    ("headrace_transformer.models",),
+    ("headrace_transformer.routing", "headrace_transformer.settings"),
+    ("headrace_transformer.supervisor", "headrace_transformer.generation"),
+    ("headrace_transformer.inference",),
+    ("headrace_transformer.frontends.http",),
+    ("headrace_transformer.frontends.grpc", "headrace_transformer.frontends.openai"),
     (
-        "services.transformer.frontends.anthropic",
-        "services.transformer.frontends.responses",
-        "services.transformer.frontends.v2_rest",
+        "headrace_transformer.frontends.anthropic",
+        "headrace_transformer.frontends.responses",
+        "headrace_transformer.frontends.v2_rest",
     ),
-    ("services.transformer.batches",),
-    ("services.transformer.__main__",),
-    ("services.transformer.worker",),
+    ("headrace_transformer.batches",),
+    ("headrace_transformer.__main__",),
+    ("headrace_transformer.worker",),
 )
 LOGGER = (
-    ("services.logger.settings", "services.logger.telemetry"),
-    ("services.logger.store",),
-    ("services.logger.command",),
-    ("services.logger.backup", "services.logger.export"),
-    ("services.logger.sinks",),
-    ("services.logger.tails",),
-    ("services.logger.shared_tails",),
-    ("services.logger.gateway_calls", "services.logger.servicer"),
-    ("services.logger.__main__",),
+    ("headrace_logger.settings", "headrace_logger.telemetry"),
+    ("headrace_logger.store",),
+    ("headrace_logger.command",),
+    ("headrace_logger.backup", "headrace_logger.export"),
+    ("headrace_logger.sinks",),
+    ("headrace_logger.tails",),
+    ("headrace_logger.shared_tails",),
+    ("headrace_logger.gateway_calls", "headrace_logger.servicer"),
+    ("headrace_logger.__main__",),
 )
-RUNNER = (("runner",), ("runner.replay", "runner.smoke"), ("runner.command",))
-PACKAGES = {"headrace", "services", "runner"}
-SERVICES = {"services.transformer": TRANSFORMER, "services.predictor": PREDICTOR, "services.logger": LOGGER}
-LAYERS = {"headrace": HEADRACE, **SERVICES, "runner": RUNNER}
+RUNNER = (("headrace_runner",), ("headrace_runner.replay", "headrace_runner.smoke"), ("headrace_runner.command",))
+SERVICES = {"headrace_transformer": TRANSFORMER, "headrace_predictor": PREDICTOR, "headrace_logger": LOGGER}
+LAYERS = {"headrace": HEADRACE, **SERVICES, "headrace_runner": RUNNER}
 
 # Planning and reading requests: tested without the libraries that run models.
 PURE = (
     "headrace.models.kinds",
-    "services.predictor.engine.scheduler",
-    "services.predictor.engine.state.blocks",
-    "services.predictor.engine.state.sequence",
-    "services.predictor.engine.load.queue_estimate",
-    "services.predictor.engine.load.progress",
-    "services.predictor.generation.requests",
-    "services.predictor.servicer",
-    "services.predictor.steps.servicer",
-    "services.predictor.tensor_models.python_model",
-    "services.transformer.frontends.openai.generation_requests",
-    "services.transformer.generation.pipeline",
-    "services.transformer.models.catalogue",
-    "services.transformer.text.tokenizer",
+    "headrace_predictor.engine.scheduler",
+    "headrace_predictor.engine.state.blocks",
+    "headrace_predictor.engine.state.sequence",
+    "headrace_predictor.engine.load.queue_estimate",
+    "headrace_predictor.engine.load.progress",
+    "headrace_predictor.generation.requests",
+    "headrace_predictor.servicer",
+    "headrace_predictor.steps.servicer",
+    "headrace_predictor.tensor_models.python_model",
+    "headrace_transformer.frontends.openai.generation_requests",
+    "headrace_transformer.generation.pipeline",
+    "headrace_transformer.models.catalogue",
+    "headrace_transformer.text.tokenizer",
 )
 
 
@@ -140,7 +139,7 @@ def test_no_module_imports_from_a_higher_layer(package):
     [
         ("headrace", set()),
         *((service, {"headrace"}) for service in SERVICES),
-        ("runner", {"headrace"}),
+        ("headrace_runner", {"headrace"}),
     ],
 )
 def test_packages_import_only_allowed_packages(package, allowed):
@@ -148,7 +147,7 @@ def test_packages_import_only_allowed_packages(package, allowed):
         (module, found.name)
         for module in modules(package)
         for found in imports(module)
-        if found.name.split(".")[0] in PACKAGES | {"tests", "bench", "loadtest"}
+        if found.name.split(".")[0] in {*LAYERS, "tests", "bench", "loadtest"}
         and not f"{found.name}.".startswith(f"{package}.")
         and found.name.split(".")[0] not in allowed
     }

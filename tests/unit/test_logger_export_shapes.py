@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from headrace_logger.export import generations
+from headrace_logger.export.chat import example
+from headrace_logger.export.guidellm import dataset_row
+from headrace_logger.export.mooncake import Trace
 from headrace_protos import headrace_pb2 as pb
-from services.logger.export import generations
-from services.logger.export.chat import example
-from services.logger.export.guidellm import dataset_row
-from services.logger.export.mooncake import Trace
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "où?"}]
 

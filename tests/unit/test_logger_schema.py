@@ -8,11 +8,11 @@ import pytest
 import sqlalchemy as sql
 from sqlalchemy.dialects import sqlite
 
+from headrace_logger.store import reading
+from headrace_logger.store.filters import Filters
+from headrace_logger.store.schema import SCHEMA_VERSION
+from headrace_logger.store.store import SqliteStore
 from headrace_protos.headrace_pb2 import AppendRequest, PayloadRecord, QueryPayloadsRequest
-from services.logger.store import reading
-from services.logger.store.filters import Filters
-from services.logger.store.schema import SCHEMA_VERSION
-from services.logger.store.store import SqliteStore
 from tests.process.test_logger_store import append_request, numbers, record_id, stored, timestamp
 
 # The schema of version 1.

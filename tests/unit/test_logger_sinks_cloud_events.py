@@ -8,8 +8,8 @@ import pytest
 from cloudevents.core.bindings.http import HTTPMessage, from_http_event
 from cloudevents.v1.http import from_http as from_http_1
 
+from headrace_logger.sinks.cloud_events import REQUEST_TYPE, RESPONSE_TYPE, CloudEventsSink
 from headrace_protos.headrace_pb2 import PayloadRecord
-from services.logger.sinks.cloud_events import REQUEST_TYPE, RESPONSE_TYPE, CloudEventsSink
 
 ID = "01980000-0000-7000-8000-000000000001"
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -4,8 +4,8 @@ import pytest
 
 from headrace.errors import ForbiddenError, InvalidRequestError, NotFoundError, StartupError
 from headrace.models.sources import ModelSource
-from services.predictor.repository.locations import ModelLocations
-from services.predictor.settings import PredictorSettings
+from headrace_predictor.repository.locations import ModelLocations
+from headrace_predictor.settings import PredictorSettings
 
 
 @pytest.fixture
@@ -88,4 +88,4 @@ def test_malformed_patterns_are_refused(monkeypatch):
     monkeypatch.setenv("PREDICTOR_HUB_ALLOW", "good/*,/etc/*")
     monkeypatch.setattr("sys.argv", ["predictor"])
     with pytest.raises(StartupError, match=r"PREDICTOR_HUB_ALLOW=.*: '/etc/\*' is not a pattern of hub ids"):
-        load(PredictorSettings, "services.predictor")
+        load(PredictorSettings, "headrace_predictor")

@@ -17,10 +17,10 @@ from headrace.errors import (
 )
 from headrace.rpc.call_context import CallContext, ServedModel
 from headrace.watched_file import replace_file
-from services.transformer.models.models import RelayedModel, TextModel
-from services.transformer.predictors.replicas import LOADING, READY, UNAVAILABLE, ModelState
-from services.transformer.routing.router import CHOSEN_MODEL, Router
-from services.transformer.routing.routes import parse_routes
+from headrace_transformer.models.models import RelayedModel, TextModel
+from headrace_transformer.predictors.replicas import LOADING, READY, UNAVAILABLE, ModelState
+from headrace_transformer.routing.router import CHOSEN_MODEL, Router
+from headrace_transformer.routing.routes import parse_routes
 from tests.waiting import until
 
 CANARY = """

@@ -7,9 +7,9 @@ import pytest
 
 from headrace.errors import InvalidRequestError
 from headrace.rpc.call_context import CallContext
-from services.transformer.frontends.openai.choices import choice_seed, choices_of, generate_all
-from services.transformer.generation.chunks import TextChunk
-from services.transformer.generation.requests import TextRequest
+from headrace_transformer.frontends.openai.choices import choice_seed, choices_of, generate_all
+from headrace_transformer.generation.chunks import TextChunk
+from headrace_transformer.generation.requests import TextRequest
 from tests.waiting import until
 
 

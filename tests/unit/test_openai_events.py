@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.transformer.frontends.http import event
-from services.transformer.frontends.openai.answers import ChatFormat, CompletionFormat
-from services.transformer.frontends.openai.bodies import _PlainEvents
-from services.transformer.generation.chunks import TextChunk
+from headrace_transformer.frontends.http import event
+from headrace_transformer.frontends.openai.answers import ChatFormat, CompletionFormat
+from headrace_transformer.frontends.openai.bodies import _PlainEvents
+from headrace_transformer.generation.chunks import TextChunk
 
 HEAD = {"id": "cmpl-1", "created": 5, "model": 'a "model"', "object": "text_completion"}
 

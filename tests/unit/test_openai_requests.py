@@ -7,11 +7,11 @@ import orjson
 import pytest
 
 from headrace.errors import ContextLengthError, InvalidRequestError, NotFoundError, OverloadedError, RequestFailedError
-from services.transformer.frontends.openai.errors import UnsupportedFieldError, openai_error
-from services.transformer.frontends.openai.generation_requests import ChatCompletionRequest, CompletionRequest
-from services.transformer.frontends.openai.requests import parse, parse_large
-from services.transformer.frontends.openai.text_requests import EmbeddingsRequest, TokenizeRequest
-from services.transformer.text.tools import ToolUse
+from headrace_transformer.frontends.openai.errors import UnsupportedFieldError, openai_error
+from headrace_transformer.frontends.openai.generation_requests import ChatCompletionRequest, CompletionRequest
+from headrace_transformer.frontends.openai.requests import parse, parse_large
+from headrace_transformer.frontends.openai.text_requests import EmbeddingsRequest, TokenizeRequest
+from headrace_transformer.text.tools import ToolUse
 
 
 def completion(**fields):

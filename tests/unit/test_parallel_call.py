@@ -3,8 +3,8 @@
 import pytest
 
 from headrace.errors import DrainingError, HopBrokenError
-from services.transformer.predictors.parallel_call import ParallelCall
-from services.transformer.predictors.tokens import TokenChunk
+from headrace_transformer.predictors.parallel_call import ParallelCall
+from headrace_transformer.predictors.tokens import TokenChunk
 
 
 class ScriptedCall:

@@ -9,7 +9,7 @@ from headrace.errors import StartupError
 from headrace.payload.rules import Digest, Mode
 from headrace.settings import load
 from headrace_protos.headrace_pb2 import PayloadRecord
-from services.transformer.settings import TransformerSettings
+from headrace_transformer.settings import TransformerSettings
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def settings(monkeypatch):
     def read(**environment):
         for name, value in environment.items():
             monkeypatch.setenv(f"TRANSFORMER_PAYLOAD_{name}", value)
-        return load(TransformerSettings, "services.transformer")
+        return load(TransformerSettings, "headrace_transformer")
 
     return read
 

@@ -11,9 +11,9 @@ from headrace.clients import CLIENT, POLICY
 from headrace.errors import ForbiddenError, NotFoundError
 from headrace.oip.model_description import ModelDescription
 from headrace.payload.call import RECORDED
+from headrace_predictor.repository.entry import State
+from headrace_predictor.servicer import InferenceServicer
 from headrace_protos import inference_pb2 as pb
-from services.predictor.repository.entry import State
-from services.predictor.servicer import InferenceServicer
 
 ALICE = ((CLIENT, "alice"), (POLICY, '{"models":["small"]}'))
 MODELS = ("small", "large")

@@ -9,9 +9,9 @@ import pytest
 from headrace.errors import ContextLengthError, InvalidRequestError
 from headrace.rpc.call_context import CallContext
 from headrace.sampling import ContextLimits
-from services.transformer.generation.prompts import Prompts, kept_tokens, rendered
-from services.transformer.generation.requests import TextRequest
-from services.transformer.text import chat_templates
+from headrace_transformer.generation.prompts import Prompts, kept_tokens, rendered
+from headrace_transformer.generation.requests import TextRequest
+from headrace_transformer.text import chat_templates
 
 
 class Strict:

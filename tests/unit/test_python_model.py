@@ -13,8 +13,8 @@ from headrace.errors import HopBrokenError, InvalidRequestError, NotReadyError, 
 from headrace.oip.model_description import config_of
 from headrace.oip.stream_infer import FINAL
 from headrace.oip.tensors import Tensor, decode_outputs
-from services.predictor.engine.interface import EngineDeadError
-from services.predictor.repository.lease import Serving
+from headrace_predictor.engine.interface import EngineDeadError
+from headrace_predictor.repository.lease import Serving
 from tests.unit.python_models import globals_of, infer, python_models, request
 from tests.waiting import until
 

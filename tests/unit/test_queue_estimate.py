@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from services.predictor.engine.interface import GenerationRequest
-from services.predictor.engine.load.queue_estimate import QueueEstimate
-from services.predictor.engine.state.sequence import Sequence
-from services.predictor.engine.state.slot import MergingSlot
+from headrace_predictor.engine.interface import GenerationRequest
+from headrace_predictor.engine.load.queue_estimate import QueueEstimate
+from headrace_predictor.engine.state.sequence import Sequence
+from headrace_predictor.engine.state.slot import MergingSlot
 from tests.support.requests import request
 
 

@@ -6,10 +6,10 @@ from headrace.errors import DeadlineError, NotReadyError
 from headrace.rpc.call_context import CallContext
 from headrace.sampling import SamplingParameters
 from headrace_protos.headrace_pb2 import PayloadChunk, PayloadRecord
-from services.transformer.generation.recorded_tokens import RecordedTokens
-from services.transformer.generation.requests import TextRequest
-from services.transformer.generation.resume_ids import ResumePoint, checksum
-from services.transformer.predictors.tokens import Generation
+from headrace_transformer.generation.recorded_tokens import RecordedTokens
+from headrace_transformer.generation.requests import TextRequest
+from headrace_transformer.generation.resume_ids import ResumePoint, checksum
+from headrace_transformer.predictors.tokens import Generation
 
 IDS, PROMPT, WEIGHTS = [5, 6, 7, 8, 9], [1, 2, 3], "0" * 32
 

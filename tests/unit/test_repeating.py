@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from headrace.errors import HopBrokenError
 from headrace_protos.headrace_pb2 import Usage
-from services.transformer.generation.chunks import Assembler
-from services.transformer.generation.repeating import RepeatedTokens
-from services.transformer.generation.resume_ids import ResumePoint, checksum
-from services.transformer.predictors.tokens import TokenChunk
-from services.transformer.text.detokenizer import Decoder, Detokenizer
+from headrace_transformer.generation.chunks import Assembler
+from headrace_transformer.generation.repeating import RepeatedTokens
+from headrace_transformer.generation.resume_ids import ResumePoint, checksum
+from headrace_transformer.predictors.tokens import TokenChunk
+from headrace_transformer.text.detokenizer import Decoder, Detokenizer
 from tests.unit.test_detokenizer import CORPUS, byte_level
 
 TOKENIZER = byte_level()

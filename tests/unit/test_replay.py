@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 
 from headrace.errors import StartupError
+from headrace_logger.store.values import row, to_json
 from headrace_protos import headrace_pb2 as pb
-from runner.replay import selection
-from runner.replay.comparison import Answer, Difference, compare
-from runner.replay.replay import Replay
-from runner.replay.report import check_writable, found_lines, summary_lines, write_json
-from runner.replay.results import Results, percentiles
-from runner.replay.selection import LoggedStream, select
-from runner.replay.sources import of_file
-from runner.replay.target import FailedError
-from runner.terminal import Painter
-from services.logger.store.values import row, to_json
+from headrace_runner.replay import selection
+from headrace_runner.replay.comparison import Answer, Difference, compare
+from headrace_runner.replay.replay import Replay
+from headrace_runner.replay.report import check_writable, found_lines, summary_lines, write_json
+from headrace_runner.replay.results import Results, percentiles
+from headrace_runner.replay.selection import LoggedStream, select
+from headrace_runner.replay.sources import of_file
+from headrace_runner.replay.target import FailedError
+from headrace_runner.terminal import Painter
 
 PLAIN = Painter(coloured=False)
 ID = "01900000-0000-7000-8000-000000000001"

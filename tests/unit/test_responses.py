@@ -8,12 +8,12 @@ import pytest
 from headrace.errors import InvalidRequestError
 from headrace.rpc.call_context import CallContext
 from headrace_protos.headrace_pb2 import PayloadRecord
-from services.transformer.frontends.openai.requests import parse, parse_large
-from services.transformer.frontends.responses import stored
-from services.transformer.frontends.responses.requests import ResponsesRequest
-from services.transformer.frontends.responses.stored import StoredResponses, conversation_of, new_response_id, tools_of
-from services.transformer.signing import Signer
-from services.transformer.text.answer_parts import CallArguments, CallStart, Content, Reasoning
+from headrace_transformer.frontends.openai.requests import parse, parse_large
+from headrace_transformer.frontends.responses import stored
+from headrace_transformer.frontends.responses.requests import ResponsesRequest
+from headrace_transformer.frontends.responses.stored import StoredResponses, conversation_of, new_response_id, tools_of
+from headrace_transformer.signing import Signer
+from headrace_transformer.text.answer_parts import CallArguments, CallStart, Content, Reasoning
 
 SIGNER = Signer(b"a key")
 FUNCTION = {"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}}

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import StartupError
-from runner import settings as stack_settings
-from runner.services import plan
-from runner.settings import StackSettings
-from services.logger.settings import LoggerSettings
-from services.predictor.settings import PredictorSettings
-from services.transformer.settings import TransformerSettings
+from headrace_logger.settings import LoggerSettings
+from headrace_predictor.settings import PredictorSettings
+from headrace_runner import settings as stack_settings
+from headrace_runner.services import plan
+from headrace_runner.settings import StackSettings
+from headrace_transformer.settings import TransformerSettings
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headrace.errors import InvalidRequestError, OverloadedError
-from services.predictor.engine.state.sequence import precedence
+from headrace_predictor.engine.state.sequence import precedence
 from tests.unit.test_scheduler import SIZE, scheduler_of, sequence
 
 VOID = [-1] * SIZE

@@ -11,10 +11,10 @@ from headrace.errors import StartupError
 from headrace.models.sources import ModelSource, parse_models
 from headrace.settings import Models, ServiceSettings, load, models_field
 from headrace.validation import first_fault
-from runner.settings import StackSettings
-from services.logger.settings import LoggerSettings
-from services.predictor.settings import PredictorSettings
-from services.transformer.settings import TransformerSettings
+from headrace_logger.settings import LoggerSettings
+from headrace_predictor.settings import PredictorSettings
+from headrace_runner.settings import StackSettings
+from headrace_transformer.settings import TransformerSettings
 
 
 class MillSettings(ServiceSettings):

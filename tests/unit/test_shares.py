@@ -4,11 +4,11 @@ import pytest
 
 from headrace.errors import OverloadedError
 from headrace.sampling import SamplingParameters
-from services.predictor.engine.interface import GenerationRequest
-from services.predictor.engine.scheduler import Scheduler
-from services.predictor.engine.state.blocks import BlockManager
-from services.predictor.engine.state.sequence import Sequence
-from services.predictor.engine.state.slot import MergingSlot
+from headrace_predictor.engine.interface import GenerationRequest
+from headrace_predictor.engine.scheduler import Scheduler
+from headrace_predictor.engine.state.blocks import BlockManager
+from headrace_predictor.engine.state.sequence import Sequence
+from headrace_predictor.engine.state.slot import MergingSlot
 
 SIZE = 4
 

@@ -7,8 +7,8 @@ from unittest.mock import patch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.predictor.engine.state import shares
-from services.predictor.engine.state.sequence import precedence
+from headrace_predictor.engine.state import shares
+from headrace_predictor.engine.state.sequence import precedence
 from tests.unit.test_shares import added, scheduler_of, sequence_of, step
 
 SLOTS = 4

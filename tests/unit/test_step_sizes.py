@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.predictor.engine.cpu.step_sizes import size_above, size_below
+from headrace_predictor.engine.cpu.step_sizes import size_above, size_below
 
 TOKENS = st.integers(1, 4096)
 

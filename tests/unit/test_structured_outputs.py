@@ -10,9 +10,9 @@ from headrace.oip.parameters import read_sampling, set_parameters
 from headrace.sampling import SamplingParameters
 from headrace.structured_outputs import MAX_BYTES, MAX_CHOICES, Constraint, constraint_of, read_structured_outputs
 from headrace_protos import inference_pb2
-from services.transformer.frontends.grpc.generate_json import read_generate_request
-from services.transformer.frontends.openai.generation_requests import ChatCompletionRequest
-from services.transformer.frontends.openai.requests import parse
+from headrace_transformer.frontends.grpc.generate_json import read_generate_request
+from headrace_transformer.frontends.openai.generation_requests import ChatCompletionRequest
+from headrace_transformer.frontends.openai.requests import parse
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"const": "ü"}}}
 KINDS = "exactly one of json, json_object, regex, choice, grammar is needed"

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from runner.terminal import has_colours, one_line, printable
+from headrace_runner.terminal import has_colours, one_line, printable
 
 
 class Terminal(io.StringIO):

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.transformer.text.answer_parser import AnswerParser
-from services.transformer.text.answer_parts import CallArguments, CallStart, Content, Reasoning, merged
-from services.transformer.text.reasoning import REASONING_FORMATS, ReasoningParser
-from services.transformer.text.tool_calls import PARSERS
+from headrace_transformer.text.answer_parser import AnswerParser
+from headrace_transformer.text.answer_parts import CallArguments, CallStart, Content, Reasoning, merged
+from headrace_transformer.text.reasoning import REASONING_FORMATS, ReasoningParser
+from headrace_transformer.text.tool_calls import PARSERS
 
 NAMES = ("weather", "add")
 PARIS, ROME = '{"city": "Paris"}', '{"city": "Rome", "days": [1, {"x": "}\\"{"}]}'

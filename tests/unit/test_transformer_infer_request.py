@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from headrace.errors import InvalidRequestError
 from headrace.oip.wire_fields import fields
 from headrace_protos import inference_pb2 as pb
-from services.transformer.inference.request import InferRequest
+from headrace_transformer.inference.request import InferRequest
 
 NAMES = st.text(max_size=20)
 REQUESTS = st.builds(

@@ -6,14 +6,14 @@ import pytest
 
 from headrace.errors import StartupError
 from headrace.settings import load
-from services.transformer.settings import TransformerSettings
+from headrace_transformer.settings import TransformerSettings
 
 
 def load_with(monkeypatch, **environment):
     monkeypatch.setattr(sys, "argv", ["transformer"])
     for name, value in environment.items():
         monkeypatch.setenv(f"TRANSFORMER_{name}", value)
-    return load(TransformerSettings, "services.transformer")
+    return load(TransformerSettings, "headrace_transformer")
 
 
 def test_a_service_is_a_list_of_replicas_and_no_address_for_tensors(monkeypatch):

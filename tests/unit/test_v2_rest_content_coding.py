@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import InvalidRequestError, TooLargeError
-from services.transformer.frontends.v2_rest import content_coding
-from services.transformer.frontends.v2_rest.content_coding import inflated, is_small
+from headrace_transformer.frontends.v2_rest import content_coding
+from headrace_transformer.frontends.v2_rest.content_coding import inflated, is_small
 
 
 @given(st.binary(max_size=4000))

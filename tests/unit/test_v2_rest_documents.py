@@ -7,7 +7,7 @@ import pytest
 from headrace.errors import InvalidRequestError, TooLargeError
 from headrace_protos import inference_pb2 as pb
 from headrace_protos import model_config_pb2
-from services.transformer.frontends.v2_rest import documents
+from headrace_transformer.frontends.v2_rest import documents
 
 
 def posted(value):

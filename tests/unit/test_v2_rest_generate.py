@@ -8,7 +8,7 @@ import pytest
 from headrace.errors import InvalidRequestError
 from headrace.oip.tensors import BYTES, Tensor, add_output, bytes_tensor, decode_inputs
 from headrace_protos import inference_pb2 as pb
-from services.transformer.frontends.v2_rest.generate_body import read_generate, write_answer
+from headrace_transformer.frontends.v2_rest.generate_body import read_generate, write_answer
 
 
 def metadata(**inputs):

@@ -16,8 +16,8 @@ from headrace.errors import HopBrokenError, InvalidRequestError, TooLargeError
 from headrace.oip import json_tensors, json_text
 from headrace.oip.tensors import BYTES, Tensor, add_output, bytes_tensor, decode_inputs, encode_raw
 from headrace_protos import inference_pb2 as pb
-from services.transformer.frontends.v2_rest import infer_body
-from services.transformer.frontends.v2_rest.infer_body import InferCall, read_body, read_raw_body, write_body
+from headrace_transformer.frontends.v2_rest import infer_body
+from headrace_transformer.frontends.v2_rest.infer_body import InferCall, read_body, read_raw_body, write_body
 
 NUMPY = {
     "BOOL": "?", "INT8": "i1", "INT16": "<i2", "INT32": "<i4", "INT64": "<i8", "UINT8": "u1", "UINT16": "<u2",

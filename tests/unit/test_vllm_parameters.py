@@ -6,10 +6,10 @@ import pytest
 
 from headrace.errors import InvalidRequestError, StartupError
 from headrace.sampling import SamplingParameters
-from services.predictor.engine.interface import GenerationRequest
-from services.predictor.settings import PredictorSettings
-from services.predictor.vllm_engine.parameters import vllm_request
-from services.predictor.vllm_engine.settings import VllmSettings, engine_arguments
+from headrace_predictor.engine.interface import GenerationRequest
+from headrace_predictor.settings import PredictorSettings
+from headrace_predictor.vllm_engine.parameters import vllm_request
+from headrace_predictor.vllm_engine.settings import VllmSettings, engine_arguments
 
 EOS = frozenset({2})
 

@@ -1,0 +1,128 @@
+"""`python -m headrace_runner up`: runs the stack in the foreground until Ctrl-C, SIGTERM or the end of its terminal.
+`down`: stops a running one. `roll`: replaces its services without losing a call; see stack.py and roll.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from headrace.descriptors import raise_descriptor_limit
+from headrace.errors import StartupError
+from headrace_runner import roll
+from headrace_runner import settings as stack_settings
+from headrace_runner.report import Report
+from headrace_runner.run_folder import RunFolder
+from headrace_runner.stack import Stack
+from headrace_runner.terminal import has_colours
+
+_DOWN_TIMEOUT_S = 15.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m headrace_runner", description=__doc__)
+    parser.add_argument("action", choices=("up", "down", "roll"))
+    parser.add_argument("-v", "--verbose", action="store_true", help="up: print every address and a call by gRPC")
+    arguments = parser.parse_args()
+    action = arguments.action
+    try:
+        settings = stack_settings.load()
+        if action == "up":
+            raise_descriptor_limit(_say)
+            asyncio.run(up(Stack(settings, say=_say), verbose=arguments.verbose))
+        elif action == "down":
+            down(RunFolder(settings.run_folder))
+        else:
+            roll.request(folder := RunFolder(settings.run_folder), _running(folder))
+            _say("every service has been replaced")
+    except StartupError as error:
+        sys.stderr.write(f"{error}\n")
+        raise SystemExit(1) from None
+
+
+async def up(stack: Stack, *, verbose: bool = False) -> None:
+    """Runs a stack until a signal; raises StartupError if it cannot run."""
+    report = Report(stack, _say, coloured=has_colours(sys.stdout, os.environ), verbose=verbose)
+    stop_request, roll_request = asyncio.Event(), asyncio.Event()
+
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(signum, stop_request.set)
+    loop.add_signal_handler(roll.SIGNAL, roll_request.set)
+
+    await stack.start()
+    serving = asyncio.create_task(_serve(stack, report), name="serve")
+    rolling = asyncio.create_task(roll.roll_on_request(stack, roll_request, _say), name="roll")
+    stopping = asyncio.create_task(stop_request.wait(), name="wait for a signal")
+    tasks = (serving, rolling, stopping)
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done - {stopping}:
+            await task
+        _say("stopping")
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await stack.stop()
+
+
+async def _serve(stack: Stack, report: Report) -> None:
+    report.starting()
+    await stack.wait_ready(on_ready=report.ready)
+    report.all_ready()
+    await stack.ended()
+
+
+def down(folder: RunFolder) -> None:
+    """Stops the runner that holds the folder and waits for its end."""
+    runner = _runner(folder)
+    if runner is None:
+        _say("no stack is running")
+        return
+    os.kill(runner, signal.SIGTERM)
+    give_up_at = time.monotonic() + _DOWN_TIMEOUT_S
+    while folder.holder() == runner:
+        if time.monotonic() > give_up_at:
+            raise StartupError(f"process {runner} is still running after {_DOWN_TIMEOUT_S:g} s")
+        time.sleep(0.1)
+    _say("stopped")
+
+
+def _running(folder: RunFolder) -> int:
+    """The id of the runner that holds the folder; raises StartupError if there is none."""
+    runner = _runner(folder)
+    if runner is None:
+        raise StartupError("no stack is running")
+    return runner
+
+
+def _runner(folder: RunFolder) -> int | None:
+    """The id of the runner that holds the folder, if any; raises StartupError if it is another kind of process."""
+    holder = folder.holder()
+    if holder is not None and not _is_runner(holder):
+        raise StartupError(
+            f"process {holder}, which holds {folder.path}, is not `python -m headrace_runner up`; stop it yourself"
+        )
+    return holder
+
+
+def _is_runner(pid: int) -> bool:
+    """Whether a process is a runner; assumed without /proc."""
+    command = Path(f"/proc/{pid}/cmdline")
+    return not command.exists() or b"runner\0up" in command.read_bytes()
+
+
+def _say(line: str) -> None:
+    with suppress(OSError):  # The terminal may be gone.
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

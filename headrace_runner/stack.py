@@ -1,0 +1,272 @@
+"""A whole stack as local processes; used by `make up` and by the system tests.
+
+    async with Stack(StackSettings(...)) as stack:
+        ...  # ready: stack.gateway answers
+
+All processes start at once, because each can wait for those that it needs. They are stopped in order, the gateway first
+and the logger last, within ten seconds. None outlives this process, however it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from types import TracebackType
+from typing import Self
+
+from headrace.errors import StartupError
+from headrace_runner import envoy_config, services
+from headrace_runner.process import Process, Say
+from headrace_runner.readiness import Readiness
+from headrace_runner.run_folder import RunFolder
+from headrace_runner.service_process import ServiceProcess
+from headrace_runner.settings import LOOPBACK, ROOT, StackSettings
+
+_POLL_S = 0.1
+_REPORT_S = 10.0
+_KEEP_S = 1.0
+# All other settings are also Envoy's or of the places of processes.
+_ROLLED = ("models", "device", "roll_patience_s", "locust_port")
+
+
+class Stack:
+    """Logger, predictors, transformer and Envoy, supervised.
+
+    `commands` and `environment` are those of `services.plan`; `say` prints one line for the user; `change_gateway` is a
+    test's change of Envoy's configuration.
+    """
+
+    def __init__(
+        self,
+        settings: StackSettings,
+        *,
+        commands: Mapping[str, tuple[str, ...]] | None = None,
+        environment: Mapping[str, Mapping[str, str]] | None = None,
+        change_gateway: envoy_config.Change | None = None,
+        say: Say = print,
+    ) -> None:
+        self.settings = settings
+        self.gateway = settings.gateway
+        self.folder = RunFolder(settings.run_folder)
+        self._say = say
+        self._change_gateway = change_gateway
+        self._commands, self._environment = commands or {}, environment or {}
+        plan = self._plan()
+        places = (self.folder.logs, ROOT, say, self._restore_folder)
+        self._services = {
+            spec.name: ServiceProcess(spec, *places) for spec in (*plan.predictors, plan.transformer, plan.logger)
+        }
+        self._processes: dict[str, Process] = {
+            spec.name: self._services.get(spec.name) or Process(spec, *places)
+            for stage in plan.stages()
+            for spec in stage
+        }
+        self._stages = [[self._processes[spec.name] for spec in stage] for stage in plan.stages()]
+        self._supervisions: list[asyncio.Task[None]] = []
+        self._keeping_folder: asyncio.Task[None] | None = None
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """The address of each process by name; "inner" is Envoy's inner listener."""
+        own = {name: f"{LOOPBACK}:{process.spec.port}" for name, process in self._processes.items() if name != "envoy"}
+        inner = f"{LOOPBACK}:{self.settings.gateway_inner_port}"
+        return {"gateway": self.gateway, "inner": inner, **own}
+
+    @property
+    def metrics_pages(self) -> dict[str, list[tuple[str, int, str]]]:
+        """The Prometheus pages of each kind of process: host, port and path."""
+        settings = self.settings
+        ports = {
+            "predictor": settings.predictor_metrics_ports,
+            "transformer": (settings.transformer_metrics_port,),
+            "logger": (settings.logger_metrics_port,),
+        }
+        pages = {kind: [(LOOPBACK, port, "/metrics") for port in numbers if port] for kind, numbers in ports.items()}
+        return pages | {"envoy": [(LOOPBACK, settings.gateway_inner_port, "/stats/prometheus")]}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The processes: "envoy", "transformer", "predictor-0", …, "logger"."""
+        return tuple(self._processes)
+
+    def pid(self, name: str) -> int:
+        """The process id; raises ProcessLookupError between two runs."""
+        return self._processes[name].pid
+
+    def log(self, name: str) -> str:
+        """The output of a process so far."""
+        return self._processes[name].log.read_text(errors="replace")
+
+    async def kill(self, name: str, signum: signal.Signals = signal.SIGKILL) -> None:
+        """Sends a signal; returns after the process's end if the signal asks for it. The process is restarted."""
+        await self._processes[name].kill(signum)
+
+    async def start(self) -> None:
+        """Starts every process; raises StartupError if the folder is held or not writable, or if a port is taken."""
+        self.folder.claim()
+        try:
+            check_ports(self.settings)
+            envoy_config.write(self.settings, self.folder.envoy_config, self._change_gateway)
+            for process in self._processes.values():
+                process.log.write_bytes(b"")
+        except BaseException as error:
+            self.folder.release()
+            if isinstance(error, OSError):
+                raise self.folder.unusable(error) from None
+            raise
+        self._supervisions = [process.start() for process in self._processes.values()]
+        self._keeping_folder = asyncio.create_task(self._keep_folder(), name="keep the folder")
+
+    async def roll(self, settings: StackSettings, environment: Mapping[str, Mapping[str, str]] | None = None) -> None:
+        """Replaces every service by one with `settings` and the current code, one after the other; no call is lost.
+
+        Predictors first: each new one is loaded before the old one retires, and the old one has ended before the next
+        is replaced, so memory is needed for only one predictor more. Then the transformer and the logger. Envoy goes
+        on. `environment` replaces that of the constructor. Raises StartupError with one line for a changed setting that
+        needs a start, and if a process does not start: it and all after it continue as before.
+        """
+        _check_rolled(self.settings, settings)
+        if environment is not None:
+            self._environment = environment
+        before, self.settings = self.settings, settings
+        try:
+            plan = self._plan()
+            for spec in (*plan.predictors, plan.transformer, plan.logger):
+                self._say(f"rolling {spec.name}")
+                kind = spec.name.partition("-")[0].upper()
+                await self._services[spec.name].replace(spec, f"{kind}_LISTEN", settings.roll_patience_s)
+                if spec in plan.predictors:
+                    await self._services[spec.name].predecessor_ended()
+        except BaseException:
+            self.settings = before
+            raise
+
+    async def _keep_folder(self) -> None:
+        """Restores the folder soon after its removal, so that `make down` finds the stack."""
+        while True:
+            await asyncio.sleep(_KEEP_S)
+            with suppress(OSError):
+                self._restore_folder()
+
+    def _restore_folder(self) -> None:
+        """Restores the folder if it was removed; raises OSError if that fails."""
+        try:
+            if self.folder.restore():
+                self._say(f"{self.folder.path} was removed and has been created again; earlier logs are lost")
+            if not self.folder.envoy_config.exists():
+                envoy_config.write(self.settings, self.folder.envoy_config, self._change_gateway)
+        except StartupError as error:
+            raise OSError(str(error)) from None
+
+    def _plan(self) -> services.StackPlan:
+        return services.plan(self.settings, self.folder.envoy_config, self._commands, self._environment)
+
+    async def wait_ready(self, timeout_s: float | None = None, on_ready: Callable[[str], None] | None = None) -> None:
+        """Returns when a generation would work; raises StartupError if that is impossible, TimeoutError after the
+        timeout.
+
+        `on_ready` gets the name of each process when it is ready, Envoy's last: then the whole stack is ready.
+        """
+        ready = asyncio.create_task(self._become_ready(on_ready or (lambda _: None)), name="readiness")
+        ended = asyncio.create_task(self.ended(), name="watch processes")
+        try:
+            done, _ = await asyncio.wait({ready, ended}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                await task
+            if not done:
+                raise TimeoutError(f"not ready within {timeout_s} s")
+        finally:
+            for task in (ready, ended):
+                task.cancel()
+            await asyncio.gather(ready, ended, return_exceptions=True)
+
+    async def ended(self) -> None:
+        """Returns when the stack has been stopped; raises StartupError when a process cannot run."""
+        done, _ = await asyncio.wait(self._supervisions, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            await task
+
+    async def stop(self) -> None:
+        """Stops every process and releases the folder."""
+        if self._keeping_folder is not None:
+            self._keeping_folder.cancel()
+            await asyncio.gather(self._keeping_folder, return_exceptions=True)
+        for stage in self._stages:
+            await asyncio.gather(*(process.stop() for process in stage))
+        self.folder.release()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        try:
+            await self.wait_ready()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def _become_ready(self, on_ready: Callable[[str], None]) -> None:
+        health = {name: process.spec.port for name, process in self._processes.items() if name != "envoy"}
+        readiness = Readiness(self.settings, health)
+        report_at = time.monotonic() + _REPORT_S
+        waited_for = set(health)
+        said: set[str] = set()
+        try:
+            while missing := await readiness.missing():
+                for name in sorted(waited_for - {*missing}):
+                    waited_for.remove(name)
+                    self._processes[name].has_served = True
+                    on_ready(name)
+                if time.monotonic() >= report_at:
+                    report_at += _REPORT_S
+                    for name in missing:
+                        line = self._processes[name].last_line() if name in self._processes else ""
+                        # That it listens is no reason why it is not ready; each other reason is said once.
+                        reason = "" if line.startswith("listening on ") else line
+                        if (text := f"waiting for {name}{reason and f': {reason}'}") not in said:
+                            said.add(text)
+                            self._say(text)
+                await asyncio.sleep(_POLL_S)
+            for name in (*sorted(waited_for), "envoy"):
+                self._processes[name].has_served = True
+                on_ready(name)
+        finally:
+            await readiness.close()
+
+
+def _check_rolled(before: StackSettings, after: StackSettings) -> None:
+    """Raises StartupError for a changed setting that needs a start: a gateway's, a port, the number of processes."""
+    for name in StackSettings.model_fields:
+        new = getattr(after, name)
+        if name not in _ROLLED and new != getattr(before, name):
+            raise StartupError(f"{name.upper()}={new}: cannot change while the stack runs; `make down` first")
+
+
+def check_ports(settings: StackSettings) -> None:
+    """Raises StartupError with the setting's name if a port is taken or chosen twice."""
+    with ExitStack() as held:  # All at the same time: that finds a port chosen twice.
+        for setting, ports in settings.ports().items():
+            for port in ports:
+                binds = {"GATEWAY_PORT": settings.gateway_plain_bind, "GATEWAY_TLS_PORT": settings.gateway_bind}
+                host = str(binds.get(setting, LOOPBACK))
+                probe = held.enter_context(socket.socket())
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((host, port))
+                    probe.listen()
+                except OSError as error:
+                    reason = (
+                        "is taken"
+                        if error.errno == errno.EADDRINUSE
+                        else f"of {host} cannot be used ({error.strerror})"
+                    )
+                    raise StartupError(f"port {port} {reason}; set {setting}=… to another") from None

@@ -1,1 +1,0 @@
-"""The services: transformer, predictor, logger. None imports another."""

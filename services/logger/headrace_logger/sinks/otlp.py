@@ -1,0 +1,130 @@
+"""Sends the spans of gen_ai.py by OTLP (opentelemetry.io/docs/specs/otlp), over gRPC or HTTP, one record a request.
+
+The scheme of the URL chooses: `grpc://host:4317`, `grpcs://host:4317` with TLS, or the whole URL of an HTTP receiver,
+`https://host/v1/traces`. Statuses that another attempt may change are tried again, wrong credentials and a wrong path
+too: nothing is skipped while someone corrects the settings. A receiver that rejects a span, or its size, gets the next
+one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from urllib.parse import unquote, urlsplit
+
+import grpc
+import httpx2
+from google.protobuf.message import DecodeError
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+
+from headrace.rpc.channel import channel_options
+from headrace_logger.sinks.cloud_events import Event, RefusedError, TryAgainError, retry_after_s, without_credentials
+from headrace_logger.sinks.gen_ai import export_request, is_generation
+from headrace_protos.headrace_pb2 import PayloadRecord
+
+_EXPORT = f"/{trace_service_pb2.DESCRIPTOR.services_by_name['TraceService'].full_name}/Export"
+_REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.OUT_OF_RANGE)
+_TRIED_AGAIN = (401, 403, 404, 408, 429)
+_MAX_ANSWER_BYTES = 64 * 1024
+
+
+class OtlpSink(ABC):
+    """`name`, the URL without its secrets, identifies the cursor; an attempt takes at most `timeout_s` seconds."""
+
+    def __init__(self, url: str, headers: Mapping[str, str], timeout_s: float) -> None:
+        self.name = f"gen_ai {without_credentials(url)}"
+        self._url = url
+        self._headers = headers
+        self._timeout_s = timeout_s
+
+    def events(self, record: PayloadRecord) -> Sequence[Event]:
+        """One request for a generation, none for other records; called on any thread."""
+        if not is_generation(record):
+            return ()
+        return (Event(record.record_id, {}, export_request(record).SerializeToString()),)
+
+    @abstractmethod
+    async def send(self, event: Event) -> None:
+        """Returns when the receiver has accepted the span; raises TryAgainError or RefusedError."""
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+
+class GrpcSink(OtlpSink):
+    def __init__(self, url: str, headers: Mapping[str, str], timeout_s: float) -> None:
+        super().__init__(url, {name.lower(): value for name, value in headers.items()}, timeout_s)
+        scheme, target = urlsplit(url).scheme, urlsplit(url).netloc
+        if scheme == "grpcs":
+            credentials = grpc.ssl_channel_credentials()
+            self._channel = grpc.aio.secure_channel(target, credentials, options=channel_options())
+        else:
+            self._channel = grpc.aio.insecure_channel(target, options=channel_options())
+        self._export: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(_EXPORT)
+
+    async def send(self, event: Event) -> None:
+        try:
+            answer = await self._export(event.body, timeout=self._timeout_s, metadata=tuple(self._headers.items()))
+        except grpc.aio.AioRpcError as error:
+            text = f"{error.code().name}: {error.details()}"
+            if error.code() in _REFUSALS or "larger than max" in (error.details() or ""):
+                raise RefusedError(text) from None
+            raise TryAgainError(text) from None
+        _check(answer)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+class HttpSink(OtlpSink):
+    def __init__(self, url: str, headers: Mapping[str, str], timeout_s: float, connections: int) -> None:
+        super().__init__(url, {**headers, "content-type": "application/x-protobuf"}, timeout_s)
+        self._client = httpx2.AsyncClient(timeout=None, limits=httpx2.Limits(max_connections=connections))
+
+    async def send(self, event: Event) -> None:
+        answer = b""
+        try:
+            async with (
+                asyncio.timeout(self._timeout_s),
+                self._client.stream("POST", self._url, headers=self._headers, content=event.body) as response,
+            ):
+                async for part in response.aiter_bytes():
+                    answer += part
+                    if len(answer) > _MAX_ANSWER_BYTES:
+                        break
+        except TimeoutError:
+            raise TryAgainError(f"no answer within {self._timeout_s:g} s") from None
+        except httpx2.RequestError as error:
+            raise TryAgainError(f"{type(error).__name__}: {error}") from error
+        if response.is_success:
+            if response.headers.get("content-type") == "application/x-protobuf":
+                _check(answer)
+            return
+        status = f"it answered {response.status_code}"
+        if 400 <= response.status_code < 500 and response.status_code not in _TRIED_AGAIN:
+            raise RefusedError(status)
+        raise TryAgainError(status, retry_after_s(response.headers.get("retry-after", "")))
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+def otlp_sink(url: str, headers: str, timeout_s: float, connections: int) -> OtlpSink:
+    """The sink of a URL; `headers` as in OTEL_EXPORTER_OTLP_HEADERS: `name=value,…`, encoded as in a URL."""
+    pairs = (part.partition("=") for part in headers.split(",") if part.strip())
+    parsed = {name.strip(): unquote(value.strip()) for name, _, value in pairs}
+    if urlsplit(url).scheme in ("grpc", "grpcs"):
+        return GrpcSink(url, parsed, timeout_s)
+    return HttpSink(url, parsed, timeout_s, connections)
+
+
+def _check(answer: bytes) -> None:
+    """Raises RefusedError if the receiver rejected the span."""
+    try:
+        partial = ExportTraceServiceResponse.FromString(answer).partial_success
+    except DecodeError:
+        return
+    if partial.rejected_spans:
+        raise RefusedError(partial.error_message or "the span was rejected")

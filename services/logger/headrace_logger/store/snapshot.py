@@ -1,0 +1,130 @@
+"""A snapshot of a database's records, read without its logger, which may be running.
+
+    with Snapshot(database, filters) as snapshot:
+        for record in snapshot.records(): ...
+
+Oldest first, by the records' times. Records committed later are not included; records deleted meanwhile are missing.
+`hours` and `Part` divide them, for exports that continue an earlier one.
+
+Rows are read in transactions that end before their records are returned, so a slow reader does not keep the logger from
+truncating its write-ahead log; at most 4 MiB, or one record, at a time.
+
+Errors: StartupError if the database cannot be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import sqlalchemy as sql
+from sqlalchemy.exc import DatabaseError
+
+from headrace.errors import StartupError
+from headrace_logger.store import reading
+from headrace_logger.store.filters import Filters
+from headrace_logger.store.opening import Location, name_of, open_for_export
+from headrace_logger.store.statements import in_each
+from headrace_logger.store.tables import OF_CALL_FOR_NOW, calls, now_us, records
+from headrace_protos.headrace_pb2 import PayloadRecord
+
+_ROWS = 500
+_BYTES = 4 * 1024 * 1024
+_HOUR_US = 3600 * 1_000_000
+
+
+@dataclass(frozen=True)
+class Part:
+    """The records of an hour, counted since 1970, with positions above `after` and up to `last`."""
+
+    hour: int
+    after: int
+    last: int
+
+    def clauses(self) -> list[sql.ColumnElement[bool]]:
+        begin_us = self.hour * _HOUR_US
+        return [
+            records.c.time_us >= begin_us,
+            records.c.time_us < begin_us + _HOUR_US,
+            records.c.position > self.after,
+            records.c.position <= self.last,
+        ]
+
+
+class Snapshot:
+    """The records of a database that pass the filters.
+
+    `last` is the highest position of a record, `last_ever` that of all there were.
+    """
+
+    def __init__(self, database: Location, filters: Filters) -> None:
+        self._database = database
+        self._engine = open_for_export(database)
+        with self._connect() as connection:
+            self.last: int = reading.newest_position(connection)
+            self.last_ever: int = reading.last_position(connection)
+        self._clauses = [records.c.position <= self.last, *filters.clauses(records)]
+
+    def count(self) -> int:
+        with self._connect() as connection:
+            statement = sql.select(sql.func.count()).select_from(records).where(*self._clauses)
+            return int(connection.execute(statement).scalar_one())
+
+    def hours(self) -> list[int]:
+        """The hours since 1970 that have records, in order."""
+        hour = sql.literal_column(f"time_us / {_HOUR_US}", sql.BigInteger)
+        with self._connect() as connection:
+            statement = sql.select(hour).distinct().select_from(records).where(records.c.time_us >= 0, *self._clauses)
+            return sorted(connection.execute(statement).scalars())
+
+    def final_position(self) -> int:
+        """The position up to which no record will be replaced by a service's record of the same call."""
+        called = calls.c.time_us > now_us() - int(reading.RECORD_LATE_S * 1_000_000)
+        first = sql.select(sql.func.min(records.c.position)).join(calls, calls.c.call_id == records.c.call_id)
+        with self._connect() as connection:
+            found = connection.execute(first.where(called, records.c.of_call == OF_CALL_FOR_NOW)).scalar_one()
+        return self.last if found is None else min(self.last, int(found) - 1)
+
+    def records(self, part: Part | None = None) -> Iterator[PayloadRecord]:
+        """Yields each record with the gateway's part; with `part`, each record of that."""
+        clauses = [*self._clauses, *(part.clauses() if part else ())]
+        last: reading.Place | None = None
+        while rows := self._page(clauses, last):
+            for row in rows:
+                if not reading.may_be_replaced(row):
+                    yield reading.Found(row.body, row.gateway).record
+            last = reading.Place(rows[-1].time_us, rows[-1].position)
+
+    def __enter__(self) -> Snapshot:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._engine.dispose()
+
+    def _page(self, clauses: list[sql.ColumnElement[bool]], last: reading.Place | None) -> Sequence[Any]:
+        clauses = list(clauses)
+        if last is not None:
+            # The first of the two is for the index.
+            clauses.append(records.c.time_us >= last.time_us)
+            clauses.append((records.c.time_us > last.time_us) | (records.c.position > last.position))
+        # Without the bodies, which SQLite would otherwise hold in memory to sort them.
+        order = (records.c.time_us, records.c.position)
+        sizes = sql.select(records.c.position, sql.func.length(records.c.body).label("size")).where(*clauses)
+        with self._connect() as connection:
+            rows: Sequence[Any] = connection.execute(sizes.order_by(*order).limit(_ROWS)).all()
+            chosen = [row.position for row in rows[: max(1, reading.fitting(rows, _BYTES))]]
+            whole = reading.whole_rows().where(in_each(records.c.position, chosen))
+            return connection.execute(whole.order_by(*order)).all()
+
+    @contextmanager
+    def _connect(self) -> Iterator[sql.Connection]:
+        try:
+            with self._engine.connect() as connection:
+                yield connection
+        except DatabaseError as error:
+            raise StartupError(f"{name_of(self._database)}: {' '.join(str(error.orig).split())}") from None

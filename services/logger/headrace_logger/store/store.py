@@ -1,0 +1,292 @@
+"""The store of payload records: by key, by filter and in the order of commit, in SQLite or PostgreSQL; and usage.
+
+`append` returns after the commit; a (source, sequence) or record_id that has arrived before has no effect, even if its
+record was deleted. Reads return the newest first, by the records' times, except `after`, which reads in the order of
+commit. A call that a service may have recorded is not shown for a while, until the service's record can have arrived.
+
+A query reads some records at a time, each time in a transaction, and keeps none open for a slow reader. Long work
+(deleting, freeing space) is done in small steps, between which others can write. For threads see database.py.
+
+Errors: StartupError if the file cannot be used, NotReadyError if the database stops answering, InvalidRequestError for
+an invalid page token, DeadlineError if a text search or the sum of usage takes too long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
+from pathlib import Path
+from typing import NamedTuple
+
+import sqlalchemy as sql
+
+from headrace.errors import NotReadyError
+from headrace_logger.store import reading, removing, tables, usage, writing
+from headrace_logger.store.database import Database
+from headrace_logger.store.deletions import Deletions
+from headrace_logger.store.filters import Filters
+from headrace_logger.store.readers import FREE_BYTES, Reader
+from headrace_logger.store.reading import Found, Place, Row, Stored
+from headrace_logger.store.sqlite import SqliteDatabase
+from headrace_logger.store.statements import run
+from headrace_logger.store.writing import GatewayLine
+from headrace_logger.telemetry import Commits
+from headrace_protos.headrace_pb2 import AppendRequest, PayloadRecord, UsageResponse
+
+SEARCH_S = 5.0
+
+_CHECK = "health check"
+_REFUSED_S = 30.0
+_ROWS_PER_READ = 100
+_MOVE_CURSOR = (
+    "INSERT INTO cursors (name, position) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET position = excluded.position"
+)
+_BYTES_PER_BATCH = 1024 * 1024
+
+
+class _Batch(NamedTuple):
+    """Rows of a query, the matching record of each or None, and whether more rows follow."""
+
+    rows: Sequence[Row]
+    found: Sequence[Found | None]
+    is_followed: bool
+
+
+class Store(ABC):
+    """The records of a database, which a subclass opens."""
+
+    def __init__(self, search_s: float, commits: Commits) -> None:
+        self._commits = commits
+        self._search_s = search_s
+        self._deletions = Deletions()
+        self._usage = usage.UsageSums()
+        self._database = self._open()
+        self._notices: list[Callable[[], None]] = []
+        self._gathered: list[AppendRequest] = []
+        self._next_commit: asyncio.Task[set[int]] | None = None
+        self._committing = asyncio.Lock()
+        self._refused_until = 0.0  # From a commit of records that failed, to the next one or this time.
+
+    @abstractmethod
+    def _open(self) -> Database:
+        """Opens the database, of which `_load` reads a part; `__init__` calls it."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other loggers may write to the database too."""
+        return self._database.is_shared
+
+    def _load(self, connection: sql.Connection) -> None:
+        """Reads what is kept in memory too."""
+        self._deletions.load(connection)
+        self._usage.load(connection)
+
+    async def append(self, requests: Sequence[AppendRequest]) -> list[PayloadRecord]:
+        """Commits the records, all or none, and returns the new ones; existing ones stay unchanged."""
+        if not requests:
+            return []
+        self._gathered += requests
+        if self._next_commit is None:
+            self._next_commit = asyncio.create_task(self._commit(), name="store commit")
+            # Its callers may have left; this retrieves the exception.
+            self._next_commit.add_done_callback(lambda task: task.cancelled() or task.exception())
+        new = await asyncio.shield(self._next_commit)
+        return [request.record for key, request in {id(one): one for one in requests}.items() if key in new]
+
+    async def _commit(self) -> set[int]:
+        """Commits the requests submitted during the previous commit; returns the `id` of each new one."""
+        async with self._committing:
+            requests, self._gathered, self._next_commit = self._gathered, [], None
+            try:
+                new = await self._database.run_writing(self._commits.observe, requests, lambda: self._add(requests))
+            except NotReadyError:
+                self._refused_until = time.monotonic() + _REFUSED_S
+                raise
+            self._refused_until = 0.0
+        if new:
+            for notice in self._notices:
+                notice()
+        return {id(request) for request in new}
+
+    def _add(self, requests: Sequence[AppendRequest]) -> Sequence[AppendRequest]:
+        with self._database.begin() as connection:
+            return writing.append(connection, requests, tables.now_us(), self._deletions, self._usage)
+
+    async def add_calls(self, calls: Sequence[GatewayLine]) -> list[PayloadRecord]:
+        """Commits calls that the gateway logged.
+
+        A call is joined to the services' records with its call_id. Without such a record it is a record of its own
+        until one arrives. Returns those of calls that no service can record.
+        """
+        return await self._database.write(writing.add_calls, calls, tables.now_us()) if calls else []
+
+    async def get(
+        self, record_id: str, lender: Reader | None = None, client: str | None = None
+    ) -> AsyncGenerator[Found, None]:
+        """Yields the record with this id, if there is one and it is the client's; `lender` as in `query`."""
+        for row in await self._database.select(reading.by_record_id(record_id, client)):
+            async with _loan(lender, row.size):
+                if (found := await self._database.read(reading.one, row.position)) is not None:
+                    yield found
+
+    async def query(
+        self, filters: Filters, page_token: str | None, limit: int, lender: Reader | None = None
+    ) -> AsyncGenerator[Found, None]:
+        """Yields at most `limit` records that pass every filter, newest first, each with the next page_token.
+
+        `lender` bounds the large records in memory. Raises DeadlineError, which states the progress, if a text search
+        takes too long.
+        """
+        before = await self._database.read(reading.place_of, page_token) if page_token else None
+        rows_per_read = _ROWS_PER_READ if filters.text else min(limit, _ROWS_PER_READ)
+        give_up_at, looked_through = time.monotonic() + self._search_s, 0
+        async with aclosing(self._batches(filters, before, rows_per_read, lender)) as batches:
+            async for batch in batches:
+                for record in filter(None, batch.found):
+                    yield record
+                    limit -= 1
+                    if limit == 0:
+                        return
+                looked_through += len(batch.rows)
+                if filters.text and batch.is_followed and time.monotonic() >= give_up_at:
+                    raise reading.searched_too_long(looked_through, batch.rows[-1])
+
+    async def _batches(
+        self, filters: Filters, before: Place | None, rows_per_read: int, lender: Reader | None
+    ) -> AsyncGenerator[_Batch, None]:
+        """The rows of a query, in batches of a few bytes or of one record; a batch's loan lasts until the next one."""
+        while True:
+            rows, found = await self._database.read(reading.page, filters, before, rows_per_read, FREE_BYTES)
+            is_full = len(rows) == rows_per_read
+            rest = rows[len(found) :]
+            if found:
+                yield _Batch(rows[: len(found)], found, is_full or bool(rest))
+            while rest:
+                count = max(1, reading.fitting(rest, _BYTES_PER_BATCH))
+                some, rest = rest[:count], rest[count:]
+                async with _loan(lender, sum(row.size for row in some)):
+                    found = await self._database.read(reading.read, filters, some)
+                    yield _Batch(some, found, is_full or bool(rest))
+            if not is_full:
+                return
+            before = Place(rows[-1].time_us, rows[-1].position)
+
+    async def usage(self, query: usage.UsageQuery) -> UsageResponse:
+        """The usage by group; raises InvalidRequestError if there are too many groups."""
+        return await self._database.read(usage.select, query, self._search_s)
+
+    async def delete(self, of_client: str | None = None, /, **key: str) -> int:
+        """Deletes every record with one key permanently: record_id, request_id or client; returns their number.
+
+        With `of_client`, only those of a client. Records that arrive later are dropped if their requests arrived before
+        the deletion.
+        """
+        ((column, value),) = key.items()
+        # Registered first, so that records that arrive meanwhile are covered.
+        await self._database.write(self._deletions.add, column, value, of_client or "", tables.now_us())
+        chosen = tables.records.c[column] == value
+        if of_client is not None:
+            chosen &= tables.records.c.client == of_client
+        deleted = 0
+        while batch := await self._database.write(removing.delete_some, chosen):
+            deleted += batch
+        if deleted:
+            await self.give_back()
+        return deleted
+
+    async def after(self, position: int, limit: int) -> list[Stored]:
+        """Returns at most `limit` of the services' records after `position`, in the order of commit.
+
+        Without the gateway's part, so that every read of a record returns the same.
+        """
+        return await self._database.read(reading.after, position, limit)
+
+    async def shown_after(self, position: int, limit: int) -> list[Stored]:
+        """As `after`, and with the records of calls that no service can have recorded."""
+        return await self._database.read(reading.shown_after, position, limit)
+
+    async def last_position(self) -> int:
+        """The position of the newest commit, even if deleted; 0 if there was none."""
+        return await self._database.read(reading.last_position)
+
+    async def newest_position(self) -> int:
+        """The position of the newest record; 0 if there is none."""
+        return await self._database.read(reading.newest_position)
+
+    async def cursors(self) -> dict[str, int]:
+        return {row.name: row.position for row in await self._database.select(sql.select(tables.cursors))}
+
+    async def move_cursor(self, name: str, position: int) -> None:
+        """Saves a reader's position under its name; returns after the commit."""
+        await self._database.write(run, _MOVE_CURSOR, name, position)
+
+    def on_append(self, notice: Callable[[], None]) -> None:
+        """Registers a callback that runs on the event loop after each commit of services' records."""
+        self._notices.append(notice)
+
+    async def expire(self, before_us: int | None, max_bytes: int | None) -> list[int]:
+        """Deletes some of the oldest records, those before a time or above a size; returns their positions.
+
+        Empty when none are left. Records of only the gateway's line count as position 0.
+        """
+        return await self._database.write(removing.expire_some, before_us, max_bytes)
+
+    async def forget(self, before_us: int) -> None:
+        """Forgets sequences that were received, and calls that were deleted, before a time."""
+        while await self._database.write(removing.forget_some, before_us):
+            pass
+        await self._database.write(self._deletions.load)
+
+    async def forget_usage(self, before_us: int) -> None:
+        """Forgets the usage of hours that ended before a time."""
+        while await self._database.write(usage.forget_some, before_us):
+            pass
+
+    async def give_back(self) -> None:
+        """Returns deleted records' space to the file system, where this is the logger's task."""
+        await self._database.give_back()
+
+    async def check(self) -> None:
+        """Commits a small write; raises NotReadyError unless it, and the records that came last, could be committed."""
+        await self.move_cursor(_CHECK, 0)
+        await self.check_reading()
+        # On a full disk the small write may find room where records do not. They are sent again and again.
+        if time.monotonic() < self._refused_until:
+            raise NotReadyError("the newest records could not be committed")
+
+    async def check_reading(self) -> None:
+        """Raises NotReadyError unless the store answers to reads."""
+        await self._database.select(sql.select(tables.records.c.position).limit(1))
+
+    def alone(self, name: str) -> AbstractAsyncContextManager[Callable[[], bool]]:
+        """Of a shared store: waits until no other logger has this name; gives a check, which blocks, that it is so."""
+        return self._database.alone(name)
+
+    async def close(self) -> None:
+        """Ends the threads after their current work and closes the database."""
+        async with self._committing:
+            await self._database.close()
+
+
+class SqliteStore(Store):
+    """One SQLite file that only its owner can read.
+
+    With `fsync` commits survive a power failure; without it, only the death of the process.
+    """
+
+    def __init__(
+        self, path: Path, fsync: bool = True, search_s: float = SEARCH_S, commits: Commits | None = None
+    ) -> None:
+        self._path = path
+        self._fsync = fsync
+        super().__init__(search_s, commits or Commits())
+
+    def _open(self) -> Database:
+        return SqliteDatabase(self._path, self._fsync, self._load, self._commits.count_lost_database)
+
+
+def _loan(lender: Reader | None, size: int) -> AbstractAsyncContextManager[None]:
+    return lender(size) if lender else nullcontext()

@@ -1,0 +1,78 @@
+"""Starts the predictor."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+
+from headrace.payload.metrics import observe_tap
+from headrace.payload.tap import PayloadTap
+from headrace.rpc.server import READY, Server
+from headrace.rpc.service import run_service
+from headrace_predictor.engine_process.engine_host import EngineHost
+from headrace_predictor.settings import PredictorSettings
+from headrace_protos.inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
+
+_SERVICE = "inference.GRPCInferenceService"
+_TAP_DRAIN_S = 3.0
+
+
+def main(prepare: str = "") -> None:
+    """Runs the service. `prepare`: a `module:function` that each engine process calls before it loads its model."""
+    host = EngineHost(prepare)
+    if "torch" in sys.modules:
+        # This process has imported the libraries of models, and is single-threaded only now.
+        host.fork()
+    run_service("predictor", PredictorSettings, partial(serve, host=host))
+
+
+async def serve(settings: PredictorSettings, host: EngineHost) -> None:
+    # Wrong settings are reported before the rest is imported.
+    from headrace_predictor import development
+    from headrace_predictor.generation.metrics import observe_engines
+    from headrace_predictor.repository.repository import ModelRepository
+    from headrace_predictor.servicer import InferenceServicer
+    from headrace_predictor.steps.servicer import StepsServicer
+
+    server = Server.of("predictor", settings, [_SERVICE])
+
+    repository = ModelRepository(settings, partial(server.set_serving, READY), host)
+    observe_engines(repository.engines)
+    tap = PayloadTap.of(settings, "predictor")
+    tap.start()
+    observe_tap(tap)
+    servicer = InferenceServicer(repository, tap, settings.payload_addressed)
+    add_GRPCInferenceServiceServicer_to_server(servicer, server.grpc)
+
+    steps = StepsServicer(repository, server.stopping, settings.listen != "alone" and settings.steps_port != 0)
+    steps.add_to(server.grpc)
+    server.add_port(steps.own_port, settings.steps_port)
+
+    if settings.development:
+        development.add_to_server(repository, server.grpc)
+
+    async def load() -> None:
+        await repository.load_all()
+        for name in ("", _SERVICE):
+            await server.set_serving(name, True)
+
+    async def load_and_watch() -> None:
+        await load()
+        await repository.engine_death()
+
+    for name in ("", READY, _SERVICE):
+        await server.set_serving(name, False)
+    if settings.listen == "take-over":
+        await load()
+        server.own("watch", repository.engine_death())
+    else:
+        # It listens while it loads, so that a long download can be distinguished from a hang.
+        server.own("load-and-watch", load_and_watch())
+    server.at_stop(partial(tap.stop, _TAP_DRAIN_S))
+    server.at_drain(repository.drain)
+    server.at_stop(repository.close)
+    await server.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Reads an adapter in the format of PEFT: `adapter_config.json` and `adapter_model.safetensors`.
+
+Source: https://huggingface.co/docs/peft, "PEFT checkpoint format" and "LoRA". Only low-rank products of linear layers
+are supported; whatever else would change an answer raises ValueError with its name.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import re2
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from headrace.models.kinds import ADAPTER_FILE
+from headrace.models.sources import read_config
+from headrace_predictor.engine.adapters.low_rank import LowRankWeights
+
+MAX_RANK = 256
+_MAX_PATTERNS = 4096
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+_KEY = re.compile(r"base_model\.model\.(?P<path>.+)\.lora_(?P<side>[AB])\.weight")
+# Fields that do not change what the weights mean, or that are read below. All others must be empty.
+_READ = {
+    *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "exclude_modules", "fan_in_fan_out"),
+    *("inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout"),
+    *("megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision"),
+    *("target_modules", "task_type", "use_rslora"),
+}
+# The other ways to begin a training change the base's weights too.
+_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
+
+
+class LinearShape(NamedTuple):
+    """The sizes of a linear layer's input and output."""
+
+    inputs: int
+    outputs: int
+
+
+def linear_shapes(model: Any) -> dict[str, LinearShape]:
+    """The linear layers of a model that an adapter may change, by path: all but its output layer."""
+    head = model.get_output_embeddings()
+    shapes = {}
+    for path, module in model.named_modules():
+        if module is head:
+            continue
+        if isinstance(module, nn.Linear):
+            shapes[path] = LinearShape(module.in_features, module.out_features)
+        elif isinstance(module, Conv1D):  # GPT-2's, whose weight is transposed.
+            shapes[path] = LinearShape(*module.weight.shape)
+    return shapes
+
+
+def read_adapter(
+    folder: Path, shapes: Mapping[str, LinearShape], dtype: torch.dtype, device: torch.device
+) -> dict[str, LowRankWeights]:
+    """The weights by module path, in the model's dtype; raises ValueError, and safetensors' own errors."""
+    config = read_config(folder, ADAPTER_FILE)
+    _check(config)
+    if not (folder / WEIGHTS_FILE).is_file():
+        raise ValueError(f"it has no {WEIGHTS_FILE}; other formats are not loaded")
+    sides: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in load_file(folder / WEIGHTS_FILE).items():
+        match = _KEY.fullmatch(key)
+        if match is None:
+            raise ValueError(f"its weight {key} is not that of a low-rank product of a linear layer")
+        sides.setdefault(match["path"], {})[match["side"]] = tensor
+    if not sides:
+        raise ValueError("it has no weights")
+    alphas = _alpha_patterns(config)
+    weights = {}
+    for path, pair in sides.items():
+        down, up = _checked(path, pair, shapes)
+        # Scaled before it is rounded to the model's dtype.
+        up = up.float() * _scale(config, alphas, path, len(down))
+        weights[path] = LowRankWeights(*(tensor.to(device, dtype).contiguous() for tensor in (down, up)))
+    return weights
+
+
+def _check(config: Mapping[str, Any]) -> None:
+    if config.get("peft_type") != "LORA":
+        raise ValueError(f"it is of the kind {config.get('peft_type')}; only LORA is supported")
+    if config.get("task_type") not in (None, "CAUSAL_LM"):
+        raise ValueError(f"its task_type is {config['task_type']}; only CAUSAL_LM is supported")
+    if config.get("bias", "none") != "none":
+        raise ValueError("it changes biases, which is not supported")
+    if config.get("init_lora_weights") not in _BEGINNINGS:
+        raise ValueError(f"init_lora_weights={config['init_lora_weights']} changes the base, which is not supported")
+    for name, value in config.items():
+        if value and name not in _READ:
+            raise ValueError(f"{name} is not supported")
+
+
+def _checked(path: str, pair: Mapping[str, Tensor], shapes: Mapping[str, LinearShape]) -> tuple[Tensor, Tensor]:
+    shape = shapes.get(path)
+    if shape is None:
+        raise ValueError(f"it changes {path}, which is not a linear layer of the base's decoder")
+    if pair.keys() != {"A", "B"}:
+        raise ValueError(f"of {path} it has only one of two weights")
+    down, up = pair["A"], pair["B"]
+    rank = len(down)
+    if tuple(down.shape) != (rank, shape.inputs) or tuple(up.shape) != (shape.outputs, rank):
+        raise ValueError(
+            f"its weights of {path} are {list(down.shape)} and {list(up.shape)}, but the base's layer has"
+            f" {shape.inputs} inputs and {shape.outputs} outputs"
+        )
+    if not 1 <= rank <= MAX_RANK:
+        raise ValueError(f"{path} has rank {rank}; the maximum is {MAX_RANK}")
+    return down, up
+
+
+def _alpha_patterns(config: Mapping[str, Any]) -> list[tuple[Any, float]]:
+    """Regular expressions for the end of a path, as PEFT reads them, by RE2: none of them backtracks."""
+    patterns: Mapping[str, float] = config.get("alpha_pattern") or {}
+    if len(patterns) > _MAX_PATTERNS:
+        raise ValueError(f"its alpha_pattern has {len(patterns)} patterns; the maximum is {_MAX_PATTERNS}")
+    options = re2.Options()
+    options.log_errors = False
+    try:
+        return [(re2.compile(rf"(.*\.)?({pattern})", options), alpha) for pattern, alpha in patterns.items()]
+    except re2.error as error:
+        raise ValueError(f"its alpha_pattern is not a regular expression that RE2 reads: {error}") from None
+
+
+def _scale(config: Mapping[str, Any], alphas: Sequence[tuple[Any, float]], path: str, rank: int) -> float:
+    """The first pattern that fits counts."""
+    alpha = next((alpha for pattern, alpha in alphas if pattern.fullmatch(path)), config.get("lora_alpha", 8))
+    return float(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))

@@ -1,0 +1,106 @@
+"""Builds the engine of a loaded transformers model: memory, runner, scheduler.
+
+Three kinds of runners; the fastest that supports the model is chosen: paged for decoders that take an attention
+function (see proof.py), ragged for T5 and its family, one row at a time for the rest. A model or memory that
+cannot be served raises StartupError here, with one line of text.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from headrace.sampling import end_ids_of
+from headrace_predictor.engine.cpu.packed_linear import pack_linears
+from headrace_predictor.engine.engine import ContinuousBatchingEngine
+from headrace_predictor.engine.grammar.compiler import GrammarCompiler
+from headrace_predictor.engine.interface import EngineLimits
+from headrace_predictor.engine.load.pace import PrefillPace
+from headrace_predictor.engine.runners.adapters import Adapters
+from headrace_predictor.engine.runners.decode_graphs import record_cuda_graph
+from headrace_predictor.engine.runners.fused_layers import fuse_layers
+from headrace_predictor.engine.runners.interface import ModelRunner
+from headrace_predictor.engine.runners.memory import cache_shape, plan_memory
+from headrace_predictor.engine.runners.paged import PagedRunner
+from headrace_predictor.engine.runners.proof import Proof
+from headrace_predictor.engine.scheduler import Scheduler
+from headrace_predictor.engine.state.blocks import BlockManager
+from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape
+from headrace_predictor.settings import PredictorSettings
+
+logger = logging.getLogger(__name__)
+
+
+def build_engine(
+    name: str,
+    model: Any,
+    settings: PredictorSettings,
+    flush: Callable[[], None] = lambda: None,
+    grammars: GrammarCompiler | None = None,
+    eos_ids: frozenset[int] | None = None,
+) -> ContinuousBatchingEngine:
+    """Builds and starts the engine of a generation model; raises StartupError. For the rest see engine.py.
+
+    Without `eos_ids` the model's own are the end tokens.
+    """
+    shape = cache_shape(model)
+    context, blocks = plan_memory(name, model, shape, settings)
+    # Before a runner packs the weights in a form of its own.
+    size = {
+        "parameter_count": str(sum(tensor.numel() for tensor in model.parameters())),
+        "weights_bytes": str(sum(tensor.numel() * tensor.itemsize for tensor in model.parameters())),
+        "cache_bytes": str(blocks * BLOCK_TOKENS * shape.bytes_per_token),
+    }
+    vocabulary = model.get_input_embeddings().num_embeddings
+    with torch.inference_mode():
+        proof = Proof(model, shape, vocabulary, context, 2 * settings.step_tokens)
+        if not model.config.is_encoder_decoder:
+            proof.check_generate(name)
+        runner, adapters, reason = _choose_runner(name, model, shape, blocks, proof, settings.cuda_graphs)
+    scheduler = Scheduler(
+        BlockManager(blocks, BLOCK_TOKENS),
+        settings.max_running,
+        settings.max_waiting,
+        settings.step_tokens,
+        runner.reuses_prefixes,
+        runner.scaling,
+    )
+    engine = ContinuousBatchingEngine(
+        name,
+        runner,
+        scheduler,
+        PrefillPace(settings.max_gap_ms / 1000),
+        EngineLimits(context, bool(model.config.is_encoder_decoder), vocabulary, runner.scores_prompts),
+        end_ids_of(model.generation_config.eos_token_id) if eos_ids is None else eos_ids,
+        settings.step_timeout,
+        flush,
+        grammars,
+    )
+    engine.description |= size | ({} if reason is None else {"runner_reason": reason})
+    engine.adapters = adapters
+    return engine
+
+
+def _choose_runner(
+    name: str, model: Any, shape: CacheShape, blocks: int, proof: Proof, cuda_graphs: bool
+) -> tuple[ModelRunner, Adapters | None, str | None]:
+    """The runner, the adapters that it can compute, and why it is not a faster one."""
+    runner: ModelRunner
+    adapters: Adapters | None = None
+    reason: str | None = None
+    if model.config.is_encoder_decoder:
+        runner, reason = proof.encoder_decoder_runner(blocks)
+    elif (reason := proof.of_paged()) is None:
+        adapters = Adapters(model)  # Before the layers are replaced.
+        fuse_layers(model)
+        pack_linears(model)
+        records = cuda_graphs and model.device.type == "cuda"
+        runner = PagedRunner(model, shape, blocks, record_cuda_graph if records else None, adapters, proof.rotary)
+    else:
+        logger.warning("model %s is run one row at a time: %s", name, reason)
+        runner = proof.row_runner()
+    logger.info("model %s: runner %s, %d blocks of %d tokens", name, runner.description, blocks, BLOCK_TOKENS)
+    return runner, adapters, reason

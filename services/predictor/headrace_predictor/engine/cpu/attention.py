@@ -1,0 +1,300 @@
+"""Attention over paged keys and values, compiled for the CPU by Numba.
+
+torch has no such operation: it needs a sequence's blocks in one tensor. That copy and a batch of tiny matrix products
+cost several times as much as reading the cache once (two thirds of the time of an OPT-125M step of 32 rows).
+
+Neighbouring tokens of a prompt, and query heads that share a key head, read each block once for all of them. Yet every
+query has sums of its own, always in the same order, so its result is the same to the last bit, for any other contents
+of the step and any division of its sequence into chunks.
+
+Shapes, with T tokens in the step: packed [T, query heads, then key heads, then value heads, head size], of which keys
+and values are written to the cache first; or queries only, if nothing is written. Cosines and sines [T, head size] of
+the rotary position embedding of queries and keys, [0, 0] for none. The cache's keys [blocks, layers, 2, heads, head
+size, BLOCK_TOKENS] and values [blocks, layers, 2, heads, BLOCK_TOKENS, head size], the same memory: keys are at 0 of
+the third dimension, values at 1. The output [T, query heads, head size]. table int32 [sequences, blocks of the
+longest]; owners int32 [T], each token's row of the table; firsts and ends int32 [T], the range of positions that a
+token attends to, its own being ends - 1 if keys are written; both ascend along the tokens of a sequence. bias float32
+[query heads, n] is added to scores by distance, the furthest first; it is constant from distance n - 1 on; [query
+heads, 0] for none. Values at or beyond a tile's end are never read.
+
+Rotation is that of transformers' `apply_rotary_pos_emb`: it pairs each number with the one half a head further on.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numba
+import numpy as np
+from numba import njit, prange
+
+from headrace_predictor.engine.cpu.vectors import add_weighted_rows, array_at, exponentiate, narrow, widen
+from headrace_predictor.engine.state.cache import BLOCK_TOKENS
+
+# Queries that read the cache together: neighbours in a prompt attend to nearly the same positions.
+_TILE_ROWS = 64
+_FEW_ROWS = 8  # For so few, a block is not worth a copy in float32.
+
+_THREADS = threading.Lock()
+numba.config.THREADING_LAYER = "workqueue"  # The only layer without a system library.
+
+_ZERO, _ONE, _LOWEST = np.float32(0), np.float32(1), np.float32(-3e38)
+
+# Without Python's checks: the caller constructs the shapes, so no exception can occur.
+_OPTIONS = {"nogil": True, "error_model": "numpy", "cache": True}
+# Sums in the order written here, for every caller: so results are the same everywhere.
+_EXACT = {"fastmath": {"contract", "nsz"}, **_OPTIONS}
+
+
+@njit(**_EXACT)  # type: ignore[untyped-decorator]
+def _turn(source: Any, cosines: Any, sines: Any, factor: Any, target: Any) -> None:
+    """Multiplies a head [head size] by a factor and, if there are cosines, rotates it; float32."""
+    if len(cosines) == 0:
+        for d in range(len(target)):
+            target[d] = widen(source[d]) * factor
+        return
+    half = len(target) // 2
+    for d in range(half):
+        near, far = widen(source[d]), widen(source[d + half])
+        target[d] = (near * widen(cosines[d]) - far * widen(sines[d])) * factor
+        target[d + half] = (far * widen(cosines[d + half]) + near * widen(sines[d + half])) * factor
+
+
+@njit(**_EXACT)  # type: ignore[untyped-decorator]
+def _write(
+    packed: Any,
+    cosines: Any,
+    sines: Any,
+    keys: Any,
+    values: Any,
+    layer: Any,
+    table: Any,
+    owners: Any,
+    ends: Any,
+    query_heads: Any,
+) -> None:
+    """Writes all keys and values before any is read: a token attends to earlier tokens, also to those of this step."""
+    tokens, all_heads, size = packed.shape
+    heads = (all_heads - query_heads) // 2
+    key = np.empty(size, np.float32)
+    for i in range(tokens):
+        position = ends[i] - 1
+        block, offset = table[owners[i], position // BLOCK_TOKENS], position % BLOCK_TOKENS
+        row = i if len(cosines) else 0
+        block_keys, block_values = keys[block, layer, 0], values[block, layer, 1]
+        for h in range(heads):
+            _turn(packed[i, query_heads + h], cosines[row], sines[row], _ONE, key)
+            value = packed[i, query_heads + heads + h]
+            for d in range(size):
+                block_keys[h, d, offset] = narrow(key[d], value[d])
+                block_values[h, offset, d] = value[d]
+
+
+@njit(**_EXACT)  # type: ignore[untyped-decorator]
+def _widen_rows(stored: Any, rows: Any) -> None:
+    for i in range(rows.shape[0]):
+        for j in range(rows.shape[1]):
+            rows[i, j] = widen(stored[i, j])
+
+
+@njit(**_EXACT)  # type: ignore[untyped-decorator]
+def _reaching(firsts: Any, ends: Any, start: Any) -> Any:
+    """The range of those tokens that attend to any position of the block from `start` on."""
+    near, far = 0, len(ends)
+    while near < far and ends[near] <= start:
+        near += 1
+    while near < far and firsts[far - 1] >= start + BLOCK_TOKENS:
+        far -= 1
+    return near, far
+
+
+@njit(**_EXACT)  # type: ignore[untyped-decorator]
+def _score(
+    queries: Any, keys: Any, layer: Any, blocks: Any, firsts: Any, ends: Any, h: Any, key: Any, scores: Any
+) -> None:
+    """Adds the products of queries [rows, head size] and a head's keys to scores [rows, positions]."""
+    group = len(queries) // len(ends)
+    for start in range(firsts[0] // BLOCK_TOKENS * BLOCK_TOKENS, scores.shape[1], BLOCK_TOKENS):
+        near, far = _reaching(firsts, ends, start)
+        rows, positions = slice(near * group, far * group), slice(start, start + BLOCK_TOKENS)
+        stored = keys[blocks[start // BLOCK_TOKENS], layer, 0, h]
+        if len(queries) <= _FEW_ROWS:
+            add_weighted_rows(queries[rows], stored, scores[rows, positions])
+        else:
+            _widen_rows(stored, key)
+            add_weighted_rows(queries[rows], key, scores[rows, positions])
+
+
+@njit(**_EXACT)  # type: ignore[untyped-decorator]
+def _weigh(scores: Any, first: Any, end: Any, bias: Any) -> Any:
+    """Turns scores into weights over [first, end), zeros elsewhere in its blocks; returns the inverse of their sum."""
+    furthest = len(bias) - 1
+    if furthest >= 0:
+        near = max(first, end - 1 - furthest)
+        for t in range(first, near):
+            scores[t] += bias[0]
+        for t in range(near, end):
+            scores[t] += bias[t - end + 1 + furthest]
+    start, stop = first // BLOCK_TOKENS * BLOCK_TOKENS, (end + BLOCK_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    scores[start:first] = _LOWEST
+    scores[end:stop] = _LOWEST
+    return _ONE / exponentiate(scores[start:stop])
+
+
+@njit(**_EXACT)  # type: ignore[untyped-decorator]
+def _sum(
+    weights: Any, values: Any, layer: Any, blocks: Any, firsts: Any, ends: Any, h: Any, value: Any, sums: Any
+) -> None:
+    """Adds a head's values, times weights [rows, positions], to sums [rows, head size]."""
+    group = len(sums) // len(ends)
+    for start in range(firsts[0] // BLOCK_TOKENS * BLOCK_TOKENS, weights.shape[1], BLOCK_TOKENS):
+        near, far = _reaching(firsts, ends, start)
+        used = min(BLOCK_TOKENS, ends[-1] - start)
+        rows, positions = slice(near * group, far * group), slice(start, start + used)
+        stored = values[blocks[start // BLOCK_TOKENS], layer, 1, h, :used]
+        if len(sums) <= _FEW_ROWS:
+            add_weighted_rows(weights[rows, positions], stored, sums[rows])
+        else:
+            _widen_rows(stored, value[:used])
+            add_weighted_rows(weights[rows, positions], value[:used], sums[rows])
+
+
+@njit(**_EXACT)  # type: ignore[untyped-decorator]
+def _attend_tile(
+    packed: Any,
+    cosines: Any,
+    sines: Any,
+    keys: Any,
+    values: Any,
+    layer: Any,
+    blocks: Any,
+    firsts: Any,
+    ends: Any,
+    bias: Any,
+    scale: Any,
+    out: Any,
+    heads: Any,
+) -> None:
+    """Attends for neighbouring tokens of one sequence, whose blocks are `blocks`, with a range of key heads."""
+    tokens, query_heads, size = out.shape
+    group = query_heads // keys.shape[3]
+    rows = tokens * group  # For each token one row for each of the query heads that share a key head.
+    # Both ends of the range ascend along the tokens.
+    first_block, end_block = firsts[0] // BLOCK_TOKENS, (ends[-1] + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+    queries = np.empty((rows, size), np.float32)
+    scores = np.empty((rows, end_block * BLOCK_TOKENS), np.float32)
+    inverses = np.empty(rows, np.float32)
+    sums = np.empty((rows, size), np.float32)
+    block = np.empty(size * BLOCK_TOKENS, np.float32)
+    for h in range(heads[0], heads[1]):
+        for i in range(tokens):
+            turning = i if len(cosines) else 0
+            for g in range(group):
+                _turn(packed[i, h * group + g], cosines[turning], sines[turning], scale, queries[i * group + g])
+        scores[:, first_block * BLOCK_TOKENS :] = _ZERO
+        _score(queries, keys, layer, blocks, firsts, ends, h, block.reshape(size, BLOCK_TOKENS), scores)
+        for i in range(tokens):
+            for g in range(group):
+                inverses[i * group + g] = _weigh(scores[i * group + g], firsts[i], ends[i], bias[h * group + g])
+        sums[:] = _ZERO
+        _sum(scores, values, layer, blocks, firsts, ends, h, block.reshape(BLOCK_TOKENS, size), sums)
+        for i in range(tokens):
+            for g in range(group):
+                row, a = i * group + g, h * group + g
+                for d in range(size):
+                    out[i, a, d] = narrow(sums[row, d] * inverses[row], out[i, a, d])
+
+
+@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+def _parts(owners: Any, query_heads: Any, heads: Any) -> Any:
+    """The parts [n, 4] of the work: first and end of neighbouring tokens with one owner, first and end of key heads.
+
+    A token without neighbours is one part, a tile of several tokens one for each key head. Tiles with the same head
+    follow each other, because they read the same keys and values.
+    """
+    tile = max(1, _TILE_ROWS * heads // query_heads)
+    parts = np.empty((len(owners) * heads, 4), np.int64)
+    count = 0
+    for h in range(heads):
+        first = 0
+        for i in range(1, len(owners) + 1):
+            if i < len(owners) and owners[i] == owners[first] and i - first < tile:
+                continue
+            if i - first > 1 or h == 0:
+                parts[count] = first, i, h, h + 1 if i - first > 1 else heads
+                count += 1
+            first = i
+    return parts[:count]
+
+
+@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+def _attend_in_turn(
+    address: Any,
+    all_heads: Any,
+    cosines: Any,
+    sines: Any,
+    keys: Any,
+    values: Any,
+    layer: Any,
+    table: Any,
+    owners: Any,
+    firsts: Any,
+    ends: Any,
+    bias: Any,
+    scale: Any,
+    out: Any,
+) -> None:
+    packed = array_at(address, (len(out), all_heads, out.shape[2]), out)
+    _write(packed, cosines, sines, keys, values, layer, table, owners, ends, out.shape[1])
+    parts = _parts(owners, out.shape[1], keys.shape[3])
+    for n in range(len(parts)):
+        i, j = parts[n, 0], parts[n, 1]
+        turning = slice(i, j) if len(cosines) else slice(0, 1)
+        _attend_tile(
+            *(packed[i:j], cosines[turning], sines[turning], keys, values, layer, table[owners[i]]),
+            *(firsts[i:j], ends[i:j], bias, scale, out[i:j], parts[n, 2:]),
+        )
+
+
+@njit(parallel=True, **_OPTIONS)  # type: ignore[untyped-decorator]
+def _attend_in_parallel(
+    address: Any,
+    all_heads: Any,
+    cosines: Any,
+    sines: Any,
+    keys: Any,
+    values: Any,
+    layer: Any,
+    table: Any,
+    owners: Any,
+    firsts: Any,
+    ends: Any,
+    bias: Any,
+    scale: Any,
+    out: Any,
+) -> None:
+    packed = array_at(address, (len(out), all_heads, out.shape[2]), out)
+    _write(packed, cosines, sines, keys, values, layer, table, owners, ends, out.shape[1])
+    parts = _parts(owners, out.shape[1], keys.shape[3])
+    for n in prange(len(parts)):
+        i, j = parts[n, 0], parts[n, 1]
+        turning = slice(i, j) if len(cosines) else slice(0, 1)
+        _attend_tile(
+            *(packed[i:j], cosines[turning], sines[turning], keys, values, layer, table[owners[i]]),
+            *(firsts[i:j], ends[i:j], bias, scale, out[i:j], parts[n, 2:]),
+        )
+
+
+def attend(threads: int, *arguments: Any) -> None:
+    """Computes all tokens with `threads` threads.
+
+    The arguments: the address of contiguous `packed`, its number of heads, and those of the module, the output last.
+    """
+    if threads == 1:
+        _attend_in_turn(*arguments)
+    else:
+        # Numba's thread pool serves one caller at a time.
+        with _THREADS:
+            numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+            _attend_in_parallel(*arguments)

@@ -1,0 +1,111 @@
+"""The compiled kernels for tensors: whether they apply, and the calls.
+
+A call takes arrays that are prepared once for a model or once a step: with a few rows, preparing them takes longer than
+the computation.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace_predictor.engine.state.arrays import Array, array_of
+from headrace_predictor.engine.state.cache import LayerArrays
+
+try:
+    from headrace_predictor.engine.cpu import attention as cpu_attention
+    from headrace_predictor.engine.cpu import norm as cpu_norm
+except ImportError:  # Numba is optional.
+    cpu_attention = None  # type: ignore[assignment]
+
+_UNROLL = 8  # The kernels' head sizes are multiples of this.
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def takes(query: Tensor) -> bool:
+    """Whether the kernel supports queries [..., head size] of this device, dtype and size."""
+    return takes_heads(query.device, query.dtype, query.shape[-1])
+
+
+def takes_heads(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    """Whether the kernel supports attention with such heads."""
+    return cpu_attention is not None and device.type == "cpu" and dtype in _DTYPES and head_size % _UNROLL == 0
+
+
+class Buffer:
+    """Memory that a kernel writes and a product reads: an array of any shape, and a tensor [first dimension, rest]."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        memory = torch.empty(shape, dtype=dtype)
+        self.array = array_of(memory)
+        self.tensor = memory.flatten(1)
+
+
+class Ranges(NamedTuple):
+    """What each token attends to, int32: see attention.py."""
+
+    table: Array
+    owners: Array
+    firsts: Array
+    ends: Array
+
+    @classmethod
+    def of(cls, table: Tensor, owners: Tensor, firsts: Tensor, ends: Tensor) -> Ranges:
+        return cls(table.numpy(), owners.numpy(), firsts.numpy(), ends.numpy())
+
+
+class Attention:
+    """Attention of layers with these heads; no key heads if nothing is written to the cache.
+
+    `bias` is float32 [query heads, n], see attention.py.
+    """
+
+    def __init__(self, query_heads: int, key_heads: int, scale: float = 1.0, bias: Tensor | None = None) -> None:
+        self._all_heads = query_heads + 2 * key_heads
+        self._scale = np.float32(scale)
+        self._bias = np.empty((query_heads, 0), dtype=np.float32) if bias is None else bias.numpy()
+
+    def __call__(
+        self,
+        cache: LayerArrays,
+        ranges: Ranges,
+        packed: Tensor,
+        output: Buffer,
+        rotary: tuple[Array, Array] | None = None,
+    ) -> Tensor:
+        """Writes the output [T, query heads, head size] for packed queries, keys, values [T, all heads x head size].
+
+        The cache and `rotary`, cosines and sines [T, head size], have the dtype of `packed`.
+        """
+        packed = packed.contiguous()
+        nothing = cache.keys[0, 0, 0, 0, :0, :0]
+        cosines, sines = rotary or (nothing, nothing)
+        cpu_attention.attend(
+            *(torch.get_num_threads(), packed.data_ptr(), self._all_heads, cosines, sines),
+            *(*cache, *ranges, self._bias, self._scale, output.array),
+        )
+        return output.tensor
+
+
+class RmsNorm:
+    """Divides rows, float32 or bfloat16, by their root mean square, and multiplies by a weight, as `LlamaRMSNorm`."""
+
+    def __init__(self, norm: Any) -> None:
+        """Takes the weight [n] and the epsilon of a norm of transformers."""
+        self._weight = array_of(norm.weight.detach())
+        self._epsilon = np.float32(norm.variance_epsilon)
+
+    def __call__(self, x: Tensor, output: Buffer) -> Tensor:
+        """Writes the norm of x [rows, n] to an output of its shape and dtype."""
+        x = x.contiguous()
+        cpu_norm.rms_norm(x.data_ptr(), self._weight, self._epsilon, output.array)
+        return output.tensor
+
+    def normalise_heads(self, packed: Tensor, first: int, end: int) -> None:
+        """Norms the heads `first` to `end` of contiguous packed [T, all heads x n] in place."""
+        tokens, width = packed.shape
+        heads = width // len(self._weight)
+        cpu_norm.rms_norm_heads(packed.data_ptr(), tokens, heads, first, end, self._weight, self._epsilon)

@@ -1,0 +1,204 @@
+"""The engine's interface; code above it is independent of the engine behind it.
+
+`Engine.submit` takes a `GenerationRequest` and returns at once with an `OutputSlot`. One reader takes `Chunk`s from it
+until one has a `finish_reason`, or cancels it. Its `Timeline` has the times of what happened to the request.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from headrace.oip.prompt_logprobs import PromptLogprobs
+from headrace.sampling import ContextLimits, SamplingParameters
+from headrace_predictor.counts import RequestCounts
+
+_PREEMPTIONS_KEPT = 32
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One sequence to generate.
+
+    Generation continues after `output_ids`, tokens that were generated before: `max_tokens`, `min_tokens`, penalties
+    and positions count them. `sampling` is resolved (seed, max_tokens). `moved`: the request resumes after an
+    interruption elsewhere, and precedes new ones in the queue. `deadline` is on the clock of time.monotonic(), infinity
+    for none; `first_token_timeout_s` begins at the submission. `alone`: the request runs isolated; the engine computes
+    nothing else until its next token. `prompt_logprobs`: how many of the likeliest tokens at each prompt position,
+    besides the prompt token's own log probability; None for neither. `client` ("": there are no keys) shares cached
+    prefixes only with itself; `weight` is that of its policy (headrace/clients.py). `adapter`: the number of a loaded
+    adapter, 0 for the base alone. The pace of `sampling` begins after `paced_after` tokens, which the client has.
+    """
+
+    id: str
+    input_ids: list[int]
+    sampling: SamplingParameters
+    output_ids: list[int] = field(default_factory=list)
+    deadline: float = math.inf
+    first_token_timeout_s: float | None = None
+    alone: bool = False
+    moved: bool = False
+    prompt_logprobs: int | None = None
+    client: str = ""
+    weight: float = 1.0
+    adapter: int = 0
+    paced_after: int = 0
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens of the prompt, how many of them came from the cache, and tokens of the output."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+class Logprobs(NamedTuple):
+    """Log probabilities at one output position, in nats, from the model's raw logits."""
+
+    chosen: float
+    top: list[tuple[int, float]]  # The likeliest (token id, log probability), best first; as many as requested.
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """New tokens of a sequence; the last chunk has `finish_reason` ("stop" or "length") and `usage`.
+
+    `logprobs` has one entry for each token if the request asks for them, else none. `prompt` is in the first chunk if
+    the request asks for it.
+    """
+
+    output_ids: list[int]
+    logprobs: list[Logprobs]
+    finish_reason: str | None = None
+    usage: Usage | None = None
+    prompt: PromptLogprobs | None = None
+
+
+@dataclass(slots=True)
+class Timeline:
+    """The times of a sequence's events, on the clock of time.monotonic(); None (0 for `submitted`): not yet, or never.
+
+    The engine writes each time once, before the reader can see the event; the reader only reads. `started` is the start
+    of the first step that computes a part of the sequence; `first_token` the time of the first token generated here;
+    `ended` when the sequence released its slot for good. A preempted sequence releases its slot and is computed again
+    later: `preemptions` counts all of them, and the times of the latest are kept. `engine_s` grows: the sequence's part
+    of the durations of its steps, see LoadMeter.
+    """
+
+    submitted: float = 0.0
+    started: float | None = None
+    first_token: float | None = None
+    ended: float | None = None
+    preemptions: int = 0
+    preempted: tuple[float, ...] = ()
+    engine_s: float = 0.0
+
+    def preempt(self, now: float) -> None:
+        self.preemptions += 1
+        # A new tuple each time: a concurrent reader has the old one or the new one.
+        self.preempted = (*self.preempted, now)[-_PREEMPTIONS_KEPT:]
+
+
+class OutputSlot(Protocol):
+    """The output of one request for one reader; tokens merge into one chunk while the reader is busy."""
+
+    @property
+    def timeline(self) -> Timeline:
+        """The times of its events so far."""
+
+    async def read(self) -> Chunk:
+        """Returns the next chunk, merged as `chunk_tokens` and `chunk_ms` ask; raises the request's HeadraceError."""
+
+    def cancel(self) -> None:
+        """Ends the request; may be called at any time and more than once."""
+
+
+@dataclass(frozen=True)
+class EngineLimits(ContextLimits):
+    """The limits that requests are validated against; only some models score prompts."""
+
+    vocabulary_size: int
+    scores_prompts: bool = False
+
+
+@dataclass
+class EngineStatistics(RequestCounts):
+    """Counters since the engine started; durations in nanoseconds."""
+
+    step_ns: int = 0
+    forward_ns: int = 0
+    tokens: int = 0
+    tokens_after_cancel: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    preempted: int = 0
+
+
+class EngineTotals(NamedTuple):
+    """Totals since the engine started; `tokens_after_cancel` were generated after the caller had gone."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    tokens: int = 0
+    tokens_after_cancel: int = 0
+    preempted: int = 0
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """The engine's current load, and its totals.
+
+    `batch` is the number of sequences in the latest step, 0 when idle; `blocks_in_use` the share of the cache that
+    running sequences hold; `oldest_age_s` the time since the oldest sequence was submitted, 0 if there is none;
+    `waiting_tokens` the prompt tokens that are still to be computed.
+    """
+
+    running: int
+    waiting: int
+    batch: int
+    blocks_in_use: float
+    oldest_age_s: float
+    totals: EngineTotals
+    waiting_tokens: int = 0
+
+
+class Engine(Protocol):
+    """Generates many sequences at once."""
+
+    @property
+    def limits(self) -> EngineLimits: ...
+
+    @property
+    def statistics(self) -> EngineStatistics: ...
+
+    @property
+    def load(self) -> EngineLoad:
+        """The current load; cheap; thread-safe."""
+
+    @property
+    def description(self) -> dict[str, str]:
+        """Facts that ModelConfig reports as parameters, such as "runner"."""
+
+    def submit(self, request: GenerationRequest) -> OutputSlot:
+        """Queues a request; one that is already complete gets an empty last chunk.
+
+        Raises OverloadedError if the queue is full or longer than the request can wait, NotReadyError also while
+        another request runs isolated, and InvalidRequestError for a request that can never fit.
+        """
+
+    async def died(self) -> None:
+        """Waits until the engine cannot continue, then raises EngineDeadError."""
+
+    def close(self) -> None:
+        """Stops the engine; requests in flight end with NotReadyError (HopBrokenError if the engine has died)."""
+
+
+class EngineDeadError(Exception):
+    """The engine cannot continue; its process must be restarted."""
+
+
+class EngineProcessError(EngineDeadError):
+    """The engine's own process has ended; another one can take its place."""

@@ -1,0 +1,128 @@
+"""The size of the KV cache, and the context that fits it.
+
+In a container the container's limit applies, not the machine's memory. On CUDA the cache gets what is left of
+`gpu_memory_share` after the weights: with N predictors on one GPU each gets its share, whatever the order in which they
+start.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.errors import StartupError, StartupFault
+from headrace_predictor.engine.state.blocks import RESERVED
+from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape
+from headrace_predictor.settings import PredictorSettings
+
+logger = logging.getLogger(__name__)
+
+_CPU_DEFAULT = 1 << 30
+_CGROUP = Path("/sys/fs/cgroup")
+_CONTAINER_SHARE = 0.5  # Of the free memory of a container: copies of weights and activations need the rest.
+_UNSTATED_CONTEXT = 512  # For models without a position table, such as T5's, whose configuration names no length.
+_LEAST_CONTEXT = 256
+_ALREADY_SCALED = ("longrope", "llama3")  # Kinds of scalings whose configurations state the scaled context.
+
+
+def cache_shape(model: Any) -> CacheShape:
+    """What a model stores for each token, from its configuration; of layers that differ, their mean."""
+    config = model.config.get_text_config(decoder=True)
+    count = _first(config, "num_decoder_layers", "decoder_layers", "num_hidden_layers") or 1
+    own = [*config.per_layer_config] if getattr(config, "is_heterogeneous", False) else [config]
+    sizes = [_heads(one) for one in own]
+    if len(set(sizes)) == 1:
+        return CacheShape(count, *sizes[0], model.dtype)
+    mean = math.ceil(sum(heads * size for heads, size in sizes) / count)
+    return CacheShape(count, 1, mean, model.dtype, differs=True)
+
+
+def _heads(config: Any) -> tuple[int, int]:
+    """The number of heads of keys, and their size."""
+    heads = _first(config, "num_attention_heads", "num_heads") or 1
+    size = _first(config, "head_dim", "d_kv") or (_first(config, "hidden_size", "d_model") or heads) // heads
+    return _first(config, "num_key_value_heads") or heads, size
+
+
+def _first(config: Any, *names: str) -> int | None:
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+
+
+def plan_memory(name: str, model: Any, shape: CacheShape, settings: PredictorSettings) -> tuple[int, int]:
+    """Returns the served context length and the number of blocks with the reserved one; raises StartupError."""
+    memory = cache_memory(name, model.device, settings)
+    tokens = max(0, memory // (shape.bytes_per_token * BLOCK_TOKENS) - RESERVED) * BLOCK_TOKENS
+    # An encoder-decoder model stores the prompt as well as the output, and the decoder's start token.
+    copies = 2 if model.config.is_encoder_decoder else 1
+    fits = max(0, tokens // copies - (copies - 1))
+    stated = stated_context(model.config.get_text_config(decoder=True))
+    if stated is not None and settings.max_context > stated:
+        raise StartupError(f"model {name}: PREDICTOR_MAX_CONTEXT={settings.max_context}, but its context is {stated}")
+    own = stated or _UNSTATED_CONTEXT
+    needed = settings.max_context or min(own, _LEAST_CONTEXT)
+    if fits < needed:
+        bytes_needed = (needed + BLOCK_TOKENS) * copies * shape.bytes_per_token
+        error = StartupFault if settings.kv_cache_memory is None else StartupError
+        raise error(
+            f"model {name}: context {needed} needs {bytes_needed / 1e9:.2g} GB, "
+            f"have {memory / 1e9:.2g}; raise PREDICTOR_KV_CACHE_MEMORY or lower PREDICTOR_MAX_CONTEXT"
+        )
+    context = settings.max_context or min(own, fits)
+    if context < own:
+        logger.warning("model %s: context %d of its %d; PREDICTOR_KV_CACHE_MEMORY sets more", name, context, own)
+    # Limited to the blocks that whole contexts of all running requests can fill.
+    useful = settings.max_running * 2 * copies * (context + BLOCK_TOKENS) // BLOCK_TOKENS
+    return context, min(tokens // BLOCK_TOKENS, useful) + RESERVED
+
+
+def stated_context(config: Any) -> int | None:
+    """The longest context that a configuration allows: with scaled positions a multiple, as in vLLM."""
+    stated: int | None = next(
+        (n for k in ("max_position_embeddings", "n_positions") if (n := getattr(config, k, None) or 0) > 0), None
+    )
+    scaling = getattr(config, "rope_parameters", None) or {}
+    kind, factor = scaling.get("rope_type"), scaling.get("factor")
+    if stated is None or factor is None or kind in (None, "default", *_ALREADY_SCALED):
+        return stated
+    original = scaling.get("original_max_position_embeddings", stated) if kind == "yarn" else stated
+    return max(stated, int(original * factor))
+
+
+def cache_memory(name: str, device: torch.device, settings: PredictorSettings) -> int:
+    """Bytes for keys and values; raises StartupError if a setting asks for more than there is."""
+    size = settings.kv_cache_memory
+    most: int | None
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        share = int(total * settings.gpu_memory_share) - torch.cuda.memory_reserved(device)
+        most = min(share, free)
+        if size is None:
+            return max(0, most)
+    else:
+        most = container_memory_left()
+        if size is None:
+            return _CPU_DEFAULT if most is None else min(_CPU_DEFAULT, int(most * _CONTAINER_SHARE))
+    if most is not None and size > most:
+        raise StartupFault(
+            f"model {name}: PREDICTOR_KV_CACHE_MEMORY is {size / 1e9:.2g} GB, "
+            f"but only {max(0, most) / 1e9:.2g} are left"
+        )
+    return int(size)
+
+
+def container_memory_left(cgroup: Path = _CGROUP) -> int | None:
+    """Bytes below the memory limit of this process's container; None without a limit."""
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        used = int((cgroup / "memory.current").read_text())
+        statistics = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    if limit == "max":
+        return None
+    # Cached pages of files, such as the weights', are reclaimed when memory is short.
+    return int(limit) - used + int(statistics.get("inactive_file", 0))

@@ -1,0 +1,152 @@
+"""Runs any decoder of transformers that takes an attention function: one forward pass for all rows of a step.
+
+Tokens of all rows are packed into one row of ids with explicit positions; only `attention.py` knows where one sequence
+ends and the next begins. `proof.py` verifies at load that this is right for the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace_predictor.engine.cpu.step_sizes import size_above
+from headrace_predictor.engine.faults import check_numbers
+from headrace_predictor.engine.runners.adapters import AdapterHooks, Adapters
+from headrace_predictor.engine.runners.attention import NAME
+from headrace_predictor.engine.runners.decode_graphs import DecodeGraphs, Record
+from headrace_predictor.engine.runners.flat_decoder import FlatDecoder
+from headrace_predictor.engine.runners.rotary import SequenceRotary
+from headrace_predictor.engine.runners.step_plan import StepPlan, StepPlanner, adapted_tokens
+from headrace_predictor.engine.state.cache import CacheShape, KeyValueCache
+from headrace_predictor.engine.state.sequence import Row, detached_sequence
+
+_PADDING = 8  # Maximum of tokens in a row of padding: a model may have few positions.
+
+
+class PagedRunner:
+    """See the module. `blocks` is the size of the cache, with the reserved block."""
+
+    description = "paged"
+    start_ids: tuple[int, ...] = ()
+    reuses_prefixes = True
+    scores_prompts = True
+    reads_whole_prompts = False
+
+    def __init__(
+        self,
+        model: Any,
+        shape: CacheShape,
+        blocks: int,
+        record: Record | None = None,
+        adapters: Adapters | None = None,
+        rotary: SequenceRotary | None = None,
+    ) -> None:
+        """After `find_reaches`. With `record`, decode-only steps without adapters are recorded and replayed."""
+        self._adapters = adapters
+        self._model = model
+        self._cache = KeyValueCache(shape, blocks, model.device)
+        self._planner = StepPlanner(self._cache)
+        self._flat = FlatDecoder(model) if FlatDecoder.takes(model) else None
+        self._rotary = rotary
+        self.scaling = None if rotary is None else rotary.scaling
+        # A recorded pass would repeat the factors of its first rows.
+        self._graphs = DecodeGraphs(self._forward, self._cache, record) if record and rotary is None else None
+        self._hooks = AdapterHooks(model)
+        self._filler = detached_sequence([0] * (_PADDING + 1))  # Longer than its rows, so that none samples.
+        self._filler.blocks = [0]
+        model.set_attn_implementation(NAME)
+
+    def run(self, rows: Rows[Row]) -> Tensor:
+        numbers = self._adapter_numbers(rows)
+        if not all(row.count == 1 and row.samples for row in rows):
+            rows = [*rows, *self._padding(sum(row.count for row in rows))]
+        elif not numbers:
+            return self._decode(rows)
+        # The planner takes rows with one id first, and the tokens of an adapter are computed together; the returned
+        # logits are in the caller's order.
+        order = sorted(range(len(rows)), key=lambda i: (rows[i].count > 1, numbers.get(i, 0)))
+        packed = [rows[i] for i in order]
+        ids: list[int] = []
+        positions: list[int] = []
+        last: list[int] = []
+        scored: dict[int, list[int]] = {}
+        for i, row in zip(order, packed, strict=True):
+            end = row.start + row.count
+            if scores := row.scores:
+                scored[i] = [len(ids) + position - row.start for position in scores]
+            ids += row.sequence.ids[row.start : end]
+            positions += range(row.start, end)
+            if row.samples:
+                last.append(len(ids) - 1)
+        sampled = [i for i in order if rows[i].samples]
+        if sampled != sorted(sampled):
+            last = [place for _, place in sorted(zip(sampled, last, strict=True))]
+        plan = self._planner.plan(packed, adapted_tokens(packed) if numbers else ())
+        tensors = self._tensor([ids]), self._tensor([positions])
+        places = [*last, *(place for i in sorted(scored) for place in scored[i])]
+        return self._forward_rows(packed, *tensors, plan, self._tensor(places))
+
+    def _adapter_numbers(self, rows: Rows[Row]) -> dict[int, int]:
+        """The numbers of the adapters of rows that have one, by the row's index."""
+        if self._adapters is None or not self._adapters.is_used:
+            return {}
+        return {i: adapter.number for i, row in enumerate(rows) if (adapter := row.sequence.adapter) is not None}
+
+    def _padding(self, tokens: int) -> list[Row]:
+        """Rows of block 0 that fill a step of so many tokens up to one of the sizes of steps."""
+        if self._cache.device.type != "cpu":
+            return []
+        missing = size_above(tokens) - tokens
+        return [Row(self._filler, 0, min(_PADDING, missing - at)) for at in range(0, missing, _PADDING)]
+
+    def _decode(self, rows: Rows[Row]) -> Tensor:
+        """Runs rows with one id, their last: the logits of all ids are wanted, and no row scores."""
+        ids = self._tensor([[row.sequence.ids[row.start] for row in rows]])
+        positions = self._tensor([[row.start for row in rows]])
+        plan = self._planner.plan(rows)
+        return (
+            self._graphs.run(ids, positions, plan) if self._graphs else self._forward_rows(rows, ids, positions, plan)
+        )
+
+    def _forward_rows(
+        self, rows: Rows[Row], ids: Tensor, positions: Tensor, plan: StepPlan, places: Tensor | None = None
+    ) -> Tensor:
+        if self._rotary is None:
+            return self._forward(ids, positions, plan, places)
+        with self._rotary.packed(rows):
+            return self._forward(ids, positions, plan, places)
+
+    def _forward(self, ids: Tensor, positions: Tensor, plan: StepPlan, places: Tensor | None = None) -> Tensor:
+        """Logits of the tokens at `places`, by default of all."""
+        if self._flat is not None:
+            return self._flat(ids, positions, plan, places)
+        if plan.adapted:
+            with self._hooks.adding(plan.adapted):
+                return self._call(ids, positions, plan, places)
+        return self._call(ids, positions, plan, places)
+
+    def _call(self, ids: Tensor, positions: Tensor, plan: StepPlan, places: Tensor | None) -> Tensor:
+        logits: Tensor = self._model(
+            input_ids=ids,
+            position_ids=positions,
+            step_plan=plan,
+            use_cache=False,
+            logits_to_keep=0 if places is None else places,  # 0 means all.
+        ).logits[0]
+        return logits
+
+    def _tensor(self, values: list[Any]) -> Tensor:
+        # numpy reads a list in half of torch's time.
+        return torch.from_numpy(np.array(values, dtype=np.int64)).to(self._cache.device)
+
+    def clear(self, blocks: Rows[int]) -> None:
+        self._cache.clear(blocks)
+
+    def probe(self) -> None:
+        sequence = detached_sequence([0])
+        sequence.blocks = [0]
+        check_numbers(self.run([Row(sequence, 0, 1)]))

@@ -1,0 +1,322 @@
+"""Proves at load that a runner gives the model's own logits, with every mechanism of its configuration.
+
+The model itself runs, with its own weights, layers and head sizes. Limits within the context that a short test would
+not reach (windows, chunks, lengths beyond which positions are scaled otherwise, numbers of positions that an index
+selects) are set to a few positions meanwhile. The test crosses them by the chunks of a prompt beside another sequence,
+by that one's decoding, and behind a prefix from the cache.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Rows
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from headrace.errors import StartupError
+from headrace_predictor.engine.cpu.packed_linear import pack_linears
+from headrace_predictor.engine.runners.interface import ModelRunner
+from headrace_predictor.engine.runners.paged import PagedRunner
+from headrace_predictor.engine.runners.reach import find_reaches
+from headrace_predictor.engine.runners.rotary import SequenceRotary
+from headrace_predictor.engine.runners.row import CachelessRunner, CausalRunner, EncoderDecoderRunner, decoder_start
+from headrace_predictor.engine.runners.t5 import T5Runner
+from headrace_predictor.engine.state.blocks import RESERVED
+from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape
+from headrace_predictor.engine.state.sequence import Row, detached_sequence
+
+logger = logging.getLogger(__name__)
+
+_PIECES = (5, 9, 20, 39, 40)  # Where the chunks of the prompt end.
+_SPECIAL = 4  # Ids below are often those of padding, which some models leave out.
+_OUTPUT = 12  # Ids of an encoder-decoder model's answer.
+_STEPS = 3  # Ids of `generate`.
+_PROMPT = 7  # The prompt of the sequence beside it, which decodes an id in each further step.
+# Differences by rounding only, relative to the largest logit; wrong attention differs by tens of percent.
+_TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-6}
+# Attributes of configurations and modules that are numbers of positions, and their values in the test.
+_LIMITS = {
+    "sliding_window": 8,
+    "sliding_window_size": 8,
+    "attention_window_size": 8,
+    "local_attention": 8,
+    "attention_chunk_size": 8,
+    "original_max_position_embeddings": 10,
+    "floor_scale": 4,
+    "relative_attention_max_distance": 20,
+    "index_topk": 6,
+    "keep_window_size": 6,
+}
+# Where positions are scaled dynamically; elsewhere the number of positions in a table.
+_GROWING = {"max_position_embeddings": 10, "original_max_seq_len": 10, "max_seq_len_cached": 10}
+
+
+# What models raise for a cache, or for several ids beside one, that they cannot continue from.
+_FAILURES = (AssertionError, AttributeError, IndexError, TypeError, ValueError, RuntimeError)
+
+
+class Proof:
+    """Chooses the runner of a model; `packed` is the maximum of tokens that a step packs."""
+
+    def __init__(self, model: Any, shape: CacheShape, vocabulary: int, context: int, packed: int = 0) -> None:
+        self.rotary = SequenceRotary.of(model, context)
+        self._model = model
+        self._shape = shape
+        self._context = context
+        self._far = max(context, packed)
+        length = min(_PIECES[-1], context)
+        first = min(_SPECIAL, vocabulary - 1)
+        self._ids = [first + (7 * i * i + 3 * i) % (vocabulary - first) for i in range(length)]
+        self._hides_masks = False  # Whether layers compute with their masks elsewhere than in the attention function.
+
+    def check_generate(self, name: str) -> None:
+        """Checks that the plain forward pass, which runners compute, is what `generate` computes; raises StartupError.
+
+        In some models `generate` shows the prompt to itself in both directions, or reorders it.
+        """
+        model, ids = self._model, self._ids[: max(1, min(_PROMPT, self._context - _STEPS))]
+        own = model.generation_config
+        steps: Any = {"max_new_tokens": _STEPS, "return_dict_in_generate": True, "output_logits": True}
+        model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0, **steps)  # type: ignore[no-untyped-call]
+
+        def difference() -> float:
+            answer = model.generate(self._tensor(ids), attention_mask=torch.ones_like(self._tensor(ids)))
+            whole = self._run(answer.sequences[0].tolist())
+            return _largest(torch.cat(answer.logits), [*whole[len(ids) - 1 : -1]]) / 3
+
+        try:
+            if self._excess(difference):
+                raise StartupError(
+                    f"model {name}: the forward pass of {type(model).__name__} is not what transformers' generate "
+                    "computes"
+                )
+        finally:
+            model.generation_config = own
+
+    def of_paged(self) -> str | None:
+        """Why `PagedRunner` cannot run the model; None if it can: then the attention modules have their reach."""
+        model = self._model
+        if not getattr(model, "_supports_attention_backend", False):
+            return "it does not take an attention function"
+        if self._shape.differs:
+            return "its layers store keys of different sizes"
+        own = model.config._attn_implementation
+
+        def difference() -> float:
+            model.set_attn_implementation(own)
+            return self._difference(lambda: PagedRunner(model, self._shape, 6, rotary=self.rotary))
+
+        try:
+            with self._near_limits() as changed:
+                self._find_reaches(len(self._ids) if changed else self._context)
+                excess = self._excess(difference)
+            if changed:
+                self._find_reaches(self._context)
+        except Exception as error:
+            logger.debug("paged attention failed in the proof", exc_info=True)
+            kind = "its layers compute with their masks" if self._hides_masks else "its attention is of another kind"
+            reason = f"{kind} ({type(error).__name__}: {error})"
+        else:
+            if not excess:
+                return None
+            reason = f"its logits differ by {excess:.2g} of their size"
+        model.set_attn_implementation(own)
+        return reason
+
+    def row_runner(self) -> ModelRunner:
+        """The runner for one row at a time."""
+        model = self._model
+        for whole in (True,) if self._hides_masks else (False, True):
+            # Not every model has a cache that transformers can continue from.
+            with suppress(*_FAILURES), self._near_limits():
+                if not self._excess(partial(self._difference, partial(CausalRunner, model, self.rotary, whole))):
+                    return CausalRunner(model, self.rotary, whole)
+        return CachelessRunner(model)
+
+    def encoder_decoder_runner(self, blocks: int) -> tuple[ModelRunner, str | None]:
+        """The runner of an encoder-decoder model, and why it is not the ragged one."""
+        model, reason = self._model, "it is an encoder-decoder model of another family than T5"
+        if T5Runner.supports(model):
+            excess = self._excess(lambda: self._difference_of_decoder(lambda: T5Runner(model, self._shape, 6)))
+            if not excess:
+                pack_linears(model)
+                return T5Runner(model, self._shape, blocks), None
+            reason = f"its logits differ by {excess:.2g} of their size"
+        # Some decoders cannot continue with several ids; one at a time is what `generate` does.
+        stepwise = True
+        with suppress(*_FAILURES):
+            stepwise = bool(self._excess(lambda: self._difference_of_decoder(lambda: EncoderDecoderRunner(model))))
+        return EncoderDecoderRunner(model, stepwise), reason
+
+    def _difference_of_decoder(self, make: Callable[[], ModelRunner]) -> float:
+        """As `_difference`, for two prompts whose answers continue by some ids and then one by one."""
+        with self._near_limits():
+            runner, start = make(), decoder_start(self._model)
+            prompts, output = (self._ids, self._ids[:_PROMPT]), self._ids[:_OUTPUT]
+            expected = [
+                self._model(
+                    input_ids=self._tensor(prompt), decoder_input_ids=self._tensor([start, *output]), use_cache=False
+                ).logits[0]
+                for prompt in prompts
+            ]
+            sequences = [detached_sequence(prompt, (start,)) for prompt in prompts]
+            worst, done = 0.0, None
+            for number, sequence in enumerate(sequences):
+                sequence.blocks = [RESERVED + 2 * number, RESERVED + 2 * number + 1]
+            for end in (0, *range(min(5, len(output)), len(output) + 1)):
+                rows = []
+                for prompt, sequence in zip(prompts, sequences, strict=True):
+                    sequence.ids = [*prompt, start, *output[:end]]
+                    first = 0 if done is None else len(prompt) + 1 + done
+                    rows.append(Row(sequence, first, len(sequence.ids) - first))
+                done = end
+                worst = max(worst, _largest(runner.run(rows), [logits[end] for logits in expected]))
+            return worst
+
+    @property
+    def _tolerance(self) -> float:
+        return _TOLERANCES.get(self._shape.dtype, 3e-2)
+
+    def _excess(self, difference: Callable[[], float]) -> float:
+        """A difference beyond the tolerance, else 0; where rounding may be the cause, float32 decides."""
+        tolerance = self._tolerance
+        found = difference()
+        if found > tolerance and self._shape.dtype not in _TOLERANCES:
+            with suppress(*_FAILURES), self._in_float32():
+                return found if difference() > tolerance / 10 else 0.0
+        return found if found > tolerance else 0.0
+
+    @contextmanager
+    def _in_float32(self) -> Iterator[None]:
+        """Computes in float32, where an id has the same experts in every batch; widens one layer's weights at once."""
+        own: dict[Any, list[tuple[Any, str, Any]]] = {}
+        shape, self._shape = self._shape, replace(self._shape, dtype=torch.float32)
+        modules = [*self._model.modules()]
+        layers = {layer for module in modules if isinstance(module, torch.nn.ModuleList) for layer in module}
+
+        def widen(module: Any, _: Any) -> None:
+            for part in module.modules() if module in layers else [module]:
+                for name, parameter in part._parameters.items():
+                    if parameter is not None and parameter.dtype is shape.dtype:
+                        own.setdefault(module, []).append((part, name, parameter))
+                        part._parameters[name] = torch.nn.Parameter(parameter.float(), requires_grad=False)
+
+        def narrow(module: Any, *_: Any) -> None:
+            for part, name, parameter in own.pop(module, ()):
+                part._parameters[name] = parameter
+
+        hooks = [module.register_forward_pre_hook(widen) for module in modules]
+        hooks += [module.register_forward_hook(narrow, always_call=True) for module in modules]
+        try:
+            yield
+        finally:
+            self._shape = shape
+            for hook in hooks:
+                hook.remove()
+
+    def _find_reaches(self, context: int) -> None:
+        self._hides_masks = True
+        find_reaches(self._model, context)
+        self._hides_masks = False
+
+    @contextmanager
+    def _near_limits(self) -> Iterator[bool]:
+        """Sets what is within the context and beyond the test to a few positions; gives whether there is any."""
+        grows = self.rotary is not None and self.rotary.scaling.grows
+        config = self._model.config
+        holders = [
+            vars(one) for one in {id(one): one for one in (config, config.get_text_config(decoder=True))}.values()
+        ]
+        rotary = [holder["rope_parameters"] for holder in holders if isinstance(holder.get("rope_parameters"), dict)]
+        rotary += [own for one in rotary for own in one.values() if isinstance(own, dict)]
+        holders += [*rotary, *(vars(module) for module in self._model.modules())]
+        changed = []
+        for name, near in (_LIMITS | (_GROWING if grows else {})).items():
+            for holder in holders:
+                value = holder.get(name)
+                if isinstance(value, int) and near < value < self._far:
+                    changed.append((holder, name, value))
+                    holder[name] = near
+        # Dynamically scaled modules replace theirs.
+        buffers = [(module, dict(module._buffers)) for module in self._model.modules() if hasattr(module, "rope_type")]
+        try:
+            yield bool(changed)
+        finally:
+            for holder, name, value in changed:
+                holder[name] = value
+            for module, own in buffers:
+                module._buffers.update(own)
+
+    def _expected(self, steps: int) -> tuple[Tensor, list[Tensor]]:
+        """The logits of each position of the whole prompt, and of the short one's last position as it grows."""
+        whole = self._run(self._ids)
+        lengths = range(min(_PROMPT, len(self._ids)), min(_PROMPT + steps, len(self._ids) + 1))
+        if self.rotary is None and not self._hides_masks:
+            return whole, [whole[length - 1] for length in lengths]
+        if self.rotary is not None and self.rotary.scaling.recomputes:
+            return whole, [self._run(self._ids[:length])[-1] for length in lengths]
+        # As in `generate`: earlier keys keep their factors, and an index selects for one id after the other.
+        cache, done, grown = None, 0, []
+        for length in lengths:
+            output = self._model(
+                input_ids=self._tensor(self._ids[done:length]),
+                position_ids=self._tensor(list(range(done, length))),
+                past_key_values=cache,
+                use_cache=True,
+            )
+            cache, done = output.past_key_values, length
+            grown.append(output.logits[0, -1])
+        return whole, grown
+
+    def _run(self, ids: list[int]) -> Tensor:
+        logits: Tensor = self._model(input_ids=self._tensor(ids), use_cache=False).logits[0]
+        return logits
+
+    def _tensor(self, ids: list[int]) -> Tensor:
+        return torch.tensor([ids], device=self._model.device)
+
+    def _difference(self, make: Callable[[], Any]) -> float:
+        """The largest difference from the expected logits, relative to the largest of each position."""
+        ids = self._ids
+        pieces = sorted({min(end, len(ids)) for end in _PIECES})
+        whole, grown = self._expected(len(pieces))
+        runner = make()
+        chunked, decoded = detached_sequence(ids), detached_sequence(ids[:_PROMPT])
+        chunked.blocks, decoded.blocks = [RESERVED, RESERVED + 1], [RESERVED + 2, RESERVED + 3]
+        worst, start, done, stage = 0.0, 0, 0, 0
+
+        for step, end in enumerate(pieces):
+            chunked.ids = ids if runner.reads_whole_prompts else ids[:end]
+            row = Row(chunked, start, end - start)
+            rows, expected = [row], [whole[end - 1]] if row.samples else []
+            if step < len(grown):
+                length = _PROMPT + step
+                decoded.ids = ids[:length]
+                if runner.scaling is not None and runner.scaling.base(_PROMPT, length) != stage:
+                    stage, done = runner.scaling.base(_PROMPT, length), 0
+                rows.append(Row(decoded, done, length - done))
+                expected.append(grown[step])
+                done = length
+            worst = max(worst, _largest(runner.run(rows), expected))
+            start = end
+        if runner.reuses_prefixes and len(ids) > BLOCK_TOKENS:
+            follower = detached_sequence(ids)
+            follower.blocks = [chunked.blocks[0], RESERVED + 4]
+            row = Row(follower, BLOCK_TOKENS, len(ids) - BLOCK_TOKENS)
+            worst = max(worst, _largest(runner.run([row]), [whole[-1]]))
+        return worst
+
+
+def _largest(logits: Tensor, expected: Rows[Tensor]) -> float:
+    """The largest difference of rows of logits, relative to the largest of each; infinite for what is no number."""
+    pairs = zip(logits.float(), (wanted.float() for wanted in expected), strict=True)
+    differences = [float((got - wanted).abs().max() / wanted.abs().max()) for got, wanted in pairs]
+    return max((one if one == one else math.inf for one in differences), default=0.0)

@@ -1,0 +1,259 @@
+"""Runs T5 and its family: in every step one encoder pass for new prompts and one decoder pass for all rows.
+
+A sequence's ids are prompt, decoder start token, output. Its blocks hold keys and values of each at its position: for
+the prompt those that cross-attention reads, computed once by the encoder, for the rest those of the decoder's
+self-attention. Both have the same size, and nothing is stored elsewhere: the blocks that the scheduler counts are all
+the memory in use, and a step can be repeated, whatever its rows.
+
+In the decoder, positions enter only by a bias that depends on the distance between query and key, so tokens of many
+sequences, at any position, pass the decoder packed in one row, and each attends to a range of its own sequence. Output
+tokens from the request are computed like generated ones. Norms, projections and feed-forward layers are the model's own
+modules; the order of a block's parts, the bias and the clamping for float16 follow transformers' T5Block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import MT5ForConditionalGeneration, T5ForConditionalGeneration, UMT5ForConditionalGeneration
+
+from headrace_predictor.engine.cpu import kernel
+from headrace_predictor.engine.faults import check_numbers
+from headrace_predictor.engine.runners.row import decoder_start
+from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache
+from headrace_predictor.engine.state.sequence import Row, Sequence, detached_sequence
+
+# Whether the decoder's outputs are divided by the root of their size before the projection to the vocabulary.
+_SCALES_OUTPUTS: dict[type, Callable[[Any], bool]] = {
+    T5ForConditionalGeneration: lambda config: config.scale_decoder_outputs,
+    MT5ForConditionalGeneration: lambda config: False,
+    UMT5ForConditionalGeneration: lambda config: config.tie_word_embeddings,
+}
+_SHORT_PROMPT = 16  # Prompts up to this length are padded together.
+_COPIED_TOKENS = 64  # The number of tokens whose blocks are copied at a time if there is no kernel.
+
+
+@dataclass(frozen=True)
+class _Range:
+    """The positions `firsts` to `ends` [tokens] of its own sequence that each token attends to, int32."""
+
+    firsts: Tensor
+    ends: Tensor
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """The decoder's tokens of a step, all rows packed."""
+
+    ids: Tensor  # int64 [tokens].
+    table: Tensor  # int32 [tokens, blocks of the longest sequence], padded with block 0.
+    prompt: _Range
+    own: _Range
+    sampled: list[int]  # The tokens whose logits are needed.
+
+
+class T5Runner:
+    """See the module. `blocks` is the size of the cache, with the reserved block."""
+
+    description = "ragged decoder"
+    reuses_prefixes = False
+    scores_prompts = False
+    scaling = None
+
+    def __init__(self, model: Any, shape: CacheShape, blocks: int) -> None:
+        config = model.config
+        self.start_ids: tuple[int, ...] = (decoder_start(model),)
+        self._model = model
+        self._scale = config.d_model**-0.5 if _SCALES_OUTPUTS[type(model)](config) else None
+        self._cache = KeyValueCache(shape, blocks, model.device)
+        self._biases = _biases(model.decoder)
+        self._no_bias = torch.zeros((config.num_heads, 1), device=model.device)
+        # Compiles the kernels before the first request.
+        self.probe()
+
+    @staticmethod
+    def supports(model: Any) -> bool:
+        """Whether this runner implements the model's architecture."""
+        return type(model) in _SCALES_OUTPUTS
+
+    def run(self, rows: Rows[Row]) -> Tensor:
+        if new := [row.sequence for row in rows if row.start == 0]:
+            self._encode(new)
+        tokens = self._pack(rows)
+        hidden = self._decode(tokens)
+        if len(tokens.sampled) < len(hidden):
+            hidden = hidden[tokens.sampled]
+        hidden = self._model.decoder.final_layer_norm(hidden)
+        if self._scale is not None:
+            hidden = hidden * self._scale
+        logits: Tensor = self._model.lm_head(hidden)
+        return logits
+
+    def clear(self, blocks: Rows[int]) -> None:
+        self._cache.clear(blocks)
+
+    def probe(self) -> None:
+        sequence = detached_sequence([0], self.start_ids)
+        sequence.blocks = [0]
+        check_numbers(self.run([Row(sequence, 0, len(sequence.ids))]))
+
+    def _encode(self, sequences: Rows[Sequence]) -> None:
+        """Encodes prompts and writes the keys and values of cross-attention."""
+        for group in _groups(sequences):
+            prompts = [sequence.request.input_ids for sequence in group]
+            longest = max(map(len, prompts))
+            ids = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
+            mask = torch.arange(longest)[None] < torch.tensor([len(prompt) for prompt in prompts])[:, None]
+            ids, mask = ids.to(self._cache.device), mask.to(self._cache.device)
+            encoded = self._model.encoder(input_ids=ids, attention_mask=mask).last_hidden_state[mask]
+            blocks = np.concatenate([_prompt_blocks(sequence) for sequence in group])
+            offsets = np.concatenate([np.arange(len(prompt)) % BLOCK_TOKENS for prompt in prompts])
+            places = self._tensor(blocks), self._tensor(offsets)
+            for index, block in enumerate(self._model.decoder.block):
+                attention = block.layer[1].EncDecAttention
+                keys, values = self._heads(attention.k(encoded)), self._heads(attention.v(encoded))
+                self._cache.write(index, places, keys, values)
+
+    def _pack(self, rows: Rows[Row]) -> _Tokens:
+        ids: list[int] = []
+        sampled = []
+        prompt_ends: list[int] = []
+        ends: list[int] = []
+        counts = []
+        table = np.zeros((len(rows), max(len(row.sequence.blocks) for row in rows)), dtype=np.int32)
+        for i, row in enumerate(rows):
+            sequence, end = row.sequence, row.start + row.count
+            prompt = len(sequence.request.input_ids)
+            begin = max(row.start, prompt)
+            ids += sequence.ids[begin:end]
+            ends += range(begin + 1, end + 1)
+            prompt_ends += [prompt] * (end - begin)
+            counts.append(end - begin)
+            table[i, : len(sequence.blocks)] = sequence.blocks
+            if row.samples:
+                sampled.append(len(ids) - 1)
+        self._cache.expect(int(table.max()))
+        if len(ids) > len(rows):
+            table = table.repeat(counts, axis=0)
+        prompt_end = self._tensor(np.array(prompt_ends, dtype=np.int32))
+        return _Tokens(
+            self._tensor(np.array(ids)),
+            self._tensor(table),
+            _Range(torch.zeros_like(prompt_end), prompt_end),
+            _Range(prompt_end, self._tensor(np.array(ends, dtype=np.int32))),
+            sampled,
+        )
+
+    def _decode(self, tokens: _Tokens) -> Tensor:
+        """The decoder's last hidden states [tokens, model size], before the last norm."""
+        decoder = self._model.decoder
+        hidden: Tensor = decoder.embed_tokens(tokens.ids)
+        for index, (block, bias) in enumerate(zip(decoder.block, self._biases, strict=True)):
+            own, cross, feed_forward = block.layer
+
+            attention, normed = own.SelfAttention, own.layer_norm(hidden)
+            query, key, value = (self._heads(part(normed)) for part in (attention.q, attention.k, attention.v))
+            attended = self._attend(index, tokens.table, tokens.own, query, bias, (key, value))
+            hidden = _bounded(hidden + attention.o(attended))
+
+            attention, normed = cross.EncDecAttention, cross.layer_norm(hidden)
+            query = self._heads(attention.q(normed))
+            attended = self._attend(index, tokens.table, tokens.prompt, query, self._no_bias)
+            hidden = _bounded(hidden + attention.o(attended))
+
+            hidden = _bounded(feed_forward(hidden))
+        return hidden
+
+    def _attend(
+        self,
+        layer: int,
+        table: Tensor,
+        looks_at: _Range,
+        query: Tensor,
+        bias: Tensor,
+        written: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Output [tokens, heads x head size]. `written`, keys and values, are stored at each range's last position."""
+        if not kernel.takes(query):
+            if written is not None:
+                last = looks_at.ends.long() - 1
+                block = table.gather(1, (last // BLOCK_TOKENS)[:, None])[:, 0].long()
+                self._cache.write(layer, (block, last % BLOCK_TOKENS), *written)
+            return self._attend_in_copies(layer, table, looks_at, query, bias)
+        owners = torch.arange(len(query), dtype=torch.int32)
+        packed = query if written is None else torch.cat((query, *written), dim=1)
+        ranges = kernel.Ranges.of(table, owners, looks_at.firsts, looks_at.ends)
+        attend = kernel.Attention(query.shape[1], (packed.shape[1] - query.shape[1]) // 2, bias=bias)
+        return attend(self._cache.arrays[layer], ranges, packed, kernel.Buffer(query.shape, query.dtype))
+
+    def _attend_in_copies(self, layer: int, table: Tensor, looks_at: _Range, query: Tensor, bias: Tensor) -> Tensor:
+        """The same in plain torch, from copies of the blocks, a bounded number at a time."""
+        outputs = []
+        furthest = bias.shape[1] - 1
+        position = torch.arange(table.shape[1] * BLOCK_TOKENS, device=table.device)[None]
+        for part in range(0, len(query), _COPIED_TOKENS):
+            some = slice(part, part + _COPIED_TOKENS)
+            keys, values = self._cache.read(layer, table[some])
+            firsts, ends = looks_at.firsts[some, None], looks_at.ends[some, None]
+            distance = (ends - 1 - position).clamp(0, furthest)
+            scores = torch.matmul(query[some, :, None], keys)[:, :, 0].float()
+            scores += bias[:, furthest - distance].transpose(0, 1)
+            hidden = (position < firsts) | (position >= ends)
+            weights = scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1).to(values.dtype)
+            outputs.append(torch.matmul(weights[:, :, None], values).flatten(1))
+        return torch.cat(outputs)
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        shape = self._cache.shape
+        return projected.view(-1, shape.heads, shape.head_size)
+
+    def _tensor(self, array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(self._cache.device)
+
+
+def _groups(sequences: Rows[Sequence]) -> Iterator[list[Sequence]]:
+    """Groups sequences whose prompts are padded together, none to more than twice its length except short ones."""
+    group: list[Sequence] = []
+    for sequence in sorted(sequences, key=lambda sequence: len(sequence.request.input_ids)):
+        length = len(sequence.request.input_ids)
+        if group and length > max(_SHORT_PROMPT, 2 * len(group[0].request.input_ids)):
+            yield group
+            group = []
+        group.append(sequence)
+    yield group
+
+
+def _prompt_blocks(sequence: Sequence) -> NDArray[np.int64]:
+    """The block of each prompt token."""
+    return np.array(sequence.blocks).repeat(BLOCK_TOKENS)[: len(sequence.request.input_ids)]
+
+
+def _biases(decoder: Any) -> list[Tensor]:
+    """The bias of each layer, float32 [heads, distances]: the furthest first, constant beyond it."""
+    biases = []
+    for block in decoder.block:
+        attention = block.layer[0].SelfAttention
+        if attention.has_relative_attention_bias:
+            distances = attention.relative_attention_max_distance + 1
+            bias = attention.compute_bias(1, distances, past_seen_tokens=distances - 1)
+            biases.append(bias[0, :, 0].float().contiguous())
+        else:
+            # In T5 all layers share the first layer's; in UMT5 each has its own.
+            biases.append(biases[-1])
+    return biases
+
+
+def _bounded(hidden: Tensor) -> Tensor:
+    """Clamps to the range of float16."""
+    if hidden.dtype != torch.float16:
+        return hidden
+    largest = torch.finfo(torch.float16).max
+    bound = torch.where(torch.isinf(hidden).any(), largest - 1000, largest)
+    return hidden.clamp(-bound, bound)

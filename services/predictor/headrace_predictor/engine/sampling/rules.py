@@ -1,0 +1,84 @@
+"""The part of the sampler that follows a model's own rules, which its generation_config.json has: as `generate` does.
+
+Each function takes scores [rows, vocabulary] and returns new ones, or the same tensor if no row has rules. They concern
+the ids that the decoder has seen: prompt and output, or an encoder-decoder model's start token and output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace_predictor.engine.state.sequence import SamplingRow
+
+
+def add_rule_biases(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Scores after `sequence_bias`."""
+    for i, row in enumerate(rows):
+        if row.rules is not None and row.rules.sequence_bias:
+            ids, scores = _decoded(row), scores.clone()
+            for sequence, bias in row.rules.sequence_bias:
+                if sequence[-1] < scores.shape[1] and _follows(ids, sequence):
+                    scores[i, sequence[-1]] += bias
+    return scores
+
+
+def apply_rules(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Scores after all other rules; last of all, because a forced token takes precedence."""
+    ruled = [i for i, row in enumerate(rows) if row.rules is not None]
+    scores = scores.clone() if ruled else scores
+    for i in ruled:
+        _apply(scores[i], rows[i])
+    return scores
+
+
+def _apply(scores: Tensor, row: SamplingRow) -> None:
+    rules, ids, produced = row.rules, _decoded(row), len(row.output_ids)
+    if rules is None:
+        return
+    eos = list(row.end_ids)
+    if rules.exponential_decay_length_penalty is not None:
+        start, factor = rules.exponential_decay_length_penalty
+        ends = scores[eos]
+        gain = ends.abs() * (factor ** max(produced - start, 0) - 1)
+        scores[eos] = torch.where(ends.isfinite(), ends + gain, ends)
+    banned = {*rules.suppress_tokens}
+    banned.update(bad[-1] for bad in rules.bad_words_ids if _follows(ids, bad) and (len(bad) > 1 or bad[0] not in eos))
+    banned |= _repeats(ids, ids, rules.no_repeat_ngram_size)
+    banned |= _repeats(np.asarray(row.input_ids), ids, rules.encoder_no_repeat_ngram_size)
+    has_start_only = len(ids) - produced == 1  # Of the decoder's ids, before the first output.
+    if produced == int(has_start_only and rules.forced_bos_token_id is not None):
+        banned.update(rules.begin_suppress_tokens)
+    if len(ids) < rules.min_length:
+        banned.update(eos)
+    scores[[token_id for token_id in banned if token_id < len(scores)]] = -torch.inf
+    forced = rules.forced_eos_token_id if produced + 1 == row.sampling.max_tokens else ()
+    if rules.forced_bos_token_id is not None and len(ids) == 1:
+        forced = (rules.forced_bos_token_id,)
+    if forced:
+        scores.fill_(-torch.inf)
+        scores[list(forced)] = 0.0
+
+
+def _decoded(row: SamplingRow) -> NDArray[np.int64]:
+    return np.concatenate([np.asarray(ids, np.int64) for ids in (row.start_ids or row.input_ids, row.output_ids)])
+
+
+def _follows(ids: NDArray[np.int64], sequence: tuple[int, ...]) -> bool:
+    """Whether the ids end with all of a sequence but its last id."""
+    before = len(sequence) - 1
+    return before == 0 or (before < len(ids) and ids[-before:].tolist() == list(sequence[:-1]))
+
+
+def _repeats(text: NDArray[Any], ids: NDArray[np.int64], size: int) -> set[int]:
+    """The tokens that would make the last `size` ids a sequence that `text` has."""
+    if not size or len(text) < size or len(ids) < size - 1:
+        return set()
+    windows = np.lib.stride_tricks.sliding_window_view(text, size)
+    last = ids[len(ids) - size + 1 :]
+    return set(windows[(windows[:, :-1] == last).all(1), -1].tolist())

@@ -1,0 +1,106 @@
+"""The memory of the KV cache, in blocks: each has the keys and values of its tokens in all layers.
+
+A block is contiguous, so that the memory in use grows with the tokens. A virtual machine may need milliseconds for the
+first write to a page of 2 MiB: with a pool for each layer, all pools would come to a new page in the same step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headrace_predictor.engine.state.arrays import Array, array_of
+from headrace_predictor.engine.state.pages import GrowingMemory
+
+BLOCK_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What a model's layers store for each token; if it `differs` by layer, the mean as one head."""
+
+    layers: int
+    heads: int
+    head_size: int
+    dtype: torch.dtype
+    differs: bool = False
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of keys and values in all layers."""
+        return 2 * self.layers * self.heads * self.head_size * self.dtype.itemsize
+
+
+class LayerArrays(NamedTuple):
+    """A layer of the cache for the compiled kernels: its index, and the memory of all layers in two shapes.
+
+    Keys [blocks, layers, 2, heads, head size, BLOCK_TOKENS], values [blocks, layers, 2, heads, BLOCK_TOKENS, head
+    size]: of the third dimension keys are 0, values 1.
+    """
+
+    keys: Array
+    values: Array
+    layer: int
+
+
+class KeyValueCache:
+    """Keys [blocks, heads, head size, BLOCK_TOKENS] and values [blocks, heads, BLOCK_TOKENS, head size] by layer.
+
+    Keys are transposed for the products that read them. The cache starts as zeros, and must never contain NaN or
+    infinity at masked positions that are read: zero times NaN is NaN.
+    """
+
+    def __init__(self, shape: CacheShape, blocks: int, device: torch.device) -> None:
+        self.shape = shape
+        self.device = device
+        size = (blocks, shape.layers, 2, shape.heads, shape.head_size * BLOCK_TOKENS)
+        self._growing: GrowingMemory | None = None
+        if device.type == "cpu":
+            self._growing = GrowingMemory(math.prod(size) * shape.dtype.itemsize)
+            self._memory = self._growing.tensor(size, shape.dtype)
+        else:
+            self._memory = torch.zeros(size, dtype=shape.dtype, device=device)
+        self._keys = self._memory.view(*self._memory.shape[:-1], shape.head_size, BLOCK_TOKENS)
+        self._values = self._memory.view(*self._memory.shape[:-1], BLOCK_TOKENS, shape.head_size)
+        self.keys = [self._keys[:, layer, 0] for layer in range(shape.layers)]
+        self.values = [self._values[:, layer, 1] for layer in range(shape.layers)]
+
+    @cached_property
+    def arrays(self) -> list[LayerArrays]:
+        """The layers for the compiled kernels, on the same memory."""
+        keys, values = array_of(self._keys), array_of(self._values)
+        return [LayerArrays(keys, values, layer) for layer in range(self.shape.layers)]
+
+    def expect(self, last: int) -> None:
+        """Prepares memory for the blocks up to `last`, before they are written; need not be called."""
+        if self._growing is not None:
+            self._growing.expect((last + 1) * BLOCK_TOKENS * self.shape.bytes_per_token)
+
+    def write(self, layer: int, places: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> None:
+        """Stores keys and values [tokens, heads, head size] at blocks and offsets [tokens]."""
+        blocks, offsets = places
+        self.keys[layer][blocks, :, :, offsets] = keys
+        self.values[layer][blocks, :, offsets] = values
+
+    def read(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of blocks [rows, n]: keys [rows, heads, size, tokens] and values [rows, heads, tokens, size]."""
+        rows, count = blocks.shape
+        shape = self.shape
+        flat = blocks.reshape(-1)
+        keys = self.keys[layer].index_select(0, flat).view(rows, count, shape.heads, shape.head_size, BLOCK_TOKENS)
+        values = self.values[layer].index_select(0, flat).view(rows, count, shape.heads, BLOCK_TOKENS, shape.head_size)
+        return (
+            keys.permute(0, 2, 3, 1, 4).reshape(rows, shape.heads, shape.head_size, count * BLOCK_TOKENS),
+            values.transpose(1, 2).reshape(rows, shape.heads, count * BLOCK_TOKENS, shape.head_size),
+        )
+
+    def clear(self, blocks: Rows[int]) -> None:
+        """Zeroes blocks in all layers."""
+        if blocks:
+            self._memory.index_fill_(0, torch.tensor(blocks, device=self.device), 0)

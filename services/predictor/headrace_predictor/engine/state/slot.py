@@ -1,0 +1,179 @@
+"""The merging output slot: the engine's thread writes and never waits; one task on the event loop reads.
+
+A slow reader gets bigger chunks, not a longer queue: memory is bounded by the request's max_tokens. Publishing does not
+wake the reader by itself: the engine wakes all readers of a step at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Protocol
+
+from headrace.errors import HeadraceError
+from headrace.oip.prompt_logprobs import PromptLogprobs
+from headrace.sampling import SamplingParameters
+from headrace_predictor.engine.interface import Chunk, Logprobs, Timeline, Usage
+
+Reader = asyncio.Future[None]
+
+
+class SequenceOutput(Protocol):
+    """Where the engine puts the output of one sequence; it never waits for a reader, except in `run_alone`."""
+
+    timeline: Timeline
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the caller has left; the engine reads it before each step."""
+
+    def start(self, now: float, cached_tokens: int) -> None:
+        """Records the start of the first step that computes a part of the sequence."""
+
+    def run_alone(self, timeout_s: float) -> bool:
+        """Reports that the sequence runs isolated; returns whether its caller still waits for it.
+
+        Returns once the caller has been notified, or has left, or after the timeout.
+        """
+
+    def publish(
+        self,
+        token_id: int,
+        logprobs: Logprobs | None,
+        finish: tuple[str, Usage] | None = None,
+        prompt: PromptLogprobs | None = None,
+    ) -> Reader | None:
+        """Adds a token, the last one with the finish reason and the usage; returns the reader to be woken.
+
+        `prompt` comes with the first token.
+        """
+
+    def finish(self, reason: str, usage: Usage) -> None:
+        """Ends the output without another token."""
+
+    def fail(self, error: HeadraceError) -> None:
+        """Ends the output with an error, after the tokens that it already has."""
+
+
+class MergingSlot:
+    """One request's output. Any thread may call `publish` and `fail`, one task calls `read`."""
+
+    def __init__(self, sampling: SamplingParameters) -> None:
+        self._chunk_tokens = sampling.chunk_tokens
+        self._chunk_s = sampling.chunk_ms / 1000
+        self._lock = threading.Lock()
+        self._wake: Reader | None = None
+        self._wake_at = 1
+        self._ids: list[int] = []
+        self._logprobs: list[Logprobs] = []
+        self._prompt: PromptLogprobs | None = None
+        self._finish: tuple[str, Usage] | None = None
+        self._error: HeadraceError | None = None
+        self.timeline = Timeline()  # The sequence's; the engine writes it.
+        self.cancelled = False  # The engine reads it before each step.
+
+    def cancel(self) -> None:
+        """Asks the engine to stop; thread-safe."""
+        self.cancelled = True
+
+    def start(self, now: float, cached_tokens: int) -> None:
+        self.timeline.started = now
+
+    def run_alone(self, timeout_s: float) -> bool:
+        """Its reader is in the engine's process, and so is not notified."""
+        return not (self.cancelled or self._ended())
+
+    def publish(
+        self,
+        token_id: int,
+        logprobs: Logprobs | None,
+        finish: tuple[str, Usage] | None = None,
+        prompt: PromptLogprobs | None = None,
+    ) -> Reader | None:
+        with self._lock:
+            if self._ended():
+                return None
+            self._ids.append(token_id)
+            if logprobs is not None:
+                self._logprobs.append(logprobs)
+            self._finish = finish
+            if prompt is not None:
+                self._prompt = prompt
+            return self._satisfied()
+
+    def finish(self, reason: str, usage: Usage) -> None:
+        self._end(finish=(reason, usage))
+
+    def fail(self, error: HeadraceError) -> None:
+        self._end(error=error)
+
+    async def read(self) -> Chunk:
+        """Returns all new tokens, once there are as many as the request asks for, or after `chunk_ms`."""
+        await self._until(1)
+        if self._chunk_tokens > 1:
+            await self._until(self._chunk_tokens, self._chunk_s or None)
+        with self._lock:
+            ids, self._ids = self._ids, []
+            logprobs, self._logprobs = self._logprobs, []
+            if not ids and self._error is not None:
+                raise self._error
+            prompt, self._prompt = self._prompt, None
+            reason, usage = self._finish or (None, None)
+            return Chunk(ids, logprobs, reason, usage, prompt)
+
+    async def _until(self, tokens: int, timeout_s: float | None = None) -> None:
+        """Waits for `tokens` tokens or the end, or for the timeout."""
+        with self._lock:
+            if self._has(tokens):
+                return
+            self._wake_at = tokens
+            reader = self._wake = asyncio.get_running_loop().create_future()
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await reader
+        finally:
+            with self._lock:
+                self._wake = None
+
+    def _end(self, *, finish: tuple[str, Usage] | None = None, error: HeadraceError | None = None) -> None:
+        with self._lock:
+            if self._ended():
+                return
+            self._finish, self._error = finish, error
+            reader = self._satisfied()
+        if reader is not None:
+            wake([reader])
+
+    def _has(self, tokens: int) -> bool:
+        return self._ended() or len(self._ids) >= tokens
+
+    def _ended(self) -> bool:
+        return self._finish is not None or self._error is not None
+
+    def _satisfied(self) -> Reader | None:
+        """The reader, if what it waits for is there. The caller holds the lock."""
+        if self._wake is None or not self._has(self._wake_at):
+            return None
+        reader, self._wake = self._wake, None
+        return reader
+
+
+def wake(readers: Iterable[Reader]) -> None:
+    """Wakes waiting readers, with one call for each of their event loops; thread-safe."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Reader]] = defaultdict(list)
+    for reader in readers:
+        by_loop[reader.get_loop()].append(reader)
+    for loop, waiting in by_loop.items():
+        # A closed loop has no readers left; it may close at any moment.
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(_set, waiting)
+
+
+def _set(readers: list[Reader]) -> None:
+    for reader in readers:
+        if not reader.done():
+            reader.set_result(None)

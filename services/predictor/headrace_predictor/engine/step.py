@@ -1,0 +1,170 @@
+"""Runs the rows of a step so that a failure affects only the row that caused it.
+
+A step that raises is repeated row by row, which is safe because it writes at places given by positions. A step that
+runs out of memory makes the next steps smaller, and fails a request only if that is not possible. If every row failed,
+with errors or with logits that are not numbers, the model is probed before any failure is reported: a model that cannot
+run the simplest input is broken, and no request is to blame. Used only by the engine's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+
+from headrace.errors import HeadraceError, RequestFailedError
+from headrace.grammars import no_token_error
+from headrace.oip.prompt_logprobs import PromptLogprobs
+from headrace_predictor.engine.faults import is_device_error, is_out_of_memory
+from headrace_predictor.engine.grammar.masks import forbidden_tokens
+from headrace_predictor.engine.interface import EngineDeadError, EngineStatistics, Logprobs
+from headrace_predictor.engine.runners.interface import ModelRunner
+from headrace_predictor.engine.sampling.sampler import NO_TOKEN, sample
+from headrace_predictor.engine.sampling.scoring import score
+from headrace_predictor.engine.state.sequence import Row, Sequence
+
+logger = logging.getLogger(__name__)
+
+
+class Result(NamedTuple):
+    """A computed row; its token, if it samples; its scores of the prompt."""
+
+    row: Row
+    token_id: int
+    logprobs: Logprobs | None
+    scores: PromptLogprobs | None = None
+
+
+class Outcome(NamedTuple):
+    """The outcome of a step: computed rows, and sequences that must end; some rows may be in neither."""
+
+    results: list[Result]
+    failed: list[tuple[Sequence, HeadraceError]]
+
+
+@runtime_checkable
+class StepComputer(Protocol):
+    """Computes steps and samples their tokens itself, in place of a ModelRunner. Used only by the engine's thread."""
+
+    @property
+    def description(self) -> str:
+        """Its kind in a word or two, for the log and ModelConfig."""
+
+    @property
+    def start_ids(self) -> tuple[int, ...]:
+        """See ModelRunner."""
+
+    def compute(self, rows: list[Row], statistics: EngineStatistics) -> Outcome:
+        """Computes the rows; a row may have several results or none. Raises errors for which no request is to blame."""
+
+    def clear(self, blocks: list[int]) -> None:
+        """See ModelRunner."""
+
+
+class StepRunner:
+    """See the module.
+
+    `make_room` is the scheduler's. `begin` is called before each pass except the first, because each has the timeout of
+    a step.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        statistics: EngineStatistics,
+        make_room: Callable[[list[Row]], Sequence | None],
+        begin: Callable[[], None],
+    ) -> None:
+        self._runner = runner
+        self._statistics = statistics
+        self._make_room = make_room
+        self._begin = begin
+
+    def run(self, rows: list[Row]) -> Outcome:
+        """Computes the rows; raises errors for which no request is to blame."""
+        outcome = self._run(rows)
+        broken = [row for row, token_id, _, scores in outcome.results if _is_broken(row, token_id, scores)]
+        if not (outcome.failed or broken):
+            return outcome
+        sampled = [result for result in outcome.results if result.row.samples]
+        numbers = not sampled or any(result.token_id != NO_TOKEN for result in sampled)
+        if (outcome.failed and not outcome.results) or not numbers:
+            self._runner.probe()
+        failed = list(outcome.failed)
+        failed += [(row.sequence, _failure_of(row)) for row in broken]
+        ended = {sequence for sequence, _ in failed}
+        return Outcome([result for result in outcome.results if result.row.sequence not in ended], failed)
+
+    def _run(self, rows: list[Row]) -> Outcome:
+        try:
+            return Outcome(self._try(rows), [])
+        except Exception as error:
+            if is_device_error(error):
+                raise EngineDeadError("the device failed") from error
+            if is_out_of_memory(error):
+                return Outcome([], self._shrink(rows, error))
+            return self._replay(rows, error)
+
+    def _try(self, rows: list[Row]) -> list[Result]:
+        started = time.perf_counter_ns()
+        logits = self._runner.run(rows)
+        self._statistics.forward_ns += time.perf_counter_ns() - started
+        sampling = [row for row in rows if row.samples]
+        scoring = [row for row in rows if row.scores]
+        results = [Result(row, NO_TOKEN, None) for row in rows if not row.samples] if len(sampling) < len(rows) else []
+        if sampling:
+            last = logits[: len(sampling)] if scoring else logits
+            masks = forbidden_tokens(sampling, last.shape[1])
+            sampled = sample(last, [row.sequence.row for row in sampling], masks)
+            results += map(Result, sampling, sampled.token_ids, sampled.logprobs)
+        if scoring:
+            scores = dict(zip(scoring, score(logits[len(sampling) :], scoring), strict=True))
+            results = [result._replace(scores=scores.get(result.row)) for result in results]
+        return results
+
+    def _replay(self, rows: list[Row], error: Exception) -> Outcome:
+        """Runs each row alone, so that only the culprit fails."""
+        results: list[Result] = []
+        failed: list[tuple[Sequence, HeadraceError]] = []
+        for row in rows:
+            if not row.sequence.blocks:
+                continue  # It was preempted for another row.
+            self._begin()
+            try:
+                if len(rows) == 1:
+                    raise error
+                results += self._try([row])
+            except Exception as own:
+                if is_device_error(own):
+                    raise EngineDeadError("the device failed") from own
+                if is_out_of_memory(own):
+                    failed += self._shrink([row], own)
+                    continue
+                logger.exception("request %s failed in the model", row.sequence.request.id)
+                failed.append((row.sequence, RequestFailedError("the model failed on this request")))
+        return Outcome([result for result in results if result.row.sequence.blocks], failed)
+
+    def _shrink(self, rows: list[Row], error: Exception) -> list[tuple[Sequence, HeadraceError]]:
+        """Reacts to a failed allocation: smaller steps, then fewer sequences, then the failure of one request."""
+        hopeless = self._make_room(rows)
+        if hopeless is None:
+            return []
+        logger.error("out of memory on request %s alone", hopeless.request.id, exc_info=error)
+        return [(hopeless, RequestFailedError("there is not enough memory for this request"))]
+
+
+def _failure_of(row: Row) -> HeadraceError:
+    """The error of a row that has no token: the model failed, or the request allows none."""
+    sampling = row.sequence.request.sampling
+    if sampling.structured_outputs and (sampling.has_restrictions or row.sequence.row.rules is not None):
+        return no_token_error()
+    logger.error("request %s: the model's logits are not numbers", row.sequence.request.id)
+    return RequestFailedError("the model failed on this request")
+
+
+def _is_broken(row: Row, token_id: int, scores: PromptLogprobs | None) -> bool:
+    """Whether the model's logits are not numbers."""
+    return (token_id == NO_TOKEN and row.samples) or (scores is not None and bool(np.isnan(scores.chosen).any()))

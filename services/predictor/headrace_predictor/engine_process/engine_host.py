@@ -1,0 +1,132 @@
+"""The front's side of the host: starts it when it is needed, and gets engine processes from it.
+
+Owned by the event loop. A host that ends or does not answer is replaced at the next start of an engine. In a process
+that has imported the libraries already, `fork` makes the first host as a fork of it, before there are threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import subprocess
+from contextlib import suppress
+
+from headrace.errors import StartupFault
+from headrace.exit_status import how_it_ended
+from headrace_predictor.engine_process import host
+
+logger = logging.getLogger(__name__)
+
+_START_S = 300.0  # Importing the libraries takes seconds, minutes on a machine that reads them for the first time.
+_ATTEMPTS = 2
+# The library for numpy's products keeps threads, which a fork would not have.
+_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
+
+
+class EngineHost:
+    """See the module. `prepare` names a `module:function` that each engine process calls before it loads its model."""
+
+    def __init__(self, prepare: str = "") -> None:
+        self.prepare = prepare
+        self._control: socket.socket | None = None
+        self._pid = 0
+        self._turn = asyncio.Lock()
+        self._unread = b""
+        self._started: asyncio.Future[int] | None = None
+        self._listens = False
+
+    @property
+    def pid(self) -> int:
+        """The host's process id; 0: there is none."""
+        return self._pid
+
+    def fork(self) -> None:
+        """Makes the host a fork of this process, which has the libraries and no threads."""
+        self._control, theirs = socket.socketpair()
+        parent = os.getpid()
+        self._pid = os.fork()
+        if not self._pid:
+            self._control.close()
+            host.main(theirs, parent)
+        theirs.close()
+
+    async def start_engine(self, connection: socket.socket) -> int:
+        """Forks an engine process that serves a socket; returns its process id; raises StartupFault."""
+        async with self._turn:
+            for _ in range(_ATTEMPTS):
+                try:
+                    return await self._start_engine(connection)
+                except (OSError, TimeoutError) as error:
+                    logger.warning("the engine host failed: %s", error or type(error).__name__)
+                    await self._end()
+        raise StartupFault("no engine process can be started; see the log")
+
+    async def close(self) -> None:
+        """Ends the host and with it every engine process."""
+        async with self._turn:
+            await self._end()
+
+    async def _start_engine(self, connection: socket.socket) -> int:
+        control = self._control or self._start()
+        if not self._listens:
+            control.setblocking(False)
+            asyncio.get_running_loop().add_reader(control, self._receive, control)
+            self._listens = True
+        self._started = asyncio.get_running_loop().create_future()
+        socket.send_fds(control, [b"."], [connection.fileno()])
+        async with asyncio.timeout(_START_S):
+            return await self._started
+
+    def _start(self) -> socket.socket:
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                host.command(theirs.fileno(), os.getpid()),
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env=os.environ | _ENVIRONMENT,
+            )
+        self._pid = process.pid
+        process.returncode = 0  # This class waits for its end.
+        return self._control
+
+    def _receive(self, control: socket.socket) -> None:
+        try:
+            data = control.recv(4096)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._stop_listening()
+            if self._started is not None and not self._started.done():
+                self._started.set_exception(ConnectionError("it has ended"))
+            return
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        for line in lines:
+            self._take(line.decode().split())
+
+    def _take(self, words: list[str]) -> None:
+        if words[0] == "started" and self._started is not None and not self._started.done():
+            self._started.set_result(int(words[1]))
+        elif words[0] == "ended" and words[2] not in ("0", str(os.EX_CONFIG)):
+            logger.error("engine process %s %s", words[1], how_it_ended(int(words[2])))
+
+    def _stop_listening(self) -> None:
+        if self._control is not None and self._listens:
+            asyncio.get_running_loop().remove_reader(self._control)
+        self._listens = False
+
+    async def _end(self) -> None:
+        if self._control is None:
+            return
+        self._stop_listening()
+        self._control.close()
+        pid, self._pid, self._control, self._unread = self._pid, 0, None, b""
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            await asyncio.to_thread(os.waitpid, pid, 0)

@@ -1,0 +1,101 @@
+"""The host: imports the libraries of models once, and forks an engine process for each socket that it receives.
+
+A fork shares the libraries' memory with the host and starts in a few hundredths of a second. The host stays
+single-threaded and never touches the device: a process that has done so cannot be forked.
+
+`python -m headrace_predictor.engine_process.host FD PARENT`: the control socket and the parent's process id. Each
+message on the control socket is one byte with the file descriptor of an engine's socket. The host answers with lines:
+`started PID`, and `ended PID STATUS` with the exit code or the negative signal when an engine process has ended. It
+ends when the other end of the control socket closes.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import selectors
+import signal
+import socket
+import sys
+from contextlib import suppress
+from typing import NoReturn
+
+from headrace.rpc.byte_budget import give_memory_back
+from headrace_predictor.engine_process.lineage import die_with
+from headrace_predictor.engine_process.resident_code import unmap_idle_code
+
+_SELF = "headrace_predictor.engine_process.host"
+
+
+def command(control: int, parent: int) -> tuple[str, ...]:
+    """The command that starts a host."""
+    return (sys.executable, "-m", _SELF, str(control), str(parent))
+
+
+def main(control: socket.socket, parent: int) -> NoReturn:
+    die_with(parent)
+    # Libraries ask for devices while they are imported; the driver itself must not be initialised here.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    from headrace_predictor.engine_process import worker
+    from headrace_predictor.engine_process.own_loading import load_own
+    from headrace_predictor.engine_process.rehearsal import rehearse
+
+    rehearse()
+    # Objects that no collection looks at stay shared with the forks.
+    gc.collect()
+    gc.freeze()
+    give_memory_back()
+    unmap_idle_code()
+    with suppress(ConnectionError):
+        connection = _serve(control)
+        if connection is not None:
+            worker.run(connection, load_own)
+    os._exit(os.EX_OK)
+
+
+def _serve(control: socket.socket) -> socket.socket | None:
+    """Forks until the control socket closes; returns an engine's socket in each fork."""
+    woken, wake = os.pipe()
+    for fd in (woken, wake):
+        os.set_blocking(fd, False)
+    signal.set_wakeup_fd(wake)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    host = os.getpid()
+    with selectors.DefaultSelector() as selector:
+        selector.register(control, selectors.EVENT_READ)
+        selector.register(woken, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fd == woken:
+                    os.read(woken, 4096)
+                    _report_ends(control)
+                    continue
+                data, fds, _, _ = socket.recv_fds(control, 1, 1)
+                if not data:
+                    return None
+                pid = os.fork()
+                if not pid:
+                    signal.set_wakeup_fd(-1)
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    control.close()
+                    for fd in (woken, wake):
+                        os.close(fd)
+                    die_with(host)
+                    return socket.socket(fileno=fds[0])
+                os.close(fds[0])
+                control.sendall(b"started %d\n" % pid)
+
+
+def _report_ends(control: socket.socket) -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not pid:
+            return
+        control.sendall(b"ended %d %d\n" % (pid, os.waitstatus_to_exitcode(status)))
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))

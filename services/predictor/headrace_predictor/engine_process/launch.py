@@ -1,0 +1,78 @@
+"""Starts an engine process for a generation model and waits until the model is loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from headrace.errors import StartupError
+from headrace.sampling import SamplingParameters
+from headrace_predictor.engine_process.connection import EngineConnection
+from headrace_predictor.engine_process.remote_engine import RemoteEngine
+from headrace_predictor.generation.loaded_model import LoadedModel
+from headrace_predictor.settings import PredictorSettings
+from headrace_protos import engine_pb2
+
+# Of the settings.
+_NOT_OF_ENGINES = {"engine", "vllm_python", "models", "model_repository", "hub_allow"} | {
+    name for name in PredictorSettings.model_fields if name.startswith("payload_")
+}
+_LOAD_S = 3600.0  # The longest that loading weights takes.
+_SILENCE_S = 10.0  # A process that is alive sends a frame every half second.
+_SEND_BUFFER_BYTES = 4 * 1024 * 1024  # Or what the system allows.
+
+
+class EngineStarter(Protocol):
+    """Starts engine processes."""
+
+    prepare: str  # A `module:function` that each of them calls before it loads its model, or nothing.
+
+    async def start_engine(self, connection: socket.socket) -> int:
+        """Starts an engine process that serves a socket; returns its process id; raises StartupError."""
+
+
+async def launch_engine(
+    host: EngineStarter, name: str, folder: Path, is_local: bool, settings: PredictorSettings, device_memory: int = 0
+) -> LoadedModel:
+    """Returns the model, loaded by an engine process of its own; raises StartupError.
+
+    `device_memory`: bytes that the predictor's other engines hold on the device.
+    """
+    ours, theirs = socket.socketpair()
+    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+    launch = engine_pb2.EngineLaunch(
+        model=name,
+        folder=str(folder),
+        is_local=is_local,
+        settings=settings.model_dump_json(exclude=_NOT_OF_ENGINES).encode(),
+        prepare=host.prepare,
+        device_memory_elsewhere=device_memory,
+    )
+    ours.setblocking(False)
+    connect = partial(EngineConnection, name)
+    _, connection = await asyncio.get_running_loop().create_unix_connection(connect, sock=ours)
+    try:
+        with theirs:
+            pid = await host.start_engine(theirs)
+        connection.send(launch.SerializeToString())
+        async with asyncio.timeout(_LOAD_S):
+            facts = await connection.ready()
+    except TimeoutError:
+        connection.abort()
+        raise StartupError(f"model {name} has not been loaded within {_LOAD_S:.0f} s") from None
+    except BaseException:
+        connection.abort()
+        raise
+    return LoadedModel(
+        name,
+        facts.architecture,
+        facts.device,
+        facts.dtype,
+        SamplingParameters.model_validate_json(facts.defaults),
+        RemoteEngine(name, pid, connection, facts, _SILENCE_S),
+        facts.fingerprint,
+        facts.device_memory,
+    )

@@ -1,0 +1,160 @@
+"""The engine process: loads one generation model and runs its engine until the predictor's front closes the socket.
+
+How the model is loaded is the caller's: own_loading.py, or vllm_engine/loading.py in an interpreter that has vLLM.
+
+Threads: the engine's own and its watchdog; the main thread, which reads commands; and a reporter, which sends the state
+while no step does, so that silence means that the process hangs, and ends the process when the engine has died; and one
+that loads adapters. The first frame from here is `ready` or `startup_error`.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import NoReturn, Protocol
+
+import torch
+
+from headrace.errors import HeadraceError, StartupError
+from headrace.rpc.byte_budget import give_memory_back
+from headrace.sampling import SamplingParameters
+from headrace.telemetry.logs import set_up_logging
+from headrace_predictor.engine.engine import ContinuousBatchingEngine
+from headrace_predictor.engine.interface import GenerationRequest
+from headrace_predictor.engine_process.adapter_loading import AdapterLoading
+from headrace_predictor.engine_process.framing import framed, messages
+from headrace_predictor.engine_process.step_frames import Key, StepFrames, state_message
+from headrace_predictor.generation.running_model import LoadedGeneration
+from headrace_predictor.models.startup_errors import as_startup_error
+from headrace_protos import engine_pb2
+
+logger = logging.getLogger(__name__)
+
+REPORT_S = 0.5  # The longest time between two frames.
+
+
+class Loader(Protocol):
+    """Loads a model and starts its engine."""
+
+    def __call__(self, launch: engine_pb2.EngineLaunch, flush: Callable[[], None]) -> LoadedGeneration:
+        """Raises any error; for `flush` see engine/engine.py."""
+
+
+def run(connection: socket.socket, load: Loader) -> NoReturn:
+    """Serves the engine's socket; ends the process."""
+    status = os.EX_SOFTWARE
+    try:
+        frames = messages(connection)
+        launch = engine_pb2.EngineLaunch.FromString(next(frames))
+        _serve(connection, frames, launch, load)
+        status = os.EX_OK
+    except StartupError as error:
+        _send(
+            connection,
+            framed(engine_pb2.EngineFrame(startup_error=str(error), is_fault=error.is_fault).SerializeToString()),
+        )
+        status = os.EX_CONFIG
+    except (OSError, StopIteration):
+        status = os.EX_OK  # The front has ended.
+    except Exception:
+        logger.critical("the engine process failed", exc_info=True)
+    finally:
+        # Nothing is worth closing, and a step may hang.
+        os._exit(status)
+
+
+def _serve(connection: socket.socket, commands: Iterator[bytes], launch: engine_pb2.EngineLaunch, load: Loader) -> None:
+    settings = json.loads(launch.settings)
+    set_up_logging("predictor", settings["log_level"], settings["log_format"])
+    frames = StepFrames(lambda frame: _send(connection, frame))
+    if launch.prepare:
+        module, _, function = launch.prepare.partition(":")
+        getattr(importlib.import_module(module), function)()
+    with as_startup_error(launch.model):
+        loaded = load(launch, frames.flush)
+    # What was loaded stays: a collection that looks at all of it would hold up every stream.
+    gc.collect()
+    gc.freeze()
+    give_memory_back()
+    engine = loaded.engine
+    frames.report(lambda: state_message(engine.load, engine.statistics))
+    _send(connection, framed(engine_pb2.EngineFrame(ready=_facts(loaded)).SerializeToString()))
+    threading.Thread(target=_report, args=(engine, frames), name=f"report-{launch.model}", daemon=True).start()
+    adapters = AdapterLoading(loaded, frames.send)
+    for message in commands:
+        command = engine_pb2.EngineCommands.FromString(message)
+        adapters.obey(command)
+        _obey(command, engine, frames)
+
+
+def _facts(loaded: LoadedGeneration) -> engine_pb2.EngineFacts:
+    limits = loaded.engine.limits
+    return engine_pb2.EngineFacts(
+        architecture=loaded.architecture,
+        device=loaded.device,
+        dtype=loaded.dtype,
+        defaults=loaded.defaults.model_dump_json().encode(),
+        fingerprint=loaded.fingerprint,
+        context_length=limits.context_length,
+        vocabulary_size=limits.vocabulary_size,
+        is_encoder_decoder=limits.is_encoder_decoder,
+        scores_prompts=limits.scores_prompts,
+        description=loaded.engine.description,
+        device_memory=torch.cuda.memory_reserved() if loaded.device == "cuda" else 0,
+    )
+
+
+def _report(engine: ContinuousBatchingEngine, frames: StepFrames) -> None:
+    while not engine.wait_for_death(REPORT_S):
+        frames.send_state(REPORT_S / 2)
+    # The front ends the requests in flight when the socket closes, and so not before it knows of the death.
+    os._exit(os.EX_SOFTWARE)
+
+
+def _obey(commands: engine_pb2.EngineCommands, engine: ContinuousBatchingEngine, frames: StepFrames) -> None:
+    for submission in commands.submissions:
+        _submit(submission, engine, frames)
+    for key in commands.cancelled:
+        if (sequence := frames.sequences.get((key.channel, key.number))) is not None:
+            sequence.cancel()
+    for key in commands.reported:
+        if (sequence := frames.sequences.get((key.channel, key.number))) is not None:
+            sequence.reported()
+    frames.flush()
+
+
+def _submit(message: engine_pb2.SequenceToGenerate, engine: ContinuousBatchingEngine, frames: StepFrames) -> None:
+    key: Key = (message.channel, message.number)
+    output = frames.add(key)
+    request = GenerationRequest(
+        message.request_id,
+        list(message.input_ids),
+        SamplingParameters.model_validate_json(message.sampling),
+        list(message.output_ids),
+        message.deadline,
+        message.first_token_timeout_s if message.HasField("first_token_timeout_s") else None,
+        message.alone,
+        message.moved,
+        message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        message.client,
+        message.weight,
+        message.adapter,
+        message.paced_after,
+    )
+    try:
+        engine.generate(request, output)
+    except HeadraceError as error:
+        output.refuse(error)
+
+
+def _send(connection: socket.socket, frame: bytes) -> None:
+    try:
+        connection.sendall(frame)
+    except OSError:
+        os._exit(os.EX_OK)  # The front has ended.

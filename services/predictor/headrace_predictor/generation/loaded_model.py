@@ -1,0 +1,27 @@
+"""A generation model as the loader returns it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.sampling import SamplingParameters
+from headrace_predictor.engine.interface import Engine
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model's engine and the facts that its metadata and configuration report.
+
+    `device_memory`: bytes that it holds on a GPU. `adapter`: its number in the engine, which is that of its base; 0 for
+    a model that is no adapter.
+    """
+
+    name: str
+    architecture: str
+    device: str
+    dtype: str
+    defaults: SamplingParameters
+    engine: Engine
+    fingerprint: str = ""
+    device_memory: int = 0
+    adapter: int = 0

@@ -1,0 +1,156 @@
+"""A generation model as the servicer sees it: passes OIP requests to the engine and its chunks back as responses."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from opentelemetry.metrics import Meter
+
+from headrace.deadline import Deadline
+from headrace.errors import DrainingError, HeadraceError, StartupError
+from headrace.oip.model_description import FINGERPRINT, INPUT_IDS, OUTPUT_IDS, ModelDescription, TensorSpec
+from headrace.oip.prompt_logprobs import PROMPT_LOGPROBS, PROMPT_TOP_LOGPROB_IDS, PROMPT_TOP_LOGPROBS
+from headrace.oip.stream_infer import FINAL
+from headrace_predictor.engine.interface import Engine, EngineStatistics, GenerationRequest, OutputSlot
+from headrace_predictor.generation.loaded_model import LoadedModel
+from headrace_predictor.generation.requests import (
+    LOGPROBS,
+    TOP_LOGPROB_IDS,
+    TOP_LOGPROBS,
+    merged,
+    read_request,
+    write_response,
+)
+from headrace_predictor.models.served_model import ANY_CALLER, Caller
+from headrace_predictor.telemetry import GenerationTelemetry, ObservedGeneration
+from headrace_protos import inference_pb2 as pb
+
+_PROMPT_OUTPUTS = (
+    TensorSpec(PROMPT_LOGPROBS, "FP32", [-1]),
+    TensorSpec(PROMPT_TOP_LOGPROB_IDS, "INT32", [-1, -1]),
+    TensorSpec(PROMPT_TOP_LOGPROBS, "FP32", [-1, -1]),
+)
+
+
+class Resumable(Protocol):
+    """A sequence that can resume elsewhere."""
+
+    def fail(self, error: HeadraceError) -> None:
+        """Ends it with an error, after the tokens that it already has."""
+
+
+class GenerationModel:
+    """A ServedModel; it dies when its engine dies."""
+
+    def __init__(self, loaded: LoadedModel, meter: Meter | None = None) -> None:
+        self.name = loaded.name
+        self.description = _describe(loaded)
+        self.telemetry = GenerationTelemetry(loaded.name, meter)
+        self.resumable: set[Resumable] = set()
+        self._loaded = loaded
+
+    @property
+    def engine(self) -> Engine:
+        return self._loaded.engine
+
+    @property
+    def loaded(self) -> LoadedModel:
+        return self._loaded
+
+    @property
+    def statistics(self) -> EngineStatistics:
+        return self.engine.statistics
+
+    async def infer(
+        self, request: pb.ModelInferRequest, deadline: Deadline, caller: Caller = ANY_CALLER
+    ) -> pb.ModelInferResponse:
+        with self._generation(request, deadline, caller) as (slot, observed):
+            chunks = [observed.take(await slot.read())]
+            while chunks[-1].finish_reason is None:
+                chunks.append(observed.take(await slot.read()))
+        return write_response(request, merged(chunks), caller.client)
+
+    async def stream(
+        self, request: pb.ModelInferRequest, deadline: Deadline, caller: Caller = ANY_CALLER
+    ) -> AsyncGenerator[pb.ModelInferResponse, None]:
+        with self._generation(request, deadline, caller) as (slot, observed):
+            ended = False
+            while not ended:
+                chunk = observed.take(await slot.read())
+                ended = chunk.finish_reason is not None
+                response = write_response(request, chunk, caller.client)
+                response.parameters[FINAL].bool_param = ended
+                yield response
+
+    def hand_back(self) -> None:
+        for sequence in tuple(self.resumable):
+            sequence.fail(DrainingError(f"model {self.name!r} is handed back"))
+
+    async def warm_up(self) -> None:
+        """Generates two tokens with the engine: a model that is ready has generated before."""
+        sampling = self._loaded.defaults.changed({"max_tokens": 2, "ignore_eos": True}).resolved(2)
+        slot = self.engine.submit(GenerationRequest("warm-up", [0], sampling, adapter=self._loaded.adapter))
+        try:
+            while (await slot.read()).finish_reason is None:
+                pass
+        except HeadraceError as error:
+            raise StartupError(
+                f"model {self.name}: {self._loaded.architecture} is not served: {error.message}"
+            ) from None
+
+    async def died(self) -> None:
+        await self.engine.died()
+
+    def close(self) -> None:
+        self.engine.close()
+
+    @contextmanager
+    def _generation(
+        self, request: pb.ModelInferRequest, deadline: Deadline, caller: Caller
+    ) -> Iterator[tuple[OutputSlot, ObservedGeneration]]:
+        """Submits a request; yields its output slot and its telemetry. Leaving the block cancels the request."""
+        slot = self.engine.submit(read_request(self._loaded, request, deadline, caller))
+        with self.telemetry.observed(slot.timeline) as observed:
+            try:
+                yield slot, observed
+            finally:
+                slot.cancel()
+
+
+class AdapterModel(GenerationModel):
+    """An adapter: the engine is its base's, and stays when the adapter is closed; `unload` takes it out of there."""
+
+    def __init__(self, loaded: LoadedModel, unload: Callable[[], None]) -> None:
+        super().__init__(loaded)
+        self._unload = unload
+
+    def close(self) -> None:
+        self._unload()
+
+
+def _describe(loaded: LoadedModel) -> ModelDescription:
+    limits = loaded.engine.limits
+    return ModelDescription(
+        platform="pytorch_transformers",
+        inputs=[TensorSpec(INPUT_IDS, "INT64", [-1]), TensorSpec(OUTPUT_IDS, "INT64", [-1], optional=True)],
+        outputs=[
+            TensorSpec(OUTPUT_IDS, "INT32", [-1]),
+            TensorSpec(LOGPROBS, "FP32", [-1]),
+            TensorSpec(TOP_LOGPROB_IDS, "INT32", [-1, -1]),
+            TensorSpec(TOP_LOGPROBS, "FP32", [-1, -1]),
+            *(_PROMPT_OUTPUTS if limits.scores_prompts else ()),
+        ],
+        decoupled=True,
+        parameters={
+            "architecture": loaded.architecture,
+            "device": loaded.device,
+            "dtype": loaded.dtype,
+            "context_length": str(limits.context_length),
+            "vocabulary_size": str(limits.vocabulary_size),
+            "is_encoder_decoder": str(limits.is_encoder_decoder).lower(),
+            **loaded.engine.description,
+            **({FINGERPRINT: loaded.fingerprint} if loaded.fingerprint else {}),
+        },
+    )

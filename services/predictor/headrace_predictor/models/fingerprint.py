@@ -1,0 +1,66 @@
+"""The fingerprint of a model. Equal fingerprints: one predictor can resume another's answer token for token.
+
+It is a digest of the weights, of every JSON file beside them (configuration, tokenizer), of the dtype of the
+computation and of the sampler's version, or of another engine's name, version and arguments. For a model of the hub its
+revision, a commit, replaces the files.
+
+Weights are not read twice: of a tensor up to 64 KiB all bytes are hashed, of a larger one 16 evenly spread blocks of 4
+KiB, each with the tensor's name, dtype and shape. So two trainings, fine-tunes or quantisations differ, and so does any
+change to a whole tensor. A manual change of single values inside a large tensor is not detected.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from headrace_predictor.engine.sampling.sampler import SAMPLER_VERSION
+from headrace_predictor.models.weight_files import read_header
+
+_WHOLE_BYTES = 64 * 1024
+_BLOCK_BYTES = 4 * 1024
+_BLOCKS = 16
+_CHARACTERS = 32
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def fingerprint_of(folder: Path, dtype: str, is_local: bool, sampler: str = "") -> str:
+    """Returns 32 hexadecimal digits. `sampler`: another engine, its version and arguments."""
+    digest = hashlib.sha256(f"{sampler or SAMPLER_VERSION}\n{dtype}\n".encode())
+    if not is_local and _COMMIT.fullmatch(folder.name):
+        digest.update(folder.name.encode())
+    else:
+        for part in _contents(folder):
+            digest.update(hashlib.sha256(part).digest())
+    return digest.hexdigest()[:_CHARACTERS]
+
+
+def _contents(folder: Path) -> Iterator[bytes]:
+    """The parts of the model, in an order that depends on names only."""
+    for path in sorted(folder.rglob("*.json")):
+        yield path.relative_to(folder).as_posix().encode()
+        yield path.read_bytes()
+    for path in sorted(folder.rglob("*.safetensors")):
+        yield path.relative_to(folder).as_posix().encode()
+        with path.open("rb") as file:
+            yield from _tensors(file)
+
+
+def _tensors(file: IO[bytes]) -> Iterator[bytes]:
+    header, length = read_header(file)
+    for name in sorted(header.keys() - {"__metadata__"}):
+        tensor = header[name]
+        yield json.dumps([name, tensor["dtype"], tensor["shape"]]).encode()
+        begin, end = tensor["data_offsets"]
+        size = end - begin
+        if size <= _WHOLE_BYTES:
+            blocks = [(0, size)]
+        else:
+            blocks = [(i * (size - _BLOCK_BYTES) // (_BLOCKS - 1), _BLOCK_BYTES) for i in range(_BLOCKS)]
+        for offset, count in blocks:
+            file.seek(length + begin + offset)
+            yield file.read(count)

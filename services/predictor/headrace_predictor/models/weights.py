@@ -1,0 +1,93 @@
+"""Loads weights of transformers' models: complete, onto one device, from safetensors only."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from headrace.errors import StartupError
+from headrace_predictor.settings import PredictorSettings
+
+# These modules log long tables of missing weights, which Headrace logs in one line, and warnings on tensor parallelism,
+# which does not apply to a model on one device.
+_QUIET_LOGGERS = ("transformers.modeling_utils", "transformers.distributed.tensor_parallel")
+
+_NAMED = 3
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+def prepare_torch(settings: PredictorSettings) -> torch.device:
+    """Sets the number of this process's threads; returns the device of its models; raises StartupError."""
+    torch.set_num_threads(settings.threads or max(1, _default_threads() - 1))
+    return choose_device(settings.device)
+
+
+@cache
+def _default_threads() -> int:
+    """The number of threads before it was set."""
+    return torch.get_num_threads()
+
+
+def choose_device(setting: str) -> torch.device:
+    """Resolves `PREDICTOR_DEVICE` on this machine."""
+    available = torch.cuda.is_available()
+    if setting == "cuda" and not available:
+        raise StartupError("DEVICE=cuda, but torch finds no CUDA device; install its CUDA build or set DEVICE=cpu")
+    return torch.device("cuda" if setting != "cpu" and available else "cpu")
+
+
+def load_weights(name: str, folder: Path, auto: Any, dtype: str, device: torch.device, optional: str = "-") -> Any:
+    """Returns the model in a folder, loaded by `auto`, one of transformers' Auto classes; raises StartupError.
+
+    Every weight must be there, in the shape that config.json makes, but those whose names begin with `optional`.
+    """
+    for logger in _QUIET_LOGGERS:
+        logging.getLogger(logger).setLevel(logging.ERROR)
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # Of the weights' reading, which takes seconds; a download's is shown.
+    own = "auto" if device.type == "cuda" else torch.float32
+    model, info = auto.from_pretrained(
+        folder,
+        dtype=_DTYPES.get(dtype, own),
+        use_safetensors=True,
+        trust_remote_code=False,
+        local_files_only=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # They are refused here, by name.
+    )
+    if mismatched := sorted(info["mismatched_keys"]):
+        shapes = [f"{key} is {list(there)}, config.json makes it {list(wanted)}" for key, there, wanted in mismatched]
+        raise StartupError(f"model {name}: the weights in {folder} do not fit: {_some(shapes)}")
+    if missing := [key for key in sorted(info["missing_keys"]) if not key.startswith(optional)]:
+        raise StartupError(f"model {name}: {folder} lacks {_some(missing)}, without which its answers are random")
+    if getattr(model.config, "attention_type", None) == "block_sparse" and not model.config.is_decoder:
+        raise StartupError(
+            f"model {name}: after a short text transformers leaves block-sparse attention, so answers to long ones "
+            "would change; set attention_type to original_full in config.json"
+        )
+    model = model.to(device).eval()
+    _check_devices(name, model, device)
+    return model
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+def dtype_name(model: Any) -> str:
+    """The model's own dtype in torch's notation, such as float32."""
+    return str(model.dtype).removeprefix("torch.")
+
+
+def _check_devices(name: str, model: Any, device: torch.device) -> None:
+    """Checks that all of the model is on the device: otherwise only the requests that reach the rest would fail."""
+    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for part, tensor in tensors:
+            if tensor.device.type != device.type:
+                raise StartupError(f"model {name}: {kind} {part} is on {tensor.device}, not on {device}")

@@ -1,0 +1,187 @@
+"""A loaded model while it is served: counts its requests, and ends them when the model is unloaded.
+
+Owned by the event loop. `drain` waits for the requests in flight and, after its timeout, hands back those that can
+resume elsewhere. `stop` closes the model; requests that are then still in flight end with NotReadyError, even if the
+model's own code does not return.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AbstractContextManager, aclosing, contextmanager
+from types import TracebackType
+from typing import Any
+
+from headrace.deadline import Deadline
+from headrace.errors import NotReadyError, OtherWeightsError
+from headrace.oip.declared_tensors import check_requested_outputs
+from headrace.oip.model_description import FINGERPRINT
+from headrace_predictor.models.request_statistics import CountedRequest, RequestStatistics
+from headrace_predictor.models.served_model import ANY_CALLER, VERSION, Caller, ServedModel
+from headrace_protos import inference_pb2 as pb
+
+
+class Serving:
+    """See the module. Created after the model's warm-up, whose counts are excluded."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self.model = model
+        self.requests = RequestStatistics(model.description.max_batch_size)
+        counted = model.statistics
+        self._before = (counted.steps, counted.ended, counted.queue_ns, counted.compute_ns)
+        self.request_ids: list[str] = []  # Ids of the requests in flight, as their callers sent them.
+        self._in_flight = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._stopped = False
+        self._waits: set[_Wait] = set()
+        # Of the weights that answer; "" if they have none.
+        self.fingerprint = model.description.parameters.get(FINGERPRINT, "")
+
+    async def infer(
+        self, request: pb.ModelInferRequest, deadline: Deadline, caller: Caller = ANY_CALLER
+    ) -> pb.ModelInferResponse:
+        with self._counted(request, deadline) as counted:
+            check_requested_outputs(request)
+            with _Wait(self):
+                response = await self.model.infer(request, deadline, caller)
+            self._sign(response)
+            counted.response(response)
+            return response
+
+    async def stream(
+        self, request: pb.ModelInferRequest, deadline: Deadline, caller: Caller = ANY_CALLER
+    ) -> AsyncGenerator[pb.ModelInferResponse, None]:
+        is_first, wait = True, _Wait(self)
+        with self._counted(request, deadline) as counted:
+            check_requested_outputs(request)
+            async with aclosing(self.model.stream(request, deadline, caller)) as responses:
+                while True:
+                    with wait:
+                        response = await anext(responses, None)
+                    if response is None:
+                        return
+                    if is_first:
+                        is_first = False
+                        self._sign(response)
+                    counted.response(response)
+                    yield response
+
+    def sequence(self, request_id: str, deadline: Deadline, fingerprint: str) -> AbstractContextManager[CountedRequest]:
+        """Counts a sequence that the block generates by itself.
+
+        `fingerprint` is that of the weights that it needs ("": any); raises OtherWeightsError.
+        """
+        if fingerprint and fingerprint != self.fingerprint:
+            raise OtherWeightsError(f"model {self.model.name!r} has other weights here")
+        return self._counted(pb.ModelInferRequest(id=request_id), deadline)
+
+    async def drain(self, timeout_s: float) -> int:
+        """Waits until no request is in flight, or for the timeout, then hands back; returns how many are left."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            self.model.hand_back()
+        return self._in_flight
+
+    async def stop(self) -> None:
+        """Closes the model, which takes seconds at most, and ends the requests in flight."""
+        await asyncio.to_thread(_close, [self.model])
+        self._stopped = True
+        for wait in tuple(self._waits):
+            wait.end()
+
+    def statistics(self) -> pb.ModelStatistics:
+        """The model's row of ModelStatistics."""
+        counted = self.model.statistics
+        steps, ended, queue_ns, compute_ns = self._before
+        ended = counted.ended - ended
+        duration = pb.StatisticDuration
+        # compute_infer includes the conversion of inputs and outputs. Clients require the same count in all three.
+        converted = duration(count=ended)
+        return pb.ModelStatistics(
+            name=self.model.name,
+            version=VERSION,
+            last_inference=self.requests.last_inference_ms,
+            inference_count=self.requests.inferences,
+            execution_count=counted.steps - steps,
+            inference_stats=pb.InferStatistics(
+                success=self.requests.success.as_message(),
+                fail=self.requests.fail.as_message(),
+                queue=duration(count=ended, ns=counted.queue_ns - queue_ns),
+                compute_input=converted,
+                compute_infer=duration(count=ended, ns=counted.compute_ns - compute_ns),
+                compute_output=converted,
+            ),
+            response_stats={index: tally.as_message() for index, tally in self.requests.responses.items()},
+        )
+
+    def _sign(self, response: pb.ModelInferResponse) -> None:
+        """Adds the fingerprint of the weights that answer the call."""
+        if self.fingerprint:
+            response.parameters[FINGERPRINT].string_param = self.fingerprint
+
+    @contextmanager
+    def _counted(self, request: pb.ModelInferRequest, deadline: Deadline) -> Iterator[CountedRequest]:
+        self.request_ids.append(request.id)
+        self._in_flight += 1
+        self._idle.clear()
+        try:
+            with self.requests.begin(request, deadline) as counted:
+                yield counted
+        finally:
+            self.request_ids.remove(request.id)
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._idle.set()
+
+    def _unloaded(self) -> NotReadyError:
+        return NotReadyError(f"model {self.model.name!r} was unloaded")
+
+
+class _Wait:
+    """A request that waits for its model, in the block: raises NotReadyError from it when the model is stopped.
+
+    It may be entered repeatedly, which is cheaper for a stream than a timeout for each response.
+    """
+
+    __slots__ = ("_cancelled_before", "_is_cut", "_serving", "_task")
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self._task: asyncio.Task[Any] | None = None
+        self._cancelled_before = 0  # How many cancellations by others were pending.
+        self._is_cut = False
+
+    def end(self) -> None:
+        """Ends the wait; from another task."""
+        if self._task is not None and not self._is_cut:
+            self._is_cut = self._task.cancel()
+
+    def __enter__(self) -> None:
+        serving = self._serving
+        if serving._stopped:
+            raise serving._unloaded()
+        self._task = task = asyncio.current_task()
+        self._cancelled_before = task.cancelling() if task is not None else 0
+        serving._waits.add(self)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._serving._waits.discard(self)
+        task, self._task = self._task, None
+        # As asyncio.timeout does: a cancellation by others remains one.
+        is_ours = self._is_cut and task is not None and task.uncancel() <= self._cancelled_before
+        if is_ours and kind is not None and issubclass(kind, asyncio.CancelledError):
+            raise self._serving._unloaded() from None
+
+
+def _close(models: list[ServedModel]) -> None:
+    """Closes the only element and empties the list.
+
+    A pool thread keeps its arguments for a moment: they must not keep the model, whose memory is about to be released.
+    """
+    models.pop().close()

@@ -1,0 +1,109 @@
+"""Loads a model of any kind: fetches its files, determines its kind, builds what the servicer serves.
+
+In two steps: `fetch_model`, which blocks, minutes for a download; `build`, seconds for the weights. A generation
+model is loaded by an engine process, the others in this one, where the libraries are imported with the first encoder.
+Problems with a model raise StartupError with one line of text here and do not wait for the first request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from headrace.errors import StartupError
+from headrace.models.hub import Report, fetch
+from headrace.models.kinds import ModelKind, kind_of
+from headrace.models.sources import ModelSource, read_config
+from headrace.rpc.threads import run_in_daemon_thread
+from headrace_predictor.engine_process.engine_host import EngineHost
+from headrace_predictor.engine_process.interpreter import InterpreterHost
+from headrace_predictor.engine_process.launch import EngineStarter, launch_engine
+from headrace_predictor.generation.model import GenerationModel
+from headrace_predictor.models.served_model import ServedModel
+from headrace_predictor.models.startup_errors import as_startup_error
+from headrace_predictor.models.weight_files import check_files
+from headrace_predictor.repository.lease import Serving
+from headrace_predictor.repository.memory_release import release_memory
+from headrace_predictor.settings import PredictorSettings
+from headrace_predictor.tensor_models.python_model import PythonModel
+
+_VLLM_ENGINE = "headrace_predictor.vllm_engine"
+_FILES = ("*.json", "*.safetensors", "*.model", "*.spm", "*.txt")
+
+
+@dataclass(frozen=True)
+class FetchedModel:
+    """A model's files on the local disk, and its kind."""
+
+    folder: Path
+    kind: ModelKind
+
+
+def fetch_model(source: ModelSource, report: Report) -> FetchedModel:
+    """Downloads missing files; needs no significant memory; raises StartupError."""
+    with as_startup_error(source.name):
+        folder = fetch(source, _FILES, report)
+        kind = kind_of(source, folder)
+        if kind is not ModelKind.PYTHON:
+            check_files(folder)
+        return FetchedModel(folder, kind)
+
+
+async def warmed_up(building: Awaitable[ServedModel]) -> Serving:
+    """Waits for a model of `build` and warms it up; its memory is released if either fails."""
+    try:
+        model = await building
+        try:
+            await model.warm_up()
+        except BaseException:
+            await asyncio.to_thread(model.close)
+            raise
+    except StartupError:
+        await asyncio.to_thread(release_memory)
+        raise
+    return Serving(model)
+
+
+async def build(
+    source: ModelSource,
+    fetched: FetchedModel,
+    settings: PredictorSettings,
+    host: EngineHost,
+    report: Report,
+    device_memory: int = 0,
+) -> ServedModel:
+    """Returns the running model; raises StartupError. For `device_memory` see engine_process/launch.py."""
+    if fetched.kind is ModelKind.GENERATION:
+        report("loading the weights")
+        starter = starter_of(source.name, fetched.folder, settings, host)
+        launched = await launch_engine(starter, source.name, fetched.folder, source.is_local, settings, device_memory)
+        return GenerationModel(launched)
+    building = partial(build_here, source, fetched, settings, report)
+    return await run_in_daemon_thread(f"load-{source.name}", building)
+
+
+def starter_of(model: str, folder: Path, settings: PredictorSettings, host: EngineHost) -> EngineStarter:
+    """What starts the engine process of a generation model."""
+    is_encoder_decoder = bool(read_config(folder, "config.json").get("is_encoder_decoder"))
+    if settings.engine.of(model, is_encoder_decoder) == "vllm":
+        return InterpreterHost(settings.vllm_python, _VLLM_ENGINE, settings.threads, host.prepare)
+    return host
+
+
+def build_here(source: ModelSource, fetched: FetchedModel, settings: PredictorSettings, report: Report) -> ServedModel:
+    """Returns a model that runs in this process: any kind but a generation model; blocks; raises StartupError."""
+    with as_startup_error(source.name):
+        if fetched.kind is ModelKind.PYTHON:
+            report("loading model.py")
+            limits = (settings.max_running, settings.max_waiting, settings.python_timeout)
+            return PythonModel(source.name, fetched.folder, *limits)
+        report("loading the weights")
+        # Imports the libraries of models, which takes seconds.
+        from headrace_predictor.models.weights import prepare_torch
+        from headrace_predictor.tensor_models.encoder_loading import load_encoder
+
+        device = prepare_torch(settings)
+        return load_encoder(source.name, fetched.folder, source.is_local, fetched.kind, settings, device)

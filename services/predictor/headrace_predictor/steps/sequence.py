@@ -1,0 +1,133 @@
+"""One sequence of a steps call, from its submission to its end, with the telemetry of a separate call.
+
+It is counted as a request of its model, and has the predictor's span, a duration and a log line. Owned by the event
+loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from grpc import StatusCode
+from opentelemetry import trace
+from opentelemetry.trace import Span, SpanKind
+
+from headrace.deadline import DEADLINE_MARGIN_S, Deadline
+from headrace.errors import HeadraceError
+from headrace.oip.stream_infer import FINAL
+from headrace.telemetry.identity import PROTOCOL, REQUEST_ID, context_of, links_to, traceparent_of
+from headrace.telemetry.rpc import attributes_of, duration_histogram, end_span, log_call
+from headrace_predictor.engine.interface import Timeline
+from headrace_predictor.generation.model import GenerationModel
+from headrace_predictor.models.request_statistics import CountedRequest
+from headrace_predictor.repository.lease import Serving
+from headrace_predictor.telemetry import ObservedGeneration
+from headrace_protos import inference_pb2, steps_pb2
+
+_ATTRIBUTES = attributes_of("headrace.v1.PredictorSteps/Run") | {PROTOCOL: "grpc"}
+_LAST = inference_pb2.ModelInferResponse(outputs=[inference_pb2.ModelInferResponse.InferOutputTensor()])
+_LAST.parameters[FINAL].bool_param = True
+
+
+class SequenceTelemetry:
+    """The tracer and the histogram of sequences' spans and durations; one object for each steps call."""
+
+    def __init__(self) -> None:
+        self.tracer = trace.get_tracer("headrace")
+        self.duration = duration_histogram(None, "rpc.server.call.duration")
+
+
+class SequenceCall:
+    """The span, the duration and the log line of one sequence."""
+
+    def __init__(self, message: steps_pb2.Submission, telemetry: SequenceTelemetry) -> None:
+        self.span: Span = trace.INVALID_SPAN
+        self._request_id = message.request_id
+        self._began = time.monotonic()
+        self._duration = telemetry.duration
+        if message.traceparent:
+            attributes = _ATTRIBUTES | {REQUEST_ID: message.request_id}
+            links = links_to(message.follows) if message.follows else ()
+            name = _ATTRIBUTES["rpc.method"]
+            self.span = telemetry.tracer.start_span(
+                name, context_of(message.traceparent), SpanKind.SERVER, attributes, links
+            )
+
+    @property
+    def traceparent(self) -> str:
+        """The span as a traceparent; "" without one."""
+        return traceparent_of(self.span) if self.span is not trace.INVALID_SPAN else ""
+
+    def end(self, code: StatusCode) -> None:
+        duration_s = time.monotonic() - self._began
+        end_span(self.span, code, is_server=True, streams=True)
+        self._duration.record(duration_s, _ATTRIBUTES | {"rpc.response.status_code": code.name})
+        log_call(logging.INFO, _ATTRIBUTES, code, duration_s, self._request_id, self.span)
+
+
+class StepsSequence:
+    """A sequence in flight. `hand_back` takes the error with which the predictor ends it."""
+
+    def __init__(
+        self,
+        call: SequenceCall,
+        serving: Serving,
+        model: GenerationModel,
+        message: steps_pb2.Submission,
+        deadline: Deadline,
+        hand_back: Callable[[HeadraceError], None],
+    ) -> None:
+        """Raises OtherWeightsError."""
+        self.timeline = Timeline()
+        self._deadline = deadline
+        self._call = call
+        self._model = model
+        self._hand_back = hand_back
+        self._observed: ObservedGeneration | None = None
+        self._lease = ExitStack()
+        self._counted: CountedRequest = self._lease.enter_context(
+            serving.sequence(message.request_id, deadline, message.fingerprint)
+        )
+
+    def begin(self) -> None:
+        """The engine has the sequence from now on."""
+        self._observed = self._model.telemetry.observe(self.timeline, self._call.span)
+        self._model.resumable.add(self)
+
+    def release(self, error: HeadraceError) -> None:
+        """The engine does not get the sequence."""
+        self._lease.__exit__(type(error), error, None)
+
+    def fail(self, error: HeadraceError) -> None:
+        self._hand_back(error)
+
+    def cancel(self) -> None:
+        """The caller has cancelled the sequence, or its deadline has passed."""
+        is_late = self._deadline.passed(DEADLINE_MARGIN_S)
+        self._end(asyncio.CancelledError(), StatusCode.DEADLINE_EXCEEDED if is_late else StatusCode.CANCELLED)
+
+    def end(self, error: HeadraceError | None, tokens: int) -> None:
+        """The sequence has ended after `tokens` tokens."""
+        if self._observed is not None:
+            self._observed.add(tokens)
+        self._end(error, status_of(error))
+
+    def _end(self, error: BaseException | None, code: StatusCode) -> None:
+        """Called once."""
+        self._model.resumable.discard(self)
+        if self._observed is not None:
+            self._observed.end()
+        if error is None:
+            self._counted.response(_LAST)
+            self._lease.close()
+        else:
+            self._lease.__exit__(type(error), error, None)
+        self._call.end(code)
+
+
+def status_of(error: HeadraceError | None) -> StatusCode:
+    return StatusCode.OK if error is None else error.status

@@ -1,0 +1,158 @@
+"""An event loop on its own thread, for code that may block it.
+
+`start` and `call` are thread-safe. Code on this thread cannot end the process: SystemExit and KeyboardInterrupt that
+escape a task are logged, and the loop continues. After `watch`, the thread is regarded as dead when code blocks the
+loop for too long: only the end of the process can stop such code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import uvloop
+
+from headrace.errors import NotReadyError
+from headrace.rpc.watchdog import LoopWatchdog, dump_tracebacks
+from headrace_predictor.tensor_models.mailbox import Mailbox
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_STOP_TIMEOUT_S = 1.0  # For each of the two: cancelled tasks, and the final coroutine.
+
+
+class Work:
+    """A task on the thread's loop."""
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self.task: asyncio.Task[Any] | None = None
+        self.has_ended = False
+        self._mailbox = mailbox
+
+    def cancel(self) -> None:
+        """Cancels the task; returns at once."""
+        if not self.has_ended:
+            # The mailbox keeps the order of calls, so the task has started by then.
+            self._mailbox.post(self._cancel)
+
+    def _cancel(self) -> None:
+        if self.task is not None:
+            self.task.cancel()
+
+
+class LoopThread:
+    """See the module. The thread is a daemon: code that blocks for ever does not delay the end of the process."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = uvloop.new_event_loop()
+        self.mailbox = Mailbox(self._loop)
+        self.stopping = False
+        self._ended = False
+        self._stopped = threading.Event()
+        self._hangs = threading.Event()
+        self._watchdog: LoopWatchdog | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def tasks(self) -> int:
+        """The number of tasks that have not ended."""
+        return len(asyncio.all_tasks(self._loop))
+
+    def start(self, begin: Callable[[], Coroutine[Any, Any, T]], ended: Callable[[T | None], None]) -> Work:
+        """Runs `begin()`, which must not raise, as a task; raises NotReadyError once stopping.
+
+        `ended` is called on the thread with the task's result, or with None if it was cancelled.
+        """
+        work = Work(self.mailbox)
+
+        async def run() -> None:
+            result = await begin()
+            work.has_ended = True
+            ended(result)
+
+        def cancelled(task: asyncio.Task[None]) -> None:
+            if task.cancelled():
+                work.has_ended = True
+                ended(None)
+
+        def create() -> None:
+            work.task = self._loop.create_task(run())
+            work.task.add_done_callback(cancelled)
+
+        if self.stopping or self._stopped.is_set():
+            raise NotReadyError("the model is stopping")
+        self.mailbox.post(create)
+        return work
+
+    def call(self, begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Returns or raises the outcome of `begin()`, including SystemExit; blocks until then."""
+
+        async def run() -> T | BaseException:
+            try:
+                return await begin()
+            except BaseException as error:
+                # The caller raises it: raised here, it would end the loop.
+                return error
+
+        result = asyncio.run_coroutine_threadsafe(run(), self._loop).result()
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def watch(self, timeout_s: float) -> None:
+        """Starts the watchdog: the thread is treated as dead after its loop has not responded for `timeout_s`."""
+
+        def hang() -> None:
+            logger.critical("%s has been blocked for %g s", self._thread.name, timeout_s)
+            dump_tracebacks()
+            self._hangs.set()
+
+        self._watchdog = LoopWatchdog(self._loop, timeout_s, hang)
+
+    async def died(self) -> None:
+        """Waits until the thread hangs, or ends without `stop`."""
+        while self.stopping or not (self._stopped.is_set() or self._hangs.is_set()):  # noqa: ASYNC110  # a thread's event cannot be awaited
+            await asyncio.sleep(0.2)
+
+    def stop(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
+        """Cancels every task, runs `last()` and ends the thread; blocks for seconds at most."""
+        self.stopping = True
+        if self._watchdog is not None:
+            self._watchdog.close()
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._end(last)))
+        self._thread.join(3 * _STOP_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.warning("%s does not end: something in it blocks", self._thread.name)
+
+    async def _end(self, last: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        if others:
+            await asyncio.wait(others, timeout=_STOP_TIMEOUT_S)
+        if last is not None:
+            task = self._loop.create_task(last())
+            await asyncio.wait((task,), timeout=_STOP_TIMEOUT_S)
+        await self._loop.shutdown_asyncgens()
+        self._ended = True
+        self._loop.stop()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            # Code that stops the loop from inside does not end it either; only `_end` does.
+            while not self._ended:
+                try:
+                    self._loop.run_forever()
+                except (SystemExit, KeyboardInterrupt):
+                    logger.exception("a task on %s tried to end the process", threading.current_thread().name)
+        finally:
+            self._stopped.set()
+            self._loop.close()

@@ -1,0 +1,171 @@
+"""Answers as Anthropic writes them: one message, or the events of a stream.
+
+A block has the parts of an answer that belong together; the next one begins where `begins_segment` has it. The
+signature of reasoning is empty. The input of a call whose arguments are cut has what of them is whole, as Anthropic's
+clients read a stream; it is empty where they are not JSON. `input_tokens` are those of the prompt that were computed,
+`cache_read_input_tokens` those that came from the cache. The first event of a stream counts all of them as computed.
+Source: Anthropic's API reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from typing import Any
+
+from google.api.httpbody_pb2 import HttpBody
+from pydantic_core import from_json
+
+from headrace_protos.headrace_pb2 import Usage
+from headrace_transformer.frontends.http import EVENTS, event_json, json_body, named_event
+from headrace_transformer.generation.chunks import TextChunk, joined
+from headrace_transformer.text.answer_parts import CallStart, Content, Part, Reasoning, begins_segment
+
+_NOT_CREATED = {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0}  # The cache's tokens have no lifetime.
+
+
+async def whole(answer_id: str, model: str, chunks: AsyncIterator[TextChunk]) -> AsyncGenerator[HttpBody, None]:
+    """The message as one body."""
+    chunk = joined([chunk async for chunk in chunks])
+    content = _blocks_of(chunk.answer_parts or [Content("")])
+    end = _end(chunk, any(block["type"] == "tool_use" for block in content))
+    yield json_body(_message(answer_id, model, _usage_of(chunk)) | {"content": content} | end)
+
+
+async def events(answer_id: str, model: str, chunks: AsyncIterator[TextChunk]) -> AsyncGenerator[HttpBody, None]:
+    """The message as events; those of one chunk are one body."""
+    begun, blocks = False, _BlockEvents()
+    async for chunk in chunks:
+        written = b""
+        if not begun:
+            begun = True
+            usage = _usage(Usage(prompt_tokens=chunk.prompt_tokens))
+            written = named_event({"type": "message_start", "message": _message(answer_id, model, usage)})
+            written += named_event({"type": "ping"})
+        for part in chunk.answer_parts:
+            written += blocks.take(part)
+        if chunk.finish_reason is not None:
+            written += blocks.end()
+            end = {"type": "message_delta", "delta": _end(chunk, blocks.has_call), "usage": _usage_of(chunk)}
+            written += named_event(end) + named_event({"type": "message_stop"})
+        if written:
+            yield HttpBody(content_type=EVENTS, data=written)
+
+
+class _BlockEvents:
+    """Writes the events of an answer's blocks."""
+
+    def __init__(self) -> None:
+        self.has_call = False
+        self._count = 0
+        self._last: Part | None = None
+        self._delta_before = b""
+
+    def take(self, part: Part) -> bytes:
+        """The events of the next part."""
+        written = b""
+        if begins_segment(part, self._last):
+            written = self._stop() + self._start(part)
+        self._last = part
+        if isinstance(part, CallStart) or not part.text:
+            return written
+        return written + self._delta_before + event_json(part.text) + b"}}\n\n"
+
+    def end(self) -> bytes:
+        """The events of the end; an answer without parts has an empty text."""
+        return (b"" if self._count else self.take(Content(""))) + self._stop()
+
+    def _start(self, part: Part) -> bytes:
+        self.has_call = self.has_call or isinstance(part, CallStart)
+        index, (kind, field) = self._count, _delta_of(part)
+        self._count += 1
+        place = b'{"type":"content_block_delta","index":%d,' % index
+        delta = f'"delta":{{"type":"{kind}","{field}":'
+        self._delta_before = b"event: content_block_delta\ndata: " + place + delta.encode()
+        return named_event({"type": "content_block_start", "index": index, "content_block": _block_of(part)})
+
+    def _stop(self) -> bytes:
+        if not self._count:
+            return b""
+        return named_event({"type": "content_block_stop", "index": self._count - 1})
+
+
+def _delta_of(first: Part) -> tuple[str, str]:
+    """The type of the deltas of a block, and their field."""
+    if isinstance(first, CallStart):
+        return "input_json_delta", "partial_json"
+    return ("thinking_delta", "thinking") if isinstance(first, Reasoning) else ("text_delta", "text")
+
+
+def _block_of(first: Part) -> dict[str, Any]:
+    """The block that a part begins, empty."""
+    if isinstance(first, CallStart):
+        caller = {"type": "direct"}  # The model, and no code that it runs.
+        return {"type": "tool_use", "id": first.id, "name": first.name, "input": {}, "caller": caller}
+    if isinstance(first, Reasoning):
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    return {"type": "text", "text": ""}  # An answer that cites nothing has no `citations`.
+
+
+def _blocks_of(parts: Iterable[Part]) -> list[dict[str, Any]]:
+    """The whole blocks."""
+    blocks: list[tuple[dict[str, Any], list[str]]] = []
+    last: Part | None = None
+    for part in parts:
+        if begins_segment(part, last):
+            blocks.append((_block_of(part), []))
+        if not isinstance(part, CallStart):
+            blocks[-1][1].append(part.text)
+        last = part
+    return [_filled(block, "".join(texts)) for block, texts in blocks]
+
+
+def _filled(block: dict[str, Any], text: str) -> dict[str, Any]:
+    if block["type"] == "tool_use":
+        return block | {"input": _input_of(text)}
+    return block | {block["type"]: text}
+
+
+def _input_of(arguments: str) -> dict[str, Any]:
+    try:
+        values: Any = from_json(arguments, allow_partial=True)
+    except ValueError:
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _message(answer_id: str, model: str, usage: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "id": f"msg_{answer_id}",
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "stop_details": None,
+        "usage": usage | {"cache_creation": _NOT_CREATED, "service_tier": "standard"},
+    }
+
+
+def _end(chunk: TextChunk, has_call: bool) -> dict[str, Any]:
+    """Why the answer ended; a stop token is not a stop sequence."""
+    reason, sequence = "tool_use" if has_call else "end_turn", None
+    if chunk.finish_reason == "length":
+        reason = "max_tokens"
+    elif isinstance(chunk.stop_reason, str):
+        reason, sequence = "stop_sequence", chunk.stop_reason
+    return {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None}
+
+
+def _usage_of(chunk: TextChunk) -> dict[str, Any]:
+    details = {"output_tokens_details": {"thinking_tokens": chunk.reasoning_tokens}}
+    return _usage(chunk.usage or Usage()) | ({} if chunk.reasoning_tokens is None else details)
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+    }

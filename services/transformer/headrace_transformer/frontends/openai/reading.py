@@ -1,0 +1,43 @@
+"""Reads the JSON bodies of requests for text, in a process of their own where they are large."""
+
+from __future__ import annotations
+
+from google.api.httpbody_pb2 import HttpBody
+
+from headrace.rpc.call_context import CallContext
+from headrace_transformer.frontends.openai.models import Kind, OpenAIModels
+from headrace_transformer.frontends.openai.requests import MAX_BODY_BYTES, RequestT, parse, parse_large
+from headrace_transformer.generation.pipeline import Pipeline
+from headrace_transformer.processes.body_processes import SMALL_BYTES, BodyProcesses
+from headrace_transformer.text.tokenizer import TextTokenizer
+
+
+class RequestReader:
+    """Owned by the event loop."""
+
+    def __init__(self, pipeline: Pipeline, bodies: BodyProcesses, models: OpenAIModels) -> None:
+        self._pipeline = pipeline
+        self._bodies = bodies
+        self._models = models
+
+    async def read(self, cls: type[RequestT], request: HttpBody, call: CallContext, *kinds: Kind) -> RequestT:
+        """The request in a body, with its model's name; one that is refused is on record."""
+        with self._pipeline.recording_refusals(call):
+            parsed = await self.parsed(cls, request, call)
+            parsed.model = self._models.resolve(parsed.model, call.client, *kinds)
+            if parsed.template_hints:
+                parsed.name_unread_hints(self._models.template_reader(parsed.model))
+            return parsed
+
+    async def tokenizer(self, call: CallContext, model: str) -> TextTokenizer:
+        """The tokenizer of the model that answers the call."""
+        with self._pipeline.recording_refusals(call, model):
+            return await self._models.tokenizer(model, call)
+
+    async def parsed(self, cls: type[RequestT], request: HttpBody, call: CallContext) -> RequestT:
+        """The request in a body; see `parse`."""
+        data = request.data
+        if not SMALL_BYTES < len(data) <= MAX_BODY_BYTES:
+            return parse(cls, data)
+        parsed: tuple[RequestT, bytes] = await self._bodies.run(parse_large, (cls,), data, call.deadline)
+        return parsed[0]

@@ -1,0 +1,170 @@
+"""Answers as the Responses API writes them: one response with its output, or the events of a stream.
+
+Each event has the next `sequence_number`. A stream ends in `response.completed`, in `response.incomplete` where the
+maximum of tokens ended it, or in `response.failed`. Source: OpenAI's API reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+from google.api.httpbody_pb2 import HttpBody
+
+from headrace.errors import HeadraceError
+from headrace_protos.headrace_pb2 import Usage
+from headrace_transformer.frontends.http import EVENTS, json_body, named_event
+from headrace_transformer.frontends.openai.answers import token_scores
+from headrace_transformer.frontends.responses.items import ItemFields, MessageItem, OutputItem, item_of, whole_output
+from headrace_transformer.frontends.responses.requests import ResponsesRequest
+from headrace_transformer.frontends.responses.tools import flat_tool, written_choice
+from headrace_transformer.generation.chunks import TextChunk
+from headrace_transformer.text.answer_parts import Content, Part, begins_segment
+from headrace_transformer.text.token_bytes import TokenBytes
+
+
+class ResponseAnswer:
+    """Writes one answer; `head` has the fields that it has from its beginning to its end.
+
+    `tokens` where log probabilities are wanted: the tokens of a text have them, as the engine's steps bring both.
+    """
+
+    def __init__(
+        self, response_id: str, created: int, request: ResponsesRequest, tokens: TokenBytes | None = None
+    ) -> None:
+        self.head = head_of(response_id, created, request.model) | {
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "parallel_tool_calls": request.parallel_tool_calls,
+            "previous_response_id": request.previous_response_id,
+            "store": request.store,
+            "temperature": request.extra.get("temperature"),
+            "text": {"format": request.text.format},
+            "reasoning": {"effort": request.reasoning and request.reasoning.effort, "summary": None},
+            "tool_choice": written_choice(request.tool_choice),
+            "tools": [flat_tool(function.definition, request.origins) for function in request.tools],
+            "top_p": request.extra.get("top_p"),
+            "truncation": request.truncation,
+        }
+        self._id = response_id
+        self._fields = ItemFields(request.origins, request.has_encrypted_reasoning)
+        self._tokens = tokens
+        self._scores: list[dict[str, Any]] = []  # Of tokens whose text is not there yet.
+        self._numbers = count()
+        self._items: list[OutputItem] = []
+        self._last: Part | None = None
+
+    async def whole(self, chunks: AsyncIterator[TextChunk]) -> AsyncGenerator[HttpBody, None]:
+        """The response as one body."""
+        async for chunk in chunks:
+            self._take_all(chunk)
+            if chunk.finish_reason is not None:
+                yield json_body(self._ended(chunk))
+
+    async def events(self, chunks: AsyncIterator[TextChunk]) -> AsyncGenerator[HttpBody, None]:
+        """The response as events; those of one chunk are one body."""
+        begun = False
+        async for chunk in chunks:
+            written = b""
+            if not begun:
+                begun = True
+                written = self._event("response.created", {"response": self.head})
+                written += self._event("response.in_progress", {"response": self.head})
+            written += self._take_all(chunk)
+            if chunk.finish_reason is not None:
+                written += self._end(chunk)
+            if written:
+                yield HttpBody(content_type=EVENTS, data=written)
+
+    def failed(self, error: HeadraceError) -> bytes:
+        """The event of an error."""
+        kind = "server_error" if error.http_status >= 500 else "invalid_prompt"
+        failure = {"status": "failed", "error": {"code": kind, "message": error.message}}
+        return self._event("response.failed", {"response": self.head | failure})
+
+    def _event(self, kind: str, fields: Mapping[str, Any]) -> bytes:
+        return named_event({"type": kind, "sequence_number": next(self._numbers), **fields})
+
+    def _take_all(self, chunk: TextChunk) -> bytes:
+        """The events of a chunk's parts; the scores of its tokens are those of its last text."""
+        if self._tokens is not None:
+            self._scores += token_scores(self._tokens, chunk)
+        texts = [number for number, part in enumerate(chunk.answer_parts) if isinstance(part, Content)]
+        written = b""
+        for number, part in enumerate(chunk.answer_parts):
+            is_scored = bool(texts) and number == texts[-1]
+            written += self._take(part, self._scores if is_scored else ())
+            if is_scored or not texts:
+                self._scores = []
+        return written
+
+    def _take(self, part: Part, scores: Sequence[dict[str, Any]] = ()) -> bytes:
+        """The events of a part."""
+        written = b""
+        if begins_segment(part, self._last):
+            if self._items:
+                written = self._items[-1].end(self._event, "completed")
+            item = item_of(part, self._id, len(self._items), self._fields)
+            self._items.append(item)
+            written += item.begin(self._event)
+        self._last = part
+        if text := self._items[-1].add(part, scores):
+            written += self._items[-1].delta(text, next(self._numbers))
+        return written
+
+    def _end(self, chunk: TextChunk) -> bytes:
+        written = b"" if self._items else self._take(Content(""))
+        status = status_of(chunk.finish_reason)
+        written += self._items[-1].end(self._event, status)
+        return written + self._event(f"response.{status}", {"response": self._ended(chunk)})
+
+    def _ended(self, chunk: TextChunk) -> dict[str, Any]:
+        """The whole response, with its last chunk."""
+        status = status_of(chunk.finish_reason)
+        output = whole_output(self._items or [MessageItem(self._id, 0)], status)
+        return self.head | ended(status, output, chunk.usage, chunk.reasoning_tokens)
+
+
+def head_of(response_id: str, created: int, model: str) -> dict[str, Any]:
+    """The fields of any response, before its output."""
+    return {
+        "id": response_id,
+        "object": "response",
+        "created_at": created,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "metadata": {},
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": True,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": "auto",
+        "tools": [],
+        "truncation": "disabled",
+    }
+
+
+def status_of(finish_reason: str | None) -> str:
+    return "incomplete" if finish_reason == "length" else "completed"
+
+
+def ended(
+    status: str, output: list[dict[str, Any]], usage: Usage | None, reasoning_tokens: int | None
+) -> dict[str, Any]:
+    """The fields that the end of an answer adds or changes."""
+    usage = usage or Usage()
+    return {
+        "status": status,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "output": output,
+        "usage": {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": reasoning_tokens or 0},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        },
+    }

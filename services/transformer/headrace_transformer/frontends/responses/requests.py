@@ -1,0 +1,163 @@
+"""Requests for responses: a text or items, of which messages with text, reasoning and calls are served.
+
+Beside OpenAI's fields those of the sampling table are read. Source: OpenAI's API reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+
+from headrace.errors import InvalidRequestError
+from headrace.sampling import MAX_TOP_LOGPROBS
+from headrace_transformer.calls import check_message_count
+from headrace_transformer.frontends.openai.requests import Effort, effort_variables
+from headrace_transformer.frontends.openai.sampled_request import SCORELESS, SampledRequest
+from headrace_transformer.frontends.openai.structured_outputs import structured_outputs_of
+from headrace_transformer.frontends.openai.tools import TemplateMessage, json_text, read_tool_choice, read_tools
+from headrace_transformer.frontends.responses.input_items import Item, messages_of
+from headrace_transformer.frontends.responses.tools import Origins, functions_of, nested_choice
+from headrace_transformer.text.tools import ToolFunction, ToolUse
+
+_PLAIN_TEXT = {"type": "text"}
+_MAX_INCLUDED = 32
+_LOGPROBS, _ENCRYPTED_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
+
+
+class TextSettings(BaseModel):
+    """The form of the answer's text."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    format: dict[str, Any] = Field(default_factory=lambda: dict(_PLAIN_TEXT))
+    verbosity: str | None = None
+
+    @property
+    def as_response_format(self) -> dict[str, Any]:
+        """The format as chat completions have it, with a schema's fields in an object of their own."""
+        if self.format.get("type") != "json_schema":
+            return self.format
+        return {"type": "json_schema", "json_schema": {k: v for k, v in self.format.items() if k != "type"}}
+
+
+class ReasoningSettings(BaseModel):
+    """How much the model reasons."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    effort: Effort | None = None
+
+
+class ResponsesRequest(SampledRequest):
+    """A request for the next message of a conversation, which `previous_response_id` may begin."""
+
+    UNSUPPORTED: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "background": (False,),
+        "conversation": (),
+        "moderation": (),
+        "prompt": (),
+    }
+    READ: ClassVar[frozenset[str]] = frozenset(SCORELESS)
+    SAMPLING: ClassVar[Sequence[str]] = SCORELESS
+
+    include: list[str] = Field(default_factory=list, max_length=_MAX_INCLUDED)
+    input: list[Item] = Field(min_length=1)
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    parallel_tool_calls: bool = True
+    reasoning: ReasoningSettings | None = None
+    previous_response_id: str | None = Field(None, max_length=2048)
+    store: bool = True
+    stream: bool = False
+    text: TextSettings = Field(default_factory=lambda: TextSettings())
+    tool_choice: Any = "auto"
+    tools: tuple[ToolFunction, ...] = ()
+    origins: Origins = Field(default_factory=dict)
+    ignored_tools: tuple[str, ...] = ()
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    truncation: Literal["auto", "disabled"] = "disabled"
+    _messages: list[TemplateMessage] = PrivateAttr(default_factory=list)
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _read_input(cls, value: Any) -> Any:
+        if isinstance(value, list):
+            check_message_count(len(value))
+        return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_origins(cls, values: dict[str, Any]) -> Any:
+        tools = functions_of(values["tools"]) if isinstance(values.get("tools"), list) else None
+        given = {} if tools is None else {"tools": tools.functions}
+        own = ({}, ()) if tools is None else (tools.origins, tuple(dict.fromkeys(tools.ignored)))
+        return {**values, **given, "origins": own[0], "ignored_tools": own[1]}
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _read_tools(cls, value: Any) -> Any:
+        json_text([[[value]]])  # As deep as an event of the answer has them.
+        return read_tools(value)
+
+    @property
+    def has_encrypted_reasoning(self) -> bool:
+        """Whether items of reasoning have content that the next request may give back alone."""
+        return _ENCRYPTED_REASONING in self.include
+
+    @property
+    def has_logprobs(self) -> bool:
+        return _LOGPROBS in self.include or bool(self.top_logprobs)
+
+    @property
+    def template_hints(self) -> Mapping[str, Any]:
+        return effort_variables(self.reasoning.effort, "reasoning.effort") if self.reasoning is not None else {}
+
+    @property
+    def template_options(self) -> Mapping[str, Any]:
+        """Variables of the chat template."""
+        options: Mapping[str, Any] = self.template_hints.get("reasoning.effort", {})
+        return options
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """The functions that the model may call, None for none."""
+        try:
+            return read_tool_choice(nested_choice(self.tool_choice)).use(self.tools, self.parallel_tool_calls)
+        except ValueError as error:
+            raise InvalidRequestError(f"tool_choice: {error}", param="tool_choice") from None
+
+    def conversation(self, previous: Sequence[TemplateMessage]) -> list[TemplateMessage]:
+        """The messages: the instructions, the `previous` ones and the new ones."""
+        instructions: list[TemplateMessage] = [("system", self.instructions)] if self.instructions else []
+        return [*instructions, *previous, *self._messages]
+
+    def trim(self) -> None:
+        super().trim()
+        self.input = []  # Its messages are kept.
+
+    def check(self) -> None:
+        super().check()
+        try:
+            self._messages = messages_of(self.input)
+        except ValueError as error:
+            raise InvalidRequestError(f"input: {error}", param="input") from None
+        self._ignored += self.ignored_tools
+        if self.text.verbosity not in (None, "medium"):
+            self._ignored.append("text.verbosity")
+        if set(self.include) - {_LOGPROBS, _ENCRYPTED_REASONING}:
+            self._ignored.append("include")
+        fields = {
+            "text.format": self.text.as_response_format,
+            "structured_outputs": self.extra.get("structured_outputs"),
+        }
+        self._structured_outputs = structured_outputs_of(fields, "text.format", ignored=self._ignored)
+        self.note_keywords(self.tool_use)
+
+    def sampling(self) -> dict[str, Any]:
+        """The sampling parameters given."""
+        given = super().sampling()
+        if self.has_logprobs:
+            given |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
+        return given if self.max_output_tokens is None else given | {"max_tokens": self.max_output_tokens}

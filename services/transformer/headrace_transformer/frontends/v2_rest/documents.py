@@ -1,0 +1,172 @@
+"""JSON bodies of the other paths: the protocol's messages as JSON, and back.
+
+Names and shapes are Triton's: fields by their names in the .proto files, whole numbers of 64 bits as numbers,
+enumerations by name. A message that is not set is left out; in statistics it is all zeros.
+
+Source: Triton's extensions for model configuration, repository, statistics, trace and logging, and the bodies that
+tritonclient.http sends and reads.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from typing import Any
+
+from google.protobuf.message import Message
+
+from headrace.clients import Client
+from headrace.errors import InvalidRequestError, TooLargeError
+from headrace.oip.json_text import load_object
+from headrace_protos import inference_pb2 as pb
+from headrace_transformer.predictors.link import PredictorLink
+
+MAX_DOCUMENT_BYTES = 64 * 1024  # More than any settings take; parsed on the event loop.
+_FILE = "file:"
+_TRACE_LEVEL = "trace_level"
+
+
+def predictor(link: PredictorLink, client: Client) -> dict[str, Any]:
+    """A predictor of ours; for each model that is ready there and that the client may use, its latest report of the
+    load."""
+    models = [
+        {
+            "model": load.model,
+            "running": load.running,
+            "waiting": load.waiting,
+            "waiting_tokens": load.waiting_tokens,
+            "cache_free": round(load.cache_free, 4),
+        }
+        for load in link.loads.values()
+        if client.may_use(load.model)
+    ]
+    return {"name": link.name, "ready": bool(link.loads), "leaving": link.is_leaving, "models": models}
+
+
+def plain(message: Message, unset: bool = False) -> dict[str, Any]:
+    """A message as JSON has it; with `unset`, messages inside it that are not set are there too."""
+    values: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            inner = field.message_type.fields_by_name["value"]
+            values[field.name] = {str(key): _plain_value(inner, value[key], unset) for key in value}
+        elif field.is_repeated:
+            values[field.name] = [_plain_value(field, item, unset) for item in value]
+        elif not field.has_presence or message.HasField(field.name) or (unset and field.message_type is not None):
+            values[field.name] = _plain_value(field, value, unset)
+    return values
+
+
+def _plain_value(field: Any, value: Any, unset: bool) -> Any:
+    if field.message_type is not None:
+        return plain(value, unset)
+    if field.enum_type is not None:
+        known = field.enum_type.values_by_number.get(value)
+        return value if known is None else known.name
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else value
+
+
+def index_of(response: pb.RepositoryIndexResponse) -> list[dict[str, str]]:
+    """The models of a repository; unknown fields are left out."""
+    return [{name: value for name, value in plain(model).items() if value} for model in response.models]
+
+
+def index_request(data: bytes) -> pb.RepositoryIndexRequest:
+    ready = _document(data).get("ready", False)
+    if not isinstance(ready, bool):
+        raise InvalidRequestError("ready must be true or false")
+    return pb.RepositoryIndexRequest(ready=ready)
+
+
+def load_request(model: str, data: bytes) -> pb.RepositoryModelLoadRequest:
+    request = pb.RepositoryModelLoadRequest(model_name=model)
+    for name, value in _parameters(data).items():
+        if name.startswith(_FILE):
+            request.parameters[name].bytes_param = _base64(name, value)
+        else:
+            _set(request.parameters[name], name, value)
+    return request
+
+
+def unload_request(model: str, data: bytes) -> pb.RepositoryModelUnloadRequest:
+    request = pb.RepositoryModelUnloadRequest(model_name=model)
+    for name, value in _parameters(data).items():
+        _set(request.parameters[name], name, value)
+    return request
+
+
+def trace_request(model: str, data: bytes) -> pb.TraceSettingRequest:
+    """The settings that a body changes; null resets a setting to its default."""
+    request = pb.TraceSettingRequest(model_name=model)
+    for name, value in _document(data).items():
+        items = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(item, (str, int)) and not isinstance(item, bool) for item in items):
+            raise InvalidRequestError(
+                f"trace setting {name!r} must be a string, a whole number, null or a list of them"
+            )
+        request.settings[name].value.extend(map(str, items))
+    return request
+
+
+def trace_settings(response: pb.TraceSettingResponse) -> dict[str, Any]:
+    """The level is a list, the others are one string each."""
+    return {
+        name: list(setting.value) if name == _TRACE_LEVEL else ",".join(setting.value)
+        for name, setting in response.settings.items()
+    }
+
+
+def log_request(data: bytes) -> pb.LogSettingsRequest:
+    request = pb.LogSettingsRequest()
+    for name, value in _document(data).items():
+        if isinstance(value, bool):
+            request.settings[name].bool_param = value
+        elif isinstance(value, int) and 0 <= value < 2**32:
+            request.settings[name].uint32_param = value
+        elif isinstance(value, str):
+            request.settings[name].string_param = value
+        else:
+            raise InvalidRequestError(f"log setting {name!r} must be true, false, a string or a number of 32 bits")
+    return request
+
+
+def log_settings(response: pb.LogSettingsResponse) -> dict[str, Any]:
+    return {
+        name: getattr(setting, choice)
+        for name, setting in response.settings.items()
+        if (choice := setting.WhichOneof("parameter_choice")) is not None
+    }
+
+
+def _document(data: bytes) -> dict[str, Any]:
+    """The JSON object in a body; raises InvalidRequestError, and TooLargeError by only its size."""
+    if len(data) > MAX_DOCUMENT_BYTES:
+        raise TooLargeError(f"the body has {len(data)} bytes, at most {MAX_DOCUMENT_BYTES} are allowed here")
+    return load_object(data)
+
+
+def _parameters(data: bytes) -> Mapping[str, Any]:
+    given = _document(data).get("parameters") or {}
+    if not isinstance(given, dict):
+        raise InvalidRequestError("parameters must be an object")
+    return given
+
+
+def _set(parameter: pb.ModelRepositoryParameter, name: str, value: Any) -> None:
+    if isinstance(value, bool):
+        parameter.bool_param = value
+    elif isinstance(value, int) and -(2**63) <= value < 2**63:
+        parameter.int64_param = value
+    elif isinstance(value, str):
+        parameter.string_param = value
+    else:
+        raise InvalidRequestError(f"parameter {name!r} must be true, false, a string or a whole number")
+
+
+def _base64(name: str, value: Any) -> bytes:
+    try:
+        return base64.b64decode(value, validate=True)
+    except (TypeError, ValueError, binascii.Error):
+        raise InvalidRequestError(f"parameter {name!r} must be a file's contents in base64") from None

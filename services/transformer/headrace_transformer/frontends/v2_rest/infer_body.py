@@ -1,0 +1,187 @@
+"""Bodies of `infer`: a JSON object, with tensors inside it or as binary data behind it.
+
+With the header `inference-header-content-length` the JSON takes so many bytes, and the contents of the tensors with
+`binary_data_size` follow in order, as in memory; a BYTES element is a 4-byte length and its bytes. Length 0 is a raw
+binary request: the body is the contents of a model's one input. Answers have the same form: an output is binary if the
+request sets `binary_data` of that output, or `binary_data_output` for all outputs that it does not name; a raw binary
+request gets all outputs so.
+
+Other parameters are passed on. Refused are names that begin with `triton_`, the classification and shared-memory
+extensions, and bytes that belong to no input. Invalid tensors in an answer are the model's fault: HopBrokenError.
+
+Source: Triton's binary tensor data extension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from headrace.errors import HopBrokenError, InvalidRequestError, TooLargeError
+from headrace.oip.json_parameters import plain_parameters, write_parameters
+from headrace.oip.json_tensors import fitted_shape, json_of
+from headrace.oip.raw_contents import Contents, joined
+from headrace.oip.tensors import BYTES, RawTensor, dtype_of, raw_outputs
+from headrace_protos import inference_pb2 as pb
+from headrace_transformer.frontends.v2_rest.body_tensors import (
+    BINARY,
+    BINARY_ALL,
+    BINARY_SIZE,
+    MAX_BODY_BYTES,
+    NamedTensor,
+    add_inputs,
+    split_body,
+)
+from headrace_transformer.predictors.answers import predictor_answers
+
+
+@dataclass(frozen=True)
+class InferCall:
+    """A serialized request, and the form of its outputs: binary or JSON by name in `named`, otherwise by `binary`."""
+
+    data: bytes
+    binary: bool
+    named: Mapping[str, bool] = field(default_factory=dict)
+
+    @property
+    def request(self) -> pb.ModelInferRequest:
+        return pb.ModelInferRequest.FromString(self.data)
+
+    @property
+    def wants_json(self) -> bool:
+        """Whether any output may be returned as JSON."""
+        return not (all(self.named.values()) if self.named else self.binary)
+
+
+def read_body(model: str, version: str, data: bytes, header_length: int | None) -> InferCall:
+    """The call of a body that is JSON, or JSON and binary data; raises InvalidRequestError."""
+    body, binary_data = split_body(data, header_length)
+    for tensor in (*body.inputs, *(body.outputs or ())):
+        _check_extensions(tensor)
+    request = pb.ModelInferRequest(model_name=model, model_version=version, id=body.id or "")
+    contents = add_inputs(request, body.inputs, binary_data)
+
+    parameters = dict(body.parameters or {})
+    binary = _truth(parameters.pop(BINARY_ALL, None), BINARY_ALL) or False
+    write_parameters(request.parameters, parameters)
+    named: dict[str, bool] = {}
+    for output in body.outputs or ():
+        if output.name in named:
+            raise InvalidRequestError(f"output {output.name!r} is given twice")
+        wanted = _truth(output.parameter(BINARY), BINARY)
+        named[output.name] = binary if wanted is None else wanted
+        request.outputs.add(name=output.name)
+    return InferCall(joined(request, contents), binary, named)
+
+
+def parse_body(
+    data: bytes, model: str, version: str, header_length: int | None
+) -> tuple[tuple[bool, Mapping[str, bool]], bytes]:
+    """`read_body` for a process of bodies: the form of outputs, and the request."""
+    call = read_body(model, version, data, header_length)
+    return (call.binary, call.named), call.data
+
+
+def read_raw_body(model: str, version: str, metadata: pb.ModelMetadataResponse, data: bytes) -> InferCall:
+    """The call that a raw binary request asks for, given the model's metadata; raises InvalidRequestError."""
+    if len(metadata.inputs) != 1:
+        raise InvalidRequestError(
+            f"a raw binary request needs a model of one input; {model!r} has {len(metadata.inputs)}"
+        )
+    (entry,) = metadata.inputs
+    contents: Contents = data
+    if entry.datatype == BYTES:
+        count, contents = 1, len(data).to_bytes(4, "little") + data
+    else:
+        count, rest = divmod(len(data), dtype_of(entry.name, entry.datatype).itemsize)
+        if rest:
+            raise InvalidRequestError(f"{len(data)} bytes are not a whole number of elements of {entry.datatype}")
+    request = pb.ModelInferRequest(model_name=model, model_version=version)
+    request.inputs.add(name=entry.name, datatype=entry.datatype, shape=fitted_shape(entry.name, entry.shape, count))
+    return InferCall(joined(request, [contents]), binary=True)
+
+
+def write_body(call: InferCall, response: pb.ModelInferResponse) -> tuple[bytes, int | None]:
+    """The body of an answer, and how much of it is JSON where binary data follows.
+
+    Raises InvalidRequestError where an output that was asked for is missing or has no JSON form, TooLargeError, and
+    HopBrokenError.
+    """
+    outputs, binary, size = [], [], 0
+    for name, tensor in _wanted(call, response).items():
+        entry: dict[str, Any] = {"name": name, "datatype": tensor.datatype, "shape": tensor.shape}
+        if call.named.get(name, call.binary):
+            entry["parameters"] = {BINARY_SIZE: len(tensor.data)}
+            binary.append(tensor.data)
+            size += len(tensor.data)
+        else:
+            text = _json(name, tensor)
+            entry["data"] = orjson.Fragment(text)
+            size += len(text)
+        outputs.append(entry)
+        _check_size(size)
+    head: dict[str, Any] = {"id": response.id} if response.id else {}
+    head |= {"model_name": response.model_name, "model_version": response.model_version}
+    if parameters := plain_parameters(response.parameters):
+        head["parameters"] = parameters
+    text = orjson.dumps(head | {"outputs": outputs})
+    body = b"".join([text, *binary])
+    _check_size(len(body))
+    return body, len(text) if binary else None
+
+
+def write_parsed_body(data: bytes, binary: bool, named: Mapping[str, bool]) -> tuple[int | None, bytes]:
+    """`write_body` for a process of bodies, of a serialized response: how much is JSON, and the body."""
+    body, header_length = write_body(InferCall(b"", binary, named), parsed_answer(data))
+    return header_length, body
+
+
+def parsed_answer(data: bytes) -> pb.ModelInferResponse:
+    """A serialized response; raises BrokenAnswerError."""
+    with predictor_answers():
+        return pb.ModelInferResponse.FromString(data)
+
+
+def answered_tensors(response: pb.ModelInferResponse) -> dict[str, RawTensor]:
+    """A response's outputs; raises HopBrokenError if they are invalid."""
+    try:
+        return raw_outputs(response)
+    except InvalidRequestError as error:
+        raise HopBrokenError(f"the model's answer: {error.message}", hop="predictor") from None
+
+
+def _check_extensions(tensor: NamedTensor) -> None:
+    if tensor.parameter("shared_memory_region") is not None:
+        raise InvalidRequestError(f"tensor {tensor.name!r}: shared memory is not supported; send tensors in the body")
+    if tensor.parameter("classification"):
+        raise InvalidRequestError(f"output {tensor.name!r}: the classification extension is not supported")
+
+
+def _wanted(call: InferCall, response: pb.ModelInferResponse) -> dict[str, RawTensor]:
+    """The requested outputs in that order, or all outputs."""
+    tensors = answered_tensors(response)
+    missing = [name for name in call.named if name not in tensors]
+    if missing:
+        raise InvalidRequestError(f"unknown output {missing[0]!r}; the model gives {', '.join(tensors) or 'none'}")
+    return {name: tensors[name] for name in call.named} or tensors
+
+
+def _json(name: str, tensor: RawTensor) -> bytes:
+    # An element takes two bytes at least; so an answer that is too large is not written first.
+    if tensor.datatype != BYTES:
+        _check_size(2 * len(tensor.data) // dtype_of(name, tensor.datatype).itemsize)
+    return json_of(name, tensor)
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_BODY_BYTES:
+        raise TooLargeError(f"the answer has {size} bytes or more, at most {MAX_BODY_BYTES} are passed on")
+
+
+def _truth(value: Any, name: str) -> bool | None:
+    if value is not None and not isinstance(value, bool):
+        raise InvalidRequestError(f"{name} must be true or false")
+    return value

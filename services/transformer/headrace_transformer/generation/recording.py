@@ -1,0 +1,180 @@
+"""The record of one generation: its prompt and parameters, and every chunk of its answer.
+
+A prompt far beyond any context is cut off, and parameters, which are not checked yet, are shortened.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import orjson
+
+from headrace.payload.call import recorded
+from headrace.payload.recording import Recording
+from headrace.payload.tap import PayloadTap
+from headrace.sampling import MAX_STOP_TOKEN_IDS
+from headrace_transformer.generation.chunks import TextChunk
+from headrace_transformer.generation.requests import TextRequest
+from headrace_transformer.predictors.tokens import Generation
+
+MAX_RECORDED_CHARACTERS = 1024 * 1024
+_MAX_IDS = 128 * 1024
+# Of the sampling parameters: how many, and the characters of a name and of a value.
+_MAX_NAMES, _MAX_NAME, _MAX_VALUE = 64, 256, 4096
+
+
+@contextmanager
+def recorded_generation(request: TextRequest, tap: PayloadTap) -> Iterator[RecordedGeneration]:
+    """Records the generation that the block makes, and how it ends."""
+    prompt, parameters = recorded_texts(request)
+    with recorded(tap, request.call, request.model, prompt=prompt, parameters=parameters) as recording:
+        yield RecordedGeneration(recording)
+
+
+class RecordedGeneration:
+    """The record of one generation; each chunk is added before it goes to the client."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        recording.engine_s = 0.0  # For a generation that is refused or ends before its first token.
+
+    def served_by(self, model: str) -> None:
+        """Records the model that a route chose."""
+        self._recording.served_model = model
+
+    def begun(self, prompt_kind: str, generation: Generation) -> None:
+        """Records what it takes to repeat the generation."""
+        recording = self._recording
+        recording.prompt_ids, recording.prompt_kind = generation.prompt_ids, prompt_kind
+        # The salt decides what the cache shares, and not the answer.
+        recording.sampling = generation.sampling.model_dump_json(exclude_defaults=True, exclude={"cache_salt"})
+
+    def chunk(self, chunk: TextChunk, counts_prompt: bool = True) -> None:
+        """Adds a chunk; the tokens of a prompt that several records share count in one of them."""
+        recording = self._recording
+        if chunk.resumed:
+            recording.resumes += 1
+        if chunk.predictor:
+            recording.answered_by(chunk.predictor)
+        recording.fingerprint = chunk.fingerprint
+        recording.prompt_tokens = chunk.prompt_tokens if counts_prompt else 0
+        recording.engine_s = chunk.engine_s
+        recording.chunk(chunk.text, chunk.token_ids, chunk.logprobs)
+        if chunk.finish_reason is not None:
+            usage = chunk.usage if counts_prompt else None  # Without one it is what was counted.
+            recording.end("OK", finish_reason=chunk.finish_reason, usage=usage)
+
+    async def flushed(self) -> None:
+        """Waits until the start of the record is on disk; for the first chunk, before it goes to the client."""
+        await self._recording.flushed()
+
+
+def recorded_texts(request: TextRequest) -> tuple[str, str]:
+    """The prompt and the parameters as records keep them, made once for all choices but for the seed."""
+    shared = request.shared
+    if shared.recorded is None:
+        shared.recorded = _recorded_prompt(request), _recorded_parameters(request)
+    prompt, parameters = shared.recorded
+    if (seed := request.sampling.get("seed")) is not None:
+        parameters = {"seed": _brief(seed)} | parameters
+    return prompt, json.dumps(parameters, ensure_ascii=False, default=str) if parameters else ""
+
+
+def _recorded_prompt(request: TextRequest) -> str:
+    """The prompt, or its ids or the messages as JSON."""
+    if request.prompt is not None:
+        return _cut(request.prompt)
+    if request.prompt_ids is not None:
+        return _ids_text(request.prompt_ids[:_MAX_IDS])
+    texts = iter(_cut_together([text for message in request.messages for text in message]))
+    return json.dumps([_recorded_message(message, texts) for message in request.messages], ensure_ascii=False)
+
+
+def _recorded_message(message: Sequence[str], texts: Iterator[str]) -> dict[str, Any]:
+    """A message with the next of the texts that were cut; further fields that were cut stay text."""
+    role, content, *fields = (next(texts) for _ in message)
+    recorded: dict[str, Any] = {"role": role, "content": content}
+    for text, whole in zip(fields, message[2:], strict=True):
+        recorded |= json.loads(text) if text == whole else {"fields": text}
+    return recorded
+
+
+def recorded_list(prompts: Sequence[str | Sequence[int]]) -> str:
+    """Several prompts as a JSON list, also if prompts are cut off, because redaction rules parse it."""
+    texts = iter(_cut_together([prompt for prompt in prompts if isinstance(prompt, str)]))
+    left = _MAX_IDS
+    kept: list[str] = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            kept.append(json.dumps(next(texts), ensure_ascii=False))
+        else:
+            kept.append(_ids_text(prompt[:left]))
+            left -= min(left, len(prompt))
+    return f"[{', '.join(kept)}]"
+
+
+def _ids_text(ids: Sequence[int]) -> str:
+    values = ids if isinstance(ids, list) else np.asarray(ids)
+    return orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY).decode()
+
+
+def _cut_together(texts: Sequence[str]) -> list[str]:
+    """The texts, cut where all of them together become too long."""
+    cut, left = [], MAX_RECORDED_CHARACTERS
+    for text in texts:
+        cut.append(_cut(text, left))
+        left = max(0, left - len(text))
+    return cut
+
+
+def _cut(text: str, limit: int = MAX_RECORDED_CHARACTERS) -> str:
+    beyond = len(text) - limit
+    return text if beyond <= 0 else f"{text[:limit]}… ({beyond} characters more)"
+
+
+def _recorded_parameters(request: TextRequest) -> dict[str, Any]:
+    """The parameters without the seed."""
+    given = {name[:_MAX_NAME]: _brief(value) for name, value in islice(request.sampling.items(), _MAX_NAMES)}
+    given.pop("seed", None)
+    given.pop("cache_salt", None)  # Knowing it would reveal which prompts share a prefix with its owner's.
+    if request.prompt_logprobs is not None:
+        given["prompt_logprobs"] = request.prompt_logprobs
+    if request.prompt_only:
+        given["max_tokens"] = 0
+    if request.stop:
+        given["stop"] = list(request.stop)
+    if request.bad_words:
+        given["bad_words"] = list(request.bad_words)
+    if request.include_stop_str_in_output:
+        given["include_stop_str_in_output"] = True
+    if request.truncate_prompt_tokens is not None:
+        given["truncate_prompt_tokens"] = request.truncate_prompt_tokens
+    if not request.skip_special_tokens:
+        given["skip_special_tokens"] = False
+    if not request.add_special_tokens:
+        given["add_special_tokens"] = False
+    if request.template_options:
+        given["chat_template_kwargs"] = dict(request.template_options)
+    if request.tools is not None:
+        given["tools"] = json.loads(request.tools.definitions)
+        given["tool_choice"] = "required" if request.tools.is_required else "auto"
+        given["parallel_tool_calls"] = request.tools.is_parallel
+    if request.resume is not None:
+        given["resumes_after"] = request.resume.tokens
+    if request.ignored_fields:
+        given["ignored_fields"] = list(request.ignored_fields)
+    given.update(request.further_parameters)
+    return given
+
+
+def _brief(value: Any) -> Any:
+    if isinstance(value, (bool, int, float)) or (isinstance(value, str) and len(value) <= _MAX_VALUE):
+        return value
+    is_list = isinstance(value, (list, tuple)) and len(value) <= MAX_STOP_TOKEN_IDS
+    return value if is_list and all(isinstance(item, (int, float)) for item in value) else reprlib.repr(value)

@@ -1,0 +1,165 @@
+"""One OIP request to any kind of model: text, a user's processor, or relayed tensors.
+
+Used by the gRPC and REST front ends of the protocol. The pipeline records text generations; records of other requests
+have the tensors, those of a stream answer by answer. An answer is a message, or the unparsed bytes of the predictor's.
+Raises HeadraceError; closing a generator cancels the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import AbstractContextManager, aclosing
+
+from headrace.errors import ContextLengthError, HeadraceError
+from headrace.oip.stream_infer import FINAL
+from headrace.payload.call import recorded
+from headrace.payload.recording import Recording
+from headrace.payload.tap import PayloadTap
+from headrace.payload.tensors import answer_tensors, request_tensors, streamed_tensors
+from headrace.rpc.call_context import CallContext, check_request_id
+from headrace_protos import inference_pb2 as pb
+from headrace_transformer.generation.chunks import joined
+from headrace_transformer.generation.pipeline import Pipeline
+from headrace_transformer.generation.text_tensors import TextAnswer, TextCall, read_request
+from headrace_transformer.generation.token_quota import TokenQuota
+from headrace_transformer.inference import processed
+from headrace_transformer.inference.counted_relay import CountedRelay
+from headrace_transformer.inference.request import InferRequest
+from headrace_transformer.models.models import Model, ProcessedModel, RelayedModel, TextModel
+from headrace_transformer.predictors.relay import Relay
+from headrace_transformer.routing.router import Router
+
+_BESIDE_PROMPT = 1024 * 1024  # An upper bound of a request's bytes besides its prompt.
+
+
+class Inference:
+    """Owned by the event loop; one for all requests."""
+
+    def __init__(self, pipeline: Pipeline, router: Router, relay: Relay, tap: PayloadTap, quota: TokenQuota) -> None:
+        self._pipeline = pipeline
+        self._quota = quota
+        self._router = router
+        self._relay = relay
+        self._tap = tap
+
+    async def infer(self, request: InferRequest, call: CallContext) -> pb.ModelInferResponse | bytes:
+        """The one answer; bytes are a serialized ModelInferResponse."""
+        model = await self._find(request, call)
+        if isinstance(model, TextModel):
+            return await self._whole_text(model, request, self._read(model, request, call))
+        with self._recorded(request, call) as recording:
+            answer = await self._answered(model, request, call, recording)
+            recording.served_model = self._router.answering(request.model_name, call)
+            recording.end("OK", outputs=answer_tensors(answer))
+            await recording.flushed()
+            return self._named(answer, request, call)
+
+    async def _answered(
+        self, model: RelayedModel | ProcessedModel, request: InferRequest, call: CallContext, recording: Recording
+    ) -> pb.ModelInferResponse | bytes:
+        """The answer of the model, or of one that its route falls back to."""
+        while True:
+            relay = self._relay_of(model, call, recording)
+            try:
+                if isinstance(model, ProcessedModel):
+                    return await processed.infer(model, request, relay, call.deadline)
+                data, wait_s = self._routed(request, call).data, self._router.wait_s(request.model_name, call)
+                return await relay.infer(data, call.deadline, wait_s)
+            except HeadraceError as error:
+                other = self._router.fall_back(request.model_name, call, model, error)
+                if other is None or isinstance(other, TextModel):
+                    raise
+                model = other
+
+    async def stream(
+        self, request: InferRequest, call: CallContext
+    ) -> AsyncGenerator[pb.ModelInferResponse | bytes, None]:
+        """The answers as they come, the last one marked; bytes are a serialized ModelStreamInferResponse."""
+        model = await self._find(request, call)
+        if isinstance(model, TextModel):
+            answers = self._text(model, request, self._read(model, request, call))
+        else:
+            answers = self._tensors(model, request, call)
+        async with aclosing(answers):
+            async for answer in answers:
+                yield answer
+
+    async def _tensors(
+        self, model: RelayedModel | ProcessedModel, request: InferRequest, call: CallContext
+    ) -> AsyncGenerator[pb.ModelInferResponse | bytes, None]:
+        with self._recorded(request, call) as recording:
+            answers: AsyncGenerator[pb.ModelInferResponse | bytes, None]
+            relay = self._relay_of(model, call, recording)
+            if isinstance(model, ProcessedModel):
+                answers = processed.stream(model, request, relay, call.deadline)
+            else:
+                answers = relay.stream(self._routed(request, call).data, call.deadline)
+            recording.served_model = self._router.answering(request.model_name, call)
+            async with aclosing(answers):
+                async for answer in answers:
+                    recording.chunk("", outputs=streamed_tensors(answer))
+                    await recording.flushed()
+                    yield self._named(answer, request, call, is_streamed=True)
+
+    def _relay_of(self, model: RelayedModel | ProcessedModel, call: CallContext, recording: Recording) -> Relay:
+        if not call.client.counts_tokens:
+            return self._relay
+        generates = isinstance(model, RelayedModel) and model.generates
+        return CountedRelay(self._relay, self._quota, call.client, recording, generates)
+
+    def _routed(self, request: InferRequest, call: CallContext) -> InferRequest:
+        """The request with the model that the route chose."""
+        routed = call.routed.get(request.model_name)
+        return request if routed is None else request.for_model(routed.served)
+
+    def _named(
+        self, answer: pb.ModelInferResponse | bytes, request: InferRequest, call: CallContext, is_streamed: bool = False
+    ) -> pb.ModelInferResponse | bytes:
+        """The answer under the name in the request; protobuf uses the last value of a repeated scalar field."""
+        if request.model_name not in call.routed:
+            return answer
+        if not isinstance(answer, bytes):
+            answer.model_name = request.model_name
+            return answer
+        name = pb.ModelInferResponse(model_name=request.model_name)
+        return answer + (pb.ModelStreamInferResponse(infer_response=name) if is_streamed else name).SerializeToString()
+
+    def _recorded(self, request: InferRequest, call: CallContext) -> AbstractContextManager[Recording]:
+        inputs = request_tensors(request.received_data or request.message)
+        return recorded(self._tap, call, request.model_name, inputs=inputs)
+
+    async def _find(self, request: InferRequest, call: CallContext) -> Model:
+        with self._pipeline.recording_refusals(call, request.model_name):
+            check_request_id(request.id)
+            return await self._router.wait_for(request.model_name, request.model_version, call)
+
+    def _read(self, model: TextModel, request: InferRequest, call: CallContext) -> TextCall:
+        with self._pipeline.recording_refusals(call, request.model_name):
+            size, context_length = len(request.received_data or b""), model.limits.context_length
+            if size > model.tokenizer.most_bytes(context_length) + _BESIDE_PROMPT:
+                raise ContextLengthError(
+                    f"the request has {size} bytes, more than a prompt of {context_length} tokens can have"
+                )
+            text_call = read_request(request.message, call)
+        if text_call.decodes_tokens:
+            self._router.keep(request.model_name, call)
+        return text_call
+
+    async def _whole_text(self, model: TextModel, request: InferRequest, text_call: TextCall) -> pb.ModelInferResponse:
+        async with aclosing(self._pipeline.generate(text_call.text)) as chunks:
+            return TextAnswer(request.message, text_call, model).response(joined([chunk async for chunk in chunks]))
+
+    async def _text(
+        self, model: TextModel, request: InferRequest, text_call: TextCall
+    ) -> AsyncGenerator[pb.ModelInferResponse | bytes, None]:
+        if not text_call.stream:
+            response = await self._whole_text(model, request, text_call)
+            response.parameters[FINAL].bool_param = True
+            yield response
+            return
+        answer = TextAnswer(request.message, text_call, model)
+        async with aclosing(self._pipeline.generate(text_call.text)) as chunks:
+            async for chunk in chunks:
+                response = answer.response(chunk)
+                response.parameters[FINAL].bool_param = chunk.finish_reason is not None
+                yield response

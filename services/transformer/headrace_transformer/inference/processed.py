@@ -1,0 +1,121 @@
+"""Requests to a processor: its preprocessing, the predictor's model, its postprocessing.
+
+Callers send and receive the processor's tensors. The parameters after preprocessing go to the model, and those of the
+model's answers are returned. The functions raise HeadraceError, DeadlineError at any stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import NamedTuple
+
+from headrace.deadline import Deadline
+from headrace.errors import InvalidRequestError
+from headrace.oip.declared_tensors import check_inputs, check_requested_outputs
+from headrace.oip.model_description import ModelDescription
+from headrace.oip.parameters import read_parameters, set_parameters
+from headrace.oip.raw_contents import Contents, joined, raw_contents, split
+from headrace.oip.tensor_threads import decoding
+from headrace.oip.tensors import decode
+from headrace.processor import ProcessorRequest
+from headrace_protos import inference_pb2 as pb
+from headrace_transformer.inference.request import InferRequest
+from headrace_transformer.models.models import ProcessedModel
+from headrace_transformer.predictors.answers import outputs_of, predictor_answers
+from headrace_transformer.predictors.relay import Relay
+
+_PLATFORM = "headrace_processor"
+
+
+async def infer(model: ProcessedModel, request: InferRequest, relay: Relay, deadline: Deadline) -> bytes:
+    """The one answer to a request, a serialized ModelInferResponse."""
+    outer, inner = await _preprocessed(model, request, deadline)
+    answer = await relay.infer(inner, deadline)
+    with predictor_answers():
+        message, contents = split(pb.ModelInferResponse, answer)
+    return joined(*await _postprocessed(model, outer, message, contents, deadline))
+
+
+async def stream(
+    model: ProcessedModel, request: InferRequest, relay: Relay, deadline: Deadline
+) -> AsyncGenerator[pb.ModelInferResponse, None]:
+    """The answers as they come; closing the generator cancels the request."""
+    outer, inner = await _preprocessed(model, request, deadline)
+    async with aclosing(relay.stream(inner, deadline)) as answers:
+        async for answer in answers:
+            with predictor_answers():
+                message = pb.ModelStreamInferResponse.FromString(answer).infer_response
+            response, contents = await _postprocessed(model, outer, message, message.raw_output_contents, deadline)
+            response.raw_output_contents.extend(map(bytes, contents))
+            yield response
+
+
+def describe(model: ProcessedModel, is_decoupled: bool = False) -> ModelDescription:
+    """The description for ModelMetadata and ModelConfig; only the latter knows whether the model is decoupled."""
+    inputs, outputs = model.processor.inputs or (), model.processor.outputs or ()
+    return ModelDescription(_PLATFORM, inputs, outputs, is_decoupled, parameters={"model": model.processor.model})
+
+
+class _Request(NamedTuple):
+    """A request as the processor has it, and the names of the outputs that its caller wants."""
+
+    read: ProcessorRequest
+    outputs: Sequence[str]
+
+
+async def _preprocessed(model: ProcessedModel, request: InferRequest, deadline: Deadline) -> tuple[_Request, bytes]:
+    """The request, and the serialized one to the predictor's model."""
+    message, contents = request.without_contents()
+    outer = await decoding(message.inputs, lambda: _decoded(model, request, message, contents), deadline)
+    tensors = await model.processor.preprocess(outer.read, deadline)
+    inner = pb.ModelInferRequest(model_name=model.processor.model, id=request.id)
+    for name, tensor in tensors:
+        inner.inputs.add(name=name, datatype=tensor.datatype, shape=tensor.shape)
+    set_parameters(inner.parameters, outer.read.parameters)
+    return outer, joined(inner, [raw_contents(tensor) for _, tensor in tensors])
+
+
+def _decoded(
+    model: ProcessedModel, request: InferRequest, message: pb.ModelInferRequest, contents: Sequence[Contents]
+) -> _Request:
+    check_requested_outputs(message)
+    tensors = decode(message.inputs, contents, "input")
+    processor = model.processor
+    if processor.inputs is not None:
+        check_inputs(tensors, processor.inputs)
+    outputs = [output.name for output in message.outputs]
+    if processor.outputs is not None:
+        known = [each.name for each in processor.outputs]
+        for name in outputs:
+            if name not in known:
+                raise InvalidRequestError(f"unknown output {name!r}; the model gives {', '.join(known)}")
+    inputs = {name: tensor.array for name, tensor in tensors.items()}
+    for array in inputs.values():
+        if array.dtype != object:
+            array.flags.writeable = False  # As those of raw contents are.
+    return _Request(ProcessorRequest(request.id, inputs, read_parameters(request.parameters)), outputs)
+
+
+async def _postprocessed(
+    model: ProcessedModel,
+    outer: _Request,
+    answer: pb.ModelInferResponse,
+    contents: Sequence[Contents],
+    deadline: Deadline,
+) -> tuple[pb.ModelInferResponse, Sequence[Contents]]:
+    """The answer to the caller, made from one of the model's, and the raw contents of its outputs."""
+    tensors = await decoding(answer.outputs, lambda: outputs_of(answer, contents), deadline)
+    outputs = {name: tensor.array for name, tensor in tensors.items()}
+    results = dict(await model.processor.postprocess(outer.read, outputs, deadline))
+    response = pb.ModelInferResponse(model_name=model.name, model_version=model.versions[-1], id=outer.read.id)
+    written: list[Contents] = []
+    for name in outer.outputs or list(results):
+        if name not in results:
+            raise InvalidRequestError(f"unknown output {name!r}; the model gives {', '.join(results)}")
+        tensor = results[name]
+        response.outputs.add(name=name, datatype=tensor.datatype, shape=tensor.shape)
+        written.append(raw_contents(tensor))
+    for key, parameter in answer.parameters.items():
+        response.parameters[key].CopyFrom(parameter)
+    return response, written

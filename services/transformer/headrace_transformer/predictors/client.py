@@ -1,0 +1,164 @@
+"""Predictors call by call, through Envoy's inner listener: probes, tensors, and generations of other servers.
+
+Any server of the Open Inference Protocol can stand there: features that it lacks (health by the name `ready`,
+ModelConfig) are replaced or omitted. A generation there is one `ModelStreamInfer` call, so that cancel, deadline and
+flow control are HTTP/2's own. Predictors of ours generate over links.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from headrace.deadline import Deadline
+from headrace.errors import (
+    DeadlineError,
+    HeadraceError,
+    HopBrokenError,
+    NotFoundError,
+    NotImplementedMethodError,
+    NotReadyError,
+    RequestFailedError,
+)
+from headrace.oip.joined_answers import JOINS_ANSWERS, separate
+from headrace.oip.wire_fields import fields
+from headrace.payload.call import RECORDED
+from headrace.rpc.channel import open_channel, open_plain_channel
+from headrace.rpc.client_interceptors import CallSpan
+from headrace.rpc.server import READY
+from headrace.rpc.unary_method import UnaryMethod
+from headrace_protos import inference_pb2, inference_pb2_grpc
+from headrace_transformer.predictors.oip_call import ERRORS_AS_STATUS, OipCall
+from headrace_transformer.predictors.retries import Backoff
+from headrace_transformer.predictors.tokens import Generation
+
+PROBE_TIMEOUT_S = 2.0
+
+_SERVICE = "/inference.GRPCInferenceService"
+_ERROR_MESSAGE = 1  # Field number in ModelStreamInferResponse.
+
+
+@contextmanager
+def probe_errors() -> Iterator[None]:
+    """Converts the DeadlineError of a probe, whose timeout is ours and not the caller's, to NotReadyError."""
+    try:
+        yield
+    except DeadlineError:
+        raise NotReadyError("the predictor does not answer", hop="predictor") from None
+
+
+class PredictorClient:
+    """See the module; every method raises HeadraceError signed with the hop that failed.
+
+    `wait_s` is how long a request waits for unavailable predictors, `start_wait_s` the same before its first output.
+    `inference` has the calls about models; of a method that a server lacks they raise NotImplementedMethodError.
+    """
+
+    def __init__(self, target: str, wait_s: float = 120.0, start_wait_s: float = 30.0) -> None:
+        self._wait_s = wait_s
+        self._start_wait_s = start_wait_s
+        self._channel = open_channel(target, "predictor")
+        self.inference = inference_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+        # One request a call, sent with the half-close. As a stream of requests grpc.aio may still be writing when the
+        # predictor refuses, and then loses the refusal's status (grpc/grpc#36066).
+        self._stream: grpc.aio.UnaryStreamMultiCallable[
+            inference_pb2.ModelInferRequest, inference_pb2.ModelStreamInferResponse
+        ] = self._channel.unary_stream(
+            f"{_SERVICE}/ModelStreamInfer",
+            request_serializer=inference_pb2.ModelInferRequest.SerializeToString,
+            response_deserializer=inference_pb2.ModelStreamInferResponse.FromString,
+        )
+        self._plain_channel = open_plain_channel(target)
+        self._infer_bytes = UnaryMethod(self._plain_channel, f"{_SERVICE}/ModelInfer", "predictor")
+        # Without serializers: messages as the bytes they are on the wire.
+        self._stream_bytes: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(
+            f"{_SERVICE}/ModelStreamInfer"
+        )
+
+    async def close(self) -> None:
+        await self._plain_channel.close()
+        await self._channel.close()
+
+    def backoff(self, deadline: Deadline, start_wait_s: float | None = None) -> Backoff:
+        """The retries of a request, which may have less time to begin than others."""
+        return Backoff(deadline, self._wait_s, self._start_wait_s if start_wait_s is None else start_wait_s)
+
+    async def ready(self) -> bool:
+        """Whether a predictor reports that a generation would work now."""
+        request = health_pb2.HealthCheckRequest(service=READY)
+        try:
+            response = await self._health.Check(request, timeout=PROBE_TIMEOUT_S)  # type: ignore[attr-defined]
+            return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+        except (NotFoundError, NotImplementedMethodError):
+            return await self._server_ready()
+        except HeadraceError:
+            return False
+
+    async def _server_ready(self) -> bool:
+        try:
+            answer = await self.inference.ServerReady(inference_pb2.ServerReadyRequest(), timeout=PROBE_TIMEOUT_S)
+        except HeadraceError:
+            return False
+        return answer.ready
+
+    async def model_ready(self, name: str, version: str = "") -> bool:
+        """Whether a predictor reports that a model can be called now."""
+        request = inference_pb2.ModelReadyRequest(name=name, version=version)
+        try:
+            return (await self.inference.ModelReady(request, timeout=PROBE_TIMEOUT_S)).ready
+        except HeadraceError:
+            return False
+
+    async def infer_bytes(self, request: bytes, deadline: Deadline) -> bytes:
+        """The one answer to a serialized ModelInferRequest, a serialized ModelInferResponse."""
+        return await self._infer_bytes(request, deadline.left(), (RECORDED,))
+
+    async def stream_bytes(self, request: bytes, deadline: Deadline) -> AsyncGenerator[bytes, None]:
+        """The answers as they come, each a serialized ModelStreamInferResponse; closing the generator cancels.
+
+        The predictor marks the last one, as the request asks.
+        """
+        span = CallSpan()
+        with span.of_next_call():
+            metadata = (ERRORS_AS_STATUS, RECORDED, JOINS_ANSWERS)
+            call = self._stream_bytes(request, timeout=deadline.left(), metadata=metadata)
+        try:
+            async for message in call:
+                span.message()
+                for response in _answers_of(message):
+                    _raise_error(response)
+                    yield response
+        finally:
+            call.cancel()
+
+    def generate(self, generation: Generation, deadline: Deadline, span: CallSpan) -> OipCall:
+        """Begins the call; `span` receives its span."""
+        return OipCall(self._stream, generation, deadline, span)
+
+
+def _answers_of(message: bytes) -> Sequence[bytes]:
+    try:
+        return separate(message)
+    except DecodeError:
+        raise _broken() from None
+
+
+def _raise_error(response: bytes) -> None:
+    """Raises the error that a response carries, of a predictor that does not end the call with it."""
+    try:
+        if all(field != _ERROR_MESSAGE for field, *_ in fields(response)):
+            return
+        message = inference_pb2.ModelStreamInferResponse.FromString(response).error_message
+    except DecodeError:
+        raise _broken() from None
+    if message:
+        raise RequestFailedError(message, hop="predictor")
+
+
+def _broken() -> HopBrokenError:
+    return HopBrokenError("the predictor's answer is not the message that it must be", hop="predictor")

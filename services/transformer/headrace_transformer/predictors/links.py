@@ -1,0 +1,107 @@
+"""Keeps one link for each address of a predictor, and chooses among those of the lowest rank that serve.
+
+For the ranks see resolver.py. Owned by the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+from itertools import count
+
+from headrace.errors import NotReadyError, OtherWeightsError
+from headrace_transformer.predictors.choosing import Candidate, choose, prefix_key
+from headrace_transformer.predictors.link import PredictorLink
+from headrace_transformer.predictors.resolver import Resolver
+from headrace_transformer.predictors.tokens import Generation
+
+_RESOLVE_INTERVAL_S = 1.0
+_UNLISTED_S = 10.0  # After which an address that its name has no more is treated as one of a predictor that leaves.
+
+
+class Links:
+    """The links to all predictors; `addresses` are host:port, a name standing for all its addresses, or services."""
+
+    def __init__(self, addresses: Sequence[str], silence_limit_s: float) -> None:
+        self._resolver = Resolver(addresses)
+        self._silence_limit_s = silence_limit_s
+        self._links: dict[str, PredictorLink] = {}
+        self.listed: Mapping[str, int] = {}  # The addresses behind the names now, with their ranks.
+        # Set, and replaced, when a predictor reports other models or weights, or begins to leave; not when one is lost.
+        self.changed = asyncio.Event()
+
+    @property
+    def all(self) -> list[PredictorLink]:
+        """The links in the order of their names."""
+        return sorted(self._links.values(), key=lambda link: (len(link.name), link.name))
+
+    async def run(self) -> None:
+        """Keeps the links in accordance with the addresses, until cancelled."""
+        try:
+            while True:
+                await self._follow_addresses()
+                await asyncio.sleep(_RESOLVE_INTERVAL_S)
+        finally:
+            await asyncio.gather(self._resolver.close(), *(link.close() for link in self._links.values()))
+
+    def notify(self) -> None:
+        """Wakes everything that waits for a change."""
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def choose(
+        self, generation: Generation, fingerprint: str, besides: Collection[PredictorLink | None] = ()
+    ) -> PredictorLink:
+        """Chooses a link for the next call of `generation`.
+
+        `fingerprint`: the weights that began its answer, "" before the first token. `besides`: links to leave out.
+        Raises NotReadyError, or OtherWeightsError if the model is served with other weights only.
+        """
+        serving = [
+            link
+            for link in self._links.values()
+            if generation.model in link.loads and not link.is_leaving and link not in besides
+        ]
+        if not serving:
+            are_up = any(link.loads for link in self._links.values())
+            what = f"has model {generation.model!r} ready" if are_up else "is ready"
+            raise NotReadyError(f"no predictor {what}", hop="predictor")
+        if fingerprint:
+            serving = [link for link in serving if link.loads[generation.model].fingerprint == fingerprint]
+            if not serving:
+                raise OtherWeightsError("no predictor has the weights that began the answer", hop="predictor")
+        first = min(link.rank for link in serving)
+        serving = [link for link in serving if link.rank == first]
+        if len(serving) == 1:
+            return serving[0]
+        candidates = [Candidate(link.address, link.in_flight(generation.model)) for link in serving]
+        key = prefix_key(generation.model, generation.sampling.cache_salt, generation.prompt_ids, generation.client)
+        return serving[choose(candidates, key)]
+
+    def can_resume(self, model: str, fingerprint: str) -> bool:
+        """Whether a predictor that stays would resume a stream of these weights, any weights for ""."""
+        return any(
+            model in link.loads and not link.is_leaving and fingerprint in ("", link.loads[model].fingerprint)
+            for link in self._links.values()
+        )
+
+    def _free_name(self) -> str:
+        """The first of predictor-0, predictor-1, … that no link has."""
+        taken = {link.name for link in self._links.values()}
+        return next(name for number in count() if (name := f"predictor-{number}") not in taken)
+
+    async def _follow_addresses(self) -> None:
+        addresses = await self._resolver.addresses()
+        self.listed = {address: self._resolver.rank(address) for address in addresses}
+        now = asyncio.get_running_loop().time()
+        for address in addresses:
+            if address not in self._links:
+                self._links[address] = PredictorLink(address, self._free_name(), self._silence_limit_s, self.notify)
+            self._links[address].listed_at = now
+            self._links[address].rank = self.listed[address]
+        for address, link in tuple(self._links.items()):
+            # A name may be missing for a moment: a link that is up stays, and gets new calls too; without any address
+            # left, for as long as it is up.
+            link.set_unlisted(bool(addresses) and now - link.listed_at > _UNLISTED_S)
+            if address not in addresses and link.is_idle and (link.is_leaving or not link.loads):
+                await self._links.pop(address).close()

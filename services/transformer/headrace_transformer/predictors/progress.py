@@ -1,0 +1,100 @@
+"""The progress of a generation over all its calls, and the effect of a call's end on it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from headrace.errors import (
+    DrainingError,
+    HeadraceError,
+    HopBrokenError,
+    NotReadyError,
+    OtherWeightsError,
+    OverloadedError,
+)
+from headrace.rpc.client_interceptors import CallSpan
+from headrace_transformer.predictors.crashes import CrashCount, NextCall
+from headrace_transformer.predictors.tokens import Generation, TokenChunk
+
+logger = logging.getLogger(__name__)
+
+
+class Progress:
+    """See the module; of one generation."""
+
+    def __init__(
+        self, generation: Generation, crashes: CrashCount, fingerprint: str = "", output_ids: Sequence[int] = ()
+    ) -> None:
+        self.generation = generation
+        self.crashes = crashes
+        self.output_ids = list(output_ids)
+        # Of the weights that have given the ids so far, or that must give them; "" for any, or if none is reported.
+        self.fingerprint = fingerprint
+        self._answering = ""  # Of those that answer the latest call.
+        self._cached_tokens: int | None = None
+        self._engine_s = 0.0  # Of the latest call, and of those before it.
+        self._earlier_engine_s = 0.0
+        self.was_moved = False  # A predictor lost it, handed it back or was about to stop.
+        self._span: CallSpan | None = None  # The latest call's.
+        self._follows = ""
+
+    def check_weights(self, fingerprint: str) -> None:
+        """Notes which weights answer a call; raises OtherWeightsError where these cannot resume the answer."""
+        if self.fingerprint and fingerprint != self.fingerprint:
+            raise OtherWeightsError("a predictor would have resumed the answer with other weights", hop="predictor")
+        self._answering = fingerprint
+
+    def take(self, chunk: TokenChunk) -> None:
+        """Adds a chunk, which gets what the first call found in a cache, and what engines have worked in all calls."""
+        if not self.output_ids:
+            self.fingerprint = self._answering
+        self.output_ids += chunk.token_ids
+        self.crashes.token()
+        if self._cached_tokens is None:
+            self._cached_tokens = chunk.cached_tokens
+        chunk.cached_tokens = self._cached_tokens
+        if chunk.engine_s is not None:
+            self._engine_s = chunk.engine_s
+            chunk.engine_s += self._earlier_engine_s
+        if chunk.usage is not None and self._cached_tokens is not None:
+            chunk.usage.cached_tokens = self._cached_tokens
+
+    def next_span(self) -> CallSpan:
+        """The next call's, which links to that of the newest predictor that answered, or else to the first call's."""
+        if self._span is not None:
+            self._follows = self._span.answered_by or self._follows or self._span.traceparent
+        self._span = CallSpan(self._follows)
+        return self._span
+
+    def ended(self, error: HeadraceError) -> None:
+        """Records the error that ended a call; raises it if it ends the request too."""
+        self._earlier_engine_s += self._engine_s
+        self._engine_s = 0.0
+        if self.output_ids and not self.generation.resumes:
+            raise error
+        if isinstance(error, OverloadedError) and not (self.output_ids or self.was_moved):
+            raise error
+        self.crashes.call_ended(error)
+        if not self.generation.resumes and self.crashes.next_call is not NextCall.SHARED:
+            raise error  # It cannot run in isolation, so the cause of the crashes cannot be found.
+        if isinstance(error, (HopBrokenError, DrainingError)):
+            self.moves(error)
+
+    def moves(self, error: HeadraceError) -> None:
+        """Records that another call continues the answer because of `error`."""
+        self.was_moved = True
+        moved = (self.generation.request_id, len(self.output_ids), error.message)
+        logger.info("request %s is moved after %d tokens: %s", *moved)
+
+    def last_word(self, error: HeadraceError) -> HeadraceError:
+        """The error of the request if no predictor takes it in time."""
+        if isinstance(error, OtherWeightsError):
+            return HopBrokenError(
+                "the model's weights have changed, and no predictor has the old ones", hop="predictor"
+            )
+        if self.output_ids:
+            return HopBrokenError("the predictor was lost, and no other one resumed the answer", hop="predictor")
+        if isinstance(error, HopBrokenError):
+            return NotReadyError("no predictor answers", hop="predictor")
+        return error

@@ -1,0 +1,109 @@
+"""The addresses behind the names of predictors, as the name servers have them now.
+
+A name stands for all its IPv4 addresses or, where it has none, all its IPv6 addresses. A service (`_name._tcp.domain`)
+stands for those of the hosts in its SRV records, with their ports. A name that is unknown has none. While the name
+servers do not answer, a name keeps the addresses that it had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import socket
+from collections.abc import Sequence
+from functools import partial
+
+from headrace.endpoints import host_and_port, is_service
+from headrace.rpc.threads import run_in_daemon_thread
+from headrace_transformer.predictors.service_records import service_records
+
+logger = logging.getLogger(__name__)
+
+_WAIT_S = 2.0
+_UNKNOWN = (socket.EAI_NONAME, socket.EAI_NODATA, socket.EAI_ADDRFAMILY)
+
+
+class Resolver:
+    """Resolves host:port endpoints and services; owned by the event loop.
+
+    There is one lookup of a name at a time, in a thread of its own: one that hangs delays no other work.
+    """
+
+    def __init__(self, endpoints: Sequence[str]) -> None:
+        self._endpoints = endpoints
+        self._found: dict[str, dict[str, int]] = {}  # The rank of each address by endpoint.
+        self._lookups: dict[str, asyncio.Task[None]] = {}
+        self._failing: set[str] = set()  # Reported once, until they resolve again.
+
+    async def addresses(self) -> list[str]:
+        """Every address with its port, without repetition; within 2 s, the previous ones of a name that is late."""
+        if self._endpoints:
+            await asyncio.wait({self._lookup(endpoint) for endpoint in self._endpoints}, timeout=_WAIT_S)
+        return list(dict.fromkeys(found for endpoint in self._endpoints for found in self._found.get(endpoint, ())))
+
+    def rank(self, address: str) -> int:
+        """The order of the priority of its record in a service, 0 for the lowest number; 0 for any other address."""
+        return min((found[address] for found in self._found.values() if address in found), default=0)
+
+    async def close(self) -> None:
+        """Ends the lookups in progress."""
+        lookups = tuple(self._lookups.values())
+        for lookup in lookups:
+            lookup.cancel()
+        await asyncio.gather(*lookups, return_exceptions=True)
+
+    def _lookup(self, endpoint: str) -> asyncio.Task[None]:
+        if endpoint not in self._lookups:
+            task = self._lookups[endpoint] = asyncio.create_task(self._look_up(endpoint), name=f"resolve-{endpoint}")
+            task.add_done_callback(lambda _: self._lookups.pop(endpoint, None))
+        return self._lookups[endpoint]
+
+    async def _look_up(self, endpoint: str) -> None:
+        try:
+            if is_service(endpoint):
+                self._found[endpoint] = await _resolve_service(endpoint)
+            else:
+                self._found[endpoint] = dict.fromkeys(await _resolve(endpoint), 0)
+            self._failing.discard(endpoint)
+        except OSError as error:
+            if endpoint not in self._failing:
+                logger.warning("the name in %s cannot be resolved now: %s", endpoint, error)
+            self._failing.add(endpoint)
+
+
+async def _resolve_service(service: str) -> dict[str, int]:
+    """Every address of a service with its rank. Raises OSError if no name server answers."""
+    found: dict[str, int] = {}
+    for rank, endpoints in enumerate(await service_records(service)):
+        for endpoint in endpoints:
+            for address in await _resolve(endpoint):
+                found.setdefault(address, rank)
+    return found
+
+
+async def _resolve(endpoint: str) -> list[str]:
+    """Every address behind host:port; empty where the name is unknown. Raises OSError if no name server answers."""
+    host, port = host_and_port(endpoint)
+    if _is_address(host):
+        return [endpoint]
+    for family, form in ((socket.AF_INET, "{}:{}"), (socket.AF_INET6, "[{}]:{}")):
+        look_up = partial(socket.getaddrinfo, host, port, family=family, type=socket.SOCK_STREAM)
+        try:
+            found = await run_in_daemon_thread(f"resolve-{host}", look_up)
+        except socket.gaierror as error:
+            if error.errno in _UNKNOWN:
+                continue
+            raise
+        except UnicodeError:  # A name that no resolver takes.
+            continue
+        return sorted({form.format(socket_address[0], port) for *_, socket_address in found})
+    return []
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,289 @@
+"""One generation made of as many calls as it takes: another predictor resumes it when its predictor crashes.
+
+The transformer keeps every token id that it has received. When a call ends early, it makes another one at another
+predictor, or at the same one after its restart, with the same prompt, parameters and seed, and with the ids so far. The
+sampler depends only on the seed and the position, so the answer continues unchanged. The end of a call decides what
+follows:
+
+- a crash (the engine died) or the loss of the predictor (the link broke or fell silent): the next call resumes after
+  the ids so far; crashes.py decides how often, and when in isolation;
+- a predictor that is about to stop: an answer that has begun goes on there until another predictor, which resumes it
+  meanwhile, has begun too (parallel_call.py); where none does, it is handed back at the end of the drain;
+- a predictor that hands the stream back, or has hung since before the call: the next call resumes in the same way,
+  without a limit;
+- an overloaded predictor: a new request is refused at once, a resumed one waits;
+- any other error is the request's own, and ends it.
+
+An answer comes from one set of weights: once it has begun, only a predictor with the same `fingerprint` resumes it. The
+request waits for the right one.
+
+Before the first token a resume is a plain retry; a server that is not ours is called again only then. Between calls the
+request waits, see retries.py. A request that crashes its predictor in isolation is not retried, and identical requests
+are quarantined: so it cannot crash all replicas, and requests beside it continue.
+
+Owned by the event loop; one `ResumingGenerator` for all requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from headrace.deadline import PASSED, Deadline
+from headrace.errors import (
+    DeadlineError,
+    DrainingError,
+    HeadraceError,
+    HopBrokenError,
+    NotFoundError,
+    NotReadyError,
+    OverloadedError,
+    RequestFailedError,
+)
+from headrace.rpc.client_interceptors import CallSpan, ClientSpans
+from headrace_transformer.predictors.answers import BrokenAnswerError
+from headrace_transformer.predictors.client import PredictorClient
+from headrace_transformer.predictors.crashes import CrashCount, NextCall, Quarantine, request_fingerprint
+from headrace_transformer.predictors.first_token import FirstToken
+from headrace_transformer.predictors.link import PredictorLink
+from headrace_transformer.predictors.link_call import LinkCall
+from headrace_transformer.predictors.links import Links
+from headrace_transformer.predictors.oip_call import OipCall
+from headrace_transformer.predictors.parallel_call import ParallelCall
+from headrace_transformer.predictors.progress import Progress
+from headrace_transformer.predictors.retries import Backoff
+from headrace_transformer.predictors.steps_call import METHOD
+from headrace_transformer.predictors.submission import write_submission
+from headrace_transformer.predictors.tokens import Generation, TokenChunk
+
+logger = logging.getLogger(__name__)
+
+Call: TypeAlias = LinkCall | ParallelCall | OipCall
+
+_REFUSED = "this request has crashed its predictor repeatedly; it is refused for ten minutes"
+
+
+class ResumingGenerator:
+    """See the module; after `resume_limit` crashes in a row a request runs in isolation."""
+
+    def __init__(self, links: Links, predictor: PredictorClient, resume_limit: int = 2) -> None:
+        self.links = links
+        self.predictor = predictor
+        self.quarantine = Quarantine()
+        self.isolation = asyncio.Lock()  # One request at a time runs in isolation.
+        self.spans = ClientSpans()
+        self._resume_limit = resume_limit
+
+    def open(
+        self,
+        generation: Generation,
+        deadline: Deadline,
+        first_token: FirstToken,
+        start_wait_s: float | None = None,
+        fingerprint: str = "",
+        output_ids: Sequence[int] = (),
+    ) -> TokenStream:
+        """The tokens of a generation, `start_wait_s`: the longest wait for a predictor to begin it, None for the
+        default; `fingerprint`: of the weights that must generate it, "" for any; `output_ids`: tokens that they
+        have generated already, after which the answer continues.
+
+        Raises RequestFailedError if the request is in quarantine.
+        """
+        if self.quarantine and self.quarantine.refuses(_fingerprint(generation)):
+            raise RequestFailedError(_REFUSED)
+        backoff = self.predictor.backoff(deadline, start_wait_s)
+        progress = Progress(generation, CrashCount(self._resume_limit), fingerprint, output_ids)
+        return TokenStream(self, generation, progress, backoff, first_token)
+
+
+class TokenStream:
+    """The tokens of one generation; one task reads it, and closes it."""
+
+    def __init__(
+        self,
+        generator: ResumingGenerator,
+        generation: Generation,
+        progress: Progress,
+        backoff: Backoff,
+        first_token: FirstToken,
+    ) -> None:
+        self._generator = generator
+        self._generation = generation
+        self._progress = progress
+        self._backoff = backoff
+        self._first_token = first_token
+        self._call: Call | None = None
+        self._is_resume = False  # The next tokens are the first after a resume.
+        self._is_isolated = False  # The call holds the lock of isolated ones.
+        self._timer: asyncio.TimerHandle | None = None
+        if (left_s := backoff.deadline.left()) is not None:
+            self._timer = asyncio.get_running_loop().call_later(left_s, self._deadline_passed)
+
+    async def read(self) -> TokenChunk:
+        """The next tokens, at least one or the end; raises HeadraceError."""
+        while True:
+            call = self._call
+            if call is None:
+                call = self._call = await self._next_call()
+            try:
+                chunk = await call.read()
+                if chunk is None:
+                    self._follow(call)
+                elif chunk.token_ids or chunk.finish_reason is not None:
+                    self._take(chunk)
+                    return chunk
+                if isinstance(call, LinkCall) and call.is_leaving and self._can_move():
+                    self._move(call)
+            except BrokenAnswerError:
+                raise
+            except (HopBrokenError, NotReadyError, OverloadedError) as error:
+                await self._after(error)
+            except NotFoundError as error:
+                if not self._progress.was_moved:
+                    raise
+                # A replica that has started again may lack what was loaded later; another one has it.
+                await self._after(NotReadyError(error.message, hop=error.hop))
+
+    def close(self) -> None:
+        """Cancels the running call; does nothing for a generation that has ended."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._end_call()
+
+    async def _next_call(self) -> Call:
+        """Begins the call that continues where the last one ended; waits while no predictor is ready.
+
+        What it raises ends the request.
+        """
+        generation, progress, backoff = self._generation, self._progress, self._backoff
+        self._is_resume = bool(progress.output_ids)
+        if not generation.resumes:
+            return self._generator.predictor.generate(generation, backoff.deadline, progress.next_span())
+        is_isolated = progress.crashes.next_call is NextCall.ISOLATED
+        link = await self._ready_link()
+        if is_isolated:
+            await backoff.acquire(self._generator.isolation)
+            self._is_isolated = True
+            link = await self._ready_link()
+        call = self._submit(link, progress.next_span(), is_isolated)
+        if generation.sampling.hedge > 1 and not is_isolated:
+            return self._in_parallel(call, generation.sampling.hedge)
+        return call
+
+    def _move(self, call: LinkCall) -> None:
+        """Leaves a predictor that is about to stop; raises DrainingError where that is a new call."""
+        error = DrainingError("the predictor is stopping, and another one resumes the answer", hop="predictor")
+        if not call.has_begun or self._is_isolated:
+            raise error
+        self._progress.moves(error)
+        self._call = self._in_parallel(call, 1)
+
+    def _in_parallel(self, call: LinkCall, calls: int) -> ParallelCall:
+        return ParallelCall(call, calls, self._twin, self._progress.output_ids)
+
+    def _submit(self, link: PredictorLink, span: CallSpan, is_isolated: bool) -> LinkCall:
+        """Begins a call at a predictor, which continues after the tokens so far."""
+        timeout_s = self._backoff.deadline.left()
+        self._generator.spans.begin(METHOD, timeout_s, span)
+        submission = write_submission(self._generation, self._progress, span, is_isolated, timeout_s)
+        if not self._progress.output_ids and (left_s := self._first_token.left_s) is not None:
+            submission.first_token_timeout_s = left_s
+        scored = submission.prompt_logprobs if submission.HasField("prompt_logprobs") else None
+        call = LinkCall(self._generation, scored, span)
+        link.submit(call, submission)
+        return call
+
+    def _twin(self, calls: Sequence[LinkCall]) -> LinkCall | None:
+        """A call beside others, at another predictor with the same weights, if there is one.
+
+        After the death of a predictor, and before its stop, all of its answers need one, and no answer waits for these
+        calls. So few of them catch up at a time: the steps of the streams beside them stay short.
+        """
+        links = [call.link for call in calls]
+        model = self._generation.model
+        loaded = (link.loads[model].fingerprint for link in links if link and model in link.loads)
+        fingerprint = self._progress.fingerprint or next(loaded, "")
+        if not fingerprint:
+            return None
+        catches_up = bool(self._progress.output_ids)
+        if catches_up:
+            links += [link for link in self._generator.links.all if not link.can_catch_up]
+        try:
+            link = self._generator.links.choose(self._generation, fingerprint, links)
+        except NotReadyError:
+            return None
+        call = self._submit(link, self._progress.next_span() if catches_up else CallSpan(), is_isolated=False)
+        if catches_up:
+            link.catches_up(call)
+        return call
+
+    async def _ready_link(self) -> PredictorLink:
+        """A link to a predictor that can take the next call, once there is one."""
+        links, progress = self._generator.links, self._progress
+        while True:
+            try:
+                return links.choose(self._generation, progress.fingerprint)
+            except NotReadyError as error:
+                await self._backoff.wait_for(links.changed, progress.last_word(error))
+
+    def _follow(self, call: Call) -> None:
+        """Records a change of a call's state."""
+        if call.is_accepted:
+            self._progress.check_weights(call.fingerprint)
+            self._backoff.reset()
+        if call.runs_alone:
+            self._progress.crashes.isolated()
+
+    def _take(self, chunk: TokenChunk) -> None:
+        progress = self._progress
+        if self._call is not None:
+            self._follow(self._call)
+            chunk.resumed |= self._is_resume
+            if chunk.resumed or not progress.output_ids:
+                chunk.predictor = self._call.predictor
+        self._end_isolation()  # It has run in isolation without a crash.
+        progress.take(chunk)
+        self._backoff.reset()
+        self._backoff.answer_began()
+        chunk.fingerprint = progress.fingerprint
+        self._is_resume = False
+        if chunk.finish_reason is not None:
+            self.close()
+
+    def _can_move(self) -> bool:
+        return self._generator.links.can_resume(self._generation.model, self._progress.fingerprint)
+
+    async def _after(self, error: HeadraceError) -> None:
+        """Waits until the next call is due; raises what ends the request."""
+        self._end_call()
+        progress = self._progress
+        progress.ended(error)
+        if self._generation.resumes and progress.crashes.next_call is NextCall.NONE:
+            self._generator.quarantine.add(_fingerprint(self._generation))
+            logger.error(
+                "request %s has crashed its predictor in isolation and is quarantined", self._generation.request_id
+            )
+            raise RequestFailedError(_REFUSED)
+        await self._backoff.pause(progress.last_word(error), error.retry_after_ms)
+
+    def _end_call(self) -> None:
+        call, self._call = self._call, None
+        if call is not None:
+            call.close()
+        self._end_isolation()
+
+    def _end_isolation(self) -> None:
+        if self._is_isolated:
+            self._is_isolated = False
+            self._generator.isolation.release()
+
+    def _deadline_passed(self) -> None:
+        """Ends the running call; between two calls the backoff notices it."""
+        if isinstance(self._call, LinkCall | ParallelCall):
+            self._call.fail(DeadlineError(PASSED))
+
+
+def _fingerprint(generation: Generation) -> bytes:
+    return request_fingerprint(generation.model, generation.prompt_ids, generation.sampling)

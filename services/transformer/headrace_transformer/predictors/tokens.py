@@ -1,0 +1,57 @@
+"""A generation to make, and the tokens that come of it; the same for every kind of predictor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from headrace.oip.prompt_logprobs import PromptLogprobs
+from headrace.sampling import SamplingParameters
+from headrace_protos.headrace_pb2 import Usage
+from headrace_transformer.predictors.descriptions import OURS, Dialect
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A generation, however many calls it takes; `resumes`: a call can resume after the ids of an earlier one.
+
+    `prompt_logprobs` requests log probabilities of the prompt too, see headrace/oip/prompt_logprobs.py.
+    `client` and `weight` are the caller's, see headrace/clients.py. The client has `paced_after` tokens already: they
+    have no pace.
+    """
+
+    model: str
+    request_id: str
+    prompt_ids: Sequence[int]
+    sampling: SamplingParameters
+    dialect: Dialect = OURS
+    resumes: bool = True
+    prompt_logprobs: int | None = None
+    client: str = ""
+    weight: float = 1.0
+    paced_after: int = 0
+
+
+@dataclass(slots=True)
+class TokenChunk:
+    """New token ids, with log probabilities (see TextChunk) where requested; the last one has `finish_reason`.
+
+    `cached_tokens` is the number of prompt tokens that needed no computation, if it is known. `prompt` is in the first
+    chunk with tokens, if requested. `fingerprint` is that of the weights. `resumed` marks the first chunk after another
+    call has resumed the answer; this one and the very first have the name of their `predictor`. `engine_s` is how long
+    engines have worked for the answer so far, None if unknown. `repeated`: the client has it, see
+    services/transformer/headrace_transformer/generation/repeating.py.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    finish_reason: str | None = None
+    usage: Usage | None = None
+    cached_tokens: int | None = None
+    fingerprint: str = ""
+    prompt: PromptLogprobs | None = None
+    resumed: bool = False
+    predictor: str = ""
+    engine_s: float | None = None
+    repeated: bool = False

@@ -1,0 +1,267 @@
+"""The models by the names that requests use: those of the catalogue, and the routes to them.
+
+A route maps a name to one of its models: the one in the header `x-headrace-model`, otherwise one drawn by weight. If
+that model cannot answer and no output has been sent, the first available fallback answers. The choice is stored in the
+call (`CallContext.routed`), so a reload of the route file does not affect calls in flight.
+
+Owned by the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from opentelemetry import metrics
+
+from headrace.errors import (
+    HeadraceError,
+    InvalidRequestError,
+    NotFoundError,
+    NotReadyError,
+    OverloadedError,
+)
+from headrace.rpc.admission import head_of_call
+from headrace.rpc.call_context import IDEMPOTENCY_KEY, CallContext, Routed, ServedModel
+from headrace.telemetry.identity import MODEL, as_metadata
+from headrace.watched_file import WatchedFile
+from headrace_transformer.models.catalogue import Catalogue
+from headrace_transformer.models.models import Model, TextModel
+from headrace_transformer.predictors.replicas import READY, UNAVAILABLE, ModelState
+from headrace_transformer.routing.routes import Route, Routes, Target, parse_routes
+
+logger = logging.getLogger(__name__)
+
+CHOSEN_MODEL = "x-headrace-model"  # In a request: the model to select from the route. In a response: which answered.
+_SHOWN = 64  # Characters of a caller's text in an error.
+# How long a request waits for an unavailable predictor if another model could answer.
+_FALLBACK_WAIT_S = 1.0
+# Predictor errors after which another model is tried. Not HopBrokenError: the request may have caused the crash.
+_FAILED_THERE = (NotReadyError, NotFoundError, OverloadedError)
+
+
+class Router:
+    """`has_predictor(model)` returns whether a predictor could begin a generation now.
+
+    Raises StartupError if the file is invalid.
+    """
+
+    def __init__(self, catalogue: Catalogue, file: Path | None, has_predictor: Callable[[str], bool]) -> None:
+        self._catalogue = catalogue
+        self._has_predictor = has_predictor
+        self._file = None if file is None else WatchedFile(file, parse_routes)
+        self._routes: Routes = {} if self._file is None else self._file.value
+        meter = metrics.get_meter("headrace")
+        self._routed = meter.create_counter("headrace.routed", "{call}", "Calls that a route sent to a model.")
+        self._fallbacks = meter.create_counter(
+            "headrace.fallbacks", "{request}", "Requests without output that fell back to another model."
+        )
+
+    async def follow(self) -> None:
+        """Keeps the routes equal to their file, until cancelled."""
+        if self._file is None:
+            return
+        loop = asyncio.get_running_loop()
+
+        def changed(routes: Routes) -> None:
+            loop.call_soon_threadsafe(self._take, routes)
+
+        await self._file.watch(changed)
+
+    def _take(self, routes: Routes) -> None:
+        self._routes = routes
+        self._catalogue.notify()
+
+    # ------------------------------------------------------------------ the model of a call
+
+    async def wait_for(self, name: str, version: str, call: CallContext) -> Model:
+        """The model that answers; waits and raises as `Catalogue.wait_for`.
+
+        Keys are checked against the name in the request, not against the model that it is routed to.
+        """
+        routed = call.routed.get(name)
+        route = self._routes.get(name)
+        if routed is not None:
+            served = routed.served
+            return await self._catalogue.found_in_time(lambda: self._catalogue.find(*served), call)
+        if route is None:
+            return await self._catalogue.wait_for(name, version, call)
+        call.client.check_model(name)
+        candidates = _candidates(route, name, version, call)
+        return await self._catalogue.found_in_time(lambda: self._choose(name, candidates, call), call)
+
+    async def get(self, name: str, version: str, call: CallContext) -> TextModel:
+        """The text model; waits and raises as `wait_for`, and InvalidRequestError where the model takes no text."""
+        return self.as_text(await self.wait_for(name, version, call))
+
+    def wait_s(self, name: str, call: CallContext) -> float | None:
+        """How long a request waits for unavailable predictors before it begins; None: the default."""
+        routed = call.routed.get(name)
+        return _FALLBACK_WAIT_S if routed is not None and self._running(routed.others) else None
+
+    def fall_back(self, name: str, call: CallContext, failed: Model, error: HeadraceError) -> Model | None:
+        """The model that answers instead of one that failed before any output; None if there is none."""
+        routed = call.routed.get(name)
+        if routed is None or not isinstance(error, _FAILED_THERE) or error.hop is None:
+            return None
+        for served, model in self._running(routed.others):
+            if type(model) is type(failed):
+                call.routed[name] = _led_to(served, routed.others)
+                self._fallbacks.add(1, {MODEL: model.name})
+                logger.warning("model %s: %s; model %s answers instead", failed.name, error.message, model.name)
+                return model
+        return None
+
+    def answering(self, name: str, call: CallContext) -> str:
+        """The model that a route chose for the call, "" without a route; the head of the answer names it."""
+        routed = call.routed.get(name)
+        if routed is None:
+            return ""
+        head_of_call().add((CHOSEN_MODEL, as_metadata(str(routed.served))))
+        return str(routed.served)
+
+    def _choose(self, name: str, candidates: Sequence[ServedModel], call: CallContext) -> Model:
+        """The first candidate that can start now, otherwise the first that is loaded.
+
+        Raises NotReadyError if one is still loading, otherwise NotFoundError.
+        """
+        served, model = (self._running(candidates) or self._known(name, candidates))[0]
+        call.routed[name] = _led_to(served, candidates)
+        self._routed.add(1, {MODEL: model.name})
+        return model
+
+    def _running(self, candidates: Sequence[ServedModel]) -> list[tuple[ServedModel, Model]]:
+        """The candidates that could begin to answer now."""
+        with suppress(NotFoundError, NotReadyError):
+            return [
+                (served, model)
+                for served, model in self._known("", candidates)
+                if not isinstance(model, TextModel) or self._has_predictor(model.name)
+            ]
+        return []
+
+    def _known(self, name: str, candidates: Sequence[ServedModel]) -> list[tuple[ServedModel, Model]]:
+        """The candidates that the predictors have loaded, at least one; raises as `_choose`."""
+        known, not_ready = [], None
+        for served in candidates:
+            try:
+                known.append((served, self._catalogue.find(*served)))
+            except NotReadyError as error:
+                not_ready = not_ready or error
+            except NotFoundError:
+                continue
+        if not known:
+            raise not_ready or NotFoundError(f"no model behind {name!r} is loaded")
+        return known
+
+    def keep(self, name: str, call: CallContext) -> None:
+        """Disables fallback for this call: something of its model, such as the tokenizer, is already in use."""
+        if (routed := call.routed.get(name)) is not None:
+            routed.others = ()
+
+    def keep_to(self, name: str, call: CallContext, serves: Callable[[str], bool]) -> None:
+        """Chooses the first model behind a route that `serves` accepts, without a fallback, if there is one."""
+        route = self._routes.get(name)
+        if route is None or name in call.routed:
+            return
+        call.client.check_model(name)
+        served = next((served for served in route.targets if serves(served.model)), None)
+        if served is not None:
+            call.routed[name] = Routed(served)
+
+    def answered_by(self, model: str, fingerprint: str) -> None:
+        self._catalogue.answered_by(model, fingerprint)
+
+    def as_text(self, model: Model) -> TextModel:
+        """The model, if it takes text; raises InvalidRequestError."""
+        return self._catalogue.as_text(model)
+
+    # ------------------------------------------------------------------ all models
+
+    @property
+    def ready(self) -> bool:
+        return self._catalogue.ready
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set, and replaced, whenever a name may lead to another model."""
+        return self._catalogue.changed
+
+    @property
+    def states(self) -> dict[str, ModelState]:
+        """Every name that callers can use, and the state of the model behind it."""
+        states = self._catalogue.states
+        return states | {name: _state_behind(route, states) for name, route in self._routes.items()}
+
+    @property
+    def names(self) -> list[str]:
+        """The names of models that are loaded or loading."""
+        return [name for name, state_of_model in self.states.items() if state_of_model.state != UNAVAILABLE]
+
+    @property
+    def direct_names(self) -> list[str]:
+        """The models whose tensors the gateway may send straight to a predictor."""
+        return [name for name in self._catalogue.direct_names if name not in self._routes]
+
+    def find(self, name: str, version: str = "") -> Model:
+        """The model, without a call; for a route, its first known model. Raises NotFoundError, NotReadyError."""
+        route = self._routes.get(name)
+        if route is None:
+            return self._catalogue.find(name, version)
+        by_weight = sorted(route.split, key=lambda target: -target.weight)
+        return self._known(name, _of_version(name, version, _served(*by_weight, *route.fallback)))[0][1]
+
+    def is_ready(self, name: str, version: str = "") -> bool:
+        """Whether the model can be called now."""
+        try:
+            self.find(name, version)
+        except HeadraceError:
+            return False
+        return self.ready
+
+    def lists(self, name: str) -> bool:
+        """Whether the name is known; for other names each call asks the predictor."""
+        return name in self._routes or self._catalogue.lists(name)
+
+
+def _candidates(route: Route, name: str, version: str, call: CallContext) -> list[ServedModel]:
+    """The models that may answer a call, in order: the one wanted, or one drawn by weight and those to fall back to."""
+    if wanted := call.header(CHOSEN_MODEL):
+        found = next((served for served in route.targets if wanted in (served.model, str(served))), None)
+        if found is None:
+            raise InvalidRequestError(f"{CHOSEN_MODEL}: {wanted[:_SHOWN]!r} is none of the models behind {name!r}")
+        return _of_version(name, version, [found])
+    drawn = [target for target in route.split if version in ("", target.version or version)]
+    if weights := [target.weight for target in drawn if target.weight]:
+        # A repeated request goes to the same model.
+        key = call.header(IDEMPOTENCY_KEY)
+        source = random.Random(f"{call.client.name}\0{key}") if key else random  # noqa: S311
+        drawn = source.choices([target for target in drawn if target.weight], weights)
+    return _of_version(name, version, _served(*drawn, *route.fallback))
+
+
+def _served(*targets: Target) -> list[ServedModel]:
+    return [target.served for target in targets]
+
+
+def _of_version(name: str, version: str, models: Sequence[ServedModel]) -> list[ServedModel]:
+    """The models, without repetition, that are of a version or take any; raises NotFoundError if there is none."""
+    found = [ServedModel(served.model, served.version or version) for served in models]
+    found = [served for served in dict.fromkeys(found) if version in ("", served.version)]
+    if not found:
+        raise NotFoundError(f"model {name!r} has no version {version!r}")
+    return found
+
+
+def _led_to(served: ServedModel, candidates: Sequence[ServedModel]) -> Routed:
+    return Routed(served, candidates[candidates.index(served) + 1 :])
+
+
+def _state_behind(route: Route, states: Mapping[str, ModelState]) -> ModelState:
+    """That of the first of its models that is ready, else of the first."""
+    found = [states.get(target.model, ModelState(UNAVAILABLE)) for target in (*route.split, *route.fallback)]
+    return next((state_of_model for state_of_model in found if state_of_model.state == READY), found[0])

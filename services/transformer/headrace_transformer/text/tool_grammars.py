@@ -1,0 +1,143 @@
+"""Grammars by which an answer is one or more calls of functions, in a model's own format, has another form, or is text.
+
+In llguidance's form of Lark, where a special token of the model stands by its id. The arguments follow the function's
+schema, as far as it is `enforceable`. Reasoning stays free.
+Source: docs/syntax.md and docs/json_schema.md of llguidance.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from headrace.grammars import json_options
+from headrace.json_schemas import enforceable
+from headrace.structured_outputs import Constraint
+from headrace_transformer.text.reasoning import ReasoningMarks
+from headrace_transformer.text.reasoning_grammar import after_reasoning, form_rule, mark_symbol, quoted
+from headrace_transformer.text.tool_calls import PARSERS
+from headrace_transformer.text.tools import ToolFunction, ToolUse
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+# The beginning of an object that the parser of Llama's format may read as a call.
+_BARE = r'[\s\x1c-\x1f]*(\[\s*)?\{\s*"([^"]*\\|(name|type|id|function|arguments|parameters)")'
+# As models write JSON, without more white space.
+_STYLE: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+def calls_grammar(
+    tools: ToolUse,
+    tool_format: str,
+    token_ids: Mapping[str, int],
+    reasoning: ReasoningMarks | None = None,
+    is_open: bool = False,
+    form: Constraint | None = None,
+) -> str:
+    """The grammar of calls of `tools`, or of what may be in their place, see `after_reasoning`.
+
+    That is a `form`; without one, unless the calls are required, any text, which may also be before them.
+    """
+    rule = None if form is None else form_rule(form)
+    # Two ways to write white space in one grammar would take it from each other.
+    style = _STYLE if form is None else json_options(form)
+    rest, *rules = _RULES[tool_format](tools, token_ids, style)
+    calls = rest if tool_format == "llama" else f"{mark_symbol(PARSERS[tool_format].MARK, token_ids)} {rest}"
+    if rule is not None:
+        first = ["form | calls", f"form: {rule}", f"calls: {calls}"]
+    elif tools.is_required:
+        first = [calls]
+    else:
+        bare = f" | {rest}" if tool_format == "llama" else ""
+        first = ["text | calls", f"calls: until_mark {rest}{bare}", *_text(tool_format, token_ids)]
+    return after_reasoning([*first, *rules], reasoning, is_open, token_ids)
+
+
+def _text(tool_format: str, ids: Mapping[str, int]) -> list[str]:
+    """Any text that has no calls, alone and up to the mark of calls."""
+    mark, text = PARSERS[tool_format].MARK, r"/(.|\n)*/"
+    if tool_format == "llama":
+        text = rf"{text} & ~/{_BARE}(.|\n)*/"
+    until = f": TEXT {mark_symbol(mark, ids)}" if mark in ids else f"[suffix={quoted(mark)}]: {text}"
+    return ["text: TEXT", rf"TEXT: {text} & ~/(.|\n)*{re.escape(mark)}(.|\n)*/", f"until_mark{until}"]
+
+
+# Of what follows the first mark.
+
+
+def _hermes(tools: ToolUse, ids: Mapping[str, int], style: JsonCompileOptions) -> list[str]:
+    begin, end = mark_symbol("<tool_call>", ids), mark_symbol("</tool_call>", ids)
+    return [
+        _several(tools, rf'"\n" {begin}'),
+        rf'call: "\n" function "\n" {end}',
+        *_functions(tools, "arguments", style),
+    ]
+
+
+def _llama(tools: ToolUse, ids: Mapping[str, int], style: JsonCompileOptions) -> list[str]:
+    return [_several(tools, '"; "'), "call: function", *_functions(tools, "parameters", style)]
+
+
+def _mistral(tools: ToolUse, ids: Mapping[str, int], style: JsonCompileOptions) -> list[str]:
+    begin = mark_symbol("[TOOL_CALLS]", ids)
+    if "[ARGS]" in ids:
+        args = mark_symbol("[ARGS]", ids)
+        functions = [
+            f"function_{number}: {quoted(function.name)} {args} {_json(_schema(function), function, style)}"
+            for number, function in enumerate(tools.functions)
+        ]
+        return [_several(tools, begin), "call: function", _any_of(tools), *functions]
+    calls = _several(tools, '", "')
+    return [f'"[" {calls} "]"', "call: function", *_functions(tools, "arguments", style)]
+
+
+_RULES = {"hermes": _hermes, "llama": _llama, "mistral": _mistral}
+
+
+def _several(tools: ToolUse, separator: str) -> str:
+    return f"call ({separator} call)*" if tools.is_parallel else "call"
+
+
+def _functions(tools: ToolUse, member: str, style: JsonCompileOptions) -> list[str]:
+    """The rules of JSON objects with the name of a function and its arguments."""
+    rules = [_any_of(tools)]
+    for number, function in enumerate(tools.functions):
+        if style is _STYLE:  # In one piece, which is longer than the beginning of any text that is no call.
+            begin = quoted(f'{{"name": {quoted(function.name)}, "{member}": ')
+            rules.append(f'function_{number}: {begin} {_json(_schema(function), function, style)} "}}"')
+            continue
+        members = {"name": {"const": function.name}, member: _schema(function, f"#/properties/{member}")}
+        call = {"type": "object", "properties": members, "required": [*members], "additionalProperties": False}
+        rules.append(f"function_{number}: {_json(call, function, style)}")
+    return rules
+
+
+def _any_of(tools: ToolUse) -> str:
+    return f"function: {' | '.join(f'function_{number}' for number in range(len(tools.functions)))}"
+
+
+def ignored_keywords(tools: ToolUse) -> list[str]:
+    """The keywords of JSON Schema that the grammar does not enforce, each after its function; raises ValueError."""
+    found = []
+    for function in tools.functions:
+        ignored: set[str] = set()
+        _schema(function, ignored=ignored)
+        found += [f"{function.name}.{name}" for name in sorted(ignored)]
+    return found
+
+
+def _schema(function: ToolFunction, place: str = "#", ignored: set[str] | None = None) -> dict[str, Any]:
+    """The schema of a function's arguments.
+
+    An object with `properties` has no others unless its schema says more about them, which is how vLLM's grammars read
+    schemas too: a function knows no other arguments, and few declarations state it.
+    """
+    schema = {"type": "object", **json.loads(function.parameters)}
+    return enforceable(schema, ignored, function.is_strict, closes=True, place=place)
+
+
+def _json(schema: dict[str, Any], function: ToolFunction, style: JsonCompileOptions) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': {**style, 'lenient': not function.is_strict}})}"
