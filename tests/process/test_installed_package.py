@@ -12,23 +12,15 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
 
 from headrace_runner.settings import ROOT
+from tests.support.requirements import closure
 
 SHOWN = """
 import json
 from headrace_runner import settings
 loaded = settings.load()
 print(json.dumps([str(settings.ROOT), str(loaded.run_folder), loaded.predictors]))
-"""
-# Services with text models import these, and have tokenizers by their extra.
-TOKENIZERS = ("headrace.models.tokenizer_conversion", "headrace.models.tokenizer_files")
-IMPORTED = f"""
-import importlib, pkgutil, headrace
-for module in pkgutil.walk_packages(headrace.__path__, "headrace."):
-    if module.name not in {TOKENIZERS}:
-        importlib.import_module(module.name)
 """
 
 
@@ -40,22 +32,6 @@ def run(*command: str | Path, cwd: Path, code: int = 0) -> str:
     )
     assert done.returncode == code, done.stdout
     return done.stdout
-
-
-def requirements(name: str) -> set[str]:
-    """The names of the distributions that one requires without extras, of those too, and so on."""
-    found: set[str] = set()
-    waiting = [name]
-    while waiting:
-        for text in distribution(waiting.pop()).requires or ():
-            requirement = Requirement(text)
-            extras = requirement.extras or {""}
-            if requirement.name not in found and any(
-                requirement.marker is None or requirement.marker.evaluate({"extra": extra}) for extra in extras
-            ):
-                found.add(requirement.name)
-                waiting.append(requirement.name)
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +52,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     packages = environment / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
     metadata = next(packages.glob("headrace-*.dist-info")) / "METADATA"
     core = re.findall(r"^Requires-Dist: ([\w.-]+)[^;\n]*$", metadata.read_text(), re.MULTILINE)
-    for name in {*core, *(each for direct in core for each in requirements(direct))}:
+    for name in closure(core):
         for file in distribution(name).files or ():
             if ".." not in file.parts and file.suffix != ".pyc":
                 (packages / file).parent.mkdir(parents=True, exist_ok=True)
@@ -95,10 +71,6 @@ def test_it_finds_its_configuration_and_keeps_state_in_the_current_folder(instal
         assert {file.name for file in (Path(root) / path).iterdir() if file.is_file()} == names
     for file in ("loadtest/locustfile.py", "envoy/envoy.yaml"):
         assert (Path(root) / file).exists()
-
-
-def test_the_requirements_without_extras_are_those_of_the_core(installed: Path, tmp_path: Path) -> None:
-    assert run(installed / "bin" / "python", "-P", "-c", IMPORTED, cwd=tmp_path) == ""
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,15 @@ A component is a folder or a module; a module belongs to the component with the 
 from components of lower layers and from its own; components of one layer do not import each other.
 """
 
-import pytest
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
 
-from tests.support.import_graph import imports, loaded_with, modules
+import pytest
+from packaging.utils import canonicalize_name
+
+from tests.support.import_graph import ROOT, imports, loaded_with, modules
+from tests.support.requirements import closure
 
 HEADRACE = (
     ("headrace.json_schemas",),
@@ -177,3 +183,22 @@ def test_no_import_cycles(package):
 def test_pure_logic_loads_no_library_of_models(module):
     libraries = {"torch", "transformers", "safetensors", "numba"}
     assert not libraries & loaded_with(module)
+
+
+@pytest.mark.parametrize("extra", ["", "transformer", "predictor,vllm", "logger,postgres", "runner"])
+def test_a_part_requires_what_it_loads(extra):
+    """Without an extra: the command."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [each for each in extra.split(",") if each]
+    required = [*project["dependencies"], *(one for name in extras for one in project["optional-dependencies"][name])]
+    names = closure(required)
+    entries = modules(f"headrace_{extras[0]}") if extras else ["headrace_runner.command.__main__"]
+    loaded = {name.split(".")[0] for entry in entries for name in loaded_with(entry)} - sys.stdlib_module_names
+    distributions = packages_distributions()
+    missing = {
+        name
+        for name in loaded - {*LAYERS, "headrace_protos"}
+        if not names & {canonicalize_name(found) for found in distributions.get(name, [name])}
+    }
+    assert missing == set()
+    assert loaded
