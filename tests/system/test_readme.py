@@ -224,11 +224,10 @@ def test_buf_lists_the_public_services(make_up):
 @pytest.mark.parametrize("script", blocks("python"), ids=lambda script: re.findall(r"import (\w+)", script)[-1])
 def test_the_clients_of_the_readme_work(make_up, script):
     output = run([python_of(), "-c", script.replace("127.0.0.1:8080", make_up.gateway)], make_up)
+    # On a busy machine one message may have many tokens.
+    assert len(output.split()) > 20
     if "tritonclient" in script:
-        assert len(output.splitlines()) > 10
         assert all(line.startswith("[b") for line in output.splitlines())
-    else:
-        assert len(output.split()) > 20
 
 
 def test_make_up_prints_every_address_on_request_and_a_call_that_works(make_up):

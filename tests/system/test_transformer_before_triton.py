@@ -32,6 +32,7 @@ async def triton(tmp_path_factory):
         pytest.skip("Triton's own environment is not installed (make .venv-triton/.installed)")
     folder = tmp_path_factory.mktemp("triton")
     backends = shutil.copytree(SERVER / "backends", folder / "backends")
+    models = shutil.copytree(ROOT / "tests" / "triton" / "models", folder / "models")  # Their path may have no space.
     shutil.copy(SERVER / "python_backend_stubs" / "3.11" / "triton_python_backend_stub", backends / "python")
     with closing(socket.create_server(("127.0.0.1", 0))) as one, closing(socket.create_server(("127.0.0.1", 0))) as two:
         port, http_port = one.getsockname()[1], two.getsockname()[1]
@@ -44,7 +45,7 @@ async def triton(tmp_path_factory):
     }
     command = (
         str(SERVER / "bin" / "tritonserver"),
-        f"--model-repository={ROOT / 'tests' / 'triton' / 'models'}",
+        f"--model-repository={models}",
         f"--backend-directory={backends}",
         *("--model-control-mode=explicit", "--load-model=*", "--grpc-address=127.0.0.1", f"--grpc-port={port}"),
         *("--http-address=127.0.0.1", f"--http-port={http_port}", "--allow-metrics=false", "--exit-timeout-secs=2"),
