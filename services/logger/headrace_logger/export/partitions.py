@@ -26,7 +26,6 @@ from headrace_logger.store.opening import Location, name_of
 from headrace_logger.store.snapshot import Part, Snapshot
 from headrace_protos.headrace_pb2 import QueryPayloadsRequest
 
-_HOUR = timedelta(hours=1)
 _SETTLED = timedelta(minutes=1)  # After its end an hour is over: the gateway's lines of its last calls have come.
 _NAME = re.compile(r"payloads-(\d+)\.parquet")
 
