@@ -23,11 +23,11 @@ import orjson
 
 from headrace.errors import InvalidRequestError
 from headrace.oip.json_parameters import plain_parameters, write_parameters
-from headrace.oip.json_tensors import fitted_shape, flattened, json_of, tensor_of
 from headrace.oip.json_text import load_object
 from headrace.oip.tensors import BYTES, RawTensor
 from headrace_protos import inference_pb2 as pb
 from headrace_transformer.frontends.v2_rest.infer_body import answered_tensors, parsed_answer
+from headrace_transformer.frontends.v2_rest.json_tensors import fitted_shape, flattened, json_of, tensor_of
 
 _PARAMETERS = "parameters"
 _SAMPLING = "sampling_parameters"

@@ -22,7 +22,6 @@ import orjson
 
 from headrace.errors import HopBrokenError, InvalidRequestError, TooLargeError
 from headrace.oip.json_parameters import plain_parameters, write_parameters
-from headrace.oip.json_tensors import fitted_shape, json_of
 from headrace.oip.raw_contents import Contents, joined
 from headrace.oip.tensors import BYTES, RawTensor, dtype_of, raw_outputs
 from headrace_protos import inference_pb2 as pb
@@ -35,6 +34,7 @@ from headrace_transformer.frontends.v2_rest.body_tensors import (
     add_inputs,
     split_body,
 )
+from headrace_transformer.frontends.v2_rest.json_tensors import fitted_shape, json_of
 from headrace_transformer.predictors.answers import predictor_answers
 
 
