@@ -1,6 +1,7 @@
 """What Anthropic's clients send, parsed and checked, and the shape of errors."""
 
 import json
+from contextvars import copy_context
 
 import orjson
 import pytest
@@ -145,9 +146,10 @@ def test_values_that_ask_for_nothing_are_accepted():
     ],
 )
 def test_errors_have_anthropics_shape(error, kind):
-    begin_request("r-1")
+    call = copy_context()  # Later tests have no request's id.
+    call.run(begin_request, "r-1")
     described = {"type": kind, "message": error.message}
-    assert anthropic_error(error) == {"type": "error", "error": described, "request_id": "r-1"}
+    assert call.run(anthropic_error, error) == {"type": "error", "error": described, "request_id": "r-1"}
 
 
 def test_what_agents_send_is_read_or_named():
