@@ -30,10 +30,10 @@ from headrace.deadline import Deadline
 from headrace.payload.call import recorded
 from headrace.payload.tap import PayloadTap
 from headrace.payload.tensors import answer_tensors, request_tensors
-from headrace.rpc.call_context import call_context
-from headrace.rpc.call_telemetry import CallTelemetry
-from headrace.rpc.client_interceptors import ClientSpans
-from headrace.rpc.handlers import CallInterceptor
+from headrace.rpc.client.interceptors import ClientSpans
+from headrace.rpc.server.call_context import call_context
+from headrace.rpc.server.call_telemetry import CallTelemetry
+from headrace.rpc.server.handlers import CallInterceptor
 from headrace.telemetry.logs import CALLS, set_up_logging
 from headrace.telemetry.setup import set_up_telemetry
 from headrace_transformer.inference.request import InferRequest

@@ -3,7 +3,7 @@
 --
 -- The next filter holds the headers of a call until the first bytes of its message have come. Each worker holds MAX calls
 -- at most, MAX_OF_CALLER of one caller; a call takes 35 KB. What is beyond goes on to its service, which ends those of the
--- caller that have been idle for longest (headrace/rpc/idle_calls.py): so the many calls of one user refuse none of another's
+-- caller that have been idle for longest (headrace/rpc/limits/idle_calls.py): so the many calls of one user refuse none of another's
 -- behind the same proxy.
 
 local caller_of = require("caller")

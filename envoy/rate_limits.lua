@@ -1,14 +1,14 @@
 -- Requests of clients: what is refused here, and what a rate limit service counts for all who ask it
 -- (GATEWAY_RATE_LIMIT_SERVICE).
 --
--- The services refuse what goes beyond `requests_per_second` (headrace/rpc/client_limits.py). Of a client that goes on, what
+-- The services refuse what goes beyond `requests_per_second` (headrace/rpc/limits/client_limits.py). Of a client that goes on, what
 -- is beyond twice its limit is refused here, where it costs no service anything: a token bucket in each worker, which holds
 -- the limit and gets twice that in a second.
 --
 -- Envoy's filter asks the service of the calls that are marked here, by the client's name and with the limit of its key. By
 -- the answer it writes `x-ratelimit-limit` ("600, 600;w=60"), `x-ratelimit-remaining` and `x-ratelimit-reset` (seconds),
 -- which become the headers of OpenAI's API. These replace what the process that answered counts of its own
--- (headrace/rpc/client_limits.py).
+-- (headrace/rpc/limits/client_limits.py).
 
 local METADATA = "headrace.limits"
 local IS_ON = (os.getenv("GATEWAY_RATE_LIMIT_SERVICE") or "") ~= ""

@@ -21,7 +21,7 @@ local FULL = "the gateway holds as many bytes of requests as it may"
 local INTERNAL = {
   "grpc-status", "grpc-message", "grpc-status-details-bin", "grpc-encoding", "grpc-accept-encoding", "x-http-status",
 }
-local MAX_HEADERS_BYTES = 16384 -- Of names and values together; the services take four times as much (headrace/rpc/server.py).
+local MAX_HEADERS_BYTES = 16384 -- Of names and values together; the services take four times as much (headrace/rpc/server/server.py).
 local GRPC_STATUSES = { ["400"] = "3", ["401"] = "16", ["403"] = "7", ["429"] = "8", ["431"] = "8", ["501"] = "12", ["503"] = "14" }
 local GRPC_ENCODINGS = { identity = true, gzip = true, deflate = true }
 local TIMEOUTS = { "x-timeout-ms", "x-first-token-timeout-ms" }

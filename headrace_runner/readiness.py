@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from headrace.rpc.server import READY
+from headrace.rpc.server.server import READY
 from headrace.telemetry.page import DIRECT
 from headrace_runner.settings import LOOPBACK, StackSettings
 

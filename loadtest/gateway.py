@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
-from headrace.rpc import caller_key
+from headrace.rpc.client import caller_key
 
 _TIMEOUT_S = 3.0
 _TEXT_INPUT = "text_input"

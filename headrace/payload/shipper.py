@@ -30,7 +30,7 @@ from headrace.payload.drops import DAMAGED, REFUSED, TOO_LARGE, Drops
 from headrace.payload.outbox.merge import EndedRecord, Merger, ended_at, fit
 from headrace.payload.outbox.segments import SpoolReader
 from headrace.payload.outbox.spool import Spool
-from headrace.rpc.byte_budget import MAX_MESSAGE_BYTES
+from headrace.rpc.limits.byte_budget import MAX_MESSAGE_BYTES
 from headrace_protos.headrace_pb2 import AppendRequest
 from headrace_protos.spool_pb2 import Append
 

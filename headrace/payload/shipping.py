@@ -17,7 +17,7 @@ from headrace.payload.append_call import AppendCall
 from headrace.payload.drops import Drops
 from headrace.payload.outbox.spool import Spool
 from headrace.payload.shipper import SourceShipper
-from headrace.rpc.channel import channel_options
+from headrace.rpc.client.channel import channel_options
 from headrace_protos.headrace_pb2 import AppendResponse
 
 _APPEND = "/headrace.v1.PayloadIngest/Append"

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from headrace.errors import StartupError
-from headrace.rpc.caller_key import with_key
+from headrace.rpc.client.caller_key import with_key
 from headrace_protos import headrace_pb2_grpc, inference_pb2
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 

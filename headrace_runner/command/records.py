@@ -15,7 +15,7 @@ import grpc
 from google.protobuf.json_format import MessageToDict
 
 from headrace.errors import StartupError
-from headrace.rpc.caller_key import headers
+from headrace.rpc.client.caller_key import headers
 from headrace.telemetry.page import DIRECT
 from headrace_protos import headrace_pb2 as pb
 from headrace_runner.command.gateway import TIMEOUT_S, Gateway

@@ -16,7 +16,7 @@ import grpc
 from google.protobuf.json_format import ParseDict, ParseError
 
 from headrace.errors import StartupError
-from headrace.rpc.caller_key import headers
+from headrace.rpc.client.caller_key import headers
 from headrace_protos.headrace_pb2 import PayloadRecord, QueryPayloadsRequest
 from headrace_protos.headrace_pb2_grpc import PayloadLogStub
 

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from headrace.errors import RETRY_AFTER_MS, StartupError
-from headrace.rpc.caller_key import headers
+from headrace.rpc.client.caller_key import headers
 from headrace_protos.headrace_pb2 import GenerateRequest
 from headrace_protos.headrace_pb2_grpc import TextGenerationStub
 from headrace_protos.inference_pb2 import ModelConfigRequest, ServerLiveRequest

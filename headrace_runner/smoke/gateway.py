@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 
 from headrace.errors import FAILED_HOP
-from headrace.rpc.caller_key import headers
+from headrace.rpc.client.caller_key import headers
 from headrace_protos import headrace_pb2_grpc
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 

@@ -32,7 +32,7 @@ def test_a_container_has_the_least_privileges(stack, service):
 @pytest.mark.parametrize("service", ["transformer", "predictor", "logger"])
 def test_the_health_check_uses_grpc(stack, service):
     config = stack.container(service).facts["Config"]
-    assert config["Healthcheck"]["Test"][:4] == ["CMD", "python", "-m", "headrace.rpc.health_check"]
+    assert config["Healthcheck"]["Test"][:4] == ["CMD", "python", "-m", "headrace.rpc.server.health_check"]
     # In exec form: no shell is between SIGTERM and the service.
     assert config["Entrypoint"] == ["python", "-m", f"headrace_{service}"]
 

@@ -56,7 +56,7 @@ async def test_a_step_that_hangs_ends_the_engine_even_without_standard_error(eng
 async def test_each_repeated_row_has_the_time_limit_of_a_step(engine_of, monkeypatch):
     now = [1000.0]
     clock = SimpleNamespace(**{**vars(time), "monotonic": lambda: now[0]})
-    monkeypatch.setattr("headrace.rpc.watchdog.time", clock)
+    monkeypatch.setattr("headrace.rpc.server.watchdog.time", clock)
 
     def before(row):
         # By the watchdog's clock nine rows take less than a step's limit, but four and then nine do not. The watchdog

@@ -19,9 +19,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from headrace.oip.parameters import set_parameters
 from headrace.oip.tensors import Tensor, add_input, decode_outputs
-from headrace.rpc.admission import Admission
-from headrace.rpc.call_telemetry import CallTelemetry
-from headrace.rpc.handlers import CallInterceptor
+from headrace.rpc.limits.admission import Admission
+from headrace.rpc.server.call_telemetry import CallTelemetry
+from headrace.rpc.server.handlers import CallInterceptor
 from headrace_predictor.repository.repository import ModelRepository
 from headrace_predictor.servicer import InferenceServicer
 from headrace_predictor.settings import PredictorSettings

@@ -12,8 +12,8 @@ from pathlib import Path
 import grpc
 from pydantic_settings import SettingsConfigDict
 
-from headrace.rpc.server import READY, Server
-from headrace.rpc.service import run_service
+from headrace.rpc.server.server import READY, Server
+from headrace.rpc.server.service import run_service
 from headrace.settings import ServiceSettings
 
 

@@ -21,7 +21,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 
 import envoy
 from headrace.errors import DrainingError, HopBrokenError
-from headrace.rpc.server import SERVER_OPTIONS
+from headrace.rpc.server.server import SERVER_OPTIONS
 from headrace.telemetry.identity import REQUEST_ID
 from headrace_protos import headrace_pb2, headrace_pb2_grpc, inference_pb2, inference_pb2_grpc, rest_pb2_grpc
 from headrace_runner import envoy_config

@@ -10,10 +10,10 @@ from typing import Any
 from google.api.httpbody_pb2 import HttpBody
 
 from headrace.errors import OverloadedError
-from headrace.rpc.admission import Admission, Call, head_of_call
-from headrace.rpc.handlers import CallInterceptor
 from headrace.rpc.http2.methods import HttpMethod
 from headrace.rpc.http2.server import HttpServer
+from headrace.rpc.limits.admission import Admission, Call, head_of_call
+from headrace.rpc.server.handlers import CallInterceptor
 from headrace.telemetry.identity import Metadata
 from headrace_transformer.frontends.openai.http_methods import error_body, http_methods
 

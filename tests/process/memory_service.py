@@ -9,9 +9,9 @@ import signal
 import sys
 
 from headrace.oip.stream_infer import multiplex
-from headrace.rpc.admission import Admission
-from headrace.rpc.byte_budget import ByteBudget
-from headrace.rpc.server import Server
+from headrace.rpc.limits.admission import Admission
+from headrace.rpc.limits.byte_budget import ByteBudget
+from headrace.rpc.server.server import Server
 from headrace_protos import inference_pb2 as pb
 from headrace_protos import inference_pb2_grpc
 

@@ -6,9 +6,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from headrace.rpc.admission import Admission
-from headrace.rpc.byte_budget import RETRY_AFTER_MS
-from headrace.rpc.server import Server
+from headrace.rpc.limits.admission import Admission
+from headrace.rpc.limits.byte_budget import RETRY_AFTER_MS
+from headrace.rpc.server.server import Server
 
 MAX_CALLS = 2
 

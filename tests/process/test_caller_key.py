@@ -5,7 +5,7 @@ import asyncio
 import grpc
 import pytest
 
-from headrace.rpc.caller_key import headers, with_key
+from headrace.rpc.client.caller_key import headers, with_key
 
 KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 

@@ -26,8 +26,8 @@ from headrace.errors import (
     TooLargeError,
     from_rpc_error,
 )
-from headrace.rpc.channel import open_channel
-from headrace.rpc.handlers import CallInterceptor
+from headrace.rpc.client.channel import open_channel
+from headrace.rpc.server.handlers import CallInterceptor
 
 CLASSES = sorted(HeadraceError.__subclasses__(), key=lambda cls: cls.__name__)
 KINDS = ("unary", "stream", "bidi")

@@ -25,7 +25,7 @@ def server() -> Iterator[tuple[health.HealthServicer, str]]:
 
 
 def exit_code(*arguments: str) -> int:
-    command = [sys.executable, "-m", "headrace.rpc.health_check", *arguments]
+    command = [sys.executable, "-m", "headrace.rpc.server.health_check", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, timeout=20).returncode
 
 

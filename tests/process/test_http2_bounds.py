@@ -11,11 +11,11 @@ from contextlib import AsyncExitStack, suppress
 import pytest
 from h2.errors import ErrorCodes
 
-from headrace.rpc.admission import Admission
-from headrace.rpc.byte_budget import ByteBudget
 from headrace.rpc.http2 import connection as http2_connection
 from headrace.rpc.http2 import request as http2_request
 from headrace.rpc.http2.protocol import STREAM_WINDOW_BYTES
+from headrace.rpc.limits.admission import Admission
+from headrace.rpc.limits.byte_budget import ByteBudget
 from tests.process.http2_service import COUNT, ECHO, HANG, HOST, KIB, NAME, Served
 from tests.support.http2_client import connected
 from tests.waiting import until

@@ -11,7 +11,7 @@ import pytest
 from h2.errors import ErrorCodes
 
 from headrace.errors import StartupError
-from headrace.rpc.listeners import reserved
+from headrace.rpc.server.listeners import reserved
 from tests.process.http2_service import COUNT, ECHO, FAIL, HANG, HOST, KIB, NAME, Served
 from tests.support.http2_client import connected
 from tests.waiting import until

@@ -7,8 +7,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.oip.stream_infer import multiplex
-from headrace.rpc.admission import Admission
-from headrace.rpc.server import Server
+from headrace.rpc.limits.admission import Admission
+from headrace.rpc.server.server import Server
 from headrace_protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from headrace_protos.inference_pb2_grpc import (
     GRPCInferenceServiceServicer,

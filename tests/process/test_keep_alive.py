@@ -8,7 +8,7 @@ import pytest
 from google.api.httpbody_pb2 import HttpBody
 
 from headrace.errors import FAILED_HOP, OverloadedError
-from headrace.rpc.handlers import CallInterceptor
+from headrace.rpc.server.handlers import CallInterceptor
 from headrace_protos import rest_pb2_grpc
 from headrace_protos.rest_pb2 import ModelBody
 from headrace_transformer.frontends.http import EVENTS, KeepAlive, event, rest_errors

@@ -182,7 +182,7 @@ def test_probes_ask_the_port_that_answers_them(rendered):
             for probe in (live, start):
                 assert probe["httpGet"] == {"path": "/metrics", "port": "metrics"}
             dockerfile = (ROOT / "services" / name / "Dockerfile").read_text()
-            assert f'"headrace.rpc.health_check", "{ports["grpc"]}"' in dockerfile
+            assert f'"headrace.rpc.server.health_check", "{ports["grpc"]}"' in dockerfile
 
 
 def test_a_pod_has_longer_than_its_drains_to_end(rendered):

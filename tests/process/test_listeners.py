@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from headrace.errors import StartupError
-from headrace.rpc.listeners import Listeners
+from headrace.rpc.server.listeners import Listeners
 
 CALLS, PER_CONNECTION = 64, 4
 TURN_S = 0.005

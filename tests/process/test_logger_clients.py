@@ -8,8 +8,8 @@ import grpc
 import pytest
 
 from headrace.errors import ForbiddenError, NotFoundError, UnauthenticatedError
-from headrace.rpc.channel import open_channel
-from headrace.rpc.handlers import CallInterceptor
+from headrace.rpc.client.channel import open_channel
+from headrace.rpc.server.handlers import CallInterceptor
 from headrace_logger.servicer import PayloadLogServicer
 from headrace_logger.store.store import SqliteStore
 from headrace_logger.tails import Tails

@@ -9,7 +9,7 @@ import pytest
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2_grpc import LogsServiceStub
 
-from headrace.rpc.handlers import CallInterceptor
+from headrace.rpc.server.handlers import CallInterceptor
 from headrace_logger import gateway_calls
 from headrace_logger.gateway_calls import GatewayCalls
 from headrace_logger.store import reading

@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import SecretStr
 
 from headrace.errors import HopBrokenError, NotReadyError
-from headrace.rpc.channel import open_channel
+from headrace.rpc.client.channel import open_channel
 from headrace_logger.backup import main as copy
 from headrace_logger.export.export import main as export
 from headrace_logger.shared_tails import SharedTails

@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from headrace.errors import OverloadedError
-from headrace.rpc.handlers import CallInterceptor
+from headrace.rpc.server.handlers import CallInterceptor
 from headrace_logger.servicer import PayloadLogServicer
 from headrace_logger.store.filters import Filters
 from headrace_logger.store.readers import FREE_BYTES, Readers

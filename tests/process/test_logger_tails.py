@@ -9,8 +9,8 @@ import grpc
 import pytest
 
 from headrace.errors import NotReadyError, OverloadedError
-from headrace.rpc.channel import open_channel
-from headrace.rpc.handlers import CallInterceptor
+from headrace.rpc.client.channel import open_channel
+from headrace.rpc.server.handlers import CallInterceptor
 from headrace_logger.servicer import PayloadIngestServicer, PayloadLogServicer
 from headrace_logger.store.filters import Filters
 from headrace_logger.store.store import SqliteStore

@@ -7,8 +7,8 @@ import pytest
 
 from headrace.clients import CLIENT, POLICY
 from headrace.errors import NotFoundError
-from headrace.rpc.admission import Admission, head_of_call
-from headrace.rpc.server import Server
+from headrace.rpc.limits.admission import Admission, head_of_call
+from headrace.rpc.server.server import Server
 
 LIMITED = ((CLIENT, "alice"), (POLICY, '{"requests_per_minute": 3}'))
 OWN = ("x-own", "1")

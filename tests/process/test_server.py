@@ -13,9 +13,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from headrace.errors import StartupError
-from headrace.rpc.byte_budget import MAX_MESSAGE_BYTES
-from headrace.rpc.hand_over import RETIRE
-from headrace.rpc.server import Server
+from headrace.rpc.limits.byte_budget import MAX_MESSAGE_BYTES
+from headrace.rpc.server.hand_over import RETIRE
+from headrace.rpc.server.server import Server
 from headrace_protos import headrace_pb2, reflection_v1_pb2, reflection_v1_pb2_grpc
 from headrace_runner.settings import ROOT
 from tests.support.forkserver import spawn

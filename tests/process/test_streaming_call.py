@@ -17,7 +17,7 @@ from hyperframe.frame import DataFrame, SettingsFrame
 
 from headrace.rpc.http2 import streaming_call
 from headrace.rpc.http2.streaming_call import CallBrokenError, StreamingCall
-from headrace.rpc.server import SERVER_OPTIONS
+from headrace.rpc.server.server import SERVER_OPTIONS
 from tests.waiting import until
 
 HOST = "127.0.0.1"

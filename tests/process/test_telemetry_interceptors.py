@@ -14,11 +14,11 @@ from opentelemetry.trace import SpanKind, get_current_span
 from opentelemetry.trace import StatusCode as SpanStatus
 
 from headrace.errors import DeadlineError, InvalidRequestError, RequestFailedError
-from headrace.rpc.call_telemetry import CallTelemetry
-from headrace.rpc.channel import open_channel, open_plain_channel
-from headrace.rpc.client_interceptors import CallSpan, ClientSpans, telemetry_client_interceptors
-from headrace.rpc.handlers import CallInterceptor
-from headrace.rpc.unary_method import UnaryMethod
+from headrace.rpc.client.channel import open_channel, open_plain_channel
+from headrace.rpc.client.interceptors import CallSpan, ClientSpans, telemetry_client_interceptors
+from headrace.rpc.client.unary_method import UnaryMethod
+from headrace.rpc.server.call_telemetry import CallTelemetry
+from headrace.rpc.server.handlers import CallInterceptor
 from headrace.telemetry.identity import current_request_id, current_trace_id, set_request_id
 from headrace.telemetry.suppression import suppress_tracing
 from headrace_protos import headrace_pb2, inference_pb2
@@ -139,7 +139,7 @@ async def bench(monkeypatch):
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     tracer, measured = provider.get_tracer("test"), Measured()
     client = telemetry_client_interceptors(tracer, measured.meter)
-    monkeypatch.setattr("headrace.rpc.channel.telemetry_client_interceptors", lambda: client)
+    monkeypatch.setattr("headrace.rpc.client.channel.telemetry_client_interceptors", lambda: client)
     methods = Methods()
     async with (
         served(methods, tracer, measured.meter) as (_, target),

@@ -4,7 +4,7 @@ import orjson
 import pytest
 
 from headrace.clients import CLIENT
-from headrace.rpc.call_context import BACKGROUND
+from headrace.rpc.server.call_context import BACKGROUND
 from tests.support.scripted_predictor import MODEL, ScriptedPredictor, serving
 from tests.support.transformer_fixtures import transformer
 

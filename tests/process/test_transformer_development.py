@@ -8,8 +8,8 @@ import grpc
 import pytest
 
 from headrace.errors import NotFoundError
-from headrace.rpc.development import REQUESTED
-from headrace.rpc.handlers import CallInterceptor
+from headrace.rpc.server.development import REQUESTED
+from headrace.rpc.server.handlers import CallInterceptor
 from headrace_protos import headrace_pb2 as pb
 from headrace_protos import headrace_pb2_grpc
 from headrace_transformer.frontends.grpc import development

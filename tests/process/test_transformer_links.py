@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from headrace.errors import NotReadyError, OtherWeightsError
-from headrace.rpc.client_interceptors import CallSpan
+from headrace.rpc.client.interceptors import CallSpan
 from headrace.sampling import SamplingParameters
 from headrace_protos import steps_pb2 as pb
 from headrace_transformer.predictors import link as link_module

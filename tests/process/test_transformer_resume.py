@@ -17,7 +17,7 @@ from headrace.errors import (
     OverloadedError,
     RequestFailedError,
 )
-from headrace.rpc.call_context import CallContext
+from headrace.rpc.server.call_context import CallContext
 from headrace.sampling import SamplingParameters
 from headrace_transformer.predictors import link as link_module
 from headrace_transformer.predictors.answers import BrokenAnswerError

@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from headrace.rpc.server import READY
+from headrace.rpc.server.server import READY
 from headrace_runner.settings import ROOT
 from tests.support.scripted_predictor import ScriptedPredictor, serving, whole
 from tests.support.tool_models import STORYTELLER, save_tool_model

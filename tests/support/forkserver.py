@@ -46,7 +46,7 @@ IMPORTS = {
         "headrace_predictor.repository.repository",
         "headrace_predictor.servicer",
     ),
-    "_service": ("headrace.oip.stream_infer", "headrace.rpc.service", "headrace.rpc.server"),
+    "_service": ("headrace.oip.stream_infer", "headrace.rpc.server.service", "headrace.rpc.server.server"),
 }
 _READ_EARLY = re.compile(
     r"(PYTHON|HF_|HUGGINGFACE_|TRANSFORMERS_|TORCH|PYTORCH_|CUDA_|NUMBA_|OMP_|MKL_|MALLOC_|GLIBC_|LD_|GRPC_|OTEL_PYTHON)"

@@ -4,8 +4,8 @@ import grpc
 import pytest
 from pydantic import SecretStr
 
-from headrace.rpc.channel import open_channel
-from headrace.rpc.handlers import CallInterceptor
+from headrace.rpc.client.channel import open_channel
+from headrace.rpc.server.handlers import CallInterceptor
 from headrace_logger.servicer import PayloadLogServicer
 from headrace_logger.store.postgresql import PostgresqlStore
 from headrace_logger.store.store import SqliteStore

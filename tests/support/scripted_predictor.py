@@ -22,7 +22,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from headrace.errors import DrainingError, HeadraceError, HopBrokenError, NotFoundError
 from headrace.oip.model_description import FINGERPRINT
 from headrace.oip.tensors import Tensor, add_output
-from headrace.rpc.handlers import CallInterceptor
+from headrace.rpc.server.handlers import CallInterceptor
 from headrace.step_errors import write_error
 from headrace_protos import inference_pb2 as pb
 from headrace_protos import inference_pb2_grpc, model_config_pb2, steps_pb2, steps_pb2_grpc

@@ -12,8 +12,8 @@ import grpc
 
 from headrace.models.sources import parse_models
 from headrace.payload.tap import PayloadTap
-from headrace.rpc.handlers import CallInterceptor
 from headrace.rpc.http2.server import HttpServer
+from headrace.rpc.server.handlers import CallInterceptor
 from headrace_protos.headrace_pb2_grpc import add_TextGenerationServicer_to_server
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from headrace_protos.rest_pb2_grpc import add_OpenInferenceServicer_to_server

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from headrace.rpc.service import run_service
+from headrace.rpc.server.service import run_service
 from headrace_transformer.__main__ import serve
 from headrace_transformer.settings import TransformerSettings
 from tests.support.name_server import use_file

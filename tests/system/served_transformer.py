@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from headrace.rpc.service import run_service
+from headrace.rpc.server.service import run_service
 from headrace_transformer.__main__ import serve
 from headrace_transformer.settings import TransformerSettings
 from tests.support.service_records import ask_at

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from headrace.rpc.call_context import CallContext
+from headrace.rpc.server.call_context import CallContext
 from headrace_protos import headrace_pb2, headrace_pb2_grpc
 from headrace_transformer.generation.resume_ids import MAX_AGE_S, ResumeIds, identity_of
 from headrace_transformer.signing import Signer

@@ -13,7 +13,7 @@ from google.api.httpbody_pb2 import HttpBody
 
 from headrace.clients import ANYONE, CLIENT, POLICY, Client, Policy
 from headrace.errors import InvalidRequestError, NotFoundError, NotImplementedMethodError, OverloadedError
-from headrace.rpc.call_context import call_context
+from headrace.rpc.server.call_context import call_context
 from headrace_protos.rest_pb2 import ObjectRequest
 from headrace_transformer.batches import durable, lines, objects, results, runner, running, store
 from headrace_transformer.batches.servicer import BatchesServicer

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from headrace.errors import OverloadedError, TooLargeError
-from headrace.rpc import byte_budget
-from headrace.rpc.byte_budget import ByteBudget
+from headrace.rpc.limits import byte_budget
+from headrace.rpc.limits.byte_budget import ByteBudget
 from tests.waiting import until
 
 

@@ -8,7 +8,7 @@ import pytest
 from headrace.deadline import NO_DEADLINE, Deadline
 from headrace.errors import NotFoundError
 from headrace.payload.call import recorded
-from headrace.rpc.call_context import CallContext
+from headrace.rpc.server.call_context import CallContext
 
 
 class FakeRecording:

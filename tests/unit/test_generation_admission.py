@@ -8,7 +8,7 @@ import pytest
 
 from headrace.deadline import NO_DEADLINE, Deadline
 from headrace.errors import OverloadedError
-from headrace.rpc.call_context import CallContext
+from headrace.rpc.server.call_context import CallContext
 from headrace.sampling import ContextLimits
 from headrace_transformer.generation.admission import Admission
 from headrace_transformer.generation.chunks import TextChunk

@@ -6,7 +6,7 @@ import pytest
 
 from headrace.deadline import NO_DEADLINE, Deadline
 from headrace.errors import HopBrokenError, InvalidRequestError, OverloadedError
-from headrace.rpc.call_context import CallContext
+from headrace.rpc.server.call_context import CallContext
 from headrace_transformer.generation.chunks import TextChunk
 from headrace_transformer.generation.requests import TextRequest
 from headrace_transformer.generation.resume_ids import ResumePoint

@@ -2,9 +2,9 @@
 
 import pytest
 
-from headrace.rpc.handlers import CallInterceptor
 from headrace.rpc.http2.methods import HttpMethod, MethodTable
 from headrace.rpc.http2.request import read_head
+from headrace.rpc.server.handlers import CallInterceptor
 
 
 async def _behaviour(request, context):

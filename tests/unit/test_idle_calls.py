@@ -4,8 +4,8 @@ import random
 from collections import Counter
 
 from headrace.errors import OverloadedError
-from headrace.rpc.byte_budget import ByteBudget
-from headrace.rpc.idle_calls import IdleCalls
+from headrace.rpc.limits.byte_budget import ByteBudget
+from headrace.rpc.limits.idle_calls import IdleCalls
 from tests.waiting import until
 
 MOST, MOST_OF_ONE = 12, 4

@@ -15,7 +15,7 @@ from headrace.errors import (
     OverloadedError,
     StartupError,
 )
-from headrace.rpc.call_context import CallContext, ServedModel
+from headrace.rpc.server.call_context import CallContext, ServedModel
 from headrace.watched_file import replace_file
 from headrace_transformer.models.models import RelayedModel, TextModel
 from headrace_transformer.predictors.replicas import LOADING, READY, UNAVAILABLE, ModelState

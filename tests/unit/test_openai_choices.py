@@ -6,7 +6,7 @@ from contextlib import aclosing
 import pytest
 
 from headrace.errors import InvalidRequestError
-from headrace.rpc.call_context import CallContext
+from headrace.rpc.server.call_context import CallContext
 from headrace_transformer.frontends.openai.choices import choice_seed, choices_of, generate_all
 from headrace_transformer.generation.chunks import TextChunk
 from headrace_transformer.generation.requests import TextRequest

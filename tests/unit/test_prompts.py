@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from headrace.errors import ContextLengthError, InvalidRequestError
-from headrace.rpc.call_context import CallContext
+from headrace.rpc.server.call_context import CallContext
 from headrace.sampling import ContextLimits
 from headrace_transformer.generation.prompts import Prompts, kept_tokens, rendered
 from headrace_transformer.generation.requests import TextRequest

@@ -3,7 +3,7 @@
 import pytest
 
 from headrace.errors import DeadlineError, NotReadyError
-from headrace.rpc.call_context import CallContext
+from headrace.rpc.server.call_context import CallContext
 from headrace.sampling import SamplingParameters
 from headrace_protos.headrace_pb2 import PayloadChunk, PayloadRecord
 from headrace_transformer.generation.recorded_tokens import RecordedTokens

@@ -6,7 +6,7 @@ import orjson
 import pytest
 
 from headrace.errors import InvalidRequestError
-from headrace.rpc.call_context import CallContext
+from headrace.rpc.server.call_context import CallContext
 from headrace_protos.headrace_pb2 import PayloadRecord
 from headrace_transformer.frontends.openai.requests import parse, parse_large
 from headrace_transformer.frontends.responses import stored

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from headrace.errors import GoneError, InvalidRequestError
-from headrace.rpc.call_context import CallContext
+from headrace.rpc.server.call_context import CallContext
 from headrace_transformer.generation import resume_ids
 from headrace_transformer.generation.resume_ids import MAX_AGE_S, ResumeIds, ResumePoint, checksum, identity_of
 from headrace_transformer.signing import Signer, signer_of

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from headrace.rpc import watchdog
-from headrace.rpc.watchdog import Watchdog
+from headrace.rpc.server import watchdog
+from headrace.rpc.server.watchdog import Watchdog
 from tests.waiting import until
 
 

@@ -6,7 +6,7 @@ import pytest
 from google.protobuf.message import DecodeError
 
 from headrace.errors import InvalidRequestError
-from headrace.rpc.wire_limits import MAX_FIELDS, MAX_PACKED_BYTES, Walk, schema_of
+from headrace.rpc.limits.wire_limits import MAX_FIELDS, MAX_PACKED_BYTES, Walk, schema_of
 from headrace_protos import headrace_pb2, inference_pb2
 
 INFER = schema_of(inference_pb2.ModelInferRequest.DESCRIPTOR)

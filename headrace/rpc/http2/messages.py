@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from h2.exceptions import ProtocolError
 
-from headrace.rpc.byte_budget import MAX_MESSAGE_BYTES
+from headrace.rpc.limits.byte_budget import MAX_MESSAGE_BYTES
 
 _PREFIX = struct.Struct(">BL")
 

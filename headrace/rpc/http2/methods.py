@@ -1,7 +1,7 @@
 """The methods of an HTTP server, by their path.
 
 A method has a handler like those of gRPC: it takes a request and a context and yields bodies. So telemetry, admission
-and error mapping (headrace/rpc/handlers.py) are the same for both.
+and error mapping (headrace/rpc/server/handlers.py) are the same for both.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import grpc
 from google.api.httpbody_pb2 import HttpBody
 
 from headrace.errors import HeadraceError
-from headrace.rpc.handlers import CallInterceptor, Context, Handler, ServedMethod
-from headrace.rpc.request_reading import RequestReading
+from headrace.rpc.limits.request_reading import RequestReading
+from headrace.rpc.server.handlers import CallInterceptor, Context, Handler, ServedMethod
 
 Behaviour = Callable[[Any, Context], AsyncGenerator[HttpBody, None]]
 ErrorBody = Callable[[HeadraceError], bytes]  # The JSON of an error before the first byte of an answer.

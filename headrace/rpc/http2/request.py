@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from headrace.errors import TooLargeError
-from headrace.rpc.byte_budget import MAX_MESSAGE_BYTES
+from headrace.rpc.limits.byte_budget import MAX_MESSAGE_BYTES
 
 _TIMEOUT = "grpc-timeout"
 _UNIT_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}

@@ -13,13 +13,13 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 
 from headrace.errors import StartupError
-from headrace.rpc.handlers import CallInterceptor
 from headrace.rpc.http2.call import HttpCall, Terms
 from headrace.rpc.http2.connection import HttpConnection
 from headrace.rpc.http2.message_call import Behaviour, MessageCall
 from headrace.rpc.http2.methods import ErrorBody, HttpMethod, MethodTable
 from headrace.rpc.http2.served_call import ServedCall
-from headrace.rpc.listeners import reserved
+from headrace.rpc.server.handlers import CallInterceptor
+from headrace.rpc.server.listeners import reserved
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Awaitable
 
 from headrace.errors import NotReadyError
-from headrace.rpc.server import Server
-from headrace.rpc.service import run_service
+from headrace.rpc.server.server import Server
+from headrace.rpc.server.service import run_service
 from headrace_logger.gateway_calls import GatewayCalls
 from headrace_logger.servicer import PAYLOAD_LOG, PayloadIngestServicer, PayloadLogServicer
 from headrace_logger.settings import LoggerSettings

@@ -19,9 +19,9 @@ import grpc
 
 from headrace.clients import client_of
 from headrace.errors import ForbiddenError, InvalidRequestError, NotFoundError
-from headrace.rpc.admission import head_of_call
-from headrace.rpc.handlers import Context, Handler
-from headrace.rpc.rest_streams import errors_in_band
+from headrace.rpc.limits.admission import head_of_call
+from headrace.rpc.server.handlers import Context, Handler
+from headrace.rpc.server.rest_streams import errors_in_band
 from headrace_logger.store.filters import Filters
 from headrace_logger.store.readers import Readers, caller_of
 from headrace_logger.store.store import Store

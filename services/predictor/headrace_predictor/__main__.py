@@ -7,8 +7,8 @@ from functools import partial
 
 from headrace.payload.metrics import observe_tap
 from headrace.payload.tap import PayloadTap
-from headrace.rpc.server import READY, Server
-from headrace.rpc.service import run_service
+from headrace.rpc.server.server import READY, Server
+from headrace.rpc.server.service import run_service
 from headrace_predictor.engine_process.engine_host import EngineHost
 from headrace_predictor.settings import PredictorSettings
 from headrace_protos.inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server

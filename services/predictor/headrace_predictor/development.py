@@ -13,8 +13,8 @@ import signal
 import grpc
 
 from headrace.errors import NotFoundError
-from headrace.rpc.development import check_requested
-from headrace.rpc.handlers import Context
+from headrace.rpc.server.development import check_requested
+from headrace.rpc.server.handlers import Context
 from headrace_predictor.repository.repository import ModelRepository
 from headrace_protos import headrace_pb2 as pb
 from headrace_protos import headrace_pb2_grpc

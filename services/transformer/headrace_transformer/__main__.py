@@ -8,12 +8,12 @@ from functools import partial
 
 from headrace.payload.metrics import observe_tap
 from headrace.payload.tap import PayloadTap
-from headrace.rpc.channel import open_channel
-from headrace.rpc.health import watch_serving
+from headrace.rpc.client.channel import open_channel
 from headrace.rpc.http2.server import HttpServer
-from headrace.rpc.server import READY, Server
-from headrace.rpc.service import run_service
-from headrace.rpc.threads import run_in_daemon_thread
+from headrace.rpc.server.health import watch_serving
+from headrace.rpc.server.server import READY, Server
+from headrace.rpc.server.service import run_service
+from headrace.rpc.server.threads import run_in_daemon_thread
 from headrace_protos import rest_pb2_grpc
 from headrace_protos.headrace_pb2_grpc import PayloadLogStub, add_TextGenerationServicer_to_server
 from headrace_transformer.frontends.grpc import development

@@ -12,7 +12,7 @@ from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
 from headrace.errors import StartupError
-from headrace.rpc.server import Server
+from headrace.rpc.server.server import Server
 from headrace_logger.settings import LoggerSettings
 from headrace_logger.store.store import Store
 

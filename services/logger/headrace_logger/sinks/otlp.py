@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
-from headrace.rpc.channel import channel_options
+from headrace.rpc.client.channel import channel_options
 from headrace_logger.sinks.cloud_events import Event, RefusedError, TryAgainError, retry_after_s, without_credentials
 from headrace_logger.sinks.gen_ai import export_request, is_generation
 from headrace_protos.headrace_pb2 import PayloadRecord

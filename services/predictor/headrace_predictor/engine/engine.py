@@ -30,7 +30,7 @@ import torch
 from headrace.errors import HeadraceError, HopBrokenError, InvalidRequestError, NotReadyError
 from headrace.grammars import PARAMETER
 from headrace.models.generation_config import GenerationRules
-from headrace.rpc.watchdog import Watchdog, dump_tracebacks
+from headrace.rpc.server.watchdog import Watchdog, dump_tracebacks
 from headrace_predictor.engine.ending import Ending
 from headrace_predictor.engine.grammar.compiler import GrammarCompiler
 from headrace_predictor.engine.interface import (

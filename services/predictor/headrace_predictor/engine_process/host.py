@@ -20,7 +20,7 @@ import sys
 from contextlib import suppress
 from typing import NoReturn
 
-from headrace.rpc.byte_budget import give_memory_back
+from headrace.rpc.limits.byte_budget import give_memory_back
 from headrace_predictor.engine_process.lineage import die_with
 from headrace_predictor.engine_process.resident_code import unmap_idle_code
 

@@ -22,7 +22,7 @@ from typing import NoReturn, Protocol
 import torch
 
 from headrace.errors import HeadraceError, StartupError
-from headrace.rpc.byte_budget import give_memory_back
+from headrace.rpc.limits.byte_budget import give_memory_back
 from headrace.sampling import SamplingParameters
 from headrace.telemetry.logs import set_up_logging
 from headrace_predictor.engine.engine import ContinuousBatchingEngine

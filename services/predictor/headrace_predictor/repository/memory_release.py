@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 
-from headrace.rpc.byte_budget import give_memory_back
+from headrace.rpc.limits.byte_budget import give_memory_back
 
 
 def release_memory() -> None:

@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 
 from headrace.deadline import Deadline
 from headrace.errors import DeadlineError, HeadraceError, HopBrokenError, NotReadyError, RequestFailedError
-from headrace.rpc.watchdog import Watchdog, dump_tracebacks
+from headrace.rpc.server.watchdog import Watchdog, dump_tracebacks
 from headrace_predictor.counts import Outcome, RequestCounts
 from headrace_predictor.engine.interface import EngineDeadError
 from headrace_predictor.tensor_models.batching import BatchQueue, Waiting

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import uvloop
 
 from headrace.errors import NotReadyError
-from headrace.rpc.watchdog import LoopWatchdog, dump_tracebacks
+from headrace.rpc.server.watchdog import LoopWatchdog, dump_tracebacks
 from headrace_predictor.tensor_models.mailbox import Mailbox
 
 logger = logging.getLogger(__name__)

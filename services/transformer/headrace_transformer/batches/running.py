@@ -28,7 +28,7 @@ from headrace.errors import (
     NotReadyError,
     OverloadedError,
 )
-from headrace.rpc.call_context import CallContext
+from headrace.rpc.server.call_context import CallContext
 from headrace_transformer.batches.line_calls import Method, answer_line, metadata_of
 from headrace_transformer.batches.lines import CheckedLines, Line, LineReader, check_lines
 from headrace_transformer.batches.objects import Batch, LineError, Status

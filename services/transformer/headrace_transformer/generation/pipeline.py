@@ -18,7 +18,7 @@ from headrace.grammars import PARAMETER
 from headrace.oip.prompt_logprobs import check_size
 from headrace.payload.call import begin
 from headrace.payload.tap import PayloadTap
-from headrace.rpc.call_context import CallContext
+from headrace.rpc.server.call_context import CallContext
 from headrace.sampling import SamplingParameters
 from headrace_transformer.generation.admission import Admission, AdmittedGeneration
 from headrace_transformer.generation.chunks import Assembler, TextChunk

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import InvalidRequestError
-from headrace.rpc.call_context import CallContext
+from headrace.rpc.server.call_context import CallContext
 from headrace_transformer.calls import check_bad_words, check_stop
 from headrace_transformer.generation.resume_ids import ResumePoint
 from headrace_transformer.text.tools import ToolUse

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headrace.errors import GoneError, InvalidRequestError
-from headrace.rpc.call_context import IDEMPOTENCY_KEY, CallContext
+from headrace.rpc.server.call_context import IDEMPOTENCY_KEY, CallContext
 from headrace_transformer.signing import Signer
 
 MAX_AGE_S = 300

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from headrace.clients import Client, Policy, account
-from headrace.rpc.call_context import CallContext
+from headrace.rpc.server.call_context import CallContext
 
 _LOWEST_WEIGHT = 0.001
 

@@ -17,8 +17,8 @@ from opentelemetry.metrics import Meter
 
 from headrace.deadline import DEADLINE_MARGIN_S
 from headrace.errors import HeadraceError
-from headrace.rpc.admission import error_of_call
-from headrace.rpc.call_context import CallContext
+from headrace.rpc.limits.admission import error_of_call
+from headrace.rpc.server.call_context import CallContext
 from headrace.telemetry.gathered import Gathered, counter, histogram
 from headrace.telemetry.identity import MODEL, PROTOCOL, protocol_of
 from headrace.telemetry.rpc import OTHER, mark_failure

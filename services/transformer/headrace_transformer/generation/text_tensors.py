@@ -28,7 +28,7 @@ from headrace.oip.declared_tensors import check_requested_outputs
 from headrace.oip.model_description import FINGERPRINT, ModelDescription, TensorSpec
 from headrace.oip.parameters import read_sampling, set_parameters
 from headrace.oip.tensors import BYTES, Tensor, add_output, bytes_tensor, decode_inputs
-from headrace.rpc.call_context import CallContext
+from headrace.rpc.server.call_context import CallContext
 from headrace_protos import inference_pb2 as pb
 from headrace_transformer.generation.chunks import TextChunk
 from headrace_transformer.generation.requests import TextRequest

@@ -20,7 +20,7 @@ from headrace.oip.row_outputs import POOLING_MASK, TOKEN_TYPE_IDS, Vector
 from headrace.oip.tensors import Tensor, add_input, decode_outputs
 from headrace.payload.call import recorded
 from headrace.payload.tap import PayloadTap
-from headrace.rpc.call_context import CallContext
+from headrace.rpc.server.call_context import CallContext
 from headrace_protos import inference_pb2
 from headrace_protos.headrace_pb2 import Usage
 from headrace_transformer.generation.recording import MAX_RECORDED_CHARACTERS, recorded_list

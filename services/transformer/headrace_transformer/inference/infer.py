@@ -16,7 +16,7 @@ from headrace.payload.call import recorded
 from headrace.payload.recording import Recording
 from headrace.payload.tap import PayloadTap
 from headrace.payload.tensors import answer_tensors, request_tensors, streamed_tensors
-from headrace.rpc.call_context import CallContext, check_request_id
+from headrace.rpc.server.call_context import CallContext, check_request_id
 from headrace_protos import inference_pb2 as pb
 from headrace_transformer.generation.chunks import joined
 from headrace_transformer.generation.pipeline import Pipeline

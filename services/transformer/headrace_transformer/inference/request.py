@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from headrace.errors import InvalidRequestError
 from headrace.oip.raw_contents import MAX_SCANNED_FIELDS, Contents, split
 from headrace.oip.wire_fields import fields
-from headrace.rpc.call_context import ServedModel
+from headrace.rpc.server.call_context import ServedModel
 from headrace_protos import inference_pb2 as pb
 
 # model_name, model_version, id, parameters.

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from headrace.errors import OverloadedError
 from headrace.fair_threads import FairThreads
-from headrace.rpc.admission import caller_of_call
+from headrace.rpc.limits.admission import caller_of_call
 
 T = TypeVar("T")
 

@@ -27,10 +27,10 @@ from headrace.errors import (
 from headrace.oip.joined_answers import JOINS_ANSWERS, separate
 from headrace.oip.wire_fields import fields
 from headrace.payload.call import RECORDED
-from headrace.rpc.channel import open_channel, open_plain_channel
-from headrace.rpc.client_interceptors import CallSpan
-from headrace.rpc.server import READY
-from headrace.rpc.unary_method import UnaryMethod
+from headrace.rpc.client.channel import open_channel, open_plain_channel
+from headrace.rpc.client.interceptors import CallSpan
+from headrace.rpc.client.unary_method import UnaryMethod
+from headrace.rpc.server.server import READY
 from headrace_protos import inference_pb2, inference_pb2_grpc
 from headrace_transformer.predictors.oip_call import ERRORS_AS_STATUS, OipCall
 from headrace_transformer.predictors.retries import Backoff

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 
 from headrace.deadline import Deadline
 from headrace.errors import DeadlineError
-from headrace.rpc.call_context import CallContext, first_token_timeout_s
+from headrace.rpc.server.call_context import CallContext, first_token_timeout_s
 
 _MARGIN_S = 0.01
 

@@ -14,7 +14,7 @@ from grpc import StatusCode
 
 from headrace.errors import HeadraceError
 from headrace.oip.prompt_logprobs import PromptLogprobs
-from headrace.rpc.client_interceptors import CallSpan
+from headrace.rpc.client.interceptors import CallSpan
 from headrace.step_errors import read_error
 from headrace_protos import steps_pb2 as pb
 from headrace_protos.headrace_pb2 import Usage

@@ -15,7 +15,7 @@ from headrace.oip.model_description import INPUT_IDS, OUTPUT_IDS
 from headrace.oip.parameters import read_sampling, set_parameters
 from headrace.oip.tensors import Tensor, add_input, decode_outputs, dtype_of
 from headrace.payload.call import RECORDED
-from headrace.rpc.client_interceptors import CallSpan
+from headrace.rpc.client.interceptors import CallSpan
 from headrace.sampling import RESTRICTIONS
 from headrace_protos import inference_pb2
 from headrace_protos.headrace_pb2 import Usage

@@ -13,7 +13,7 @@ from headrace.errors import (
     OtherWeightsError,
     OverloadedError,
 )
-from headrace.rpc.client_interceptors import CallSpan
+from headrace.rpc.client.interceptors import CallSpan
 from headrace_transformer.predictors.crashes import CrashCount, NextCall
 from headrace_transformer.predictors.tokens import Generation, TokenChunk
 

@@ -21,9 +21,9 @@ import grpc
 
 from headrace.deadline import Deadline
 from headrace.errors import HeadraceError, HopBrokenError, NotImplementedMethodError, NotReadyError
-from headrace.rpc.channel import open_channel
-from headrace.rpc.health import is_serving
-from headrace.rpc.server import READY as READY_NAME
+from headrace.rpc.client.channel import open_channel
+from headrace.rpc.server.health import is_serving
+from headrace.rpc.server.server import READY as READY_NAME
 from headrace_protos import inference_pb2 as pb
 from headrace_protos import inference_pb2_grpc
 from headrace_transformer.predictors.client import PROBE_TIMEOUT_S, PredictorClient, probe_errors

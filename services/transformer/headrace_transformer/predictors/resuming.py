@@ -42,7 +42,7 @@ from headrace.errors import (
     OverloadedError,
     RequestFailedError,
 )
-from headrace.rpc.client_interceptors import CallSpan, ClientSpans
+from headrace.rpc.client.interceptors import CallSpan, ClientSpans
 from headrace_transformer.predictors.answers import BrokenAnswerError
 from headrace_transformer.predictors.client import PredictorClient
 from headrace_transformer.predictors.crashes import CrashCount, NextCall, Quarantine, request_fingerprint

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.rpc.client_interceptors import CallSpan
+from headrace.rpc.client.interceptors import CallSpan
 from headrace.sampling import RESTRICTIONS, SamplingParameters
 from headrace_protos import steps_pb2 as pb
 from headrace_transformer.predictors.progress import Progress

@@ -33,7 +33,7 @@ from typing import Any, TypeVar, cast
 from headrace.deadline import NO_DEADLINE, Deadline
 from headrace.errors import HeadraceError, InvalidRequestError, OverloadedError, RequestFailedError, TooLargeError
 from headrace.fair_threads import FairThreads
-from headrace.rpc.admission import caller_of_call
+from headrace.rpc.limits.admission import caller_of_call
 
 SMALL_BYTES = 64 * 1024  # Parsed in a millisecond.
 LARGE_BYTES = 4 * 1024 * 1024

@@ -85,7 +85,7 @@ def lower_priority(niceness: int) -> None:
 
 
 def _is_large() -> bool:
-    from headrace.rpc.unfinished_messages import resident_bytes
+    from headrace.rpc.limits.unfinished_messages import resident_bytes
 
     # The most that it ever had is cheaper to ask for than what it has.
     if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 <= _LEFT_LARGE:

@@ -25,8 +25,8 @@ from headrace.errors import (
     NotReadyError,
     OverloadedError,
 )
-from headrace.rpc.admission import head_of_call
-from headrace.rpc.call_context import IDEMPOTENCY_KEY, CallContext, Routed, ServedModel
+from headrace.rpc.limits.admission import head_of_call
+from headrace.rpc.server.call_context import IDEMPOTENCY_KEY, CallContext, Routed, ServedModel
 from headrace.telemetry.identity import MODEL, as_metadata
 from headrace.watched_file import WatchedFile
 from headrace_transformer.models.catalogue import Catalogue

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from headrace.rpc.call_context import ServedModel
+from headrace.rpc.server.call_context import ServedModel
 from headrace.validation import first_fault
 from headrace.watched_file import load_yaml
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import grpc
 
 from headrace.errors import HeadraceError, NotFoundError
-from headrace.rpc.development import REQUESTED, SERVICE, check_requested
-from headrace.rpc.handlers import Context
+from headrace.rpc.server.development import REQUESTED, SERVICE, check_requested
+from headrace.rpc.server.handlers import Context
 from headrace_protos import headrace_pb2 as pb
 from headrace_protos import headrace_pb2_grpc
 from headrace_transformer.predictors.replicas import Replicas

@@ -14,7 +14,7 @@ import orjson
 from headrace.errors import InvalidRequestError
 from headrace.models.sentence_files import SentenceFiles
 from headrace.oip.row_outputs import EMBEDDING, Vector
-from headrace.rpc.call_context import CallContext
+from headrace.rpc.server.call_context import CallContext
 from headrace_transformer.frontends.openai.text_requests import EmbeddingsRequest
 from headrace_transformer.inference.encoder_calls import EncoderCalls, Request
 from headrace_transformer.inference.rows import Row, RowReader

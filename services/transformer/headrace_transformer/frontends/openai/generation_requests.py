@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from headrace.errors import InvalidRequestError
-from headrace.rpc.call_context import CallContext
+from headrace.rpc.server.call_context import CallContext
 from headrace.sampling import MAX_TOP_LOGPROBS, SamplingParameters
 from headrace_transformer.frontends.openai.chat_prompts import ChatPromptRequest, Message
 from headrace_transformer.frontends.openai.errors import UnsupportedFieldError

@@ -10,7 +10,7 @@ from headrace.clients import Client
 from headrace.errors import InvalidRequestError, NotFoundError, NotReadyError
 from headrace.oip.model_description import FINGERPRINT
 from headrace.oip.row_outputs import EMBEDDING
-from headrace.rpc.call_context import CallContext
+from headrace.rpc.server.call_context import CallContext
 from headrace_transformer.models.models import RelayedModel, TextModel
 from headrace_transformer.routing.router import Router
 from headrace_transformer.text.tokenizer import TextTokenizer

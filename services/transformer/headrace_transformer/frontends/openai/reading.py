@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from google.api.httpbody_pb2 import HttpBody
 
-from headrace.rpc.call_context import CallContext
+from headrace.rpc.server.call_context import CallContext
 from headrace_transformer.frontends.openai.models import Kind, OpenAIModels
 from headrace_transformer.frontends.openai.requests import MAX_BODY_BYTES, RequestT, parse, parse_large
 from headrace_transformer.generation.pipeline import Pipeline

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from pydantic import field_validator
 
-from headrace.rpc.call_context import CallContext
+from headrace.rpc.server.call_context import CallContext
 from headrace.sampling import SamplingParameters
 from headrace_transformer.calls import check_bad_words, check_stop
 from headrace_transformer.frontends.openai.requests import OpenAIRequest

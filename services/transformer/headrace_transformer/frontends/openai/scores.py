@@ -15,7 +15,7 @@ import numpy as np
 
 from headrace.errors import InvalidRequestError
 from headrace.oip.row_outputs import EMBEDDING, LOGITS, Vector
-from headrace.rpc.call_context import CallContext
+from headrace.rpc.server.call_context import CallContext
 from headrace_transformer.frontends.openai.text_requests import ClassifyRequest, RerankRequest, ScoreRequest
 from headrace_transformer.inference.encoder_calls import EncoderCalls, Request
 from headrace_transformer.inference.rows import Row, RowReader

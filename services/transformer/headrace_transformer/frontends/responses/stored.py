@@ -18,7 +18,7 @@ from typing import Any
 
 from headrace.deadline import Deadline
 from headrace.errors import InvalidRequestError, NotFoundError
-from headrace.rpc.call_context import CallContext
+from headrace.rpc.server.call_context import CallContext
 from headrace_protos.headrace_pb2 import DeletePayloadsRequest, PayloadRecord, QueryPayloadsRequest
 from headrace_transformer.frontends.openai.tools import TemplateMessage, call_of, read_tools, template_message
 from headrace_transformer.frontends.responses.answers import ended, head_of, status_of

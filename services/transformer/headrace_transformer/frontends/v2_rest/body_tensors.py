@@ -18,7 +18,7 @@ from headrace.errors import InvalidRequestError
 from headrace.oip.json_text import load_object
 from headrace.oip.raw_contents import Contents
 from headrace.oip.tensors import BYTES, checked_shape, dtype_of
-from headrace.rpc.byte_budget import MAX_MESSAGE_BYTES
+from headrace.rpc.limits.byte_budget import MAX_MESSAGE_BYTES
 from headrace_protos import inference_pb2 as pb
 from headrace_transformer.frontends.v2_rest.json_tensors import tensor_of
 

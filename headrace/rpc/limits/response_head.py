@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from headrace.rpc.handlers import Context
+    from headrace.rpc.server.handlers import Context
 
 Pairs = tuple[tuple[str, str], ...]
 

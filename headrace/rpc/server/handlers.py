@@ -18,9 +18,9 @@ from grpc import StatusCode
 
 from headrace.deadline import DEADLINE_MARGIN_S
 from headrace.errors import HeadraceError, InvalidRequestError, NotImplementedMethodError, RequestFailedError
-from headrace.rpc.admission import Admission, Call
-from headrace.rpc.call_telemetry import CallTelemetry, ObservedCall
-from headrace.rpc.request_reading import RequestReading, RequestStream
+from headrace.rpc.limits.admission import Admission, Call
+from headrace.rpc.limits.request_reading import RequestReading, RequestStream
+from headrace.rpc.server.call_telemetry import CallTelemetry, ObservedCall
 from headrace.telemetry.identity import Metadata
 from headrace.telemetry.rpc import status_of
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import grpc
 
-from headrace.rpc.client_interceptors import error_client_interceptors, telemetry_client_interceptors
-from headrace.rpc.server import MESSAGE_OPTIONS
+from headrace.rpc.client.interceptors import error_client_interceptors, telemetry_client_interceptors
+from headrace.rpc.server.server import MESSAGE_OPTIONS
 
 _KEEPALIVE_S, _KEEPALIVE_TIMEOUT_S = 30.0, 10.0
 

@@ -7,7 +7,7 @@ gateway allows it no origin for this service (envoy/envoy.yaml), regardless of G
 from __future__ import annotations
 
 from headrace.errors import ForbiddenError
-from headrace.rpc.handlers import Context
+from headrace.rpc.server.handlers import Context
 
 SERVICE = "headrace.v1.Development"
 REQUESTED = ("x-headrace-development", "true")

@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.clients import Client, caller_of, client_of
 from headrace.errors import HeadraceError, NotReadyError, OverloadedError, UnauthenticatedError
-from headrace.rpc.byte_budget import COPIES, MAX_MESSAGE_BYTES, RETRY_AFTER_MS, SMALL_BYTES, ByteBudget
-from headrace.rpc.client_limits import ClientLimits
-from headrace.rpc.idle_calls import IdleCalls
-from headrace.rpc.response_head import Pairs, ResponseHead
+from headrace.rpc.limits.byte_budget import COPIES, MAX_MESSAGE_BYTES, RETRY_AFTER_MS, SMALL_BYTES, ByteBudget
+from headrace.rpc.limits.client_limits import ClientLimits
+from headrace.rpc.limits.idle_calls import IdleCalls
+from headrace.rpc.limits.response_head import Pairs, ResponseHead
 from headrace.telemetry.identity import Metadata
 
 if TYPE_CHECKING:
-    from headrace.rpc.handlers import Context
+    from headrace.rpc.server.handlers import Context
 
 FIRST_MESSAGE_S = 120.0
 _UNCOUNTED = ("/grpc.health.", "/grpc.reflection.")

@@ -16,9 +16,9 @@ from google.protobuf import descriptor_pool
 from google.protobuf.message import DecodeError
 
 from headrace.errors import InvalidRequestError
-from headrace.rpc.admission import Call, charge_of
-from headrace.rpc.byte_budget import SMALL_BYTES
-from headrace.rpc.wire_limits import MAX_FIELDS, Schema, Walk, schema_of
+from headrace.rpc.limits.admission import Call, charge_of
+from headrace.rpc.limits.byte_budget import SMALL_BYTES
+from headrace.rpc.limits.wire_limits import MAX_FIELDS, Schema, Walk, schema_of
 
 _FIELDS_AT_ONCE = 1024  # Counted in a millisecond.
 _walkers = ThreadPoolExecutor(1, thread_name_prefix="count-fields")

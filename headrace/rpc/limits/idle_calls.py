@@ -22,8 +22,8 @@ from operator import itemgetter
 from typing import Protocol
 
 from headrace.errors import DeadlineError, HeadraceError, OverloadedError
-from headrace.rpc.byte_budget import MAX_MESSAGE_BYTES, RETRY_AFTER_MS, ByteBudget
-from headrace.rpc.unfinished_messages import UnfinishedMessages
+from headrace.rpc.limits.byte_budget import MAX_MESSAGE_BYTES, RETRY_AFTER_MS, ByteBudget
+from headrace.rpc.limits.unfinished_messages import UnfinishedMessages
 
 _SWEEP_S = 1.0
 _LOOK_S = 0.05

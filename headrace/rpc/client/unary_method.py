@@ -12,7 +12,7 @@ import grpc
 from grpc import StatusCode
 
 from headrace.errors import from_rpc_error
-from headrace.rpc.client_interceptors import ClientSpans
+from headrace.rpc.client.interceptors import ClientSpans
 from headrace.telemetry.identity import carried_headers
 from headrace.telemetry.suppression import is_tracing_suppressed
 

@@ -24,15 +24,15 @@ from grpc_reflection.v1alpha import reflection as reflection_v1alpha
 from grpc_reflection.v1alpha import reflection_pb2 as reflection_v1alpha_pb2
 from grpc_reflection.v1alpha import reflection_pb2_grpc as reflection_v1alpha_grpc
 
-from headrace.rpc.admission import Admission
-from headrace.rpc.byte_budget import MAX_MESSAGE_BYTES, ByteBudget
-from headrace.rpc.call_telemetry import CallTelemetry
-from headrace.rpc.client_limits import ClientLimits
-from headrace.rpc.hand_over import RETIRE, report_listening
-from headrace.rpc.handlers import CallInterceptor
-from headrace.rpc.health import HealthServicer
-from headrace.rpc.listeners import Listeners
-from headrace.rpc.watchdog import LoopWatchdog
+from headrace.rpc.limits.admission import Admission
+from headrace.rpc.limits.byte_budget import MAX_MESSAGE_BYTES, ByteBudget
+from headrace.rpc.limits.client_limits import ClientLimits
+from headrace.rpc.server.call_telemetry import CallTelemetry
+from headrace.rpc.server.hand_over import RETIRE, report_listening
+from headrace.rpc.server.handlers import CallInterceptor
+from headrace.rpc.server.health import HealthServicer
+from headrace.rpc.server.listeners import Listeners
+from headrace.rpc.server.watchdog import LoopWatchdog
 from headrace.settings import ServiceSettings
 from headrace.telemetry.loop_lag import watch_loop_lag
 from headrace.telemetry.page import MetricsPage

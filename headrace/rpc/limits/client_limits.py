@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from headrace.clients import Client
 from headrace.errors import OverloadedError
-from headrace.rpc.by_client import ByClient
-from headrace.rpc.response_head import Pairs
+from headrace.rpc.limits.by_client import ByClient
+from headrace.rpc.limits.response_head import Pairs
 
 _SLOTS = 61  # Seconds, the one that has begun among them.
 _RETRY_AFTER_MS = 1000

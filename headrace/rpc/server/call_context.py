@@ -15,8 +15,8 @@ from typing import NamedTuple
 from headrace.clients import Client, client_of
 from headrace.deadline import NO_DEADLINE, Deadline
 from headrace.errors import InvalidRequestError
-from headrace.rpc.admission import call_metadata
-from headrace.rpc.handlers import Context
+from headrace.rpc.limits.admission import call_metadata
+from headrace.rpc.server.handlers import Context
 from headrace.telemetry.identity import REQUEST_ID_METADATA, set_request_id
 
 MAX_REQUEST_ID = 256

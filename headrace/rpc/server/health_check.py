@@ -1,4 +1,4 @@
-"""`python -m headrace.rpc.health_check PORT [NAME]`: exits 0 if the server on this machine reports SERVING, else 1.
+"""`python -m headrace.rpc.server.health_check PORT [NAME]`: exits 0 if the server on this machine is SERVING, else 1.
 
 A container's HEALTHCHECK runs it every few seconds beside a busy model, so it imports little: the messages of
 grpc.health.v1 are two bytes here instead of protobuf's stubs.

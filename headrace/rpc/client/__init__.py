@@ -1,0 +1,1 @@
+"""Calls to other hops: channels, their spans and errors, the caller's key."""

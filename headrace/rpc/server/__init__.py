@@ -1,0 +1,1 @@
+"""Serving calls: start, stop, telemetry, health, errors of every service."""
