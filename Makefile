@@ -138,8 +138,8 @@ check: $(DEV_DEPENDENCIES) ## format, lint, types, stub drift, settings page, En
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
-	@drift=$$(mktemp -d) && trap 'rm -rf $$drift' EXIT && protos/generate.sh $$drift \
-	  && diff -r --exclude=__init__.py --exclude=__pycache__ $$drift/headrace_protos headrace_protos \
+	@drift=$$(mktemp -d) && trap 'rm -rf $$drift' EXIT && headrace_protos/generate.sh $$drift \
+	  && diff -r --exclude={__init__.py,__pycache__,README.md,generate.sh,"*.proto"} $$drift/headrace_protos headrace_protos \
 	  && cmp $$drift/envoy/descriptors.pb envoy/descriptors.pb && echo "stubs: as generated"
 	$(VENV)/bin/python -m docs.generate_settings --check
 	@LUA_PATH="envoy/?.lua" $(VENV)/bin/envoy --mode validate --log-level error --config-yaml "$$(sed "s#/etc/envoy/#envoy/#" envoy/envoy.yaml)"
@@ -154,7 +154,7 @@ screenshots: $(DEV_DEPENDENCIES) ## take the pictures of docs/playground.md agai
 
 .PHONY: protos
 protos: $(DEV_DEPENDENCIES) ## regenerate stubs and Envoy's descriptor set
-	protos/generate.sh
+	headrace_protos/generate.sh
 
 .PHONY: models
 models: $(RUN_DEPENDENCIES) ## retrain the bundled models (about half an hour of one core)

@@ -1,7 +1,7 @@
 """The capacity of a predictor: tokens a second through engine and front, with a model that computes nothing.
 
 The predictor as `make up` starts it, with default settings except the number of running sequences, and a caller of
-its steps call (protos/steps.proto) that counts the tokens and submits a sequence for each that ends: prompts of 32
+its steps call (steps.proto) that counts the tokens and submits a sequence for each that ends: prompts of 32
 tokens, 64 tokens out, greedy. Engine, front and host have one core together, the caller has the others. `--model
 llama-10M` measures the same with that model, in bfloat16.
 

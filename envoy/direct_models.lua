@@ -8,7 +8,7 @@
 local watched_file = require("watched_file")
 
 local MAX_NAME_BYTES = 127 -- Longer ones have a length of two bytes.
-local MODEL_NAME = 0x0A -- Field 1, a string (protos/inference.proto).
+local MODEL_NAME = 0x0A -- Field 1, a string (headrace_protos/inference.proto).
 local FRAME_BYTES = 5 -- gRPC's own before a message: whether it is compressed, and its length.
 
 local listed_models = watched_file(os.getenv("DIRECT_MODELS"))

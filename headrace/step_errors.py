@@ -1,4 +1,4 @@
-"""A HeadraceError as a message between transformer and predictor (protos/steps.proto), and back."""
+"""A HeadraceError as a message between transformer and predictor (headrace_protos/steps.proto), and back."""
 
 from __future__ import annotations
 

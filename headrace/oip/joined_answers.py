@@ -1,7 +1,7 @@
 """Answers of a ModelStreamInfer call that are ready together, as one message from the predictor to the transformer.
 
 gRPC costs both services more for each message than a small answer takes otherwise. A caller that sends the metadata
-JOINS_ANSWERS can read JoinedAnswers (protos/stream_answers.proto) in the place of an answer; other callers get none.
+JOINS_ANSWERS can read JoinedAnswers (stream_answers.proto) in the place of an answer; other callers get none.
 Nothing waits to be joined: an answer that is alone goes alone, as does a large one.
 """
 

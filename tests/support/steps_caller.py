@@ -1,4 +1,4 @@
-"""A transformer's call to a predictor, protos/steps.proto, without the transformer."""
+"""A transformer's call to a predictor, headrace_protos/steps.proto, without the transformer."""
 
 import asyncio
 import json

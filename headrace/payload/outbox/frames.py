@@ -1,4 +1,4 @@
-"""Encodes parts of records as frames of the spool (protos/spool.proto), after the rules have redacted them.
+"""Encodes parts of records as frames of the spool (headrace_protos/spool.proto), after the rules have redacted them.
 
 On the writer thread. If a part cannot be encoded or redacted, the exception is raised: nothing of the part may reach
 the disk. Rules for answers must see the whole answer: with them a chunk's frame has only the offset, and the END has

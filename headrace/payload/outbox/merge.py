@@ -1,4 +1,4 @@
-"""Merges the frames of a spool, in order, to records; see protos/spool.proto. Pure: no I/O, no clock.
+"""Merges the frames of a spool, in order, to records; see headrace_protos/spool.proto. Pure: no I/O, no clock.
 
 An open record is kept as its concatenated serialized parts, because protobuf merges concatenated messages. It grows up
 to the size of a message: further chunks are left out.

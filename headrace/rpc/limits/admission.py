@@ -7,7 +7,7 @@ and reflection are not counted: a busy service is not a dead one.
 A call is idle while it waits for a message and has no request in flight; it does not count towards `max_calls`. Beyond
 `max_idle` in all, or `max_idle_of_one` of one caller, an idle call ends (idle_calls.py). It also ends after
 `idle_timeout_s`, or after FIRST_MESSAGE_S if its method takes one message. A health watch is idle as long as it lasts.
-The call of a transformer at its predictor (protos/steps.proto) is never idle.
+The call of a transformer at its predictor (headrace_protos/steps.proto) is never idle.
 """
 
 from __future__ import annotations

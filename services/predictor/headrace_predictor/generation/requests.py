@@ -1,4 +1,4 @@
-"""Converts OIP tensors and submissions (protos/steps.proto) to generation requests, and chunks to responses.
+"""Converts OIP tensors and submissions (headrace_protos/steps.proto) to generation requests, and chunks to responses.
 
 Inputs: `input_ids` INT64 or INT32, [N] or [1, N]; optional `output_ids` of the same types, tokens that were generated
 before. Sampling parameters are in `parameters`. Outputs of each response: `output_ids` INT32 [k]; on request `logprobs`

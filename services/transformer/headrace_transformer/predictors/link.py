@@ -1,4 +1,4 @@
-"""One long call to each predictor of ours, over which all generations of this process go: see protos/steps.proto.
+"""One long call to each predictor of ours, over which all generations of this process go: see steps.proto.
 
 A link is up from its first message on. When it breaks or is silent for too long, every call on it ends with
 PredictorLostError, which is treated as half a crash that the request may have caused (crashes.py). Exception: if it was

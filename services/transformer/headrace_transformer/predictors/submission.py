@@ -1,4 +1,4 @@
-"""What a predictor is asked to generate, as protos/steps.proto has it: the whole answer, or the rest of it. Pure."""
+"""What a predictor is asked to generate, as steps.proto has it: the whole answer, or the rest of it. Pure."""
 
 from __future__ import annotations
 

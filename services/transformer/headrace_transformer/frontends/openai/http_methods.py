@@ -53,7 +53,7 @@ def _empty(_: bytes) -> Empty:
     return Empty()
 
 
-# By the type of the request in protos/rest.proto: its parser, and whether it is the body.
+# By the type of the request in headrace_protos/rest.proto: its parser, and whether it is the body.
 _READING = {
     HttpBody.DESCRIPTOR.full_name: (_body, True),
     ModelRequest.DESCRIPTOR.full_name: (_model, False),
@@ -70,7 +70,7 @@ def error_body(error: HeadraceError) -> bytes:
 def http_methods(
     service: str, servicer: Any, shape: Callable[[HeadraceError], dict[str, Any]] = openai_error
 ) -> list[HttpMethod]:
-    """Every method of a service of protos/rest.proto; the model of a GET is in the path, or in the query's `model`.
+    """Every method of a service of rest.proto; the model of a GET is in the path, or in the query's `model`.
 
     `shape` makes the bodies of its errors.
     """
