@@ -15,11 +15,11 @@ from headrace_transformer.predictors import resolver
 from headrace_transformer.predictors.crashes import PredictorLostError
 from headrace_transformer.predictors.link_call import LinkCall
 from headrace_transformer.predictors.links import Links
-from headrace_transformer.predictors.tokens import Generation
 from tests.support.scripted_predictor import MODEL, ScriptedPredictor, falls_silent, holds_until, serving
 from tests.waiting import until
 
-GENERATION = Generation(MODEL, "r", [1, 2, 3], SamplingParameters(max_tokens=5, seed=1))
+SUBMISSION = pb.Submission(model=MODEL, request_id="r", prompt_ids=[1, 2, 3])
+SAMPLING = SamplingParameters(max_tokens=5, seed=1)
 
 
 @asynccontextmanager
@@ -47,7 +47,7 @@ def submission():
 
 def can_choose(links, fingerprint=""):
     try:
-        links.choose(GENERATION, fingerprint)
+        links.choose(SUBMISSION, fingerprint)
     except NotReadyError:
         return False
     return True
@@ -65,12 +65,12 @@ async def test_a_stream_is_resumed_only_at_a_predictor_with_its_weights(monkeypa
         assert links.can_resume(MODEL, "")
         assert [(link.name, link.address) for link in links.all] == [("predictor-0", first), ("predictor-1", second)]
         assert not links.can_resume(MODEL, "c")
-        assert (links.choose(GENERATION, "a").address, links.choose(GENERATION, "b").address) == (first, second)
+        assert (links.choose(SUBMISSION, "a").address, links.choose(SUBMISSION, "b").address) == (first, second)
         with pytest.raises(OtherWeightsError):
-            links.choose(GENERATION, "c")
+            links.choose(SUBMISSION, "c")
         one.has_model = False
         await until(lambda: not links.can_resume(MODEL, "a"))
-        assert {links.choose(GENERATION, "").address for _ in range(20)} == {second}
+        assert {links.choose(SUBMISSION, "").address for _ in range(20)} == {second}
         other.has_model = False
         await until(lambda: not can_choose(links))
 
@@ -86,7 +86,7 @@ async def test_links_follow_the_addresses_and_a_change_wakes_waiting_requests(mo
                 async with asyncio.timeout(10):
                     await changed.wait()
                 await until(lambda: can_choose(links))
-                assert links.choose(GENERATION, "").address == address
+                assert links.choose(SUBMISSION, "").address == address
                 assert [link.name for link in links.all] == ["predictor-0"]
             await until(lambda: not can_choose(links))
             known.clear()
@@ -103,15 +103,15 @@ async def test_a_predictor_of_a_higher_rank_gets_calls_while_none_of_a_lower_ran
     ):
         monkeypatch.setattr(links._resolver, "rank", lambda of: int(of == other))
         await until(lambda: links.listed == {address: 0, other: 1} and all(link.loads for link in links.all))
-        assert {links.choose(GENERATION, "").address for _ in range(20)} == {address}
+        assert {links.choose(SUBMISSION, "").address for _ in range(20)} == {address}
         first.has_model = False
-        await until(lambda: links.choose(GENERATION, "").address == other)
+        await until(lambda: links.choose(SUBMISSION, "").address == other)
         first.has_model = True
-        await until(lambda: links.choose(GENERATION, "").address == address)
+        await until(lambda: links.choose(SUBMISSION, "").address == address)
         # The records change places, with the same prompt.
         monkeypatch.setattr(links._resolver, "rank", lambda of: int(of == address))
         await until(lambda: links.listed == {address: 1, other: 0})
-        assert {links.choose(GENERATION, "").address for _ in range(20)} == {other}
+        assert {links.choose(SUBMISSION, "").address for _ in range(20)} == {other}
 
 
 async def test_a_predictor_whose_address_is_removed_gets_no_new_calls_and_its_link_ends_with_its_last(monkeypatch):
@@ -124,17 +124,17 @@ async def test_a_predictor_whose_address_is_removed_gets_no_new_calls_and_its_li
     ):
         await until(lambda: len([link for link in links.all if link.loads]) == 2)
         (link,) = (link for link in links.all if link.address == first)
-        call = LinkCall(GENERATION, None, CallSpan())
+        call = LinkCall(SUBMISSION, SAMPLING, CallSpan())
         link.submit(call, submission())
         await removed.wait_for_calls(1)
         known.remove(first)
         await until(lambda: call.is_leaving)
-        assert {links.choose(GENERATION, "").address for _ in range(20)} == {second}
+        assert {links.choose(SUBMISSION, "").address for _ in range(20)} == {second}
         # It comes back before its call has ended.
         known.append(first)
         await until(lambda: not call.is_leaving)
         others = [one for one in links.all if one is not link]
-        assert links.choose(GENERATION, "", besides=others) is link
+        assert links.choose(SUBMISSION, "", besides=others) is link
         known.remove(first)
         call.close()
         await until(lambda: [link.address for link in links.all] == [second])
@@ -143,7 +143,7 @@ async def test_a_predictor_whose_address_is_removed_gets_no_new_calls_and_its_li
         known.clear()
         last = links.all[0].listed_at
         await until(lambda: asyncio.get_running_loop().time() > last + 0.5)
-        assert links.choose(GENERATION, "").address == second
+        assert links.choose(SUBMISSION, "").address == second
 
 
 async def test_a_link_uses_the_port_that_its_predictor_tells(monkeypatch):
@@ -153,8 +153,8 @@ async def test_a_link_uses_the_port_that_its_predictor_tells(monkeypatch):
         async with links_at(monkeypatch, address) as (links, _):
             await until(lambda: can_choose(links))
             await until(lambda: (known.sessions, told.sessions) == (0, 1))
-            call = LinkCall(GENERATION, None, CallSpan())
-            links.choose(GENERATION, "").submit(call, submission())
+            call = LinkCall(SUBMISSION, SAMPLING, CallSpan())
+            links.choose(SUBMISSION, "").submit(call, submission())
             await told.wait_for_calls(1)
             assert [link.address for link in links.all] == [address]
         await until(lambda: told.sessions == 0)
@@ -166,8 +166,8 @@ async def test_a_link_stays_where_it_is_if_the_told_port_cannot_be_reached(monke
     predictor.own_port = 1
     async with serving(predictor) as address, links_at(monkeypatch, address) as (links, _):
         await until(lambda: can_choose(links))
-        call = LinkCall(GENERATION, None, CallSpan())
-        links.choose(GENERATION, "").submit(call, submission())
+        call = LinkCall(SUBMISSION, SAMPLING, CallSpan())
+        links.choose(SUBMISSION, "").submit(call, submission())
         await predictor.wait_for_calls(1)
         assert predictor.sessions == 1
     assert "cannot be reached at port 1" in caplog.text
@@ -195,7 +195,7 @@ async def test_an_unaccepted_call_is_to_blame_unless_its_predictor_had_hung_befo
     ):
         await until(lambda: can_choose(links))
         (link,) = links.all
-        suspect, later = (LinkCall(GENERATION, None, CallSpan()) for _ in range(2))
+        suspect, later = (LinkCall(SUBMISSION, SAMPLING, CallSpan()) for _ in range(2))
         link.submit(suspect, submission())
         await predictor.wait_for_calls(1)
         await until(lambda: loop.time() > link._heard_at + 0.6)
@@ -241,7 +241,7 @@ async def test_what_waits_to_be_sent_is_bounded_by_the_calls_in_flight(monkeypat
     async with links_at(monkeypatch, "127.0.0.1:1") as (links, _):
         await until(lambda: calls)
         (link,), (call,) = links.all, calls
-        first, cancelled, *others = (LinkCall(GENERATION, None, CallSpan()) for _ in range(5))
+        first, cancelled, *others = (LinkCall(SUBMISSION, SAMPLING, CallSpan()) for _ in range(5))
         link.submit(first, submission())
         await until(lambda: call.sent)
         for waiting in (cancelled, *others):
@@ -279,7 +279,7 @@ async def test_the_calls_of_a_link_that_is_closed_end(monkeypatch):
     async with serving(predictor) as address:
         async with links_at(monkeypatch, address) as (links, _):
             await until(lambda: can_choose(links))
-            call = LinkCall(GENERATION, None, CallSpan())
+            call = LinkCall(SUBMISSION, SAMPLING, CallSpan())
             links.all[0].submit(call, submission())
             await predictor.wait_for_calls(1)
         with pytest.raises(PredictorLostError):

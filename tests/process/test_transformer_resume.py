@@ -19,14 +19,16 @@ from headrace.errors import (
 )
 from headrace.rpc.server.call_context import CallContext
 from headrace.sampling import SamplingParameters
+from headrace_protos.steps_pb2 import Submission
 from headrace_transformer.predictors import link as link_module
 from headrace_transformer.predictors.answers import BrokenAnswerError
 from headrace_transformer.predictors.client import PredictorClient
+from headrace_transformer.predictors.descriptions import OURS
 from headrace_transformer.predictors.first_token import FirstToken
 from headrace_transformer.predictors.link import PredictorLink
 from headrace_transformer.predictors.links import Links
 from headrace_transformer.predictors.resuming import ResumingGenerator
-from headrace_transformer.predictors.tokens import Generation
+from headrace_transformer.predictors.submission import sampling_json
 from tests.support.scripted_predictor import (
     ANSWER,
     MODEL,
@@ -49,6 +51,12 @@ from tests.waiting import until
 SAMPLING = SamplingParameters(max_tokens=100, seed=7)
 
 
+def submission_of(prompt, sampling, **fields):
+    return Submission(
+        model=MODEL, request_id="r", prompt_ids=prompt, sampling=sampling_json(sampling), weight=1, **fields
+    )
+
+
 class Resuming:
     """A generator and the predictor that it calls."""
 
@@ -58,11 +66,15 @@ class Resuming:
         self.generator = ResumingGenerator(links, client)
         self.resumes = 0
 
-    async def chunks(self, prompt=(1, 2, 3), timeout_s=None, sampling=SAMPLING, first_token_ms=None, **fields):
-        generation = Generation(MODEL, "r", list(prompt), sampling, **fields)
+    async def chunks(
+        self, prompt=(1, 2, 3), timeout_s=None, sampling=SAMPLING, first_token_ms=None, dialect=None, **fields
+    ):
+        submission = submission_of(prompt, sampling, **fields)
         metadata = () if first_token_ms is None else (("x-first-token-timeout-ms", str(first_token_ms)),)
         first_token = FirstToken(CallContext("p", "r", metadata))
-        with closing(self.generator.open(generation, Deadline.after(timeout_s), first_token)) as tokens:
+        with closing(
+            self.generator.open(submission, sampling, Deadline.after(timeout_s), first_token, dialect=dialect)
+        ) as tokens:
             async with first_token.in_time():
                 chunk = await tokens.read()
             while True:
@@ -611,18 +623,18 @@ async def test_a_caller_that_leaves_during_its_isolated_turn_gives_it_back():
 
 async def test_a_predictor_that_cannot_resume_is_called_again_only_before_the_first_token():
     async with resuming(breaks()) as r:
-        check_whole(await r.generate(resumes=False))
+        check_whole(await r.generate(dialect=OURS))
         assert len(r.predictor.calls) == 2
     async with resuming(breaks(1)) as r:
         with pytest.raises(HopBrokenError):
-            await r.generate(resumes=False)
+            await r.generate(dialect=OURS)
         assert len(r.predictor.calls) == 1
 
 
 async def test_a_predictor_that_cannot_isolate_is_not_called_a_third_time():
     async with resuming(breaks(), breaks()) as r:
         with pytest.raises(HopBrokenError):
-            await r.generate(resumes=False)
+            await r.generate(dialect=OURS)
         assert len(r.predictor.calls) == 2
 
 
@@ -630,7 +642,7 @@ async def test_a_foreign_predictor_may_be_silent():
     released = asyncio.Event()
     async with resuming(holds_until(released), silence_limit_s=0.1) as r:
         asyncio.get_running_loop().call_later(0.5, released.set)
-        check_whole(await r.generate(resumes=False))
+        check_whole(await r.generate(dialect=OURS))
         assert len(r.predictor.calls) == 1
 
 
@@ -767,7 +779,7 @@ async def test_an_answer_catches_up_at_a_predictor_with_room_even_if_its_prompt_
             other.has_model = True
         await until(lambda: sum(bool(link.loads) for link in links.all) == 3)
         busy = [link for link in links.all if not link.is_idle]
-        preferred = links.choose(Generation(MODEL, "r", list(prompt), HEDGED), "a", busy)
+        preferred = links.choose(submission_of(prompt, HEDGED), "a", besides=busy)
         monkeypatch.setattr(PredictorLink, "can_catch_up", property(lambda link: link is not preferred))
         dies.set()
         await until(lambda: sum(len(predictor.calls) for predictor in predictors) == 3)

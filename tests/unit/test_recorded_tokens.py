@@ -6,10 +6,11 @@ from headrace.errors import DeadlineError, NotReadyError
 from headrace.rpc.server.call_context import CallContext
 from headrace.sampling import SamplingParameters
 from headrace_protos.headrace_pb2 import PayloadChunk, PayloadRecord
+from headrace_protos.steps_pb2 import Submission
 from headrace_transformer.generation.recorded_tokens import RecordedTokens
-from headrace_transformer.generation.requests import TextRequest
+from headrace_transformer.generation.requests import PreparedGeneration, TextRequest
 from headrace_transformer.generation.resume_ids import ResumePoint, checksum
-from headrace_transformer.predictors.tokens import Generation
+from headrace_transformer.predictors.descriptions import Dialect
 
 IDS, PROMPT, WEIGHTS = [5, 6, 7, 8, 9], [1, 2, 3], "0" * 32
 
@@ -38,7 +39,9 @@ def record(ids=IDS, prompt=PROMPT, weights=WEIGHTS, has_logprobs=False):
 async def find(log, tokens=3, stage="", resumes=True, client="", **sampling):
     point = ResumePoint(WEIGHTS, tokens, checksum(IDS[:tokens]), stage)
     call = CallContext("", "r", (("x-headrace-client", client),) if client else ())
-    generation = Generation("m", "r", PROMPT, SamplingParameters(**sampling), resumes=resumes)
+    generation = PreparedGeneration(
+        Submission(), PROMPT, SamplingParameters(**sampling), None if resumes else Dialect()
+    )
     return await RecordedTokens(log).find(TextRequest(call, "m", resume=point), generation)
 
 

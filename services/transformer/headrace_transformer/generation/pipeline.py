@@ -20,6 +20,7 @@ from headrace.payload.call import begin
 from headrace.payload.tap import PayloadTap
 from headrace.rpc.server.call_context import CallContext
 from headrace.sampling import SamplingParameters
+from headrace_protos.steps_pb2 import Submission
 from headrace_transformer.generation.admission import Admission, AdmittedGeneration
 from headrace_transformer.generation.chunks import Assembler, TextChunk
 from headrace_transformer.generation.grammars import GrammarChecks
@@ -27,7 +28,7 @@ from headrace_transformer.generation.prompts import Prompts
 from headrace_transformer.generation.recorded_tokens import RecordedTokens
 from headrace_transformer.generation.recording import recorded_generation
 from headrace_transformer.generation.repeating import RepeatedTokens
-from headrace_transformer.generation.requests import TextRequest
+from headrace_transformer.generation.requests import PreparedGeneration, TextRequest
 from headrace_transformer.generation.resume_ids import ResumePoint
 from headrace_transformer.generation.shares import account_of
 from headrace_transformer.generation.telemetry import GenerationTelemetry
@@ -36,7 +37,8 @@ from headrace_transformer.generation.tool_use import formed, parser_of
 from headrace_transformer.models.models import TextModel
 from headrace_transformer.predictors.first_token import FirstToken
 from headrace_transformer.predictors.resuming import ResumingGenerator, TokenStream
-from headrace_transformer.predictors.tokens import Generation, TokenChunk
+from headrace_transformer.predictors.submission import sampling_json
+from headrace_transformer.predictors.tokens import TokenChunk
 from headrace_transformer.processes.body_processes import BodyProcesses
 from headrace_transformer.routing.router import Router
 from headrace_transformer.signing import Signer
@@ -163,23 +165,25 @@ class Pipeline:
         return Begun(generation, admitted, reservation, prompt_tokens > 0, tokens, assembler, first)
 
     async def _opened(
-        self, request: TextRequest, generation: Generation, first_token: FirstToken, held: ExitStack
+        self, request: TextRequest, generation: PreparedGeneration, first_token: FirstToken, held: ExitStack
     ) -> TokenStream | RepeatedTokens:
         """The tokens of a generation, those among them that the client has already."""
         call, resume = request.call, request.resume
-        wait_s = self._router.wait_s(request.model, call)
-        if resume is None:
-            return held.enter_context(closing(self._generator.open(generation, call.deadline, first_token, wait_s)))
         known = None if self._recorded is None else await self._recorded.find(request, generation)
-        output_ids = () if known is None else known.token_ids
-        tokens = held.enter_context(
-            closing(
-                self._generator.open(generation, call.deadline, first_token, wait_s, resume.fingerprint, output_ids)
-            )
+        tokens = self._generator.open(
+            generation.submission,
+            generation.sampling,
+            call.deadline,
+            first_token,
+            dialect=generation.dialect,
+            start_wait_s=self._router.wait_s(request.model, call),
+            fingerprint="" if resume is None else resume.fingerprint,
+            output_ids=() if known is None else known.token_ids,
         )
-        return RepeatedTokens(tokens, resume, known)
+        held.enter_context(closing(tokens))
+        return tokens if resume is None else RepeatedTokens(tokens, resume, known)
 
-    async def _prepared(self, request: TextRequest, model: TextModel) -> Generation:
+    async def _prepared(self, request: TextRequest, model: TextModel) -> PreparedGeneration:
         """The generation to request from the predictors; raises InvalidRequestError, ContextLengthError."""
         sampling = model.defaults.changed(request.sampling)
         if request.bad_words:
@@ -203,22 +207,21 @@ class Pipeline:
         if request.cuts_max_tokens and sampling.max_tokens is not None:
             sampling = sampling.changed({"max_tokens": min(sampling.max_tokens, max(room, 1))})
         account = account_of(request.call)
-        return Generation(
-            model.name,
-            request.call.request_id,
-            prompt_ids,
-            sampling.resolved(
-                room,
-                request.default_max_tokens or model.limits.default_tokens(len(prompt_ids)),
-                request.default_seed,
-            ),
-            model.dialect,
-            model.resumes,
-            request.prompt_logprobs,
-            account.name,
-            account.policy.weight,
-            request.resume.tokens if request.resume else 0,
+        sampling = sampling.resolved(
+            room, request.default_max_tokens or model.limits.default_tokens(len(prompt_ids)), request.default_seed
         )
+        submission = Submission(
+            model=model.name,
+            request_id=request.call.request_id,
+            prompt_ids=prompt_ids,
+            sampling=sampling_json(sampling),
+            prompt_logprobs=request.prompt_logprobs,
+            client=account.name,
+            weight=account.policy.weight,
+            # The client has these tokens already: they have no pace.
+            paced_after=request.resume.tokens if request.resume else 0,
+        )
+        return PreparedGeneration(submission, prompt_ids, sampling, None if model.resumes else model.dialect)
 
     async def _formed(
         self, request: TextRequest, model: TextModel, sampling: SamplingParameters, prompt_ids: Sequence[int]
@@ -250,7 +253,7 @@ class Pipeline:
         """How a model writes calls and reasoning."""
         return self._syntaxes.of(model.name, model.tokenizer.answer_syntax)
 
-    def _assembler(self, request: TextRequest, model: TextModel, generation: Generation) -> Assembler:
+    def _assembler(self, request: TextRequest, model: TextModel, generation: PreparedGeneration) -> Assembler:
         follows = [] if model.limits.is_encoder_decoder else generation.prompt_ids
         sampling, decoder = generation.sampling, model.tokenizer.decoder
         parser: AnswerParser | None = None
@@ -271,7 +274,7 @@ class Pipeline:
 class Begun(NamedTuple):
     """An answer whose first tokens have arrived."""
 
-    generation: Generation
+    generation: PreparedGeneration
     admitted: AdmittedGeneration
     reservation: Reservation
     counts_prompt: bool

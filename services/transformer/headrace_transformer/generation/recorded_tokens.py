@@ -13,9 +13,9 @@ from typing import Any
 
 from headrace.errors import HeadraceError
 from headrace_protos.headrace_pb2 import PayloadRecord, QueryPayloadsRequest
-from headrace_transformer.generation.requests import TextRequest
+from headrace_transformer.generation.requests import PreparedGeneration, TextRequest
 from headrace_transformer.generation.resume_ids import ResumePoint, checksum
-from headrace_transformer.predictors.tokens import Generation, TokenChunk
+from headrace_transformer.predictors.tokens import TokenChunk
 
 logger = logging.getLogger(__name__)
 
@@ -29,11 +29,11 @@ class RecordedTokens:
     def __init__(self, log: Any) -> None:
         self._log = log
 
-    async def find(self, request: TextRequest, generation: Generation) -> TokenChunk | None:
+    async def find(self, request: TextRequest, generation: PreparedGeneration) -> TokenChunk | None:
         """The tokens that the client has, None if the log does not have them or they do not suffice."""
         resume = request.resume
         # A complete answer has no next token, and the prompt's log probabilities are not on record.
-        if resume is None or resume.stage or not generation.resumes or request.prompt_logprobs is not None:
+        if resume is None or resume.stage or generation.dialect is not None or request.prompt_logprobs is not None:
             return None
         query = QueryPayloadsRequest(
             request_id=request.call.request_id, client=request.call.client.name or None, page_size=_MAX_RECORDS
@@ -48,7 +48,7 @@ class RecordedTokens:
         return None
 
 
-def _tokens_of(record: PayloadRecord, resume: ResumePoint, generation: Generation) -> TokenChunk | None:
+def _tokens_of(record: PayloadRecord, resume: ResumePoint, generation: PreparedGeneration) -> TokenChunk | None:
     token_ids: list[int] = []
     logprobs: list[float] = []
     for chunk in record.chunks:

@@ -20,8 +20,7 @@ from headrace.payload.recording import Recording
 from headrace.payload.tap import PayloadTap
 from headrace.sampling import MAX_STOP_TOKEN_IDS
 from headrace_transformer.generation.chunks import TextChunk
-from headrace_transformer.generation.requests import TextRequest
-from headrace_transformer.predictors.tokens import Generation
+from headrace_transformer.generation.requests import PreparedGeneration, TextRequest
 
 MAX_RECORDED_CHARACTERS = 1024 * 1024
 _MAX_IDS = 128 * 1024
@@ -48,7 +47,7 @@ class RecordedGeneration:
         """Records the model that a route chose."""
         self._recording.served_model = model
 
-    def begun(self, prompt_kind: str, generation: Generation) -> None:
+    def begun(self, prompt_kind: str, generation: PreparedGeneration) -> None:
         """Records what it takes to repeat the generation."""
         recording = self._recording
         recording.prompt_ids, recording.prompt_kind = generation.prompt_ids, prompt_kind

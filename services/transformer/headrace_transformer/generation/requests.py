@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace.errors import InvalidRequestError
 from headrace.rpc.server.call_context import CallContext
+from headrace.sampling import SamplingParameters
+from headrace_protos.steps_pb2 import Submission
 from headrace_transformer.calls import check_bad_words, check_stop
 from headrace_transformer.generation.resume_ids import ResumePoint
+from headrace_transformer.predictors.descriptions import Dialect
 from headrace_transformer.text.tools import ToolUse
 
 if TYPE_CHECKING:  # The processes of bodies need no tokenizer.
@@ -88,3 +91,12 @@ class TextRequest:
             raise InvalidRequestError("give one of a prompt, its ids and messages")
         if self.prompt == "":
             raise InvalidRequestError("the prompt is empty")
+
+
+class PreparedGeneration(NamedTuple):
+    """What the predictors are to generate; prompt and sampling also as objects. `dialect` as in ResumingGenerator."""
+
+    submission: Submission
+    prompt_ids: Sequence[int]
+    sampling: SamplingParameters
+    dialect: Dialect | None = None

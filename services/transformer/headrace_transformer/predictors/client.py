@@ -31,10 +31,11 @@ from headrace.rpc.client.channel import open_channel, open_plain_channel
 from headrace.rpc.client.interceptors import CallSpan
 from headrace.rpc.client.unary_method import UnaryMethod
 from headrace.rpc.server.server import READY
-from headrace_protos import inference_pb2, inference_pb2_grpc
+from headrace.sampling import SamplingParameters
+from headrace_protos import inference_pb2, inference_pb2_grpc, steps_pb2
+from headrace_transformer.predictors.descriptions import Dialect
 from headrace_transformer.predictors.oip_call import ERRORS_AS_STATUS, OipCall
 from headrace_transformer.predictors.retries import Backoff
-from headrace_transformer.predictors.tokens import Generation
 
 PROBE_TIMEOUT_S = 2.0
 
@@ -136,9 +137,16 @@ class PredictorClient:
         finally:
             call.cancel()
 
-    def generate(self, generation: Generation, deadline: Deadline, span: CallSpan) -> OipCall:
+    def generate(
+        self,
+        submission: steps_pb2.Submission,
+        sampling: SamplingParameters,
+        dialect: Dialect,
+        deadline: Deadline,
+        span: CallSpan,
+    ) -> OipCall:
         """Begins the call; `span` receives its span."""
-        return OipCall(self._stream, generation, deadline, span)
+        return OipCall(self._stream, submission, sampling, dialect, deadline, span)
 
 
 def _answers_of(message: bytes) -> Sequence[bytes]:

@@ -199,7 +199,7 @@ class PredictorLink:
         for number, token_id, engine_s in zip(step.numbers, step.token_ids, seconds, strict=True):
             # A number that is not known has been cancelled.
             if (call := calls.get(number)) is not None:
-                call.token_ids.append(token_id)
+                call.chunk.token_ids.append(token_id)
                 call.engine_s = engine_s
                 if call.waiter is not None:
                     call.wake_for_tokens()

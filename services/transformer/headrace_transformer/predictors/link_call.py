@@ -15,24 +15,24 @@ from grpc import StatusCode
 from headrace.errors import HeadraceError
 from headrace.oip.prompt_logprobs import PromptLogprobs
 from headrace.rpc.client.interceptors import CallSpan
+from headrace.sampling import SamplingParameters
 from headrace.step_errors import read_error
 from headrace_protos import steps_pb2 as pb
-from headrace_protos.headrace_pb2 import Usage
 from headrace_transformer.predictors.answers import BrokenAnswerError
-from headrace_transformer.predictors.tokens import Generation, TokenChunk
+from headrace_transformer.predictors.tokens import TokenChunk
 
 if TYPE_CHECKING:
     from headrace_transformer.predictors.link import PredictorLink
 
 
 class LinkCall:
-    """See the module. `scored`: the call's prompt_logprobs. `span` is the call's; it ends with the call."""
+    """See the module. `span` is the call's; it ends with the call."""
 
-    def __init__(self, generation: Generation, scored: int | None, span: CallSpan) -> None:
+    def __init__(self, submission: pb.Submission, sampling: SamplingParameters, span: CallSpan) -> None:
         self.link: PredictorLink | None = None
         self.number = 0
         self.submitted_at = 0.0  # By the event loop's clock.
-        self.token_ids: list[int] = []
+        self.chunk = TokenChunk()  # The tokens that are not read yet; the link adds them.
         self.engine_s = 0.0
         self.waiter: asyncio.Future[None] | None = None
         self.is_accepted = False
@@ -40,16 +40,12 @@ class LinkCall:
         self.runs_alone = False
         self.fingerprint = ""
         self._span = span
-        self._prompt_tokens = len(generation.prompt_ids)
-        self._scored = scored
-        self._chunk_tokens = self._wanted = generation.sampling.chunk_tokens
-        self._chunk_s = generation.sampling.chunk_ms / 1000
+        self._prompt_tokens = len(submission.prompt_ids)
+        self._scored = submission.prompt_logprobs if submission.HasField("prompt_logprobs") else None
+        self._chunk_tokens = self._wanted = sampling.chunk_tokens
+        self._chunk_s = sampling.chunk_ms / 1000
         self._hold: asyncio.TimerHandle | None = None
-        self._logprobs: list[float] = []
-        self._top: list[list[tuple[int, float]]] = []
-        self._prompt: PromptLogprobs | None = None
         self._cached_tokens: int | None = None
-        self._finish: tuple[str, Usage] | None = None
         self._error: HeadraceError | None = None
 
     @property
@@ -78,11 +74,12 @@ class LinkCall:
 
     def poll(self) -> TokenChunk | None:
         """What `read` would return at once, None if it would wait; raises the call's HeadraceError."""
-        if self._error is not None and not self.token_ids:
+        if self._error is not None and not self.chunk.token_ids:
             raise self._error
-        if len(self.token_ids) >= self._wanted or self._finish is not None or self._error is not None:
+        is_ended = self.chunk.finish_reason is not None or self._error is not None
+        if is_ended or len(self.chunk.token_ids) >= self._wanted:
             return self._taken()
-        if self.token_ids:
+        if self.chunk.token_ids:
             self._hold_tokens()
         return None
 
@@ -110,7 +107,7 @@ class LinkCall:
             if numbers != (places, places * self._scored, places * self._scored):
                 self.fail(BrokenAnswerError("the predictor's prompt_logprobs are not those asked for", hop="predictor"))
                 return
-            self._prompt = PromptLogprobs(
+            self.chunk.prompt = PromptLogprobs(
                 np.array(scores.chosen, np.float32),
                 np.array(scores.top_ids, np.int32).reshape(places, self._scored),
                 np.array(scores.top, np.float32).reshape(places, self._scored),
@@ -120,9 +117,9 @@ class LinkCall:
         if len(logprobs.top_ids) != len(logprobs.top):
             self.fail(BrokenAnswerError("the predictor's log probabilities are incomplete", hop="predictor"))
             return
-        self._logprobs.append(logprobs.chosen)
+        self.chunk.logprobs.append(logprobs.chosen)
         if logprobs.top_ids:
-            self._top.append(list(zip(logprobs.top_ids, logprobs.top, strict=True)))
+            self.chunk.top_logprobs.append(list(zip(logprobs.top_ids, logprobs.top, strict=True)))
 
     def run_alone(self) -> None:
         """The predictor computes nothing else until the next token."""
@@ -134,13 +131,13 @@ class LinkCall:
         if ended.HasField("error"):
             self.fail(read_error(ended.error))
             return
-        self._finish = ended.finish_reason, ended.usage
+        self.chunk.finish_reason, self.chunk.usage = ended.finish_reason, ended.usage
         self._span.end(StatusCode.OK)
         self.wake()
 
     def fail(self, error: HeadraceError) -> None:
         """Ends the call with an error, after the tokens that it already has; only the first end has an effect."""
-        if self._finish is None and self._error is None:
+        if self.chunk.finish_reason is None and self._error is None:
             self._error = error
             self._span.end(error.status)
             self.wake()
@@ -151,7 +148,7 @@ class LinkCall:
 
     def wake_for_tokens(self) -> None:
         """Wakes the reader if there are as many tokens as it waits for."""
-        if len(self.token_ids) >= self._wanted:
+        if len(self.chunk.token_ids) >= self._wanted:
             self.wake()
         else:
             self._hold_tokens()
@@ -171,21 +168,8 @@ class LinkCall:
             self._hold = None
 
     def _taken(self) -> TokenChunk:
-        chunk = TokenChunk(
-            self.token_ids,
-            self._logprobs,
-            self._top,
-            cached_tokens=self._cached_tokens,
-            fingerprint=self.fingerprint,
-            engine_s=self.engine_s,
-        )
-        self.token_ids = []
-        if chunk.logprobs:
-            self._logprobs, self._top = [], []
-        if self._prompt is not None:
-            chunk.prompt, self._prompt = self._prompt, None
-        if self._finish is not None:
-            chunk.finish_reason, chunk.usage = self._finish
+        chunk, self.chunk = self.chunk, TokenChunk()
+        chunk.cached_tokens, chunk.fingerprint, chunk.engine_s = self._cached_tokens, self.fingerprint, self.engine_s
         if self._hold is not None or self._wanted != self._chunk_tokens:
             self._release_hold()
             self._wanted = self._chunk_tokens

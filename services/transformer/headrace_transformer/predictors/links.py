@@ -10,10 +10,10 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import count
 
 from headrace.errors import NotReadyError, OtherWeightsError
+from headrace_protos.steps_pb2 import Submission
 from headrace_transformer.predictors.choosing import Candidate, choose, prefix_key
 from headrace_transformer.predictors.link import PredictorLink
 from headrace_transformer.predictors.resolver import Resolver
-from headrace_transformer.predictors.tokens import Generation
 
 _RESOLVE_INTERVAL_S = 1.0
 _UNLISTED_S = 10.0  # After which an address that its name has no more is treated as one of a predictor that leaves.
@@ -50,9 +50,13 @@ class Links:
         self.changed = asyncio.Event()
 
     def choose(
-        self, generation: Generation, fingerprint: str, besides: Collection[PredictorLink | None] = ()
+        self,
+        submission: Submission,
+        fingerprint: str,
+        cache_salt: str = "",
+        besides: Collection[PredictorLink | None] = (),
     ) -> PredictorLink:
-        """Chooses a link for the next call of `generation`.
+        """Chooses a link for the next call of a generation, whose cached prefixes have the salt.
 
         `fingerprint`: the weights that began its answer, "" before the first token. `besides`: links to leave out.
         Raises NotReadyError, or OtherWeightsError if the model is served with other weights only.
@@ -60,22 +64,22 @@ class Links:
         serving = [
             link
             for link in self._links.values()
-            if generation.model in link.loads and not link.is_leaving and link not in besides
+            if submission.model in link.loads and not link.is_leaving and link not in besides
         ]
         if not serving:
             are_up = any(link.loads for link in self._links.values())
-            what = f"has model {generation.model!r} ready" if are_up else "is ready"
+            what = f"has model {submission.model!r} ready" if are_up else "is ready"
             raise NotReadyError(f"no predictor {what}", hop="predictor")
         if fingerprint:
-            serving = [link for link in serving if link.loads[generation.model].fingerprint == fingerprint]
+            serving = [link for link in serving if link.loads[submission.model].fingerprint == fingerprint]
             if not serving:
                 raise OtherWeightsError("no predictor has the weights that began the answer", hop="predictor")
         first = min(link.rank for link in serving)
         serving = [link for link in serving if link.rank == first]
         if len(serving) == 1:
             return serving[0]
-        candidates = [Candidate(link.address, link.in_flight(generation.model)) for link in serving]
-        key = prefix_key(generation.model, generation.sampling.cache_salt, generation.prompt_ids, generation.client)
+        candidates = [Candidate(link.address, link.in_flight(submission.model)) for link in serving]
+        key = prefix_key(submission.model, cache_salt, submission.prompt_ids, submission.client)
         return serving[choose(candidates, key)]
 
     def can_resume(self, model: str, fingerprint: str) -> bool:

@@ -16,12 +16,12 @@ from headrace.oip.parameters import read_sampling, set_parameters
 from headrace.oip.tensors import Tensor, add_input, decode_outputs, dtype_of
 from headrace.payload.call import RECORDED
 from headrace.rpc.client.interceptors import CallSpan
-from headrace.sampling import RESTRICTIONS
-from headrace_protos import inference_pb2
+from headrace.sampling import RESTRICTIONS, SamplingParameters
+from headrace_protos import inference_pb2, steps_pb2
 from headrace_protos.headrace_pb2 import Usage
 from headrace_transformer.predictors.answers import numbers_of, predictor_answers
 from headrace_transformer.predictors.descriptions import Dialect
-from headrace_transformer.predictors.tokens import Generation, TokenChunk
+from headrace_transformer.predictors.tokens import TokenChunk
 
 # Triton's own switch: an error ends the call with its status, not with a text inside the stream.
 ERRORS_AS_STATUS = ("triton_grpc_error", "true")
@@ -41,20 +41,23 @@ class OipCall:
         stream: grpc.aio.UnaryStreamMultiCallable[
             inference_pb2.ModelInferRequest, inference_pb2.ModelStreamInferResponse
         ],
-        generation: Generation,
+        submission: steps_pb2.Submission,
+        sampling: SamplingParameters,
+        dialect: Dialect,
         deadline: Deadline,
         span: CallSpan,
     ) -> None:
-        request = inference_pb2.ModelInferRequest(model_name=generation.model, id=generation.request_id)
-        add_input(request, _ids_tensor(INPUT_IDS, generation.prompt_ids, generation.dialect))
+        request = inference_pb2.ModelInferRequest(model_name=submission.model, id=submission.request_id)
+        add_input(request, _ids_tensor(INPUT_IDS, submission.prompt_ids, dialect))
         # Triton's servers read a priority too, with a meaning of their own; the form of answers is ours alone.
-        unused = {name for name in RESTRICTIONS if not getattr(generation.sampling, name)}
+        unused = {name for name in RESTRICTIONS if not getattr(sampling, name)}
         left_out = {"priority", "structured_outputs"} | unused
-        set_parameters(request.parameters, generation.sampling.model_dump(exclude_none=True, exclude=left_out))
+        set_parameters(request.parameters, sampling.model_dump(exclude_none=True, exclude=left_out))
         with span.of_next_call():
             self._call = stream(request, timeout=deadline.left(), metadata=(ERRORS_AS_STATUS, RECORDED))
         self._messages = aiter(self._call)
-        self._generation = generation
+        self._reports_reason = dialect.reports_reason
+        self._prompt_tokens, self._max_tokens = len(submission.prompt_ids), sampling.max_tokens or 0
         self._span = span
         self._produced = 0
 
@@ -79,11 +82,10 @@ class OipCall:
 
     def _last(self) -> TokenChunk:
         """The end of a server whose last answer has no finish_reason: its call has ended well."""
-        generation = self._generation
-        if generation.dialect.reports_reason:
+        if self._reports_reason:
             raise HopBrokenError("the predictor ended the stream before its last token", hop="predictor")
-        reason = "length" if self._produced >= (generation.sampling.max_tokens or 0) else "stop"
-        usage = Usage(prompt_tokens=len(generation.prompt_ids), completion_tokens=self._produced)
+        reason = "length" if self._produced >= self._max_tokens else "stop"
+        usage = Usage(prompt_tokens=self._prompt_tokens, completion_tokens=self._produced)
         return TokenChunk(finish_reason=reason, usage=usage)
 
     async def _until_end(self) -> None:

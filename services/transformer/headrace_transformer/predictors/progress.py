@@ -15,18 +15,24 @@ from headrace.errors import (
 )
 from headrace.rpc.client.interceptors import CallSpan
 from headrace_transformer.predictors.crashes import CrashCount, NextCall
-from headrace_transformer.predictors.tokens import Generation, TokenChunk
+from headrace_transformer.predictors.tokens import TokenChunk
 
 logger = logging.getLogger(__name__)
 
 
 class Progress:
-    """See the module; of one generation."""
+    """See the module; of one generation. `resumes`: a call can resume after the ids of an earlier one."""
 
     def __init__(
-        self, generation: Generation, crashes: CrashCount, fingerprint: str = "", output_ids: Sequence[int] = ()
+        self,
+        request_id: str,
+        resumes: bool,
+        crashes: CrashCount,
+        fingerprint: str = "",
+        output_ids: Sequence[int] = (),
     ) -> None:
-        self.generation = generation
+        self._request_id = request_id
+        self._resumes = resumes
         self.crashes = crashes
         self.output_ids = list(output_ids)
         # Of the weights that have given the ids so far, or that must give them; "" for any, or if none is reported.
@@ -71,12 +77,12 @@ class Progress:
         """Records the error that ended a call; raises it if it ends the request too."""
         self._earlier_engine_s += self._engine_s
         self._engine_s = 0.0
-        if self.output_ids and not self.generation.resumes:
+        if self.output_ids and not self._resumes:
             raise error
         if isinstance(error, OverloadedError) and not (self.output_ids or self.was_moved):
             raise error
         self.crashes.call_ended(error)
-        if not self.generation.resumes and self.crashes.next_call is not NextCall.SHARED:
+        if not self._resumes and self.crashes.next_call is not NextCall.SHARED:
             raise error  # It cannot run in isolation, so the cause of the crashes cannot be found.
         if isinstance(error, (HopBrokenError, DrainingError)):
             self.moves(error)
@@ -84,7 +90,7 @@ class Progress:
     def moves(self, error: HeadraceError) -> None:
         """Records that another call continues the answer because of `error`."""
         self.was_moved = True
-        moved = (self.generation.request_id, len(self.output_ids), error.message)
+        moved = (self._request_id, len(self.output_ids), error.message)
         logger.info("request %s is moved after %d tokens: %s", *moved)
 
     def last_word(self, error: HeadraceError) -> HeadraceError:

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TypeAlias
 
 from headrace.deadline import PASSED, Deadline
@@ -43,9 +43,12 @@ from headrace.errors import (
     RequestFailedError,
 )
 from headrace.rpc.client.interceptors import CallSpan, ClientSpans
+from headrace.sampling import SamplingParameters
+from headrace_protos.steps_pb2 import Submission
 from headrace_transformer.predictors.answers import BrokenAnswerError
 from headrace_transformer.predictors.client import PredictorClient
 from headrace_transformer.predictors.crashes import CrashCount, NextCall, Quarantine, request_fingerprint
+from headrace_transformer.predictors.descriptions import Dialect
 from headrace_transformer.predictors.first_token import FirstToken
 from headrace_transformer.predictors.link import PredictorLink
 from headrace_transformer.predictors.link_call import LinkCall
@@ -55,8 +58,8 @@ from headrace_transformer.predictors.parallel_call import ParallelCall
 from headrace_transformer.predictors.progress import Progress
 from headrace_transformer.predictors.retries import Backoff
 from headrace_transformer.predictors.steps_call import METHOD
-from headrace_transformer.predictors.submission import write_submission
-from headrace_transformer.predictors.tokens import Generation, TokenChunk
+from headrace_transformer.predictors.submission import next_submission
+from headrace_transformer.predictors.tokens import TokenChunk
 
 logger = logging.getLogger(__name__)
 
@@ -78,24 +81,30 @@ class ResumingGenerator:
 
     def open(
         self,
-        generation: Generation,
+        submission: Submission,
+        sampling: SamplingParameters,
         deadline: Deadline,
         first_token: FirstToken,
+        *,
+        dialect: Dialect | None = None,
         start_wait_s: float | None = None,
         fingerprint: str = "",
         output_ids: Sequence[int] = (),
     ) -> TokenStream:
-        """The tokens of a generation, `start_wait_s`: the longest wait for a predictor to begin it, None for the
-        default; `fingerprint`: of the weights that must generate it, "" for any; `output_ids`: tokens that they
-        have generated already, after which the answer continues.
+        """The tokens of a generation; the submission has its `sampling`.
+
+        `dialect`: of a server that is not ours, None for a predictor that resumes; `start_wait_s`: the longest wait for
+        a predictor to begin it, None for the default; `fingerprint`: of the weights that must generate it, "" for any;
+        `output_ids`: tokens that they have generated already, after which the answer continues.
 
         Raises RequestFailedError if the request is in quarantine.
         """
-        if self.quarantine and self.quarantine.refuses(_fingerprint(generation)):
+        if self.quarantine and self.quarantine.refuses(_fingerprint(submission, sampling)):
             raise RequestFailedError(_REFUSED)
         backoff = self.predictor.backoff(deadline, start_wait_s)
-        progress = Progress(generation, CrashCount(self._resume_limit), fingerprint, output_ids)
-        return TokenStream(self, generation, progress, backoff, first_token)
+        crashes = CrashCount(self._resume_limit)
+        progress = Progress(submission.request_id, dialect is None, crashes, fingerprint, output_ids)
+        return TokenStream(self, submission, sampling, dialect, progress, backoff, first_token)
 
 
 class TokenStream:
@@ -104,13 +113,17 @@ class TokenStream:
     def __init__(
         self,
         generator: ResumingGenerator,
-        generation: Generation,
+        submission: Submission,
+        sampling: SamplingParameters,
+        dialect: Dialect | None,
         progress: Progress,
         backoff: Backoff,
         first_token: FirstToken,
     ) -> None:
         self._generator = generator
-        self._generation = generation
+        self._submission = submission
+        self._sampling = sampling
+        self._dialect = dialect
         self._progress = progress
         self._backoff = backoff
         self._first_token = first_token
@@ -157,10 +170,11 @@ class TokenStream:
 
         What it raises ends the request.
         """
-        generation, progress, backoff = self._generation, self._progress, self._backoff
+        progress, backoff = self._progress, self._backoff
         self._is_resume = bool(progress.output_ids)
-        if not generation.resumes:
-            return self._generator.predictor.generate(generation, backoff.deadline, progress.next_span())
+        if (dialect := self._dialect) is not None:
+            span, predictor = progress.next_span(), self._generator.predictor
+            return predictor.generate(self._submission, self._sampling, dialect, backoff.deadline, span)
         is_isolated = progress.crashes.next_call is NextCall.ISOLATED
         link = await self._ready_link()
         if is_isolated:
@@ -168,8 +182,8 @@ class TokenStream:
             self._is_isolated = True
             link = await self._ready_link()
         call = self._submit(link, progress.next_span(), is_isolated)
-        if generation.sampling.hedge > 1 and not is_isolated:
-            return self._in_parallel(call, generation.sampling.hedge)
+        if self._sampling.hedge > 1 and not is_isolated:
+            return self._in_parallel(call, self._sampling.hedge)
         return call
 
     def _move(self, call: LinkCall) -> None:
@@ -187,11 +201,10 @@ class TokenStream:
         """Begins a call at a predictor, which continues after the tokens so far."""
         timeout_s = self._backoff.deadline.left()
         self._generator.spans.begin(METHOD, timeout_s, span)
-        submission = write_submission(self._generation, self._progress, span, is_isolated, timeout_s)
+        submission = next_submission(self._submission, self._progress, span, is_isolated, timeout_s)
         if not self._progress.output_ids and (left_s := self._first_token.left_s) is not None:
             submission.first_token_timeout_s = left_s
-        scored = submission.prompt_logprobs if submission.HasField("prompt_logprobs") else None
-        call = LinkCall(self._generation, scored, span)
+        call = LinkCall(submission, self._sampling, span)
         link.submit(call, submission)
         return call
 
@@ -202,7 +215,7 @@ class TokenStream:
         calls. So few of them catch up at a time: the steps of the streams beside them stay short.
         """
         links = [call.link for call in calls]
-        model = self._generation.model
+        model = self._submission.model
         loaded = (link.loads[model].fingerprint for link in links if link and model in link.loads)
         fingerprint = self._progress.fingerprint or next(loaded, "")
         if not fingerprint:
@@ -211,7 +224,7 @@ class TokenStream:
         if catches_up:
             links += [link for link in self._generator.links.all if not link.can_catch_up]
         try:
-            link = self._generator.links.choose(self._generation, fingerprint, links)
+            link = self._choose(fingerprint, links)
         except NotReadyError:
             return None
         call = self._submit(link, self._progress.next_span() if catches_up else CallSpan(), is_isolated=False)
@@ -221,12 +234,15 @@ class TokenStream:
 
     async def _ready_link(self) -> PredictorLink:
         """A link to a predictor that can take the next call, once there is one."""
-        links, progress = self._generator.links, self._progress
+        progress = self._progress
         while True:
             try:
-                return links.choose(self._generation, progress.fingerprint)
+                return self._choose(progress.fingerprint)
             except NotReadyError as error:
-                await self._backoff.wait_for(links.changed, progress.last_word(error))
+                await self._backoff.wait_for(self._generator.links.changed, progress.last_word(error))
+
+    def _choose(self, fingerprint: str, besides: Collection[PredictorLink | None] = ()) -> PredictorLink:
+        return self._generator.links.choose(self._submission, fingerprint, self._sampling.cache_salt, besides)
 
     def _follow(self, call: Call) -> None:
         """Records a change of a call's state."""
@@ -253,17 +269,17 @@ class TokenStream:
             self.close()
 
     def _can_move(self) -> bool:
-        return self._generator.links.can_resume(self._generation.model, self._progress.fingerprint)
+        return self._generator.links.can_resume(self._submission.model, self._progress.fingerprint)
 
     async def _after(self, error: HeadraceError) -> None:
         """Waits until the next call is due; raises what ends the request."""
         self._end_call()
         progress = self._progress
         progress.ended(error)
-        if self._generation.resumes and progress.crashes.next_call is NextCall.NONE:
-            self._generator.quarantine.add(_fingerprint(self._generation))
+        if self._dialect is None and progress.crashes.next_call is NextCall.NONE:
+            self._generator.quarantine.add(_fingerprint(self._submission, self._sampling))
             logger.error(
-                "request %s has crashed its predictor in isolation and is quarantined", self._generation.request_id
+                "request %s has crashed its predictor in isolation and is quarantined", self._submission.request_id
             )
             raise RequestFailedError(_REFUSED)
         await self._backoff.pause(progress.last_word(error), error.retry_after_ms)
@@ -285,5 +301,5 @@ class TokenStream:
             self._call.fail(DeadlineError(PASSED))
 
 
-def _fingerprint(generation: Generation) -> bytes:
-    return request_fingerprint(generation.model, generation.prompt_ids, generation.sampling)
+def _fingerprint(submission: Submission, sampling: SamplingParameters) -> bytes:
+    return request_fingerprint(submission.model, submission.prompt_ids, sampling)

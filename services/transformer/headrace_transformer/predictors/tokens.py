@@ -1,35 +1,11 @@
-"""A generation to make, and the tokens that come of it; the same for every kind of predictor."""
+"""The tokens of a generation, the same for every kind of predictor."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace.oip.prompt_logprobs import PromptLogprobs
-from headrace.sampling import SamplingParameters
 from headrace_protos.headrace_pb2 import Usage
-from headrace_transformer.predictors.descriptions import OURS, Dialect
-
-
-@dataclass(frozen=True)
-class Generation:
-    """A generation, however many calls it takes; `resumes`: a call can resume after the ids of an earlier one.
-
-    `prompt_logprobs` requests log probabilities of the prompt too, see headrace/oip/prompt_logprobs.py.
-    `client` and `weight` are the caller's, see headrace/clients.py. The client has `paced_after` tokens already: they
-    have no pace.
-    """
-
-    model: str
-    request_id: str
-    prompt_ids: Sequence[int]
-    sampling: SamplingParameters
-    dialect: Dialect = OURS
-    resumes: bool = True
-    prompt_logprobs: int | None = None
-    client: str = ""
-    weight: float = 1.0
-    paced_after: int = 0
 
 
 @dataclass(slots=True)
