@@ -37,7 +37,7 @@ check_access() {
   if [ -n "${GATEWAY_TLS:-}" ] && ! [[ -r $GATEWAY_TLS/tls.crt && -r $GATEWAY_TLS/tls.key &&
     (! -e $GATEWAY_TLS/ca.crt || -r $GATEWAY_TLS/ca.crt) ]]; then
     echo "GATEWAY_TLS=$GATEWAY_TLS: must be a folder with a tls.crt and a tls.key that user $(id -u) can read;" \
-      "\`make certs\` makes them for development, and containers need compose.tls.yaml" >&2
+      "\`make certs\` makes them for development, and containers need deploy/compose/tls.yaml" >&2
     return 78
   fi
   if [ -z "${GATEWAY_JWKS:-}" ]; then return 0; fi

@@ -87,7 +87,7 @@ class StackSettings(BaseSettings):
     gateway_jwks: PathText = Field(
         "",
         description="File with the JSON Web Key Set whose tokens are accepted as keys. A changed file takes effect"
-        " within 2 s. In containers, one in the folder keys. Empty: no tokens.",
+        " within 2 s. In containers, one in the folder config. Empty: no tokens.",
     )
     gateway_bind: IPv4Address = Field(
         IPv4Address(LOOPBACK), description="Address the gateway's public port listens on."

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-GRAFANA = Path(__file__).parents[1] / "observability" / "grafana"
+GRAFANA = Path(__file__).parents[1] / "deploy" / "observability" / "grafana"
 DASHBOARDS = {path.stem: json.loads(path.read_text()) for path in sorted((GRAFANA / "dashboards").glob("*.json"))}
 
 # Matches the name of a metric in a query, and neither a function, a label nor a label's value.

@@ -1,6 +1,6 @@
 """A real Prometheus for the duration of a block: `async with running_prometheus(stack.metrics_pages, folder)`.
 
-It runs with observability/prometheus.yaml and its alerts; the scrape jobs get the given pages instead of the
+It runs with deploy/observability/prometheus.yaml and its alerts; the scrape jobs get the given pages instead of the
 containers', and queries use its HTTP API. It needs Debian's package `prometheus`, or a release's binary on the path.
 """
 
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import httpx2
 import yaml
 
-CONFIG = Path(__file__).resolve().parents[1] / "observability" / "prometheus.yaml"
+CONFIG = Path(__file__).resolve().parents[1] / "deploy" / "observability" / "prometheus.yaml"
 
 _READY_S, _STOP_S, _POLL_S = 30.0, 10.0, 0.05
 _QUERY_S = 30.0

@@ -99,7 +99,7 @@ def parser() -> argparse.ArgumentParser:
     key.add_argument("name", metavar="NAME", help="of the client")
     key.add_argument("--role", choices=("user", "admin"), default="user")
     key.add_argument("--models", default="", metavar="A,B", help="without it all models")
-    key.add_argument("--file", type=Path, metavar="FILE", help="default: GATEWAY_KEYS, else keys/keys.yaml")
+    key.add_argument("--file", type=Path, metavar="FILE", help="default: GATEWAY_KEYS, else config/keys.yaml")
 
     certs = command("certs", _certs, "make certificates for development", help_texts.CERTS, calls=False)
     certs.add_argument("names", nargs="*", metavar="NAME", help="host names and addresses of the gateway")

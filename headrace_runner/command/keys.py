@@ -13,7 +13,7 @@ from headrace.errors import StartupError
 from headrace.watched_file import replace_file
 from headrace_runner.settings import HOME
 
-FILE = HOME / "keys" / "keys.yaml"
+FILE = HOME / "config" / "keys.yaml"
 
 
 def add(file: Path, name: str, role: str, models: Sequence[str]) -> str:

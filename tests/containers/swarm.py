@@ -44,7 +44,7 @@ class SwarmStack:
         self._run(label)
         self._run(
             _block("stack deploy")
-            .replace("-f compose.swarm.yaml", "-f tests/containers/offline.yaml -f compose.swarm.yaml")
+            .replace("-f deploy/compose/swarm.yaml", "-f tests/containers/offline.yaml -f deploy/compose/swarm.yaml")
             .replace("--compose-file - headrace", f"--compose-file - {_NAME}")
         )
         _until(self._is_ready, 300)

@@ -9,8 +9,10 @@ import pytest
 
 from tests.containers.stack import ROOT, ComposeStack, docker
 
-OVERLAYS = tuple(f"compose.{name}.yaml" for name in ("gpu", "observability", "postgres", "tls", "vllm", "workers"))
-SWARM = "compose.swarm.yaml"
+OVERLAYS = tuple(
+    f"deploy/compose/{name}.yaml" for name in ("gpu", "observability", "postgres", "tls", "vllm", "workers")
+)
+SWARM = "deploy/compose/swarm.yaml"
 SETS = [("compose.yaml", *some) for count in range(len(OVERLAYS) + 1) for some in combinations(OVERLAYS, count)]
 
 
@@ -20,45 +22,45 @@ def compose(engine, tmp_path_factory) -> ComposeStack:
 
 
 def test_every_overlay_is_tested():
-    assert {path.name for path in ROOT.glob("compose.*.yaml")} == {*OVERLAYS, SWARM}
+    assert {str(path.relative_to(ROOT)) for path in ROOT.glob("deploy/compose/*.yaml")} == {*OVERLAYS, SWARM}
 
 
 @pytest.mark.parametrize("files", SETS, ids="+".join)
 def test_compose_accepts_each_combination(compose, files):
     services = json.loads(compose.compose("config", "--format", "json", files=files))["services"]
     assert {"envoy", "transformer", "predictor", "logger", "jaeger", "locust"} <= services.keys()
-    on_gpu = "compose.gpu.yaml" in files
+    on_gpu = "deploy/compose/gpu.yaml" in files
     assert services["predictor"]["environment"]["PREDICTOR_DEVICE"] == ("cuda" if on_gpu else "auto")
     assert services["predictor"]["build"]["args"]["TORCH_INDEX"].endswith("cu130" if on_gpu else "cpu")
     devices = services["predictor"].get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices", [])
     assert [device["capabilities"] for device in devices] == ([["gpu"]] if on_gpu else [])
-    with_vllm = "compose.vllm.yaml" in files
+    with_vllm = "deploy/compose/vllm.yaml" in files
     assert services["predictor"]["build"].get("target") == ("vllm" if with_vllm else None)
     assert services["predictor"]["image"].endswith("-vllm") == with_vllm
     # Without a value it would be removed from the image's.
     assert services["predictor"]["environment"]["PREDICTOR_ENGINE"] == ("vllm" if with_vllm else None)
-    with_metrics = "compose.observability.yaml" in files
+    with_metrics = "deploy/compose/observability.yaml" in files
     assert (
         services.keys() >= {"prometheus", "grafana"}
         if with_metrics
         else not {"prometheus", "grafana"} & services.keys()
     )
-    with_postgres = "compose.postgres.yaml" in files
+    with_postgres = "deploy/compose/postgres.yaml" in files
     assert ("postgres" in services) == with_postgres
     assert bool(services["logger"]["environment"]["LOGGER_DATABASE_URL"]) == with_postgres
     # The logger keeps the network of those that send to it.
     assert set(services["logger"]["networks"]) == {"records", *(["database"] if with_postgres else [])}
     published = {(port["host_ip"], port["target"]) for port in services["envoy"]["ports"]}
-    with_tls = "compose.tls.yaml" in files
+    with_tls = "deploy/compose/tls.yaml" in files
     assert published == {("127.0.0.1", port) for port in (8080, 8081, *([8443] if with_tls else []))}
-    with_workers = "compose.workers.yaml" in files
+    with_workers = "deploy/compose/workers.yaml" in files
     assert ("locust-worker" in services) == with_workers
     assert services["locust"]["command"][0] == ("--master" if with_workers else "--host")
     if with_workers:
         assert "ports" not in services["locust-worker"]
 
 
-@pytest.mark.parametrize("files", [files for files in SETS if "compose.workers.yaml" not in files], ids="+".join)
+@pytest.mark.parametrize("files", [files for files in SETS if "deploy/compose/workers.yaml" not in files], ids="+".join)
 def test_swarm_accepts_each_combination_without_the_load_test(compose, tmp_path, monkeypatch, files):
     monkeypatch.setitem(compose.environment, "GATEWAY_BIND", "0.0.0.0")
     project = compose.compose("config", "--format", "json", files=(*files, SWARM))
@@ -75,7 +77,7 @@ def test_swarm_accepts_each_combination_without_the_load_test(compose, tmp_path,
         assert service["deploy"]["resources"]["limits"] == limits
     # With TLS the port without it stays on loopback, which Swarm has not.
     published = {(name, port["target"]) for name, service in services.items() for port in service["ports"]}
-    assert published == {("envoy", 8443 if "compose.tls.yaml" in files else 8080)}
+    assert published == {("envoy", 8443 if "deploy/compose/tls.yaml" in files else 8080)}
 
 
 def test_offline_changes_only_the_collector_and_the_source_of_packages(compose):

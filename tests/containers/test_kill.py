@@ -43,7 +43,7 @@ async def test_a_killed_container_is_restarted_and_only_its_own_calls_fail(stack
             await until(lambda: seen.succeeded_since(back), timeout_s=60)
 
     if service == "predictor":
-        # observability/alerts.yaml counts restarts by this metric.
+        # deploy/observability/alerts.yaml counts restarts by this metric.
         assert started_at(container) > before
     mine = tuple(kind for kind in KINDS if service in kind.passes)
     ended = [outcome for outcome in seen.outcomes if outcome.began + outcome.seconds > killed]

@@ -56,8 +56,8 @@ async def test_the_form_starts_a_load_against_envoy(stack):
 
 
 async def test_workers_share_the_load(stack):
-    files = (*FILES, "compose.workers.yaml")
-    with stack.timed("up with compose.workers.yaml"):
+    files = (*FILES, "deploy/compose/workers.yaml")
+    with stack.timed("up with deploy/compose/workers.yaml"):
         stack.compose("up", "--wait", "--no-build", "locust", "locust-worker", files=files)
     try:
         await until(lambda: len(stats(stack.locust_page).get("workers", ())) == 2)

@@ -1,4 +1,4 @@
-"""compose.roll.sh replaces predictor, transformer, logger and Envoy under load: no call fails."""
+"""deploy/compose/roll.sh replaces predictor, transformer, logger and Envoy under load: no call fails."""
 
 import asyncio
 import subprocess
@@ -12,7 +12,7 @@ ROLLED = ("predictor", "transformer", "logger")
 def roll(stack, **settings):
     files = [part for file in FILES for part in ("--file", file)]
     return subprocess.run(
-        [ROOT / "compose.roll.sh", "--project-directory", str(ROOT), *files],
+        [ROOT / "deploy/compose/roll.sh", "--project-directory", str(ROOT), *files],
         cwd=ROOT,
         env=stack.environment | settings,
         capture_output=True,
@@ -24,7 +24,7 @@ def roll(stack, **settings):
 async def test_a_roll_under_load_fails_no_call_and_applies_the_present_settings(stack):
     before = {service: stack.container(service).id for service in ROLLED}
     async with load(stack.gateway, KINDS, callers=2) as seen:
-        with stack.timed("compose.roll.sh"):
+        with stack.timed("deploy/compose/roll.sh"):
             rolled = await asyncio.to_thread(
                 roll, stack, PREDICTOR_LOG_LEVEL="DEBUG", TRANSFORMER_DRAIN_S="6", LOGGER_LOG_LEVEL="DEBUG"
             )

@@ -25,7 +25,7 @@ GREEDY = {
 @pytest.fixture(scope="module")
 def vllm(built, tmp_path_factory):
     """Beside the other tests' stack, of which it shares the images but the predictor's."""
-    files = (*FILES, "compose.vllm.yaml")
+    files = (*FILES, "deploy/compose/vllm.yaml")
     stack = ComposeStack(tmp_path_factory.mktemp("wheelhouse"), files, f"{PROJECT}-vllm")
     stack.environment |= {
         "MODELS": "storyteller=models/storyteller,normalizer=models/normalizer",

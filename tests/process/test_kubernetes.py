@@ -43,9 +43,9 @@ SERVICES: dict[str, type[ServiceSettings]] = {
     "logger": LoggerSettings,
 }
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
-GPU = yaml.safe_load((ROOT / "compose.gpu.yaml").read_text())["services"]["predictor"]
+GPU = yaml.safe_load((ROOT / "deploy/compose/gpu.yaml").read_text())["services"]["predictor"]
 ENVOY = yaml.safe_load((ROOT / "envoy" / "envoy.yaml").read_text())
-SCRAPED = yaml.safe_load((ROOT / "observability" / "prometheus.yaml").read_text())["scrape_configs"]
+SCRAPED = yaml.safe_load((ROOT / "deploy" / "observability" / "prometheus.yaml").read_text())["scrape_configs"]
 IN_POD = {"envoy": "gateway", "transformer": "gateway"}  # Compose's services in one pod; the others are alone.
 OTHERS = re.compile(r"OTEL_|HF_TOKEN$|GATEWAY_TRACE_PERCENT$|OMP_NUM_THREADS$")
 FLUSH_S = 10  # Of the last records and spans, after a drain.

@@ -59,7 +59,7 @@ def test_the_rule_of_the_page_has_the_alerts(tmp_path):
     output = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30)
     rule = yaml.safe_load(output.stdout)
     assert rule["kind"] == "PrometheusRule"
-    assert rule["spec"] == yaml.safe_load((ROOT / "observability" / "alerts.yaml").read_text())
+    assert rule["spec"] == yaml.safe_load((ROOT / "deploy" / "observability" / "alerts.yaml").read_text())
 
 
 def test_the_tables_of_components_and_connections_are_complete():

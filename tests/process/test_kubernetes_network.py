@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(KUBECTL is None, reason="there is no kubectl in 
 
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
 ENVOY = yaml.safe_load((ROOT / "envoy" / "envoy.yaml").read_text())
-SCRAPED = yaml.safe_load((ROOT / "observability" / "prometheus.yaml").read_text())["scrape_configs"]
+SCRAPED = yaml.safe_load((ROOT / "deploy" / "observability" / "prometheus.yaml").read_text())["scrape_configs"]
 IN_POD = {"envoy": "gateway", "transformer": "gateway"}  # Compose's services in one pod; the others are alone.
 
 
@@ -117,7 +117,7 @@ def test_whatever_chooses_pods_chooses_some(rendered):
 
 
 def test_scaling_uses_metrics_that_the_dashboards_show(rendered):
-    shown = "".join(path.read_text() for path in (ROOT / "observability/grafana/dashboards").glob("*.json"))
+    shown = "".join(path.read_text() for path in (ROOT / "deploy/observability/grafana/dashboards").glob("*.json"))
     scaled = of_kind(rendered["scale"], "HorizontalPodAutoscaler")["predictor"]["spec"]["metrics"]
     by_pods = {each["pods"]["metric"]["name"] for each in scaled}
     triggers = of_kind(rendered["keda"], "ScaledObject")["predictor"]["spec"]["triggers"]

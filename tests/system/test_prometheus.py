@@ -24,8 +24,8 @@ from tests.support.stacks import StackPool
 from tests.system.calls import channel, generate, leave_http, rest
 
 ROOT = Path(__file__).parents[2]
-ALERTS = ROOT / "observability" / "alerts.yaml"
-ALERTS_TEST = ROOT / "observability" / "alerts_test.yaml"
+ALERTS = ROOT / "deploy" / "observability" / "alerts.yaml"
+ALERTS_TEST = ROOT / "deploy" / "observability" / "alerts_test.yaml"
 RULES = [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
 LONG = {"model": "storyteller", "prompt": "Once upon a time", "max_tokens": 1000, "ignore_eos": True}
 UNKNOWN_MODEL = "a-name-of-the-callers-own"

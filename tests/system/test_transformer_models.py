@@ -18,7 +18,7 @@ from headrace_runner.settings import ROOT
 from tests.system.calls import channel, each, generate, statistics, text_of, text_request
 from tests.waiting import until
 
-EXAMPLE = "examples/image_labels"
+EXAMPLE = "docs/image_labels"
 NOT_FOUND, INVALID = grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT
 
 

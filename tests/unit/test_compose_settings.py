@@ -18,15 +18,15 @@ from headrace_transformer.settings import TransformerSettings
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
-OVERLAYS = sorted(ROOT.glob("compose.*.yaml"))
-OBSERVABILITY = yaml.safe_load((ROOT / "compose.observability.yaml").read_text())
-SCRAPED = yaml.safe_load((ROOT / "observability" / "prometheus.yaml").read_text())["scrape_configs"]
+OVERLAYS = sorted(ROOT.glob("deploy/compose/*.yaml"))
+OBSERVABILITY = yaml.safe_load((ROOT / "deploy/compose/observability.yaml").read_text())
+SCRAPED = yaml.safe_load((ROOT / "deploy" / "observability" / "prometheus.yaml").read_text())["scrape_configs"]
 EXAMPLE = (ROOT / ".env.example").read_text()
 IMAGE = (ROOT / "services" / "predictor" / "Dockerfile").read_text()
 LINES = dict(re.findall(r"^([A-Z_]+)=(.*)$", EXAMPLE, re.MULTILINE))
 # A setting of containers alone; `make up` reads the same line.
 EMPTY_IN_EXAMPLE = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "GATEWAY_TLS"}
-# compose.vllm.yaml repeats the defaults of its image, which other stacks do not have.
+# deploy/compose/vllm.yaml repeats the defaults of its image, which other stacks do not have.
 OF_THE_IMAGE = {"PREDICTOR_ENGINE", "PREDICTOR_VLLM_PYTHON", "PREDICTOR_VLLM_ARGUMENTS"}
 # Rarely used settings of `make up`: docs/settings.md names them.
 NOT_IN_EXAMPLE = {"OTEL_EXPORTER_OTLP_ENDPOINT", "ROLL_PATIENCE_S", "RUN_FOLDER"}
@@ -126,7 +126,7 @@ def test_services_of_the_overlay_are_hardened_limited_and_published_on_loopback_
 
 
 def test_the_database_of_the_overlay_is_hardened_and_reached_by_the_logger_alone():
-    overlay = yaml.safe_load((ROOT / "compose.postgres.yaml").read_text())
+    overlay = yaml.safe_load((ROOT / "deploy/compose/postgres.yaml").read_text())
     postgres = overlay["services"]["postgres"]
     # The server's socket needs a folder in memory too.
     assert {**COMPOSE["x-hardened"], "tmpfs": None}.items() <= {**postgres, "tmpfs": None}.items()
@@ -146,7 +146,7 @@ def test_no_page_of_metrics_is_published():
 
 
 def test_with_tls_only_the_port_with_tls_is_published_beyond_loopback():
-    text = (ROOT / "compose.tls.yaml").read_text()
+    text = (ROOT / "deploy/compose/tls.yaml").read_text()
     override = yaml.safe_load(text.replace("!override", ""))["services"]["envoy"]
     assert "ports: !override" in text  # Else these would be added.
     published = dict(port.rsplit(":", 1)[::-1] for port in override["ports"])
@@ -159,12 +159,12 @@ def test_with_tls_only_the_port_with_tls_is_published_beyond_loopback():
 
 
 def test_a_span_links_to_the_payload_record_at_the_gateways_port():
-    (pattern,) = json.loads((ROOT / "observability" / "jaeger-ui.json").read_text())["linkPatterns"]
+    (pattern,) = json.loads((ROOT / "deploy" / "observability" / "jaeger-ui.json").read_text())["linkPatterns"]
     assert pattern["url"].startswith(f"http://127.0.0.1:{LINES['GATEWAY_PORT']}/headrace/v1/payloads?request_id=")
     assert f"#{{{pattern['key']}}}" in pattern["url"]
     jaeger = COMPOSE["services"]["jaeger"]
     assert jaeger["command"] == ["--set=extensions.jaeger_query.ui.config_file=/etc/jaeger/ui.json"]
-    assert jaeger["volumes"] == ["./observability/jaeger-ui.json:/etc/jaeger/ui.json:ro"]
+    assert jaeger["volumes"] == ["./deploy/observability/jaeger-ui.json:/etc/jaeger/ui.json:ro"]
 
 
 def test_every_service_has_the_same_opentelemetry_environment():

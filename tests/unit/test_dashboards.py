@@ -8,7 +8,7 @@ import yaml
 
 from tests.dashboards import DASHBOARDS, GRAFANA, panels
 
-ROOT = GRAFANA.parents[1]
+ROOT = GRAFANA.parents[2]
 UNITS = {"s", "short", "percentunit", "bytes", "reqps", "ops"}
 BUILT_IN = {"__rate_interval", "__range"}
 
@@ -23,15 +23,15 @@ def provisioned_source() -> dict[str, str]:
 def test_grafana_is_provisioned_with_both_dashboards_and_its_home_is_one_of_them():
     assert {dashboard["title"] for dashboard in DASHBOARDS.values()} == {"The stream", "The machine room"}
     (provider,) = yaml.safe_load((GRAFANA / "provisioning" / "dashboards" / "headrace.yaml").read_text())["providers"]
-    grafana = yaml.safe_load((ROOT / "compose.observability.yaml").read_text())["services"]["grafana"]
+    grafana = yaml.safe_load((ROOT / "deploy/compose/observability.yaml").read_text())["services"]["grafana"]
     folder = provider["options"]["path"]
-    assert f"./observability/grafana/dashboards:{folder}:ro" in grafana["volumes"]
+    assert f"./deploy/observability/grafana/dashboards:{folder}:ro" in grafana["volumes"]
     home = grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
     assert home in {f"{folder}/{name}.json" for name in DASHBOARDS}
 
 
 def test_grafana_refreshes_as_often_as_prometheus_scrapes():
-    scrapes = yaml.safe_load((ROOT / "observability" / "prometheus.yaml").read_text())["global"]["scrape_interval"]
+    scrapes = yaml.safe_load((ROOT / "deploy/observability/prometheus.yaml").read_text())["global"]["scrape_interval"]
     assert provisioned_source()["jsonData"]["timeInterval"] == scrapes
     assert all(dashboard["refresh"] == scrapes for dashboard in DASHBOARDS.values())
 

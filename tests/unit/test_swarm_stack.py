@@ -1,4 +1,4 @@
-"""deploy/swarm/stack.py converts compose's project to what Swarm reads; compose.swarm.yaml fits compose.yaml."""
+"""deploy/swarm/stack.py converts compose's project to what Swarm reads; deploy/compose/swarm.yaml fits compose.yaml."""
 
 import io
 import json
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "deploy" / "swarm" / "stack.py")
 CONVERT = runpy.run_path(SCRIPT)["stack_file"]
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
-SWARM = yaml.safe_load((ROOT / "compose.swarm.yaml").read_text())
+SWARM = yaml.safe_load((ROOT / "deploy/compose/swarm.yaml").read_text())
 GATEWAY = {"host_ip": "0.0.0.0", "target": 8080, "published": "8080", "protocol": "tcp", "mode": "ingress"}
 LOOPBACK = {**GATEWAY, "host_ip": "127.0.0.1", "target": 8081, "published": "8081"}
 

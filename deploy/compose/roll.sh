@@ -2,9 +2,9 @@
 # Replaces the containers of a running stack, one after the other, by ones of the present settings and images, at the
 # cost of no call:
 #
-#     docker compose build && ./compose.roll.sh
+#     docker compose build && deploy/compose/roll.sh
 #
-# Arguments go to `docker compose` as they are (-f compose.yaml -f compose.gpu.yaml). ROLL_PATIENCE_S (600) is how long
+# Arguments go to `docker compose` as they are (-f compose.yaml -f deploy/compose/gpu.yaml). ROLL_PATIENCE_S (600) is how long
 # the calls of a container that is being replaced may take; a GPU has to have room for one predictor more.
 #
 # A successor starts beside the containers of its service and has to become healthy. Then an old one gets SIGUSR1: it
