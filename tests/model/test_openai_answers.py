@@ -1,16 +1,20 @@
 """Answers in OpenAI's two shapes, and the texts and bytes of single tokens in them."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from headrace_protos.headrace_pb2 import Usage
-from headrace_transformer.frontends.openai.answers import ChatFormat, CompletionFormat, Echoes, usage_of
-from headrace_transformer.generation.chunks import TextChunk
+from headrace_transformer.frontends.openai.answers import ChatFormat, CompletionFormat, usage_of
+from headrace_transformer.frontends.openai.generation_requests import ChatCompletionRequest, CompletionRequest
+from headrace_transformer.generation.chunks import joined
 from headrace_transformer.text.token_bytes import TokenBytes
 from headrace_transformer.text.tokenizer import TextTokenizer
+from tests.support.text_chunks import text_chunk
 
 STORYTELLER = Path(__file__).parents[2] / "models" / "storyteller"
 INF = float("inf")
@@ -20,6 +24,19 @@ INF = float("inf")
 def tokenizer():
     with ThreadPoolExecutor(1) as pool:
         yield TextTokenizer("storyteller", STORYTELLER, pool)
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    return SimpleNamespace(tokenizer=tokenizer)
+
+
+def completion(prompts="Once", **fields):
+    return CompletionFormat(CompletionRequest(prompt=prompts, **fields))
+
+
+def chat(**fields):
+    return ChatFormat(ChatCompletionRequest(messages=[{"role": "user", "content": "Hello."}], **fields))
 
 
 def word_tokenizer(vocabulary, decoder):
@@ -53,14 +70,14 @@ def ids_of(tokenizer, text):
     return tokenizer.backend.encode(text, add_special_tokens=False).ids
 
 
-def test_log_probabilities_of_a_completion(tokenizer):
+def test_log_probabilities_of_a_completion(tokenizer, model):
     ids = ids_of(tokenizer, "a🦄b")
     assert len(ids) > 3
     other = ids_of(tokenizer, "x")[0]
     values = [-0.5 * i for i in range(len(ids))]
     tops = [[(token_id, value), (other, -INF)] for token_id, value in zip(ids, values, strict=True)]
-    whole = TextChunk("a🦄b", ids, values, tops, "length")
-    choice = CompletionFormat(tokens=tokenizer.token_bytes).whole(1, [whole])
+    whole = text_chunk("a🦄b", ids, "length", model=model, logprobs=values, top_logprobs=tops)
+    choice = completion(logprobs=1).whole(1, whole)
     logprobs = choice["logprobs"]
     assert (choice["index"], choice["text"], choice["finish_reason"]) == (1, "a🦄b", "length")
     assert (logprobs["tokens"][0], logprobs["tokens"][-1]) == ("a", "b")
@@ -70,22 +87,23 @@ def test_log_probabilities_of_a_completion(tokenizer):
     assert (logprobs["text_offset"][0], logprobs["text_offset"][1], logprobs["text_offset"][-1]) == (0, 1, 2)
 
 
-def test_offsets_continue_across_the_chunks_of_each_choice(tokenizer):
+def test_offsets_continue_across_the_chunks_of_each_choice(tokenizer, model):
     once, upon = ids_of(tokenizer, "Once upon")
-    written = CompletionFormat(tokens=tokenizer.token_bytes)
-    first = written.chunk(0, TextChunk("Once", [once], [-1.0], []), True)
+    written = completion(logprobs=1)
+    chunk = partial(text_chunk, model=model, logprobs=[-1.0])
+    first = written.chunk(0, chunk("Once", [once]), True)
     assert (first["logprobs"]["text_offset"], first["logprobs"]["top_logprobs"]) == ([0], [{"Once": -1.0}])
-    assert written.chunk(1, TextChunk("Once", [once], [-1.0], []), True)["logprobs"]["text_offset"] == [0]
-    assert written.chunk(0, TextChunk(" upon", [upon], [-1.0], []), False)["logprobs"]["text_offset"] == [4]
+    assert written.chunk(1, chunk("Once", [once]), True)["logprobs"]["text_offset"] == [0]
+    assert written.chunk(0, chunk(" upon", [upon]), False)["logprobs"]["text_offset"] == [4]
 
 
-def test_log_probabilities_of_a_message(tokenizer):
+def test_log_probabilities_of_a_message(tokenizer, model):
     once, upon = ids_of(tokenizer, "Once upon")
     chunks = [
-        TextChunk("Once", [once], [-1.0], [[(once, -1.0), (upon, -2.0)]]),
-        TextChunk(" upon", [upon], [-0.5], [[(upon, -0.5)]], "stop"),
+        text_chunk("Once", [once], model=model, logprobs=[-1.0], top_logprobs=[[(once, -1.0), (upon, -2.0)]]),
+        text_chunk(" upon", [upon], "stop", model=model, logprobs=[-0.5], top_logprobs=[[(upon, -0.5)]]),
     ]
-    choice = ChatFormat(tokenizer.token_bytes).whole(0, chunks)
+    choice = chat(logprobs=True).whole(0, joined(chunks))
     assert choice["message"] == {"role": "assistant", "content": "Once upon", "refusal": None, "annotations": []}
     assert choice["finish_reason"] == "stop"
     first, second = choice["logprobs"]["content"]
@@ -101,31 +119,33 @@ def test_log_probabilities_of_a_message(tokenizer):
     assert second["token"] == " upon"
 
 
-def test_log_probabilities_are_absent_unless_requested(tokenizer):
-    made = TextChunk("Once", [5], [], [])
-    assert CompletionFormat().whole(0, [made])["logprobs"] is None
-    assert ChatFormat().chunk(0, made, True) == {
+def test_log_probabilities_are_absent_unless_requested():
+    made = text_chunk("Once", [5])
+    assert completion().whole(0, made)["logprobs"] is None
+    assert chat().chunk(0, made, True) == {
         "index": 0,
         "delta": {"role": "assistant", "content": "Once"},
         "logprobs": None,
         "finish_reason": None,
         "stop_reason": None,
     }
-    assert ChatFormat().chunk(0, made, False)["delta"] == {"content": "Once"}
+    assert chat().chunk(0, made, False)["delta"] == {"content": "Once"}
 
 
-def test_an_echo_comes_before_each_choice_once(tokenizer):
-    written = CompletionFormat(Echoes(["One", ids_of(tokenizer, "Two")], 2, tokenizer))
-    made = TextChunk(" more", [5], [], [])
+def test_an_echo_comes_before_each_choice_once(tokenizer, model):
+    written = completion(prompts=[ids_of(tokenizer, "One"), ids_of(tokenizer, "Two")], echo=True, n=2)
+    made = text_chunk(" more", [5], model=model)
     assert [written.chunk(i, made, True)["text"] for i in range(4)] == ["One more", "One more", "Two more", "Two more"]
     assert written.chunk(0, made, False)["text"] == " more"
 
 
 def test_a_prompt_counts_once_for_all_its_choices():
-    def usage(prompt, completion):
-        return Usage(prompt_tokens=prompt, cached_tokens=1, completion_tokens=completion)
+    def end(prompt, completion):
+        return text_chunk(
+            "", (), "stop", usage=Usage(prompt_tokens=prompt, cached_tokens=1, completion_tokens=completion)
+        )
 
-    total = usage_of([usage(5, 10), usage(5, 11), usage(7, 12), usage(7, 13)], 2)
+    total = usage_of([end(5, 10), end(5, 11), end(7, 12), end(7, 13)], 2)
     assert total == {
         "prompt_tokens": 12,
         "completion_tokens": 46,

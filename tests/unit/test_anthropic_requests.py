@@ -12,8 +12,8 @@ from headrace_transformer.frontends.anthropic.answers import whole
 from headrace_transformer.frontends.anthropic.errors import anthropic_error
 from headrace_transformer.frontends.anthropic.requests import ConversationRequest, MessagesRequest
 from headrace_transformer.frontends.openai.requests import parse, parse_large
-from headrace_transformer.generation.chunks import TextChunk
 from headrace_transformer.text.answer_parts import CallArguments, CallStart
+from tests.support.text_chunks import text_chunk
 
 USER = {"role": "user", "content": "Hello."}
 TOOL = {"name": "f", "description": "d", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}}
@@ -77,7 +77,7 @@ async def test_the_input_of_a_call_is_what_of_its_arguments_is_json():
 
         async def chunks(arguments=arguments):
             parts = [CallStart(0, "1", "f"), CallArguments(0, arguments)]
-            yield TextChunk("", [], [], [], "stop", parts=parts)
+            yield text_chunk("", (), "stop", parts=parts)
 
         (body,) = [body async for body in whole("1", "m", chunks())]
         (block,) = orjson.loads(body.data)["content"]

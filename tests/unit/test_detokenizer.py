@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from headrace_transformer.generation.chunks import Assembler
+from headrace_transformer.generation.chunks import Assembler, Origin
 from headrace_transformer.predictors.tokens import TokenChunk
 from headrace_transformer.text.detokenizer import Decoder, Detokenizer, StopFinder
 
@@ -271,9 +271,9 @@ def test_a_special_token_that_ends_the_answer_is_written_only_on_request(include
     end, a = (BYTE_FALLBACK.token_to_id(token) for token in ("</s>", "a"))
     special = decoder.special_texts
     detokenizer = Detokenizer(decoder, [], [], kept=special)
-    assembler = Assembler(detokenizer, [a], (), includes_stop=includes_stop, end_ids=special.keys())
+    assembler = Assembler(detokenizer, Origin(None, [a]), (), includes_stop=includes_stop, end_ids=special.keys())
     chunk = assembler.take(TokenChunk([a, end, a, end], finish_reason="stop"), 0.0)
-    assert (chunk.text, chunk.token_ids, chunk.prompt_ids) == (text, [a, end, a, end], [a])
+    assert (chunk.text, chunk.tokens.token_ids, chunk.origin.prompt_ids) == (text, [a, end, a, end], [a])
 
 
 @pytest.mark.parametrize(("before", "text"), [((0xC3, 0xA9), "é"), ((0xC3,), "\ufffd"), ((), "")])

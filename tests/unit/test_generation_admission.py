@@ -11,8 +11,8 @@ from headrace.errors import OverloadedError
 from headrace.rpc.server.call_context import CallContext
 from headrace.sampling import ContextLimits
 from headrace_transformer.generation.admission import Admission
-from headrace_transformer.generation.chunks import TextChunk
 from headrace_transformer.generation.requests import TextRequest
+from tests.support.text_chunks import text_chunk
 
 MODEL = SimpleNamespace(name="m", limits=ContextLimits(1024, is_encoder_decoder=False))
 
@@ -36,7 +36,7 @@ def answering(admission, token_s, away=range(0), answers=32, steps=40, **samplin
             for answer, one in enumerate(admitted):
                 if answer % 2 or step not in away:
                     is_resumed = answer % 2 == 0 and step == away.stop
-                    one.chunk(TextChunk("", [1], [], [], elapsed_s=step * token_s, resumed=is_resumed))
+                    one.chunk(text_chunk("", [1], elapsed_s=step * token_s, resumed=is_resumed))
         yield
 
 

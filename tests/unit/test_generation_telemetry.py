@@ -7,11 +7,11 @@ import pytest
 from headrace.deadline import NO_DEADLINE, Deadline
 from headrace.errors import HopBrokenError, InvalidRequestError, OverloadedError
 from headrace.rpc.server.call_context import CallContext
-from headrace_transformer.generation.chunks import TextChunk
 from headrace_transformer.generation.requests import TextRequest
 from headrace_transformer.generation.resume_ids import ResumePoint
 from headrace_transformer.generation.telemetry import GenerationTelemetry
 from tests.support.measured import Measured
+from tests.support.text_chunks import text_chunk
 
 GAPS = {"gen_ai.request.model": "storyteller", "headrace.protocol": "grpc"}
 ATTRIBUTES = GAPS | {"gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "headrace"}
@@ -33,7 +33,7 @@ def request(metadata=(), deadline=NO_DEADLINE, model="storyteller", **fields):
 
 
 def chunk(tokens, elapsed_s, finish_reason=None, resumed=False):
-    return TextChunk("", [1] * tokens, [], [], finish_reason, None, elapsed_s, 7, resumed=resumed)
+    return text_chunk("", [1] * tokens, finish_reason, prompt_ids=range(7), elapsed_s=elapsed_s, resumed=resumed)
 
 
 async def answer(finish_reason="length"):

@@ -8,8 +8,8 @@ import pytest
 from headrace.errors import InvalidRequestError
 from headrace.rpc.server.call_context import CallContext
 from headrace_transformer.frontends.openai.choices import choice_seed, choices_of, generate_all
-from headrace_transformer.generation.chunks import TextChunk
 from headrace_transformer.generation.requests import TextRequest
+from tests.support.text_chunks import text_chunk
 from tests.waiting import until
 
 
@@ -18,7 +18,7 @@ def request(**fields):
 
 
 def chunk(text):
-    return TextChunk(text, [1], [], [])
+    return text_chunk(text, [1])
 
 
 class FakePipeline:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from headrace.errors import HopBrokenError
 from headrace_protos.headrace_pb2 import Usage
-from headrace_transformer.generation.chunks import Assembler
+from headrace_transformer.generation.chunks import Assembler, Origin
 from headrace_transformer.generation.repeating import RepeatedTokens
 from headrace_transformer.generation.resume_ids import ResumePoint, checksum
 from headrace_transformer.predictors.tokens import TokenChunk
@@ -47,8 +47,8 @@ def assembled(tokens, stop):
     """The text chunks until the end."""
 
     async def read_all():
-        assembler, chunks = Assembler(Detokenizer(DECODER, [], stop), [1], ()), []
-        while not chunks or chunks[-1].finish_reason is None:
+        assembler, chunks = Assembler(Detokenizer(DECODER, [], stop), Origin(None, [1]), ()), []
+        while not chunks or chunks[-1].end is None:
             chunks.append(assembler.take(await tokens.read(), 0.0))
         return chunks
 
@@ -59,9 +59,9 @@ def contents(chunks):
     text, ids, logprobs, tops = "", [], [], []
     for chunk in chunks:
         text += chunk.text
-        ids += chunk.token_ids
-        logprobs += chunk.logprobs
-        tops += chunk.top_logprobs
+        ids += chunk.tokens.token_ids
+        logprobs += chunk.tokens.logprobs
+        tops += chunk.tokens.top_logprobs
     return text, ids, logprobs, tops
 
 
@@ -77,15 +77,15 @@ def test_the_rest_follows_exactly_after_each_chunk(ids, first, second, ends, sto
     for count in range(1, len(whole) + 1):
         received = whole[:count]
         got = contents(received)
-        stage = "" if received[-1].finish_reason is None else "f"
+        stage = "" if received[-1].end is None else "f"
         point = ResumePoint("", len(got[1]), checksum(got[1]), stage)
         repeated = assembled(RepeatedTokens(Tokens(ids, second, ends[1]), point), stop)
-        rest = contents([chunk for chunk in repeated if not chunk.repeated])
+        rest = contents([chunk for chunk in repeated if not chunk.tokens.repeated])
         assert tuple(a + b for a, b in zip(got, rest, strict=True)) == contents(whole)
         last = repeated[-1]
-        assert last.repeated is (stage == "f")
-        assert (last.finish_reason, last.stop_reason) == (whole[-1].finish_reason, whole[-1].stop_reason)
-        assert last.usage.completion_tokens == whole[-1].usage.completion_tokens
+        assert last.tokens.repeated is (stage == "f")
+        assert (last.end.reason, last.end.stop) == (whole[-1].end.reason, whole[-1].end.stop)
+        assert last.end.usage.completion_tokens == whole[-1].end.usage.completion_tokens
 
 
 @given(sizes=SIZES, count=st.integers(1, len(STORY)), stop=st.sampled_from([[], ["a dog"], ["😃 and"]]))
@@ -96,7 +96,7 @@ def test_the_rest_follows_known_tokens(sizes, count, stop):
     ids, later = STORY[:count], Tokens(STORY[count:], sizes, ends_apart=True)
     known = TokenChunk(ids, [float(i) for i in range(count)], [[(i, -0.5)] for i in ids], repeated=True)
     came = assembled(RepeatedTokens(later, ResumePoint("", count, checksum(ids), ""), known), stop)
-    assert [chunk.repeated for chunk in came] == [True] + [False] * (len(came) - 1)
+    assert [chunk.tokens.repeated for chunk in came] == [True] + [False] * (len(came) - 1)
     assert contents(came)[:2] == contents(whole)[:2]
 
 

@@ -32,10 +32,10 @@ def parts_of(pieces, *arguments, flush=True, **options):
     parts = []
     for piece in pieces:
         made.push(piece)
-        parts += made.parts()
+        parts += made.taken().parts
     if flush:
         made.flush()
-        parts += made.parts()
+        parts += made.taken().parts
     return merged(parts)
 
 
@@ -281,8 +281,9 @@ def test_calls_in_the_reasoning_are_none_and_its_tokens_are_counted():
     for token in ("<think>", "maybe", call, "</think>", "\n", call):
         made.push(token)
     made.flush()
-    assert simple(made.parts()) == [("reasoning", f"maybe{call}"), ("weather", PARIS)]
-    assert made.reasoning_tokens == 4
+    answer = made.taken()
+    assert simple(answer.parts) == [("reasoning", f"maybe{call}"), ("weather", PARIS)]
+    assert answer.reasoning_tokens == 4
 
 
 def test_an_object_beyond_the_limit_is_text():

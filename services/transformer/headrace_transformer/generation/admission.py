@@ -77,13 +77,13 @@ class AdmittedGeneration:
         """Measures a chunk that has come; the gap before a resumed answer is excluded."""
         if self._latest_s is None:
             self._load.first_token(chunk.elapsed_s, self._client)
-        elif not chunk.resumed:
-            gap_s, tokens = chunk.elapsed_s - self._latest_s, len(chunk.token_ids)
+        elif not chunk.tokens.resumed:
+            gap_s, tokens = chunk.elapsed_s - self._latest_s, len(chunk.tokens.token_ids)
             if not (tokens and _HELD[0] <= gap_s * self._pace / tokens <= _HELD[1]):
                 self._load.more_tokens(tokens, gap_s, self._arrived + chunk.elapsed_s)
         self._latest_s = chunk.elapsed_s
-        self._tokens += len(chunk.token_ids)
-        self._ended = chunk.finish_reason is not None
+        self._tokens += len(chunk.tokens.token_ids)
+        self._ended = chunk.end is not None
 
     def end(self) -> None:
         """Ends the measurement, however the generation ended."""

@@ -3,101 +3,86 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import NamedTuple
 
-from headrace.oip.prompt_logprobs import PromptLogprobs
 from headrace_protos.headrace_pb2 import Usage
+from headrace_transformer.models.models import TextModel
 from headrace_transformer.predictors.tokens import TokenChunk
 from headrace_transformer.text.answer_parser import AnswerParser
-from headrace_transformer.text.answer_parts import Content, Part, merged
+from headrace_transformer.text.answer_parts import Answer, Content, Part, merged
 from headrace_transformer.text.detokenizer import Detokenizer
 
 
-@dataclass(frozen=True)
-class ScoredPrompt:
-    """A prompt's ids, and the log probabilities of all but the first."""
+class Origin(NamedTuple):
+    """What an answer comes from; the ids must not be changed."""
 
-    ids: Sequence[int]
-    logprobs: PromptLogprobs
+    model: TextModel
+    prompt_ids: Sequence[int]
+
+
+class End(NamedTuple):
+    """How an answer ended; `stop` is the stop string, or the id of `stop_token_ids`, that ended it."""
+
+    reason: str
+    usage: Usage
+    stop: str | int | None = None
 
 
 class TextChunk(NamedTuple):
-    """New text and its token ids; the last chunk has `finish_reason` and `usage`.
+    """New text and its tokens; only the last chunk has an `end`.
 
-    `logprobs` has one value for each id where the request asks for them, and `top_logprobs` the likeliest tokens at
-    that position with their log probabilities, best first. `prompt_tokens` and `prompt_ids`, a list that must not be
-    changed, are the same in every chunk. `prompt` is in the first chunk where the request asks for it. `resumed` marks
-    the first chunk after another predictor has resumed the answer; `fingerprint` is that of the weights. `engine_s`,
-    `predictor` and `repeated` are as of a TokenChunk. Where the request asks for parts and the model writes calls or
-    reasoning, `parts` are what `text` adds to the answer's parts, and `reasoning_tokens` counts those of the reasoning
-    so far.
+    `tokens` are the predictor's; those behind a stop string are left out. `answer` is what `text` adds to the parts of
+    the answer, where the request asks for them and the model writes calls or reasoning. `origin` is the same in every
+    chunk.
     """
 
     text: str
-    token_ids: list[int]
-    logprobs: list[float]
-    top_logprobs: list[list[tuple[int, float]]]
-    finish_reason: str | None = None
-    usage: Usage | None = None
+    tokens: TokenChunk
+    origin: Origin
     elapsed_s: float = 0.0  # Since the request arrived.
-    prompt_tokens: int = 0
-    stop_reason: str | int | None = None  # The stop string or the id of `stop_token_ids` that ended the answer.
-    prompt: ScoredPrompt | None = None
-    resumed: bool = False
-    fingerprint: str = ""
-    engine_s: float | None = None
-    predictor: str = ""
-    repeated: bool = False
-    parts: Sequence[Part] | None = None
-    reasoning_tokens: int | None = None
-    prompt_ids: Sequence[int] = ()
+    answer: Answer | None = None
+    end: End | None = None
 
     @property
-    def has_news(self) -> bool:
-        """Whether there is anything new to pass on."""
-        return bool(self.text if self.parts is None else self.parts)
-
-    @property
-    def answer_parts(self) -> Sequence[Part]:
-        """The parts; the text alone for a model without calls and reasoning."""
-        if self.parts is not None:
-            return self.parts
+    def parts(self) -> Sequence[Part]:
+        """What the text adds; the text alone for a model without calls and reasoning."""
+        if self.answer is not None:
+            return self.answer.parts
         return (Content(self.text),) if self.text else ()
 
     def without_output(self) -> TextChunk:
         """The chunk of an answer without tokens; a predictor generates at least one."""
-        usage = self.usage
-        if usage is not None:
-            usage = Usage(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens)
-        reason = None if self.finish_reason is None else "length"
-        return self._replace(
-            text="",
-            token_ids=[],
-            logprobs=[],
-            top_logprobs=[],
-            finish_reason=reason,
-            usage=usage,
-            stop_reason=None,
-        )
+        tokens = replace(self.tokens, token_ids=[], logprobs=[], top_logprobs=[])
+        end = self.end
+        if end is not None:
+            usage = Usage(prompt_tokens=end.usage.prompt_tokens, cached_tokens=end.usage.cached_tokens)
+            end = End("length", usage)
+        return self._replace(text="", tokens=tokens, end=end)
 
     def without_cached_tokens(self) -> TextChunk:
         """The chunk for a caller that must not find out which prompts other callers have sent."""
-        if self.usage is None:
+        if self.end is None:
             return self
-        usage = Usage(prompt_tokens=self.usage.prompt_tokens, completion_tokens=self.usage.completion_tokens)
-        return self._replace(usage=usage)
+        usage = self.end.usage
+        usage = Usage(prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens)
+        return self._replace(end=self.end._replace(usage=usage))
 
 
 def joined(chunks: Sequence[TextChunk]) -> TextChunk:
     """A whole answer as one chunk."""
-    return chunks[-1]._replace(
+    last, steps = chunks[-1], [chunk.tokens for chunk in chunks]
+    answer = last.answer
+    return last._replace(
         text="".join(chunk.text for chunk in chunks),
-        token_ids=[token_id for chunk in chunks for token_id in chunk.token_ids],
-        logprobs=[logprob for chunk in chunks for logprob in chunk.logprobs],
-        top_logprobs=[top for chunk in chunks for top in chunk.top_logprobs],
-        prompt=chunks[0].prompt,
-        parts=None if chunks[-1].parts is None else merged(part for chunk in chunks for part in chunk.parts or ()),
+        tokens=replace(
+            last.tokens,
+            token_ids=[token_id for step in steps for token_id in step.token_ids],
+            logprobs=[logprob for step in steps for logprob in step.logprobs],
+            top_logprobs=[top for step in steps for top in step.top_logprobs],
+            prompt=steps[0].prompt,
+        ),
+        answer=answer and answer._replace(parts=merged(part for chunk in chunks for part in chunk.parts)),
     )
 
 
@@ -111,7 +96,7 @@ class Assembler:
     def __init__(
         self,
         detokenizer: Detokenizer,
-        prompt_ids: Sequence[int],
+        origin: Origin,
         stop_token_ids: Iterable[int],
         parser: AnswerParser | None = None,
         includes_stop: bool = False,
@@ -121,59 +106,62 @@ class Assembler:
         self._end_ids = end_ids
         self._detokenizer = detokenizer
         self._parser = parser
-        self._prompt_ids = prompt_ids
-        self._prompt_tokens = len(prompt_ids)
+        self._origin = origin
         self._stop_token_ids = frozenset(stop_token_ids)
         self._produced = 0
 
-    def take(self, chunk: TokenChunk, elapsed_s: float) -> TextChunk:
-        """The text of the next chunk."""
-        detokenizer, ids, reason, usage = self._detokenizer, chunk.token_ids, chunk.finish_reason, chunk.usage
-        text, used, parser = "", 0, self._parser
-        ends_with_stop_token = reason == "stop" and not self._stop_token_ids.isdisjoint(ids[-1:])
+    def take(self, tokens: TokenChunk, elapsed_s: float) -> TextChunk:
+        """The text of the next tokens."""
+        ids, parser, is_last = tokens.token_ids, self._parser, tokens.finish_reason is not None
         written = len(ids)
-        if reason == "stop" and not self._includes_stop:
-            written -= ends_with_stop_token or (bool(ids) and ids[-1] in self._end_ids)
-        for token_id in ids:
-            if used < written:
+        stop_token = ids[-1] if tokens.finish_reason == "stop" and ids else None
+        if stop_token is not None and not self._includes_stop and self._ends(stop_token):
+            written -= 1
+        text, used = self._text(ids, written)
+        if is_last and not self._detokenizer.stopped:
+            rest = self._detokenizer.flush()
+            text += rest
+            if parser is not None:
+                parser.push_rest(rest)
+        self._produced += used
+        is_stopped = self._detokenizer.stopped
+        if parser is not None and (is_last or is_stopped):
+            parser.flush()
+        end = self._end(tokens, stop_token) if is_last or is_stopped else None
+        if used < len(ids):
+            tokens = replace(
+                tokens,
+                token_ids=ids[:used],
+                logprobs=tokens.logprobs[:used],
+                top_logprobs=tokens.top_logprobs[:used],
+            )
+        answer = None if parser is None else parser.taken()
+        return TextChunk(text=text, tokens=tokens, origin=self._origin, elapsed_s=elapsed_s, answer=answer, end=end)
+
+    def _text(self, ids: Sequence[int], written: int) -> tuple[str, int]:
+        """The text of the first `written` ids, and the number of ids up to the end of a stop string."""
+        detokenizer, parser, text = self._detokenizer, self._parser, ""
+        for used, token_id in enumerate(ids, start=1):
+            if used <= written:
                 piece = detokenizer.push(token_id)
                 text += piece
                 if parser is not None:
                     parser.push(piece)
-            used += 1
             if detokenizer.stopped:
-                break
-        self._produced += used
-        stop_reason: str | int | None = ids[-1] if ends_with_stop_token else None
-        if reason is not None and not detokenizer.stopped:
-            piece = detokenizer.flush()
-            text += piece
-            if parser is not None:
-                parser.push_rest(piece)
-        if detokenizer.stopped:
-            reason, stop_reason = "stop", detokenizer.stop_string
-            cached = chunk.cached_tokens or 0
-            usage = Usage(prompt_tokens=self._prompt_tokens, cached_tokens=cached, completion_tokens=self._produced)
-        if parser is not None and reason is not None:
-            parser.flush()
-        is_cut = used < len(ids)
-        return TextChunk(
-            text,
-            ids[:used] if is_cut else ids,
-            chunk.logprobs[:used] if is_cut else chunk.logprobs,
-            chunk.top_logprobs[:used] if is_cut else chunk.top_logprobs,
-            reason,
-            usage,
-            elapsed_s,
-            self._prompt_tokens,
-            stop_reason,
-            None if chunk.prompt is None else ScoredPrompt(self._prompt_ids, chunk.prompt),
-            chunk.resumed,
-            chunk.fingerprint,
-            chunk.engine_s,
-            chunk.predictor,
-            chunk.repeated,
-            None if parser is None else parser.parts(),
-            None if parser is None else parser.reasoning_tokens,
-            self._prompt_ids,
-        )
+                return text, used
+        return text, len(ids)
+
+    def _ends(self, token_id: int) -> bool:
+        """Whether the id ends an answer, and has no text."""
+        return token_id in self._stop_token_ids or token_id in self._end_ids
+
+    def _end(self, tokens: TokenChunk, stop_token: int | None) -> End:
+        """The end of an answer, by a stop string or by the predictor."""
+        reason, usage, stop = tokens.finish_reason or "stop", tokens.usage, self._detokenizer.stop_string
+        if stop is not None or usage is None:
+            cached = tokens.cached_tokens or 0
+            prompt_tokens = len(self._origin.prompt_ids)
+            usage = Usage(prompt_tokens=prompt_tokens, cached_tokens=cached, completion_tokens=self._produced)
+        if stop is not None:
+            return End("stop", usage, stop)
+        return End(reason, usage, stop_token if stop_token in self._stop_token_ids else None)

@@ -22,7 +22,7 @@ from headrace.rpc.server.call_context import CallContext
 from headrace.sampling import SamplingParameters
 from headrace_protos.steps_pb2 import Submission
 from headrace_transformer.generation.admission import Admission, AdmittedGeneration
-from headrace_transformer.generation.chunks import Assembler, TextChunk
+from headrace_transformer.generation.chunks import Assembler, Origin, TextChunk
 from headrace_transformer.generation.grammars import GrammarChecks
 from headrace_transformer.generation.prompts import Prompts
 from headrace_transformer.generation.recorded_tokens import RecordedTokens
@@ -106,7 +106,7 @@ class Pipeline:
                             await recorded.flushed()
                         observed.chunk(chunk)
                         yield chunk if shows_cached else chunk.without_cached_tokens()
-                        if chunk.finish_reason is not None:
+                        if chunk.end is not None:
                             return  # Closing cancels what the predictor would still generate.
                         token_chunk = await begun.tokens.read()
 
@@ -268,7 +268,9 @@ class Pipeline:
             kept = decoder.special_texts
         includes_stop = request.include_stop_str_in_output
         detokenizer = Detokenizer(decoder, follows, request.stop, sampling.min_tokens, kept, includes_stop)
-        return Assembler(detokenizer, generation.prompt_ids, sampling.stop_token_ids, parser, includes_stop, end_ids)
+        return Assembler(
+            detokenizer, Origin(model, generation.prompt_ids), sampling.stop_token_ids, parser, includes_stop, end_ids
+        )
 
 
 class Begun(NamedTuple):

@@ -56,18 +56,18 @@ class RecordedGeneration:
 
     def chunk(self, chunk: TextChunk, counts_prompt: bool = True) -> None:
         """Adds a chunk; the tokens of a prompt that several records share count in one of them."""
-        recording = self._recording
-        if chunk.resumed:
+        recording, tokens = self._recording, chunk.tokens
+        if tokens.resumed:
             recording.resumes += 1
-        if chunk.predictor:
-            recording.answered_by(chunk.predictor)
-        recording.fingerprint = chunk.fingerprint
-        recording.prompt_tokens = chunk.prompt_tokens if counts_prompt else 0
-        recording.engine_s = chunk.engine_s
-        recording.chunk(chunk.text, chunk.token_ids, chunk.logprobs)
-        if chunk.finish_reason is not None:
-            usage = chunk.usage if counts_prompt else None  # Without one it is what was counted.
-            recording.end("OK", finish_reason=chunk.finish_reason, usage=usage)
+        if tokens.predictor:
+            recording.answered_by(tokens.predictor)
+        recording.fingerprint = tokens.fingerprint
+        recording.prompt_tokens = len(chunk.origin.prompt_ids) if counts_prompt else 0
+        recording.engine_s = tokens.engine_s
+        recording.chunk(chunk.text, tokens.token_ids, tokens.logprobs)
+        if chunk.end is not None:
+            usage = chunk.end.usage if counts_prompt else None  # Without one it is what was counted.
+            recording.end("OK", finish_reason=chunk.end.reason, usage=usage)
 
     async def flushed(self) -> None:
         """Waits until the start of the record is on disk; for the first chunk, before it goes to the client."""

@@ -121,21 +121,21 @@ class ObservedGeneration:
         self._span.set_attribute("gen_ai.response.model", model)
 
     def chunk(self, chunk: TextChunk) -> None:
-        instruments, tokens = self._instruments, len(chunk.token_ids)
-        if chunk.resumed:
+        instruments, tokens = self._instruments, len(chunk.tokens.token_ids)
+        if chunk.tokens.resumed:
             self._span.add_event("resume", {"gen_ai.usage.output_tokens": self._tokens})
             instruments.resumed.record(1, {MODEL: self._gap_attributes[MODEL]})
         if tokens:
             if self._first_s is None:
                 self._first_s = chunk.elapsed_s
-                self._prompt_tokens = chunk.prompt_tokens
+                self._prompt_tokens = len(chunk.origin.prompt_ids)
                 instruments.first_token.record(chunk.elapsed_s, self._attributes)
             else:
                 instruments.gap.record((chunk.elapsed_s - self._latest_s) / tokens, self._gap_attributes)
             self._latest_s = chunk.elapsed_s
             self._tokens += tokens
-        if chunk.finish_reason is not None:
-            self._finish_reason = chunk.finish_reason
+        if chunk.end is not None:
+            self._finish_reason = chunk.end.reason
             self.end(StatusCode.OK)
 
     def end(self, status: StatusCode) -> None:

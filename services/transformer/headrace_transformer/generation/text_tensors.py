@@ -68,11 +68,6 @@ class TextCall:
     echo: str  # Text before the answer: the prompt or nothing.
     wanted: frozenset[str]  # Outputs beside the text.
 
-    @property
-    def decodes_tokens(self) -> bool:
-        """Whether the answer has text of single tokens, which only the model's own tokenizer can give."""
-        return _LOGPROBS in self.wanted
-
 
 def read_request(request: pb.ModelInferRequest, call: CallContext) -> TextCall:
     """Everything that can be refused without the model is refused here; raises InvalidRequestError."""
@@ -101,55 +96,54 @@ def read_request(request: pb.ModelInferRequest, call: CallContext) -> TextCall:
 class TextAnswer:
     """Writes the responses to one request."""
 
-    def __init__(self, request: pb.ModelInferRequest, call: TextCall, model: TextModel) -> None:
+    def __init__(self, request: pb.ModelInferRequest, call: TextCall) -> None:
         self._request = request
         self._call = call
-        self._model = model
         self._cumulative = 0.0
         self._echo = call.echo
 
     def response(self, chunk: TextChunk) -> pb.ModelInferResponse:
         """One chunk as a response; the first one begins with the prompt where that is asked for."""
         request = self._request
-        response = pb.ModelInferResponse(
-            model_name=request.model_name, model_version=self._model.versions[-1], id=request.id
-        )
+        version = chunk.origin.model.versions[-1]
+        response = pb.ModelInferResponse(model_name=request.model_name, model_version=version, id=request.id)
         text, self._echo = self._echo + chunk.text, ""
         add_output(response, bytes_tensor(TEXT_OUTPUT, [text.encode()]))
         for tensor in self._further(chunk):
             add_output(response, tensor)
-        if chunk.finish_reason is not None:
-            set_parameters(response.parameters, {"finish_reason": chunk.finish_reason})
+        if chunk.end is not None:
+            set_parameters(response.parameters, {"finish_reason": chunk.end.reason})
         return response
 
     def _further(self, chunk: TextChunk) -> Iterator[Tensor]:
-        self._cumulative += sum(chunk.logprobs)
+        self._cumulative += sum(chunk.tokens.logprobs)
         wanted = self._call.wanted
         if _FINISH_REASON in wanted:
-            yield bytes_tensor(_FINISH_REASON, [str(chunk.finish_reason).encode()])
+            yield bytes_tensor(_FINISH_REASON, [str(chunk.end and chunk.end.reason).encode()])
         if _CUMULATIVE in wanted:
             yield Tensor(_CUMULATIVE, "FP32", np.array([self._cumulative], dtype=np.float32))
         if _LOGPROBS in wanted:
             yield bytes_tensor(_LOGPROBS, [orjson.dumps(list(self._logprobs(chunk)))])
         if _INPUT_TOKENS in wanted:
-            yield Tensor(_INPUT_TOKENS, "UINT32", np.array([chunk.prompt_tokens], dtype=np.uint32))
+            yield Tensor(_INPUT_TOKENS, "UINT32", np.array([len(chunk.origin.prompt_ids)], dtype=np.uint32))
         if _OUTPUT_TOKENS in wanted:
-            yield Tensor(_OUTPUT_TOKENS, "UINT32", np.array([len(chunk.token_ids)], dtype=np.uint32))
+            yield Tensor(_OUTPUT_TOKENS, "UINT32", np.array([len(chunk.tokens.token_ids)], dtype=np.uint32))
 
     def _logprobs(self, chunk: TextChunk) -> Iterator[dict[str, Any]]:
         """For each new token: it and the likeliest ones; the rank of a token that is not among them is not known."""
-        for position, (token, value) in enumerate(zip(chunk.token_ids, chunk.logprobs, strict=True)):
-            top = chunk.top_logprobs[position] if chunk.top_logprobs else []
+        tokens, decode = chunk.tokens, chunk.origin.model.tokenizer.backend.decode
+        for position, (token, value) in enumerate(zip(tokens.token_ids, tokens.logprobs, strict=True)):
+            top = tokens.top_logprobs[position] if tokens.top_logprobs else []
             ranked: dict[int, tuple[float, int | None]] = {token: (value, None)}
             ranked |= {other: (likely, rank) for rank, (other, likely) in enumerate(top, start=1)}
             yield {
-                str(other): {"logprob": likely, "rank": rank, "decoded_token": self._decoded(other)}
+                str(other): {
+                    "logprob": likely,
+                    "rank": rank,
+                    "decoded_token": decode([other], skip_special_tokens=False),
+                }
                 for other, (likely, rank) in ranked.items()
             }
-
-    def _decoded(self, token_id: int) -> str:
-        text: str = self._model.tokenizer.backend.decode([token_id], skip_special_tokens=False)
-        return text
 
 
 def describe(model: TextModel) -> ModelDescription:

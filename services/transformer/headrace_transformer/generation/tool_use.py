@@ -78,14 +78,14 @@ def parts_of(
     syntax: AnswerSyntax,
     tokenizer: TextTokenizer,
     prompt_ids: Sequence[int],
-) -> list[Part]:
+) -> Sequence[Part]:
     """The parts of a whole answer, with the ids of calls that the request had with this `default_seed`."""
     parser = _parser(tools, seed, syntax, tokenizer, prompt_ids)
     if parser is None:
         return [Content(text)]
     parser.push_rest(text)
     parser.flush()
-    return parser.parts()
+    return parser.taken().parts
 
 
 def _parser(

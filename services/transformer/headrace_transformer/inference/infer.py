@@ -46,7 +46,7 @@ class Inference:
         """The one answer; bytes are a serialized ModelInferResponse."""
         model = await self._find(request, call)
         if isinstance(model, TextModel):
-            return await self._whole_text(model, request, self._read(model, request, call))
+            return await self._whole_text(request, self._read(model, request, call))
         with self._recorded(request, call) as recording:
             answer = await self._answered(model, request, call, recording)
             recording.served_model = self._router.answering(request.model_name, call)
@@ -77,7 +77,7 @@ class Inference:
         """The answers as they come, the last one marked; bytes are a serialized ModelStreamInferResponse."""
         model = await self._find(request, call)
         if isinstance(model, TextModel):
-            answers = self._text(model, request, self._read(model, request, call))
+            answers = self._text(request, self._read(model, request, call))
         else:
             answers = self._tensors(model, request, call)
         async with aclosing(answers):
@@ -140,26 +140,23 @@ class Inference:
                 raise ContextLengthError(
                     f"the request has {size} bytes, more than a prompt of {context_length} tokens can have"
                 )
-            text_call = read_request(request.message, call)
-        if text_call.decodes_tokens:
-            self._router.keep(request.model_name, call)
-        return text_call
+            return read_request(request.message, call)
 
-    async def _whole_text(self, model: TextModel, request: InferRequest, text_call: TextCall) -> pb.ModelInferResponse:
+    async def _whole_text(self, request: InferRequest, text_call: TextCall) -> pb.ModelInferResponse:
         async with aclosing(self._pipeline.generate(text_call.text)) as chunks:
-            return TextAnswer(request.message, text_call, model).response(joined([chunk async for chunk in chunks]))
+            return TextAnswer(request.message, text_call).response(joined([chunk async for chunk in chunks]))
 
     async def _text(
-        self, model: TextModel, request: InferRequest, text_call: TextCall
+        self, request: InferRequest, text_call: TextCall
     ) -> AsyncGenerator[pb.ModelInferResponse | bytes, None]:
         if not text_call.stream:
-            response = await self._whole_text(model, request, text_call)
+            response = await self._whole_text(request, text_call)
             response.parameters[FINAL].bool_param = True
             yield response
             return
-        answer = TextAnswer(request.message, text_call, model)
+        answer = TextAnswer(request.message, text_call)
         async with aclosing(self._pipeline.generate(text_call.text)) as chunks:
             async for chunk in chunks:
                 response = answer.response(chunk)
-                response.parameters[FINAL].bool_param = chunk.finish_reason is not None
+                response.parameters[FINAL].bool_param = chunk.end is not None
                 yield response

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from headrace_transformer.text.answer_parts import CallArguments, CallStart, Content, Part, merged
+from headrace_transformer.text.answer_parts import Answer, CallArguments, CallStart, Content, Part, merged
 from headrace_transformer.text.reasoning import ReasoningParser
 from headrace_transformer.text.tool_calls import ToolCallParser
 
@@ -20,15 +20,15 @@ class AnswerParser:
         self._tools = tools
         self._max_calls = max_calls
         self._parts: list[Part] = []
-        # Tokens of the reasoning, its marks included; None for a model without.
-        self.reasoning_tokens: int | None = None if reasoning is None else 0
+        # Tokens of the reasoning, its marks included.
+        self._reasoning_tokens: int | None = None if reasoning is None else 0
 
     def push(self, text: str) -> None:
         """Takes the text of the next token."""
         was_open = self._reasoning is not None and self._reasoning.is_open
         self.push_rest(text)
         if self._reasoning is not None and (was_open or self._reasoning.is_open):
-            self.reasoning_tokens = (self.reasoning_tokens or 0) + 1
+            self._reasoning_tokens = (self._reasoning_tokens or 0) + 1
 
     def push_rest(self, text: str) -> None:
         """Takes further text of tokens that were counted already."""
@@ -41,10 +41,10 @@ class AnswerParser:
         if self._tools is not None:
             self._keep(self._tools.flush())
 
-    def parts(self) -> list[Part]:
+    def taken(self) -> Answer:
         """The parts since the last call."""
         parts, self._parts = self._parts, []
-        return merged(parts)
+        return Answer(merged(parts), self._reasoning_tokens)
 
     def _take(self, parts: list[Part]) -> None:
         for part in parts:

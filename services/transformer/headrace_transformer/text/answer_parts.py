@@ -6,7 +6,7 @@ What a parser takes in has these parts in order. A call is one `CallStart` and t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 
@@ -30,6 +30,13 @@ class CallArguments(NamedTuple):
 
 
 Part = Content | Reasoning | CallStart | CallArguments
+
+
+class Answer(NamedTuple):
+    """Parts, and the number of tokens of the reasoning so far; None for a model without."""
+
+    parts: Sequence[Part]
+    reasoning_tokens: int | None = None
 
 
 def begins_segment(part: Part, last: Part | None) -> bool:

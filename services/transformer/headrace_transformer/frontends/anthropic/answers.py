@@ -17,7 +17,7 @@ from pydantic_core import from_json
 
 from headrace_protos.headrace_pb2 import Usage
 from headrace_transformer.frontends.http import EVENTS, event_json, json_body, named_event
-from headrace_transformer.generation.chunks import TextChunk, joined
+from headrace_transformer.generation.chunks import End, TextChunk, joined
 from headrace_transformer.text.answer_parts import CallStart, Content, Part, Reasoning, begins_segment
 
 _NOT_CREATED = {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0}  # The cache's tokens have no lifetime.
@@ -26,8 +26,8 @@ _NOT_CREATED = {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0} 
 async def whole(answer_id: str, model: str, chunks: AsyncIterator[TextChunk]) -> AsyncGenerator[HttpBody, None]:
     """The message as one body."""
     chunk = joined([chunk async for chunk in chunks])
-    content = _blocks_of(chunk.answer_parts or [Content("")])
-    end = _end(chunk, any(block["type"] == "tool_use" for block in content))
+    content = _blocks_of(chunk.parts or [Content("")])
+    end = {} if chunk.end is None else _end(chunk.end, any(block["type"] == "tool_use" for block in content))
     yield json_body(_message(answer_id, model, _usage_of(chunk)) | {"content": content} | end)
 
 
@@ -38,14 +38,14 @@ async def events(answer_id: str, model: str, chunks: AsyncIterator[TextChunk]) -
         written = b""
         if not begun:
             begun = True
-            usage = _usage(Usage(prompt_tokens=chunk.prompt_tokens))
+            usage = _usage(Usage(prompt_tokens=len(chunk.origin.prompt_ids)))
             written = named_event({"type": "message_start", "message": _message(answer_id, model, usage)})
             written += named_event({"type": "ping"})
-        for part in chunk.answer_parts:
+        for part in chunk.parts:
             written += blocks.take(part)
-        if chunk.finish_reason is not None:
+        if chunk.end is not None:
             written += blocks.end()
-            end = {"type": "message_delta", "delta": _end(chunk, blocks.has_call), "usage": _usage_of(chunk)}
+            end = {"type": "message_delta", "delta": _end(chunk.end, blocks.has_call), "usage": _usage_of(chunk)}
             written += named_event(end) + named_event({"type": "message_stop"})
         if written:
             yield HttpBody(content_type=EVENTS, data=written)
@@ -147,19 +147,21 @@ def _message(answer_id: str, model: str, usage: dict[str, Any]) -> dict[str, Any
     }
 
 
-def _end(chunk: TextChunk, has_call: bool) -> dict[str, Any]:
+def _end(end: End, has_call: bool) -> dict[str, Any]:
     """Why the answer ended; a stop token is not a stop sequence."""
     reason, sequence = "tool_use" if has_call else "end_turn", None
-    if chunk.finish_reason == "length":
+    if end.reason == "length":
         reason = "max_tokens"
-    elif isinstance(chunk.stop_reason, str):
-        reason, sequence = "stop_sequence", chunk.stop_reason
+    elif isinstance(end.stop, str):
+        reason, sequence = "stop_sequence", end.stop
     return {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None}
 
 
 def _usage_of(chunk: TextChunk) -> dict[str, Any]:
-    details = {"output_tokens_details": {"thinking_tokens": chunk.reasoning_tokens}}
-    return _usage(chunk.usage or Usage()) | ({} if chunk.reasoning_tokens is None else details)
+    usage = _usage(Usage() if chunk.end is None else chunk.end.usage)
+    if chunk.answer is None or chunk.answer.reasoning_tokens is None:
+        return usage
+    return usage | {"output_tokens_details": {"thinking_tokens": chunk.answer.reasoning_tokens}}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

@@ -75,9 +75,9 @@ class TextGenerationServicer(headrace_pb2_grpc.TextGenerationServicer):
                     first = False
                     ttft = (TTFT_MS, f"{chunk.elapsed_s * 1000:.1f}")
                     context.set_trailing_metadata(((REQUEST_ID_METADATA, as_metadata(request_id)), ttft))
-                ids.take(chunk.fingerprint, chunk.token_ids)
-                if not chunk.repeated:
-                    yield _response(chunk, ids.id("" if chunk.finish_reason is None else "f"))
+                ids.take(chunk.tokens.fingerprint, chunk.tokens.token_ids)
+                if not chunk.tokens.repeated:
+                    yield _response(chunk, ids.id("" if chunk.end is None else "f"))
 
 
 class RestTextGenerationServicer(rest_pb2_grpc.TextGenerationServicer):
@@ -133,15 +133,15 @@ def _body(request: pb.GenerateRequest) -> bytes:
 
 
 def _response(chunk: TextChunk, resume_id: str) -> pb.GenerateResponse:
-    response = pb.GenerateResponse(text=chunk.text, token_ids=chunk.token_ids, logprobs=chunk.logprobs)
-    for top in chunk.top_logprobs:
+    tokens = chunk.tokens
+    response = pb.GenerateResponse(text=chunk.text, token_ids=tokens.token_ids, logprobs=tokens.logprobs)
+    for top in tokens.top_logprobs:
         response.top_logprobs.add(token_ids=[token_id for token_id, _ in top], logprobs=[value for _, value in top])
-    if chunk.finish_reason is not None:
-        response.finish_reason = chunk.finish_reason
-    if chunk.predictor:
-        response.predictor = chunk.predictor
+    if tokens.predictor:
+        response.predictor = tokens.predictor
     if resume_id:
         response.resume_id = resume_id
-    if chunk.usage is not None:
-        response.usage.CopyFrom(chunk.usage)
+    if chunk.end is not None:
+        response.finish_reason = chunk.end.reason
+        response.usage.CopyFrom(chunk.end.usage)
     return response

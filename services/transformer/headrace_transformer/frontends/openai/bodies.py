@@ -6,33 +6,26 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 
 from google.api.httpbody_pb2 import HttpBody
 
-from headrace_protos.headrace_pb2 import Usage
 from headrace_transformer.frontends.http import EVENTS, event, event_json, json_body
-from headrace_transformer.frontends.openai.answers import Format, reasoning_usage, usage_of, usage_so_far
+from headrace_transformer.frontends.openai.answers import Format, usage_of, usage_so_far
 from headrace_transformer.frontends.openai.choices import choices_in, generate_all
 from headrace_transformer.frontends.openai.generation_requests import GenerationRequest
-from headrace_transformer.generation.chunks import TextChunk
+from headrace_transformer.generation.chunks import TextChunk, joined
 from headrace_transformer.generation.pipeline import Pipeline
 from headrace_transformer.generation.requests import TextRequest
-from headrace_transformer.generation.resume_ids import AnswerIdentity, ResumeIds
+from headrace_transformer.generation.resume_ids import AnswerIdentity, ResumeIds, Stage
+from headrace_transformer.predictors.tokens import TokenChunk
 
 _DONE = b"data: [DONE]\n\n"
 # Numbers of a scored prompt that are written at once; more of them take longer than others should wait.
 _MAX_WRITTEN_AT_ONCE = 2048
 _P = ParamSpec("_P")
+_T = TypeVar("_T")
 _MARK = uuid.uuid4().hex  # Stands for the text of an event, and is nowhere else in it.
-
-
-async def _written(first: TextChunk, write: Callable[_P, dict[str, Any]], *given: _P.args, **named: _P.kwargs) -> Any:
-    """What `write` makes of the arguments, in a thread where much of a prompt's is in the choice's `first` chunk."""
-    scored = first.prompt
-    if scored is None or scored.logprobs.chosen.size + scored.logprobs.top.size <= _MAX_WRITTEN_AT_ONCE:
-        return write(*given, **named)
-    return await asyncio.to_thread(write, *given, **named)
 
 
 async def answer(
@@ -47,97 +40,103 @@ async def answer(
     Where the client has a part of the answer, only the rest is written.
     """
     head = {"id": f"{shape.id_prefix}-{identity.answer_id}", "created": identity.created, "model": request.model}
-    resume = identity.resume
     generations = choices_in(generations, identity)
     async with aclosing(generate_all(pipeline, generations)) as chunks:
         if not request.stream:
             made: list[list[TextChunk]] = [[] for _ in generations]
             async for index, chunk in chunks:
                 made[index].append(chunk)
-            choices = [await _written(parts[0], shape.whole, index, parts) for index, parts in enumerate(made)]
-            total = usage_of([parts[-1].usage or Usage() for parts in made], request.n)
-            total |= reasoning_usage(parts[-1].reasoning_tokens for parts in made)
-            beside = await _written(made[0][0], shape.beside, made[0][0])
-            yield json_body(head | {"object": shape.whole_object, "choices": choices, "usage": total} | beside)
+            yield await _aside_if_large(made[0][0], _whole, head, made, request.n, shape)
             return
-
-        head["object"] = shape.chunk_object
-        begun: set[int] = set()
-        usages = [Usage()] * len(generations)
-        completion_tokens = [0] * len(generations)
-        reasoning_tokens: list[int | None] = [None] * len(generations)
-        # With include_usage every event has the field; the last one fills it.
-        usage: dict[str, Any] = {"usage": None} if request.include_usage else {}
-        continuous_usage, returns_ids = request.continuous_usage, request.return_token_ids
-        reports_all = continuous_usage or returns_ids
-        plain = _PlainEvents(head, usage, shape)
         # An id counts the tokens of one answer.
         is_single = len(generations) == 1 and not generations[0].prompt_only
-        ids = ResumeIds(identity) if identity.has_ids and is_single else None
+        events = _Events(head, request, shape, identity if identity.has_ids and is_single else None)
         running, last = len(generations), b""
         async for index, chunk in chunks:
-            usages[index] = chunk.usage or usages[index]
-            completion_tokens[index] += len(chunk.token_ids)
-            reasoning_tokens[index] = chunk.reasoning_tokens
-            is_first = index not in begun
-            if ids is not None:
-                ids.take(chunk.fingerprint, chunk.token_ids)
-            # Text that is held back makes no event of its own, unless its tokens have log probabilities
-            # or ids to report.
-            # What is repeated makes none either, but is counted.
-            if chunk.repeated:
-                begun.add(index)
-                await _written(chunk, shape.chunk, index, chunk, is_first)
-                running -= chunk.finish_reason is not None
-            elif not (is_first or reports_all or chunk.logprobs or chunk.finish_reason is not None):
-                if chunk.parts is None and chunk.text:
-                    line = b"" if ids is None else ids.line()
-                    yield HttpBody(content_type=EVENTS, data=line + plain.event(index, chunk.text))
-                elif chunk.parts:
-                    line = b"" if ids is None else ids.line()
-                    written = event(head | {"choices": [shape.chunk(index, chunk, False)]} | usage)
-                    yield HttpBody(content_type=EVENTS, data=line + written)
-            elif is_first or chunk.has_news or chunk.finish_reason is not None or chunk.logprobs or returns_ids:
-                begun.add(index)
-                choice = await _written(chunk, shape.chunk, index, chunk, is_first)
-                if continuous_usage:
-                    usage["usage"] = usage_so_far(chunk.prompt_tokens, completion_tokens[index])
-                line = b"" if ids is None else ids.line("" if chunk.finish_reason is None else "f")
-                beside = shape.beside_first(chunk) if is_first else {}
-                written = line + event(head | {"choices": [choice]} | usage | beside)
-                running -= chunk.finish_reason is not None
-                if running:
-                    yield HttpBody(content_type=EVENTS, data=written)
-                else:
-                    last = written  # It goes out together with what follows it at once.
-        if request.include_usage and (resume is None or resume.stage != "u"):
-            last += b"" if ids is None else ids.line("u")
-            total = usage_of(usages, request.n) | reasoning_usage(reasoning_tokens)
-            last += event(head | {"choices": [], "usage": total})
-        yield HttpBody(content_type=EVENTS, data=last + _DONE)
+            if chunk.tokens.prompt is None:
+                written = events.of(index, chunk)
+            else:
+                written = await _aside_if_large(chunk, events.of, index, chunk)
+            running -= chunk.end is not None
+            if not running:
+                last = written  # It goes out together with what follows it at once.
+            elif written:
+                yield HttpBody(content_type=EVENTS, data=written)
+        yield HttpBody(content_type=EVENTS, data=last + events.end())
 
 
-class _PlainEvents:
-    """Writes the events of a stream that have nothing but new text, which are nearly all of them.
+async def _aside_if_large(first: TextChunk, write: Callable[_P, _T], *given: _P.args, **named: _P.kwargs) -> _T:
+    """What `write` makes of the arguments, in a thread where the scores of the prompt in a `first` chunk are many."""
+    scores = first.tokens.prompt
+    if scores is None or scores.chosen.size + scores.top.size <= _MAX_WRITTEN_AT_ONCE:
+        return write(*given, **named)
+    return await asyncio.to_thread(write, *given, **named)
 
-    All but the text is the same for every such event of a choice, so it is encoded once.
-    """
 
-    def __init__(self, head: dict[str, Any], usage: dict[str, Any], shape: Format) -> None:
-        self._head = head
-        self._usage = usage
+def _whole(head: dict[str, Any], made: Sequence[Sequence[TextChunk]], n: int, shape: Format) -> HttpBody:
+    choices = [shape.whole(index, joined(chunks)) for index, chunks in enumerate(made)]
+    fields = {"object": shape.whole_object, "choices": choices, "usage": usage_of([chunks[-1] for chunks in made], n)}
+    return json_body(head | fields | shape.beside(made[0][0]))
+
+
+class _Events:
+    """Writes the events of a stream; they have ids if the answer has an `identity`."""
+
+    def __init__(
+        self, head: dict[str, Any], request: GenerationRequest, shape: Format, identity: AnswerIdentity | None
+    ) -> None:
+        self._head = head | {"object": shape.chunk_object}
         self._shape = shape
-        self._around: dict[int, tuple[bytes, bytes]] = {}  # Before and after the text, by choice.
+        self._n = request.n
+        self._ids = None if identity is None else ResumeIds(identity)
+        resume = None if identity is None else identity.resume
+        # With include_usage every event has the field; the last one fills it.
+        self._usage: dict[str, Any] = {"usage": None} if request.include_usage else {}
+        self._ends_with_usage = request.include_usage and (resume is None or resume.stage != "u")
+        self._counts = request.continuous_usage
+        self._returns_ids = request.return_token_ids
+        self._latest: dict[int, TextChunk] = {}  # By choice.
+        self._tokens: dict[int, int] = {}
+        self._plain: dict[int, tuple[bytes, bytes]] = {}  # By choice: what is before and after the text.
 
-    def event(self, index: int, text: str) -> bytes:
-        around = self._around.get(index)
+    def of(self, index: int, chunk: TextChunk) -> bytes:
+        """The event of a chunk; empty for one whose text is held back, or that the client has."""
+        tokens, is_first = chunk.tokens, index not in self._latest
+        self._latest[index] = chunk
+        if self._ids is not None:
+            self._ids.take(tokens.fingerprint, tokens.token_ids)
+        reports_tokens = bool(tokens.logprobs) or self._returns_ids
+        if not (is_first or reports_tokens or self._counts or tokens.repeated or chunk.answer or chunk.end):
+            return self._line() + self._plain_event(index, chunk) if chunk.text else b""
+        if self._counts:
+            self._tokens[index] = self._tokens.get(index, 0) + len(tokens.token_ids)
+        if not (is_first or reports_tokens or chunk.parts or chunk.end):
+            return b""
+        choice = self._shape.chunk(index, chunk, is_first)
+        if tokens.repeated:
+            return b""
+        if self._counts:
+            self._usage["usage"] = usage_so_far(len(chunk.origin.prompt_ids), self._tokens[index])
+        line = self._line("" if chunk.end is None else "f")
+        beside = self._shape.beside(chunk) if is_first else {}
+        return line + event(self._head | {"choices": [choice]} | self._usage | beside)
+
+    def end(self) -> bytes:
+        """What follows the last event of a choice."""
+        if not self._ends_with_usage:
+            return _DONE
+        usage = usage_of([self._latest[index] for index in sorted(self._latest)], self._n)
+        return self._line("u") + event(self._head | {"choices": [], "usage": usage}) + _DONE
+
+    def _line(self, stage: Stage = "") -> bytes:
+        return b"" if self._ids is None else self._ids.line(stage)
+
+    def _plain_event(self, index: int, chunk: TextChunk) -> bytes:
+        """An event that has nothing but new text, as nearly all have: the rest of it is encoded once for a choice."""
+        around = self._plain.get(index)
         if around is None:
-            around = self._around[index] = self._encoded(index)
-        return around[0] + event_json(text) + around[1]
-
-    def _encoded(self, index: int) -> tuple[bytes, bytes]:
-        choice = self._shape.chunk(index, TextChunk(_MARK, [], [], []), False)
-        before, _, after = event(self._head | {"choices": [choice]} | self._usage).partition(
-            b'"' + _MARK.encode() + b'"'
-        )
-        return before, after
+            marked = self._shape.chunk(index, chunk._replace(text=_MARK, tokens=TokenChunk()), False)
+            written = event(self._head | {"choices": [marked]} | self._usage)
+            before, _, after = written.partition(b'"' + _MARK.encode() + b'"')
+            around = self._plain[index] = before, after
+        return around[0] + event_json(chunk.text) + around[1]

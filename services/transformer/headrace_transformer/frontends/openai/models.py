@@ -10,10 +10,8 @@ from headrace.clients import Client
 from headrace.errors import InvalidRequestError, NotFoundError, NotReadyError
 from headrace.oip.model_description import FINGERPRINT
 from headrace.oip.row_outputs import EMBEDDING
-from headrace.rpc.server.call_context import CallContext
 from headrace_transformer.models.models import RelayedModel, TextModel
 from headrace_transformer.routing.router import Router
-from headrace_transformer.text.tokenizer import TextTokenizer
 
 Kind = Literal["generation", "embedding", "classification"]
 
@@ -54,12 +52,6 @@ class OpenAIModels:
         if isinstance(model, TextModel) and model.base:
             card["parent"] = model.base  # As vLLM names the base of an adapter.
         return card | ({FINGERPRINT: model.fingerprint} if model.fingerprint else {})
-
-    async def tokenizer(self, name: str, call: CallContext) -> TextTokenizer:
-        """The tokenizer of a model, whose weights the call keeps to."""
-        tokenizer = (await self._router.get(name, "", call)).tokenizer
-        self._router.keep(name, call)
-        return tokenizer
 
     def template_reader(self, name: str) -> Callable[[str], bool]:
         """Whether a model's chat template reads a variable; a model that is not loaded reads all."""

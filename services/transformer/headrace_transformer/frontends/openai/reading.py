@@ -9,7 +9,6 @@ from headrace_transformer.frontends.openai.models import Kind, OpenAIModels
 from headrace_transformer.frontends.openai.requests import MAX_BODY_BYTES, RequestT, parse, parse_large
 from headrace_transformer.generation.pipeline import Pipeline
 from headrace_transformer.processes.body_processes import SMALL_BYTES, BodyProcesses
-from headrace_transformer.text.tokenizer import TextTokenizer
 
 
 class RequestReader:
@@ -28,11 +27,6 @@ class RequestReader:
             if parsed.template_hints:
                 parsed.name_unread_hints(self._models.template_reader(parsed.model))
             return parsed
-
-    async def tokenizer(self, call: CallContext, model: str) -> TextTokenizer:
-        """The tokenizer of the model that answers the call."""
-        with self._pipeline.recording_refusals(call, model):
-            return await self._models.tokenizer(model, call)
 
     async def parsed(self, cls: type[RequestT], request: HttpBody, call: CallContext) -> RequestT:
         """The request in a body; see `parse`."""

@@ -21,7 +21,7 @@ from headrace.rpc.server.call_context import CallContext, call_context
 from headrace.rpc.server.handlers import Context
 from headrace_protos import rest_pb2, rest_pb2_grpc
 from headrace_transformer.frontends.http import EVENTS, JSON, PLAIN, Body, Header, KeepAlive, json_body, rest_errors
-from headrace_transformer.frontends.openai.answers import ChatFormat, CompletionFormat, Echoes
+from headrace_transformer.frontends.openai.answers import ChatFormat, CompletionFormat
 from headrace_transformer.frontends.openai.bodies import answer
 from headrace_transformer.frontends.openai.choices import choices_of
 from headrace_transformer.frontends.openai.embeddings import embed
@@ -50,7 +50,6 @@ from headrace_transformer.generation.resume_ids import AnswerIdentity, identity_
 from headrace_transformer.inference.encoder_calls import EncoderCalls
 from headrace_transformer.processes.body_processes import BodyProcesses
 from headrace_transformer.routing.router import Router
-from headrace_transformer.text.token_bytes import TokenBytes
 from headrace_transformer.text.tokenizer import TextTokenizer
 
 _LAST_EVENT_ID = "last-event-id"
@@ -74,7 +73,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
         self._encoders = encoders
         self._models = OpenAIModels(router)
         reader = RequestReader(pipeline, bodies, self._models)
-        self._read, self._parsed, self._tokenizer = reader.read, reader.parsed, reader.tokenizer
+        self._read, self._parsed = reader.read, reader.parsed
 
     @rest_errors(openai_error)
     async def Health(self, request: Empty, context: Context) -> AsyncGenerator[HttpBody, None]:
@@ -104,11 +103,6 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
         identity = await self._identity(call, request, parsed)
         if parsed.stream:
             yield KeepAlive(self._keep_alive_s)
-        echoes = tokens = None
-        if parsed.echo or parsed.logprobs is not None:
-            tokenizer = await self._tokenizer(call, parsed.model)
-            echoes = Echoes(parsed.prompt, parsed.n, tokenizer) if parsed.echo else None
-            tokens = None if parsed.logprobs is None else tokenizer.token_bytes
         generations = [
             choice
             for prompt in parsed.prompt
@@ -127,10 +121,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
                 parsed.n,
             )
         ]
-        shape = CompletionFormat(echoes, tokens)
-        shape.returns_ids = parsed.return_token_ids
-        shape.scored = await self._scoring(call, parsed)
-        async with aclosing(answer(self._pipeline, generations, parsed, shape, identity)) as bodies:
+        async with aclosing(answer(self._pipeline, generations, parsed, CompletionFormat(parsed), identity)) as bodies:
             async for body in bodies:
                 yield body
 
@@ -156,11 +147,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
             ),
             parsed.n,
         )
-        tokens = (await self._tokenizer(call, parsed.model)).token_bytes if parsed.logprobs else None
-        shape = ChatFormat(tokens, has_functions=bool(parsed.functions))
-        shape.returns_ids = parsed.return_token_ids
-        shape.scored = await self._scoring(call, parsed)
-        async with aclosing(answer(self._pipeline, generations, parsed, shape, identity)) as bodies:
+        async with aclosing(answer(self._pipeline, generations, parsed, ChatFormat(parsed), identity)) as bodies:
             async for body in bodies:
                 yield body
 
@@ -234,7 +221,3 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
             identity = await identity_of(call, request.data, last_id, signer=signer, has_ids=has_ids)
             self._pipeline.route_to_weights(parsed.model, identity.resume, call)
         return identity
-
-    async def _scoring(self, call: CallContext, parsed: GenerationRequest) -> TokenBytes | None:
-        """The bytes of tokens for the prompt's scores, None if these are not wanted."""
-        return None if parsed.prompt_logprobs is None else (await self._tokenizer(call, parsed.model)).token_bytes

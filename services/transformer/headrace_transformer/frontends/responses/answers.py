@@ -15,24 +15,21 @@ from google.api.httpbody_pb2 import HttpBody
 from headrace.errors import HeadraceError
 from headrace_protos.headrace_pb2 import Usage
 from headrace_transformer.frontends.http import EVENTS, json_body, named_event
-from headrace_transformer.frontends.openai.answers import token_scores
+from headrace_transformer.frontends.openai.token_scores import token_scores
 from headrace_transformer.frontends.responses.items import ItemFields, MessageItem, OutputItem, item_of, whole_output
 from headrace_transformer.frontends.responses.requests import ResponsesRequest
 from headrace_transformer.frontends.responses.tools import flat_tool, written_choice
-from headrace_transformer.generation.chunks import TextChunk
+from headrace_transformer.generation.chunks import End, TextChunk
 from headrace_transformer.text.answer_parts import Content, Part, begins_segment
-from headrace_transformer.text.token_bytes import TokenBytes
 
 
 class ResponseAnswer:
     """Writes one answer; `head` has the fields that it has from its beginning to its end.
 
-    `tokens` where log probabilities are wanted: the tokens of a text have them, as the engine's steps bring both.
+    The tokens of a text have its log probabilities, as the engine's steps bring both.
     """
 
-    def __init__(
-        self, response_id: str, created: int, request: ResponsesRequest, tokens: TokenBytes | None = None
-    ) -> None:
+    def __init__(self, response_id: str, created: int, request: ResponsesRequest) -> None:
         self.head = head_of(response_id, created, request.model) | {
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
@@ -49,7 +46,7 @@ class ResponseAnswer:
         }
         self._id = response_id
         self._fields = ItemFields(request.origins, request.has_encrypted_reasoning)
-        self._tokens = tokens
+        self._has_scores = request.has_logprobs
         self._scores: list[dict[str, Any]] = []  # Of tokens whose text is not there yet.
         self._numbers = count()
         self._items: list[OutputItem] = []
@@ -59,8 +56,8 @@ class ResponseAnswer:
         """The response as one body."""
         async for chunk in chunks:
             self._take_all(chunk)
-            if chunk.finish_reason is not None:
-                yield json_body(self._ended(chunk))
+            if chunk.end is not None:
+                yield json_body(self._ended(chunk, chunk.end))
 
     async def events(self, chunks: AsyncIterator[TextChunk]) -> AsyncGenerator[HttpBody, None]:
         """The response as events; those of one chunk are one body."""
@@ -72,8 +69,8 @@ class ResponseAnswer:
                 written = self._event("response.created", {"response": self.head})
                 written += self._event("response.in_progress", {"response": self.head})
             written += self._take_all(chunk)
-            if chunk.finish_reason is not None:
-                written += self._end(chunk)
+            if chunk.end is not None:
+                written += self._end(chunk, chunk.end)
             if written:
                 yield HttpBody(content_type=EVENTS, data=written)
 
@@ -88,11 +85,11 @@ class ResponseAnswer:
 
     def _take_all(self, chunk: TextChunk) -> bytes:
         """The events of a chunk's parts; the scores of its tokens are those of its last text."""
-        if self._tokens is not None:
-            self._scores += token_scores(self._tokens, chunk)
-        texts = [number for number, part in enumerate(chunk.answer_parts) if isinstance(part, Content)]
+        if self._has_scores:
+            self._scores += token_scores(chunk)
+        texts = [number for number, part in enumerate(chunk.parts) if isinstance(part, Content)]
         written = b""
-        for number, part in enumerate(chunk.answer_parts):
+        for number, part in enumerate(chunk.parts):
             is_scored = bool(texts) and number == texts[-1]
             written += self._take(part, self._scores if is_scored else ())
             if is_scored or not texts:
@@ -113,17 +110,17 @@ class ResponseAnswer:
             written += self._items[-1].delta(text, next(self._numbers))
         return written
 
-    def _end(self, chunk: TextChunk) -> bytes:
+    def _end(self, chunk: TextChunk, end: End) -> bytes:
         written = b"" if self._items else self._take(Content(""))
-        status = status_of(chunk.finish_reason)
+        status = status_of(end.reason)
         written += self._items[-1].end(self._event, status)
-        return written + self._event(f"response.{status}", {"response": self._ended(chunk)})
+        return written + self._event(f"response.{status}", {"response": self._ended(chunk, end)})
 
-    def _ended(self, chunk: TextChunk) -> dict[str, Any]:
+    def _ended(self, chunk: TextChunk, end: End) -> dict[str, Any]:
         """The whole response, with its last chunk."""
-        status = status_of(chunk.finish_reason)
+        status = status_of(end.reason)
         output = whole_output(self._items or [MessageItem(self._id, 0)], status)
-        return self.head | ended(status, output, chunk.usage, chunk.reasoning_tokens)
+        return self.head | ended(status, output, end.usage, chunk.answer and chunk.answer.reasoning_tokens)
 
 
 def head_of(response_id: str, created: int, model: str) -> dict[str, Any]:

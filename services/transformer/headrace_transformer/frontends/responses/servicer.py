@@ -71,9 +71,8 @@ class ResponsesServicer(rest_pb2_grpc.ResponsesServicer):
         with self._pipeline.recording_refusals(call, parsed.model):
             identity = await identity_of(call, request.data, signer=self._pipeline.signer, has_ids=False)
             previous = await self._previous(parsed, call)
-        tokens = (await self._reader.tokenizer(call, parsed.model)).token_bytes if parsed.has_logprobs else None
         own_id = new_response_id(call, self._pipeline.signer)
-        answer = ResponseAnswer(own_id, identity.created, parsed, tokens)
+        answer = ResponseAnswer(own_id, identity.created, parsed)
         if parsed.stream:
             yield LastEvent(answer.failed)
             yield KeepAlive(self._keep_alive_s)
