@@ -139,7 +139,7 @@ check: $(DEV_DEPENDENCIES) ## format, lint, types, stub drift, settings page, En
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
 	@drift=$$(mktemp -d) && trap 'rm -rf $$drift' EXIT && headrace_protos/generate.sh $$drift \
-	  && diff -r --exclude={__init__.py,__pycache__,README.md,generate.sh,"*.proto"} $$drift/headrace_protos headrace_protos \
+	  && diff -r --exclude={__init__.py,__pycache__,README.md,generate.sh,py.typed,"*.proto"} $$drift/headrace_protos headrace_protos \
 	  && cmp $$drift/envoy/descriptors.pb envoy/descriptors.pb && echo "stubs: as generated"
 	$(VENV)/bin/python -m docs.generate_settings --check
 	@LUA_PATH="envoy/?.lua" $(VENV)/bin/envoy --mode validate --log-level error --config-yaml "$$(sed "s#/etc/envoy/#envoy/#" envoy/envoy.yaml)"

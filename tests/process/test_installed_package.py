@@ -73,6 +73,12 @@ def test_it_finds_its_configuration_and_keeps_state_in_the_current_folder(instal
         assert (Path(root) / file).exists()
 
 
+def test_its_packages_for_other_code_have_types(installed: Path, tmp_path: Path) -> None:
+    code = "import headrace, headrace_protos; print(*headrace.__path__, *headrace_protos.__path__)"
+    for folder in map(Path, run(installed / "bin" / "python", "-P", "-c", code, cwd=tmp_path).split()):
+        assert (folder / "py.typed").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "answer"),
     [
@@ -84,6 +90,7 @@ def test_it_finds_its_configuration_and_keeps_state_in_the_current_folder(instal
         (("replay", "127.0.0.1:1"), 2, "127.0.0.1:1"),
         (("load", "--gateway", "127.0.0.1:1"), 1, "no stack answers at 127.0.0.1:1"),
         (("key", "alice", "--file", "keys.yaml"), 0, "entry of alice in keys.yaml"),
+        (("smoke", "--gateway", "127.0.0.1:1"), 1, "no stack answers at 127.0.0.1:1"),
         (("certs",), 1, "certificates need the package trustme"),
         (("up",), 1, "Envoy is not installed"),
         (("serve", "org/model"), 1, "Envoy is not installed"),
