@@ -76,9 +76,11 @@ replay: $(RUN_DEPENDENCIES) ## logged streams again at another stack, compared t
 	@exec $(VENV)/bin/python -m headrace_runner.command replay '$(AGAINST)' $(if $(SINCE),--since '$(SINCE)') \
 	  $(if $(MODEL),--model '$(MODEL)') $(if $(FROM),--from '$(FROM)') $(if $(OUT),--out '$(OUT)') $(REPLAY)
 
+KEY_LIMITS := WEIGHT REQUESTS_PER_SECOND REQUESTS_PER_MINUTE TOKENS_PER_MINUTE TOKENS_PER_MONTH STREAMS
 .PHONY: key
-key: $(RUN_DEPENDENCIES) ## a key for a client (NAME=alice ROLE=user|admin)
-	@exec $(VENV)/bin/python -m headrace_runner.command key '$(NAME)' $(if $(ROLE),--role '$(ROLE)')
+key: $(RUN_DEPENDENCIES) ## a key for a client (NAME=alice ROLE=user|admin STREAMS=8 TOKENS_PER_MONTH=, other limits)
+	@exec $(VENV)/bin/python -m headrace_runner.command key '$(NAME)' $(if $(ROLE),--role '$(ROLE)') \
+	  $(foreach limit,$(KEY_LIMITS),$(if $($(limit)),--$(shell tr A-Z_ a-z- <<<$(limit)) '$($(limit))'))
 
 .PHONY: certs
 certs: $(DEV_DEPENDENCIES) ## certificates for development in .run/certs (NAMES="host …", ASK_CLIENTS=1)

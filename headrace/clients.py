@@ -30,8 +30,8 @@ class Policy(BaseModel):
     role: Literal["user", "admin"] = "user"
     models: frozenset[str] | None = Field(None, description="The models that the client may use; None: all.")
     weight: float = Field(1.0, gt=0, le=1000, allow_inf_nan=False, description="Its share where clients compete.")
-    requests_per_second: int | None = Field(None, ge=1, le=10_000)
-    requests_per_minute: int | None = Field(None, ge=1)
+    requests_per_second: int | None = Field(None, ge=1, le=10_000, description="Maximum of calls in a second.")
+    requests_per_minute: int | None = Field(None, ge=1, description="Maximum of calls in a minute.")
     tokens_per_minute: int | None = Field(None, ge=1, description="Tokens of prompts and completions together.")
     tokens_per_month: int | None = Field(None, ge=1, description="The same, by calendar month in UTC.")
     streams: int | None = Field(None, ge=1, description="Requests in flight at once.")

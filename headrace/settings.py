@@ -18,7 +18,7 @@ from headrace.errors import StartupError
 from headrace.models.sources import DEFAULT_MODELS, ModelSource, parse_models
 from headrace.service_links import drop_service_links
 from headrace.telemetry.logs import LogFormat
-from headrace.validation import first_fault
+from headrace.validation import first_fault, unknown_setting
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 
@@ -111,7 +111,7 @@ def load(cls: type[SettingsT], program: str) -> SettingsT:
     known = set(_environment_names(cls))
     unknown = sorted(name for name in os.environ if name.startswith(prefix) and name not in known)
     if unknown:
-        raise StartupError(f"{unknown[0]}: unknown setting; `python -m {program} --help` lists the known ones")
+        raise StartupError(unknown_setting(unknown[0], known, f"`python -m {program} --help` lists the known ones"))
     try:
         return cls()
     except ValidationError as error:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import AfterValidator, ValidationError
@@ -45,6 +47,12 @@ def matching(pattern: str, message: str) -> AfterValidator:
         return value
 
     return AfterValidator(check)
+
+
+def unknown_setting(name: str, known: Iterable[str], hint: str) -> str:
+    """The message for a name that is no setting: the setting with the most similar name, or `hint` without one."""
+    similar = difflib.get_close_matches(name, list(known), 1, 0.8)
+    return f"{name}: unknown setting; " + (f"did you mean {similar[0]}?" if similar else hint)
 
 
 def first_fault(error: ValidationError) -> tuple[tuple[int | str, ...], str]:

@@ -23,7 +23,7 @@ from headrace.endpoints import host_and_port, is_service, parse_endpoints
 from headrace.errors import StartupError
 from headrace.models.sources import DEFAULT_MODELS
 from headrace.service_links import drop_service_links
-from headrace.validation import first_fault
+from headrace.validation import first_fault, unknown_setting
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
 IS_CHECKOUT = (_CHECKOUT / "envoy" / "envoy.yaml").exists()
@@ -293,15 +293,22 @@ def _replica_ports(first: int, count: int) -> tuple[int, ...]:
     return tuple(first + REPLICA_STRIDE * replica for replica in range(count))
 
 
+_KNOWN = frozenset(name.upper() for name in StackSettings.model_fields)
+
+
+def check_name(name: str) -> None:
+    """Raises StartupError for a name that is a setting neither of a stack nor of its services."""
+    if name not in _KNOWN and not name.startswith(_PASSED_ON):
+        raise StartupError(unknown_setting(name, _KNOWN, "docs/settings.md lists the known ones"))
+
+
 def load() -> StackSettings:
     """The settings of `.env` and the environment; raises StartupError with one line."""
     for prefix in ("GATEWAY_", "TRANSFORMER_", "PREDICTOR_", "LOGGER_"):
         drop_service_links(os.environ, prefix)
-    known = {name.upper() for name in StackSettings.model_fields}
     for name in sorted({*os.environ, *dotenv_values(_ENV_FILE)}):
-        if name.startswith("GATEWAY_") and name not in known:
-            names = ", ".join(each.upper() for each in StackSettings.model_fields if each.startswith("gateway_"))
-            raise StartupError(f"{name}: unknown setting; known: {names}")
+        if name.startswith("GATEWAY_"):
+            check_name(name)
     try:
         return StackSettings()
     except ValidationError as error:
@@ -319,5 +326,4 @@ def environment() -> dict[str, str]:
 
 def own_environment() -> dict[str, str]:
     """Of this process's environment, the settings of a stack and of its services."""
-    known = {name.upper() for name in StackSettings.model_fields}
-    return {name: value for name, value in os.environ.items() if name in known or name.startswith(_PASSED_ON)}
+    return {name: value for name, value in os.environ.items() if name in _KNOWN or name.startswith(_PASSED_ON)}

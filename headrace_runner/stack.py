@@ -252,7 +252,8 @@ def _check_rolled(before: StackSettings, after: StackSettings) -> None:
 
 
 def check_ports(settings: StackSettings) -> None:
-    """Raises StartupError with the setting's name if a port is taken or chosen twice."""
+    """Raises StartupError with the settings' names if ports are taken or chosen twice."""
+    taken: dict[str, int] = {}
     with ExitStack() as held:  # All at the same time: that finds a port chosen twice.
         for setting, ports in settings.ports().items():
             for port in ports:
@@ -264,9 +265,11 @@ def check_ports(settings: StackSettings) -> None:
                     probe.bind((host, port))
                     probe.listen()
                 except OSError as error:
-                    reason = (
-                        "is taken"
-                        if error.errno == errno.EADDRINUSE
-                        else f"of {host} cannot be used ({error.strerror})"
-                    )
-                    raise StartupError(f"port {port} {reason}; set {setting}=… to another") from None
+                    if error.errno != errno.EADDRINUSE:
+                        reason = f"port {port} of {host} cannot be used ({error.strerror})"
+                        raise StartupError(f"{reason}; set {setting}=… to another") from None
+                    taken[setting] = port
+    if len(taken) > 1:
+        raise StartupError(f"ports {', '.join(map(str, taken.values()))} are taken; set {', '.join(taken)} to others")
+    for setting, port in taken.items():
+        raise StartupError(f"port {port} is taken; set {setting}=… to another")

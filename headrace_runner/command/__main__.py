@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from headrace.clients import Policy
 from headrace.errors import StartupError
 from headrace_runner import settings as stack_settings
 from headrace_runner.command import certificates, chat, help_texts, keys, records, start, usage
@@ -97,8 +98,11 @@ def parser() -> argparse.ArgumentParser:
 
     key = command("key", _key, "make a client's key", help_texts.KEY, calls=False)
     key.add_argument("name", metavar="NAME", help="of the client")
-    key.add_argument("--role", choices=("user", "admin"), default="user")
-    key.add_argument("--models", default="", metavar="A,B", help="without it all models")
+    key.add_argument("--role", choices=("user", "admin"), help="without it user")
+    key.add_argument("--models", type=lambda text: text.split(","), metavar="A,B", help="without it all models")
+    for name in keys.LIMITS:
+        text = Policy.model_fields[name].description
+        key.add_argument(f"--{name.replace('_', '-')}", metavar="N", help=text)
     key.add_argument("--file", type=Path, metavar="FILE", help="default: GATEWAY_KEYS, else config/keys.yaml")
 
     certs = command("certs", _certs, "make certificates for development", help_texts.CERTS, calls=False)
@@ -189,7 +193,8 @@ def _replay(options: argparse.Namespace) -> None:
 
 def _key(options: argparse.Namespace) -> None:
     file = options.file or stack_settings.load().key_file or keys.FILE
-    key = keys.add(file, options.name, options.role, [name for name in options.models.split(",") if name])
+    given = {name: getattr(options, name) for name in Policy.model_fields}
+    key = keys.add(file, options.name, {name: value for name, value in given.items() if value is not None})
     print(f"{key}\nentry of {options.name} in {short(file)}; GATEWAY_KEYS={short(file)} makes the gateway ask for keys")
 
 

@@ -32,9 +32,9 @@ A running gateway that has the file as GATEWAY_KEYS knows the key within two sec
 
   headrace key alice
   headrace key operator --role admin         may also load models, change settings and read every record
-  headrace key bob --models storyteller      may use only this model
+  headrace key bob --models storyteller --requests-per-minute 60 --tokens-per-month 1000000
 
-docs/security.md lists what else an entry can have, such as limits."""
+A second key of a client gets the limits of the first; docs/security.md explains them."""
 CERTS = """Makes an authority, and by it certificates of the gateway and of a client, for development. As `make certs`.
 
   headrace certs                             for localhost, 127.0.0.1 and ::1

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from headrace.errors import StartupError
 from headrace.models.sources import is_name, parse_location
-from headrace_runner.settings import LOOPBACK, ROOT, StackSettings
+from headrace_runner.settings import LOOPBACK, ROOT, StackSettings, check_name
 
 
 def run_up(settings: Iterable[str], verbose: bool) -> NoReturn:
@@ -20,6 +20,7 @@ def run_up(settings: Iterable[str], verbose: bool) -> NoReturn:
         name, equals, value = setting.partition("=")
         if not equals or not name:
             raise StartupError(f"{setting!r} is not NAME=value")
+        check_name(name)
         os.environ[name] = with_absolute_folders(value) if name == "MODELS" else value
     _become("headrace_runner", "up", *(("--verbose",) if verbose else ()))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace_runner.command.keys import LIMITS
 from headrace_runner.settings import ROOT, StackSettings
 
 CUDA = "https://download.pytorch.org/whl/cu130"
@@ -21,10 +22,10 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def commands(checkout: Path, target: str) -> str:
+def commands(checkout: Path, *target: str) -> str:
     """The commands that make would run, with an environment without settings."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("TORCH_INDEX", "GATEWAY_PORT")}
-    command = ["make", "--dry-run", "--always-make", target]
+    command = ["make", "--dry-run", "--always-make", *target]
     done = subprocess.run(command, cwd=checkout, env=inherited, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -46,3 +47,8 @@ def test_a_line_of_the_file_wins(checkout: Path) -> None:
 def test_an_empty_index_means_pips_own(checkout: Path) -> None:
     (checkout / ".env").write_text("TORCH_INDEX=\n")
     assert "--index-url" not in commands(checkout, ".venv/.installed-run")
+
+
+def test_make_key_has_every_limit(checkout: Path) -> None:
+    options = commands(checkout, "key", "NAME=alice", *(f"{name.upper()}=7" for name in LIMITS)).split("key 'alice'")[1]
+    assert {f"--{name.replace('_', '-')}" for name in LIMITS} == set(options.split()) - {"\\", "'7'"}

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +169,17 @@ async def test_an_envoy_that_refuses_its_configuration_is_a_startup_error(tmp_pa
     refuse = (sys.executable, "-c", "import sys; sys.exit('error initializing configuration')")
     with pytest.raises(StartupError, match="error initializing configuration"):
         await start_stack(tmp_path / "run", {}, commands=FAKES | {"envoy": refuse})
+
+
+async def test_all_taken_ports_are_named_at_once(tmp_path: Path) -> None:
+    settings = free_settings(tmp_path / "run")
+    gateway, logger = settings.gateway_port, settings.logger_port
+    taken = f"^ports {gateway}, {logger} are taken; set GATEWAY_PORT, LOGGER_PORT to others$"
+    with ExitStack() as held:
+        for port in (gateway, logger):
+            held.enter_context(socket.create_server(("127.0.0.1", port)))
+        with pytest.raises(StartupError, match=taken):
+            await Stack(settings).start()
 
 
 @pytest.mark.parametrize(

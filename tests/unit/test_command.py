@@ -80,6 +80,11 @@ def test_a_setting_without_a_value_is_refused() -> None:
         start.run_up(["PREDICTORS"], verbose=False)
 
 
+def test_a_name_that_is_no_setting_is_refused() -> None:
+    with pytest.raises(StartupError, match=r"^PREDICTOR: unknown setting; did you mean PREDICTORS\?$"):
+        start.run_up(["PREDICTOR=2"], verbose=False)
+
+
 def test_a_folder_or_a_hub_id_is_served_under_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my-model").mkdir()
     monkeypatch.chdir(tmp_path)

@@ -6,6 +6,8 @@ import json
 import pytest
 
 from headrace.clients import POLICY, Policy, client_of
+from headrace.errors import StartupError
+from headrace_runner.command.keys import LIMITS, add
 from headrace_transformer.keys import digests, parse_keys
 
 KEY = "hr-0123456789abcdef"
@@ -73,3 +75,37 @@ def test_a_fault_is_named_in_one_line_without_the_key(text, fault):
         parse_keys(text)
     assert "\n" not in str(error.value)
     assert KEY not in str(error.value)
+
+
+def test_a_made_key_has_the_limits_that_were_given(tmp_path):
+    file = tmp_path / "keys.yaml"
+    given = {"role": "admin", "models": ["a"], **dict.fromkeys(LIMITS, "7")}
+    keys = [add(file, "alice", given), add(file, "alice", {}), add(file, "123", {})]
+    entries = parse_keys(file.read_text())
+    assert [entry.digest for entry in entries] == [hashlib.sha256(key.encode()).hexdigest() for key in keys]
+    assert [entry.name for entry in entries] == ["alice", "alice", "123"]
+    assert entries[0].policy == entries[1].policy == Policy.model_validate(given)
+    assert set(given) == set(Policy.model_fields)
+    assert entries[2].policy == Policy()
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "message"),
+    [
+        ("", {"streams": "0"}, "streams=0: must be at least 1"),
+        ("", {"weight": "much"}, "weight=much: must be a number"),
+        (
+            f"- {{name: alice, sha256: {DIGEST}, streams: 2}}\n",
+            {"streams": "3"},
+            "alice has a key with other limits in ",
+        ),
+        ("name: alice\n", {}, ".* is not a file of keys"),
+        ("- {name: a", {}, ".* is not a file of keys"),
+    ],
+)
+def test_limits_that_a_key_cannot_have_change_nothing(tmp_path, text, given, message):
+    file = tmp_path / "keys.yaml"
+    file.write_text(text)
+    with pytest.raises(StartupError, match=f"^{message}"):
+        add(file, "alice", given)
+    assert file.read_text() == text

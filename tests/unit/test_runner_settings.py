@@ -19,7 +19,8 @@ from headrace_transformer.settings import TransformerSettings
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("GATEWAY_PROT", "8080", "GATEWAY_PROT: unknown setting"),
+        ("GATEWAY_PROT", "8080", "GATEWAY_PROT: unknown setting; did you mean GATEWAY_PORT?"),
+        ("GATEWAY_COLOUR", "red", "GATEWAY_COLOUR: unknown setting; docs/settings.md lists the known ones"),
         ("GATEWAY_PORT", "http", "GATEWAY_PORT=http: "),
         ("GATEWAY_TRACE_PERCENT", "101", "GATEWAY_TRACE_PERCENT=101: "),
         ("GATEWAY_BIND", "localhost", "GATEWAY_BIND=localhost: "),

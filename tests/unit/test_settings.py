@@ -94,7 +94,8 @@ def test_settings_cannot_be_changed(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
-        ("MILL_PROT", "1", "MILL_PROT: unknown setting"),
+        ("MILL_PROT", "1", "MILL_PROT: unknown setting; did you mean MILL_PORT?"),
+        ("MILL_COLOUR", "red", "MILL_COLOUR: unknown setting; `python -m mill --help` lists the known ones"),
         ("MILL_PORT", "http", "MILL_PORT=http: must be an integer"),
         ("MILL_PORT", "65536", "MILL_PORT=65536: must be at most 65535"),
         ("MILL_PORT", "-1", "MILL_PORT=-1: must be at least 0"),
