@@ -3,7 +3,6 @@
 import asyncio
 import json
 import shutil
-from contextlib import aclosing
 
 import numpy as np
 import pytest
@@ -17,15 +16,12 @@ from headrace.errors import InvalidRequestError, RequestFailedError, StartupErro
 from headrace.models.kinds import ModelKind, kind_of
 from headrace.models.sources import ModelSource
 from headrace.oip.model_description import INPUT_IDS, config_of, metadata_of
-from headrace.oip.stream_infer import FINAL
 from headrace.oip.tensors import Tensor, add_input, decode_outputs
 from headrace_predictor.repository.loading import build_here, fetch_model
 from headrace_predictor.settings import PredictorSettings
 from headrace_predictor.tensor_models.rows import ATTENTION_MASK, pad
 from headrace_protos.inference_pb2 import ModelInferRequest
 from tests.random_encoders import ENCODERS, VOCABULARY, save_random_encoder, save_random_type
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -218,13 +214,6 @@ async def test_the_longest_row_is_served_and_one_longer_is_refused(saved, serve,
     assert (await answer(served, request(ids_of(length)))).shape == (1, 32)
     with pytest.raises(InvalidRequestError, match=f"the model takes {length}"):
         await served.infer(request(ids_of(length + 1)), NO_DEADLINE)
-
-
-async def test_one_response_is_streamed_and_marked_as_the_last(saved, serve):
-    served = serve(saved["bert"][0])
-    async with aclosing(served.stream(request([5, 6]), NO_DEADLINE)) as responses:
-        marks = [response.parameters[FINAL].bool_param async for response in responses]
-    assert marks == [True]
 
 
 async def test_metadata_and_configuration_have_tensors_and_labels(saved, serve):

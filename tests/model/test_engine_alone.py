@@ -1,16 +1,12 @@
 """An isolated request has the engine to itself until its next token; the others lose only that time."""
 
-import asyncio
-import time
-from types import SimpleNamespace
-
 import pytest
 
-from headrace.errors import DeadlineError, HopBrokenError, InvalidRequestError, NotReadyError, RequestFailedError
+from headrace.errors import InvalidRequestError, NotReadyError
 from headrace_predictor.engine_process.framing import Frames
 from headrace_predictor.engine_process.step_frames import StepFrames
 from headrace_protos.engine_pb2 import EngineFrame
-from tests.model.crowd import CROWD, assert_crowd_is_unharmed, outcome, submit_crowd
+from tests.model.crowd import CROWD, assert_crowd_is_unharmed, submit_crowd
 from tests.model.fakes import FakeRunner, Gate, expected, read_all, request
 from tests.waiting import until
 
@@ -47,15 +43,6 @@ async def test_no_other_sequence_is_computed_until_its_next_token_and_all_answer
     # After that it is batched with the others.
     assert steps[begun + 3] > {"alone"}
     assert engine.load.blocks_in_use == 0
-
-
-async def test_isolation_ends_after_one_token_also_after_earlier_output(engine_of):
-    engine = engine_of(FakeRunner(), max_running=16, max_waiting=32)
-    slots = submit_crowd(engine)
-    whole = expected((5, 6))
-    ids, _ = await read_all(engine.submit(request("alone", output_ids=whole[:7], alone=True)))
-    assert whole[:7] + ids == whole
-    await assert_crowd_is_unharmed(slots)
 
 
 async def test_an_engine_accepts_one_isolated_request_at_a_time(engine_of):
@@ -113,54 +100,3 @@ async def test_an_isolated_request_is_computed_after_its_caller_is_notified(engi
     assert len(runner.steps) > 12
     (announcement,) = (EngineFrame.FromString(message) for frame in sent for message in Frames().feed(frame))
     assert [(key.channel, key.number) for key in announcement.alone] == [(1, 2)]
-
-
-@pytest.mark.parametrize("how", ["cancel", "deadline", "failure"])
-async def test_the_others_continue_after_the_end_of_an_isolated_request(engine_of, monkeypatch, how):
-    now = [1000.0]
-    clock = SimpleNamespace(**{**vars(time), "monotonic": lambda: now[0]})
-    monkeypatch.setattr("headrace_predictor.engine.engine.time", clock)
-    monkeypatch.setattr("headrace_predictor.engine.ending.time", clock)
-    gate = Gate()
-
-    def before(row):
-        if row.sequence.request.id == "alone":
-            gate(row)
-            if how == "failure":
-                raise RuntimeError("poison")
-
-    runner = FakeRunner(before)
-    engine = engine_of(runner, max_running=16, max_waiting=32, step_tokens=16)
-    # Submitted at once, so that it begins while the others run.
-    with engine._changed:
-        slots = submit_crowd(engine)
-        alone = engine.submit(request("alone", prompt=LONG, alone=True, deadline=1010.0))
-    await until(lambda: runner.steps and runner.steps[-1][0][0] == "alone")
-    assert engine.statistics.succeeded < len(CROWD)
-    if how == "cancel":
-        alone.cancel()
-    if how == "deadline":
-        now[0] += 20
-    gate.open(1000)
-    assert await outcome(alone) is (DeadlineError if how == "deadline" else RequestFailedError)
-    await assert_crowd_is_unharmed(slots)
-    await read_all(engine.submit(request("next", alone=True)))
-    assert engine.load.blocks_in_use == 0
-
-
-async def test_the_end_of_the_engine_gives_the_place_back(engine_of):
-    class Dying(FakeRunner):
-        def run(self, rows):
-            raise SystemExit
-
-    for runner, error in ((Dying(), HopBrokenError), (FakeRunner(Gate()), NotReadyError)):
-        engine = engine_of(runner, step_timeout_s=5)
-        slot = engine.submit(request("alone", alone=True))
-        if error is NotReadyError:
-            await until(lambda runner=runner: runner.steps)
-            runner._before.open(100)
-            slot.cancel()
-            await asyncio.to_thread(engine.close)
-        else:
-            assert await outcome(slot) is error
-        engine._isolation.acquire("next")

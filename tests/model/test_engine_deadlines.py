@@ -129,20 +129,3 @@ async def test_no_request_is_refused_while_none_waits(engine_of, clock):
     await read_all(slots[0])
     with pytest.raises(DeadlineError):
         await read_all(slots[1])
-
-
-async def test_after_a_pause_no_request_is_refused_for_earlier_slowness(engine_of, clock):
-    timed = Timed(engine_of, clock)
-    await timed.end(await timed.busy(waiting=5))
-    await until(lambda: timed.engine._step_under_way is None)
-    steps = len(timed.runner.steps)
-    timed.gate = Gate()
-    slots = [timed.submit()]
-    await until(lambda: len(timed.runner.steps) == steps + 1)
-    slots += [timed.submit() for _ in range(5)]
-    slots.append(timed.submit(deadline=clock[0] + 1.0))
-    timed.gate.open(1000)
-    for slot in slots[:-1]:
-        await read_all(slot)
-    with pytest.raises(DeadlineError):
-        await read_all(slots[-1])

@@ -81,48 +81,6 @@ async def test_nan_logits_fail_only_their_request(engine_of, outputs, parameters
     assert sorted(runner.cleared) == sorted(runner.blocks) != []
 
 
-async def test_if_every_request_fails_but_a_probe_succeeds_only_the_requests_fail(engine_of):
-    gate = Gate()
-    broken = True
-    probes = []
-
-    class Broken(FakeRunner):
-        def run(self, rows):
-            if broken:
-                raise RuntimeError("poison")
-            return super().run(rows)
-
-        def probe(self):
-            probes.append(1)
-
-    engine = engine_of(Broken(gate))
-    slots = [engine.submit(request(name, prompt=(ord(name), 1))) for name in "abc"]
-    gate.open(1000)
-    for slot in slots:
-        assert await outcome(slot) is RequestFailedError
-    assert probes
-    broken = False
-    assert (await read_all(engine.submit(request("next"))))[0] == expected((5, 6))
-
-
-async def test_if_the_probe_fails_too_the_engine_is_dead_and_no_request_is_to_blame(engine_of):
-    class Broken(FakeRunner):
-        def run(self, rows):
-            if self.steps:
-                raise RuntimeError("broken")
-            return super().run(rows)
-
-        def probe(self):
-            raise RuntimeError("broken too")
-
-    engine = engine_of(Broken(), max_running=2, max_waiting=32)
-    # All of them may be continued elsewhere; the waiting ones had no part in the failure.
-    outcomes = [await outcome(slot) for slot in submit_crowd(engine)]
-    assert set(outcomes) == {HopBrokenError, NotReadyError}
-    assert outcomes.count(HopBrokenError) == 2
-    await dead(engine)
-
-
 @pytest.mark.parametrize(
     "error", [RuntimeError("CUDA error: device-side assert triggered"), torch.AcceleratorError("an illegal access")]
 )

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from headrace.errors import DeadlineError, HopBrokenError, NotReadyError, OverloadedError, RequestFailedError
-from tests.model.crowd import CROWD, assert_crowd_is_unharmed, dead, outcome, submit_crowd
+from headrace.errors import HopBrokenError, NotReadyError, OverloadedError, RequestFailedError
+from tests.model.crowd import dead, outcome, submit_crowd
 from tests.model.fakes import FakeRunner, Gate, expected, read_all, request
 from tests.waiting import until
 
@@ -85,17 +85,6 @@ async def test_close_ends_requests_in_flight_even_in_a_step_that_hangs(engine_of
         engine.submit(request("late"))
 
 
-async def test_close_ends_running_and_waiting_requests_and_both_threads(engine_of):
-    engine = engine_of(FakeRunner(lambda _: time.sleep(0.001)), max_running=2)
-    slots = [engine.submit(request(name, max_tokens=900)) for name in "abcd"]
-    await slots[0].read()
-    await asyncio.to_thread(engine.close)
-    for slot in slots:
-        assert await outcome(slot) is NotReadyError
-    assert not engine._thread.is_alive()
-    assert not engine._watchdog.thread.is_alive()
-
-
 async def test_a_request_that_is_submitted_while_the_engine_closes_ends(engine_of):
     engine = engine_of(FakeRunner(), max_running=4, max_waiting=10_000)
     slots, refused = [], threading.Event()
@@ -148,19 +137,6 @@ async def test_cancel_in_the_middle_of_a_prompt_ends_it_there(engine_of):
     assert await outcome(slot) is RequestFailedError
     assert engine.load.blocks_in_use == 0
     assert len(runner.steps) == 2
-
-
-async def test_a_deadline_in_the_middle_frees_all_blocks(engine_of):
-    gate = Gate()
-    engine = engine_of(FakeRunner(gate))
-    deadline = time.monotonic() + 0.1
-    slot, other = engine.submit(request(deadline=deadline, max_tokens=1000)), engine.submit(request("other"))
-    gate.open(2)
-    await until(lambda: time.monotonic() > deadline)
-    gate.open(1000)
-    assert await outcome(slot) is DeadlineError
-    assert await outcome(other) == expected((5, 6))
-    assert engine.load.blocks_in_use == 0
 
 
 async def test_a_full_queue_refuses_with_the_time_that_requests_take(engine_of, monkeypatch):
@@ -258,24 +234,3 @@ async def test_tokens_before_an_error_are_still_read(engine_of):
         await slot.read()
     slot.cancel()
     gate.open(1)
-
-
-async def test_statistics_can_be_read_from_any_thread_at_any_time(engine_of):
-    engine = engine_of(FakeRunner(), max_running=4, max_waiting=64)
-    done = threading.Event()
-    seen: list[tuple[int, float]] = []
-
-    def watch():
-        while not done.wait(0.001):
-            seen.append((engine.statistics.tokens, engine.load.blocks_in_use))
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        await assert_crowd_is_unharmed(submit_crowd(engine))
-    finally:
-        done.set()
-        thread.join(10)
-    assert [tokens for tokens, _ in seen] == sorted(tokens for tokens, _ in seen)
-    assert all(0 <= used <= 1 for _, used in seen)
-    assert engine.statistics.tokens == 12 * len(CROWD)

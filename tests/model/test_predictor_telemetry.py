@@ -6,13 +6,12 @@ from contextlib import aclosing
 
 import numpy as np
 import pytest
-from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from headrace.deadline import NO_DEADLINE, Deadline
-from headrace.errors import DeadlineError, OverloadedError
+from headrace.errors import OverloadedError
 from headrace.oip.parameters import set_parameters
 from headrace.oip.tensors import Tensor, add_input
 from headrace.sampling import SamplingParameters
@@ -109,13 +108,6 @@ async def test_the_events_of_a_generation_are_at_the_engines_own_times(model_of,
     assert dict(spans.events[-1].attributes) == {"gen_ai.usage.output_tokens": 12}
 
 
-async def test_one_answer_in_one_response_has_the_same_events(model_of, spans):
-    with spans.call():
-        await model_of(FakeRunner()).infer(message(max_tokens=5), NO_DEADLINE)
-    assert spans.names == ["queued", "prefill", "first_token", "generation_end"]
-    assert spans.events[-1].attributes["gen_ai.usage.output_tokens"] == 5
-
-
 async def test_a_cancelled_generation_has_an_event_with_its_tokens(model_of, spans):
     gate = Gate()
     model = model_of(FakeRunner(gate))
@@ -146,22 +138,6 @@ async def test_a_cancel_in_the_queue_has_its_own_event(model_of, spans, metrics)
     assert metrics.points_by(MODEL, "headrace.queue.duration")["fake"].count == 1
 
 
-async def test_a_deadline_while_running_has_an_event_with_its_tokens(model_of, spans):
-    gate = Gate()
-    model = model_of(FakeRunner(gate))
-    with spans.call():
-        reader = asyncio.create_task(read(model, timeout_s=1.0))
-        deadline = time.monotonic() + 1.1
-        gate.open(2)
-        await until(lambda: model.engine.load.totals.tokens == 2)
-        await until(lambda: time.monotonic() > deadline)
-        gate.open(100)
-        with pytest.raises(DeadlineError):
-            await reader
-    assert spans.names == ["queued", "prefill", "first_token", "generation_end"]
-    assert 2 <= spans.events[-1].attributes["gen_ai.usage.output_tokens"] <= 3
-
-
 async def test_each_preemption_is_an_event(model_of, spans):
     gate = Gate()
     model = model_of(FakeRunner(gate, blocks=1 + 20), max_running=4, max_waiting=32)
@@ -190,13 +166,6 @@ async def test_a_request_that_is_refused_at_once_has_no_events(model_of, spans):
     assert span.events == ()
     gate.open(100)
     await running
-
-
-async def test_an_untraced_call_has_no_events(model_of, monkeypatch):
-    monkeypatch.setattr("headrace_predictor.telemetry.time", None)
-    context = trace.SpanContext(trace_id=1, span_id=1, is_remote=True)
-    with trace.use_span(trace.NonRecordingSpan(context)):
-        assert await read(model_of(FakeRunner()))
 
 
 async def test_the_time_in_the_queue_is_recorded_with_the_first_token(model_of, metrics):
@@ -246,41 +215,6 @@ async def test_the_hit_ratio_is_of_all_prompts_since_the_start(model_of, metrics
     for _ in range(2):
         await read(model, prompt=range(5, 23))
     assert metrics.values_by(MODEL, "headrace.prefix_cache.hit_ratio") == {"fake": 16 / 36}
-
-
-async def test_a_models_counters_survive_its_unload_and_continue_after_a_reload(model_of, metrics):
-    served = ServedEngines()
-    observe_engines(served, metrics.meter)
-    tokens = []
-    for _ in range(2):
-        model = model_of(FakeRunner())
-        # The self-test's own generation does not count.
-        await model.warm_up()
-        served.add(model)
-        await read(model)
-        tokens.append(metrics.values_by(MODEL, "headrace.tokens"))
-        assert metrics.values_by(MODEL, "headrace.sequences.running") == {"fake": 0}
-        await read(model)
-        model.close()
-        served.remove(model)
-        tokens.append(metrics.values_by(MODEL, "headrace.tokens"))
-        # An unloaded model has no load.
-        assert metrics.values_by(MODEL, "headrace.sequences.running") == {}
-        assert metrics.values_by(MODEL, "headrace.prefix_cache.hit_ratio") == {}
-    assert tokens == [{"fake": 12}, {"fake": 24}, {"fake": 36}, {"fake": 48}]
-
-
-async def test_a_replaced_model_is_removed_once(model_of, metrics):
-    served = ServedEngines()
-    observe_engines(served, metrics.meter)
-    old, new = model_of(FakeRunner()), model_of(FakeRunner())
-    served.add(old)
-    await read(old)
-    served.add(new)
-    await read(new)
-    served.remove(old)
-    assert metrics.values_by(MODEL, "headrace.tokens") == {"fake": 24}
-    assert metrics.values_by(MODEL, "headrace.sequences.running") == {"fake": 0}
 
 
 async def test_models_come_and_go_with_the_repository_that_serves_them(tmp_path, metrics, engine_host):

@@ -2,9 +2,7 @@
 
 import pytest
 
-from headrace.errors import RequestFailedError
-from tests.model.fakes import BLOCK_TOKENS, FakeRunner, Gate, expected, read_all, request
-from tests.waiting import until
+from tests.model.fakes import BLOCK_TOKENS, FakeRunner, expected, read_all, request
 
 PROMPT = list(range(3, 33))
 
@@ -55,14 +53,6 @@ async def test_the_last_id_of_a_known_prompt_is_computed_for_its_logits(engine_o
     assert runner.calls["again"] == BLOCK_TOKENS + 11
 
 
-async def test_tenants_do_not_share_prompts(engine_of):
-    engine = engine_of(FakeRunner())
-    for salt, held in [("", 0), ("one", 0), ("another", 0), ("one", 28), ("", 28)]:
-        ids, chunks = await read_all(engine.submit(request(prompt=PROMPT, cache_salt=salt)))
-        assert ids == expected(PROMPT)
-        assert cached(chunks) == held
-
-
 async def test_clients_do_not_share_prompts_and_a_salt_divides_further(engine_of):
     engine = engine_of(FakeRunner())
     steps = [("a", "", 0), ("b", "", 0), ("a", "", 28), ("a", "s", 0), ("b", "s", 0), ("a", "s", 28), ("", "", 0)]
@@ -70,16 +60,6 @@ async def test_clients_do_not_share_prompts_and_a_salt_divides_further(engine_of
         ids, chunks = await read_all(engine.submit(request(prompt=PROMPT, cache_salt=salt, client=client)))
         assert ids == expected(PROMPT)
         assert cached(chunks) == held
-
-
-async def test_tenants_at_the_same_time_do_not_wait_for_each_other(engine_of):
-    runner = FakeRunner()
-    engine = engine_of(runner, step_tokens=16)
-    slots = [engine.submit(request(salt, prompt=PROMPT, cache_salt=salt)) for salt in ("one", "another")]
-    for slot in slots:
-        ids, chunks = await read_all(slot)
-        assert ids == expected(PROMPT)
-        assert cached(chunks) == 0
 
 
 async def test_models_whose_blocks_cannot_be_shared_compute_everything(engine_of):
@@ -90,81 +70,6 @@ async def test_models_whose_blocks_cannot_be_shared_compute_everything(engine_of
         assert ids == expected(PROMPT)
         assert cached(chunks) == 0
         assert runner.calls[name] == len(PROMPT) + 11
-
-
-async def test_the_second_of_two_equal_prompts_at_once_computes_only_the_last_part(engine_of):
-    gate = Gate()
-    runner = FakeRunner(gate)
-    engine = engine_of(runner, step_tokens=16)
-    first, second = (engine.submit(request(name, prompt=PROMPT, seed=len(name))) for name in ("first", "second"))
-    gate.open(1000)
-    assert (await read_all(first))[0] == expected(PROMPT, seed=5)
-    ids, chunks = await read_all(second)
-    assert ids == expected(PROMPT, seed=6)
-    assert cached(chunks) == 28
-    assert runner.calls["second"] == 2 + 11
-    # It waited until the prefix was computed, and then ran beside the first.
-    starts = [
-        next(i for i, step in enumerate(runner.steps) if name in {row[0] for row in step})
-        for name in ("first", "second")
-    ]
-    assert starts[1] <= 2
-
-
-async def test_a_cancelled_owner_leaves_its_computed_blocks_and_blocks_no_other_sequence(engine_of):
-    gate = Gate()
-    runner = FakeRunner(gate)
-    engine = engine_of(runner, step_tokens=16)
-    owner = engine.submit(request("owner", prompt=PROMPT))
-    await until(lambda: runner.steps)
-    waiting = engine.submit(request("waiting", prompt=PROMPT))
-    owner.cancel()
-    gate.open(1000)
-    ids, chunks = await read_all(waiting)
-    assert ids == expected(PROMPT)
-    assert cached(chunks) == 16
-    assert runner.calls == {"owner": 16, "waiting": 14 + 11}
-    with pytest.raises(RequestFailedError, match="cancelled"):
-        await read_all(owner)
-
-
-async def test_a_failed_owner_leaves_no_blocks_and_blocks_no_other_sequence(engine_of):
-    gate = Gate()
-
-    def before(row):
-        gate(row)
-        if row.sequence.request.id == "owner" and row.start == 16:
-            raise RuntimeError("poison")
-
-    runner = FakeRunner(before)
-    engine = engine_of(runner, step_tokens=16)
-    owner = engine.submit(request("owner", prompt=PROMPT))
-    await until(lambda: runner.steps)
-    waiting = engine.submit(request("waiting", prompt=PROMPT))
-    gate.open(1000)
-    ids, chunks = await read_all(waiting)
-    assert ids == expected(PROMPT)
-    assert cached(chunks) == 0
-    with pytest.raises(RequestFailedError):
-        await read_all(owner)
-
-
-async def test_the_least_recently_used_prompt_is_forgotten_first(engine_of):
-    # Room for three prompts of 5 blocks each and the block of a fourth.
-    engine = engine_of(FakeRunner(blocks=1 + 16))
-    prompts = {name: [number] * 18 for number, name in enumerate("abcd", start=3)}
-
-    async def held(name):
-        ids, chunks = await read_all(engine.submit(request(prompt=prompts[name], max_tokens=2)))
-        assert ids == expected(prompts[name], 2)
-        return cached(chunks)
-
-    assert [await held(name) for name in "abc"] == [0, 0, 0]
-    assert await held("a") == 16
-    # It takes the blocks of b, the least recently used one now.
-    assert await held("d") == 0
-    assert [await held(name) for name in "cad"] == [16, 16, 16]
-    assert await held("b") < 16
 
 
 async def test_reuse_survives_preemption(engine_of):

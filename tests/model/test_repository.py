@@ -144,16 +144,6 @@ async def test_a_folder_of_the_repository_is_loaded_and_unloaded_by_its_name(mod
         assert models.reported == [True]
 
 
-async def test_a_configured_model_can_be_loaded_again_after_an_unload(models):
-    async with models.serve("first") as repository:
-        await repository.load_all()
-        await repository.unload("first")
-        await repository.unload("first")
-        assert repository.ready
-        await repository.load("first")
-        assert await ask(repository, "first") == 1
-
-
 async def test_a_load_of_a_loaded_model_takes_the_new_files_without_a_gap(models):
     async with models.serve("first") as repository:
         await repository.load_all()
@@ -345,19 +335,6 @@ async def test_the_death_of_the_host_replaces_it_and_every_engine(models):
         await until(lambda: repository.ready, 60)
         assert models.host.pid != host
         assert await read_ids(repository.get("llama"), 20)
-
-
-async def test_an_unload_does_not_count_as_a_death(models):
-    save_random_model("llama", models.folder / "llama")
-    async with models.serve("first", kv_cache_memory="1MiB") as repository:
-        await repository.load_all()
-        death = asyncio.create_task(repository.engine_death())
-        for name in ("llama", "first"):
-            await repository.load(name)
-            await repository.load(name)
-            await repository.unload(name)
-        assert not death.done()
-        death.cancel()
 
 
 async def test_loads_run_one_by_one_and_continue_if_their_caller_leaves(models):

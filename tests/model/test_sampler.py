@@ -142,11 +142,6 @@ def test_greedy_takes_the_lowest_of_equal_ids(dtype):
     assert sample(logits, [row(temperature=0, logprobs=True)] * 50).token_ids == expected
 
 
-def test_greedy_takes_the_likeliest_whatever_the_seed():
-    logits = torch.tensor([[0.1, 3.0, 0.2]])
-    assert {sample(logits, [row(temperature=0, seed=seed)]).token_ids[0] for seed in range(20)} == {1}
-
-
 def test_a_temperature_too_small_to_divide_by_is_greedy():
     logits = torch.tensor([[0.1, 3.0, 0.2]])
     assert sample(logits, [row(temperature=1e-310)]).token_ids == [1]
@@ -179,21 +174,6 @@ def test_a_row_whose_every_token_would_end_it_too_early_gets_no_token():
     logits = torch.randn(2, 3)
     early = row(temperature=0, min_tokens=1, stop_token_ids=[0, 1])
     assert sample(logits, [early, row(temperature=0)]).token_ids == [NO_TOKEN, logits[1].argmax().item()]
-
-
-def test_top_k_keeps_k():
-    assert set(draws(torch.arange(10.0), 500, top_k=3)) == {7, 8, 9}
-
-
-def test_top_p_keeps_the_smallest_set_with_that_probability():
-    logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
-    assert set(draws(logits, 500, top_p=0.75)) == {0, 1}
-    assert set(draws(logits, 500, top_p=0.05)) == {0}
-
-
-def test_min_p_is_relative_to_the_likeliest():
-    logits = torch.log(torch.tensor([0.6, 0.25, 0.1, 0.05]))
-    assert set(draws(logits, 500, min_p=0.4)) == {0, 1}
 
 
 def test_neither_end_nor_stop_tokens_are_sampled_before_min_tokens():

@@ -53,15 +53,3 @@ def errors(folder, resources):
 def test_custom_resources_are_those_of_their_definitions(resources, tmp_path):
     assert {each["kind"] for each in resources} == {"GRPCRoute", "HTTPRoute", "PodMonitor", "ScaledObject"}
     assert errors(tmp_path, resources) == ""
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({"polingInterval": 15}, "'\"polingInterval\"' does not exist"),
-        ({"maxReplicaCount": 1.5}, "maxReplicaCount must be integer"),
-    ],
-)
-def test_an_unknown_field_and_a_wrong_value_are_found(resources, tmp_path, change, expected):
-    (scaled,) = (each for each in resources if each["kind"] == "ScaledObject")
-    assert expected in errors(tmp_path, [scaled | {"spec": scaled["spec"] | change}])

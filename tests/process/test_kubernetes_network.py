@@ -1,13 +1,11 @@
 """Who reaches whom on Kubernetes: the network policies are compose's networks, and each selector chooses pods."""
 
-import re
 from itertools import combinations
 
 import pytest
 import yaml
 
 from tests.support.kubernetes import (
-    COMPONENT,
     DEPLOY,
     KUBECTL,
     ROOT,
@@ -26,7 +24,6 @@ pytestmark = pytest.mark.skipif(KUBECTL is None, reason="there is no kubectl in 
 
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
 ENVOY = yaml.safe_load((ROOT / "envoy" / "envoy.yaml").read_text())
-SCRAPED = yaml.safe_load((ROOT / "deploy" / "observability" / "prometheus.yaml").read_text())["scrape_configs"]
 IN_POD = {"envoy": "gateway", "transformer": "gateway"}  # Compose's services in one pod; the others are alone.
 
 
@@ -53,31 +50,6 @@ def test_policies_allow_the_connections_of_compose_and_no_others(rendered, compo
     }
     allowed = {tuple(sorted((source, target))) for source, target, _ in connections(documents)}
     assert allowed == {pair for pair in joined if set(pair) <= pods}
-
-
-def test_policies_allow_only_the_ports_that_are_called(rendered):
-    found = set(connections(rendered["observability"]))
-    spans = {(name, "jaeger", 4317) for name in ("gateway", "predictor", "logger")}
-    assert found == spans | {
-        ("gateway", "gateway", 9001),
-        ("gateway", "gateway", 9003),
-        ("gateway", "gateway", 8090),
-        ("gateway", "predictor", 9000),
-        ("gateway", "predictor", 9004),
-        ("gateway", "logger", 9002),
-        ("predictor", "gateway", 8090),
-    }
-    # From outside the namespace: the public port, and Prometheus.
-    scrapes = of_kind(rendered["observability"], "NetworkPolicy")["scrapes"]["spec"]["ingress"]
-    assert {port["port"] for rule in scrapes for port in rule["ports"]} == {9100, 9101, 9102, 8090}
-    (public,) = (
-        each for each in of_kind(rendered["base"], "NetworkPolicy")["gateway"]["spec"]["ingress"] if "from" not in each
-    )
-    assert [each["port"] for each in public["ports"]] == [8080]
-    (tls,) = (
-        each for each in of_kind(rendered["tls"], "NetworkPolicy")["gateway"]["spec"]["ingress"] if "from" not in each
-    )
-    assert [each["port"] for each in tls["ports"]] == [8443]
 
 
 def test_policies_deny_what_they_do_not_allow_and_lead_outside_for_names_alone(rendered):
@@ -114,39 +86,6 @@ def test_whatever_chooses_pods_chooses_some(rendered):
         for route in of_kind(documents, "HTTPRoute", "GRPCRoute").values():
             (reference,) = (each for rule in route["spec"]["rules"] for each in rule["backendRefs"])
             assert reference["port"] in [each["port"] for each in services[reference["name"]]["spec"]["ports"]]
-
-
-def test_scaling_uses_metrics_that_the_dashboards_show(rendered):
-    shown = "".join(path.read_text() for path in (ROOT / "deploy/observability/grafana/dashboards").glob("*.json"))
-    scaled = of_kind(rendered["scale"], "HorizontalPodAutoscaler")["predictor"]["spec"]["metrics"]
-    by_pods = {each["pods"]["metric"]["name"] for each in scaled}
-    triggers = of_kind(rendered["keda"], "ScaledObject")["predictor"]["spec"]["triggers"]
-    by_queries = {found for each in triggers for found in re.findall(r"headrace_\w+", each["metadata"]["query"])}
-    assert by_pods == by_queries == {"headrace_sequences_waiting", "headrace_kv_cache_utilization_ratio"}
-    assert all(f"{name}{{" in shown for name in by_pods)
-
-
-def test_monitors_scrape_each_job_at_its_port_and_path(rendered):
-    documents = rendered["observability"]
-    jobs = {}
-    for monitor in [each for each in documents if each["kind"] == "PodMonitor"]:
-        (chosen,) = (w for w in workloads(documents).values() if selects(monitor["spec"]["selector"], labels(w)))
-        ports = {each["name"]: each["containerPort"] for c in pod(chosen)["containers"] for each in c["ports"]}
-        for endpoint in monitor["spec"]["podMetricsEndpoints"]:
-            (job,) = (each["replacement"] for each in endpoint["relabelings"] if each["targetLabel"] == "job")
-            jobs[job] = ports[endpoint["port"]], endpoint.get("path", "/metrics")
-    expected = {}
-    for job in SCRAPED:
-        addresses = [each["port"] for each in job.get("dns_sd_configs", ())]
-        addresses += [int(each["targets"][0].split(":")[1]) for each in job.get("static_configs", ())]
-        expected[job["job_name"]] = addresses[0], job.get("metrics_path", "/metrics")
-    assert jobs == expected
-
-
-def test_selectors_are_one_label(rendered):
-    """Policies, Services and workloads name the pods alike."""
-    for name, workload in workloads(rendered["base"]).items():
-        assert workload["spec"]["selector"]["matchLabels"] == {COMPONENT: name}
 
 
 def test_envoy_finds_each_cluster_by_a_service(rendered):

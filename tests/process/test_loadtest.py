@@ -3,8 +3,6 @@
 import asyncio
 import csv
 import importlib.util
-import json
-import re
 import struct
 import sys
 import threading
@@ -26,7 +24,6 @@ ROOT = Path(__file__).parents[2]
 CSV_CLOSED = b"ValueError: I/O operation on closed file"
 TOKENS, PAUSE_S, TENSOR = 5, 0.02, 6
 GEVENT_THREADS = 10  # Of gevent's pool, unless someone asks for more.
-SLOWEST = 10  # Requests that a report lists.
 
 
 class Gateway(headrace_pb2_grpc.TextGenerationServicer):
@@ -133,41 +130,6 @@ async def run_locust_for(seconds, host, folder, options):
     with (folder / "run_failures.csv").open() as file:
         failures = {(row["Name"], row["Error"]) for row in csv.DictReader(file)}
     return process.returncode, rows, failures
-
-
-def figures_of(report):
-    """The figures in the section of Locust's HTML report."""
-    (text,) = re.findall(r"window\.streamsFigures = (.*?);</script>", report.read_text(encoding="utf-8"))
-    return json.loads(text)
-
-
-@pytest.mark.full  # The short form: tests/system/test_load_test.py, with one process.
-async def test_two_processes_measure_streams_and_tensors_without_mixing_them(gateway, tmp_path):
-    whole, parts = {"Generate", "ModelInfer at the predictor"}, {"Generate TTFT", "Generate gap"}
-    report = tmp_path / "report.html"
-    options = ("--processes", "2", "--html", str(report), "--check", "--objective", "TTFT <= 10 s")
-    status, rows, failures = await run_locust(
-        gateway.host, tmp_path, whole | parts, *options, "StreamUser", "TensorUser", least=SLOWEST
-    )
-    assert (status, failures) == (0, set())
-    assert set(rows) - {"Aggregated"} == whole | parts
-    counts = {name: int(row["Request Count"]) for name, row in rows.items()}
-    assert counts["Aggregated"] == sum(counts[name] for name in whole)
-    assert counts["Generate gap"] > 2 * counts["Generate TTFT"], "every gap counts"
-    least = {name: float(row["Min Response Time"]) for name, row in rows.items()}
-    assert PAUSE_S * 1000 <= least["Generate TTFT"] < least["Generate"]
-    assert least["Generate"] >= TOKENS * PAUSE_S * 1000
-    assert float(rows["Generate"]["Average Content Size"]) > TOKENS
-    assert gateway.authorities == {b"predictor"}
-    assert len(gateway.prompts) > 1, "prompts vary"
-
-    figures = figures_of(report)
-    found = {row["row"]: row for row in figures["rows"]}
-    assert found.keys() == whole
-    assert found["Generate"]["good_percent"] == 100
-    assert least["Generate TTFT"] * 0.99 <= found["Generate"]["ttft"]["p50"] < found["Generate"]["whole"]["p50"]
-    assert found["ModelInfer at the predictor"]["ttft"] == {}
-    assert len(figures["slowest"]) == SLOWEST
 
 
 async def test_failures_are_reported_by_status_and_hop(gateway, tmp_path):

@@ -1,6 +1,12 @@
-"""The page of metrics answers, a taken port is reported in one line, and the pages of several workers are one."""
+"""The page of metrics answers, a taken port is reported in one line, and the pages of several workers are one.
 
+Spans leave past the proxy of the environment.
+"""
+
+import os
 import socket
+import subprocess
+import sys
 import urllib.error
 
 import pytest
@@ -9,6 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from headrace.errors import StartupError
 from headrace.telemetry.page import MetricsPage, WorkerPages
 from tests.metrics_pages import read_page
+from tests.support.otlp_receiver import OtlpReceiver
 
 
 def read(port):
@@ -72,3 +79,20 @@ def test_a_worker_that_does_not_answer_is_left_out(pages, caplog):
     values = read(pages(registry).port)
     assert {dict(key[1:])["worker"] for key in values} == {"1"}
     assert "the metrics of worker 0 cannot be read" in caplog.text
+
+
+def test_a_service_exports_past_the_proxy_of_its_environment() -> None:
+    source = """from headrace.telemetry.setup import set_up_telemetry
+from opentelemetry import trace
+flush = set_up_telemetry("exporting")
+span = trace.get_tracer("test").start_span("one")
+span.end()
+flush()
+print(f"{span.get_span_context().trace_id:032x}")"""
+    with OtlpReceiver() as receiver:
+        proxy = {"http_proxy": "http://127.0.0.1:1", "grpc_proxy": "http://127.0.0.1:1", "no_proxy": ""}
+        environment = {**os.environ, **proxy, "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint}
+        command = (sys.executable, "-c", source)
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        assert (ended.returncode, ended.stderr) == (0, "")
+        assert [span.name for span in receiver.spans(ended.stdout.strip())] == ["one"]

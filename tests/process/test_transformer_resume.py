@@ -20,7 +20,6 @@ from headrace.errors import (
 from headrace.rpc.server.call_context import CallContext
 from headrace.sampling import SamplingParameters
 from headrace_protos.steps_pb2 import Submission
-from headrace_transformer.predictors import link as link_module
 from headrace_transformer.predictors.answers import BrokenAnswerError
 from headrace_transformer.predictors.client import PredictorClient
 from headrace_transformer.predictors.descriptions import OURS
@@ -232,16 +231,6 @@ async def test_after_two_deaths_in_a_row_a_request_runs_alone_and_then_beside_ot
         assert r.were_alone == [False, False, True, False]
 
 
-async def test_the_loss_of_a_predictor_is_half_a_death():
-    async with resuming(*(breaks() for _ in range(4)), alone(breaks()), breaks(3)) as r:
-        check_whole(await r.generate())
-        assert r.were_alone == [False] * 4 + [True] * 2 + [False]
-    async with resuming(*(breaks() for _ in range(4)), alone(breaks()), alone(breaks())) as r:
-        with pytest.raises(RequestFailedError):
-            await r.generate()
-        assert r.were_alone == [False] * 4 + [True] * 2
-
-
 async def test_a_third_death_in_a_row_ends_a_request_and_its_repetition_is_refused():
     async with resuming(dies(5), dies(), alone(dies())) as r:
         chunks = r.chunks()
@@ -253,12 +242,6 @@ async def test_a_third_death_in_a_row_ends_a_request_and_its_repetition_is_refus
             await r.generate(sampling=SAMPLING.model_copy(update={"seed": 8}))
         assert len(r.predictor.calls) == 3
         check_whole(await r.generate(prompt=(1, 2, 4)))
-
-
-async def test_a_request_that_dies_before_its_isolated_turn_is_not_to_blame():
-    async with resuming(dies(5), *(dies() for _ in range(4)), alone(hands_back()), dies()) as r:
-        check_whole(await r.generate())
-        assert r.were_alone == [False] * 2 + [True] * 6
 
 
 async def test_a_request_that_always_dies_before_its_isolated_turn_is_to_blame():
@@ -479,35 +462,6 @@ async def test_a_stream_that_no_predictor_takes_ends_as_broken_and_an_unbegun_on
         assert raised.value.hop == "predictor"
         with pytest.raises(NotReadyError, match="loading"):
             await r.generate()
-
-
-async def test_a_begun_answer_waits_longer_than_an_unbegun_one():
-    away = [raises(NotReadyError("loading")) for _ in range(4)]
-    for script, is_given_time in (((breaks(3), *away), True), (away, False)):
-        async with resuming(*script) as r:
-            r.client._start_wait_s = 0.01
-            if is_given_time:
-                check_whole(await r.generate())
-            else:
-                with pytest.raises(NotReadyError):
-                    await r.generate()
-
-
-async def test_a_predictor_that_had_hung_before_is_away_and_the_request_is_not_to_blame(monkeypatch):
-    monkeypatch.setattr(link_module, "_MOST_QUIET_S", -10.0)  # Every call is later than that.
-    async with resuming(*(falls_silent() for _ in range(5)), silence_limit_s=0.1) as r:
-        check_whole(await r.generate())
-        assert not any(r.were_alone)
-    async with resuming(*(falls_silent() for _ in range(99)), silence_limit_s=0.1, wait_s=0.5) as r:
-        with pytest.raises(NotReadyError, match=r"does not answer|no predictor is ready"):
-            await r.generate()
-
-
-async def test_a_request_that_silences_predictors_before_they_accept_it_runs_alone_and_is_to_blame():
-    async with resuming(*(falls_silent() for _ in range(99)), silence_limit_s=0.1) as r:
-        with pytest.raises(RequestFailedError, match="refused"):
-            await r.generate()
-        assert r.were_alone == [False] * 4 + [True] * 9
 
 
 async def test_a_pace_that_limits_nothing_is_not_sent():
@@ -788,14 +742,6 @@ async def test_an_answer_catches_up_at_a_predictor_with_room_even_if_its_prompt_
         check_whole(await reading)
 
 
-async def test_the_engine_s_time_is_that_of_both_predictors():
-    async with hedging((), (breaks(3),)) as (r, predictors):
-        chunks = await r.generate(sampling=HEDGED)
-        await until(lambda: all(call.ended.is_set() for predictor in predictors for call in predictor.calls))
-        made = [len(call.output_ids) - len(call.request.output_ids) for one in predictors for call in one.calls]
-        assert TOKEN_S * len(ANSWER) <= chunks[-1].engine_s <= TOKEN_S * sum(made)
-
-
 async def test_one_predictor_alone_answers_a_hedged_request_too():
     async with hedging((breaks(4),)) as (r, predictors):
         check_whole(await r.generate(sampling=HEDGED))
@@ -808,13 +754,6 @@ async def test_a_predictor_with_other_weights_is_not_the_second_one():
         await until(lambda: r.generator.links.can_resume(MODEL, "b"))
         check_whole(await r.generate(sampling=HEDGED))
         assert sum(len(predictor.calls) for predictor in predictors) == 1
-
-
-async def test_log_probabilities_of_a_hedged_request_equal_those_of_one_predictor():
-    async with hedging((), (breaks(3),)) as (r, _):
-        chunks = await r.generate(sampling=HEDGED.model_copy(update={"logprobs": True}))
-        values = [value for chunk in chunks for value in chunk.logprobs]
-        assert values == pytest.approx([-position / 10 for position in range(20)])
 
 
 async def test_a_caller_that_leaves_ends_both_calls():

@@ -9,17 +9,18 @@ import asyncio
 import sys
 
 import grpc
+import numpy as np
 import pytest
 import pytest_asyncio
 
+from headrace.oip.tensors import Tensor
 from tests.chaos.health import serves
 from tests.chaos.load import Client
 from tests.chaos.oracle import Oracle
 from tests.chaos.predictor import FAILS
 from tests.chaos.requests import Story, greedy
 from tests.scenarios.crowd import Crowd, stories_of
-from tests.system.calls import generate, ids_request, infer, rest, text_of
-from tests.system.test_refusals import GENERATE, PREDICTOR, REST
+from tests.system.calls import generate, ids_request, infer, rest, text_of, text_request
 from tests.waiting import until
 
 CALLERS = 8
@@ -27,6 +28,63 @@ TOKENS = 60
 DATES = [Story(prompt, (("temperature", 0.0),), "normalizer") for prompt in ("date: 3 Mar 2021", "date: 7 May 1999")]
 STORIES = [*stories_of(TOKENS)[:: 16 // CALLERS], *DATES]  # Half of each kind.
 CHAT = {"model": "normalizer", "messages": [{"role": "user", "content": "date: 3 Mar 2021"}]}
+INVALID, NOT_FOUND = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
+IDS = np.array([5, 6, 7], dtype=np.int64)
+
+GENERATE = {
+    "empty prompt": ({"prompt": ""}, INVALID, "the prompt is empty"),
+    "neither prompt nor messages": ({"prompt": None}, INVALID, "give one of a prompt, its ids and messages"),
+    "prompt and its ids": ({"prompt_ids": [5]}, INVALID, "give one of a prompt, its ids and messages"),
+    "ids too many": ({"prompt": None, "prompt_ids": [5] * 1500}, INVALID, "the context is 1024"),
+    "prompt too long": ({"prompt": "once " * 1500}, INVALID, "the context is 1024"),
+    "prompt of megabytes": ({"prompt": "x" * 3_000_000}, INVALID, "the prompt has 3000000 bytes"),
+    "temperature": ({"temperature": -1}, INVALID, "temperature=-1"),
+    "top_p": ({"top_p": 1.5}, INVALID, "top_p=1.5"),
+    "max_tokens": ({"max_tokens": 5000}, INVALID, "max_tokens=5000"),
+    "stop": ({"stop": [""]}, INVALID, "stop string"),
+}
+
+PREDICTOR = {
+    "dtype": ("storyteller", Tensor("input_ids", "FP32", IDS.astype(np.float32)), {}, INVALID, "must be INT64"),
+    "shape": ("storyteller", Tensor("input_ids", "INT64", IDS.reshape(3, 1)), {}, INVALID, "shape [N] or [1, N]"),
+    "token id": ("storyteller", Tensor("input_ids", "INT64", IDS + 10**6), {}, INVALID, "token id 1000005"),
+    "empty": ("storyteller", Tensor("input_ids", "INT64", IDS[:0]), {}, INVALID, "the prompt is empty"),
+    "too long": ("storyteller", Tensor("input_ids", "INT64", np.repeat(IDS, 400)), {}, INVALID, "1200 tokens"),
+    "unknown input": ("storyteller", Tensor("inputs", "INT64", IDS), {}, INVALID, "unknown input 'inputs'"),
+    "parameter": ("storyteller", Tensor("input_ids", "INT64", IDS), {"max_tokens": 0}, INVALID, "max_tokens=0"),
+}
+
+COMPLETION = {"model": "storyteller", "prompt": "Once"}
+MESSAGES = {"model": "storyteller", "messages": [{"role": "user", "content": "Hello"}]}
+REST = {
+    "empty prompt": ("/v1/completions", {**COMPLETION, "prompt": ""}, 400, "the prompt is empty"),
+    "prompt missing": ("/v1/completions", {"model": "storyteller"}, 400, "prompt: Field required"),
+    "prompt too long": ("/v1/completions", {**COMPLETION, "prompt": "once " * 1500}, 400, "the context is 1024"),
+    "temperature": ("/v1/completions", {**COMPLETION, "temperature": "hot"}, 400, "temperature='hot'"),
+    "not supported": ("/v1/completions", {**COMPLETION, "best_of": 2}, 400, "best_of=2 is not supported"),
+    "no messages": ("/v1/chat/completions", {**MESSAGES, "messages": []}, 400, "messages"),
+    "unknown role": (
+        "/v1/chat/completions",
+        {**MESSAGES, "messages": [{"role": "x", "content": "y"}]},
+        400,
+        "chat template",
+    ),
+    "not JSON": ("/v1/completions", b"{", 400, "JSON"),
+    "too many messages": (
+        "/v1/chat/completions",
+        {**MESSAGES, "messages": MESSAGES["messages"] * 5000},
+        400,
+        "at most 4096",
+    ),
+    "body of megabytes": ("/v1/completions", {**COMPLETION, "prompt": "x" * 9_000_000}, 400, "more than any prompt"),
+    "audio": (
+        "/v1/chat/completions",
+        {**MESSAGES, "modalities": ["audio"]},
+        400,
+        "modalities=['audio'] is not supported",
+    ),
+    "truth for a number": ("/v1/completions", {**COMPLETION, "n": True}, 400, "n: Input should be a valid integer"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +130,7 @@ async def refused_by_generate(gateway, change, status, text):
         await generate(gateway, **{name: value for name, value in fields.items() if value is not None})
     assert raised.value.code() is status
     assert text in raised.value.details()
+    assert dict(raised.value.trailing_metadata())["x-failed-hop"] == "transformer"
 
 
 async def refused_by_predictor(gateway, model, tensor, parameters, status, text):
@@ -79,12 +138,16 @@ async def refused_by_predictor(gateway, model, tensor, parameters, status, text)
         await infer(gateway, ids_request(model, tensor, **parameters), authority="predictor")
     assert raised.value.code() is status
     assert text in raised.value.details()
+    assert dict(raised.value.trailing_metadata())["x-failed-hop"] == "predictor"
 
 
 async def refused_by_rest(gateway, path, body, status, text):
-    answer = await rest(gateway, "POST", path, body)
-    assert answer.status == status
-    assert text in answer.json["error"]["message"]
+    for stream in (False, True):
+        answer = await rest(gateway, "POST", path, body | {"stream": stream} if isinstance(body, dict) else body)
+        assert (answer.status, answer.headers["content-type"]) == (status, "application/json")
+        assert answer.headers["x-failed-hop"] == "transformer"
+        assert text in answer.json["error"]["message"]
+        assert not any(name.startswith("grpc-") or name == "x-http-status" for name in answer.headers)
 
 
 async def test_an_unsupported_endpoint_is_refused_and_blocks_no_later_call(stack, beside):
@@ -104,6 +167,22 @@ async def test_every_wrong_request_is_refused_with_its_own_status_and_the_stream
         *(refused_by_predictor(stack.gateway, *case) for case in PREDICTOR.values()),
         *(refused_by_rest(stack.gateway, *case) for case in REST.values()),
     )
+
+
+async def test_a_very_long_refusal_affects_no_other_call(stack, beside):
+    long = "9" * 100_000
+
+    def with_parameter(name, value):
+        request = text_request("storyteller", "Once")
+        request.parameters[name].string_param = value
+        return request
+
+    bad = [with_parameter("temperature", long), with_parameter(long, "1"), text_request(long, "Once")]
+    for authority in (None, "predictor"):
+        for request in bad:
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await infer(stack.gateway, request, authority)
+            assert raised.value.code() in (INVALID, NOT_FOUND)
 
 
 async def test_a_request_that_fails_in_the_model_fails_alone(stack, beside):

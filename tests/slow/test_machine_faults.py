@@ -6,25 +6,19 @@ Each test prints a line of its results.
 """
 
 import asyncio
-import os
-import signal
-import sys
 import time
 from collections import Counter
 
-import psutil
 import pytest
 
-from headrace_runner.settings import ROOT
 from tests.chaos.health import serves
 from tests.chaos.load import Client
 from tests.chaos.oracle import Oracle, Span
 from tests.chaos.records import compare, stored
 from tests.scenarios.crowd import Crowd, stories_of
-from tests.support.free_ports import free_settings, start_stack
+from tests.support.free_ports import start_stack
 from tests.support.full import FULL
 from tests.support.small_disk import small_disk
-from tests.system.calls import rest
 from tests.waiting import until
 
 SECONDS = 60 if FULL else 6
@@ -137,71 +131,3 @@ async def not_serving(stack):
 def complete(database):
     """The requests that have a whole record."""
     return {name for name, records in stored(database).items() if any(not record.incomplete for record in records)}
-
-
-async def test_with_256_descriptors_streams_go_on_beside_more_callers_than_fit(tmp_path):
-    settings = free_settings(tmp_path / "run", models="storyteller=models/storyteller", predictors=1)
-    ports = {name: str(numbers[0]) for name, numbers in settings.ports().items()}
-    own = ports | {"RUN_FOLDER": str(settings.run_folder), "MODELS": settings.models, "DEVICE": "cpu"}
-    with (tmp_path / "output").open("w") as output:
-        runner = await asyncio.create_subprocess_exec(
-            *("prlimit", "--nofile=256:256", sys.executable, "-m", "headrace_runner", "up"),
-            cwd=ROOT,
-            env=os.environ | own,
-            stdout=output,
-        )
-    try:
-        await until(lambda: serves(settings.gateway, "ready"), BACK_S)
-        oracle = Oracle()
-        async with Client(settings.gateway) as client:
-            await oracle.record_answers(client, stories_of(TOKENS)[:CALLERS])
-            async with Crowd(client, stories_of(TOKENS), CALLERS) as crowd:
-                idle = [await asyncio.open_connection("127.0.0.1", settings.gateway_port) for _ in range(400)]
-                await asyncio.sleep(SECONDS)
-                since = time.monotonic()
-                await until(lambda: crowd.all_have_moved(since), BACK_S)
-                for _, writer in idle:
-                    writer.close()
-            crowd.all_right(oracle)
-            await until(lambda: serves(settings.gateway, "ready"), BACK_S)  # By a new connection.
-    finally:
-        runner.send_signal(signal.SIGTERM)
-        assert await runner.wait() == 0
-    lines = (tmp_path / "output").read_text()
-    assert "only 256 open files and connections are allowed" in lines
-    assert "Traceback" not in lines
-
-
-async def test_a_replica_without_memory_is_nobody_elses_trouble(tmp_path):
-    settings = {"models": "storyteller=models/storyteller", "predictors": 2}
-    stack = await start_stack(tmp_path / "run", settings)
-    try:
-        oracle = Oracle()
-        async with Client(stack.gateway) as client:
-            await oracle.record_answers(client, stories_of(TOKENS)[:CALLERS])
-            async with Crowd(client, stories_of(TOKENS), CALLERS) as crowd:
-                await until(crowd.all_have_moved, BACK_S)
-                # What it has, and hardly more: its engines cannot be loaded again.
-                predictor = psutil.Process(stack.pid("predictor-1"))
-                family = [predictor, *predictor.children(recursive=True)]
-                limits = {process.pid: process.rlimit(psutil.RLIMIT_AS) for process in family}
-                for process in family:
-                    process.rlimit(psutil.RLIMIT_AS, (process.memory_info().vms + (16 << 20), psutil.RLIM_INFINITY))
-                engine = max(family[1:], key=lambda process: process.create_time())
-                engine.kill()
-                engine_died = time.monotonic()
-                while time.monotonic() < engine_died + SECONDS:
-                    assert await serves(stack.gateway, "ready")
-                    answer = await rest(stack.gateway, "GET", "/v1/models")
-                    assert "storyteller" in answer.body.decode()
-                    await asyncio.sleep(0.5)
-                failed = stack.log("predictor-1").count("its engine cannot be started again")
-                for process in family:
-                    if process.is_running():
-                        process.rlimit(psutil.RLIMIT_AS, limits[process.pid])
-                await until(lambda: serves(stack.addresses["predictor-1"], "ready"), BACK_S)
-            crowd.all_right(oracle)
-        print(f"{len(crowd.calls)} streams beside a predictor whose engine could not be started {failed} times")
-        assert failed
-    finally:
-        await stack.stop()

@@ -4,7 +4,6 @@ import asyncio
 import json
 import signal
 import socket
-import sys
 
 import grpc
 import numpy as np
@@ -17,7 +16,7 @@ from headrace_protos import headrace_pb2, headrace_pb2_grpc
 from headrace_protos.inference_pb2 import ModelReadyRequest, ServerReadyRequest
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.support.steps_caller import StepsCaller
-from tests.system.calls import channel, each, generate, http_request, ids_request
+from tests.system.calls import channel, each, http_request, ids_request
 from tests.system.gated_stack import gated_stack
 from tests.system.predictor_process import predictor_process
 from tests.waiting import until
@@ -177,66 +176,3 @@ async def recorded(log, request_id):
 
     await until(is_there)
     return found[0]
-
-
-async def test_a_dead_engine_ends_its_streams_with_its_error_and_is_replaced_behind_the_same_port(tmp_path, gate):
-    path, make_tokens = gate
-    environment = {"GATE_SOCKET": path, "MODELS": MODELS, "PREDICTOR_STEP_TIMEOUT": "1"}
-    async with predictor_process(tmp_path / "log", GATED, **environment) as predictor, channel(predictor.target) as own:
-        stream = Stream(GRPCInferenceServiceStub(own))
-        make_tokens()
-        error = await stream.error()
-        assert (error.code(), error.details()) == (grpc.StatusCode.UNAVAILABLE, "the engine died")
-        assert dict(error.trailing_metadata())["x-http-status"] == "502"
-        health = health_pb2_grpc.HealthStub(own)
-
-        async def is_serving(name):
-            answer = await health.Check(health_pb2.HealthCheckRequest(service=name))
-            return answer.status == health_pb2.HealthCheckResponse.SERVING
-
-        assert await is_serving("")
-        await until(lambda: is_serving("ready"))
-        again = Stream(GRPCInferenceServiceStub(own))
-        make_tokens(TOKENS)
-        assert len(await again.end()) == TOKENS
-        predictor.process.send_signal(signal.SIGTERM)
-        assert await predictor.end() == 0
-
-
-@pytest.mark.full  # The short form: SIGTERM in tests/system/test_resume.py.
-async def test_restarting_predictors_one_by_one_fails_no_request(new_stack):
-    stack = await new_stack(
-        predictors=2,
-        models=MODELS,
-        # Slow models leave the processor to the starting predictor.
-        commands={"predictor": (sys.executable, "-m", "tests.system.slow_predictor")},
-        environment={"predictor": {"SLOW_MS": "30"}},
-    )
-    request = {"model": "storyteller", "prompt": "Once", "max_tokens": 40, "ignore_eos": True, "seed": 7}
-
-    async def ids():
-        return [token for response in await generate(stack.gateway, **request) for token in response.token_ids]
-
-    undisturbed = await ids()
-    stop = asyncio.Event()
-    answers = 0
-
-    async def client():
-        nonlocal answers
-        while not stop.is_set():
-            assert await ids() == undisturbed
-            answers += 1
-
-    clients = [asyncio.create_task(client()) for _ in range(8)]
-    try:
-        for i in range(2):
-            before = answers
-            await until(lambda before=before: answers > before + 8)
-            await stack.kill(f"predictor-{i}", signal.SIGTERM)
-            await stack.wait_ready(timeout_s=60)
-    finally:
-        stop.set()
-        outcomes = await asyncio.gather(*clients, return_exceptions=True)
-    assert outcomes == [None] * 8
-    for i in range(2):
-        assert "Traceback" not in stack.log(f"predictor-{i}")

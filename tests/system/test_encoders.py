@@ -148,17 +148,6 @@ async def test_embeddings_have_the_prompts_and_sizes_that_the_request_names(stac
     np.testing.assert_allclose(scores, model.similarity(*(model.encode(t) for t in (TEXTS[:1], TEXTS[1:])))[0], **close)
 
 
-async def test_a_cross_encoder_of_sentence_transformers_ranks_as_it_does_there(stack, ranker):
-    model, _ = ranker
-    documents = ["the bird sat", "the fox sat on a mat", "a mat", "on a fox"]
-    body = {"model": "ranker", "query": "a fox", "documents": documents}
-    results = (await post(stack, "/rerank", body)).json["results"]
-    wanted = model.rank("a fox", documents)
-    assert [one["index"] for one in results] == [one["corpus_id"] for one in wanted]
-    scores = [one["score"] for one in wanted]
-    np.testing.assert_allclose([one["relevance_score"] for one in results], scores, rtol=1e-4, atol=1e-5)
-
-
 NOT_FINITE = {
     "floats": ("/v1/embeddings", {"model": "damaged-embedder", "input": ["a fox", "a bird"]}),
     "base64": ("/v1/embeddings", {"model": "damaged-embedder", "input": "a bird", "encoding_format": "base64"}),
@@ -279,19 +268,6 @@ async def test_scores_and_ranks_are_those_of_a_cross_encoder(stack, cross_encode
         assert [one["document"]["text"] for one in ranked] == [documents[index] for index in order]
     (best,) = (await post(stack, "/rerank", {**body, "top_n": 1, "return_documents": False})).json["results"]
     assert best == {"index": order[0], "relevance_score": pytest.approx(max(wanted), rel=1e-4)}
-
-
-async def test_scores_of_an_embedding_model_are_cosines(stack, embedder):
-    model, tokenizer, _ = embedder
-    texts = ["a fox", "the bird sat", "the fox sat on a mat"]
-    with torch.no_grad():
-        vectors = [
-            model(**row).last_hidden_state.mean(1)[0] for row in rows_of(tokenizer, *((text,) for text in texts))
-        ]
-    wanted = [float(torch.cosine_similarity(vectors[0], vector, dim=0)) for vector in vectors[1:]]
-    body = {"model": "embedder", "text_1": texts[0], "text_2": texts[1:]}
-    answer = (await post(stack, "/score", body)).json
-    np.testing.assert_allclose([one["score"] for one in answer["data"]], wanted, rtol=1e-4, atol=1e-5)
 
 
 SCORES = {

@@ -1,9 +1,7 @@
 """Text streams from the bundled models through Envoy, equal on every way in."""
 
-import asyncio
 import json
 
-import grpc
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -63,61 +61,6 @@ async def test_every_way_in_gives_the_same_text(stack):
         assert answer.json["usage"]["completion_tokens"] == 24
 
 
-async def test_the_same_seed_gives_the_same_story(stack):
-    async def tell(seed):
-        return text_of(await generate(stack.gateway, model="storyteller", prompt=PROMPT, seed=seed, max_tokens=40))
-
-    first, again, other = await asyncio.gather(tell(5), tell(5), tell(6))
-    assert first == again != other
-
-
-async def test_a_stop_string_ends_the_text_before_it(stack):
-    settings = {"model": "storyteller", "prompt": PROMPT, "temperature": 0}
-    whole = text_of(await generate(stack.gateway, **settings))
-    stop = whole[30:36]
-    responses = await generate(stack.gateway, **settings, stop=[stop])
-    assert text_of(responses) == whole[: whole.index(stop)]
-    assert responses[-1].finish_reason == "stop"
-
-
-async def test_logprobs_and_larger_chunks_are_as_requested(stack):
-    responses = await generate(
-        stack.gateway, model="storyteller", prompt=PROMPT, max_tokens=20, ignore_eos=True, logprobs=True, chunk_tokens=7
-    )
-    assert [len(response.token_ids) >= 7 for response in responses[:-1]] == [True] * (len(responses) - 1)
-    for response in responses:
-        assert len(response.logprobs) == len(response.token_ids)
-        assert all(logprob <= 0 for logprob in response.logprobs)
-
-
-async def test_a_stop_token_ends_the_output_and_its_text_is_left_out(stack):
-    settings = {"model": "storyteller", "prompt": PROMPT, "temperature": 0}
-    whole = await generate(stack.gateway, **settings, max_tokens=30)
-    ids = [token_id for response in whole for token_id in response.token_ids]
-    stop = next(token_id for n, token_id in enumerate(ids) if n >= 5 and token_id not in ids[:n])
-    cut = ids.index(stop) + 1
-
-    stopped = await generate(stack.gateway, **settings, stop_token_ids=[stop])
-    assert [token_id for response in stopped for token_id in response.token_ids] == ids[:cut]
-    assert stopped[-1].finish_reason == "stop"
-    assert stopped[-1].usage.completion_tokens == cut
-    before = text_of(await generate(stack.gateway, **settings, max_tokens=cut - 1))
-    assert text_of(stopped) == before
-
-    later = await generate(stack.gateway, **settings, stop_token_ids=[stop], min_tokens=cut, max_tokens=cut)
-    assert later[-1].finish_reason == "length"
-    assert stop not in [token_id for response in later for token_id in response.token_ids]
-
-    request = text_request("storyteller", PROMPT, temperature=0)
-    request.parameters["stop_token_ids"].string_param = f"[{stop}]"
-    assert (await infer(stack.gateway, request))["text_output"].array[0].decode() == before
-
-    body = {"model": "storyteller", "prompt": PROMPT, "temperature": 0, "stop_token_ids": [stop], "cache_salt": "a"}
-    answer = await rest(stack.gateway, "POST", "/v1/completions", body)
-    assert answer.json["choices"][0] | {"text": before, "finish_reason": "stop"} == answer.json["choices"][0]
-    assert answer.json["usage"]["prompt_tokens_details"]["cached_tokens"] >= 0
-
-
 async def test_tokens_are_biased_allowed_and_banned_on_every_protocol(stack):
     settings = {"model": "storyteller", "prompt": PROMPT, "temperature": 0, "max_tokens": 6}
     ids = [token_id for response in await generate(stack.gateway, **settings) for token_id in response.token_ids]
@@ -168,44 +111,6 @@ async def test_top_logprobs_name_the_likeliest_tokens(stack):
     assert outputs["top_logprob_ids"].array[:, 0].tolist() == outputs["output_ids"].array.tolist()
     assert outputs["top_logprobs"].array.shape == (12, 3)
     assert np.array_equal(outputs["top_logprobs"].array[:, 0], outputs["logprobs"].array)
-
-
-@pytest.mark.parametrize(
-    ("parameters", "message"),
-    [
-        ({"stop_token_ids": "1,100000"}, "stop_token_ids: token id 100000 is outside of 0 to "),
-        ({"logit_bias": '{"100000": 1}'}, "logit_bias: token id 100000 is outside of 0 to "),
-        ({"bad_token_ids": "[[1, 100000]]"}, "bad_token_ids: token id 100000 is outside of 0 to "),
-        ({"top_logprobs": "2"}, "top_logprobs=2 needs logprobs"),
-        ({"top_logprobs": "21"}, "top_logprobs='21': Input should be less than or equal to 20"),
-        ({"priority": "2147483648"}, "priority='2147483648': Input should be less than 2147483648"),
-    ],
-)
-@pytest.mark.parametrize("authority", [None, INNER])
-async def test_impossible_parameters_are_refused(stack, parameters, message, authority):
-    if authority is None:
-        request = text_request("storyteller", PROMPT)
-    else:
-        request = ids_request("storyteller", Tensor("input_ids", "INT32", np.array([3, 4], dtype=np.int32)))
-    for name, value in parameters.items():
-        request.parameters[name].string_param = value
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await infer(stack.gateway, request, authority)
-    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert raised.value.details().startswith(message)
-
-
-async def test_every_protocol_has_a_priority(stack):
-    assert await generate(stack.gateway, model="storyteller", prompt=PROMPT, max_tokens=2, priority=-5)
-    assert "text_output" in await infer(stack.gateway, text_request("storyteller", PROMPT, max_tokens=2, priority=-5))
-    body = {"model": "storyteller", "prompt": PROMPT, "max_tokens": 2}
-    for path, given in {
-        "/v1/completions": body,
-        "/headrace/v1/generate": body,
-        "/v2/models/storyteller/generate": {"text_input": PROMPT, "max_tokens": 2},
-    }.items():
-        assert (await rest(stack.gateway, "POST", path, {**given, "priority": -5})).status == 200
-        assert (await rest(stack.gateway, "POST", path, {**given, "priority": 2**31})).status == 400
 
 
 @pytest.mark.parametrize(

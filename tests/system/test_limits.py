@@ -11,7 +11,6 @@ from typing import Any
 
 import grpc
 import numpy as np
-import pytest
 
 from headrace.oip.tensors import Tensor
 from headrace_protos import headrace_pb2
@@ -19,7 +18,6 @@ from headrace_protos.headrace_pb2_grpc import PayloadLogStub, TextGenerationStub
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from headrace_runner.stack import Stack
 from tests.random_encoders import save_random_encoder, save_words_tokenizer
-from tests.support.rate_limit_service import RateLimitService
 from tests.support.stacks import StackFactory
 from tests.system.calls import STREAMS, TIMEOUT_S, channel, each, ids_request, rest, text_request
 from tests.system.keyed_stack import (
@@ -215,35 +213,6 @@ async def test_every_answer_has_the_remaining_limits(keyed: tuple[Stack, Path]) 
     assert (answer.status, remaining_of(answer.headers)) == (200, {})
 
 
-@pytest.mark.full  # The short form: tests/process/test_gateway_rate_limits.py.
-async def test_a_rate_limit_service_counts_for_two_workers_and_without_it_each_counts_alone(
-    new_stack: StackFactory, tmp_path: Path
-) -> None:
-    path, service = tmp_path / "keys.yaml", RateLimitService()
-    names = ("few", "counted")
-    write(path, [{"name": name, "key": KEYS[name], "requests_per_minute": 5} for name in names])
-    port = await service.start()
-    stack = await new_stack(
-        models="storyteller=models/storyteller",
-        gateway_keys=str(path),
-        gateway_rate_limit_service=f"127.0.0.1:{port}",
-        environment={"transformer": {"TRANSFORMER_WORKERS": "2"}},
-    )
-
-    async def answers(who: str) -> list[tuple[int, str | None]]:
-        """Status and failed hop of calls, each on its own connection."""
-        calls = [await rest(stack.gateway, "GET", "/v1/models", None, **bearer(who)) for _ in range(20)]
-        return [(answer.status, answer.headers.get("x-failed-hop")) for answer in calls]
-
-    try:
-        assert await answers("few") == [(200, None)] * 5 + [(429, "gateway")] * 15
-    finally:
-        await service.stop()
-    without = await answers("counted")
-    assert 5 <= without.count((200, None)) <= 10
-    assert without.count((200, None)) + without.count((429, "transformer")) == 20
-
-
 async def test_openais_own_client_sees_the_remaining_limits_and_the_retry_delay(keyed: tuple[Stack, Path]) -> None:
     stack, _ = keyed
     await client_passes("openai_limits", stack.gateway, KEYS["few"], FEW, KEYS["counted"], *COUNTED)
@@ -266,22 +235,6 @@ async def test_a_keys_monthly_tokens_are_those_of_the_log(keyed: tuple[Stack, Pa
         return [(group["client"], group["completion_tokens"]) for group in groups] == [("monthly", "10")]
 
     await until(is_counted)
-
-
-async def test_requests_in_flight_of_a_key_are_limited(keyed: tuple[Stack, Path]) -> None:
-    stack, _ = keyed
-    request = headrace_pb2.GenerateRequest(model=MODEL, prompt="Once", max_tokens=500, ignore_eos=True)
-    async with channel(stack.gateway) as open_channel:
-        stub, options = TextGenerationStub(open_channel), {"metadata": tuple(bearer("narrow").items()), "timeout": 60}
-        first = stub.Generate(request, **options)
-        await first.read()
-        assert await status_of(lambda: last_of(stub.Generate(request, **options))) == "RESOURCE_EXHAUSTED"
-        first.cancel()
-
-        async def is_free() -> bool:
-            return await status_of(lambda: last_of(stub.Generate(request, **options))) == OK
-
-        await until(is_free)
 
 
 # Each takes up to 40 tokens: the path, the body with `{n}` for how many, and the model.

@@ -82,18 +82,6 @@ async def test_an_answer_has_the_requested_name_and_the_model_that_gave_it(route
     assert decode_outputs(answer)["x"].array.tolist() == [[1, 2, 3]]
 
 
-async def test_a_request_can_choose_a_model_of_a_route(routed):
-    stack, _ = routed
-    wanted = {"x-headrace-model": "second"}
-    answer = await rest(stack.gateway, "POST", "/v1/completions", completion("canary"), **wanted)
-    assert (answer.status, answer.headers["x-headrace-model"]) == (200, "second")
-    answer = await rest(stack.gateway, "POST", "/v1/completions", completion("chat"), **wanted)
-    assert (answer.status, answer.json["error"]["message"]) == (
-        400,
-        "x-headrace-model: 'second' is none of the models behind 'chat'",
-    )
-
-
 async def test_the_record_of_a_fallback_has_its_model(routed):
     stack, _ = routed
     answer = await rest(stack.gateway, "POST", "/v1/completions", completion("safe"), **{"x-request-id": "fell-back"})

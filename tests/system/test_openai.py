@@ -1,12 +1,8 @@
 """OpenAI's API through the gateway, with OpenAI's own client and with plain HTTP."""
 
 import asyncio
-import http.client
 import json
-import shutil
-import subprocess
 import uuid
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -14,12 +10,10 @@ import pytest_asyncio
 from headrace_transformer.frontends.openai.choices import choice_seed
 from tests.random_encoders import save_random_encoder, save_words_tokenizer
 from tests.support.tool_models import save_tool_model
-from tests.system.calls import rest, statistics
+from tests.system.calls import rest
 from tests.system.own_clients import client_passes
 from tests.system.payload_log import records
-from tests.waiting import until
 
-ROOT = Path(__file__).parents[2]
 STORY = {"model": "storyteller", "prompt": "Once upon a time", "ignore_eos": True}
 WORDS = ("the", "fox", "sat", "on", "a", "mat", "bird")
 
@@ -56,39 +50,6 @@ async def test_openais_own_client_works_unchanged(stack):
 
 async def test_calls_that_must_be_made_in_the_other_apis(stack):
     await client_passes("forced_tools", stack.gateway, "caller")
-
-
-async def test_curl_reads_the_stream(stack):
-    if shutil.which("curl") is None:
-        pytest.skip("curl is not installed")
-    body = json.dumps({**STORY, "stream": True, "max_tokens": 20, "n": 2})
-    command = ["curl", "-sSN", f"http://{stack.gateway}/v1/completions", "-d", body]
-    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
-    events = done.stdout.split("\n\n")
-    assert events[-2:] == ["data: [DONE]", ""]
-    assert {json.loads(event.removeprefix("data: "))["choices"][0]["index"] for event in events[:-2]} == {0, 1}
-
-
-async def test_each_choice_depends_only_on_its_seed(stack):
-    def texts(answer):
-        return [choice["text"] for choice in answer.json["choices"]]
-
-    settings = {**STORY, "max_tokens": 24}
-    together = texts(await post(stack, "/v1/completions", {**settings, "seed": 7, "n": 3}))
-    assert len(set(together)) == 3
-    alone = [await post(stack, "/v1/completions", {**settings, "seed": choice_seed(7, i)}) for i in range(3)]
-    assert together == [text for answer in alone for text in texts(answer)]
-
-
-async def test_ids_and_texts_are_the_same_prompt(stack):
-    # The ids of "date: 3 Mar 2021", as from the model's tokenizer.
-    from tokenizers import Tokenizer
-
-    ids = Tokenizer.from_file(str(ROOT / "models/normalizer/tokenizer.json")).encode("date: 3 Mar 2021").ids
-    body = {"model": "normalizer", "prompt": [ids, ids], "echo": True}
-    answer = (await post(stack, "/v1/completions", body)).json
-    assert [choice["text"] for choice in answer["choices"]] == ["date: 3 Mar 20212021-03-03"] * 2
-    assert answer["usage"]["prompt_tokens"] == 2 * len(ids)
 
 
 async def test_choices_of_several_prompts_stream_by_index(stack):
@@ -147,41 +108,6 @@ async def test_an_answer_includes_its_stop_string_and_its_token_ids_on_request(s
     assert len(chat["prompt_token_ids"]) == chat["usage"]["prompt_tokens"]
     streamed = streamed_answer(await post(stack, "/v1/chat/completions", {**body, "stream": True}))
     assert streamed == (choice["message"]["content"], choice["token_ids"], [chat["prompt_token_ids"]])
-
-
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [
-        ({"allowed_token_ids": [4], "ignore_eos": True}, "<|user|>" * 3),
-        ({"allowed_token_ids": [2], "ignore_eos": False}, ""),
-        ({"allowed_token_ids": [2], "ignore_eos": False, "include_stop_str_in_output": True}, "</s>"),
-    ],
-)
-async def test_special_tokens_are_written_on_request(stack, fields, text):
-    body = {**STORY, "max_tokens": 3, **fields}
-    skipped = (await post(stack, "/v1/completions", body)).json["choices"][0]
-    assert skipped["text"] == ""
-    body |= {"skip_special_tokens": False, "return_token_ids": True, "spaces_between_special_tokens": True}
-    (choice,) = (await post(stack, "/v1/completions", body)).json["choices"]
-    assert (choice["text"], choice["finish_reason"]) == (text, skipped["finish_reason"])
-    streamed = streamed_answer(await post(stack, "/v1/completions", {**body, "stream": True}))
-    assert streamed[:2] == (text, choice["token_ids"])
-
-
-async def test_the_last_tokens_of_a_prompt_are_kept(stack):
-    body = {**STORY, "prompt": "the fox sat on a mat " * 1000, "max_tokens": 8, "return_token_ids": True}
-    ids = (await post(stack, "/tokenize", {"model": "storyteller", "prompt": body["prompt"]})).json["tokens"]
-    for prompt in (body["prompt"], ids):
-        for limit, count in ((5, 5), (-1, 1024 - 8)):
-            cut = {**body, "prompt": prompt, "truncate_prompt_tokens": limit}
-            (choice,) = (await post(stack, "/v1/completions", cut)).json["choices"]
-            assert choice["prompt_token_ids"] == ids[-count:]
-    cut = {**body, "messages": [{"role": "user", "content": body.pop("prompt")}], "truncate_prompt_tokens": -1}
-    del cut["prompt"]
-    chat = (await post(stack, "/v1/chat/completions", cut)).json
-    assert len(chat["prompt_token_ids"]) == chat["usage"]["prompt_tokens"] == 1024 - 8
-    refused = await rest(stack.gateway, "POST", "/v1/chat/completions", {**cut, "truncate_prompt_tokens": 1025})
-    assert (refused.status, refused.json["error"]["param"]) == (400, "truncate_prompt_tokens")
 
 
 async def test_each_choice_has_a_record_under_the_requests_id(stack):
@@ -268,63 +194,6 @@ async def test_a_model_with_tools_and_a_form_calls_or_answers_in_the_form(stack)
     assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
     _, choice = await ask(0, tool_choice="none")
     assert json.loads(choice["message"]["content"]).keys() == {"warm"}
-
-
-async def test_a_strict_tool_whose_schema_cannot_be_enforced_is_refused(stack):
-    schema = {"type": "object", "properties": {"city": {"enum": ["Rome"]}, "days": {"type": "integer", "maximum": 9}}}
-    schema |= {"required": ["city", "days"], "additionalProperties": False}
-    tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
-    body = {"model": "caller", "messages": [{"role": "user", "content": "Is it warm?"}], "temperature": 2}
-
-    async def ask(seed, **fields):
-        answer = await post(stack, "/v1/chat/completions", {**body, "seed": seed, "max_tokens": 40, **fields})
-        return answer.headers.get("x-ignored-fields"), answer.json["choices"][0]
-
-    for ignored, choice in await asyncio.gather(*(ask(seed, tools=[tool]) for seed in range(4))):
-        assert ignored is None
-        assert choice["message"]["content"]  # Text stays free: the grammar is tested in tests/model.
-    schema["properties"]["days"] = {"type": "array", "uniqueItems": True}
-    refused = await rest(stack.gateway, "POST", "/v1/chat/completions", {**body, "tools": [tool]})
-    assert (refused.status, refused.json["error"]["param"]) == (400, "tools")
-    assert "uniqueItems" in refused.json["error"]["message"]
-    tool["function"]["strict"] = False
-    assert (await ask(0, tools=[tool]))[0] is None
-
-
-async def test_a_client_that_leaves_ends_every_choice(stack):
-    predictor = stack.addresses["predictor-0"]
-
-    async def cancelled():
-        tallies = (await statistics(predictor, "storyteller")).response_stats.values()
-        return sum(response.cancel.count for response in tallies)
-
-    before = await cancelled()
-
-    def read_of_each_choice_and_leave():
-        host, _, port = stack.gateway.rpartition(":")
-        connection = http.client.HTTPConnection(host, int(port), timeout=30)
-        connection.request("POST", "/v1/completions", json.dumps({**STORY, "max_tokens": 900, "n": 8, "stream": True}))
-        events = connection.getresponse()
-        seen = set()
-        while len(seen) < 8:
-            event = events.readline().removeprefix(b"data: ").strip()
-            if event:
-                seen.update(choice["index"] for choice in json.loads(event)["choices"])
-        connection.close()
-
-    await asyncio.to_thread(read_of_each_choice_and_leave)
-
-    async def all_are_cancelled():
-        return await cancelled() >= before + 8
-
-    await until(all_are_cancelled)
-
-
-async def test_one_impossible_choice_refuses_the_request(stack):
-    body = {**STORY, "prompt": ["Once", "once " * 1500]}
-    for stream in (False, True):
-        answer = await rest(stack.gateway, "POST", "/v1/completions", {**body, "stream": stream})
-        assert (answer.status, answer.json["error"]["code"]) == (400, "context_length_exceeded")
 
 
 async def test_only_models_of_the_api_are_listed(stack):

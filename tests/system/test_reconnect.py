@@ -9,19 +9,12 @@ import json
 import random
 import signal
 import time
-from dataclasses import replace
-from pathlib import Path
 
-import pytest
 import pytest_asyncio
 
-from headrace.rpc.server.call_context import CallContext
 from headrace_protos import headrace_pb2, headrace_pb2_grpc
-from headrace_transformer.generation.resume_ids import MAX_AGE_S, ResumeIds, identity_of
-from headrace_transformer.signing import Signer
 from tests.support.events import read_events
 from tests.support.full import FULL
-from tests.support.weights import copy_with_other_weights
 from tests.system.calls import channel, generate, http_request, rest, text_of
 from tests.system.payload_log import records
 from tests.waiting import until
@@ -147,25 +140,6 @@ async def test_streams_continue_while_predictors_die(sides):
     await cut_at_random(sides, "killed", random.Random(3), kill)
 
 
-@pytest.mark.parametrize("kind", range(len(KINDS)))
-async def test_tokens_on_record_are_not_generated_again(sides, kind):
-    first, _ = sides
-    name = f"on record {kind}"
-    body = {"model": "storyteller", "prompt": "Once", "max_tokens": TOKENS, "stream": True, "pace": PACE}
-    body |= {"ignore_eos": True, **KINDS[kind]}
-    headers = {**EVENTS, "x-request-id": name, "idempotency-key": name}
-    part = await asyncio.to_thread(cut_stream, first.gateway, body, 4, headers)
-    id = read_events(part)[-1].id
-    await records(first.gateway, request_id=name)
-    headers = {"x-request-id": name, "last-event-id": id}
-    rest_of_it = await asyncio.to_thread(http_request, first.gateway, "POST", "/v1/completions", body, headers)
-    key = {"idempotency-key": name}
-    whole = await asyncio.to_thread(http_request, first.gateway, "POST", "/v1/completions", body, key)
-    assert answer_of([part, rest_of_it.body]) == answer_of([whole.body])
-    newest, oldest = await records(first.gateway, 2, request_id=name)
-    assert (newest.resumes, oldest.resumes) == (1, 0)
-
-
 async def test_tokens_that_the_client_has_come_at_no_pace(sides):
     fields = {"model": "storyteller", "prompt": "Once", "max_tokens": 30, "ignore_eos": True, "pace": 5}
     body, key = {**fields, "stream": True}, {**EVENTS, "idempotency-key": "paced"}
@@ -216,42 +190,3 @@ async def test_generate_continues_at_another_gateway_by_grpc_and_by_rest(sides):
 async def was_cancelled(stack, request_id):
     found = await records(stack.gateway, request_id=request_id)
     return [record.status for record in found] == ["CANCELLED"]
-
-
-async def test_ids_that_are_wrong_or_too_old_are_refused(sides, monkeypatch):
-    _, second = sides
-    body = {"model": "storyteller", "prompt": "Once", "max_tokens": TOKENS, "stream": True}
-    signer, begun_s = Signer(SIGNING_KEY.encode()), time.time() - 2 * MAX_AGE_S
-    identity = await identity_of(CallContext("", ""), json.dumps(body).encode(), signer=signer, has_ids=True)
-    ids = ResumeIds(replace(identity, created=int(begun_s)))
-    ids.take("0" * 32, [1])
-    with monkeypatch.context() as then:
-        then.setattr(time, "time", lambda: begun_s)
-        old = ids.id()
-    *head, _, _ = old.split(".")
-    for id, other, status, code in (
-        (old, {}, 410, "failed_precondition"),
-        (".".join([*head, "599", "0" * 16]), {}, 400, "invalid_argument"),
-        (old, {"top_k": 3}, 400, "invalid_argument"),
-        ("7", {}, 400, "invalid_argument"),
-    ):
-        answer = await rest(second.gateway, "POST", "/v1/completions", body | other, last_event_id=id)
-        assert (answer.status, answer.headers["x-failed-hop"]) == (status, "transformer")
-        assert answer.json["error"]["code"] == code
-        assert answer.json["error"]["type"] == "invalid_request_error"
-
-
-async def test_an_answer_of_weights_that_are_gone_ends_with_a_clear_error(sides, new_stack, tmp_path_factory):
-    updated = copy_with_other_weights(Path("models/storyteller"), tmp_path_factory.mktemp("weights") / "updated")
-    changed = await new_stack(
-        models=f"storyteller={updated}",
-        environment={
-            "predictor": {"PREDICTOR_DTYPE": "fp32"},
-            "transformer": {"TRANSFORMER_PREDICTOR_START_WAIT": "1", "TRANSFORMER_SIGNING_KEY": SIGNING_KEY},
-        },
-    )
-    body = {"model": "storyteller", "prompt": "Once", "max_tokens": TOKENS, "stream": True, "pace": PACE}
-    [one, *_] = read_events(await asyncio.to_thread(cut_stream, sides[0].gateway, body, 1, EVENTS))
-    answer = await rest(changed.gateway, "POST", "/v1/completions", body, last_event_id=one.id)
-    assert (answer.status, answer.headers["x-failed-hop"]) == (502, "predictor")
-    assert "the model's weights have changed" in answer.json["error"]["message"]

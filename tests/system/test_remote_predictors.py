@@ -24,7 +24,7 @@ from tests.support.full import FULL
 from tests.support.name_server import NAME, asked_by_envoy, name_server
 from tests.support.network import Host, why_not
 from tests.system.calls import channel, generate, ids_request, infer, rest, text_of
-from tests.system.payload_log import query, records
+from tests.system.payload_log import records
 from tests.system.predictor_process import predictor_process
 from tests.waiting import until
 
@@ -38,7 +38,6 @@ STREAMS = 8
 ROUNDS = 4 if FULL else 1
 SAMPLED = {"temperature": 1.0, "ignore_eos": True, "max_tokens": TOKENS}
 DELAY_S, LOSS = 0.1, 0.01
-BOUND_S = 20  # Within which a change of a name has an effect: 10 s and what a busy machine adds.
 # Of Envoy's cluster, while the links are slow.
 FAILURES = r"^cluster\.predictor\.(health_check\.failure|outlier_detection\.ejections_total|upstream_cx_connect_fail)$"
 
@@ -93,13 +92,6 @@ async def remote_stack(hosts, name_file, stacks, tmp_path_factory):
         started = await running.enter_async_context(stacks.use(**settings))
         started.used = settings
         yield started
-
-
-@pytest_asyncio.fixture
-async def second_stack(remote_stack, stacks):
-    """Another gateway, transformer and logger, with the same predictors."""
-    async with stacks.use(**remote_stack.used, gateway_trace_percent=0) as second:
-        yield second
 
 
 @pytest_asyncio.fixture
@@ -211,55 +203,6 @@ async def test_a_slow_and_lossy_link_moves_no_stream_and_no_predictor_is_marked_
     assert not [line for line in new if "has sent nothing" in line or "broke" in line]
 
 
-@pytest.mark.full  # The short form: tests/process/test_transformer_services.py.
-async def test_a_predictor_whose_address_its_name_loses_is_not_used_until_the_name_has_it_again(
-    remote_stack, hosts, links, name_file
-):
-    expected = await undisturbed(remote_stack)
-
-    async def in_gateway():
-        (count,) = (await counters(remote_stack, r"^cluster\.predictor\.membership_total$")).values()
-        return int(count)
-
-    async def has_both():
-        return await in_gateway() == 2
-
-    async def is_dropped():
-        listed = (await rest(remote_stack.gateway, "GET", "/headrace/v1/predictors")).json["predictors"]
-        return [predictor["name"] for predictor in listed] == [PREDICTORS[1]]
-
-    assert await has_both()
-    name_file.write_text(hosts[1].address)
-    try:
-        await until(is_dropped, BOUND_S)
-        for _ in range(3):
-            assert await are_used(remote_stack, PREDICTORS[1:])
-        assert await in_gateway() == 1
-        assert await undisturbed(remote_stack) == expected
-    finally:
-        name_file.write_text("\n".join(host.address for host in hosts))
-    await until(lambda: are_used(remote_stack, PREDICTORS), BOUND_S)
-    await until(has_both, BOUND_S)
-
-
-@pytest.mark.full  # The short form: tests/system/test_replicas.py, without a predictor.
-async def test_without_a_reachable_predictor_requests_wait_and_then_get_the_documented_error(remote_stack, links):
-    for link in links:
-        link.loss = 1.0
-    body = {"model": "storyteller", "prompt": "Once", "max_tokens": 2}
-
-    async def is_refused():
-        began = time.monotonic()
-        answer = await rest(remote_stack.gateway, "POST", "/v1/completions", body)
-        assert answer.status == 503
-        assert answer.headers["x-failed-hop"] == "predictor"
-        return START_WAIT_S <= time.monotonic() - began < START_WAIT_S + SILENCE_LIMIT_S + 10
-
-    assert await is_refused()
-    links[1].loss = 0.0
-    await until(lambda: are_used(remote_stack, PREDICTORS[1:]))
-
-
 @pytest.mark.full
 async def test_tensors_on_the_way_to_a_cut_off_predictor_are_late_and_correct(remote_stack, links):
     request = ids_request("storyteller", Tensor("input_ids", "INT64", np.array([5, 6, 7])), max_tokens=2, seed=1)
@@ -279,37 +222,3 @@ async def test_tensors_on_the_way_to_a_cut_off_predictor_are_late_and_correct(re
     began = time.monotonic()
     assert [await ask() for _ in range(8)] == [expected] * 8
     assert time.monotonic() - began < 5
-
-
-@pytest.mark.full
-async def test_two_stacks_share_the_predictors_and_nothing_else(remote_stack, second_stack, links):
-    both = (remote_stack, second_stack)
-    expected = await undisturbed(remote_stack)
-    prefix = f"shared {time.time_ns()}"
-    came = {stack: Counter() for stack in both}
-    streams = {
-        stack: [text_stream(stack, number, f"{prefix} {stack.gateway}", came[stack], {}) for number in range(STREAMS)]
-        for stack in both
-    }
-    await until(lambda: all(came[stack][number] >= 5 for stack in both for number in range(STREAMS)), 60)
-    links[0].loss = 1.0
-    for stack in both:
-        assert await asyncio.gather(*streams[stack]) == expected
-    links[0].loss = 0.0
-    for stack, other in (both, both[::-1]):
-        counts = [await resumes(stack, f"{prefix} {stack.gateway} {number}") for number in range(STREAMS)]
-        assert any(counts)
-        assert not await query(stack.gateway, request_id=f"{prefix} {other.gateway} 0")
-
-    async def is_ready(stack, wanted):
-        return (await rest(stack.gateway, "GET", "/v2/models/storyteller/ready")).status == (200 if wanted else 404)
-
-    for stack in both:
-        await until(lambda stack=stack: are_used(stack, PREDICTORS), 60)
-    # The models are the predictors': what one stack loads and unloads, the other follows.
-    unload, load = "/v2/repository/models/storyteller/unload", "/v2/repository/models/storyteller/load"
-    assert (await rest(second_stack.gateway, "POST", unload, {})).status == 200
-    await until(lambda: is_ready(remote_stack, False))
-    assert (await rest(remote_stack.gateway, "POST", load, {})).status == 200
-    await until(lambda: is_ready(second_stack, True))
-    assert await undisturbed(second_stack) == expected

@@ -77,10 +77,6 @@ async def test_readiness_does_not_flap_while_one_predictor_hangs(replicas):
     await until(lambda: serves(replicas.addresses["predictor-1"], "ready"))
 
 
-async def ready_of(stack):
-    return all(await asyncio.gather(*(serves(stack.addresses[name], "ready") for name in PREDICTORS)))
-
-
 async def test_work_is_shared(replicas):
     async def both_work():
         # The gateway probes each predictor once a second: it may notice the second one a little later than the first.
@@ -128,27 +124,6 @@ async def test_only_the_predictor_with_the_request_dies_and_it_is_restarted(repl
     # The other predictor serves while the first is away.
     assert await tell(replicas)
     await replicas.wait_ready(timeout_s=90)
-    assert await tell(replicas)
-
-
-async def test_loads_and_unloads_through_the_gateway_apply_to_each_predictor(replicas):
-    await replicas.wait_ready(timeout_s=90)
-
-    async def states():
-        found = set()
-        for name in PREDICTORS:
-            async with channel(replicas.addresses[name]) as own:
-                index = await GRPCInferenceServiceStub(own).RepositoryIndex(pb.RepositoryIndexRequest())
-                found |= {model.state for model in index.models}
-        return found
-
-    async with channel(replicas.gateway, "predictor") as open_channel:
-        stub = GRPCInferenceServiceStub(open_channel)
-        await stub.RepositoryModelUnload(pb.RepositoryModelUnloadRequest(model_name="storyteller"), timeout=60)
-        assert await states() == {"UNAVAILABLE"}
-        assert (await rest(replicas.gateway, "GET", "/v2/models/storyteller/ready")).status == 404
-        await stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name="storyteller"), timeout=60)
-        assert await states() == {"READY"}
     assert await tell(replicas)
 
 

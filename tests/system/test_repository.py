@@ -1,6 +1,5 @@
 """Models are loaded and unloaded through the gateway while others are served: gRPC clients of the predictor."""
 
-import asyncio
 import re
 from pathlib import Path
 
@@ -127,14 +126,6 @@ async def test_a_model_that_generates_is_loaded_used_counted_and_unloaded(stack,
     assert (await status_of(predictor.ModelStatistics(request)))[0] is grpc.StatusCode.NOT_FOUND
 
 
-async def test_statistics_of_an_unknown_version_are_not_found(predictor):
-    for name in ("storyteller", ""):
-        request = pb.ModelStatisticsRequest(name=name, version="2")
-        assert (await status_of(predictor.ModelStatistics(request)))[0] is grpc.StatusCode.NOT_FOUND
-    everything = await predictor.ModelStatistics(pb.ModelStatisticsRequest(version="1"), timeout=10)
-    assert "storyteller" in [model.name for model in everything.model_stats]
-
-
 async def test_a_hub_model_is_fetched_at_the_start_with_only_its_safetensors_weights_and_served(stack, hub_folder):
     assert text_of(await generate(stack.gateway, model="story", prompt="Once upon a time", max_tokens=5))
     assert re.search(r"good/story: fetched [\d.]+ of 3\.\d MB", stack.log("predictor-0"))
@@ -153,45 +144,11 @@ async def test_an_allowed_hub_model_is_loaded_by_its_id_or_another_name(predicto
     await unload(predictor, name)
 
 
-REFUSED = {
-    "nobody": (grpc.StatusCode.NOT_FOUND, "no model 'nobody'"),
-    "evil/model": (grpc.StatusCode.PERMISSION_DENIED, "PREDICTOR_HUB_ALLOW"),
-    "../echo": (grpc.StatusCode.INVALID_ARGUMENT, "not a hub id"),
-    "good/..": (grpc.StatusCode.INVALID_ARGUMENT, "not a hub id"),
-    "": (grpc.StatusCode.INVALID_ARGUMENT, "names no model"),
-    "broken": (grpc.StatusCode.INVALID_ARGUMENT, "cannot be imported: ZeroDivisionError"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-async def test_impossible_loads_are_refused_and_other_models_are_served(predictor, name):
-    code, text = REFUSED[name]
-    status = await status_of(load(predictor, name))
-    assert status[0] is code
-    assert text in status[1]
-    assert (await predictor.ServerReady(pb.ServerReadyRequest(), timeout=10)).ready
-    await predictor.ModelInfer(ids("storyteller", max_tokens=1), timeout=60)
-
-
 async def test_overrides_and_other_repositories_are_refused(predictor):
     status = await status_of(load(predictor, "echo", config="{}"))
     assert status[0] is grpc.StatusCode.INVALID_ARGUMENT
     request = pb.RepositoryModelLoadRequest(model_name="echo", repository_name="other")
     assert (await status_of(predictor.RepositoryModelLoad(request)))[0] is grpc.StatusCode.UNIMPLEMENTED
-
-
-async def test_a_request_that_outlasts_the_drain_of_an_unload_ends_as_unavailable(predictor):
-    await load(predictor, "waits")
-    call = predictor.ModelStreamInfer(each(pb.ModelInferRequest(model_name="waits", id="r")), timeout=60)
-    first = await call.read()
-    assert decode_outputs(first.infer_response)["i"].array.tolist() == [0]
-    unloading = asyncio.create_task(unload(predictor, "waits"))
-    await predictor.ModelInfer(ids("storyteller", max_tokens=1), timeout=60)
-    last = await call.read()
-    assert last.error_message in ("the model is stopping", "model 'waits' was unloaded")
-    assert last.infer_response.id == "r"
-    assert await call.read() is grpc.aio.EOF
-    await unloading
 
 
 async def test_direct_requests_of_the_predictor_are_recorded_if_configured(stack, predictor):

@@ -5,7 +5,6 @@ when the reader of the stream requests it, through a Unix socket that the reques
 """
 
 import asyncio
-import json
 from collections import Counter
 from contextlib import asynccontextmanager, suppress
 
@@ -13,7 +12,6 @@ import grpc
 import numpy as np
 import pytest
 import pytest_asyncio
-import torch
 
 from headrace.oip.tensors import Tensor, add_input, bytes_tensor, decode_outputs
 from headrace_protos import inference_pb2 as pb
@@ -22,7 +20,6 @@ from tests.random_encoders import save_random_encoder
 from tests.system.calls import each, generate, rest, text_of, text_request
 from tests.system.own_clients import client_passes
 from tests.system.payload_log import records
-from tests.waiting import until
 
 INVALID, INTERNAL = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL
 
@@ -158,45 +155,6 @@ async def test_text_and_tensors_mix_on_one_stream_and_answers_carry_their_ids(st
     assert decode_outputs(by_id["embedding"])["embedding"].array.shape == (1, 32)
 
 
-async def test_a_failing_request_fails_alone(stack, gate):
-    good = [asyncio.create_task(stream(stack, paced_request(gate, 3, id=str(i)))) for i in range(3)]
-    await until(lambda: gate.begun == 3)
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await infer(stack, paced_request(gate, 1, fail_at=0))
-    assert raised.value.code() is INTERNAL
-    assert raised.value.details() == "the model failed on this request"
-    assert dict(raised.value.trailing_metadata())["x-failed-hop"] == "predictor"
-    assert "RuntimeError: secret" in stack.log("predictor-0")
-    gate.open(2)
-    for responses in await asyncio.gather(*good):
-        assert [decode_outputs(r.infer_response)["i"].array[0] for r in responses] == [0, 1, 2]
-
-
-async def test_infer_refuses_a_model_that_answers_more_than_once(stack, gate):
-    assert (await infer(stack, paced_request(gate, 1)))["i"].array.tolist() == [0]
-    call = asyncio.create_task(infer(stack, paced_request(gate, 5)))
-    await until(lambda: gate.begun == 2)
-    gate.open(5)
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await call
-    assert raised.value.code() is INVALID
-    assert "use ModelStreamInfer" in raised.value.details()
-    await until(lambda: gate.ended == 2)
-
-
-@pytest.mark.parametrize("way", ["cancel", "deadline"])
-async def test_a_caller_that_leaves_ends_the_generator(stack, gate, way):
-    async with inference(stack) as stub:
-        call = stub.ModelStreamInfer(each(paced_request(gate, 3)), timeout=1 if way == "deadline" else 60)
-        assert await call.read()
-        assert gate.begun == 1
-        if way == "cancel":
-            call.cancel()
-        await until(lambda: gate.ended == 1)
-        if way == "deadline":
-            assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-
-
 EVERY = {
     "BOOL": "?", "INT8": "i1", "INT16": "<i2", "INT32": "<i4", "INT64": "<i8", "UINT8": "u1", "UINT16": "<u2",
     "UINT32": "<u4", "UINT64": "<u8", "FP16": "<f2", "FP32": "<f4", "FP64": "<f8", "BF16": "<u2",
@@ -228,45 +186,6 @@ async def test_identity_echoes_large_tensors_of_every_datatype(stack, authority)
         # The same bytes on a stream, which has other limits.
         streamed = [r async for r in stub.ModelStreamInfer(each(request), timeout=60)]
         assert list(streamed[0].infer_response.raw_output_contents) == list(request.raw_input_contents)
-
-
-async def test_identity_accepts_typed_contents_empty_tensors_and_no_tensor(stack):
-    request = pb.ModelInferRequest(model_name="identity")
-    tensor = request.inputs.add(name="typed", datatype="INT8", shape=[3])
-    tensor.contents.int_contents.extend([-1, 0, 1])
-    request.inputs.add(name="empty", datatype="FP32", shape=[0, 7]).contents.SetInParent()
-    echoed = await infer(stack, request)
-    assert echoed["typed"].array.tolist() == [-1, 0, 1]
-    assert echoed["empty"].array.shape == (0, 7)
-    assert await infer(stack, pb.ModelInferRequest(model_name="identity")) == {}
-
-
-async def test_classes_and_embeddings_are_the_models_own(stack, tmp_path):
-    classifier = save_random_encoder("bert-classifier", tmp_path / "same-classifier")
-    embedder = save_random_encoder("bert", tmp_path / "same-embedder")
-
-    async def outputs_of(model, ids):
-        request = pb.ModelInferRequest(model_name=model)
-        add_input(request, Tensor("input_ids", "INT64", ids))
-        (answer,) = (await infer(stack, request)).values()
-        return answer.array
-
-    rows = [np.arange(3, 3 + length) for length in (4, 17, 9, 30)]
-    logits = await asyncio.gather(*(outputs_of("classifier", ids) for ids in rows))
-    vectors = await asyncio.gather(*(outputs_of("embedder", ids) for ids in rows))
-    with torch.no_grad():
-        for ids, scores, vector in zip(rows, logits, vectors, strict=True):
-            tensor = torch.tensor(ids)[None]
-            np.testing.assert_allclose(scores, classifier(tensor).logits.numpy(), rtol=1e-4, atol=1e-5)
-            mean = embedder(tensor).last_hidden_state.mean(1).numpy()
-            np.testing.assert_allclose(vector, mean, rtol=1e-4, atol=1e-5)
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await outputs_of("classifier", np.array([5000]))
-    assert raised.value.code() is INVALID
-    assert "5000 is outside of 0 to 119" in raised.value.details()
-    async with inference(stack) as stub:
-        config = (await stub.ModelConfig(pb.ModelConfigRequest(name="classifier"), timeout=10)).config
-    assert json.loads(config.parameters["labels"].string_value) == ["sad", "neutral", "glad"]
 
 
 async def test_a_model_of_tensors_refuses_text(stack):

@@ -3,10 +3,8 @@
 import asyncio
 import json
 import shutil
-import struct
 import subprocess
 
-import numpy as np
 import pytest
 import pytest_asyncio
 
@@ -119,62 +117,6 @@ async def test_curl_sends_json_and_reads_json(stack):
     }
 
 
-async def test_binary_data_answers_carry_the_length_of_their_json(stack):
-    inputs = [{"name": "x", "datatype": "FP16", "shape": [2], "parameters": {"binary_data_size": 4}}]
-    header = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
-    raw = np.array([1, -2], np.float16).tobytes()
-    answer = await infer(stack, "identity", header + raw, inference_header_content_length=str(len(header)))
-    assert answer.status == 200
-    assert answer.headers["content-type"] == "application/octet-stream"
-    length = int(answer.headers["inference-header-content-length"])
-    assert json.loads(answer.body[:length])["outputs"] == inputs
-    assert answer.body[length:] == raw
-
-
-async def test_a_raw_binary_request_is_the_one_input_of_a_model(stack):
-    raw = np.array([1, 2, 3], np.float32).tobytes()
-    answer = await infer(stack, "rows", raw, inference_header_content_length="0")
-    assert answer.status == 200
-    length = int(answer.headers["inference-header-content-length"])
-    outputs = {output["name"]: output for output in json.loads(answer.body[:length])["outputs"]}
-    assert outputs["row"]["shape"] == [3]
-    assert raw in answer.body[length:]
-
-
-async def test_megabytes_of_json_are_answered(stack):
-    values = list(range(500_000))
-    answer = await infer(stack, "identity", {"inputs": [tensor("x", "INT32", [500_000], values)]})
-    assert answer.status == 200
-    assert answer.json["outputs"][0]["data"] == values
-
-
-REFUSED = {
-    "not JSON": (b"{", {}, "not JSON"),
-    "no inputs": ({}, {}, "inputs: Field required"),
-    "too few elements": ({"inputs": [tensor("x", "INT8", [3], [1])]}, {}, "holds 3 elements, got 1"),
-    "a shape larger than any memory": ({"inputs": [tensor("x", "FP64", [2**50], [1])]}, {}, "got 1"),
-    "a value too large": ({"inputs": [tensor("x", "UINT8", [1], [256])]}, {}, "does not fit UINT8"),
-    "FP16 as JSON": ({"inputs": [tensor("x", "FP16", [1], [1])]}, {}, "FP16 has no JSON form"),
-    "a JSON header longer than the body": (b"{}", {"inference-header-content-length": "99"}, "the body has 2 bytes"),
-    "a header of words": (b"{}", {"inference-header-content-length": "many"}, "must be a whole number"),
-    "a negative header": (b"{}", {"inference-header-content-length": "-1"}, "must be a whole number"),
-    "an output that is not there": ({"inputs": [], "outputs": [{"name": "y"}]}, {}, "unknown output 'y'"),
-    "raw, without an input to be": (b"1", {"inference-header-content-length": "0"}, "needs a model of one input"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-async def test_a_bad_request_is_400_in_the_protocols_shape(stack, case):
-    body, headers, text = REFUSED[case]
-    answer = await infer(stack, "identity", body, **headers)
-    assert (answer.status, list(answer.json)) == (400, ["error"])
-    assert text in answer.json["error"]
-    # A model's outputs depend on its code.
-    assert answer.headers["x-failed-hop"] == ("predictor" if "output" in case else "transformer")
-    good = await infer(stack, "identity", {"inputs": [tensor("x", "INT8", [1], [1])]})
-    assert good.json["outputs"][0]["data"] == [1]
-
-
 async def test_every_error_has_its_status_and_its_hop(stack):
     for method, path, status, hop, text in (
         ("POST", "/v2/models/nobody/infer", 404, "transformer", "no model 'nobody'"),
@@ -202,17 +144,6 @@ async def test_every_error_has_its_status_and_its_hop(stack):
         assert not any(name.startswith("grpc-") or name == "x-http-status" for name in answer.headers)
 
 
-async def test_health_and_readiness(stack):
-    for path in (
-        "/v2/health/live",
-        "/v2/health/ready",
-        "/v2/models/identity/ready",
-        "/v2/models/rows/versions/1/ready",
-    ):
-        answer = await rest(stack.gateway, "GET", path)
-        assert (answer.status, answer.headers["content-type"]) == (200, "application/json")
-
-
 @pytest.mark.parametrize("nested", [False, True])
 async def test_generate_answers_whole_and_generate_stream_in_pieces(stack, nested):
     options = {"max_tokens": 12, "seed": 5, "temperature": 0.7, "ignore_eos": True}
@@ -231,15 +162,6 @@ async def test_generate_answers_whole_and_generate_stream_in_pieces(stack, neste
     assert "".join(event["text_output"] for event in events) == whole.json["text_output"]
 
 
-async def test_inputs_of_a_text_model_may_be_among_the_parameters(stack):
-    options = {"stream": False, "exclude_input_in_output": False, "max_tokens": 50, "seed": 5, "stop": [","]}
-    body = {"text_input": "Once upon a time", "parameters": options}
-    answer = await rest(stack.gateway, "POST", "/v2/models/storyteller/generate_stream", body)
-    (event,) = [json.loads(event) for event in answer.events]
-    assert event["text_output"] == "Once upon a time"
-    assert event["finish_reason"] == "stop"
-
-
 async def test_generate_maps_fields_to_the_tensors_of_a_relayed_model(stack):
     answer = await rest(stack.gateway, "POST", "/v2/models/rows/generate", {"x": [1, 2, 3], "id": "7"})
     assert answer.json == {"id": "7", "model_name": "rows", "model_version": "1", "row": [1.0, 2.0, 3.0], "at": 0}
@@ -250,12 +172,6 @@ async def test_generate_maps_fields_to_the_tensors_of_a_relayed_model(stack):
     assert (answer.status, answer.json["error"]) == (400, "input 'x': 2 elements do not fill the shape [-1, 3]")
     answer = await rest(stack.gateway, "POST", "/v2/models/rows/generate_stream", {"x": []})
     assert (answer.status, answer.json["error"], answer.headers["x-failed-hop"]) == (400, "no rows", "predictor")
-
-
-async def test_a_model_that_declares_nothing_streams_its_output_in_chunks(stack):
-    body = {"INPUT": "abcde", "parameters": {"size": 2}}
-    answer = await rest(stack.gateway, "POST", "/v2/models/chunks/generate_stream", body)
-    assert [json.loads(event)["OUTPUT"] for event in answer.events] == ["ab", "cd", "e"]
 
 
 async def test_an_error_after_the_first_event_is_an_event(stack):
@@ -302,17 +218,6 @@ async def test_events_arrive_one_by_one_and_a_caller_that_leaves_stops_the_model
     server.close()
 
 
-async def test_a_deadline_in_the_header_is_kept(stack):
-    for method in ("infer", "generate", "generate_stream"):
-        body = {"inputs": []} if method == "infer" else {}
-        answer = await rest(stack.gateway, "POST", f"/v2/models/sleeping/{method}", body, x_timeout_ms="100")
-        assert answer.status == 504
-        assert list(answer.json) == ["error"]
-    long = {"text_input": "Once", "max_tokens": 1000, "ignore_eos": True}
-    answer = await rest(stack.gateway, "POST", "/v2/models/storyteller/generate", long, x_timeout_ms="60")
-    assert answer.status == 504
-
-
 async def test_answered_and_refused_requests_are_recorded(stack):
     await rest(
         stack.gateway,
@@ -325,19 +230,3 @@ async def test_answered_and_refused_requests_are_recorded(stack):
     (wrong,) = await records(stack.gateway, request_id="went-wrong")
     assert (well.status, well.protocol, well.prompt) == ("OK", "headrace.rest.v1.OpenInference/Generate", "Once")
     assert (wrong.status, wrong.protocol) == ("INVALID_ARGUMENT", "headrace.rest.v1.OpenInference/Infer")
-
-
-async def test_a_body_beyond_the_gateways_limit_is_413(stack):
-    answer = await infer(stack, "identity", b" " * (61 << 20))
-    assert (answer.status, answer.headers["x-failed-hop"]) == (413, "gateway")
-    header = json.dumps(
-        {
-            "inputs": [
-                {"name": "x", "datatype": "UINT8", "shape": [50 << 20], "parameters": {"binary_data_size": 50 << 20}}
-            ]
-        }
-    )
-    body = header.encode() + struct.pack("B", 100) * (50 << 20)
-    # As JSON this answer is larger than its request.
-    answer = await infer(stack, "identity", body, inference_header_content_length=str(len(header)))
-    assert (answer.status, answer.headers["x-failed-hop"]) == (413, "transformer")

@@ -85,24 +85,6 @@ def test_records_are_compared_with_what_callers_received(case):
     assert (len(found.lost), len(found.doubled), len(found.wrong)) == expected
 
 
-def test_only_the_last_chunks_before_a_kill_of_the_transformer_may_be_missing():
-    cut = call(WHOLE[:2], status="UNAVAILABLE")  # The second piece came at 12.
-    for since, wrong in ((12.04, 0), (12.06, 1)):
-        kill = Span(since, 14.0)
-        found = compare([cut], {"name": [record("a", "ABORTED")]}, ORACLE, [kill], [kill], [])
-        assert len(found.wrong) == wrong
-        assert found.latest_lost_chunk_ms == pytest.approx((since - 12) * 1000)
-
-
-@pytest.mark.parametrize(("since", "wrong"), [(12.01, 0), (12.06, 1)])
-def test_the_last_chunks_of_a_caller_that_left_just_before_the_kill_may_be_missing(since, wrong):
-    left = call(WHOLE[:2], left=True)
-    left.ended = 12.0
-    kill = Span(since, 14.0)
-    found = compare([left], {"name": [record("a", "ABORTED")]}, ORACLE, [kill], [kill], [])
-    assert len(found.wrong) == wrong
-
-
 def test_requests_during_a_full_disk_may_have_no_record():
     found = compare([call()], {}, ORACLE, [], [], [AWAY])
     assert (found.lost, found.lost_on_full_disk) == ([], 1)

@@ -6,13 +6,10 @@ import runpy
 from pathlib import Path
 
 import pytest
-import yaml
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "deploy" / "swarm" / "stack.py")
 CONVERT = runpy.run_path(SCRIPT)["stack_file"]
-COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
-SWARM = yaml.safe_load((ROOT / "deploy/compose/swarm.yaml").read_text())
 GATEWAY = {"host_ip": "0.0.0.0", "target": 8080, "published": "8080", "protocol": "tcp", "mode": "ingress"}
 LOOPBACK = {**GATEWAY, "host_ip": "127.0.0.1", "target": 8081, "published": "8081"}
 
@@ -40,14 +37,6 @@ def test_folders_in_memory_become_mounts_because_swarm_ignores_them_otherwise():
     assert not service.keys() & {"tmpfs", "shm_size"}
 
 
-def test_gpus_become_generic_resources():
-    devices = [{"driver": "nvidia", "count": 2, "capabilities": ["gpu"]}]
-    service = converted(deploy={"resources": {"reservations": {"devices": devices}}})
-    assert service["deploy"]["resources"]["reservations"] == {
-        "generic_resources": [{"discrete_resource_spec": {"kind": "NVIDIA-GPU", "value": 2}}]
-    }
-
-
 def test_what_swarm_refuses_or_ignores_is_left_out_and_the_rest_is_kept():
     refused = {"build": {}, "depends_on": {}, "pull_policy": "build", "restart": "always", "security_opt": ["a"]}
     kept = {"image": "predictor:1", "cap_drop": ["ALL"], "read_only": True, "stop_grace_period": "45s"}
@@ -60,12 +49,6 @@ def test_what_swarm_refuses_or_ignores_is_left_out_and_the_rest_is_kept():
         "ports": [],
         "volumes": [{"type": "bind", "source": "/a", "target": "/b"}],
     }
-
-
-def test_secrets_of_builds_are_left_out():
-    service = {"ports": [GATEWAY], "secrets": [{"source": "key"}]}
-    project = {"services": {"envoy": service}, "secrets": {"key": {"file": "a"}, "ca": {"file": "b"}}}
-    assert CONVERT(project)["secrets"] == {"key": {"file": "a"}}
 
 
 def test_ports_are_published_by_the_node_itself_and_those_on_loopback_not_at_all():
@@ -89,25 +72,3 @@ def test_ports_that_swarm_cannot_publish_are_refused(monkeypatch, capsys, ports,
     with pytest.raises(SystemExit, match=reason):
         runpy.run_path(SCRIPT, run_name="__main__")
     assert capsys.readouterr().out == ""
-
-
-def test_every_service_of_compose_runs_on_swarm_but_the_load_test():
-    assert SWARM["services"].keys() == COMPOSE["services"].keys()
-    assert SWARM["services"]["locust"] == {"profiles": ["load"]}
-    for name in SWARM["services"].keys() - {"locust"}:
-        deploy = SWARM["services"][name]["deploy"]
-        assert deploy["endpoint_mode"] == "dnsrr"
-        assert deploy["update_config"]["failure_action"] == "rollback"
-        # A port of a node belongs to one task.
-        order = "stop-first" if name == "envoy" else "start-first"
-        assert deploy["update_config"]["order"] == deploy["rollback_config"]["order"] == order
-        # Volumes and folders of one node, but for the predictor.
-        assert ("placement" in deploy) == (name != "predictor")
-
-
-def test_a_transformer_has_time_for_its_longest_answer():
-    transformer = SWARM["services"]["transformer"]
-    assert transformer["scale"] == 2
-    grace = int(transformer["stop_grace_period"].removesuffix("s"))
-    own = int(COMPOSE["x-hardened"]["stop_grace_period"].removesuffix("s"))
-    assert grace == int(transformer["environment"]["TRANSFORMER_DRAIN_S"]) + own
