@@ -1,13 +1,14 @@
 -- Calls of gRPC whose first message has yet to come: the gateway holds them, so that a call that asks nothing costs no
--- service anything; it answers streams that end without one, and marks calls that go straight to a predictor.
+-- service anything; it answers streams that end without one, and marks the ModelInfer calls that go straight to a predictor:
+-- those of models that need neither text nor a processor.
 --
 -- The next filter holds the headers of a call until the first bytes of its message have come. Each worker holds MAX calls
 -- at most, MAX_OF_CALLER of one caller; a call takes 35 KB. What is beyond goes on to its service, which ends those of the
--- caller that have been idle for longest (headrace/rpc/limits/idle_calls.py): so the many calls of one user refuse none of another's
--- behind the same proxy.
+-- caller that have been idle for longest (headrace/rpc/limits/idle_calls.py).
 
-local caller_of = require("caller")
-local direct_models = require("direct_models")
+local holds = require("holds")()
+local mark = require("mark")
+local watched_file = require("watched_file")
 
 local METADATA = "headrace.first_message"
 local MODEL_INFER = "/inference.GRPCInferenceService/ModelInfer"
@@ -19,78 +20,47 @@ local STREAMS = {
 }
 local MAX = tonumber(os.getenv("HELD_CALLS") or "4096")
 local MAX_OF_CALLER = MAX * 3 / 4
+local MAX_NAME_BYTES = 127 -- Longer ones have a length of two bytes.
 
--- The caller of each call that is held, by its handle, which is the stream. A call that is reset runs no code of ours: its
--- handle leaves the table as garbage, and is counted until then.
-local caller_of_call = setmetatable({}, { __mode = "k" })
-local calls_of_caller, calls = {}, 0
-local counted_at = 0 -- In whole seconds.
-
--- Counts anew, at most once a second: it takes milliseconds of every call.
-local function count_again()
-  if os.time() == counted_at then
-    return
+-- The transformer keeps the list, a name a line (services/transformer/headrace_transformer/routing/direct_models.py).
+local direct_models = watched_file(os.getenv("DIRECT_MODELS"), function(text)
+  local names = {}
+  for name in text:gmatch("[^\n]+") do
+    names[name] = true
   end
-  counted_at = os.time()
-  collectgarbage() -- What the first finds dead, among them handles, leaves the weak table at the second.
-  collectgarbage()
-  calls_of_caller, calls = {}, 0
-  for _, caller in pairs(caller_of_call) do
-    calls_of_caller[caller] = (calls_of_caller[caller] or 0) + 1
-    calls = calls + 1
-  end
-end
+  return names
+end)
 
--- Whether the call is held.
-local function begin(handle, headers)
-  if calls >= MAX_OF_CALLER then
-    count_again()
-  end
-  local caller = caller_of(headers)
-  local own = calls_of_caller[caller] or 0
-  if calls >= MAX or own >= MAX_OF_CALLER then
-    return false
-  end
-  caller_of_call[handle] = caller
-  calls_of_caller[caller] = own + 1
-  calls = calls + 1
-  return true
-end
-
-local function finish(handle)
-  local caller = caller_of_call[handle]
-  caller_of_call[handle] = nil
-  local own = calls_of_caller[caller] - 1
-  calls_of_caller[caller] = own > 0 and own or nil
-  calls = calls - 1
-end
-
--- Sets metadata that the routes match.
-local function mark(handle, name)
-  handle:streamInfo():dynamicMetadata():set(METADATA, name, true)
-  handle:clearRouteCache()
+-- The model's name in the first bytes of a message, so that none is held until it is whole: clients write the message's
+-- first field first, a string (10). nil where the message is compressed, begins otherwise, or the name has not come.
+local function model_name(bytes)
+  local head = bytes:getBytes(0, math.min(bytes:length(), 7 + MAX_NAME_BYTES))
+  local size = head:match("^%z....\10([%z\1-\127])") -- gRPC's frame is a flag and four bytes of length.
+  local name = size and head:sub(8, 7 + size:byte())
+  return name and #name == size:byte() and name
 end
 
 function envoy_on_request(handle)
   local headers = handle:headers()
   local path = headers:get(":path")
-  if not begin(handle, headers) then
-    mark(handle, "is_not_held")
+  local hold = holds.begin(handle, headers)
+  if not holds.resize(hold, 1, MAX, MAX_OF_CALLER) then
+    mark(handle, METADATA, "is_not_held")
     return
   end
-  local may_be_direct = path == MODEL_INFER and direct_models.exist()
+  local models = path == MODEL_INFER and direct_models()
   local is_empty = true
   for bytes in handle:bodyChunks() do
     if bytes:length() > 0 then -- A frame without bytes ends the call, or says nothing.
       is_empty = false
-      if may_be_direct and direct_models.is_asked(bytes) then
-        mark(handle, "is_direct")
+      if models and models[model_name(bytes) or ""] then
+        mark(handle, METADATA, "is_direct")
       end
       break
     end
   end
-  finish(handle)
+  holds.finish(hold)
   if is_empty and STREAMS[path] then
-    mark(handle, "is_empty")
+    mark(handle, METADATA, "is_empty")
   end
 end

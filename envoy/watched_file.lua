@@ -1,20 +1,20 @@
 -- A file that another process replaces as a whole; read again when a call asks for it, at most once a second.
 
--- A function that returns the file's text, nil while there is none, and whether it has changed since it was last called.
-return function(path)
-  local read_at, text = 0, nil -- In whole seconds.
+-- A function that returns what `parse` makes of the file's text; nil while there is no file.
+return function(path, parse)
+  local read_at, text, value = 0, nil, nil
   return function()
-    local now = os.time()
-    if now == read_at then
-      return text, false
+    if os.time() ~= read_at then
+      read_at = os.time()
+      local file, before = path and io.open(path), text
+      text = file and file:read("*a")
+      if file then
+        file:close()
+      end
+      if text ~= before then
+        value = text and parse(text)
+      end
     end
-    read_at = now
-    local file = path and io.open(path)
-    local before = text
-    text = file and file:read("*a")
-    if file then
-      file:close()
-    end
-    return text, text ~= before
+    return value
   end
 end

@@ -1,6 +1,6 @@
 """The file with the models whose calls need not pass the transformer.
 
-The gateway sends their ModelInfer calls straight to a predictor (envoy/direct_models.lua), which answers and records
+The gateway sends their ModelInfer calls straight to a predictor (envoy/first_message.lua), which answers and records
 them as the transformer would. The file has a name a line, and is replaced as a whole. Several transformers may share
 it: all of them follow the same predictors.
 """
