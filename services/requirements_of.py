@@ -1,6 +1,6 @@
 """`python3 requirements_of.py EXTRA… < pyproject.toml`: what the extras need, a requirement a line.
 
-For the Dockerfiles, which install the packages before there is any code.
+For the Dockerfile, which installs the packages before there is any code.
 """
 
 import sys

@@ -35,7 +35,7 @@ def test_compose_accepts_each_combination(compose, files):
     devices = services["predictor"].get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices", [])
     assert [device["capabilities"] for device in devices] == ([["gpu"]] if on_gpu else [])
     with_vllm = "deploy/compose/vllm.yaml" in files
-    assert services["predictor"]["build"].get("target") == ("vllm" if with_vllm else None)
+    assert services["predictor"]["build"]["target"] == ("vllm" if with_vllm else "predictor")
     assert services["predictor"]["image"].endswith("-vllm") == with_vllm
     # Without a value it would be removed from the image's.
     assert services["predictor"]["environment"]["PREDICTOR_ENGINE"] == ("vllm" if with_vllm else None)

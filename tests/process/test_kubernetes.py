@@ -43,6 +43,7 @@ SERVICES: dict[str, type[ServiceSettings]] = {
     "logger": LoggerSettings,
 }
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
+DOCKERFILE = (ROOT / "services/Dockerfile").read_text()
 ENVOY = yaml.safe_load((ROOT / "envoy" / "envoy.yaml").read_text())
 OTHERS = re.compile(r"OTEL_|HF_TOKEN$|GATEWAY_TRACE_PERCENT$|OMP_NUM_THREADS$")
 FLUSH_S = 10  # Of the last records and spans, after a drain.
@@ -164,8 +165,8 @@ def test_probes_ask_the_port_that_answers_them(rendered):
             assert ports["metrics"] == int(own[f"{name.upper()}_METRICS_PORT"])
             for probe in (live, start):
                 assert probe["httpGet"] == {"path": "/metrics", "port": "metrics"}
-            dockerfile = (ROOT / "services" / name / "Dockerfile").read_text()
-            assert f'"headrace.rpc.server.health_check", "{ports["grpc"]}"' in dockerfile
+            target = DOCKERFILE.split(f" AS {name}\n")[1].split("\nFROM ")[0]
+            assert f'"headrace.rpc.server.health_check", "{ports["grpc"]}"' in target
 
 
 def test_a_pod_has_longer_than_its_drains_to_end(rendered):

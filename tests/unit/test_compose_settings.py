@@ -22,7 +22,7 @@ OVERLAYS = sorted(ROOT.glob("deploy/compose/*.yaml"))
 OBSERVABILITY = yaml.safe_load((ROOT / "deploy/compose/observability.yaml").read_text())
 SCRAPED = yaml.safe_load((ROOT / "deploy" / "observability" / "prometheus.yaml").read_text())["scrape_configs"]
 EXAMPLE = (ROOT / ".env.example").read_text()
-IMAGE = (ROOT / "services" / "predictor" / "Dockerfile").read_text()
+IMAGE = (ROOT / "services/Dockerfile").read_text()
 LINES = dict(re.findall(r"^([A-Z_]+)=(.*)$", EXAMPLE, re.MULTILINE))
 # A setting of containers alone; `make up` reads the same line.
 EMPTY_IN_EXAMPLE = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "GATEWAY_TLS"}
