@@ -32,8 +32,8 @@ from headrace.payload.tap import PayloadTap
 from headrace.payload.tensors import answer_tensors, request_tensors
 from headrace.rpc.client.interceptors import ClientSpans
 from headrace.rpc.server.call_context import call_context
-from headrace.rpc.server.call_telemetry import CallTelemetry
-from headrace.rpc.server.handlers import CallInterceptor
+from headrace.rpc.server.call_telemetry import ServerTelemetry
+from headrace.rpc.server.handlers import Interceptor
 from headrace.telemetry.logs import CALLS, set_up_logging
 from headrace.telemetry.setup import set_up_telemetry
 from headrace_transformer.inference.request import InferRequest
@@ -122,7 +122,7 @@ async def _measure_all() -> dict[str, float]:
             for name, piece in _pieces(tap).items():
                 measured[name] = await _measure(piece) - empty
             logging.getLogger(CALLS).setLevel(logging.WARNING)
-            measured["the same, without the log line"] = await _measure(_served(CallTelemetry())) - empty
+            measured["the same, without the log line"] = await _measure(_served(ServerTelemetry())) - empty
         finally:
             await asyncio.to_thread(tap.close)
     return measured
@@ -170,7 +170,7 @@ def _pieces(tap: PayloadTap) -> dict[str, Piece]:
         "deadline taken and read": deadline,
         "deadline as a scope": scope,
         "admission, reading, error mapping": _served(None),
-        "the same, with span, metric and log line": _served(CallTelemetry()),
+        "the same, with span, metric and log line": _served(ServerTelemetry()),
         "client span, its metric and metadata": client,
         "call context and payload record": record,
         "the same, waiting for the disk": record_on_disk,
@@ -185,8 +185,8 @@ async def _answer(request: Any, _: Any) -> bytes:
     return b""
 
 
-def _served(telemetry: CallTelemetry | None) -> Piece:
-    interceptor, details = CallInterceptor("bench", telemetry=telemetry), _Details()
+def _served(telemetry: ServerTelemetry | None) -> Piece:
+    interceptor, details = Interceptor("bench", telemetry=telemetry), _Details()
 
     async def piece() -> None:
         # gRPC asks an interceptor for the handler of each call.

@@ -7,8 +7,10 @@ what `--help` prints. Nothing else reads the environment but OpenTelemetry's own
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, MutableMapping
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BeforeValidator, ByteSize, Field, SecretStr, ValidationError
@@ -16,7 +18,6 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from headrace.errors import StartupError
 from headrace.models.sources import DEFAULT_MODELS, ModelSource, parse_models
-from headrace.service_links import drop_service_links
 from headrace.telemetry.logs import LogFormat
 from headrace.validation import first_fault, unknown_setting
 
@@ -146,3 +147,39 @@ def _parse_command_line(cls: type[ServiceSettings], program: str) -> None:
         description="Settings are environment variables:\n\n" + "\n".join(lines),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     ).parse_args()
+
+
+def _is_address(value: str) -> bool:
+    try:
+        ipaddress.ip_address(value)
+    except ValueError:
+        return False
+    return True
+
+
+_NUMBER = r"\d{1,5}"
+_PROTOCOL = "tcp|udp|sctp"
+_URL = rf"({_PROTOCOL})://(\[[0-9A-Fa-f:.]+\]|[0-9.]+):{_NUMBER}"
+_NAMED_PORT = rf"PORT_{_NUMBER}_({_PROTOCOL.upper()})"
+# The end of a link's name, and the test of its value. A service named `predictor-gpu` has a longer name before the end.
+_LINKS = tuple(
+    (re.compile(rf"(.*_)?({end})").fullmatch, is_value)
+    for end, is_value in (
+        (rf"PORT|{_NAMED_PORT}", re.compile(_URL).fullmatch),
+        (rf"{_NAMED_PORT}_PROTO", re.compile(_PROTOCOL).fullmatch),
+        (rf"{_NAMED_PORT}_PORT|SERVICE_PORT(_[A-Z0-9_]+)?", re.compile(_NUMBER).fullmatch),
+        (rf"{_NAMED_PORT}_ADDR|SERVICE_HOST", _is_address),
+    )
+)
+
+
+def drop_service_links(environment: MutableMapping[str, str], prefix: str) -> None:
+    """Takes Kubernetes' links of services whose name begins like `prefix` (`PREDICTOR_`) out of an environment.
+
+    Each service brings every container of its namespace `PREDICTOR_PORT=tcp://10.0.0.1:9000` and more, which are no
+    settings of ours although they begin like some. Name and value together identify them.
+    """
+    for variable, value in list(environment.items()):
+        rest = variable.removeprefix(prefix)
+        if rest != variable and any(is_name(rest) and is_value(value) for is_name, is_value in _LINKS):
+            del environment[variable]

@@ -13,8 +13,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from headrace.descriptors import raise_descriptor_limit
 from headrace.errors import StartupError
+from headrace.processes import raise_descriptor_limit
 from headrace_runner import roll
 from headrace_runner import settings as stack_settings
 from headrace_runner.report import Report

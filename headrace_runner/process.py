@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from headrace.errors import StartupError
-from headrace.exit_status import how_it_ended
+from headrace.processes import how_it_ended
 from headrace_runner import tether
 
 FIRST_DELAY_S = 0.2

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import StartupError
-from headrace.watched_file import replace_file
+from headrace.files import replace_file
 from headrace_runner import settings as stack_settings
 from headrace_runner.run_folder import RunFolder
 from headrace_runner.stack import Stack

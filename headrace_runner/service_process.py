@@ -1,4 +1,4 @@
-"""A service as a supervised process that can be replaced without losing a call: see headrace/rpc/server/hand_over.py.
+"""A service as a supervised process that can be replaced without losing a call: see headrace/rpc/server/listeners.py.
 
 `replace` starts a successor, which loads while the running one serves, and listens on the same port once it can serve.
 Then the running one retires: it takes no new calls and ends when its calls have ended. One predecessor at a time may be
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from headrace.errors import StartupError
-from headrace.rpc.server.hand_over import NOTIFY_SOCKET, READY_MESSAGE, RETIRE
+from headrace.rpc.server.listeners import NOTIFY_SOCKET, READY_MESSAGE, RETIRE
 from headrace_runner.process import Process, ProcessSpec, signal_to
 
 _LOAD_TIMEOUT_S = 1800.0  # The same as compose.yaml's time for a download.

@@ -22,7 +22,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from headrace.endpoints import host_and_port, is_service, parse_endpoints
 from headrace.errors import StartupError
 from headrace.models.sources import DEFAULT_MODELS
-from headrace.service_links import drop_service_links
+from headrace.settings import drop_service_links
 from headrace.validation import first_fault, unknown_setting
 
 _CHECKOUT = Path(__file__).resolve().parent.parent

@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterable, Sequence
 
 from headrace.oip.tensors import BYTES
+from headrace.rpc import Context
 from headrace.rpc.limits.admission import call_metadata
-from headrace.rpc.server.handlers import Context
 from headrace_protos.inference_pb2 import ModelStreamInferResponse
 from headrace_protos.stream_answers_pb2 import JoinedAnswers
 

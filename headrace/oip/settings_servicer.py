@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from opentelemetry import trace
 
 from headrace.errors import InvalidRequestError, NotImplementedMethodError
-from headrace.rpc.server.handlers import Context
+from headrace.rpc import Context
 from headrace.telemetry.setup import exports
 from headrace_protos import inference_pb2 as pb
 from headrace_protos import inference_pb2_grpc

@@ -22,8 +22,8 @@ from typing import Any, Protocol, TypeVar
 
 from headrace.errors import HeadraceError, RequestFailedError
 from headrace.oip.joined_answers import joined, may_join
+from headrace.rpc import Context
 from headrace.rpc.limits.request_reading import RequestStream
-from headrace.rpc.server.handlers import Context
 from headrace_protos.inference_pb2 import InferParameter, ModelInferResponse, ModelStreamInferResponse
 
 logger = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ from headrace.deadline import DEADLINE_MARGIN_S, PASSED
 from headrace.payload.parts import Tensors
 from headrace.payload.recording import Recording
 from headrace.payload.tap import PayloadTap
+from headrace.rpc import Context
 from headrace.rpc.limits.admission import call_metadata, error_of_call
 from headrace.rpc.server.call_context import CALL_ID, CallContext
-from headrace.rpc.server.handlers import Context
 from headrace.telemetry.identity import current_span_id, current_trace_id
 
 RECORDED = ("x-headrace-recorded", "true")

@@ -1,1 +1,11 @@
-"""gRPC servers and channels: start and drain, admission, errors, interceptors, health."""
+"""gRPC and HTTP/2: servers, what bounds their calls, clients. Here the types of gRPC that handlers see."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import grpc
+
+# Text, because grpc's classes are generic to the type checker only.
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"

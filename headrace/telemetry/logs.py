@@ -94,7 +94,7 @@ class _Line(NamedTuple):
     fields: Mapping[str, object]
 
 
-class CallLog:
+class AccessLog:
     """The lines of calls. A call only appends a tuple; a thread formats and writes the lines, many at once.
 
     Without that thread a line is written at once.
@@ -102,7 +102,7 @@ class CallLog:
 
     def __init__(self) -> None:
         self._logger = logging.getLogger(CALLS)
-        self._writer: _CallLogWriter | None = None
+        self._writer: _AccessLogWriter | None = None
 
     def writes(self, level: int) -> bool:
         """Whether lines of a level are written."""
@@ -117,7 +117,7 @@ class CallLog:
 
     def start(self, handler: logging.StreamHandler[TextIO], meter: Meter | None) -> None:
         """Starts the thread, which gives lines to a handler."""
-        self._writer = _CallLogWriter(handler, meter)
+        self._writer = _AccessLogWriter(handler, meter)
         self._writer.start()
 
     def close(self) -> None:
@@ -127,7 +127,7 @@ class CallLog:
             writer.close()
 
 
-class _CallLogWriter(threading.Thread):
+class _AccessLogWriter(threading.Thread):
     def __init__(self, handler: logging.StreamHandler[TextIO], meter: Meter | None) -> None:
         super().__init__(name="call-log", daemon=True)
         self._handler = handler
@@ -185,7 +185,7 @@ def _record(line: _Line) -> logging.LogRecord:
     return record
 
 
-call_log = CallLog()
+call_log = AccessLog()
 
 
 def _name_request(record: logging.LogRecord) -> bool:

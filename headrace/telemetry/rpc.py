@@ -11,6 +11,7 @@ from typing import Any
 
 from google.protobuf import descriptor_pool
 from grpc import StatusCode
+from opentelemetry import context, trace
 from opentelemetry.metrics import Meter
 from opentelemetry.trace import Span, Status
 from opentelemetry.trace import StatusCode as SpanStatus
@@ -44,6 +45,9 @@ _SERVER_FAULTS = {
     StatusCode.UNAVAILABLE,
     StatusCode.DATA_LOSS,
 }
+
+_TRACE_ID = 1  # Of all suppressed calls, and never sampled; the gateway removes it from callers' metadata.
+_NOT_SAMPLED = trace.NonRecordingSpan(trace.SpanContext(trace_id=_TRACE_ID, span_id=1, is_remote=False))
 
 
 @lru_cache(maxsize=_KNOWN_METHODS)
@@ -123,3 +127,13 @@ def status_of(code: Any, default: StatusCode = StatusCode.OK) -> StatusCode:
         if status.value[0] == code:
             return default if status is StatusCode.OK else status
     return default
+
+
+def suppress_tracing() -> None:
+    """Calls of this task, and of tasks that it starts, are traced by no hop."""
+    context.attach(trace.set_span_in_context(_NOT_SAMPLED))
+
+
+def is_tracing_suppressed(of: context.Context | None = None) -> bool:
+    """Whether tracing is suppressed in a call's context, or in the current one."""
+    return trace.get_current_span(of).get_span_context().trace_id == _TRACE_ID

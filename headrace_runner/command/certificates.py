@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from headrace.errors import StartupError
-from headrace.watched_file import replace_file
+from headrace.files import replace_file
 from headrace_runner.settings import HOME, StackSettings
 from headrace_runner.terminal import short
 

@@ -14,8 +14,8 @@ from pydantic import ValidationError
 
 from headrace.clients import NAME_PATTERN, Policy
 from headrace.errors import StartupError
+from headrace.files import load_yaml, replace_file
 from headrace.validation import first_fault
-from headrace.watched_file import load_yaml, replace_file
 from headrace_runner.settings import HOME
 
 FILE = HOME / "config" / "keys.yaml"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import StartupError
-from headrace.private_file import private_file
+from headrace.files import private_file
 from headrace_runner.replay.comparison import Difference
 from headrace_runner.replay.results import TROUBLE, Results
 from headrace_runner.replay.selection import LoggedStream

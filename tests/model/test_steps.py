@@ -20,8 +20,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from headrace.oip.parameters import set_parameters
 from headrace.oip.tensors import Tensor, add_input, decode_outputs
 from headrace.rpc.limits.admission import Admission
-from headrace.rpc.server.call_telemetry import CallTelemetry
-from headrace.rpc.server.handlers import CallInterceptor
+from headrace.rpc.server.call_telemetry import ServerTelemetry
+from headrace.rpc.server.handlers import Interceptor
 from headrace_predictor.repository.repository import ModelRepository
 from headrace_predictor.servicer import InferenceServicer
 from headrace_predictor.settings import PredictorSettings
@@ -69,7 +69,7 @@ def predictor_of(engine_host, folder):
             asyncio.Event(),
             Admission(),
         )
-        interceptors = (CallInterceptor("predictor", admission, CallTelemetry()),)
+        interceptors = (Interceptor("predictor", admission, ServerTelemetry()),)
         server = grpc.aio.server(interceptors=interceptors)
         inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(InferenceServicer(repository), server)
         steps = StepsServicer(repository, stopping)

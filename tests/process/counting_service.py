@@ -68,11 +68,7 @@ class Service(grpc.GenericRpcHandler):
 
 async def serve(settings):
     service = Service(settings)
-    server = Server(
-        *("test", settings.host, settings.port, settings.drain_s, ["headrace.v1.PayloadLog"]),
-        loop_timeout_s=settings.loop_timeout,
-        shares_port=settings.listen != "alone",
-    )
+    server = Server("test", settings, ["headrace.v1.PayloadLog"])
     if settings.drains:
         server.at_drain(service.drain)
     server.grpc.add_generic_rpc_handlers((service,))

@@ -13,7 +13,7 @@ import sys
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from headrace.rpc.server.hand_over import RETIRE, report_listening
+from headrace.rpc.server.listeners import RETIRE, report_listening
 
 
 async def main(kind: str) -> None:

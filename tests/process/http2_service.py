@@ -12,8 +12,8 @@ from google.api.httpbody_pb2 import HttpBody
 from headrace.errors import OverloadedError
 from headrace.rpc.http2.methods import HttpMethod
 from headrace.rpc.http2.server import HttpServer
-from headrace.rpc.limits.admission import Admission, Call, head_of_call
-from headrace.rpc.server.handlers import CallInterceptor
+from headrace.rpc.limits.admission import Admission, AdmittedCall, head_of_call
+from headrace.rpc.server.handlers import Interceptor
 from headrace.telemetry.identity import Metadata
 from headrace_transformer.frontends.openai.http_methods import error_body, http_methods
 
@@ -68,7 +68,7 @@ class Service:
 class Served:
     def __init__(self, admission: Admission | None = None, shares_port: bool = False) -> None:
         self.service = Service()
-        self.server = HttpServer(CallInterceptor("transformer", admission), error_body, shares_port)
+        self.server = HttpServer(Interceptor("transformer", admission), error_body, shares_port)
         self.server.add(*self.service.methods())
         self.port = 0
 
@@ -80,13 +80,13 @@ class Served:
 class Uncounted(Admission):
     """Has no limits of clients."""
 
-    def call(self, method: str, request_streaming: bool, metadata: Metadata = ()) -> Call:
+    def call(self, method: str, request_streaming: bool, metadata: Metadata = ()) -> AdmittedCall:
         return super().call(method, request_streaming)
 
 
 async def serve_openai(port: int, servicer: Any) -> HttpServer:
     """Serves OpenAI's API by a fake."""
-    server = HttpServer(CallInterceptor("transformer", Uncounted()), error_body)
+    server = HttpServer(Interceptor("transformer", Uncounted()), error_body)
     server.add(*http_methods("OpenAI", servicer))
     await server.start(HOST, port)
     return server

@@ -12,6 +12,7 @@ from headrace.oip.stream_infer import multiplex
 from headrace.rpc.limits.admission import Admission
 from headrace.rpc.limits.byte_budget import ByteBudget
 from headrace.rpc.server.server import Server
+from headrace.settings import ServiceSettings
 from headrace_protos import inference_pb2 as pb
 from headrace_protos import inference_pb2_grpc
 
@@ -36,10 +37,9 @@ class Inference(inference_pb2_grpc.GRPCInferenceServiceServicer):
 
 
 async def main():
-    server, servicer = (
-        Server("test", "127.0.0.1", 0, 0.0, admission=Admission(64, ByteBudget(int(sys.argv[1])))),
-        Inference(),
-    )
+    settings = ServiceSettings.model_construct(drain_s=0.0)
+    admission = Admission(64, ByteBudget(int(sys.argv[1])))
+    server, servicer = Server("test", settings, admission=admission), Inference()
     inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, server.grpc)
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, servicer.go.set)
     port = server.grpc.add_insecure_port("127.0.0.1:0")

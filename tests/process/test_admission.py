@@ -9,6 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from headrace.rpc.limits.admission import Admission
 from headrace.rpc.limits.byte_budget import RETRY_AFTER_MS
 from headrace.rpc.server.server import Server
+from headrace.settings import ServiceSettings
 
 MAX_CALLS = 2
 
@@ -31,7 +32,11 @@ class Held(grpc.GenericRpcHandler):
 
 @pytest.fixture
 async def served():
-    server, handler = Server("test", "127.0.0.1", 0, 0.0, admission=Admission(MAX_CALLS)), Held()
+    settings = ServiceSettings.model_construct(drain_s=0.0)
+    server, handler = (
+        Server("test", settings, admission=Admission(MAX_CALLS)),
+        Held(),
+    )
     server.grpc.add_generic_rpc_handlers((handler,))
     port = server.grpc.add_insecure_port("127.0.0.1:0")
     await server.grpc.start()

@@ -27,7 +27,7 @@ from headrace.errors import (
     from_rpc_error,
 )
 from headrace.rpc.client.channel import open_channel
-from headrace.rpc.server.handlers import CallInterceptor
+from headrace.rpc.server.handlers import Interceptor
 
 CLASSES = sorted(HeadraceError.__subclasses__(), key=lambda cls: cls.__name__)
 KINDS = ("unary", "stream", "bidi")
@@ -63,7 +63,7 @@ class Echo(grpc.GenericRpcHandler):
 @asynccontextmanager
 async def serving(hop, then, options=()):
     """A channel to a server whose calls end in `then(context)`."""
-    server = grpc.aio.server(interceptors=(CallInterceptor(hop),), options=options)
+    server = grpc.aio.server(interceptors=(Interceptor(hop),), options=options)
     server.add_generic_rpc_handlers((Echo(then),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -153,7 +153,7 @@ async def test_the_trailing_metadata_has_hop_http_status_and_retry_delay(kind):
         context.set_trailing_metadata((("x-request-id", "r1"),))
         raise OverloadedError("queue full", retry_after_ms=20)
 
-    server = grpc.aio.server(interceptors=(CallInterceptor("predictor"),))
+    server = grpc.aio.server(interceptors=(Interceptor("predictor"),))
     server.add_generic_rpc_handlers((Echo(then),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -20,7 +20,7 @@ from opentelemetry.propagate import extract
 from opentelemetry.trace import get_current_span
 
 from headrace.clients import caller_of
-from headrace.telemetry.suppression import is_tracing_suppressed
+from headrace.telemetry.rpc import is_tracing_suppressed
 from headrace_protos import inference_pb2, inference_pb2_grpc
 from headrace_runner import envoy_config
 from tests.process.gateway_before_fakes import METADATA, OPENAI, ORIGIN, Gateway, running_gateway

@@ -9,6 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from headrace.oip.stream_infer import multiplex
 from headrace.rpc.limits.admission import Admission
 from headrace.rpc.server.server import Server
+from headrace.settings import ServiceSettings
 from headrace_protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from headrace_protos.inference_pb2_grpc import (
     GRPCInferenceServiceServicer,
@@ -69,7 +70,11 @@ async def serve():
 
     async def start(**limits):
         admission = Admission(MAX_CALLS, max_idle=MAX_IDLE, **limits)
-        server, servicer = Server("test", "127.0.0.1", 0, 0.0, admission=admission), Inference()
+        settings = ServiceSettings.model_construct(drain_s=0.0)
+        server, servicer = (
+            Server("test", settings, admission=admission),
+            Inference(),
+        )
         add_GRPCInferenceServiceServicer_to_server(servicer, server.grpc)
         port = server.grpc.add_insecure_port("127.0.0.1:0")
         await server.grpc.start()

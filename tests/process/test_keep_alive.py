@@ -8,7 +8,7 @@ import pytest
 from google.api.httpbody_pb2 import HttpBody
 
 from headrace.errors import FAILED_HOP, OverloadedError
-from headrace.rpc.server.handlers import CallInterceptor
+from headrace.rpc.server.handlers import Interceptor
 from headrace_protos import rest_pb2_grpc
 from headrace_protos.rest_pb2 import ModelBody
 from headrace_transformer.frontends.http import EVENTS, KeepAlive, event, rest_errors
@@ -42,7 +42,7 @@ class Events(rest_pb2_grpc.OpenInferenceServicer):
 async def call(after_s=AFTER_S):
     """A servicer, and a call of it."""
     servicer = Events(after_s)
-    server = grpc.aio.server(interceptors=(CallInterceptor("transformer"),))
+    server = grpc.aio.server(interceptors=(Interceptor("transformer"),))
     rest_pb2_grpc.add_OpenInferenceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

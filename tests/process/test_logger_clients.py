@@ -9,7 +9,7 @@ import pytest
 
 from headrace.errors import ForbiddenError, NotFoundError, UnauthenticatedError
 from headrace.rpc.client.channel import open_channel
-from headrace.rpc.server.handlers import CallInterceptor
+from headrace.rpc.server.handlers import Interceptor
 from headrace_logger.servicer import PayloadLogServicer
 from headrace_logger.store.store import SqliteStore
 from headrace_logger.tails import Tails
@@ -33,7 +33,7 @@ NONE = ()
 async def served(store):
     """The service and its tails: odd records are ann's, even ones bob's."""
     tails = Tails()
-    server = grpc.aio.server(interceptors=(CallInterceptor("logger"),))
+    server = grpc.aio.server(interceptors=(Interceptor("logger"),))
     PayloadLogServicer(store, tails).add_to(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -9,7 +9,7 @@ import pytest
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2_grpc import LogsServiceStub
 
-from headrace.rpc.server.handlers import CallInterceptor
+from headrace.rpc.server.handlers import Interceptor
 from headrace_logger import gateway_calls
 from headrace_logger.gateway_calls import GatewayCalls
 from headrace_logger.store import reading
@@ -65,7 +65,7 @@ def export_request(*calls):
 async def logger(store):
     """A stub of the service, its tails, and its channel."""
     tails = Tails()
-    server = grpc.aio.server(interceptors=(CallInterceptor("logger"),))
+    server = grpc.aio.server(interceptors=(Interceptor("logger"),))
     GatewayCalls(store, tails, hold_s=0).add_to(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

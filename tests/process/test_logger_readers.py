@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from headrace.errors import OverloadedError
-from headrace.rpc.server.handlers import CallInterceptor
+from headrace.rpc.server.handlers import Interceptor
 from headrace_logger.servicer import PayloadLogServicer
 from headrace_logger.store.filters import Filters
 from headrace_logger.store.readers import FREE_BYTES, Readers
@@ -56,7 +56,7 @@ class Served:
 @pytest.fixture
 async def served(store):
     readers = Readers(max_bytes=16 * MIB, max_readers=40, max_of_one=20, wait_s=0.5)
-    server = grpc.aio.server(interceptors=(CallInterceptor("logger"),), options=(("grpc.max_send_message_length", -1),))
+    server = grpc.aio.server(interceptors=(Interceptor("logger"),), options=(("grpc.max_send_message_length", -1),))
     PayloadLogServicer(store, Tails(), readers).add_to(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.errors import NotReadyError, OverloadedError
 from headrace.rpc.client.channel import open_channel
-from headrace.rpc.server.handlers import CallInterceptor
+from headrace.rpc.server.handlers import Interceptor
 from headrace_logger.servicer import PayloadIngestServicer, PayloadLogServicer
 from headrace_logger.store.filters import Filters
 from headrace_logger.store.store import SqliteStore
@@ -37,7 +37,7 @@ def record(number, **fields):
 async def served(tmp_path):
     """A logger in this process: its store, its tails, and a channel to it."""
     store, tails = SqliteStore(tmp_path / "payloads.sqlite3"), Tails()
-    server = grpc.aio.server(interceptors=(CallInterceptor("logger"),))
+    server = grpc.aio.server(interceptors=(Interceptor("logger"),))
     PayloadLogServicer(store, tails).add_to(server)
     ingest = PayloadIngestServicer(store, tails, asyncio.Event())
     headrace_pb2_grpc.add_PayloadIngestServicer_to_server(ingest, server)

@@ -9,6 +9,7 @@ from headrace.clients import CLIENT, POLICY
 from headrace.errors import NotFoundError
 from headrace.rpc.limits.admission import Admission, head_of_call
 from headrace.rpc.server.server import Server
+from headrace.settings import ServiceSettings
 
 LIMITED = ((CLIENT, "alice"), (POLICY, '{"requests_per_minute": 3}'))
 OWN = ("x-own", "1")
@@ -43,7 +44,7 @@ class Answers(grpc.GenericRpcHandler):
 
 @pytest.fixture
 async def channel():
-    server = Server("test", "127.0.0.1", 0, 0.0, admission=Admission())
+    server = Server("test", ServiceSettings.model_construct(drain_s=0.0), admission=Admission())
     server.limits.add(lambda client: (("x-ratelimit-limit-tokens", "9"),) if client.name == "alice" else ())
     server.grpc.add_generic_rpc_handlers((Answers(),))
     port = server.grpc.add_insecure_port("127.0.0.1:0")

@@ -127,7 +127,7 @@ sys.stderr.write({page!r}); sys.exit(1)"""
 
 @pytest.mark.parametrize(("limits", "expected"), [("256:5000", r"5000"), ("99:256", r"only 256 .* 65536 .*\n256")])
 def test_children_have_as_many_descriptors_as_are_allowed_and_few_are_reported(limits: str, expected: str) -> None:
-    source = "import os, headrace.descriptors as d; d.raise_descriptor_limit(print)\n"
+    source = "import os, headrace.processes as d; d.raise_descriptor_limit(print)\n"
     command = ("prlimit", f"--nofile={limits}", sys.executable, "-uc", f"{source}os.system('ulimit -n')")
     result = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert re.fullmatch(expected, result.stdout.strip()), result

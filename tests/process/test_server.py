@@ -14,8 +14,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from headrace.errors import StartupError
 from headrace.rpc.limits.byte_budget import MAX_MESSAGE_BYTES
-from headrace.rpc.server.hand_over import RETIRE
+from headrace.rpc.server.listeners import RETIRE
 from headrace.rpc.server.server import Server
+from headrace.settings import ServiceSettings
 from headrace_protos import headrace_pb2, reflection_v1_pb2, reflection_v1_pb2_grpc
 from headrace_runner.settings import ROOT
 from tests.support.forkserver import spawn
@@ -69,7 +70,7 @@ async def start(tmp_path):
 
 @pytest.fixture
 async def server():
-    server = Server("test", "127.0.0.1", 0, 0.0, PUBLIC)
+    server = Server("test", ServiceSettings.model_construct(drain_s=0.0), PUBLIC)
     server.target = f"127.0.0.1:{server.grpc.add_insecure_port('127.0.0.1:0')}"
     await server.grpc.start()
     yield server
@@ -189,7 +190,7 @@ async def test_a_taken_port_is_one_line_and_may_pass(server, start):
 async def test_a_taken_port_is_a_startup_error(server):
     port = int(server.target.rsplit(":", 1)[1])
     with pytest.raises(StartupError, match="is the port taken"):
-        await Server("test", "127.0.0.1", port, 0.0).run()
+        await Server("test", ServiceSettings.model_construct(port=port, drain_s=0.0)).run()
 
 
 async def test_a_malformed_setting_is_one_line_and_exit_78(start):

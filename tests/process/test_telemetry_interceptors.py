@@ -14,13 +14,12 @@ from opentelemetry.trace import SpanKind, get_current_span
 from opentelemetry.trace import StatusCode as SpanStatus
 
 from headrace.errors import DeadlineError, InvalidRequestError, RequestFailedError
-from headrace.rpc.client.channel import open_channel, open_plain_channel
-from headrace.rpc.client.interceptors import CallSpan, ClientSpans, telemetry_client_interceptors
-from headrace.rpc.client.unary_method import UnaryMethod
-from headrace.rpc.server.call_telemetry import CallTelemetry
-from headrace.rpc.server.handlers import CallInterceptor
+from headrace.rpc.client.channel import UnaryMethod, open_channel, open_plain_channel
+from headrace.rpc.client.interceptors import ClientSpan, ClientSpans, telemetry_client_interceptors
+from headrace.rpc.server.call_telemetry import ServerTelemetry
+from headrace.rpc.server.handlers import Interceptor
 from headrace.telemetry.identity import current_request_id, current_trace_id, set_request_id
-from headrace.telemetry.suppression import suppress_tracing
+from headrace.telemetry.rpc import suppress_tracing
 from headrace_protos import headrace_pb2, inference_pb2
 from tests.support.measured import Measured
 from tests.waiting import until
@@ -123,7 +122,7 @@ class Bench:
 
 @asynccontextmanager
 async def served(methods, tracer, meter):
-    interceptors = (CallInterceptor("predictor", telemetry=CallTelemetry(tracer, meter)),)
+    interceptors = (Interceptor("predictor", telemetry=ServerTelemetry(tracer, meter)),)
     server = grpc.aio.server(interceptors=interceptors)
     server.add_generic_rpc_handlers((methods,))
     port = server.add_insecure_port("127.0.0.1:0")
@@ -329,7 +328,7 @@ async def test_a_request_keeps_its_id_from_hop_to_hop(bench):
 async def test_a_call_that_continues_another_links_to_its_span_on_both_sides(bench):
     bench.methods.then = ends_well
     before = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    hook = CallSpan(follows=before)
+    hook = ClientSpan(follows=before)
     with hook.of_next_call():
         call = bench.open("stream")
     assert [response async for response in call] == [b"x"]
@@ -344,7 +343,7 @@ async def test_a_call_that_continues_another_links_to_its_span_on_both_sides(ben
 
 def test_the_first_message_of_an_answer_is_one_event():
     span = TracerProvider().get_tracer("test").start_span("call")
-    hook = CallSpan()
+    hook = ClientSpan()
     hook.began(span, lambda code: span.end())
     for _ in range(3):
         hook.message()

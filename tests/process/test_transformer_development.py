@@ -8,8 +8,8 @@ import grpc
 import pytest
 
 from headrace.errors import NotFoundError
-from headrace.rpc.server.development import REQUESTED
-from headrace.rpc.server.handlers import CallInterceptor
+from headrace.rpc.server.call_context import DEVELOPMENT
+from headrace.rpc.server.handlers import Interceptor
 from headrace_protos import headrace_pb2 as pb
 from headrace_protos import headrace_pb2_grpc
 from headrace_transformer.frontends.grpc import development
@@ -39,7 +39,7 @@ class Victim(headrace_pb2_grpc.PredictorDevelopmentServicer):
 
 def served(add_to_server):
     """The address of a server with one service; an interceptor belongs to one server."""
-    return one_service(add_to_server, (CallInterceptor("test"),))
+    return one_service(add_to_server, (Interceptor("test"),))
 
 
 @asynccontextmanager
@@ -64,7 +64,7 @@ async def stub_before(*victims):
 async def test_only_one_of_the_predictors_with_the_request_dies():
     victims = Victim(False), Victim(True), Victim(True)
     async with stub_before(*victims) as stub:
-        await stub.KillPredictor(REQUEST, metadata=(REQUESTED,), timeout=10)
+        await stub.KillPredictor(REQUEST, metadata=(DEVELOPMENT,), timeout=10)
     assert [victim.deaths for victim in victims] == [0, 1, 0]
 
 
@@ -72,7 +72,7 @@ async def test_a_predictor_that_does_not_answer_does_not_hide_the_next(monkeypat
     monkeypatch.setattr(development, "_TIMEOUT_S", 1.0)
     victims = Victim(True, hangs=True), Victim(True)
     async with stub_before(*victims) as stub:
-        await stub.KillPredictor(REQUEST, metadata=(REQUESTED,), timeout=10)
+        await stub.KillPredictor(REQUEST, metadata=(DEVELOPMENT,), timeout=10)
     assert [victim.deaths for victim in victims] == [0, 1]
 
 
@@ -80,6 +80,6 @@ async def test_if_no_predictor_has_the_request_none_dies():
     victims = Victim(False), Victim(False)
     async with stub_before(*victims) as stub:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await stub.KillPredictor(REQUEST, metadata=(REQUESTED,), timeout=10)
+            await stub.KillPredictor(REQUEST, metadata=(DEVELOPMENT,), timeout=10)
     assert refused.value.code() is grpc.StatusCode.NOT_FOUND
     assert [victim.deaths for victim in victims] == [0, 0]

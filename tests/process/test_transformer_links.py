@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from headrace.errors import NotReadyError, OtherWeightsError
-from headrace.rpc.client.interceptors import CallSpan
+from headrace.rpc.client.interceptors import ClientSpan
 from headrace.sampling import SamplingParameters
 from headrace_protos import steps_pb2 as pb
 from headrace_transformer.predictors import link as link_module
@@ -124,7 +124,7 @@ async def test_a_predictor_whose_address_is_removed_gets_no_new_calls_and_its_li
     ):
         await until(lambda: len([link for link in links.all if link.loads]) == 2)
         (link,) = (link for link in links.all if link.address == first)
-        call = LinkCall(SUBMISSION, SAMPLING, CallSpan())
+        call = LinkCall(SUBMISSION, SAMPLING, ClientSpan())
         link.submit(call, submission())
         await removed.wait_for_calls(1)
         known.remove(first)
@@ -153,7 +153,7 @@ async def test_a_link_uses_the_port_that_its_predictor_tells(monkeypatch):
         async with links_at(monkeypatch, address) as (links, _):
             await until(lambda: can_choose(links))
             await until(lambda: (known.sessions, told.sessions) == (0, 1))
-            call = LinkCall(SUBMISSION, SAMPLING, CallSpan())
+            call = LinkCall(SUBMISSION, SAMPLING, ClientSpan())
             links.choose(SUBMISSION, "").submit(call, submission())
             await told.wait_for_calls(1)
             assert [link.address for link in links.all] == [address]
@@ -166,7 +166,7 @@ async def test_a_link_stays_where_it_is_if_the_told_port_cannot_be_reached(monke
     predictor.own_port = 1
     async with serving(predictor) as address, links_at(monkeypatch, address) as (links, _):
         await until(lambda: can_choose(links))
-        call = LinkCall(SUBMISSION, SAMPLING, CallSpan())
+        call = LinkCall(SUBMISSION, SAMPLING, ClientSpan())
         links.choose(SUBMISSION, "").submit(call, submission())
         await predictor.wait_for_calls(1)
         assert predictor.sessions == 1
@@ -195,7 +195,7 @@ async def test_an_unaccepted_call_is_to_blame_unless_its_predictor_had_hung_befo
     ):
         await until(lambda: can_choose(links))
         (link,) = links.all
-        suspect, later = (LinkCall(SUBMISSION, SAMPLING, CallSpan()) for _ in range(2))
+        suspect, later = (LinkCall(SUBMISSION, SAMPLING, ClientSpan()) for _ in range(2))
         link.submit(suspect, submission())
         await predictor.wait_for_calls(1)
         await until(lambda: loop.time() > link._heard_at + 0.6)
@@ -241,7 +241,7 @@ async def test_what_waits_to_be_sent_is_bounded_by_the_calls_in_flight(monkeypat
     async with links_at(monkeypatch, "127.0.0.1:1") as (links, _):
         await until(lambda: calls)
         (link,), (call,) = links.all, calls
-        first, cancelled, *others = (LinkCall(SUBMISSION, SAMPLING, CallSpan()) for _ in range(5))
+        first, cancelled, *others = (LinkCall(SUBMISSION, SAMPLING, ClientSpan()) for _ in range(5))
         link.submit(first, submission())
         await until(lambda: call.sent)
         for waiting in (cancelled, *others):
@@ -279,7 +279,7 @@ async def test_the_calls_of_a_link_that_is_closed_end(monkeypatch):
     async with serving(predictor) as address:
         async with links_at(monkeypatch, address) as (links, _):
             await until(lambda: can_choose(links))
-            call = LinkCall(SUBMISSION, SAMPLING, CallSpan())
+            call = LinkCall(SUBMISSION, SAMPLING, ClientSpan())
             links.all[0].submit(call, submission())
             await predictor.wait_for_calls(1)
         with pytest.raises(PredictorLostError):

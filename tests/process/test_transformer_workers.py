@@ -12,9 +12,8 @@ import pytest
 
 from headrace import __version__
 from headrace.errors import StartupError
-from headrace.rpc.server.hand_over import RETIRE
 from headrace.rpc.server.health_check import serving as health
-from headrace.rpc.server.listeners import reserved
+from headrace.rpc.server.listeners import RETIRE, reserved
 from tests.support.http2_client import connected
 from tests.waiting import until
 

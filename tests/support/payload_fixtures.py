@@ -5,7 +5,7 @@ import pytest
 from pydantic import SecretStr
 
 from headrace.rpc.client.channel import open_channel
-from headrace.rpc.server.handlers import CallInterceptor
+from headrace.rpc.server.handlers import Interceptor
 from headrace_logger.servicer import PayloadLogServicer
 from headrace_logger.store.postgresql import PostgresqlStore
 from headrace_logger.store.store import SqliteStore
@@ -51,7 +51,7 @@ async def store(request, tmp_path):
 @pytest.fixture
 async def payload_log(store):
     """A stub of the logger's public service, which reads `store`."""
-    server = grpc.aio.server(interceptors=(CallInterceptor("logger"),))
+    server = grpc.aio.server(interceptors=(Interceptor("logger"),))
     PayloadLogServicer(store, Tails()).add_to(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

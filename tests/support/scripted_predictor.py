@@ -22,7 +22,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from headrace.errors import DrainingError, HeadraceError, HopBrokenError, NotFoundError
 from headrace.oip.model_description import FINGERPRINT
 from headrace.oip.tensors import Tensor, add_output
-from headrace.rpc.server.handlers import CallInterceptor
+from headrace.rpc.server.handlers import Interceptor
 from headrace.step_errors import write_error
 from headrace_protos import inference_pb2 as pb
 from headrace_protos import inference_pb2_grpc, model_config_pb2, steps_pb2, steps_pb2_grpc
@@ -319,7 +319,7 @@ def holds_until(released, after=0):
 async def serving(predictor, port=0, healthy=()):
     """Its address while it runs; cut off at the end. `healthy` are names that its health service reports as serving."""
     options = [("grpc.so_reuseport", 0)]
-    server = grpc.aio.server(interceptors=(CallInterceptor("predictor"),), options=options)
+    server = grpc.aio.server(interceptors=(Interceptor("predictor"),), options=options)
     inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(predictor, server)
     steps_pb2_grpc.add_PredictorStepsServicer_to_server(predictor, server)
     if healthy:

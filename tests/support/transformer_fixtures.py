@@ -13,7 +13,7 @@ import grpc
 from headrace.models.sources import parse_models
 from headrace.payload.tap import PayloadTap
 from headrace.rpc.http2.server import HttpServer
-from headrace.rpc.server.handlers import CallInterceptor
+from headrace.rpc.server.handlers import Interceptor
 from headrace_protos.headrace_pb2_grpc import add_TextGenerationServicer_to_server
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from headrace_protos.rest_pb2_grpc import add_OpenInferenceServicer_to_server
@@ -75,7 +75,7 @@ async def transformer(
     pipeline = Pipeline(router, generator, tap, bodies, reports_cached_tokens, quota, signer=Signer(b"a key"))
     inference = Inference(pipeline, router, Relay(client), tap, quota)
     options = [("grpc.max_receive_message_length", 64 * 1024 * 1024), ("grpc.max_send_message_length", -1)]
-    interceptor = CallInterceptor("transformer")
+    interceptor = Interceptor("transformer")
     server = grpc.aio.server(interceptors=(interceptor,), options=options)
     servicer = InferenceServicer(inference, catalogue, router, client, predictors)
     servicer.add_to_server(server)

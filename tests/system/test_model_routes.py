@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from headrace.files import replace_file
 from headrace.oip.tensors import Tensor, add_input, decode_outputs
-from headrace.watched_file import replace_file
 from headrace_protos import inference_pb2 as pb
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.system.calls import STREAMS, begun_streams, channel, each, rest

@@ -4,7 +4,7 @@ import pytest
 
 from headrace.rpc.http2.methods import HttpMethod, MethodTable
 from headrace.rpc.http2.request import read_head
-from headrace.rpc.server.handlers import CallInterceptor
+from headrace.rpc.server.handlers import Interceptor
 
 
 async def _behaviour(request, context):
@@ -13,7 +13,7 @@ async def _behaviour(request, context):
 
 @pytest.fixture
 def table():
-    table = MethodTable(CallInterceptor("test"))
+    table = MethodTable(Interceptor("test"))
     table.add(HttpMethod("a.B/Post", _behaviour, bytes), HttpMethod("a.B/Get", _behaviour, bytes, False, "model"))
     return table
 

@@ -16,13 +16,16 @@ from tests.support.requirements import closure
 
 HEADRACE = (
     ("headrace.json_schemas",),
-    ("headrace.descriptors", "headrace.errors", "headrace.service_links", "headrace.structured_outputs"),
+    ("headrace.errors", "headrace.processes", "headrace.structured_outputs"),
     ("headrace.clients", "headrace.deadline", "headrace.grammars", "headrace.sampling", "headrace.step_errors"),
     ("headrace.models",),
     ("headrace.telemetry",),
     ("headrace.validation",),
-    ("headrace.private_file", "headrace.settings", "headrace.watched_file"),
+    ("headrace.files", "headrace.settings"),
     ("headrace.rpc",),
+    ("headrace.rpc.limits",),
+    ("headrace.rpc.client", "headrace.rpc.server"),
+    ("headrace.rpc.http2",),
     ("headrace.oip",),
     ("headrace.processor", "headrace.python_tensors"),
     ("headrace.payload.answer_redaction",),
@@ -91,6 +94,18 @@ LOGGER = (
 RUNNER = (("headrace_runner",), ("headrace_runner.replay", "headrace_runner.smoke"), ("headrace_runner.command",))
 SERVICES = {"headrace_transformer": TRANSFORMER, "headrace_predictor": PREDICTOR, "headrace_logger": LOGGER}
 LAYERS = {"headrace": HEADRACE, **SERVICES, "headrace_runner": RUNNER}
+
+# Imports for types alone that close a circle: two modules whose objects have each other.
+OPEN_CIRCLES = {
+    ("headrace.payload.recording", "headrace.payload.tap"),
+    ("headrace.rpc.http2.call", "headrace.rpc.http2.connection"),
+    ("headrace.rpc.http2.connection", "headrace.rpc.http2.server"),
+    ("headrace.rpc.http2.message_call", "headrace.rpc.http2.connection"),
+    ("headrace.rpc.http2.served_call", "headrace.rpc.http2.connection"),
+    ("headrace_predictor.repository.replacement", "headrace_predictor.repository.repository"),
+    ("headrace_predictor.steps.engine_stream", "headrace_predictor.steps.call"),
+    ("headrace_transformer.predictors.link_call", "headrace_transformer.predictors.link"),
+}
 
 # Planning and reading requests: tested without the libraries that run models.
 PURE = (
@@ -171,7 +186,7 @@ def test_no_import_cycles(package):
             return
         path.append(module)
         for found in imports(module):
-            if found.name in known and found.name != module and not found.for_types:
+            if found.name in known and found.name != module and (module, found.name) not in OPEN_CIRCLES:
                 visit(found.name)
         done.add(path.pop())
 

@@ -15,8 +15,8 @@ from headrace.errors import (
     OverloadedError,
     StartupError,
 )
+from headrace.files import replace_file
 from headrace.rpc.server.call_context import CallContext, ServedModel
-from headrace.watched_file import replace_file
 from headrace_transformer.models.models import RelayedModel, TextModel
 from headrace_transformer.predictors.replicas import LOADING, READY, UNAVAILABLE, ModelState
 from headrace_transformer.routing.router import CHOSEN_MODEL, Router

@@ -1,6 +1,6 @@
 """The client's side of a call: one span around it, its duration, and its error as the `HeadraceError` that it was.
 
-A background call (telemetry/suppression.py) has neither span nor duration. The span ends with the call, whether that is
+A background call (`suppress_tracing`) has neither span nor duration. The span ends with the call, whether that is
 read to the end, cancelled or dropped. grpc.aio takes a client interceptor for one kind of call only, hence one class a
 kind.
 """
@@ -29,15 +29,22 @@ from headrace.telemetry.identity import (
     links_to,
     traceparent_of,
 )
-from headrace.telemetry.rpc import LINK, UNTOLD, attributes_of, duration_histogram, end_span, name_of
-from headrace.telemetry.suppression import is_tracing_suppressed
+from headrace.telemetry.rpc import (
+    LINK,
+    UNTOLD,
+    attributes_of,
+    duration_histogram,
+    end_span,
+    is_tracing_suppressed,
+    name_of,
+)
 
 Intercept = Callable[[Any, Any, Any], Awaitable[Any]]  # Takes the continuation, the call's details and its request.
 
-_hooks: ContextVar[CallSpan | None] = ContextVar("call_span", default=None)
+_hooks: ContextVar[ClientSpan | None] = ContextVar("call_span", default=None)
 
 
-class CallSpan:
+class ClientSpan:
     """The span of one call of the caller's: the next one of a channel, or one that `ClientSpans.begin` begins.
 
     `follows` is the traceparent of the call that this one resumes: the client's span and the server's link to it.
@@ -112,12 +119,12 @@ class ClientSpans:
             carried[LINK] = hook.follows
         return carried, end
 
-    def begin(self, method: str, timeout_s: float | None, hook: CallSpan) -> None:
+    def begin(self, method: str, timeout_s: float | None, hook: ClientSpan) -> None:
         """Begins the span of a call that is carried by messages of another call; `hook` ends it."""
         self._begin(method, timeout_s, hook)
 
     def _begin(
-        self, method: str, timeout_s: float | None, hook: CallSpan | None
+        self, method: str, timeout_s: float | None, hook: ClientSpan | None
     ) -> tuple[Span, Callable[[StatusCode], None]]:
         began, attributes = time.monotonic(), attributes_of(name_of(method))
         links = links_to(hook.follows) if hook is not None and hook.follows else ()

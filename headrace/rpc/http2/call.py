@@ -35,10 +35,10 @@ from headrace.errors import (
     RequestFailedError,
     from_metadata,
 )
+from headrace.rpc import Context
 from headrace.rpc.http2.methods import ErrorBody, MethodTable
 from headrace.rpc.http2.request import Pairs, RequestBody, read_head
 from headrace.rpc.http2.served_call import ServedCall
-from headrace.rpc.server.handlers import Context
 from headrace.telemetry.identity import as_metadata
 
 if TYPE_CHECKING:

@@ -15,8 +15,9 @@ import grpc
 from google.api.httpbody_pb2 import HttpBody
 
 from headrace.errors import HeadraceError
+from headrace.rpc import Context, Handler
 from headrace.rpc.limits.request_reading import RequestReading
-from headrace.rpc.server.handlers import CallInterceptor, Context, Handler, ServedMethod
+from headrace.rpc.server.handlers import Interceptor, ServedMethod
 
 Behaviour = Callable[[Any, Context], AsyncGenerator[HttpBody, None]]
 ErrorBody = Callable[[HeadraceError], bytes]  # The JSON of an error before the first byte of an answer.
@@ -54,7 +55,7 @@ class Target(NamedTuple):
 class MethodTable:
     """The methods of one server."""
 
-    def __init__(self, interceptor: CallInterceptor) -> None:
+    def __init__(self, interceptor: Interceptor) -> None:
         self._interceptor = interceptor
         self._methods: dict[str, tuple[HttpMethod, ServedMethod]] = {}
 

@@ -18,7 +18,7 @@ from headrace.rpc.http2.connection import HttpConnection
 from headrace.rpc.http2.message_call import Behaviour, MessageCall
 from headrace.rpc.http2.methods import ErrorBody, HttpMethod, MethodTable
 from headrace.rpc.http2.served_call import ServedCall
-from headrace.rpc.server.handlers import CallInterceptor
+from headrace.rpc.server.handlers import Interceptor
 from headrace.rpc.server.listeners import reserved
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class Http2Server:
 class HttpServer(Http2Server):
     """REST by the same handlers as gRPC."""
 
-    def __init__(self, interceptor: CallInterceptor, error_body: ErrorBody, shares_port: bool = False) -> None:
+    def __init__(self, interceptor: Interceptor, error_body: ErrorBody, shares_port: bool = False) -> None:
         super().__init__(shares_port)
         self._methods = MethodTable(interceptor)
         self._terms = Terms(interceptor.hop, error_body)

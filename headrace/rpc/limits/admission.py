@@ -18,18 +18,17 @@ from collections.abc import Awaitable
 from contextvars import ContextVar
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from headrace.clients import Client, caller_of, client_of
 from headrace.errors import HeadraceError, NotReadyError, OverloadedError, UnauthenticatedError
+from headrace.rpc import Context
 from headrace.rpc.limits.byte_budget import COPIES, MAX_MESSAGE_BYTES, RETRY_AFTER_MS, SMALL_BYTES, ByteBudget
 from headrace.rpc.limits.client_limits import ClientLimits
 from headrace.rpc.limits.idle_calls import IdleCalls
 from headrace.rpc.limits.response_head import Pairs, ResponseHead
+from headrace.settings import ServiceSettings
 from headrace.telemetry.identity import Metadata
-
-if TYPE_CHECKING:
-    from headrace.rpc.server.handlers import Context
 
 FIRST_MESSAGE_S = 120.0
 _UNCOUNTED = ("/grpc.health.", "/grpc.reflection.")
@@ -40,7 +39,7 @@ _INNER = ("/headrace.v1.PayloadIngest/", "/opentelemetry.proto.collector.logs.v1
 
 T = TypeVar("T")
 
-_current: ContextVar[Call | None] = ContextVar("call", default=None)
+_current: ContextVar[AdmittedCall | None] = ContextVar("call", default=None)
 
 
 def error_of_call() -> HeadraceError | None:
@@ -82,11 +81,22 @@ class Admission:
         self.budget = budget or ByteBudget()
         self._max_calls = max_calls
         self._idle_timeout_s = idle_timeout_s
-        self._open: set[Call] = set()
+        self._open: set[AdmittedCall] = set()
         self._in_flight = 0
         self.limits = ClientLimits()
         self._idle = IdleCalls(max_idle, max_idle_of_one, max_unfinished, self.budget)
         self._is_over = False
+
+    @classmethod
+    def of(cls, settings: ServiceSettings, max_calls: int | None = None) -> Admission:
+        """As a service's settings say; by default calls in flight are not counted."""
+        return cls(
+            max_calls,
+            ByteBudget(settings.request_memory),
+            max_idle=settings.max_idle_calls,
+            idle_timeout_s=settings.idle_timeout,
+            max_idle_of_one=settings.max_idle_calls_per_client,
+        )
 
     @property
     def in_flight(self) -> int:
@@ -98,10 +108,10 @@ class Admission:
         """The number of idle calls."""
         return len(self._idle)
 
-    def call(self, method: str, request_streaming: bool, metadata: Metadata = ()) -> Call:
+    def call(self, method: str, request_streaming: bool, metadata: Metadata = ()) -> AdmittedCall:
         """A call's state, to be entered as a context manager; its methods raise HeadraceError."""
         limit_s = self._idle_timeout_s if request_streaming else FIRST_MESSAGE_S
-        return Call(self, method, request_streaming, limit_s, metadata)
+        return AdmittedCall(self, method, request_streaming, limit_s, metadata)
 
     def cut_off(self) -> None:
         """Ends every open call, and those that arrive later, because the service stops."""
@@ -115,7 +125,7 @@ class Admission:
             raise OverloadedError(f"{self._max_calls} calls are in flight", retry_after_ms=RETRY_AFTER_MS)
 
 
-class Call:
+class AdmittedCall:
     """One call, from its start to its end, in the task that serves it."""
 
     def __init__(
@@ -150,7 +160,7 @@ class Call:
         """The name of the caller; "" for other services."""
         return caller_of(self.metadata)
 
-    async def __aenter__(self) -> Call:
+    async def __aenter__(self) -> AdmittedCall:
         if self._admission._is_over:
             raise _stopping()
         if self._is_counted and not self.may_be_idle:

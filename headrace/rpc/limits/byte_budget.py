@@ -14,6 +14,10 @@ from collections import deque
 from headrace.errors import OverloadedError, TooLargeError
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # Above Envoy's 60 MiB, so that the gateway answers first.
+MESSAGE_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+)
 SMALL_BYTES = 16 * 1024  # A message up to this size is not charged, and its fields are not counted before it is parsed.
 COPIES = 4
 DEFAULT_BYTES = 768 * 1024 * 1024

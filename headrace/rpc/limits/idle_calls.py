@@ -32,7 +32,7 @@ _GROWTH_BYTES = 16 * 1024 * 1024
 _ARRIVAL_S = 0.05  # A message that has been arriving for a shorter time is most likely almost complete.
 
 
-class IdleCall(Protocol):
+class Waiting(Protocol):
     """A call, equal only to itself; `end` removes it from here."""
 
     may_be_idle: bool  # As it is meant to be.
@@ -62,7 +62,7 @@ class IdleCalls:
     def __len__(self) -> int:
         return len(self._open) + len(self._unsent)
 
-    def add(self, call: IdleCall) -> None:
+    def add(self, call: Waiting) -> None:
         """Adds a call that starts to wait."""
         loop = asyncio.get_running_loop()
         surplus = (self._open if call.may_be_idle else self._unsent).add(call, loop.time())
@@ -77,10 +77,10 @@ class IdleCalls:
         if self._look is None and call.may_arrive:
             self._look = loop.call_later(_LOOK_S, self._look_at_memory)
 
-    def discard(self, call: IdleCall) -> None:
+    def discard(self, call: Waiting) -> None:
         (self._open if call.may_be_idle else self._unsent).discard(call)
 
-    def _all(self) -> tuple[tuple[IdleCall, float], ...]:
+    def _all(self) -> tuple[tuple[Waiting, float], ...]:
         """Each with the time since when it waits."""
         return (*self._open.items(), *self._unsent.items())
 
@@ -131,23 +131,23 @@ class _Kind:
     def __init__(self, most: int, most_of_one: int) -> None:
         self._most = most
         self._most_of_one = min(most, most_of_one)
-        self._since: dict[IdleCall, float] = {}
-        self._of: dict[str, dict[IdleCall, float]] = {}  # By caller, while calls are grouped.
+        self._since: dict[Waiting, float] = {}
+        self._of: dict[str, dict[Waiting, float]] = {}  # By caller, while calls are grouped.
 
     def __len__(self) -> int:
         return len(self._since)
 
-    def items(self) -> ItemsView[IdleCall, float]:
+    def items(self) -> ItemsView[Waiting, float]:
         return self._since.items()
 
-    def add(self, call: IdleCall, now: float) -> IdleCall | None:
+    def add(self, call: Waiting, now: float) -> Waiting | None:
         """Returns the call that has to end for it, if one has to."""
         self._since[call] = now
         if len(self._since) <= self._most_of_one and not self._of:
             return None
         return self._surplus(call, now)
 
-    def discard(self, call: IdleCall) -> None:
+    def discard(self, call: Waiting) -> None:
         if self._since.pop(call, None) is None or not self._of:
             return
         caller = call.caller
@@ -158,7 +158,7 @@ class _Kind:
         if len(self._since) <= self._most_of_one // 2:
             self._of.clear()
 
-    def _surplus(self, call: IdleCall, now: float) -> IdleCall | None:
+    def _surplus(self, call: Waiting, now: float) -> Waiting | None:
         if self._of:
             self._of.setdefault(call.caller, {})[call] = now
         else:
@@ -171,9 +171,9 @@ class _Kind:
             return self._longest_of_the_greediest()
         return None
 
-    def _longest_of_the_greediest(self) -> IdleCall:
-        def greed(calls: Mapping[IdleCall, float]) -> tuple[int, float]:
+    def _longest_of_the_greediest(self) -> Waiting:
+        def greed(calls: Mapping[Waiting, float]) -> tuple[int, float]:
             return len(calls), -next(iter(calls.values()))
 
-        greediest: Mapping[IdleCall, float] = max(self._of.values(), key=greed)
+        greediest: Mapping[Waiting, float] = max(self._of.values(), key=greed)
         return next(iter(greediest))

@@ -16,7 +16,8 @@ from google.protobuf import descriptor_pool
 from google.protobuf.message import DecodeError
 
 from headrace.errors import InvalidRequestError
-from headrace.rpc.limits.admission import Call, charge_of
+from headrace.rpc import Context
+from headrace.rpc.limits.admission import AdmittedCall, charge_of
 from headrace.rpc.limits.byte_budget import SMALL_BYTES
 from headrace.rpc.limits.wire_limits import MAX_FIELDS, Schema, Walk, schema_of
 
@@ -34,14 +35,14 @@ class RequestReading:
         self._method = method
         self._parse = parse
 
-    async def only(self, raw: bytes, call: Call) -> Any:
+    async def only(self, raw: bytes, call: AdmittedCall) -> Any:
         """The one request of a call, whose bytes are reserved until the call ends."""
         if len(raw) <= SMALL_BYTES:
             return self._parsed(raw)
         request, _ = await self.next(raw, call)
         return request
 
-    async def next(self, raw: bytes, call: Call) -> tuple[Any, int]:
+    async def next(self, raw: bytes, call: AdmittedCall) -> tuple[Any, int]:
         """A request of many, and the bytes that are reserved for it."""
         reserved = 0
         if len(raw) > SMALL_BYTES:
@@ -58,7 +59,7 @@ class RequestReading:
         except DecodeError:
             raise InvalidRequestError("the request is not the message that the method takes") from None
 
-    async def _counted(self, raw: bytes, call: Call) -> int:
+    async def _counted(self, raw: bytes, call: AdmittedCall) -> int:
         """Bytes that the parsed message takes besides its own; raises InvalidRequestError where its fields are many."""
         schema = None if call.is_inner or self._method is None else _schema_of_method(self._method)
         if schema is None:
@@ -75,7 +76,7 @@ class RequestStream(AsyncIterator[Any]):
     What a request has reserved is released when the next one is read, unless `take` made it the caller's.
     """
 
-    def __init__(self, context: grpc.aio.ServicerContext[Any, Any], reading: RequestReading, call: Call) -> None:
+    def __init__(self, context: Context, reading: RequestReading, call: AdmittedCall) -> None:
         # Not grpc.aio's iterator: it is a reference cycle, which would keep the last message until it is collected.
         self._context = context
         self._reading = reading

@@ -8,10 +8,8 @@ before its first message has all of it in its trailing metadata instead: HTTP cl
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from headrace.rpc.server.handlers import Context
+from headrace.rpc import Context
 
 Pairs = tuple[tuple[str, str], ...]
 

@@ -14,15 +14,18 @@ from typing import NamedTuple
 
 from headrace.clients import Client, client_of
 from headrace.deadline import NO_DEADLINE, Deadline
-from headrace.errors import InvalidRequestError
+from headrace.errors import ForbiddenError, InvalidRequestError
+from headrace.rpc import Context
 from headrace.rpc.limits.admission import call_metadata
-from headrace.rpc.server.handlers import Context
 from headrace.telemetry.identity import REQUEST_ID_METADATA, set_request_id
 
 MAX_REQUEST_ID = 256
 CALL_ID = "x-headrace-call-id"
 IDEMPOTENCY_KEY = "idempotency-key"
 BACKGROUND = "x-headrace-batch"  # The batch of a request that is part of one.
+# Calls of `Development` and `PredictorDevelopment`, services for demonstrations, need this header. A page of another
+# origin cannot send it without asking the gateway first, which allows it no origin for them (envoy/envoy.yaml).
+DEVELOPMENT = ("x-headrace-development", "true")
 _TIMEOUT_MS = "x-timeout-ms"
 _FIRST_TOKEN_TIMEOUT_MS = "x-first-token-timeout-ms"  # noqa: S105
 _MAX_TIMEOUT_MS = 99_999_999  # gRPC's own limit of digits in a timeout.
@@ -135,3 +138,9 @@ def _header_timeout_s(context: Context) -> float | None:
         if key == _TIMEOUT_MS and isinstance(value, str) and value.isdecimal():
             return int(value) / 1000
     return None
+
+
+def check_development(context: Context) -> None:
+    """Raises ForbiddenError if the call lacks the header `DEVELOPMENT`."""
+    if DEVELOPMENT not in call_metadata(context):
+        raise ForbiddenError(f"the call needs the header {DEVELOPMENT[0]}: {DEVELOPMENT[1]}")

@@ -2,7 +2,7 @@
 
 The published instrumentation for grpc.aio breaks handlers that write to their context and reports cancelled streams as
 OK, hence our own. What is the same for every call of a method is made once. A background call
-(telemetry/suppression.py) is not measured, and like the probes of readiness it leaves no line at INFO.
+(`suppress_tracing`) is not measured, and like the probes of readiness it leaves no line at INFO.
 """
 
 from __future__ import annotations
@@ -29,8 +29,16 @@ from headrace.telemetry.identity import (
     links_to,
     protocol_of,
 )
-from headrace.telemetry.rpc import LINK, UNTOLD, attributes_of, duration_histogram, end_span, log_call, name_of
-from headrace.telemetry.suppression import is_tracing_suppressed
+from headrace.telemetry.rpc import (
+    LINK,
+    UNTOLD,
+    attributes_of,
+    duration_histogram,
+    end_span,
+    is_tracing_suppressed,
+    log_call,
+    name_of,
+)
 
 _PROBES = (
     "/inference.GRPCInferenceService/ServerLive",
@@ -43,7 +51,7 @@ _MAX_CLIENTS = 100
 _OTHER_CLIENTS = "other"
 
 
-class CallTelemetry:
+class ServerTelemetry:
     """The telemetry of a server's calls."""
 
     def __init__(self, tracer: Tracer | None = None, meter: Meter | None = None) -> None:
@@ -65,9 +73,9 @@ class CallTelemetry:
 
 
 class MethodTelemetry:
-    """See CallTelemetry; `method` is the path of a call, `streams` says whether its answer does."""
+    """See ServerTelemetry; `method` is the path of a call, `streams` says whether its answer does."""
 
-    def __init__(self, server: CallTelemetry, method: str, streams: bool) -> None:
+    def __init__(self, server: ServerTelemetry, method: str, streams: bool) -> None:
         self.server = server
         self.streams = streams
         self.name = name_of(method)
@@ -82,9 +90,9 @@ class MethodTelemetry:
         }
         self.level = logging.DEBUG if method in _PROBES else logging.INFO
 
-    def begin(self, metadata: Metadata) -> ObservedCall:
+    def begin(self, metadata: Metadata) -> ServerSpan:
         """A call that begins now, in the task that serves it."""
-        return ObservedCall(self, metadata)
+        return ServerSpan(self, metadata)
 
     def measure(self, protocol: str, code: StatusCode, duration_s: float, client: str) -> None:
         labels = self._labels[protocol, code]
@@ -93,7 +101,7 @@ class MethodTelemetry:
         self.server.duration.record(duration_s, labels)
 
 
-class ObservedCall:
+class ServerSpan:
     """One call, from its first moment to its end, in the task that serves it."""
 
     __slots__ = ("_began", "_client", "_first_message_s", "_is_measured", "_method", "_protocol", "_span")

@@ -18,17 +18,15 @@ from grpc import StatusCode
 
 from headrace.deadline import DEADLINE_MARGIN_S
 from headrace.errors import HeadraceError, InvalidRequestError, NotImplementedMethodError, RequestFailedError
-from headrace.rpc.limits.admission import Admission, Call
+from headrace.rpc import Context, Handler
+from headrace.rpc.limits.admission import Admission, AdmittedCall
 from headrace.rpc.limits.request_reading import RequestReading, RequestStream
-from headrace.rpc.server.call_telemetry import CallTelemetry, ObservedCall
+from headrace.rpc.server.call_telemetry import ServerSpan, ServerTelemetry
 from headrace.telemetry.identity import Metadata
 from headrace.telemetry.rpc import status_of
 
 logger = logging.getLogger(__name__)
 
-# Text, because grpc's classes are generic to the type checker only.
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]"
 
 
@@ -39,14 +37,14 @@ async def _refuse(_: Any, __: Any) -> None:
 _UNKNOWN_METHOD: Handler = grpc.stream_stream_rpc_method_handler(_refuse)
 
 
-class CallInterceptor(grpc.aio.ServerInterceptor):
+class Interceptor(grpc.aio.ServerInterceptor):
     """The one interceptor of a server.
 
     `hop` is the `x-failed-hop` of errors that name no hop of their own; without `telemetry` calls get no spans, metrics
     and log lines.
     """
 
-    def __init__(self, hop: str, admission: Admission | None = None, telemetry: CallTelemetry | None = None) -> None:
+    def __init__(self, hop: str, admission: Admission | None = None, telemetry: ServerTelemetry | None = None) -> None:
         self.hop = hop
         self.admission = admission or Admission()
         self.telemetry = telemetry
@@ -74,7 +72,7 @@ class ServedMethod:
     """
 
     def __init__(
-        self, server: CallInterceptor, method: str, handler: Handler, reading: RequestReading | None = None
+        self, server: Interceptor, method: str, handler: Handler, reading: RequestReading | None = None
     ) -> None:
         self._server = server
         self._method = method
@@ -115,7 +113,7 @@ class ServedMethod:
         finally:
             observed.end(code)
 
-    async def _answer(self, context: Context, metadata: Metadata, observed: ObservedCall | None) -> Any:
+    async def _answer(self, context: Context, metadata: Metadata, observed: ServerSpan | None) -> Any:
         call = self._server.admission.call(self._method, self._takes_stream, metadata)
         try:
             async with call:
@@ -143,14 +141,14 @@ class ServedMethod:
             logger.exception("%s failed", self._method)
             await self._abort(context, RequestFailedError("internal error"), call)
 
-    async def _only_request(self, context: Context, call: Call) -> Any:
+    async def _only_request(self, context: Context, call: AdmittedCall) -> Any:
         raw: Any = await call.receive(context.read())
         if raw is grpc.aio.EOF:
             raise InvalidRequestError("the call carries no message")
         call.begin()
         return await self._reading.only(raw, call)
 
-    async def _write_all(self, request: Any, context: Context, observed: ObservedCall | None, call: Call) -> None:
+    async def _write_all(self, request: Any, context: Context, observed: ServerSpan | None, call: AdmittedCall) -> None:
         """Writes the responses. Left to grpc, a call cancelled during a write would leave the generator open until the
         garbage collector came by, and the engine at work without a reader."""
         async with aclosing(self._behaviour(request, context)) as responses:
@@ -163,7 +161,7 @@ class ServedMethod:
                     observed = None
         await call.head.send(context)
 
-    async def _abort(self, context: Context, error: HeadraceError, call: Call) -> None:
+    async def _abort(self, context: Context, error: HeadraceError, call: AdmittedCall) -> None:
         earlier = tuple(context.trailing_metadata() or ()) + call.head.take()
         try:
             await context.abort(error.status, error.message, earlier + error.trailing_metadata(self._server.hop))

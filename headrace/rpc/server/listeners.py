@@ -5,12 +5,20 @@ loop (grpc/grpc#43461). With hundreds of streams in flight a turn takes tens of 
 seconds before they were accepted, invisible to admission and to every estimate. The kernel distributes connections over
 the servers (SO_REUSEPORT), so that each turn accepts several. Registered methods are not used: a server with registered
 methods requests the next call of each method separately, and waits for all of these again for each call.
+
+A service passes its port to its successor, which loads first, listens beside it and reports so by systemd's readiness
+protocol: the datagram `READY=1` to the socket that NOTIFY_SOCKET names. Then the supervisor sends RETIRE to the
+predecessor, which stops listening, sends its connections away by GOAWAY and ends when the calls that it has have ended.
+SIGTERM shortens that to the ordinary drain.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import random
+import signal
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -19,6 +27,12 @@ from typing import Any
 import grpc
 
 from headrace.errors import StartupError, StartupFault
+
+logger = logging.getLogger(__name__)
+
+RETIRE = signal.SIGUSR1
+READY_MESSAGE = b"READY=1"
+NOTIFY_SOCKET = "NOTIFY_SOCKET"
 
 _ANY_PORT = range(32_000, 32_768)  # Below Linux's ephemeral ports.
 
@@ -119,3 +133,17 @@ def _bind(held: socket.socket, address: tuple[str, int]) -> None:
             probe.listen()  # Refused where another listens, whatever the two have set.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(address)
+
+
+def report_listening() -> None:
+    """Sends READY to the supervisor, where there is one."""
+    address = os.environ.get(NOTIFY_SOCKET)
+    if not address:
+        return
+    if address.startswith("@"):  # Linux's abstract names.
+        address = "\0" + address[1:]
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:
+            supervisor.sendto(READY_MESSAGE, address)
+    except OSError as error:
+        logger.warning("the supervisor at %s was not notified: %s", os.environ[NOTIFY_SOCKET], error)

@@ -13,7 +13,7 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from headrace.errors import HeadraceError
-from headrace.rpc.server.handlers import Context
+from headrace.rpc import Context
 from headrace.telemetry.identity import protocol_of
 
 ResponseT = TypeVar("ResponseT")

@@ -2,7 +2,7 @@
 
 Life of a service: `Server(...)`, register servicers, perhaps `add_port` for another protocol, `await run()`. `run`
 returns after SIGTERM or SIGINT: health is NOT_SERVING, the drain has ended, calls in flight have ended or used up the
-drain time, and every background task has been cancelled and awaited. After RETIRE (hand_over.py) it accepts no new
+drain time, and every background task has been cancelled and awaited. After RETIRE (listeners.py) it accepts no new
 calls, and returns when those in flight have ended, however long they take. If the event loop does not answer for
 `loop_timeout_s`, the process ends with every thread's traceback.
 """
@@ -17,26 +17,18 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, Protocol
 
-import grpc
-from google.protobuf import descriptor_pool
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection as reflection_v1alpha
-from grpc_reflection.v1alpha import reflection_pb2 as reflection_v1alpha_pb2
-from grpc_reflection.v1alpha import reflection_pb2_grpc as reflection_v1alpha_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.rpc.limits.admission import Admission
-from headrace.rpc.limits.byte_budget import MAX_MESSAGE_BYTES, ByteBudget
+from headrace.rpc.limits.byte_budget import MESSAGE_OPTIONS
 from headrace.rpc.limits.client_limits import ClientLimits
-from headrace.rpc.server.call_telemetry import CallTelemetry
-from headrace.rpc.server.hand_over import RETIRE, report_listening
-from headrace.rpc.server.handlers import CallInterceptor
-from headrace.rpc.server.health import HealthServicer
-from headrace.rpc.server.listeners import Listeners
-from headrace.rpc.server.watchdog import LoopWatchdog
+from headrace.rpc.server.call_telemetry import ServerTelemetry
+from headrace.rpc.server.handlers import Interceptor
+from headrace.rpc.server.listeners import RETIRE, Listeners, report_listening
+from headrace.rpc.server.standard_services import HealthServicer, add_reflection
+from headrace.rpc.server.watchdog import LoopWatchdog, watch_loop_lag
 from headrace.settings import ServiceSettings
-from headrace.telemetry.loop_lag import watch_loop_lag
 from headrace.telemetry.page import MetricsPage
-from headrace_protos import reflection_v1_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +40,6 @@ _NEVER_S = 10.0**6  # Who retires a process bounds that.
 
 _LISTENERS = 8  # See listeners.py.
 _STREAM_WINDOW_BYTES = 512 * 1024  # What gRPC buffers of a message before it is read; as Envoy's.
-MESSAGE_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-)
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *MESSAGE_OPTIONS,
     ("grpc.http2.lookahead_bytes", _STREAM_WINDOW_BYTES),
@@ -83,28 +71,22 @@ class Server:
     """gRPC on one port with health, reflection, error mapping and telemetry.
 
     `hop` signs the errors; reflection lists `public_services`, health and itself. A port that is taken is an error,
-    unless `shares_port`: then this is one of several processes for which a parent has reserved the port. `admission`
-    limits the calls in flight; by default these are not counted. `metrics_port` is that of the Prometheus page, 0 for
-    none.
+    unless the settings say that others may listen on it: then a parent has reserved the port. `admission` limits the
+    calls in flight; by default these are not counted.
     """
 
     def __init__(
         self,
         hop: str,
-        host: str,
-        port: int,
-        drain_s: float,
+        settings: ServiceSettings,
         public_services: Iterable[str] = (),
-        shares_port: bool = False,
         admission: Admission | None = None,
-        loop_timeout_s: float = 60.0,
-        metrics_port: int = 0,
     ) -> None:
-        self._host = host
-        self._address = f"{host}:{port}"
-        self._metrics_port = metrics_port
-        self._drain_s = drain_s
-        self._loop_timeout_s = loop_timeout_s
+        self._host = settings.host
+        self._address = f"{settings.host}:{settings.port}"
+        self._metrics_port = settings.metrics_port
+        self._drain_s = settings.drain_s
+        self._loop_timeout_s = settings.loop_timeout
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
         self._stop = asyncio.Event()
@@ -112,31 +94,16 @@ class Server:
         self._retiring: asyncio.Task[None] | None = None
         self._page: MetricsPage | None = None
         self.is_retired = False  # A successor has taken over.
-        self._shares_port = shares_port
+        self._shares_port = settings.listen != "alone"
         self._at_drain: list[Callable[[float], Awaitable[None]]] = []
         self._at_stop: list[Callable[[], Awaitable[None]]] = []
-        self._admission = admission or Admission()
-        self.interceptor = CallInterceptor(hop, self._admission, CallTelemetry())
-        self.grpc = Listeners(_LISTENERS, (self.interceptor,), SERVER_OPTIONS, shares_port)
+        self._admission = admission or Admission.of(settings)
+        self.interceptor = Interceptor(hop, self._admission, ServerTelemetry())
+        self.grpc = Listeners(_LISTENERS, (self.interceptor,), SERVER_OPTIONS, self._shares_port)
         self._others: list[tuple[OtherPort, int]] = []
         self.health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)
-        _add_reflection(self.grpc, public_services)
-
-    @classmethod
-    def of(
-        cls, hop: str, settings: ServiceSettings, public_services: Iterable[str], max_calls: int | None = None
-    ) -> Server:
-        """As a service's settings say."""
-        budget = ByteBudget(settings.request_memory)
-        idle = (settings.max_idle_calls, settings.idle_timeout)
-        return cls(
-            *(hop, settings.host, settings.port, settings.drain_s, public_services),
-            shares_port=settings.listen != "alone",
-            admission=Admission(max_calls, budget, *idle, max_idle_of_one=settings.max_idle_calls_per_client),
-            loop_timeout_s=settings.loop_timeout,
-            metrics_port=settings.metrics_port,
-        )
+        add_reflection(self.grpc, public_services)
 
     @property
     def stopping(self) -> asyncio.Event:
@@ -265,33 +232,3 @@ class Server:
             logger.critical("task %s failed", task.get_name(), exc_info=error)
             self._failure = error
             self._end_soon()
-
-
-class _SymbolPool:
-    """The default pool of descriptors, which also finds the files of methods: clients look these up by name."""
-
-    def __init__(self) -> None:
-        self._pool = descriptor_pool.Default()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._pool, name)
-
-    def FindFileContainingSymbol(self, symbol: str) -> Any:  # noqa: N802
-        try:
-            return self._pool.FindFileContainingSymbol(symbol)
-        except KeyError:
-            return self._pool.FindMethodByName(symbol).containing_service.file
-
-
-def _add_reflection(server: Listeners, public_services: Iterable[str]) -> None:
-    """Serves reflection v1alpha and v1, whose messages are the same under two package names."""
-    v1 = reflection_v1_pb2.DESCRIPTOR.services_by_name["ServerReflection"].full_name
-    names = (*public_services, health.SERVICE_NAME, reflection_v1alpha.SERVICE_NAME, v1)
-    servicer = reflection_v1alpha.aio.ReflectionServicer(names, _SymbolPool())
-    reflection_v1alpha_grpc.add_ServerReflectionServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
-    method = grpc.stream_stream_rpc_method_handler(
-        servicer.ServerReflectionInfo,
-        request_deserializer=reflection_v1alpha_pb2.ServerReflectionRequest.FromString,
-        response_serializer=reflection_v1alpha_pb2.ServerReflectionResponse.SerializeToString,
-    )
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(v1, {"ServerReflectionInfo": method}),))

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from headrace.descriptors import raise_descriptor_limit
 from headrace.errors import StartupError
+from headrace.processes import raise_descriptor_limit
 from headrace.settings import ServiceSettings, load
 from headrace.telemetry.logs import set_up_logging
 from headrace.telemetry.setup import set_up_telemetry

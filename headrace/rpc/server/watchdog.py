@@ -12,13 +12,19 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
+
+from opentelemetry import metrics
+from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_INTERVAL_S = 1.0
 _JOIN_TIMEOUT_S = 5.0
+_LAG_EVERY_S = 0.1
+_LAGS = 100  # Ten seconds: longer than most pages' scrape interval, so that no delay falls between two scrapes.
 
 
 class Watchdog:
@@ -107,3 +113,20 @@ def dump_tracebacks() -> None:
         faulthandler.dump_traceback(all_threads=True)
     except (RuntimeError, ValueError, OSError) as error:
         logger.warning("standard error takes no traceback: %s", error)
+
+
+async def watch_loop_lag(meter: Meter | None = None) -> None:
+    """Measures, until cancelled, how late the loop wakes a task."""
+    latest: deque[float] = deque(maxlen=_LAGS)
+
+    def longest(_: CallbackOptions) -> Iterable[Observation]:
+        # A copy, because the loop runs meanwhile.
+        return [Observation(max(tuple(latest), default=0.0))]
+
+    (meter or metrics.get_meter("headrace")).create_observable_gauge(
+        "headrace.event_loop.lag", [longest], "s", "The longest delay of the event loop in the last ten seconds."
+    )
+    while True:
+        before = time.monotonic()
+        await asyncio.sleep(_LAG_EVERY_S)
+        latest.append(max(0.0, time.monotonic() - before - _LAG_EVERY_S))

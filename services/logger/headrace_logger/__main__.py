@@ -32,7 +32,7 @@ _READS = "reads"  # Health by this name: the log can be read, even while nothing
 
 async def serve(settings: LoggerSettings) -> None:
     """Serves the payload log until SIGTERM."""
-    server = Server.of("logger", settings, [PAYLOAD_LOG])
+    server = Server("logger", settings, [PAYLOAD_LOG])
     store = open_store(settings)
     server.at_stop(store.close)
     tails = _tails(server, store)

@@ -24,7 +24,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from headrace.errors import StartupError
-from headrace.private_file import private_file
+from headrace.files import private_file
 from headrace_logger.command import database_of, run_command
 from headrace_logger.store.schema import BUSY_MS, SCHEMA_VERSION
 

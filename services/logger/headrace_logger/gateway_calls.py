@@ -31,7 +31,7 @@ from opentelemetry.proto.logs.v1 import logs_pb2
 from opentelemetry.proto.resource.v1 import resource_pb2
 
 from headrace.payload.ids import as_uuid7, next_id
-from headrace.rpc.server.handlers import Context
+from headrace.rpc import Context
 from headrace_logger.store.store import Store
 from headrace_logger.tails import Tails
 from headrace_protos.headrace_pb2 import GatewayCall, PayloadRecord

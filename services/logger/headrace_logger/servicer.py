@@ -19,8 +19,8 @@ import grpc
 
 from headrace.clients import client_of
 from headrace.errors import ForbiddenError, InvalidRequestError, NotFoundError
+from headrace.rpc import Context, Handler
 from headrace.rpc.limits.admission import head_of_call
-from headrace.rpc.server.handlers import Context, Handler
 from headrace.rpc.server.rest_streams import errors_in_band
 from headrace_logger.store.filters import Filters
 from headrace_logger.store.readers import Readers, caller_of

@@ -34,7 +34,7 @@ async def serve(settings: PredictorSettings, host: EngineHost) -> None:
     from headrace_predictor.servicer import InferenceServicer
     from headrace_predictor.steps.servicer import StepsServicer
 
-    server = Server.of("predictor", settings, [_SERVICE])
+    server = Server("predictor", settings, [_SERVICE])
 
     repository = ModelRepository(settings, partial(server.set_serving, READY), host)
     observe_engines(repository.engines)

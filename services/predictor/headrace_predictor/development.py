@@ -13,8 +13,8 @@ import signal
 import grpc
 
 from headrace.errors import NotFoundError
-from headrace.rpc.server.development import check_requested
-from headrace.rpc.server.handlers import Context
+from headrace.rpc import Context
+from headrace.rpc.server.call_context import check_development
 from headrace_predictor.repository.repository import ModelRepository
 from headrace_protos import headrace_pb2 as pb
 from headrace_protos import headrace_pb2_grpc
@@ -33,7 +33,7 @@ class DevelopmentServicer(headrace_pb2_grpc.PredictorDevelopmentServicer):
     async def Kill(  # noqa: N802
         self, request: pb.KillPredictorRequest, context: Context
     ) -> pb.KillPredictorResponse:
-        check_requested(context)
+        check_development(context)
         if not request.request_id or not any(
             request.request_id in serving.request_ids for serving in self._repository.served
         ):

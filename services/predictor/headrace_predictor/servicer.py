@@ -16,9 +16,9 @@ from headrace.payload.call import is_direct, is_recorded, recorded
 from headrace.payload.recording import Recording
 from headrace.payload.tap import PayloadTap
 from headrace.payload.tensors import answer_tensors, request_tensors, streamed_tensors
+from headrace.rpc import Context
 from headrace.rpc.limits.admission import call_metadata
 from headrace.rpc.server.call_context import call_context, check_request_id, deadline_of, first_token_timeout_s
-from headrace.rpc.server.handlers import Context
 from headrace_predictor.models.served_model import VERSION, Caller
 from headrace_predictor.repository.entry import State
 from headrace_predictor.repository.lease import Serving

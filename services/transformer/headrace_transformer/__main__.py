@@ -8,12 +8,12 @@ from functools import partial
 
 from headrace.payload.metrics import observe_tap
 from headrace.payload.tap import PayloadTap
-from headrace.rpc.client.channel import open_channel
+from headrace.rpc.client.channel import open_channel, watch_serving
 from headrace.rpc.http2.server import HttpServer
-from headrace.rpc.server.health import watch_serving
+from headrace.rpc.limits.admission import Admission
 from headrace.rpc.server.server import READY, Server
 from headrace.rpc.server.service import run_service
-from headrace.rpc.server.threads import run_in_daemon_thread
+from headrace.threads import run_in_daemon_thread
 from headrace_protos import rest_pb2_grpc
 from headrace_protos.headrace_pb2_grpc import PayloadLogStub, add_TextGenerationServicer_to_server
 from headrace_transformer.frontends.grpc import development
@@ -107,7 +107,7 @@ async def _serve(settings: TransformerSettings) -> None:
     signer = signer_of(key, settings.payload_spool)
     pipeline = Pipeline(router, generator, tap, bodies, reports_cached, quota, recorded, syntaxes, signer)
     public = (*_OWN, _PAYLOAD_LOG, *development.services(settings.development))
-    server = Server.of("transformer", settings, public, settings.max_calls)
+    server = Server("transformer", settings, public, Admission.of(settings, settings.max_calls))
     server.limits.add(quota.remaining)
 
     requests = Inference(pipeline, router, Relay(predictor), tap, quota)

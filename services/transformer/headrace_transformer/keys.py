@@ -32,8 +32,8 @@ from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from headrace.clients import NAME_PATTERN, Policy
 from headrace.errors import StartupError
+from headrace.files import WatchedFile, load_yaml, replace_file
 from headrace.validation import first_fault, matching
-from headrace.watched_file import WatchedFile, load_yaml, replace_file
 
 logger = logging.getLogger(__name__)
 

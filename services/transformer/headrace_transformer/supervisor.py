@@ -23,8 +23,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 
 from prometheus_client import CollectorRegistry
 
-from headrace.rpc.server.hand_over import RETIRE
-from headrace.rpc.server.listeners import reserved
+from headrace.rpc.server.listeners import RETIRE, reserved
 from headrace.telemetry.page import MetricsPage, WorkerPages
 from headrace_transformer.settings import TransformerSettings
 

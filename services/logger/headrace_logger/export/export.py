@@ -24,7 +24,7 @@ from typing import IO, TYPE_CHECKING
 from tqdm import tqdm
 
 from headrace.errors import StartupError
-from headrace.private_file import private_file
+from headrace.files import private_file
 from headrace_logger.command import database_of, run_command
 from headrace_logger.export.batches import batches
 from headrace_logger.export.lines import SHAPES, LinesWriter

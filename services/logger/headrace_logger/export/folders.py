@@ -22,7 +22,7 @@ from typing import IO, Protocol
 from pyarrow import fs
 
 from headrace.errors import StartupError
-from headrace.private_file import private_file
+from headrace.files import private_file
 
 _PIECE_BYTES = 8 * 1024 * 1024
 

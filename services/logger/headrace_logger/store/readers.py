@@ -22,8 +22,8 @@ from functools import partial
 
 from headrace import clients
 from headrace.errors import OverloadedError
+from headrace.rpc import Context
 from headrace.rpc.limits.admission import call_metadata
-from headrace.rpc.server.handlers import Context
 
 FREE_BYTES = 64 * 1024
 MAX_BYTES = 64 * 1024 * 1024

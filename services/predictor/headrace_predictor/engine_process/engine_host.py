@@ -15,7 +15,7 @@ import subprocess
 from contextlib import suppress
 
 from headrace.errors import StartupFault
-from headrace.exit_status import how_it_ended
+from headrace.processes import how_it_ended
 from headrace_predictor.engine_process import host
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ import threading
 from pathlib import Path
 
 from headrace.errors import StartupError
-from headrace.exit_status import how_it_ended
+from headrace.processes import how_it_ended
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from headrace.errors import StartupError
 from headrace.models.hub import Report, fetch
 from headrace.models.kinds import ModelKind, kind_of
 from headrace.models.sources import ModelSource, read_config
-from headrace.rpc.server.threads import run_in_daemon_thread
+from headrace.threads import run_in_daemon_thread
 from headrace_predictor.engine_process.engine_host import EngineHost
 from headrace_predictor.engine_process.interpreter import InterpreterHost
 from headrace_predictor.engine_process.launch import EngineStarter, launch_engine

@@ -39,7 +39,7 @@ from headrace.errors import (
 from headrace.models.hub import Report
 from headrace.models.kinds import ModelKind
 from headrace.models.sources import ModelSource
-from headrace.rpc.server.threads import run_in_daemon_thread
+from headrace.threads import run_in_daemon_thread
 from headrace_predictor.engine.interface import EngineDeadError
 from headrace_predictor.engine_process.engine_host import EngineHost
 from headrace_predictor.generation.served_engines import ServedEngines

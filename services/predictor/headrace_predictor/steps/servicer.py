@@ -13,8 +13,8 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from headrace.errors import InvalidRequestError
+from headrace.rpc import Context
 from headrace.rpc.http2.server import MessageServer
-from headrace.rpc.server.handlers import Context
 from headrace_predictor.repository.repository import ModelRepository
 from headrace_predictor.steps.call import StepsCall
 from headrace_protos import steps_pb2

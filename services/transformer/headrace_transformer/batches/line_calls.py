@@ -15,8 +15,8 @@ from google.api.httpbody_pb2 import HttpBody
 from opentelemetry import trace
 
 from headrace.errors import HeadraceError, InvalidRequestError, RequestFailedError
+from headrace.rpc import Context
 from headrace.rpc.server.call_context import BACKGROUND
-from headrace.rpc.server.handlers import Context
 from headrace.telemetry.identity import (
     CLIENT_NAME,
     REQUEST_ID,

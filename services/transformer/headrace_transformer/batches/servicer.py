@@ -17,8 +17,8 @@ from pydantic import Field
 
 from headrace.clients import CLIENT, POLICY
 from headrace.errors import InvalidRequestError, NotImplementedMethodError
+from headrace.rpc import Context
 from headrace.rpc.server.call_context import CallContext, call_context
-from headrace.rpc.server.handlers import Context
 from headrace.telemetry.identity import traceparent_of
 from headrace_protos import rest_pb2
 from headrace_transformer.batches.objects import Batch, StoredFile, new_id

@@ -25,9 +25,9 @@ import orjson
 from google.api.httpbody_pb2 import HttpBody
 
 from headrace.errors import HeadraceError, RequestFailedError
+from headrace.rpc import Context
 from headrace.rpc.limits.admission import error_of_call, head_of_call
 from headrace.rpc.limits.response_head import ResponseHead
-from headrace.rpc.server.handlers import Context
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 from headrace.clients import Client
 from headrace.errors import InvalidRequestError, OverloadedError
-from headrace.rpc.limits.by_client import ByClient
-from headrace.rpc.limits.client_limits import SlidingMinute
+from headrace.rpc.limits.client_limits import ByClient, SlidingMinute
 from headrace.rpc.limits.response_head import Pairs
 from headrace_transformer.generation.month_budget import MonthBudget
 

@@ -23,8 +23,8 @@ from functools import partial
 from headrace.errors import HeadraceError, InvalidRequestError, NotFoundError, NotReadyError, StartupError
 from headrace.models.sources import ModelSource, parse_location
 from headrace.rpc.server.call_context import CallContext
-from headrace.rpc.server.threads import run_in_daemon_thread
-from headrace.telemetry.suppression import suppress_tracing
+from headrace.telemetry.rpc import suppress_tracing
+from headrace.threads import run_in_daemon_thread
 from headrace_transformer.models.models import Model, ProcessedModel, RelayedModel, TextModel, model_of
 from headrace_transformer.models.processors import RunningProcessor
 from headrace_transformer.predictors.client import PredictorClient

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from headrace.errors import OverloadedError
-from headrace.fair_threads import FairThreads
 from headrace.rpc.limits.admission import caller_of_call
+from headrace.threads import FairThreads
 
 T = TypeVar("T")
 

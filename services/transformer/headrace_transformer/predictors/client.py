@@ -27,9 +27,8 @@ from headrace.errors import (
 from headrace.oip.joined_answers import JOINS_ANSWERS, separate
 from headrace.oip.wire_fields import fields
 from headrace.payload.call import RECORDED
-from headrace.rpc.client.channel import open_channel, open_plain_channel
-from headrace.rpc.client.interceptors import CallSpan
-from headrace.rpc.client.unary_method import UnaryMethod
+from headrace.rpc.client.channel import UnaryMethod, open_channel, open_plain_channel
+from headrace.rpc.client.interceptors import ClientSpan
 from headrace.rpc.server.server import READY
 from headrace.sampling import SamplingParameters
 from headrace_protos import inference_pb2, inference_pb2_grpc, steps_pb2
@@ -124,7 +123,7 @@ class PredictorClient:
 
         The predictor marks the last one, as the request asks.
         """
-        span = CallSpan()
+        span = ClientSpan()
         with span.of_next_call():
             metadata = (ERRORS_AS_STATUS, RECORDED, JOINS_ANSWERS)
             call = self._stream_bytes(request, timeout=deadline.left(), metadata=metadata)
@@ -143,7 +142,7 @@ class PredictorClient:
         sampling: SamplingParameters,
         dialect: Dialect,
         deadline: Deadline,
-        span: CallSpan,
+        span: ClientSpan,
     ) -> OipCall:
         """Begins the call; `span` receives its span."""
         return OipCall(self._stream, submission, sampling, dialect, deadline, span)

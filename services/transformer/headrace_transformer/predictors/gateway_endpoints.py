@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 
 from headrace.endpoints import host_and_port
-from headrace.watched_file import replace_file
+from headrace.files import replace_file
 from headrace_transformer.predictors.links import Links
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from grpc import StatusCode
 
 from headrace.errors import HeadraceError
 from headrace.oip.prompt_logprobs import PromptLogprobs
-from headrace.rpc.client.interceptors import CallSpan
+from headrace.rpc.client.interceptors import ClientSpan
 from headrace.sampling import SamplingParameters
 from headrace.step_errors import read_error
 from headrace_protos import steps_pb2 as pb
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class LinkCall:
     """See the module. `span` is the call's; it ends with the call."""
 
-    def __init__(self, submission: pb.Submission, sampling: SamplingParameters, span: CallSpan) -> None:
+    def __init__(self, submission: pb.Submission, sampling: SamplingParameters, span: ClientSpan) -> None:
         self.link: PredictorLink | None = None
         self.number = 0
         self.submitted_at = 0.0  # By the event loop's clock.

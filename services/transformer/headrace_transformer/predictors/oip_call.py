@@ -15,7 +15,7 @@ from headrace.oip.model_description import INPUT_IDS, OUTPUT_IDS
 from headrace.oip.parameters import read_sampling, set_parameters
 from headrace.oip.tensors import Tensor, add_input, decode_outputs, dtype_of
 from headrace.payload.call import RECORDED
-from headrace.rpc.client.interceptors import CallSpan
+from headrace.rpc.client.interceptors import ClientSpan
 from headrace.sampling import RESTRICTIONS, SamplingParameters
 from headrace_protos import inference_pb2, steps_pb2
 from headrace_protos.headrace_pb2 import Usage
@@ -45,7 +45,7 @@ class OipCall:
         sampling: SamplingParameters,
         dialect: Dialect,
         deadline: Deadline,
-        span: CallSpan,
+        span: ClientSpan,
     ) -> None:
         request = inference_pb2.ModelInferRequest(model_name=submission.model, id=submission.request_id)
         add_input(request, _ids_tensor(INPUT_IDS, submission.prompt_ids, dialect))

@@ -13,7 +13,7 @@ from headrace.errors import (
     OtherWeightsError,
     OverloadedError,
 )
-from headrace.rpc.client.interceptors import CallSpan
+from headrace.rpc.client.interceptors import ClientSpan
 from headrace_transformer.predictors.crashes import CrashCount, NextCall
 from headrace_transformer.predictors.tokens import TokenChunk
 
@@ -42,7 +42,7 @@ class Progress:
         self._engine_s = 0.0  # Of the latest call, and of those before it.
         self._earlier_engine_s = 0.0
         self.was_moved = False  # A predictor lost it, handed it back or was about to stop.
-        self._span: CallSpan | None = None  # The latest call's.
+        self._span: ClientSpan | None = None  # The latest call's.
         self._follows = ""
 
     def check_weights(self, fingerprint: str) -> None:
@@ -66,11 +66,11 @@ class Progress:
         if chunk.usage is not None and self._cached_tokens is not None:
             chunk.usage.cached_tokens = self._cached_tokens
 
-    def next_span(self) -> CallSpan:
+    def next_span(self) -> ClientSpan:
         """The next call's, which links to that of the newest predictor that answered, or else to the first call's."""
         if self._span is not None:
             self._follows = self._span.answered_by or self._follows or self._span.traceparent
-        self._span = CallSpan(self._follows)
+        self._span = ClientSpan(self._follows)
         return self._span
 
     def ended(self, error: HeadraceError) -> None:

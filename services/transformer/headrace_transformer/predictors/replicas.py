@@ -21,8 +21,7 @@ import grpc
 
 from headrace.deadline import Deadline
 from headrace.errors import HeadraceError, HopBrokenError, NotImplementedMethodError, NotReadyError
-from headrace.rpc.client.channel import open_channel
-from headrace.rpc.server.health import is_serving
+from headrace.rpc.client.channel import is_serving, open_channel
 from headrace.rpc.server.server import READY as READY_NAME
 from headrace_protos import inference_pb2 as pb
 from headrace_protos import inference_pb2_grpc

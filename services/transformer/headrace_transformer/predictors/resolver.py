@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from headrace.endpoints import host_and_port, is_service
-from headrace.rpc.server.threads import run_in_daemon_thread
+from headrace.threads import run_in_daemon_thread
 from headrace_transformer.predictors.service_records import service_records
 
 logger = logging.getLogger(__name__)

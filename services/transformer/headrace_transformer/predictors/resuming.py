@@ -42,7 +42,7 @@ from headrace.errors import (
     OverloadedError,
     RequestFailedError,
 )
-from headrace.rpc.client.interceptors import CallSpan, ClientSpans
+from headrace.rpc.client.interceptors import ClientSpan, ClientSpans
 from headrace.sampling import SamplingParameters
 from headrace_protos.steps_pb2 import Submission
 from headrace_transformer.predictors.answers import BrokenAnswerError
@@ -197,7 +197,7 @@ class TokenStream:
     def _in_parallel(self, call: LinkCall, calls: int) -> ParallelCall:
         return ParallelCall(call, calls, self._twin, self._progress.output_ids)
 
-    def _submit(self, link: PredictorLink, span: CallSpan, is_isolated: bool) -> LinkCall:
+    def _submit(self, link: PredictorLink, span: ClientSpan, is_isolated: bool) -> LinkCall:
         """Begins a call at a predictor, which continues after the tokens so far."""
         timeout_s = self._backoff.deadline.left()
         self._generator.spans.begin(METHOD, timeout_s, span)
@@ -227,7 +227,7 @@ class TokenStream:
             link = self._choose(fingerprint, links)
         except NotReadyError:
             return None
-        call = self._submit(link, self._progress.next_span() if catches_up else CallSpan(), is_isolated=False)
+        call = self._submit(link, self._progress.next_span() if catches_up else ClientSpan(), is_isolated=False)
         if catches_up:
             link.catches_up(call)
         return call

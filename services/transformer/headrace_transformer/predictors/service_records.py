@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 from itertools import groupby
 
-from headrace.rpc.server.threads import run_in_daemon_thread
+from headrace.threads import run_in_daemon_thread
 
 
 async def service_records(service: str) -> list[list[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.rpc.client.interceptors import CallSpan
+from headrace.rpc.client.interceptors import ClientSpan
 from headrace.sampling import RESTRICTIONS, SamplingParameters
 from headrace_protos import steps_pb2 as pb
 from headrace_transformer.predictors.progress import Progress
@@ -15,7 +15,7 @@ def sampling_json(sampling: SamplingParameters) -> bytes:
 
 
 def next_submission(
-    submission: pb.Submission, progress: Progress, span: CallSpan, is_isolated: bool, timeout_s: float | None
+    submission: pb.Submission, progress: Progress, span: ClientSpan, is_isolated: bool, timeout_s: float | None
 ) -> pb.Submission:
     """The next call's, which continues after the tokens so far; its link sets the number.
 

@@ -8,7 +8,7 @@ Each process has a queue and a thread that waits for it: there is one for bodies
 prompt does not wait for a tensor of 50 MB in JSON, one for larger ones, one for chat templates, and one for templates
 that were slow. Each starts with its first call, see body_worker.py for what bounds their memory and time. One that ends
 fails the call it has, and the next call starts another. What waits is bounded in bytes and in calls; callers have
-turns, and one has half of the calls (headrace/fair_threads.py) and of the bytes. Beyond that, OverloadedError. A wait
+turns, and one has half of the calls (headrace/threads.py) and of the bytes. Beyond that, OverloadedError. A wait
 ends with the request's deadline. Where nothing waits, the event loop itself gives a small body to the process and takes
 the result from it: waking a thread for either would make a short chat a tenth slower.
 """
@@ -32,8 +32,8 @@ from typing import Any, TypeVar, cast
 
 from headrace.deadline import NO_DEADLINE, Deadline
 from headrace.errors import HeadraceError, InvalidRequestError, OverloadedError, RequestFailedError, TooLargeError
-from headrace.fair_threads import FairThreads
 from headrace.rpc.limits.admission import caller_of_call
+from headrace.threads import FairThreads
 
 SMALL_BYTES = 64 * 1024  # Parsed in a millisecond.
 LARGE_BYTES = 4 * 1024 * 1024

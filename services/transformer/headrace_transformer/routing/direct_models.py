@@ -11,7 +11,7 @@ import asyncio
 import logging
 from pathlib import Path
 
-from headrace.watched_file import replace_file
+from headrace.files import replace_file
 from headrace_transformer.routing.router import Router
 
 logger = logging.getLogger(__name__)

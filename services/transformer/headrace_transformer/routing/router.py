@@ -25,10 +25,10 @@ from headrace.errors import (
     NotReadyError,
     OverloadedError,
 )
+from headrace.files import WatchedFile
 from headrace.rpc.limits.admission import head_of_call
 from headrace.rpc.server.call_context import IDEMPOTENCY_KEY, CallContext, Routed, ServedModel
 from headrace.telemetry.identity import MODEL, as_metadata
-from headrace.watched_file import WatchedFile
 from headrace_transformer.models.catalogue import Catalogue
 from headrace_transformer.models.models import Model, TextModel
 from headrace_transformer.predictors.replicas import READY, UNAVAILABLE, ModelState

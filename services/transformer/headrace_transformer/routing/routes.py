@@ -21,9 +21,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
+from headrace.files import load_yaml
 from headrace.rpc.server.call_context import ServedModel
 from headrace.validation import first_fault
-from headrace.watched_file import load_yaml
 
 MAX_ROUTES = 1000
 _MAX_TARGETS = 16

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.errors import HeadraceError, InvalidRequestError, OverloadedError, RequestFailedError
-from headrace.fair_threads import FairThreads
 from headrace.grammars import PARAMETER, compile_grammar
 from headrace.models.tokenizer_files import read_tokenizer
+from headrace.threads import FairThreads
 from headrace_predictor.engine.state.constraint import Constraint
 from headrace_predictor.engine.state.sequence import Sequence
 

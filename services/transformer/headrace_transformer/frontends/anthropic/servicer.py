@@ -14,9 +14,9 @@ from google.protobuf.empty_pb2 import Empty
 
 from headrace.clients import client_of
 from headrace.errors import InvalidRequestError
+from headrace.rpc import Context
 from headrace.rpc.limits.admission import call_metadata
 from headrace.rpc.server.call_context import call_context
-from headrace.rpc.server.handlers import Context
 from headrace_protos import rest_pb2, rest_pb2_grpc
 from headrace_transformer.frontends.anthropic.answers import events, whole
 from headrace_transformer.frontends.anthropic.errors import anthropic_error

@@ -13,17 +13,18 @@ from collections.abc import Sequence
 import grpc
 
 from headrace.errors import HeadraceError, NotFoundError
-from headrace.rpc.server.development import REQUESTED, SERVICE, check_requested
-from headrace.rpc.server.handlers import Context
+from headrace.rpc import Context
+from headrace.rpc.server.call_context import DEVELOPMENT, check_development
 from headrace_protos import headrace_pb2 as pb
 from headrace_protos import headrace_pb2_grpc
 from headrace_transformer.predictors.replicas import Replicas
 
+_SERVICE = "headrace.v1.Development"
 _TIMEOUT_S = 2.0  # Of all replicas together.
 
 
 def services(development: bool) -> tuple[str, ...]:
-    return (SERVICE,) if development else ()
+    return (_SERVICE,) if development else ()
 
 
 def add_to_server(replicas: Replicas, server: grpc.aio.Server) -> None:
@@ -37,7 +38,7 @@ class DevelopmentServicer(headrace_pb2_grpc.DevelopmentServicer):
     async def KillPredictor(  # noqa: N802
         self, request: pb.KillPredictorRequest, context: Context
     ) -> pb.KillPredictorResponse:
-        check_requested(context)
+        check_development(context)
         channels = await self._replicas.channels()
         if not await _kill_first(channels, request):
             raise NotFoundError(f"no predictor generates for the request {request.request_id!r}")
@@ -58,7 +59,7 @@ async def _kill(channel: grpc.aio.Channel, request: pb.KillPredictorRequest, tim
     """Whether the predictor behind a channel had the request, and so kills itself; an unreachable one has none."""
     try:
         await headrace_pb2_grpc.PredictorDevelopmentStub(channel).Kill(
-            request, timeout=timeout_s, metadata=(REQUESTED,)
+            request, timeout=timeout_s, metadata=(DEVELOPMENT,)
         )
     except HeadraceError:
         return False

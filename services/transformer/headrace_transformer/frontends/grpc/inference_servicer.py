@@ -19,9 +19,9 @@ from headrace.errors import InvalidRequestError
 from headrace.oip.model_description import config_of, metadata_of
 from headrace.oip.settings_servicer import OpenInferenceBase
 from headrace.oip.stream_infer import errors_as_status, multiplex
+from headrace.rpc import Context
 from headrace.rpc.limits.admission import call_metadata
 from headrace.rpc.server.call_context import CallContext, call_context, deadline_of
-from headrace.rpc.server.handlers import Context
 from headrace_protos import inference_pb2 as pb
 from headrace_protos.inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from headrace_transformer.generation import text_tensors

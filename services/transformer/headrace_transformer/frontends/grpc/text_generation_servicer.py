@@ -9,8 +9,8 @@ from typing import Any
 
 from google.api.httpbody_pb2 import HttpBody
 
+from headrace.rpc import Context
 from headrace.rpc.server.call_context import CallContext, call_context, check_request_id
-from headrace.rpc.server.handlers import Context
 from headrace.rpc.server.rest_streams import errors_in_band
 from headrace.sampling import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_SEQUENCES, MAX_BAD_TOKENS, MAX_BIASES, MAX_STOP_TOKEN_IDS
 from headrace.telemetry.identity import REQUEST_ID_METADATA, as_metadata

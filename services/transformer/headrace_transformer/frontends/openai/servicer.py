@@ -16,9 +16,9 @@ from google.protobuf.empty_pb2 import Empty
 from headrace import __version__
 from headrace.clients import client_of
 from headrace.errors import NotReadyError
+from headrace.rpc import Context
 from headrace.rpc.limits.admission import call_metadata
 from headrace.rpc.server.call_context import CallContext, call_context
-from headrace.rpc.server.handlers import Context
 from headrace_protos import rest_pb2, rest_pb2_grpc
 from headrace_transformer.frontends.http import EVENTS, JSON, PLAIN, Body, Header, KeepAlive, json_body, rest_errors
 from headrace_transformer.frontends.openai.answers import ChatFormat, CompletionFormat

@@ -14,8 +14,8 @@ from typing import Any
 from google.api.httpbody_pb2 import HttpBody
 
 from headrace.errors import HeadraceError
+from headrace.rpc import Context
 from headrace.rpc.server.call_context import CallContext, call_context
-from headrace.rpc.server.handlers import Context
 from headrace_protos import rest_pb2, rest_pb2_grpc
 from headrace_protos.headrace_pb2 import PayloadRecord
 from headrace_transformer.frontends.http import Body, Header, KeepAlive, LastEvent, json_body, rest_errors

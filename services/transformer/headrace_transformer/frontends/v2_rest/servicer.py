@@ -14,9 +14,9 @@ from google.api.httpbody_pb2 import HttpBody
 from google.protobuf.empty_pb2 import Empty
 
 from headrace.errors import HeadraceError, InvalidRequestError, NotFoundError, NotImplementedMethodError, NotReadyError
+from headrace.rpc import Context
 from headrace.rpc.limits.admission import head_of_call
 from headrace.rpc.server.call_context import CallContext, call_context
-from headrace.rpc.server.handlers import Context
 from headrace_protos import inference_pb2 as pb
 from headrace_protos import rest_pb2_grpc
 from headrace_protos.rest_pb2 import ModelBody, ModelRequest, SharedMemoryRequest

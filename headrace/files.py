@@ -1,4 +1,4 @@
-"""Files between processes: an operator's file that is read again when it changes, and files that others read.
+"""Files between processes: an operator's file that is read again when it changes, and files that are written whole.
 
 If the new contents of an operator's file are invalid, the last valid ones stay in effect.
 """
@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
-from contextlib import suppress
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import IO, Any, Generic, TypeVar
 
 import yaml
 from opentelemetry import metrics
@@ -104,3 +105,22 @@ def replace_file(path: Path, data: str | bytes, mode: int = 0o644) -> None:
         with suppress(OSError):
             unfinished.unlink()
         raise
+
+
+@contextmanager
+def private_file(path: Path, described: str) -> Iterator[IO[bytes]]:
+    """A new file that gets its name, and replaces another one, only if the block succeeds.
+
+    Only its owner can read it: it contains prompts. Raises StartupError, which begins with `described`.
+    """
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            try:
+                yield file
+                file.flush()
+                Path(file.name).replace(path)
+            except BaseException:
+                Path(file.name).unlink(missing_ok=True)
+                raise
+    except OSError as error:
+        raise StartupError(f"{described}: {error.strerror}") from None

@@ -2,7 +2,7 @@
 
 import threading
 
-from headrace.fair_threads import FairThreads
+from headrace.threads import FairThreads
 
 
 def order_of(*work):

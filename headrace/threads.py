@@ -1,12 +1,13 @@
-"""Threads for work that callers compete for: callers have turns, and each has half of the places at most.
+"""Blocking work beside the event loop: a thread of its own, or threads that callers compete for.
 
-The next is of the caller with the least work so far, by its cost; of one caller's the first that came, but costly work
-lets cheap work that came a little later pass: a cost of n counts as n later arrivals. A caller without a name is this
-stack itself and has all places.
+Callers have turns, and each has half of the places at most. The next is of the caller with the least work so far, by
+its cost; of one caller's the first that came, but costly work lets cheap work that came a little later pass: a cost of
+n counts as n later arrivals. A caller without a name is this stack itself and has all places.
 """
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import threading
 from collections import Counter
@@ -86,3 +87,25 @@ class FairThreads:
             future.set_exception(error)
         elif is_wanted:
             future.set_result(result)
+
+
+async def run_in_daemon_thread(name: str, work: Callable[[], T]) -> T:
+    """Runs `work` on a thread that does not hold up the process's end: a download can take minutes."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def report(outcome: Callable[[], None]) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(lambda: None if done.done() else outcome())
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:
+            failure = error
+            report(lambda: done.set_exception(failure))
+        else:
+            report(lambda: done.set_result(result))
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return await done

@@ -1,8 +1,9 @@
-"""The limit of open files and sockets: each caller's connection takes one."""
+"""A process's limit of open files and sockets, of which each caller's connection takes one, and how it has ended."""
 
 from __future__ import annotations
 
 import resource
+import signal
 from collections.abc import Callable
 
 _WANTED = 65_536
@@ -22,3 +23,8 @@ def raise_descriptor_limit(say: Callable[[str], object]) -> int:
             f"set the hard limit to {_WANTED} (ulimit -Hn; systemd: LimitNOFILE; a container: ulimits, nofile)"
         )
     return soft
+
+
+def how_it_ended(status: int) -> str:
+    """For messages, behind a process's name; `status` is that of `subprocess`: of a signal, its negative number."""
+    return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
