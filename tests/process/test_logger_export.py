@@ -27,7 +27,7 @@ from headrace_logger.export import lines as lines_module
 from headrace_logger.export.export import instant
 from headrace_logger.store import snapshot
 from headrace_logger.store.store import SqliteStore
-from headrace_logger.store.values import row
+from headrace_logger.values import row
 from headrace_protos.headrace_pb2 import AppendRequest, GatewayCall, PayloadRecord
 from tests.process.test_logger_store import LoggedCall
 

@@ -8,9 +8,9 @@ import pytest
 
 from headrace.errors import OverloadedError
 from headrace.rpc.server.handlers import Interceptor
+from headrace_logger.read_limits import FREE_BYTES, Readers
 from headrace_logger.servicer import PayloadLogServicer
 from headrace_logger.store.filters import Filters
-from headrace_logger.store.readers import FREE_BYTES, Readers
 from headrace_logger.tails import Tails
 from headrace_protos import headrace_pb2_grpc
 from headrace_protos.headrace_pb2 import GetPayloadRequest, QueryPayloadsRequest

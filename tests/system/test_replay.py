@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from headrace_logger.store.values import row, to_json
+from headrace_logger.values import row, to_json
 from headrace_protos import headrace_pb2_grpc
 from headrace_protos.headrace_pb2 import ChatMessage, GenerateRequest, PayloadRecord
 from headrace_runner.command.__main__ import parse

@@ -81,7 +81,7 @@ TRANSFORMER = (
     ("headrace_transformer.worker",),
 )
 LOGGER = (
-    ("headrace_logger.settings", "headrace_logger.telemetry"),
+    ("headrace_logger.settings", "headrace_logger.telemetry", "headrace_logger.read_limits", "headrace_logger.values"),
     ("headrace_logger.store",),
     ("headrace_logger.command",),
     ("headrace_logger.backup", "headrace_logger.export"),

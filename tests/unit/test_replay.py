@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headrace.errors import StartupError
-from headrace_logger.store.values import row, to_json
+from headrace_logger.values import row, to_json
 from headrace_protos import headrace_pb2 as pb
 from headrace_runner.replay import selection
 from headrace_runner.replay.comparison import Answer, Difference, compare

@@ -22,8 +22,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from headrace.errors import HeadraceError, NotReadyError, OverloadedError
+from headrace_logger.read_limits import COME_BACK_MS
 from headrace_logger.store.filters import Filters, columns_of
-from headrace_logger.store.readers import COME_BACK_MS
 from headrace_protos.headrace_pb2 import PayloadRecord
 
 MAX_TAILS, MAX_TAILS_OF_ONE = 64, 48

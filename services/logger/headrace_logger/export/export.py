@@ -3,7 +3,7 @@
 Reads a database that a logger may be writing to, and never changes it. Records that are committed when the export
 begins are exported, oldest first, in short transactions, so that the logger is not blocked; records deleted during the
 export are missing. A file appears under its name once it is complete. Rows and their types:
-`headrace_logger.store.values`, `headrace_logger.export.parquet`; other formats: `headrace_logger.export.lines`; a file
+`headrace_logger.values`, `headrace_logger.export.parquet`; other formats: `headrace_logger.export.lines`; a file
 for each hour: `headrace_logger.export.partitions`.
 
 Errors: StartupError, one line, if the database or the output cannot be used.
@@ -28,9 +28,9 @@ from headrace.files import private_file
 from headrace_logger.command import database_of, run_command
 from headrace_logger.export.batches import batches
 from headrace_logger.export.lines import SHAPES, LinesWriter
+from headrace_logger.export.snapshot import Snapshot
 from headrace_logger.store.filters import Filters
 from headrace_logger.store.opening import Location
-from headrace_logger.store.snapshot import Snapshot
 from headrace_protos.headrace_pb2 import QueryPayloadsRequest
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import IO, Any
 from headrace_logger.export.chat import example
 from headrace_logger.export.guidellm import dataset_row
 from headrace_logger.export.mooncake import Trace
-from headrace_logger.store.values import row, to_json
+from headrace_logger.values import row, to_json
 from headrace_protos.headrace_pb2 import PayloadRecord
 
 Shape = Callable[[PayloadRecord], dict[str, Any] | str]

@@ -1,4 +1,4 @@
-"""Writes records to a Parquet file, as rows of `headrace_logger.store.values`.
+"""Writes records to a Parquet file, as rows of `headrace_logger.values`.
 
 `SCHEMA` defines the types: times in UTC to the microsecond, lists of structs for chunks and tensors, a map for the
 caller's metadata, nullable numbers. Rows become Arrow batches as they arrive, and every 32 MiB of batches become a row
@@ -14,7 +14,7 @@ from typing import IO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from headrace_logger.store.values import row
+from headrace_logger.values import row
 from headrace_protos.headrace_pb2 import PayloadRecord
 
 _TENSOR = pa.struct(

@@ -21,9 +21,9 @@ from headrace.errors import StartupError
 from headrace_logger.export.batches import batches
 from headrace_logger.export.folders import Folder, open_folder, shown
 from headrace_logger.export.parquet import ParquetWriter
+from headrace_logger.export.snapshot import Part, Snapshot
 from headrace_logger.store.filters import Filters
 from headrace_logger.store.opening import Location, name_of
-from headrace_logger.store.snapshot import Part, Snapshot
 from headrace_protos.headrace_pb2 import QueryPayloadsRequest
 
 _SETTLED = timedelta(minutes=1)  # After its end an hour is over: the gateway's lines of its last calls have come.

@@ -25,7 +25,7 @@ from urllib.parse import quote, urlsplit
 import httpx2
 import orjson
 
-from headrace_logger.store.values import row, to_json
+from headrace_logger.values import row, to_json
 from headrace_protos.headrace_pb2 import PayloadRecord
 
 REQUEST_TYPE = "org.kubeflow.serving.inference.request"

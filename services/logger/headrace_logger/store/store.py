@@ -24,11 +24,11 @@ from typing import NamedTuple
 import sqlalchemy as sql
 
 from headrace.errors import NotReadyError
+from headrace_logger.read_limits import FREE_BYTES, Reader
 from headrace_logger.store import reading, removing, tables, usage, writing
 from headrace_logger.store.database import Database
 from headrace_logger.store.deletions import Deletions
 from headrace_logger.store.filters import Filters
-from headrace_logger.store.readers import FREE_BYTES, Reader
 from headrace_logger.store.reading import Found, Place, Row, Stored
 from headrace_logger.store.sqlite import SqliteDatabase
 from headrace_logger.store.statements import run
