@@ -11,7 +11,7 @@ from headrace.errors import ForbiddenError, NotFoundError, UnauthenticatedError
 from headrace.rpc.client.channel import open_channel
 from headrace.rpc.server.handlers import Interceptor
 from headrace_logger.servicer import PayloadLogServicer
-from headrace_logger.store.store import SqliteStore
+from headrace_logger.store.store import Store
 from headrace_logger.tails import Tails
 from headrace_protos import headrace_pb2_grpc
 from headrace_protos.headrace_pb2 import (
@@ -149,7 +149,7 @@ async def test_a_client_s_deletion_covers_its_own_late_records_and_no_other_s(st
     await store.append([of(7), of(8), of(9, request_id="other")])
     assert await numbers(store) == [8, 6, 4, 2]
     await store.close()
-    again = SqliteStore(tmp_path / "payloads.sqlite3")
+    again = Store(tmp_path / "payloads.sqlite3")
     await again.append([of(11), of(12)])
     assert await numbers(again) == [12, 8, 6, 4, 2]
     await again.close()

@@ -22,11 +22,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from headrace_logger.export import batches, export
+from headrace_logger.export import batches, export, snapshot
 from headrace_logger.export import lines as lines_module
 from headrace_logger.export.export import instant
-from headrace_logger.store import snapshot
-from headrace_logger.store.store import SqliteStore
+from headrace_logger.store.store import Store
 from headrace_logger.values import row
 from headrace_protos.headrace_pb2 import AppendRequest, GatewayCall, PayloadRecord
 from tests.process.test_logger_store import LoggedCall
@@ -258,7 +257,7 @@ def fill(tmp_path, requests):
     """Writes a database with a logger's store, which is closed again."""
 
     async def append():
-        store = SqliteStore(tmp_path / "payloads.sqlite3")
+        store = Store(tmp_path / "payloads.sqlite3")
         await store.append(requests)
         await store.close()
 

@@ -13,10 +13,9 @@ from headrace.errors import HopBrokenError, NotReadyError
 from headrace.rpc.client.channel import open_channel
 from headrace_logger.backup import main as copy
 from headrace_logger.export.export import main as export
-from headrace_logger.shared_tails import SharedTails
 from headrace_logger.store.filters import Filters
-from headrace_logger.store.postgresql import PostgresqlStore
-from headrace_logger.store.tables import metadata
+from headrace_logger.store.store import Store
+from headrace_logger.tails import SharedTails
 from headrace_protos import headrace_pb2_grpc
 from headrace_protos.headrace_pb2 import QueryPayloadsRequest, TailPayloadsRequest
 from tests.process.sink_server import SinkServer
@@ -50,7 +49,7 @@ async def stores(postgresql):
     async with contextlib.AsyncExitStack() as closing:
 
         async def make():
-            store = await asyncio.to_thread(PostgresqlStore, url)
+            store = await asyncio.to_thread(Store, url)
             closing.push_async_callback(store.close)
             return store
 
@@ -151,7 +150,7 @@ async def test_a_database_that_cannot_be_used_ends_the_start_with_one_line(tmp_p
 
 
 def newer(url, server):
-    server.execute(url, "CREATE TABLE alembic_version AS SELECT '9999' AS version_num")
+    server.execute(url, "CREATE TABLE schema_version AS SELECT 9999 AS version")
     return url
 
 
@@ -167,18 +166,10 @@ async def test_a_missing_driver_is_named(tmp_path, postgresql):
     assert "psycopg: install Headrace with its extra `postgres`" in stderr.decode()
 
 
-async def test_loggers_that_start_together_migrate_the_database_once(stores):
+async def test_loggers_that_start_together_create_the_tables_once(stores):
     first, second, third = await asyncio.gather(stores(), stores(), stores())
     await first.append([append_request(1)])
     assert await numbers(second) == await numbers(third) == [1]
-
-
-async def test_the_migrations_make_the_tables_that_statements_expect(postgresql, stores):
-    await stores()
-    url = postgresql.last_url
-    rows = postgresql.execute(url, "SELECT table_name, column_name FROM information_schema.columns")
-    for table in metadata.tables.values():
-        assert {(table.name, column.name) for column in table.columns} <= set(rows)
 
 
 async def test_what_two_loggers_receive_at_once_is_there_once_in_one_order(stores):
@@ -250,7 +241,7 @@ async def test_any_text_is_stored_and_found(stores, text):
 
 
 async def test_a_restart_of_the_server_costs_no_reader_an_error(mortal_postgresql):
-    store = await asyncio.to_thread(PostgresqlStore, SecretStr(mortal_postgresql.database()))
+    store = await asyncio.to_thread(Store, SecretStr(mortal_postgresql.database()))
     await store.append([append_request(1)])
     assert await numbers(store) == [1]
     mortal_postgresql.stop("immediate")

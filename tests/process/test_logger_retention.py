@@ -6,8 +6,8 @@ import sqlite3
 import pytest
 
 from headrace.errors import InvalidRequestError
-from headrace_logger.store.retention import Retention
-from headrace_logger.store.store import SqliteStore
+from headrace_logger.retention import Retention
+from headrace_logger.store.store import Store
 from headrace_protos.headrace_pb2 import DeletePayloadsRequest, PayloadRecord
 from tests.process.test_logger_store import LoggedCall, append_request, numbers, record_id
 
@@ -24,7 +24,7 @@ def path(tmp_path):
 
 @pytest.fixture
 async def store(path):
-    store = SqliteStore(path)
+    store = Store(path)
     yield store
     await store.close()
 
@@ -152,7 +152,7 @@ async def test_deleted_records_that_a_sink_had_not_received_are_logged(store, ca
     await store.move_cursor("slow", 4)
     await store.move_cursor("quick", 9)
     await store.move_cursor("no longer configured", 1)
-    with caplog.at_level(logging.INFO, logger="headrace_logger.store.retention"):
+    with caplog.at_level(logging.INFO, logger="headrace_logger.retention"):
         await Retention(store, 7, UNBOUNDED, sinks=("slow", "quick", "new"), now_us=at_now).apply()
     assert "10 records were deleted" in caplog.text
     assert "6 deleted records were not confirmed by every sink" in caplog.text
@@ -200,10 +200,10 @@ async def test_a_record_that_is_deleted_before_it_arrives_is_dropped_on_arrival(
         return aged(number, days=1, **{"request_id": f"r{number}", "client": f"c{number}"} | fields)
 
     value = {"record_id": record_id(1), "request_id": "r1", "client": "c1"}[key]
-    store = SqliteStore(path)
+    store = Store(path)
     assert await store.delete(**{key: value}) == 0
     await store.close()
-    store = SqliteStore(path)
+    store = Store(path)
     appends = []
     store.on_append(lambda: appends.append(True))
     assert await store.append([late(1, call_id="a")]) == []
@@ -264,14 +264,14 @@ async def test_deleted_records_that_a_reader_keeps_in_the_log_are_gone_after_the
 
 
 async def test_a_cursor_survives_a_restart_and_positions_are_never_given_twice(path):
-    store = SqliteStore(path)
+    store = Store(path)
     assert ((await store.cursors()).get("a", 0), await store.last_position(), await store.cursors()) == (0, 0, {})
     await store.append([append_request(n) for n in range(1, 4)])
     await store.move_cursor("a", 2)
     await store.move_cursor("a", 3)
     assert await store.delete(record_id=record_id(3)) == 1
     await store.close()
-    store = SqliteStore(path)
+    store = Store(path)
     assert ((await store.cursors()).get("a", 0), await store.last_position()) == (3, 3)
     await store.append([append_request(4)])
     assert [one.position for one in await store.after(3, 10)] == [4]

@@ -13,7 +13,7 @@ from headrace_logger.sinks import runner as runner_module
 from headrace_logger.sinks.cloud_events import CloudEventsSink, Event, RefusedError, TryAgainError
 from headrace_logger.sinks.runner import SinkRunner
 from headrace_logger.store import reading
-from headrace_logger.store.store import SqliteStore
+from headrace_logger.store.store import Store
 from headrace_protos.headrace_pb2 import AppendRequest, PayloadRecord
 from tests.process.sink_server import ACCEPTED, SinkServer
 from tests.waiting import until
@@ -238,7 +238,7 @@ async def test_a_restart_continues_and_repeats_at_most_the_events_in_flight(tmp_
 
     server.answer = answer
     path = tmp_path / "payloads.sqlite3"
-    store = SqliteStore(path)
+    store = Store(path)
     await append(store, range(1, 101))
     async with running(store, cloud_events(server.url)):
         # All but the hanging event, at which the cursor stops.
@@ -247,7 +247,7 @@ async def test_a_restart_continues_and_repeats_at_most_the_events_in_flight(tmp_
     await store.close()
 
     server.answer = lambda event: asyncio.sleep(0, ACCEPTED)
-    store = SqliteStore(path)
+    store = Store(path)
     async with running(store, cloud_events(server.url)):
         await until(lambda: cursor_is(store, server.url, 100))
     await store.close()

@@ -13,7 +13,7 @@ from headrace.rpc.client.channel import open_channel
 from headrace.rpc.server.handlers import Interceptor
 from headrace_logger.servicer import PayloadIngestServicer, PayloadLogServicer
 from headrace_logger.store.filters import Filters
-from headrace_logger.store.store import SqliteStore
+from headrace_logger.store.store import Store
 from headrace_logger.tails import MAX_KEPT, MAX_TAILS, MAX_TAILS_OF_ONE, Tails
 from headrace_protos import headrace_pb2_grpc
 from headrace_protos.headrace_pb2 import AppendRequest, PayloadRecord, QueryPayloadsRequest, TailPayloadsRequest
@@ -36,7 +36,7 @@ def record(number, **fields):
 @pytest.fixture
 async def served(tmp_path):
     """A logger in this process: its store, its tails, and a channel to it."""
-    store, tails = SqliteStore(tmp_path / "payloads.sqlite3"), Tails()
+    store, tails = Store(tmp_path / "payloads.sqlite3"), Tails()
     server = grpc.aio.server(interceptors=(Interceptor("logger"),))
     PayloadLogServicer(store, tails).add_to(server)
     ingest = PayloadIngestServicer(store, tails, asyncio.Event())

@@ -21,7 +21,7 @@ from headrace_logger.sinks import runner as runner_module
 from headrace_logger.sinks.cloud_events import CloudEventsSink
 from headrace_logger.sinks.runner import SinkRunner
 from headrace_logger.store import writing
-from headrace_logger.store.store import SqliteStore
+from headrace_logger.store.store import Store
 from headrace_logger.telemetry import MAX_LINKS, RECORDS, Commits
 from headrace_protos.headrace_pb2 import AppendRequest, PayloadRecord
 from tests.process.sink_server import SinkServer
@@ -70,7 +70,7 @@ def exported():
 
 @pytest.fixture
 async def store(tmp_path, exported):
-    store = SqliteStore(tmp_path / "payloads.sqlite3", commits=exported.commits)
+    store = Store(tmp_path / "payloads.sqlite3", commits=exported.commits)
     yield store
     await store.close()
 
@@ -171,7 +171,7 @@ async def test_a_failed_commit_is_a_span_in_error_without_counted_records(store,
 async def test_without_tracing_commits_are_only_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(trace, "get_tracer", lambda name: pytest.fail("no collector is named"))
     exported = LoggerTelemetry()
-    store = SqliteStore(tmp_path / "payloads.sqlite3", commits=Commits(meter=exported.meter))
+    store = Store(tmp_path / "payloads.sqlite3", commits=Commits(meter=exported.meter))
     await store.append([request_of(1)])
     await store.close()
     assert exported.committed == 1

@@ -1,18 +1,17 @@
 """Usage counts each recorded request once, by client, model and time, even after the record is deleted."""
 
 import math
-import sqlite3
 from datetime import UTC, datetime
 
 import pytest
 
 from headrace.errors import DeadlineError, InvalidRequestError
+from headrace_logger.retention import Retention
 from headrace_logger.store import usage
-from headrace_logger.store.retention import Retention
-from headrace_logger.store.store import SqliteStore
+from headrace_logger.store.store import Store
 from headrace_logger.store.usage import UsageQuery
 from headrace_protos.headrace_pb2 import PayloadRecord, Usage, UsageRequest
-from tests.process.test_logger_store import LoggedCall, append_request, record_id, timestamp
+from tests.process.test_logger_store import LoggedCall, append_request, explained, record_id, timestamp
 from tests.support.payload_fixtures import only_sqlite
 
 DAY_NS = 86_400 * 10**9
@@ -135,7 +134,7 @@ async def test_neither_deletion_nor_retention_changes_the_usage(store, tmp_path)
     await Retention(store, days=1, max_bytes=1 << 30).apply()
     assert await groups(store, group="") == [sums(3, 0, 30, 12, 9, 4.5)]
     await store.close()
-    again = SqliteStore(tmp_path / "payloads.sqlite3")
+    again = Store(tmp_path / "payloads.sqlite3")
     await again.append([taken(3), taken(4)])
     assert await groups(again, group="") == [sums(4, 0, 40, 16, 12, 6.0)]
     await again.close()
@@ -158,7 +157,7 @@ async def test_unknown_models_add_no_rows(store, tmp_path):
     await store.append([taken(50), taken(51, status="NOT_FOUND")])
     assert [(group["model"], group["requests"]) for group in await groups(store)] == [("", 49), ("m", 2)]
     await store.close()
-    again = SqliteStore(tmp_path / "payloads.sqlite3")
+    again = Store(tmp_path / "payloads.sqlite3")
     await again.append([taken(52, status="RESOURCE_EXHAUSTED", tokens=(0, 0, 0))])
     assert [(group["model"], group["failed_requests"]) for group in await groups(again)] == [("", 49), ("m", 2)]
     await again.close()
@@ -189,7 +188,7 @@ async def test_too_many_groups_are_refused_and_never_truncated(store, monkeypatc
 
 async def test_a_sum_that_takes_too_long_ends_and_the_connection_serves_the_next(tmp_path, monkeypatch):
     monkeypatch.setattr(usage, "_STEPS", 1)
-    store = SqliteStore(tmp_path / "payloads.sqlite3", search_s=0)
+    store = Store(tmp_path / "payloads.sqlite3", search_s=0)
     await store.append([taken(n, client=f"c{n}") for n in range(1, 50)])
     for _ in range(5):
         with pytest.raises(DeadlineError, match="choose a shorter period"):
@@ -222,43 +221,8 @@ async def test_an_admin_can_ask_for_its_own_usage(store, payload_log):
 @only_sqlite
 async def test_a_client_s_month_is_one_range_of_the_key(store, tmp_path):
     await store.append([taken(1)])
-    with sqlite3.connect(tmp_path / "payloads.sqlite3") as connection:
-        for fields in ({"client": "ann"}, {}):
-            month = timestamp(int(datetime(2024, 10, 1, tzinfo=UTC).timestamp()) * 10**9)
-            query = UsageQuery.of(UsageRequest(since=month, group="client", **fields))
-            rows = connection.execute(f"EXPLAIN QUERY PLAN {query.statement()}", query.parameters())
-            plan = [row[3] for row in rows]
-            assert "SEARCH usage USING PRIMARY KEY (client=? AND hour>?)" in plan, plan
-            assert not [line for line in plan if line.startswith("SCAN usage")], plan
-
-
-async def test_a_file_of_version_3_counts_from_its_migration_on(tmp_path):
-    path = tmp_path / "payloads.sqlite3"
-    store = SqliteStore(path)
-    await store.append([taken(1)])
-    await store.close()
-    with sqlite3.connect(path) as connection:
-        connection.executescript("DROP TABLE usage; PRAGMA user_version = 3")
-    store = SqliteStore(path)
-    await store.append([taken(1), taken(2)])
-    assert await groups(store, group="") == [sums(1, 0, 10, 4, 3, 1.5)]
-    await store.close()
-
-
-async def test_a_file_of_version_4_has_the_whole_duration_of_its_requests(tmp_path):
-    path = tmp_path / "payloads.sqlite3"
-    store = SqliteStore(path)
-    await store.append([taken(1, engine_ms=250.0)])
-    await store.close()
-    with sqlite3.connect(path) as connection:
-        connection.executescript("ALTER TABLE usage DROP COLUMN engine_us; PRAGMA user_version = 4")
-    store = SqliteStore(path)
-    await store.append([taken(2, engine_ms=250.0)])
-    assert await groups(store, group="") == [sums(2, 0, 20, 8, 6, 1.75, duration=3.0)]
-    await store.close()
-    await SqliteStore(tmp_path / "new.sqlite3").close()
-    described = []
-    for database in (path, tmp_path / "new.sqlite3"):
-        with sqlite3.connect(database) as connection:
-            described.append(connection.execute("PRAGMA table_info(usage)").fetchall())
-    assert described[0] == described[1]
+    month = timestamp(int(datetime(2024, 10, 1, tzinfo=UTC).timestamp()) * 10**9)
+    for fields in ({"client": "ann"}, {}):
+        plan = explained(tmp_path, UsageQuery.of(UsageRequest(since=month, group="client", **fields)).statement())
+        assert "SEARCH usage USING PRIMARY KEY (client=? AND hour>?)" in plan, plan
+        assert not [line for line in plan if line.startswith("SCAN usage")], plan

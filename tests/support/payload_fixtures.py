@@ -7,8 +7,7 @@ from pydantic import SecretStr
 from headrace.rpc.client.channel import open_channel
 from headrace.rpc.server.handlers import Interceptor
 from headrace_logger.servicer import PayloadLogServicer
-from headrace_logger.store.postgresql import PostgresqlStore
-from headrace_logger.store.store import SqliteStore
+from headrace_logger.store.store import Store
 from headrace_logger.tails import Tails
 from headrace_protos import headrace_pb2_grpc
 from tests.support import postgresql as postgresql_server
@@ -41,9 +40,9 @@ def postgresql():
 async def store(request, tmp_path):
     """A store in SQLite; of tests that `on_both_databases` parametrizes, in PostgreSQL too."""
     if getattr(request, "param", "sqlite") == "sqlite":
-        store = SqliteStore(tmp_path / "payloads.sqlite3")
+        store = Store(tmp_path / "payloads.sqlite3")
     else:
-        store = PostgresqlStore(SecretStr(request.getfixturevalue("postgresql").database()))
+        store = Store(SecretStr(request.getfixturevalue("postgresql").database()))
     yield store
     await store.close()
 

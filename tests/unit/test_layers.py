@@ -83,11 +83,10 @@ TRANSFORMER = (
 LOGGER = (
     ("headrace_logger.settings", "headrace_logger.telemetry", "headrace_logger.read_limits", "headrace_logger.values"),
     ("headrace_logger.store",),
-    ("headrace_logger.command",),
+    ("headrace_logger.command", "headrace_logger.retention"),
     ("headrace_logger.backup", "headrace_logger.export"),
     ("headrace_logger.sinks",),
     ("headrace_logger.tails",),
-    ("headrace_logger.shared_tails",),
     ("headrace_logger.gateway_calls", "headrace_logger.servicer"),
     ("headrace_logger.__main__",),
 )

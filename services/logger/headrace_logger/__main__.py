@@ -14,14 +14,12 @@ from headrace.errors import NotReadyError
 from headrace.rpc.server.server import Server
 from headrace.rpc.server.service import run_service
 from headrace_logger.gateway_calls import GatewayCalls
+from headrace_logger.retention import Retention
 from headrace_logger.servicer import PAYLOAD_LOG, PayloadIngestServicer, PayloadLogServicer
 from headrace_logger.settings import LoggerSettings
-from headrace_logger.shared_tails import SharedTails
 from headrace_logger.sinks import observe_sinks, start_sinks
-from headrace_logger.store.opening import open_store
-from headrace_logger.store.retention import Retention
 from headrace_logger.store.store import Store
-from headrace_logger.tails import Tails
+from headrace_logger.tails import SharedTails, Tails
 from headrace_protos import headrace_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -33,7 +31,7 @@ _READS = "reads"  # Health by this name: the log can be read, even while nothing
 async def serve(settings: LoggerSettings) -> None:
     """Serves the payload log until SIGTERM."""
     server = Server("logger", settings, [PAYLOAD_LOG])
-    store = open_store(settings)
+    store = Store(settings.database_url or settings.database, settings.fsync)
     server.at_stop(store.close)
     tails = _tails(server, store)
     ingest = PayloadIngestServicer(store, tails, server.stopping)

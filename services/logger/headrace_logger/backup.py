@@ -26,7 +26,8 @@ from tqdm import tqdm
 from headrace.errors import StartupError
 from headrace.files import private_file
 from headrace_logger.command import database_of, run_command
-from headrace_logger.store.schema import BUSY_MS, SCHEMA_VERSION
+from headrace_logger.store.sqlite import BUSY_MS
+from headrace_logger.store.tables import check_version
 
 # Called after each step with SQLite's status, and the pages that remain and are there in all.
 Progress = Callable[[int, int, int], None]
@@ -73,7 +74,7 @@ def restore(file: Path, database: Path, force: bool, progress: Progress | None =
 
 @contextmanager
 def _reading(path: Path) -> Iterator[sqlite3.Connection]:
-    """A payload log of this schema version or an earlier one, as it is now; others are refused."""
+    """A payload log of this schema version, as it is now; others are refused."""
     if not path.is_file():
         raise StartupError(f"{path}: no such file")
     with _errors_of(path):
@@ -84,12 +85,10 @@ def _reading(path: Path) -> Iterator[sqlite3.Connection]:
         with _errors_of(path):
             # The first read within it fixes the state that all others see.
             connection.execute("BEGIN")
-            (version,) = connection.execute("PRAGMA user_version").fetchone()
-            tables = connection.execute("SELECT 1 FROM sqlite_schema WHERE name = 'records'").fetchall()
-        if not (tables and version):
-            raise StartupError(f"{path} is not a payload log")
-        if version > SCHEMA_VERSION:
-            raise StartupError(f"{path} has schema version {version}; this version reads up to {SCHEMA_VERSION}")
+            if not connection.execute("SELECT 1 FROM sqlite_schema WHERE name = 'schema_version'").fetchall():
+                raise StartupError(f"{path} is not a payload log")
+            (version,) = connection.execute("SELECT version FROM schema_version").fetchone()
+        check_version(version, str(path))
         yield connection
 
 

@@ -18,18 +18,21 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from headrace.errors import HeadraceError, NotReadyError, OverloadedError
 from headrace_logger.read_limits import COME_BACK_MS
 from headrace_logger.store.filters import Filters, columns_of
+from headrace_logger.store.store import Store
 from headrace_protos.headrace_pb2 import PayloadRecord
 
 MAX_TAILS, MAX_TAILS_OF_ONE = 64, 48
 MAX_KEPT = 1000
 _MAX_KEPT_BYTES = 16 * 1024 * 1024
 _LARGE_BYTES = 256 * 1024
+_POLL_S = 0.5
+_PAGE = 64
 _TURN = 64  # Records that a tail examines before the event loop runs other tasks.
 
 
@@ -184,6 +187,42 @@ class Tails:
         tail.fail(
             OverloadedError("too many tails are open: a newer one replaced this one", retry_after_ms=COME_BACK_MS)
         )
+
+
+class SharedTails(Tails):
+    """Tails of a database that other loggers write to too: they show what it has, not what this logger commits.
+
+    `follow` reads the new records of all loggers while a tail is open; its own logger's commits wake it, those of
+    others it finds within half a second. A new tail may begin with the records of the half second before.
+    """
+
+    def show(self, records: Sequence[PayloadRecord]) -> None:
+        """Nothing: `follow` will find them."""
+
+    async def follow(self, store: Store) -> None:
+        """Shows the new records, until cancelled; waits while the store does not answer."""
+        news = asyncio.Event()
+        store.on_append(news.set)
+        position: int | None = None
+        while True:
+            news.clear()
+            with suppress(NotReadyError):
+                position = await self._show_after(store, position)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(news.wait(), _POLL_S)
+            if not len(self):
+                await asyncio.sleep(_POLL_S)  # Nobody waits for a commit's records.
+
+    async def _show_after(self, store: Store, position: int | None) -> int:
+        """Shows all records after a position; returns that of the last one."""
+        if position is None or not len(self):
+            newest = await store.newest_position()
+            # A tail that was opened meanwhile begins at the position before.
+            return newest if position is None or not len(self) else position
+        while page := await store.shown_after(position, _PAGE):
+            super().show([stored.record for stored in page])
+            position = page[-1].position
+        return position
 
 
 def _stopping() -> NotReadyError:

@@ -27,7 +27,7 @@ from headrace.errors import StartupError
 from headrace_logger.store import reading
 from headrace_logger.store.filters import Filters
 from headrace_logger.store.opening import Location, name_of, open_for_export
-from headrace_logger.store.statements import in_each
+from headrace_logger.store.shares import SIZE
 from headrace_logger.store.tables import OF_CALL_FOR_NOW, calls, now_us, records
 from headrace_protos.headrace_pb2 import PayloadRecord
 
@@ -75,7 +75,7 @@ class Snapshot:
 
     def hours(self) -> list[int]:
         """The hours since 1970 that have records, in order."""
-        hour = sql.literal_column(f"time_us / {_HOUR_US}", sql.BigInteger)
+        hour = records.c.time_us // _HOUR_US
         with self._connect() as connection:
             statement = sql.select(hour).distinct().select_from(records).where(records.c.time_us >= 0, *self._clauses)
             return sorted(connection.execute(statement).scalars())
@@ -114,11 +114,11 @@ class Snapshot:
             clauses.append((records.c.time_us > last.time_us) | (records.c.position > last.position))
         # Without the bodies, which SQLite would otherwise hold in memory to sort them.
         order = (records.c.time_us, records.c.position)
-        sizes = sql.select(records.c.position, sql.func.length(records.c.body).label("size")).where(*clauses)
+        sizes = sql.select(records.c.position, SIZE).where(*clauses)
         with self._connect() as connection:
             rows: Sequence[Any] = connection.execute(sizes.order_by(*order).limit(_ROWS)).all()
             chosen = [row.position for row in rows[: max(1, reading.fitting(rows, _BYTES))]]
-            whole = reading.whole_rows().where(in_each(records.c.position, chosen))
+            whole = reading.whole_rows().where(records.c.position.in_(chosen))
             return connection.execute(whole.order_by(*order)).all()
 
     @contextmanager

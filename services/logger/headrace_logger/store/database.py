@@ -1,5 +1,5 @@
 """A database of payload records, and the threads on which statements run; SQLite's is in sqlite.py, another in
-postgresql.
+postgresql.py.
 
 All writes of a logger happen on one thread, reads on a few others, none on the event loop.
 
@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import sqlalchemy as sql
@@ -20,6 +20,17 @@ import sqlalchemy as sql
 READERS = 4
 
 T = TypeVar("T")
+
+
+@contextmanager
+def checking(engine: sql.Engine) -> Iterator[sql.Connection]:
+    """A connection for the checks of a new engine, in a transaction; if they fail, the engine is disposed of."""
+    try:
+        with engine.begin() as connection:
+            yield connection
+    except BaseException:
+        engine.dispose()
+        raise
 
 
 class Database(ABC):

@@ -1,8 +1,8 @@
-"""Requested deletions, which also apply to records that arrive later.
+"""Requested deletions: of the stored records, and of records that arrive later.
 
 A record waits in a spool until the logger has it, and the record of a request in flight is written at its end. So a
 deletion covers, besides the records in the store, every later record with its key whose request arrived before the
-deletion. Deletions are kept for as long as sequences (`removing.forget_some`), up to a maximum number. A client's own
+deletion. Deletions are kept for as long as sequences (`expiry.forget_some`), up to a maximum number. A client's own
 deletion covers only its own records, and above the maximum it displaces no deletion of a client with fewer.
 
 In PostgreSQL other loggers add deletions too; by the column `number`, in their order, `refresh` reads the new ones.
@@ -14,20 +14,27 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any
 
 import sqlalchemy as sql
 
+from headrace_logger.store import shares
 from headrace_logger.store.filters import columns_of
-from headrace_logger.store.statements import is_postgresql, run
+from headrace_logger.store.tables import deletions, records
 from headrace_protos.headrace_pb2 import PayloadRecord
 
 MAX_DELETIONS = 100_000
 _MAX_KEPT = 63  # Characters: fewer than a digest has.
 _KEYS = ("record_id", "request_id", "client")
-_OF = " of "  # In the table's column `key`: between the name of the key and the client whose records are covered.
+_RECORDS = 200
 
 _Key = tuple[str, str]  # The key's name and the stored form of its value.
+
+
+def delete_some(connection: sql.Connection, chosen: sql.ColumnElement[bool]) -> int:
+    """Deletes some of the chosen records; later lines of the gateway for their calls will be ignored."""
+    positions = connection.scalars(sql.select(records.c.position).where(chosen).limit(_RECORDS)).all()
+    shares.take_no_more_of_calls(connection, shares.remove_with_calls(connection, positions))
+    return len(positions)
 
 
 class Deletions:
@@ -41,42 +48,32 @@ class Deletions:
 
     def load(self, connection: sql.Connection) -> None:
         self._times, self._count, self._read_up_to = {}, 0, 0
-        if is_postgresql(connection):
-            self.refresh(connection)
-            return
-        for row in run(connection, "SELECT key, value, time_us FROM deletions ORDER BY time_us"):
-            self._put_row(row)
+        self.refresh(connection)
 
     def refresh(self, connection: sql.Connection) -> None:
-        """Reads the deletions that other loggers have added since; only this one writes to an SQLite file."""
-        if is_postgresql(connection):
-            new = "SELECT key, value, time_us, number FROM deletions WHERE number > ? ORDER BY number"
-            for row in run(connection, new, self._read_up_to):
-                self._put_row(row)
-                self._read_up_to = row.number
+        """Reads the deletions that this or another logger has added since."""
+        new = sql.select(deletions).where(deletions.c.number > self._read_up_to).order_by(deletions.c.number)
+        for row in connection.execute(new):
+            self._put(row.client, (row.key, row.value), row.time_us)
+            self._read_up_to = row.number
 
     def add(self, connection: sql.Connection, key: str, value: str, client: str, now_us: int) -> None:
         """Adds a deletion for a client, or for all if it is empty; above the maximum an old one is dropped."""
         self.refresh(connection)
         value = _kept(value)
-        self._put(client, (key, value), now_us)
         # Not replaced in place: a new row has a new number.
-        run(connection, "DELETE FROM deletions WHERE key = ? AND value = ?", _column(key, client), value)
-        new = "INSERT INTO deletions (key, value, time_us) VALUES (?, ?, ?)"
-        run(connection, new, _column(key, client), value, now_us)
+        _forget(connection, client, (key, value))
+        connection.execute(sql.insert(deletions), {"client": client, "key": key, "value": value, "time_us": now_us})
+        self.refresh(connection)
         if self._count > MAX_DELETIONS:
             most = max(self._times, key=lambda one: len(self._times[one]))
-            key, value = next(iter(self._times[most]))
-            self._drop(most, (key, value))
-            run(connection, "DELETE FROM deletions WHERE key = ? AND value = ?", _column(key, most), value)
+            oldest = next(iter(self._times[most]))
+            self._drop(most, oldest)
+            _forget(connection, most, oldest)
 
     def cover(self, record: PayloadRecord) -> bool:
         """Whether a record that arrives now was deleted before it arrived."""
         return any(_covers(self._times[client], record) for client in {"", record.client} if client in self._times)
-
-    def _put_row(self, row: sql.Row[Any]) -> None:
-        key, _, client = row.key.partition(_OF)
-        self._put(client, (key, row.value), row.time_us)
 
     def _put(self, client: str, key: _Key, time_us: int) -> None:
         self._drop(client, key)
@@ -97,8 +94,9 @@ def _covers(deleted: Mapping[_Key, int], record: PayloadRecord) -> bool:
     return bool(known) and (times[0] is not None or columns_of(record)["time_us"] <= max(known))
 
 
-def _column(key: str, client: str) -> str:
-    return f"{key}{_OF}{client}" if client else key
+def _forget(connection: sql.Connection, client: str, key: _Key) -> None:
+    columns = sql.tuple_(deletions.c.client, deletions.c.key, deletions.c.value)
+    connection.execute(sql.delete(deletions).where(columns == (client, *key)))
 
 
 def _kept(value: str) -> str:

@@ -1,38 +1,39 @@
-"""Opens the database of the settings or of a command: an SQLite file, or PostgreSQL by its URL."""
+"""Opens the database of a location: an SQLite file, or PostgreSQL by its URL, whose driver is an extra."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
 import sqlalchemy as sql
 from pydantic import SecretStr
 
-from headrace_logger.settings import LoggerSettings
-from headrace_logger.store import schema
-from headrace_logger.store.store import SqliteStore, Store
+from headrace_logger.store import sqlite
+from headrace_logger.store.database import Database
 
 # A file, or the URL of a PostgreSQL, which has a password.
 Location: TypeAlias = Path | SecretStr
 
 
-def open_store(settings: LoggerSettings) -> Store:
-    """The store of the settings; raises StartupError."""
-    if settings.database_url is None:
-        return SqliteStore(settings.database, settings.fsync)
-    # Their driver is an extra.
-    from headrace_logger.store.postgresql import PostgresqlStore
+def open_database(
+    location: Location, fsync: bool, opened: Callable[[sql.Connection], None], lost: Callable[[], None]
+) -> Database:
+    """See SqliteDatabase and PostgresqlDatabase; raises StartupError."""
+    if isinstance(location, Path):
+        return sqlite.SqliteDatabase(location, fsync, opened, lost)
+    from headrace_logger.store.postgresql import PostgresqlDatabase
 
-    return PostgresqlStore(settings.database_url)
+    return PostgresqlDatabase(sql.make_url(location.get_secret_value()), opened)
 
 
 def open_for_export(location: Location) -> sql.Engine:
-    """A read-only engine on a database with the current schema; raises StartupError."""
+    """A read-only engine on a database with this schema; raises StartupError."""
     if isinstance(location, Path):
-        return schema.open_for_export(location)
+        return sqlite.open_for_export(location)
     from headrace_logger.store.postgresql import open_for_export as open_postgresql
 
-    return open_postgresql(location)
+    return open_postgresql(sql.make_url(location.get_secret_value()))
 
 
 def name_of(location: Location) -> str:

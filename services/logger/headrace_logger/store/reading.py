@@ -26,8 +26,8 @@ from google.protobuf.message_factory import GetMessageClass
 
 from headrace.errors import DeadlineError, InvalidRequestError
 from headrace_logger.store.filters import Filters
-from headrace_logger.store.statements import column, in_each, is_postgresql
-from headrace_logger.store.tables import NOT_OF_CALL, OF_CALL_FOR_NOW, calls, now_us, records
+from headrace_logger.store.shares import SIZE
+from headrace_logger.store.tables import NOT_OF_CALL, OF_CALL_FOR_NOW, calls, is_postgresql, now_us, records
 from headrace_protos.headrace_pb2 import PayloadRecord
 
 # This many rows are looked up and sorted in a few milliseconds.
@@ -92,7 +92,7 @@ def read(connection: sql.Connection, filters: Filters, rows: Sequence[Row]) -> S
     shown = [row.position for row in rows if not may_be_replaced(row)]
     if not shown:
         return [None] * len(rows)
-    chosen = whole_rows().where(in_each(records.c.position, shown))
+    chosen = whole_rows().where(records.c.position.in_(shown))
     # Without an order, which would make SQLite hold all of them.
     bodies = {row.position: row for row in connection.execute(chosen)}
     return [_found(filters, row, bodies.get(row.position)) for row in rows]
@@ -114,28 +114,26 @@ def one(connection: sql.Connection, position: int) -> Found | None:
 
 
 def page_statement(
-    filters: Filters, before: Place | None, limit: int, positions: Sequence[int] | None = None
+    filters: Filters, before: Place | None, limit: int, few: sql.Select[Any] | None = None
 ) -> sql.Select[Any]:
-    """The statement of `page`; `positions` are all candidates, if they are few."""
+    """The statement of `page`; `few` finds the positions of all candidates, if they are few."""
     clauses = filters.clauses(records)
-    if positions is not None:
-        clauses.append(in_each(records.c.position, positions))
+    if few is not None:
+        clauses.append(records.c.position.in_(few))
     if before is not None:
         # The first of the two is for the index.
         clauses.append(records.c.time_us <= before.time_us)
         clauses.append((records.c.time_us < before.time_us) | (records.c.position < before.position))
     # The other columns are read only for the chosen rows.
     chosen = sql.select(records.c.position).where(*clauses).order_by(*_newest_first()).limit(limit)
-    size = sql.func.length(records.c.body).label("size")
-    columns = (records.c.position, records.c.record_id, records.c.time_us, records.c.of_call, size)
+    columns = (records.c.position, records.c.record_id, records.c.time_us, records.c.of_call, SIZE)
     rows = sql.select(*columns, calls.c.time_us.label("called_us")).select_from(_with_calls())
     return rows.where(records.c.position.in_(chosen)).order_by(*_newest_first())
 
 
 def by_record_id(record_id: str, client: str | None) -> sql.Select[Any]:
     """The position and size of the record with this id, if it is the client's; None: anyone's."""
-    columns = (records.c.position, sql.func.length(records.c.body).label("size"))
-    chosen = sql.select(*columns).where(records.c.record_id == record_id)
+    chosen = sql.select(records.c.position, SIZE).where(records.c.record_id == record_id)
     return chosen if client is None else chosen.where(records.c.client == client)
 
 
@@ -165,9 +163,12 @@ def shown_after(connection: sql.Connection, position: int, limit: int) -> list[S
 def last_position(connection: sql.Connection) -> int:
     """The highest position ever used; 0 if there was no record."""
     if is_postgresql(connection):
-        last = "SELECT CASE WHEN is_called THEN last_value ELSE 0 END FROM records_position_seq"
-        return int(column(connection, last)[0])
-    return int(next(iter(column(connection, "SELECT seq FROM sqlite_sequence WHERE name = 'records'")), 0))
+        sequence = sql.table("records_position_seq", sql.column("last_value"), sql.column("is_called"))
+        return int(
+            connection.execute(sql.select(sequence.c.last_value * sequence.c.is_called.cast(sql.Integer))).scalar_one()
+        )
+    numbered = sql.table("sqlite_sequence", sql.column("name"), sql.column("seq"))
+    return connection.scalar(sql.select(numbered.c.seq).where(numbered.c.name == records.name)) or 0
 
 
 def newest_position(connection: sql.Connection) -> int:
@@ -230,12 +231,11 @@ def lookups(filters: Filters) -> list[sql.Select[Any]]:
     return [sql.select(records.c.position).where(clause).limit(FEW + 1) for clause in filters.lookups(records)]
 
 
-def _few(connection: sql.Connection, filters: Filters) -> Sequence[int] | None:
-    """The positions that pass one of the filters, if there is one that at most FEW pass."""
+def _few(connection: sql.Connection, filters: Filters) -> sql.Select[Any] | None:
+    """The statement that finds the positions that pass one of the filters, if there is one that at most FEW pass."""
     for statement in lookups(filters):
-        found = connection.execute(statement).scalars().all()
-        if len(found) <= FEW:
-            return found
+        if connection.execute(sql.select(sql.func.count()).select_from(statement.subquery())).scalar_one() <= FEW:
+            return statement
     return None
 
 

@@ -1,7 +1,9 @@
-"""The connections to the SQLite file of schema.py.
+"""The payload log in an SQLite file.
 
-Only the constructor, which opens the file, blocks. If the file is removed, the next write creates a new database and is
-not acknowledged; until then reads may raise NotReadyError.
+Only the owner can read the file (mode 0600). It is in WAL mode, so that `sqlite3` may read it live, and returns the
+space of deleted records, which are overwritten with zeros. Only the constructor, which opens the file, blocks. If the
+file is removed, the next write creates a new database and is not acknowledged; until then reads may raise
+NotReadyError.
 
 Errors: StartupError if the file cannot be used, NotReadyError if the database stops answering.
 """
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -20,11 +23,19 @@ import sqlalchemy as sql
 from sqlalchemy.exc import DatabaseError
 
 from headrace.errors import NotReadyError, StartupError
-from headrace_logger.store import removing, schema
-from headrace_logger.store.database import READERS, Database
+from headrace_logger.store import tables
+from headrace_logger.store.database import READERS, Database, checking
 from headrace_logger.store.reading import last_position
 
 logger = logging.getLogger(__name__)
+
+BUSY_MS = 5000
+# A reader can keep the log from being truncated; this is the longest wait for it.
+_LOG_BUSY_MS = 100
+_CACHE_KIB = 16 * 1024  # Four times as much does not increase throughput.
+_LOG_BYTES = 64 * 1024 * 1024
+_LOG_PAGES = 8192
+_FREED_PAGES = 1_000  # At once.
 
 T = TypeVar("T")
 
@@ -60,9 +71,9 @@ class SqliteDatabase(Database):
 
     async def give_back(self) -> None:
         """Returns deleted records' space to the file system, and removes their contents from the write-ahead log."""
-        while await self.run_writing(removing.give_back_some, self._writing):
+        while await self.run_writing(self._give_back_some):
             pass
-        await self.run_writing(removing.empty_log, self._writing)
+        await self.run_writing(self._empty_log)
 
     async def close(self) -> None:
         await super().close()
@@ -77,19 +88,18 @@ class SqliteDatabase(Database):
             raise NotReadyError("the payload store does not answer") from error
 
     def _open(self) -> None:
-        schema.prepare(self._path)
-        self._writing = schema.open_for_writing(self._path, self._fsync)
-        self._reading = schema.open_for_reading(self._path, READERS)
+        self._writing = prepare(self._path, self._fsync)
+        self._reading = _open_for_reading(self._path, READERS)
         with self._writing.connect() as connection:
             self._opened(connection)  # The first read creates the log beside the file.
-        self._files = schema.files_of(self._path)
+        self._files = _files_of(self._path)
 
     def _check_files(self) -> None:
         """Creates a new database if the files were removed; on the writer's thread.
 
         SQLite would continue to write to the unlinked files, and everything would be lost at the stop.
         """
-        if schema.files_of(self._path) == self._files:
+        if _files_of(self._path) == self._files:
             return
         logger.error("%s was removed, with every record in it: creating a new one", self._path)
         self._lost()
@@ -104,8 +114,108 @@ class SqliteDatabase(Database):
         try:
             self._open()
             with self._writing.begin() as connection:
-                schema.go_on_after(connection, self._lost_after or 0)
+                go_on_after(connection, self._lost_after or 0)
         except StartupError as error:
             raise NotReadyError(f"the payload store cannot be re-created: {error}") from None
         self._lost_after = None
         raise NotReadyError("the payload store has been re-created")
+
+    def _give_back_some(self) -> bool:
+        """Returns some free pages of the file to the file system; whether there may be more."""
+        with self._writing.connect() as connection:
+            before = connection.exec_driver_sql("PRAGMA freelist_count").scalar_one()
+            # The driver executes a statement without columns only for its first row, which is one page; a script it
+            # executes fully.
+            driver: Any = connection.connection.driver_connection
+            driver.executescript(f"PRAGMA incremental_vacuum({_FREED_PAGES})")
+            return bool(0 < connection.exec_driver_sql("PRAGMA freelist_count").scalar_one() < before)
+
+    def _empty_log(self) -> None:
+        """Moves the write-ahead log's contents to the file and truncates it, which a slow reader prevents."""
+        with self._writing.connect() as connection:
+            connection.exec_driver_sql(f"PRAGMA busy_timeout = {_LOG_BUSY_MS}")
+            connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").all()
+            connection.exec_driver_sql(f"PRAGMA busy_timeout = {BUSY_MS}")
+
+
+def prepare(path: Path, fsync: bool) -> sql.Engine:
+    """Creates the file if it is missing; returns an engine that writes to it, or raises StartupError."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # SQLite gives its -wal and -shm files the mode of the database.
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        path.chmod(0o600)
+        engine = _open_for_writing(path, fsync)
+        with checking(engine) as connection:
+            # The driver does not begin a transaction by itself before DDL.
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
+            tables.prepare(connection, str(path))
+    except OSError as error:
+        raise StartupError(f"LOGGER_DATABASE={path}: {error.strerror}") from None
+    except DatabaseError as error:
+        raise StartupError(f"LOGGER_DATABASE={path}: {error.orig}") from None
+    return engine
+
+
+def open_for_export(path: Path) -> sql.Engine:
+    """A read-only engine on a file with this schema."""
+    if not path.is_file():
+        raise StartupError(f"{path}: no such database; LOGGER_DATABASE or --database names the logger's")
+    engine = _open_for_reading(path, 1)
+    try:
+        with checking(engine) as connection:
+            tables.check_version(tables.version_of(connection), str(path))
+    except DatabaseError as error:
+        raise StartupError(f"{path}: {error.orig}") from None
+    return engine
+
+
+def go_on_after(connection: sql.Connection, position: int) -> None:
+    """Lets a new database continue the positions of an earlier one."""
+    numbered = sql.table("sqlite_sequence", sql.column("name"), sql.column("seq"))
+    connection.execute(sql.insert(numbered), {"name": tables.records.name, "seq": position})
+
+
+def _open_for_writing(path: Path, fsync: bool) -> sql.Engine:
+    """An engine with a single connection, so that its page cache serves every transaction."""
+    engine = sql.create_engine(sql.URL.create("sqlite", database=str(path)), pool_size=1, max_overflow=0)
+    _configure(
+        engine,
+        # Takes effect in a file without tables.
+        "auto_vacuum = INCREMENTAL",
+        # Readers never wait for the writer.
+        "journal_mode = WAL",
+        # Pages that many commits change are written from the log to the file once.
+        f"wal_autocheckpoint = {_LOG_PAGES}",
+        f"journal_size_limit = {_LOG_BYTES}",
+        f"synchronous = {'FULL' if fsync else 'NORMAL'}",
+        "secure_delete = ON",
+        f"cache_size = -{_CACHE_KIB}",
+        f"busy_timeout = {BUSY_MS}",
+    )
+    return engine
+
+
+def _open_for_reading(path: Path, connections: int) -> sql.Engine:
+    """A read-only engine on an existing file."""
+    database = path.absolute().as_uri()
+    url = sql.URL.create("sqlite", database=database, query={"mode": "ro", "uri": "true"})
+    engine = sql.create_engine(url, pool_size=connections, max_overflow=0)
+    _configure(engine, f"busy_timeout = {BUSY_MS}")
+    return engine
+
+
+def _configure(engine: sql.Engine, *settings: str) -> None:
+    def on_connect(connection: Any, _: object) -> None:
+        for setting in settings:
+            connection.execute(f"PRAGMA {setting}")
+
+    sql.event.listen(engine, "connect", on_connect)
+
+
+def _files_of(path: Path) -> tuple[int, ...]:
+    """Identifies the files of an open database, which may be replaced under the same names; empty if one is missing."""
+    try:
+        return tuple(os.stat(f"{path}{suffix}").st_ino for suffix in ("", "-wal"))
+    except FileNotFoundError:
+        return ()

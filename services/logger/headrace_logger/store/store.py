@@ -15,23 +15,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import sqlalchemy as sql
 
 from headrace.errors import NotReadyError
 from headrace_logger.read_limits import FREE_BYTES, Reader
-from headrace_logger.store import reading, removing, tables, usage, writing
-from headrace_logger.store.database import Database
-from headrace_logger.store.deletions import Deletions
+from headrace_logger.store import expiry, reading, tables, usage, writing
+from headrace_logger.store.deletions import Deletions, delete_some
 from headrace_logger.store.filters import Filters
+from headrace_logger.store.opening import Location, open_database
 from headrace_logger.store.reading import Found, Place, Row, Stored
-from headrace_logger.store.sqlite import SqliteDatabase
-from headrace_logger.store.statements import run
 from headrace_logger.store.writing import GatewayLine
 from headrace_logger.telemetry import Commits
 from headrace_protos.headrace_pb2 import AppendRequest, PayloadRecord, UsageResponse
@@ -41,9 +37,6 @@ SEARCH_S = 5.0
 _CHECK = "health check"
 _REFUSED_S = 30.0
 _ROWS_PER_READ = 100
-_MOVE_CURSOR = (
-    "INSERT INTO cursors (name, position) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET position = excluded.position"
-)
 _BYTES_PER_BATCH = 1024 * 1024
 
 
@@ -55,24 +48,26 @@ class _Batch(NamedTuple):
     is_followed: bool
 
 
-class Store(ABC):
-    """The records of a database, which a subclass opens."""
+class Store:
+    """The records of a database; an SQLite file is one that only its owner can read.
 
-    def __init__(self, search_s: float, commits: Commits) -> None:
-        self._commits = commits
+    With `fsync` SQLite's commits survive a power failure; without it, only the death of the process. `search_s` is the
+    limit of a text search and of a sum of usage.
+    """
+
+    def __init__(
+        self, location: Location, fsync: bool = True, search_s: float = SEARCH_S, commits: Commits | None = None
+    ) -> None:
+        self._commits = commits or Commits()
         self._search_s = search_s
         self._deletions = Deletions()
         self._usage = usage.UsageSums()
-        self._database = self._open()
+        self._database = open_database(location, fsync, self._load, self._commits.count_lost_database)
         self._notices: list[Callable[[], None]] = []
         self._gathered: list[AppendRequest] = []
         self._next_commit: asyncio.Task[set[int]] | None = None
         self._committing = asyncio.Lock()
         self._refused_until = 0.0  # From a commit of records that failed, to the next one or this time.
-
-    @abstractmethod
-    def _open(self) -> Database:
-        """Opens the database, of which `_load` reads a part; `__init__` calls it."""
 
     @property
     def is_shared(self) -> bool:
@@ -191,7 +186,7 @@ class Store(ABC):
         if of_client is not None:
             chosen &= tables.records.c.client == of_client
         deleted = 0
-        while batch := await self._database.write(removing.delete_some, chosen):
+        while batch := await self._database.write(delete_some, chosen):
             deleted += batch
         if deleted:
             await self.give_back()
@@ -221,7 +216,10 @@ class Store(ABC):
 
     async def move_cursor(self, name: str, position: int) -> None:
         """Saves a reader's position under its name; returns after the commit."""
-        await self._database.write(run, _MOVE_CURSOR, name, position)
+        row = {"name": name, "position": position}
+        await self._database.write(
+            lambda connection: tables.upsert(connection, tables.cursors, [row], replaced=("position",))
+        )
 
     def on_append(self, notice: Callable[[], None]) -> None:
         """Registers a callback that runs on the event loop after each commit of services' records."""
@@ -232,11 +230,11 @@ class Store(ABC):
 
         Empty when none are left. Records of only the gateway's line count as position 0.
         """
-        return await self._database.write(removing.expire_some, before_us, max_bytes)
+        return await self._database.write(expiry.expire_some, before_us, max_bytes)
 
     async def forget(self, before_us: int) -> None:
         """Forgets sequences that were received, and calls that were deleted, before a time."""
-        while await self._database.write(removing.forget_some, before_us):
+        while await self._database.write(expiry.forget_some, before_us):
             pass
         await self._database.write(self._deletions.load)
 
@@ -271,21 +269,8 @@ class Store(ABC):
             await self._database.close()
 
 
-class SqliteStore(Store):
-    """One SQLite file that only its owner can read.
-
-    With `fsync` commits survive a power failure; without it, only the death of the process.
-    """
-
-    def __init__(
-        self, path: Path, fsync: bool = True, search_s: float = SEARCH_S, commits: Commits | None = None
-    ) -> None:
-        self._path = path
-        self._fsync = fsync
-        super().__init__(search_s, commits or Commits())
-
-    def _open(self) -> Database:
-        return SqliteDatabase(self._path, self._fsync, self._load, self._commits.count_lost_database)
+def _move_cursor(connection: sql.Connection, row: Mapping[str, Any]) -> None:
+    tables.upsert(connection, tables.cursors, [row], replaced=("position",))
 
 
 def _loan(lender: Reader | None, size: int) -> AbstractAsyncContextManager[None]:

@@ -8,14 +8,14 @@ of the same call may follow.
 A request that was refused may name any model. So a failure is counted under its model only if that model has answered
 before, otherwise under "": callers cannot add an unlimited number of rows.
 
-`select` reads one range of the primary key for each client, which is found by a loose scan of the key.
+`select` reads one range of the primary key for each client.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -26,8 +26,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from sqlalchemy.exc import OperationalError
 
 from headrace.errors import DeadlineError, InvalidRequestError
-from headrace_logger.store.statements import IN_EACH, column, each, is_postgresql, run, upsert
-from headrace_logger.store.tables import usage
+from headrace_logger.store.tables import among, is_postgresql, upsert, usage
 from headrace_protos.headrace_pb2 import PayloadRecord, UsageGroup, UsageRequest, UsageResponse
 
 HOUR_S = 3600
@@ -41,25 +40,20 @@ _MAX_DURATION_US = 10**15
 _NOT_FAILED = frozenset({"OK", "CANCELLED"})
 
 _SUMS = tuple(column.name for column in usage.columns if not column.primary_key)
-_COLUMNS_WRITTEN = ("client", "hour", "model", *_SUMS)
-_ADD = (
-    "ON CONFLICT (client, hour, model) DO UPDATE"
-    f" SET {', '.join(f'{name} = usage.{name} + excluded.{name}' for name in _SUMS)}"
-)
-# Every client that has rows, each found by one look into the key.
-_CLIENTS = (
-    "WITH RECURSIVE clients (client) AS (SELECT min(client) FROM usage"
-    " UNION ALL SELECT (SELECT min(client) FROM usage WHERE client > clients.client) FROM clients"
-    " WHERE clients.client IS NOT NULL)"
-)
-_ONE_CLIENT = "WITH clients (client) AS (VALUES (:client))"
-_DAY = "usage.hour / 24"
-_COLUMNS = {"client": "usage.client", "model": "usage.model", "day": _DAY}
-_FORGET = (
-    # Begins with DELETE, by which the driver knows that it writes.
-    f"DELETE FROM usage WHERE (client, hour, model) IN ({_CLIENTS} SELECT usage.client, usage.hour, usage.model"  # noqa: S608
-    " FROM clients {join} usage ON usage.client = clients.client WHERE usage.hour < ? LIMIT ?)"
-)
+_DAY = usage.c.hour // sql.literal_column("24", sql.Integer)
+_COLUMNS: Mapping[str, sql.ColumnElement[Any]] = {"client": usage.c.client, "model": usage.c.model, "day": _DAY}
+
+
+def _of_every_client() -> sql.ColumnElement[bool]:
+    """True, in a form that reads a range of the key for each client; each client is found by one look into the key."""
+    # Nested: SQLite's driver recognizes a deletion by its first word.
+    first = sql.select(sql.func.min(usage.c.client).label("client")).cte("clients", recursive=True, nesting=True)
+    following = sql.select(sql.func.min(usage.c.client)).where(usage.c.client > first.c.client)
+    clients = first.union_all(sql.select(following.scalar_subquery()).where(first.c.client.is_not(None)))
+    return usage.c.client.in_(sql.select(clients.c.client))
+
+
+_OF_EVERY_CLIENT = _of_every_client()
 
 
 class _Key(NamedTuple):
@@ -75,7 +69,7 @@ class UsageSums:
         self._models: set[str] = set()  # Those that have answered.
 
     def load(self, connection: sql.Connection) -> None:
-        self._models = set(column(connection, "SELECT DISTINCT model FROM usage"))
+        self._models = set(connection.scalars(sql.select(usage.c.model).distinct()))
 
     def add(self, connection: sql.Connection, records: Sequence[PayloadRecord]) -> None:
         """Adds records that have not been added before."""
@@ -85,14 +79,13 @@ class UsageSums:
             total = sums.setdefault(self._key(record), [0] * len(_SUMS))
             for index, value in enumerate(_taken(record)):
                 total[index] += value
-        if sums:
-            upsert(connection, usage, _COLUMNS_WRITTEN, [(*key, *values) for key, values in sums.items()], _ADD)
+        rows = [key._asdict() | dict(zip(_SUMS, values, strict=True)) for key, values in sums.items()]
+        upsert(connection, usage, rows, added=_SUMS)
 
     def _refresh(self, connection: sql.Connection, records: Sequence[PayloadRecord]) -> None:
         """Looks up whether unknown models have answered at other loggers; only this one writes to an SQLite file."""
         if is_postgresql(connection) and (unknown := {record.model for record in records} - self._models):
-            answered = f"SELECT DISTINCT model FROM usage WHERE model {IN_EACH}"  # noqa: S608
-            self._models.update(column(connection, answered, each(connection, unknown)))
+            self._models.update(among(connection, usage.c.model, unknown))
 
     def _key(self, record: PayloadRecord) -> _Key:
         model = record.model
@@ -150,35 +143,26 @@ class UsageQuery:
             group,
         )
 
-    def statement(self, join: str = "CROSS JOIN") -> sql.TextClause:
+    def statement(self) -> sql.Select[Any]:
         """The groups in order, one more than may be."""
-        columns = [_COLUMNS[name] for name in self.group]
-        clauses = {
-            "since": "usage.hour >= :since",
-            "until": "usage.hour < :until",
-            "model": "usage.model = :model",
-        }
-        where = [clause for name, clause in clauses.items() if getattr(self, name) is not None]
-        sums = [f"CAST(coalesce(sum(usage.{name}), 0) AS BIGINT) AS {name}" for name in _SUMS]
-        text = (
-            f"{_CLIENTS if self.client is None else _ONE_CLIENT} SELECT {', '.join([*columns, *sums])}"  # noqa: S608
-            f" FROM clients {join} usage ON usage.client = clients.client"
-        )
-        if where:
-            text += f" WHERE {' AND '.join(where)}"
-        if columns:
-            text += f" GROUP BY {', '.join(columns)} ORDER BY {', '.join(columns)}"
-        return sql.text(f"{text} LIMIT {MAX_GROUPS + 1}")
-
-    def parameters(self) -> dict[str, Any]:
-        names = ("since", "until", "client", "model")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        columns = [_COLUMNS[name].label(name) for name in self.group]
+        sums = [
+            sql.cast(sql.func.coalesce(sql.func.sum(usage.c[name]), 0), sql.BigInteger).label(name) for name in _SUMS
+        ]
+        clauses = [_OF_EVERY_CLIENT if self.client is None else usage.c.client == self.client]
+        if self.since is not None:
+            clauses.append(usage.c.hour >= self.since)
+        if self.until is not None:
+            clauses.append(usage.c.hour < self.until)
+        if self.model is not None:
+            clauses.append(usage.c.model == self.model)
+        return sql.select(*columns, *sums).where(*clauses).group_by(*columns).order_by(*columns).limit(MAX_GROUPS + 1)
 
 
 def select(connection: sql.Connection, query: UsageQuery, limit_s: float) -> UsageResponse:
     """The usage of a query; raises InvalidRequestError above MAX_GROUPS, DeadlineError if it takes too long."""
     with _limited(connection, limit_s):
-        rows = connection.execute(query.statement(_join(connection)), query.parameters()).all()
+        rows = connection.execute(query.statement()).all()
     if len(rows) > MAX_GROUPS:
         raise InvalidRequestError(f"more than {MAX_GROUPS} groups: choose a shorter period or fewer groups")
     response = UsageResponse(groups=[_group(query.group, row) for row in rows])
@@ -190,13 +174,9 @@ def select(connection: sql.Connection, query: UsageQuery, limit_s: float) -> Usa
 
 def forget_some(connection: sql.Connection, before_us: int) -> int:
     """Deletes some of the sums of hours that ended before a time; returns their number."""
-    statement = _FORGET.format(join=_join(connection))
-    return run(connection, statement, before_us // HOUR_US, _FORGOTTEN_AT_ONCE).rowcount
-
-
-def _join(connection: sql.Connection) -> str:
-    """SQLite needs to be shown the order of the tables, in which PostgreSQL's planner is free."""
-    return "JOIN" if is_postgresql(connection) else "CROSS JOIN"
+    key = sql.tuple_(usage.c.client, usage.c.hour, usage.c.model)
+    old = sql.select(*usage.primary_key).where(_OF_EVERY_CLIENT, usage.c.hour < before_us // HOUR_US)
+    return connection.execute(sql.delete(usage).where(key.in_(old.limit(_FORGOTTEN_AT_ONCE)))).rowcount
 
 
 def _group(names: Sequence[str], row: sql.Row[Any]) -> UsageGroup:
@@ -228,7 +208,7 @@ def _limited(connection: sql.Connection, limit_s: float) -> Iterator[None]:
     driver: Any = connection.connection.driver_connection
     if is_postgresql(connection):
         # Until the end of the transaction; 0 would be no limit.
-        run(connection, f"SET LOCAL statement_timeout = {max(1, round(1000 * limit_s))}")
+        connection.exec_driver_sql(f"SET LOCAL statement_timeout = {max(1, round(1000 * limit_s))}")
     else:
         driver.set_progress_handler(lambda: time.monotonic() >= give_up_at, _STEPS)
     try:

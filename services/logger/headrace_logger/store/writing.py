@@ -1,25 +1,33 @@
-"""Writes to the tables of tables.py; each function runs within the transaction of its connection.
+"""Adds what has arrived: the services' records, and the calls that the gateway logged.
 
-Thousands of rows arrive each second, so statements take many rows, and any number of keys: see statements.py.
+Each function runs within the transaction of its connection. Thousands of rows arrive each second, so a statement takes
+many.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import sqlalchemy as sql
 
 from headrace.payload.outbox.merge import was_refused
+from headrace_logger.store import shares
 from headrace_logger.store.deletions import Deletions
 from headrace_logger.store.filters import columns_of
-from headrace_logger.store.removing import named_by_records, take_no_more_of_calls
-from headrace_logger.store.statements import IN_EACH, Row, column, each, insert, run
-from headrace_logger.store.tables import NOT_OF_CALL, OF_CALL, OF_CALL_FOR_NOW, appended, calls, records
+from headrace_logger.store.tables import (
+    NOT_OF_CALL,
+    OF_CALL,
+    OF_CALL_FOR_NOW,
+    among,
+    appended,
+    calls,
+    lists,
+    records,
+    sources,
+)
 from headrace_logger.store.usage import UsageSums
 from headrace_protos.headrace_pb2 import AppendRequest, GatewayCall, PayloadRecord
-
-_COLUMNS = (*columns_of(PayloadRecord()), "of_call", "refused", "body")
 
 
 def append(
@@ -50,56 +58,43 @@ def _new_of_source(
     for request in requests:
         by_sequence.setdefault(request.sequence, request)
     source_id = _id_of(connection, source)
-    known = f"SELECT sequence FROM appended WHERE source_id = ? AND sequence {IN_EACH}"  # noqa: S608
-    for sequence in column(connection, known, source_id, each(connection, by_sequence)):
+    for sequence in among(connection, appended.c.sequence, by_sequence, appended.c.source_id == source_id):
         del by_sequence[sequence]
-    arrived = [(source_id, sequence, now_us) for sequence in by_sequence]
-    insert(connection, appended, ("source_id", "sequence", "time_us"), arrived)
+    if by_sequence:
+        arrived = [{"source_id": source_id, "sequence": sequence, "time_us": now_us} for sequence in by_sequence]
+        connection.execute(sql.insert(appended), arrived)
 
     by_id: dict[str, AppendRequest] = {}
     for request in by_sequence.values():
         by_id.setdefault(request.record.record_id, request)
-    known = f"SELECT record_id FROM records WHERE record_id {IN_EACH}"  # noqa: S608
-    for record_id in column(connection, known, each(connection, by_id)):
+    for record_id in among(connection, records.c.record_id, by_id):
         del by_id[record_id]
     return list(by_id.values())
 
 
 def _id_of(connection: sql.Connection, source: str) -> int:
     """The number of a source, which a new one gets here."""
-    known = "SELECT source_id FROM sources WHERE source = ?"
-    if not (found := column(connection, known, source)):
-        run(connection, "INSERT INTO sources (source) VALUES (?)", source)
-        found = column(connection, known, source)
-    return int(found[0])
+    known = sql.select(sources.c.source_id).where(sources.c.source == source)
+    if (source_id := connection.scalar(known)) is None:
+        connection.execute(sql.insert(sources), {"source": source})
+        source_id = connection.execute(known).scalar_one()
+    return int(source_id)
 
 
 def _append_new(
     connection: sql.Connection, requests: Sequence[AppendRequest], deletions: Deletions
 ) -> list[AppendRequest]:
     """Adds the records that no deletion covers; returns their requests."""
-    deleted = [request.record for request in requests if deletions.cover(request.record)]
-    covered = {record.record_id for record in deleted}
-    new = [request for request in requests if request.record.record_id not in covered]
-    _replace_calls(connection, [request.record for request in requests])
-    _take_no_more_of(connection, deleted)
-    insert(connection, records, _COLUMNS, [_row(request.record, NOT_OF_CALL) for request in new])
+    new = [request for request in requests if not deletions.cover(request.record)]
+    call_ids = {request.record.call_id for request in requests if request.record.call_id}
+    # The service's record replaces that of only the gateway's line.
+    for some in lists(call_ids):
+        shares.remove(connection, (records.c.of_call != NOT_OF_CALL) & records.c.call_id.in_(some))
+    added = {id(request) for request in new}
+    deleted = {request.record.call_id for request in requests if id(request) not in added and request.record.call_id}
+    shares.take_no_more_of_calls(connection, shares.unnamed_calls(connection, deleted))
+    shares.add(connection, [_row(request.record, NOT_OF_CALL) for request in new])
     return new
-
-
-def _replace_calls(connection: sql.Connection, new: Iterable[PayloadRecord]) -> None:
-    """Removes the records of calls whose service's record has arrived."""
-    call_ids = {record.call_id for record in new if record.call_id}
-    if call_ids:
-        statement = f"DELETE FROM records WHERE of_call <> {NOT_OF_CALL} AND call_id {IN_EACH}"  # noqa: S608
-        run(connection, statement, each(connection, call_ids))
-
-
-def _take_no_more_of(connection: sql.Connection, deleted: Iterable[PayloadRecord]) -> None:
-    """Marks the calls of deleted records as deleted, except those that other records name."""
-    call_ids = {record.call_id for record in deleted if record.call_id}
-    if call_ids:
-        take_no_more_of_calls(connection, call_ids - named_by_records(connection, call_ids))
 
 
 class GatewayLine(Protocol):
@@ -121,24 +116,27 @@ class GatewayLine(Protocol):
 def add_calls(connection: sql.Connection, lines: Sequence[GatewayLine], now_us: int) -> list[PayloadRecord]:
     """Adds the calls that are new; returns the records of those that no service can record."""
     by_id = {line.call_id: line for line in reversed(lines) if line.call_id}
-    call_ids = list(by_id)
-    known = f"SELECT call_id FROM calls WHERE call_id {IN_EACH}"  # noqa: S608
-    for call_id in column(connection, known, each(connection, call_ids)):
+    unnamed = shares.unnamed_calls(connection, by_id.keys())
+    for call_id in among(connection, calls.c.call_id, by_id):
         del by_id[call_id]
-    new = [(call_id, now_us, line.gateway.SerializeToString()) for call_id, line in by_id.items()]
-    insert(connection, calls, ("call_id", "time_us", "gateway"), new)
-    named = named_by_records(connection, call_ids)
+    if by_id:
+        new = [
+            {"call_id": call_id, "time_us": now_us, "gateway": line.gateway.SerializeToString()}
+            for call_id, line in by_id.items()
+        ]
+        connection.execute(sql.insert(calls), new)
     rows, final = [], []
     for line in lines:
-        if not line.call_id or (by_id.get(line.call_id) is line and line.call_id not in named):
+        if not line.call_id or (by_id.get(line.call_id) is line and line.call_id in unnamed):
             record = line.record()
             is_final = not line.may_be_recorded(record)
             rows.append(_row(record, OF_CALL if is_final else OF_CALL_FOR_NOW))
             if is_final:
                 final.append(record)
-    insert(connection, records, _COLUMNS, rows)
+    shares.add(connection, rows)
     return final
 
 
-def _row(record: PayloadRecord, of_call: int) -> Row:
-    return (*columns_of(record).values(), of_call, int(was_refused(record)), record.SerializeToString())
+def _row(record: PayloadRecord, of_call: int) -> dict[str, Any]:
+    columns = columns_of(record)
+    return columns | {"of_call": of_call, "refused": was_refused(record), "body": record.SerializeToString()}

@@ -1,0 +1,89 @@
+"""Adds and removes rows of `records`, and the space that each client's records take, in `shares`.
+
+Each function runs within the transaction of its connection.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import sqlalchemy as sql
+
+from headrace_logger.store.tables import REFUSED, among, calls, is_postgresql, now_us, records, shares, upsert
+
+BESIDES_BODY = 600  # An estimate of a record's space besides its body: columns and index entries.
+# The share of the database above which refused requests are deleted first, however new they are.
+_REFUSED_SHARE = 1 / 8
+
+SIZE = sql.func.length(records.c.body).label("size")
+_REMOVED = (records.c.position, records.c.call_id, records.c.of_call, records.c.client, records.c.refused, SIZE)
+_TOTAL = sql.select(sql.func.coalesce(sql.func.sum(shares.c.bytes), 0))
+_REFUSED_SHARES = shares.c.refused == sql.true()
+_LARGEST = sql.select(shares.c.client).group_by(shares.c.client).order_by(sql.func.sum(shares.c.bytes).desc()).limit(1)
+
+
+def add(connection: sql.Connection, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Inserts rows in their order."""
+    if rows:
+        connection.execute(sql.insert(records), rows)
+        _count(connection, ((row["client"], row["refused"], len(row["body"])) for row in rows), 1)
+
+
+def remove(connection: sql.Connection, chosen: sql.ColumnElement[bool]) -> Sequence[Any]:
+    """Deletes rows; returns what is needed for their calls and for their number."""
+    rows = connection.execute(sql.delete(records).where(chosen).returning(*_REMOVED)).all()
+    _count(connection, ((row.client, row.refused, row.size) for row in rows), -1)
+    return rows
+
+
+def remove_with_calls(connection: sql.Connection, positions: Sequence[int]) -> Collection[str]:
+    """Deletes records, and the gateway's lines of calls that no record names any more; returns these calls' ids."""
+    if not positions:
+        return ()
+    removed = remove(connection, records.c.position.in_(positions))
+    unnamed = unnamed_calls(connection, {row.call_id for row in removed if row.call_id is not None})
+    if unnamed:
+        connection.execute(sql.delete(calls).where(calls.c.call_id.in_(unnamed)))
+    return unnamed
+
+
+def unnamed_calls(connection: sql.Connection, call_ids: Collection[str]) -> set[str]:
+    """Those of the calls that no record names."""
+    return set(call_ids).difference(among(connection, records.c.call_id, call_ids))
+
+
+def take_no_more_of_calls(connection: sql.Connection, call_ids: Iterable[str]) -> None:
+    """Marks calls so that the gateway's later lines for them are ignored."""
+    marked = [{"call_id": call_id, "time_us": now_us(), "gateway": None} for call_id in call_ids]
+    upsert(connection, calls, marked, replaced=("time_us", "gateway"))
+
+
+def bytes_used(connection: sql.Connection) -> int:
+    """The size that a limit is for: of SQLite's pages in use; of PostgreSQL's records, as its files do not shrink."""
+    if is_postgresql(connection):
+        return int(connection.execute(_TOTAL).scalar_one())
+    pragmas = ("page_count", "freelist_count", "page_size")
+    pages, free, size = (connection.exec_driver_sql(f"PRAGMA {name}").scalar_one() for name in pragmas)
+    return int((pages - free) * size)
+
+
+def first_to_go(connection: sql.Connection, max_bytes: int) -> Sequence[sql.ColumnElement[bool]]:
+    """The conditions of the records that are deleted next for space."""
+    if connection.execute(_TOTAL.where(_REFUSED_SHARES)).scalar_one() > max_bytes * _REFUSED_SHARE:
+        return records.c.client == connection.scalar(_LARGEST.where(_REFUSED_SHARES)), REFUSED
+    return [records.c.client == client for client in connection.scalars(_LARGEST)]
+
+
+def forget_empty(connection: sql.Connection) -> None:
+    """Forgets clients without records."""
+    connection.execute(sql.delete(shares).where(shares.c.bytes <= 0))
+
+
+def _count(connection: sql.Connection, rows: Iterable[tuple[str, bool, int]], sign: int) -> None:
+    sums: Counter[tuple[str, bool]] = Counter()
+    for client, refused, size in rows:
+        sums[client, refused] += sign * (size + BESIDES_BODY)
+    changes = [{"client": client, "refused": refused, "bytes": count} for (client, refused), count in sums.items()]
+    upsert(connection, shares, changes, added=("bytes",))
