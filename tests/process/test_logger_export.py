@@ -22,8 +22,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from headrace_logger.export import batches, export, snapshot
-from headrace_logger.export import lines as lines_module
+from headrace_logger.export import export, shapes, snapshot
 from headrace_logger.export.export import instant
 from headrace_logger.store.store import Store
 from headrace_logger.values import row
@@ -178,7 +177,7 @@ async def test_filters_choose_the_exported_records(store, run, tmp_path):
 async def test_every_record_is_exported_once_oldest_first_over_any_number_of_pages(store, run, tmp_path, monkeypatch):
     monkeypatch.setattr(snapshot, "_ROWS", 7)
     monkeypatch.setattr(snapshot, "_BYTES", 2000)
-    monkeypatch.setattr(batches, "_ROWS", 10)
+    monkeypatch.setattr(snapshot, "_BATCH_ROWS", 10)
     requests = [append_request(number, prompt="p" * (number % 5 * 400)) for number in range(1, 200)]
     for request in requests:
         # Many have the same time: the order is that of their commits.
@@ -193,7 +192,7 @@ async def test_several_row_groups_are_one_file(store, run, tmp_path, monkeypatch
     from headrace_logger.export import parquet
 
     monkeypatch.setattr(parquet, "_ROW_GROUP_BYTES", 1)
-    monkeypatch.setattr(batches, "_ROWS", 10)
+    monkeypatch.setattr(snapshot, "_BATCH_ROWS", 10)
     await store.append([append_request(number) for number in range(1, 101)])
     assert run("--output", str(tmp_path / "out.parquet")) == 0
     file = pyarrow.parquet.ParquetFile(tmp_path / "out.parquet")
@@ -223,7 +222,7 @@ async def test_the_file_is_private_and_appears_when_it_is_complete(store, run, t
         assert out.read_text() == "the one before"
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(lines_module, "to_json", fail)
+    monkeypatch.setattr(shapes, "to_json", fail)
     assert run("--format", "jsonl", "--output", str(out)) == 1
     assert [path.name for path in out.parent.iterdir()] == ["out.jsonl"]
     assert out.read_text() == "the one before"

@@ -14,7 +14,8 @@ import pyarrow.parquet
 import pytest
 from pyarrow import fs
 
-from headrace_logger.export import export, folders
+from headrace.errors import StartupError
+from headrace_logger.export import export, partitions
 from headrace_logger.export.partitions import export_hours
 from headrace_logger.store import reading
 from headrace_protos.headrace_pb2 import AppendRequest, GatewayCall, PayloadRecord
@@ -106,7 +107,7 @@ async def test_a_folder_of_another_database_is_refused(store, hours, tmp_path):
     await store.append([append_request(1, HOUR)])
     (tmp_path / "lake" / "date=2026-01-31" / "hour=12").mkdir(parents=True)
     (tmp_path / "lake" / "date=2026-01-31" / "hour=12" / "payloads-000000000009.parquet").touch()
-    with pytest.raises(folders.StartupError, match=r"records that .* never had: name another folder"):
+    with pytest.raises(StartupError, match=r"records that .* never had: name another folder"):
         hours()
 
 
@@ -122,7 +123,7 @@ async def test_an_export_that_fails_leaves_no_file_and_the_next_continues(store,
         return write(*arguments)
 
     monkeypatch.setattr(pyarrow.parquet.ParquetWriter, "write_table", fail_the_second_time)
-    with pytest.raises(folders.StartupError, match="No space left on device"):
+    with pytest.raises(StartupError, match="No space left on device"):
         hours()
     assert list(files(tmp_path / "lake").values()) == [[1]]
     assert hours() == "1 records in 1 new files"
@@ -143,7 +144,7 @@ async def test_one_export_at_a_time_writes_to_a_folder(store, hours, tmp_path):
     (tmp_path / "lake").mkdir()
     other = os.open(tmp_path / "lake", os.O_RDONLY)
     fcntl.flock(other, fcntl.LOCK_EX)
-    with pytest.raises(folders.StartupError, match="another export writes to it"):
+    with pytest.raises(StartupError, match="another export writes to it"):
         hours()
     os.close(other)
     assert hours() == "0 records in 0 new files"
@@ -154,13 +155,13 @@ async def test_a_url_is_one_of_pyarrows_file_systems(store, hours, tmp_path):
     for _ in range(2):
         hours(output=f"file://{tmp_path}/lake")
     assert list(files(tmp_path / "lake").values()) == [[1]]
-    with pytest.raises(folders.StartupError, match=r"^--output nowhere://lake: "):
+    with pytest.raises(StartupError, match=r"^--output nowhere://lake: "):
         hours(output="nowhere://lake")
 
 
 def test_messages_name_a_url_without_its_credentials():
-    assert folders.shown("s3://id:secret@bucket/prefix?endpoint_override=host") == "s3://bucket/prefix"
-    assert folders.shown("a/folder@home?") == "a/folder@home?"
+    assert partitions.shown("s3://id:secret@bucket/prefix?endpoint_override=host") == "s3://bucket/prefix"
+    assert partitions.shown("a/folder@home?") == "a/folder@home?"
 
 
 def test_an_upload_that_is_interrupted_leaves_no_object(tmp_path, monkeypatch):
@@ -168,8 +169,8 @@ def test_an_upload_that_is_interrupted_leaves_no_object(tmp_path, monkeypatch):
         stream.write(file.read(3))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(folders.shutil, "copyfileobj", interrupt)
-    folder = folders.RemoteFolder("file:///", fs.LocalFileSystem(), str(tmp_path))
+    monkeypatch.setattr(partitions.shutil, "copyfileobj", interrupt)
+    folder = partitions.Folder("mock://", fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem()), "")
     (tmp_path / "below").mkdir()
     with pytest.raises(KeyboardInterrupt), folder.writing("below", "name") as file:
         file.write(b"contents")

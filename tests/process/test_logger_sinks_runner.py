@@ -10,7 +10,8 @@ import pytest
 
 from headrace.errors import NotReadyError
 from headrace_logger.sinks import runner as runner_module
-from headrace_logger.sinks.cloud_events import CloudEventsSink, Event, RefusedError, TryAgainError
+from headrace_logger.sinks.cloud_events import CloudEventsSink
+from headrace_logger.sinks.delivery import Event, RefusedError, TryAgainError
 from headrace_logger.sinks.runner import SinkRunner
 from headrace_logger.store import reading
 from headrace_logger.store.store import Store

@@ -5,9 +5,7 @@ import json
 import pytest
 
 from headrace_logger.export import generations
-from headrace_logger.export.chat import example
-from headrace_logger.export.guidellm import dataset_row
-from headrace_logger.export.mooncake import Trace
+from headrace_logger.export.shapes import Trace, dataset_row, example
 from headrace_protos import headrace_pb2 as pb
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "où?"}]

@@ -3,7 +3,7 @@
 Reads a database that a logger may be writing to, and never changes it. Records that are committed when the export
 begins are exported, oldest first, in short transactions, so that the logger is not blocked; records deleted during the
 export are missing. A file appears under its name once it is complete. Rows and their types:
-`headrace_logger.values`, `headrace_logger.export.parquet`; other formats: `headrace_logger.export.lines`; a file
+`headrace_logger.values`, `headrace_logger.export.parquet`; other formats: `headrace_logger.export.shapes`; a file
 for each hour: `headrace_logger.export.partitions`.
 
 Errors: StartupError, one line, if the database or the output cannot be used.
@@ -15,26 +15,22 @@ import argparse
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, NoReturn
 
 from tqdm import tqdm
 
 from headrace.errors import StartupError
 from headrace.files import private_file
 from headrace_logger.command import database_of, run_command
-from headrace_logger.export.batches import batches
-from headrace_logger.export.lines import SHAPES, LinesWriter
-from headrace_logger.export.snapshot import Snapshot
+from headrace_logger.export.shapes import SHAPES, write_lines
+from headrace_logger.export.snapshot import Snapshot, batches
 from headrace_logger.store.filters import Filters
 from headrace_logger.store.opening import Location
-from headrace_protos.headrace_pb2 import QueryPayloadsRequest
-
-if TYPE_CHECKING:
-    from headrace_logger.export.parquet import ParquetWriter
+from headrace_protos.headrace_pb2 import PayloadRecord, QueryPayloadsRequest
 
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
@@ -50,15 +46,23 @@ def export(database: Location, file_format: str, output: str, filters: Filters) 
 
     Returns the number of records written, and of those that the format has no line for, by reason.
     """
-    with Snapshot(database, filters) as snapshot, _open(output) as file, _writer(file_format, file) as writer:
+    with Snapshot(database, filters) as snapshot, _open(output) as file:
         shown = sys.stderr.isatty()
         total = snapshot.count() if shown else None
-        count = 0
         with tqdm(total=total, unit=" records", disable=not shown) as progress:
-            for records in batches(snapshot.records()):
-                count += writer.write(records)
-                progress.update(len(records))
-    return count, writer.left_out if isinstance(writer, LinesWriter) else Counter()
+            some = _counted(batches(snapshot.records()), progress)
+            if file_format in SHAPES:
+                return write_lines(file, SHAPES[file_format](), some)
+            # pyarrow takes a second to import, and JSON lines do not need it.
+            from headrace_logger.export.parquet import write_parquet
+
+            return write_parquet(file, some), Counter()
+
+
+def _counted(some: Iterable[list[PayloadRecord]], progress: tqdm[NoReturn]) -> Iterator[list[PayloadRecord]]:
+    for records in some:
+        yield records
+        progress.update(len(records))
 
 
 def instant(text: str, now: datetime | None = None) -> datetime:
@@ -127,15 +131,6 @@ def _filters(options: argparse.Namespace) -> Filters:
     if options.until:
         request.until.FromDatetime(options.until)
     return Filters(request)
-
-
-def _writer(file_format: str, file: IO[bytes]) -> LinesWriter | ParquetWriter:
-    if file_format in SHAPES:
-        return LinesWriter(file, SHAPES[file_format]())
-    # pyarrow takes a second to import, and JSON lines do not need it.
-    from headrace_logger.export.parquet import ParquetWriter
-
-    return ParquetWriter(file)
 
 
 @contextmanager

@@ -7,8 +7,7 @@ group: memory is bounded for an export of any length.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import TracebackType
+from collections.abc import Iterable, Sequence
 from typing import IO
 
 import pyarrow as pa
@@ -92,37 +91,21 @@ SCHEMA = pa.schema(
 _ROW_GROUP_BYTES = 32 * 1024 * 1024
 
 
-class ParquetWriter:
-    """Writes records to an open file; a block that succeeds completes it."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._writer = pq.ParquetWriter(file, SCHEMA, compression="zstd")
-        self._batches: list[pa.RecordBatch] = []
-        self._bytes = 0
-
-    def write(self, records: Sequence[PayloadRecord]) -> int:
-        """Adds the records; returns their number."""
-        batch = pa.RecordBatch.from_pylist([row(record) for record in records], schema=SCHEMA)
-        self._batches.append(batch)
-        self._bytes += batch.nbytes
-        if self._bytes >= _ROW_GROUP_BYTES:
-            self._write_row_group()
-        return len(records)
-
-    def __enter__(self) -> ParquetWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                self._write_row_group()
-                self._writer.close()
-        finally:
-            self._writer.is_open = False  # Else pyarrow's finalizer would write to a file that is closed.
-
-    def _write_row_group(self) -> None:
-        if self._batches:
-            self._writer.write_table(pa.Table.from_batches(self._batches, schema=SCHEMA))
-        self._batches, self._bytes = [], 0
+def write_parquet(file: IO[bytes], batches: Iterable[Sequence[PayloadRecord]]) -> int:
+    """Writes records to an open file; returns their number."""
+    writer = pq.ParquetWriter(file, SCHEMA, compression="zstd")
+    group: list[pa.RecordBatch] = []
+    count = 0
+    try:
+        for records in batches:
+            group.append(pa.RecordBatch.from_pylist([row(record) for record in records], schema=SCHEMA))
+            count += len(records)
+            if sum(batch.nbytes for batch in group) >= _ROW_GROUP_BYTES:
+                writer.write_table(pa.Table.from_batches(group, schema=SCHEMA))
+                group = []
+        if group:
+            writer.write_table(pa.Table.from_batches(group, schema=SCHEMA))
+        writer.close()
+    finally:
+        writer.is_open = False  # Else pyarrow's finalizer would write to a file that is closed.
+    return count

@@ -7,26 +7,40 @@ record came late, such as that of an answer that took longer. Each record is wri
 time writes to a folder. A call whose service's record came more than ten seconds after the gateway's line is there as
 both.
 
-A folder belongs to one database: positions are its own.
+A folder belongs to one database: positions are its own. It is one of this machine, whose files only their owner can
+read, or of an object store by its URL. URLs are those of pyarrow's file systems: s3://bucket/prefix, gs://…, abfs://…,
+with credentials from the usual variables (AWS_ACCESS_KEY_ID, …) and options in the query
+(?region=…&endpoint_override=host:port&scheme=http). A file appears under its name once it is complete.
 
 Errors: StartupError, one line, if the database or the folder cannot be used.
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta
+from itertools import chain
+from pathlib import Path
+from typing import IO
+
+from pyarrow import fs
 
 from headrace.errors import StartupError
-from headrace_logger.export.batches import batches
-from headrace_logger.export.folders import Folder, open_folder, shown
-from headrace_logger.export.parquet import ParquetWriter
-from headrace_logger.export.snapshot import Part, Snapshot
+from headrace.files import private_file
+from headrace_logger.export.parquet import write_parquet
+from headrace_logger.export.snapshot import Part, Snapshot, batches
 from headrace_logger.store.filters import Filters
 from headrace_logger.store.opening import Location, name_of
 from headrace_protos.headrace_pb2 import QueryPayloadsRequest
 
 _SETTLED = timedelta(minutes=1)  # After its end an hour is over: the gateway's lines of its last calls have come.
+_PIECE_BYTES = 8 * 1024 * 1024
 _NAME = re.compile(r"payloads-(\d+)\.parquet")
 
 
@@ -75,5 +89,89 @@ def _write(snapshot: Snapshot, part: Part, folder: Folder, below: str) -> int:
     first = next(some, None)
     if first is None:
         return 0
-    with folder.writing(below, f"payloads-{part.last:012}.parquet") as file, ParquetWriter(file) as writer:
-        return writer.write(first) + sum(map(writer.write, some))
+    with folder.writing(below, f"payloads-{part.last:012}.parquet") as file:
+        return write_parquet(file, chain([first], some))
+
+
+class Folder:
+    """A folder of one of pyarrow's file systems; `name` is its path or URL in errors."""
+
+    def __init__(self, name: str, filesystem: fs.FileSystem, path: str) -> None:
+        self._name = name
+        self._filesystem = filesystem
+        self._path = path
+
+    def names(self, below: str) -> list[str]:
+        """The names of the files in a folder below this one, which may be missing."""
+        selector = fs.FileSelector(f"{self._path}/{below}", allow_not_found=True)
+        with _errors_of(self._name):
+            return [info.base_name for info in self._filesystem.get_file_info(selector)]
+
+    @contextmanager
+    def writing(self, below: str, name: str) -> Iterator[IO[bytes]]:
+        """A new file in a folder below this one; it appears if the block succeeds."""
+        if isinstance(self._filesystem, fs.LocalFileSystem):
+            folder = Path(self._path) / below
+            with _errors_of(self._name):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with private_file(folder / name, str(folder / name)) as file:
+                yield file
+            return
+        with tempfile.TemporaryFile() as file:
+            yield file
+            file.seek(0)
+            with _errors_of(self._name):
+                self._upload(file, f"{self._path}/{below}/{name}")
+
+    def _upload(self, file: IO[bytes], path: str) -> None:
+        try:
+            with self._filesystem.open_output_stream(path) as stream:
+                shutil.copyfileobj(file, stream, _PIECE_BYTES)
+        except BaseException as error:
+            # Closing the stream completes the object, also of an upload that was interrupted.
+            if not isinstance(error, OSError):
+                self._filesystem.delete_file(path)
+            raise
+
+
+@contextmanager
+def open_folder(output: str) -> Iterator[Folder]:
+    """The folder of a path or URL; a folder of this machine is created, and locked against other exports."""
+    if "://" in output:
+        with _errors_of(output):
+            filesystem, path = fs.FileSystem.from_uri(output)
+    else:
+        filesystem, path = fs.LocalFileSystem(), output
+    with ExitStack() as stack:
+        if isinstance(filesystem, fs.LocalFileSystem):
+            stack.enter_context(_locked(Path(path), output))
+        yield Folder(output, filesystem, path.rstrip("/"))
+
+
+def shown(output: str) -> str:
+    """The path or URL for messages: without credentials and options."""
+    return re.sub(r"://[^/@]*@", "://", output.partition("?")[0]) if "://" in output else output
+
+
+@contextmanager
+def _locked(path: Path, output: str) -> Iterator[None]:
+    with _errors_of(output):
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StartupError(f"--output {output}: another export writes to it") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _errors_of(output: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, NotImplementedError) as error:
+        description = getattr(error, "strerror", None) or " ".join(str(error).replace(output, shown(output)).split())
+        raise StartupError(f"--output {shown(output)}: {description}") from None

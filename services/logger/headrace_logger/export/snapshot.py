@@ -14,7 +14,7 @@ Errors: StartupError if the database cannot be read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -33,6 +33,7 @@ from headrace_protos.headrace_pb2 import PayloadRecord
 
 _ROWS = 500
 _BYTES = 4 * 1024 * 1024
+_BATCH_ROWS, _BATCH_BYTES = 1000, 2 * 1024 * 1024
 _HOUR_US = 3600 * 1_000_000
 
 
@@ -128,3 +129,17 @@ class Snapshot:
                 yield connection
         except DatabaseError as error:
             raise StartupError(f"{name_of(self._database)}: {' '.join(str(error.orig).split())}") from None
+
+
+def batches(records: Iterable[PayloadRecord]) -> Iterator[list[PayloadRecord]]:
+    """The records in order, in batches for writers that encode many at once; a bound ends a batch."""
+    batch: list[PayloadRecord] = []
+    size = 0
+    for record in records:
+        batch.append(record)
+        size += record.ByteSize()
+        if len(batch) == _BATCH_ROWS or size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

@@ -8,8 +8,6 @@ one.
 
 from __future__ import annotations
 
-import asyncio
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from urllib.parse import unquote, urlsplit
 
@@ -20,42 +18,33 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
 from headrace.rpc.client.channel import channel_options
-from headrace_logger.sinks.cloud_events import Event, RefusedError, TryAgainError, retry_after_s, without_credentials
+from headrace_logger.sinks.delivery import Event, HttpSink, RefusedError, TryAgainError, without_credentials
 from headrace_logger.sinks.gen_ai import export_request, is_generation
 from headrace_protos.headrace_pb2 import PayloadRecord
 
 _EXPORT = f"/{trace_service_pb2.DESCRIPTOR.services_by_name['TraceService'].full_name}/Export"
 _REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.OUT_OF_RANGE)
-_TRIED_AGAIN = (401, 403, 404, 408, 429)
-_MAX_ANSWER_BYTES = 64 * 1024
 
 
-class OtlpSink(ABC):
-    """`name`, the URL without its secrets, identifies the cursor; an attempt takes at most `timeout_s` seconds."""
+class _Spans:
+    """Converts records to events, each with one span."""
 
-    def __init__(self, url: str, headers: Mapping[str, str], timeout_s: float) -> None:
-        self.name = f"gen_ai {without_credentials(url)}"
-        self._url = url
-        self._headers = headers
-        self._timeout_s = timeout_s
+    headers: Mapping[str, str] = {}
 
     def events(self, record: PayloadRecord) -> Sequence[Event]:
         """One request for a generation, none for other records; called on any thread."""
         if not is_generation(record):
             return ()
-        return (Event(record.record_id, {}, export_request(record).SerializeToString()),)
-
-    @abstractmethod
-    async def send(self, event: Event) -> None:
-        """Returns when the receiver has accepted the span; raises TryAgainError or RefusedError."""
-
-    @abstractmethod
-    async def close(self) -> None: ...
+        return (Event(record.record_id, self.headers, export_request(record).SerializeToString()),)
 
 
-class GrpcSink(OtlpSink):
+class GrpcSink(_Spans):
+    """Calls a receiver; an attempt takes at most `timeout_s` seconds."""
+
     def __init__(self, url: str, headers: Mapping[str, str], timeout_s: float) -> None:
-        super().__init__(url, {name.lower(): value for name, value in headers.items()}, timeout_s)
+        self.name = _name_of(url)
+        self._metadata = tuple((name.lower(), value) for name, value in headers.items())
+        self._timeout_s = timeout_s
         scheme, target = urlsplit(url).scheme, urlsplit(url).netloc
         if scheme == "grpcs":
             credentials = grpc.ssl_channel_credentials()
@@ -66,7 +55,7 @@ class GrpcSink(OtlpSink):
 
     async def send(self, event: Event) -> None:
         try:
-            answer = await self._export(event.body, timeout=self._timeout_s, metadata=tuple(self._headers.items()))
+            answer = await self._export(event.body, timeout=self._timeout_s, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             text = f"{error.code().name}: {error.details()}"
             if error.code() in _REFUSALS or "larger than max" in (error.details() or ""):
@@ -78,46 +67,28 @@ class GrpcSink(OtlpSink):
         await self._channel.close()
 
 
-class HttpSink(OtlpSink):
+class OtlpHttpSink(_Spans, HttpSink):
+    """Posts to a receiver."""
+
+    tried_again = (401, 403, 404, 408, 429)
+
     def __init__(self, url: str, headers: Mapping[str, str], timeout_s: float, connections: int) -> None:
-        super().__init__(url, {**headers, "content-type": "application/x-protobuf"}, timeout_s)
-        self._client = httpx2.AsyncClient(timeout=None, limits=httpx2.Limits(max_connections=connections))
+        super().__init__(_name_of(url), url, timeout_s, connections)
+        # The answer is read as it comes.
+        self.headers = {**headers, "content-type": "application/x-protobuf", "accept-encoding": "identity"}
 
-    async def send(self, event: Event) -> None:
-        answer = b""
-        try:
-            async with (
-                asyncio.timeout(self._timeout_s),
-                self._client.stream("POST", self._url, headers=self._headers, content=event.body) as response,
-            ):
-                async for part in response.aiter_bytes():
-                    answer += part
-                    if len(answer) > _MAX_ANSWER_BYTES:
-                        break
-        except TimeoutError:
-            raise TryAgainError(f"no answer within {self._timeout_s:g} s") from None
-        except httpx2.RequestError as error:
-            raise TryAgainError(f"{type(error).__name__}: {error}") from error
-        if response.is_success:
-            if response.headers.get("content-type") == "application/x-protobuf":
-                _check(answer)
-            return
-        status = f"it answered {response.status_code}"
-        if 400 <= response.status_code < 500 and response.status_code not in _TRIED_AGAIN:
-            raise RefusedError(status)
-        raise TryAgainError(status, retry_after_s(response.headers.get("retry-after", "")))
-
-    async def close(self) -> None:
-        await self._client.aclose()
+    def _check(self, response: httpx2.Response, answer: bytes) -> None:
+        if response.headers.get("content-type") == "application/x-protobuf":
+            _check(answer)
 
 
-def otlp_sink(url: str, headers: str, timeout_s: float, connections: int) -> OtlpSink:
+def otlp_sink(url: str, headers: str, timeout_s: float, connections: int) -> GrpcSink | OtlpHttpSink:
     """The sink of a URL; `headers` as in OTEL_EXPORTER_OTLP_HEADERS: `name=value,…`, encoded as in a URL."""
     pairs = (part.partition("=") for part in headers.split(",") if part.strip())
     parsed = {name.strip(): unquote(value.strip()) for name, _, value in pairs}
     if urlsplit(url).scheme in ("grpc", "grpcs"):
         return GrpcSink(url, parsed, timeout_s)
-    return HttpSink(url, parsed, timeout_s, connections)
+    return OtlpHttpSink(url, parsed, timeout_s, connections)
 
 
 def _check(answer: bytes) -> None:
@@ -128,3 +99,8 @@ def _check(answer: bytes) -> None:
         return
     if partial.rejected_spans:
         raise RefusedError(partial.error_message or "the span was rejected")
+
+
+def _name_of(url: str) -> str:
+    """Identifies the cursor: the URL without its secrets."""
+    return f"gen_ai {without_credentials(url)}"

@@ -37,7 +37,7 @@ from typing import ParamSpec, Protocol, TypeVar
 
 from headrace.errors import NotReadyError
 from headrace.payload.outbox.merge import ended_at
-from headrace_logger.sinks.cloud_events import Event, RefusedError, TryAgainError
+from headrace_logger.sinks.delivery import Event, RefusedError, TryAgainError
 from headrace_logger.store.store import Store
 from headrace_protos.headrace_pb2 import PayloadRecord
 
@@ -241,21 +241,18 @@ class SinkRunner:
                 self.counts["refused"] += 1
                 logger.warning("the sink %s refused the event %s: %s", self._sink.name, event.id, error)
                 return
-            except TryAgainError as error:
-                self.counts["retried"] += 1
-                self._warn_unavailable(error)
-                # Jitter, so that events do not all return at the same instant.
-                await asyncio.sleep(max(error.retry_after_s, delay_s * random.uniform(0.5, 1.0)))  # noqa: S311
-                delay_s = min(2 * delay_s, _MAX_DELAY_S)
             except Exception as error:
-                failures += 1
-                if failures == _MAX_FAILURES:
+                # Jitter, so that events do not all return at the same instant.
+                wait_s = delay_s * random.uniform(0.5, 1.0)  # noqa: S311
+                if isinstance(error, TryAgainError):
+                    wait_s = max(error.retry_after_s, wait_s)
+                elif (failures := failures + 1) == _MAX_FAILURES:
                     self.counts["failed"] += 1
                     logger.exception("the sink %s fails with the event %s, which is skipped", self._sink.name, event.id)
                     return
                 self.counts["retried"] += 1
                 self._warn_unavailable(error)
-                await asyncio.sleep(delay_s)
+                await asyncio.sleep(wait_s)
                 delay_s = min(2 * delay_s, _MAX_DELAY_S)
             else:
                 self.counts["delivered"] += 1
