@@ -1,11 +1,11 @@
 """Batches: what a file may contain, who sees what, and that each line gets one result however often processes die."""
 
 import asyncio
-import errno
 import json
-import os
+import pickle
+import sqlite3
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 
 import orjson
 import pytest
@@ -15,7 +15,7 @@ from headrace.clients import ANYONE, CLIENT, POLICY, Client, Policy
 from headrace.errors import InvalidRequestError, NotFoundError, NotImplementedMethodError, OverloadedError
 from headrace.rpc.server.call_context import call_context
 from headrace_protos.rest_pb2 import ObjectRequest
-from headrace_transformer.batches import durable, lines, objects, results, runner, running, store
+from headrace_transformer.batches import lines, objects, runner, running, store
 from headrace_transformer.batches.servicer import BatchesServicer
 from headrace_transformer.batches.uploads import parse_upload
 from headrace_transformer.generation.shares import account_of
@@ -49,8 +49,7 @@ def new_batch(file_id, client=ALICE, expires_in_s=3600, now=2**31):
     )
 
 
-def test_every_fault_of_a_file_is_named_by_its_line(tmp_path):
-    path = tmp_path / "lines"
+def test_every_fault_of_a_file_is_named_by_its_line():
     long = b'{"custom_id": "' + b"x" * lines.MAX_LINE_BYTES + b'"}\n'
     faults = (
         line("a"),
@@ -68,8 +67,7 @@ def test_every_fault_of_a_file_is_named_by_its_line(tmp_path):
         line("f", body={"model": "other"}),
         orjson.dumps(line("last")),
     )
-    path.write_bytes(text_of(*faults))
-    checked, _ = lines.check_lines(b"", str(path), ENDPOINT)
+    checked = lines.check_lines([text_of(*faults[:3]), text_of(*faults[3:])], ENDPOINT)
     assert [(error.line, error.code) for error in checked.errors] == [
         (3, "invalid_json_line"),
         (4, "invalid_json_line"),
@@ -84,10 +82,9 @@ def test_every_fault_of_a_file_is_named_by_its_line(tmp_path):
     ]
     assert (checked.total, checked.models) == (13, {"m": 1, "other": 13})
 
-    path.write_bytes(text_of(*(line(str(number)) for number in range(lines.MAX_LINES + 1))))
-    assert [error.code for error in lines.check_lines(b"", str(path), ENDPOINT)[0].errors] == ["too_many_lines"]
-    path.write_bytes(b"\n\n")
-    assert [error.code for error in lines.check_lines(b"", str(path), ENDPOINT)[0].errors] == ["empty_file"]
+    many = text_of(*(line(str(number)) for number in range(lines.MAX_LINES + 1)))
+    assert [error.code for error in lines.check_lines([many], ENDPOINT).errors] == ["too_many_lines"]
+    assert [error.code for error in lines.check_lines([b"\n\n"], ENDPOINT).errors] == ["empty_file"]
 
 
 FORM = "multipart/form-data; boundary=edge"
@@ -113,27 +110,27 @@ def test_an_upload_has_a_file_and_a_purpose():
             parse_upload(body, kind)
 
 
-def test_a_torn_result_is_cut_off(tmp_path, monkeypatch):
-    path = tmp_path / "results"
-    file = results.ResultFile(path)
-    one, two, three = (results.Result(name, name, 200, b"{}").line("batch_1", 1) for name in ("one", "two", "three"))
-    file.append([one, two])
-    for torn in (three[:-1], b'{"custom_id"\n', b"\0" * 10):
-        with path.open("ab") as open_file:
-            open_file.write(torn)
-        assert file.recover() == {"one", "two"}
-        assert (file.count, path.read_bytes()) == (2, one + two)
+def test_a_file_comes_back_as_it_was_in_pieces_of_whole_lines(tmp_path):
+    kept = store.Store(tmp_path, LIMITS._replace(max_bytes=2**21))
+    for contents in (b"", b"\n", b"1\n2", b"a" * 300_000, b"a\n" * 300_000 + b"b"):
+        file = kept.add_file(ALICE, "a", "batch", contents)
+        pieces = list(kept.contents(ALICE, file.id))
+        assert (b"".join(pieces), file.size) == (contents, len(contents))
+        assert all(piece.endswith(b"\n") for piece in pieces[:-1])
+    elsewhere = pickle.loads(pickle.dumps(kept))  # As in a process of bodies.
+    assert lines.check_stored(b"", elsewhere, file.id, ENDPOINT)[0].errors[0].code == "invalid_json_line"
 
-    def full(_):
-        raise OSError(errno.ENOSPC, "full")
 
+def test_a_state_and_its_results_are_kept_together_or_not_at_all(tmp_path, monkeypatch):
+    kept, batch = created(tmp_path, line("a"))
+    result = objects.Result(1, "a", "r", 200, b"{}")
     with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", full)
-        with pytest.raises(OSError, match="full"):
-            file.append([three])
-    assert path.read_bytes() == one + two
-    file.append([three])
-    assert results.ResultFile(path).recover() == {"one", "two", "three"}
+        patched.setattr(objects.Result, "line", lambda *_: object())
+        with pytest.raises(sqlite3.Error):
+            kept.save(batch.with_results([result]), [result])
+    assert (kept.batch(ALICE, batch.id).completed, kept.done(batch)) == (0, set())
+    kept.save(batch.with_results([result]), [result])
+    assert (kept.batch(ALICE, batch.id).completed, kept.done(batch)) == (1, {"a"})
 
 
 def test_a_client_sees_its_own_and_an_admin_all(tmp_path):
@@ -147,12 +144,11 @@ def test_a_client_sees_its_own_and_an_admin_all(tmp_path):
     assert (kept.files(BOB, "", "", 10, True), kept.batches(BOB, "", 10)) == ([], [])
     for refused in (
         lambda: kept.file(BOB, file.id),
-        lambda: kept.open_file(BOB, file.id),
+        lambda: list(kept.contents(BOB, file.id)),
         lambda: kept.delete_file(BOB, file.id),
         lambda: kept.batch(BOB, batch.id),
         lambda: kept.cancel(BOB, batch.id),
         lambda: kept.create_batch(BOB, new_batch(file.id, BOB)),
-        lambda: kept.file(ALICE, "../client-alice/files/" + file.id),
     ):
         with pytest.raises(NotFoundError):
             refused()
@@ -160,8 +156,6 @@ def test_a_client_sees_its_own_and_an_admin_all(tmp_path):
         kept.delete_file(ALICE, file.id)
     with pytest.raises(InvalidRequestError, match="another client's"):
         kept.create_batch(ANYONE, new_batch(file.id, ANYONE))
-    with pytest.raises(InvalidRequestError, match="malformed"):
-        kept.add_file(Client("../x", Policy()), "a", "batch", b"1")
 
 
 def test_lists_come_in_pages(tmp_path):
@@ -187,15 +181,14 @@ def test_the_folder_is_bounded(tmp_path, monkeypatch):
     with pytest.raises(OverloadedError, match="2 batches are in progress"):
         kept.create_batch(ALICE, new_batch(file.id))
 
-    def full(_):
-        raise OSError(errno.ENOSPC, "full")
-
-    before = sorted(tmp_path.rglob("*"))
-    with monkeypatch.context() as patched:
-        patched.setattr(durable.os, "fsync", full)
-        with pytest.raises(OverloadedError, match="the disk"):
+    with pytest.raises(OverloadedError, match="the disk"):
+        store.Store(tmp_path / "nowhere", LIMITS).add_file(BOB, "a", "batch", b"1")
+    monkeypatch.setattr(store, "_BUSY_S", 0.01)
+    with closing(sqlite3.connect(tmp_path / "batches.db")) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(OverloadedError, match="locked"):
             kept.add_file(BOB, "a", "batch", b"1")
-    assert [path for path in sorted(tmp_path.rglob("*")) if path not in before and path.is_file()] == []
+    assert kept.files(BOB, "", "", 9, True) == []
 
 
 def test_what_is_old_is_removed_unless_it_is_needed(tmp_path):
@@ -205,22 +198,18 @@ def test_what_is_old_is_removed_unless_it_is_needed(tmp_path):
     waiting, ended = new_batch(needed.id), new_batch(needed.id)
     for batch in (waiting, ended):
         kept.create_batch(ALICE, batch)
-    batch, lock = kept.take(ended.id, "alice")
+    batch, lock = kept.take(ended.id)
     kept.finish(batch.entered("failed", 1))
-    lock.release()
-    left = next(tmp_path.glob("client-alice/files")) / ".unfinished"
-    left.touch()
-    newest = max(path.stat().st_mtime for path in tmp_path.rglob("*"))
-    now[0] = newest + LIMITS.days * 86_400 - 1
+    lock.close()
+    now[0] = LIMITS.days * 86_400
     kept.remove_old()
     assert len(kept.files(ALICE, "", "", 9, True)) == len(kept.batches(ALICE, "", 9)) == 2
-    now[0] += 2
+    now[0] += 1
     kept.remove_old()
     assert [file.id for file in kept.files(ALICE, "", "", 9, True)] == [needed.id]
     assert [batch.id for batch in kept.batches(ALICE, "", 9)] == [waiting.id]
-    assert not left.exists()
     with pytest.raises(NotFoundError):
-        kept.open_file(ALICE, old.id)
+        list(kept.contents(ALICE, old.id))
 
 
 class Service:
@@ -267,10 +256,10 @@ async def taken(kept, batch, service, concurrency=2):
     shared = running.Resources(
         kept, None, {ENDPOINT: service.complete}, find_model, slots, concurrency, running.count_requests()
     )
-    found, lock = kept.take(batch.id, batch.client)
+    found, lock = kept.take(batch.id)
     with ThreadPoolExecutor(1) as thread:
         yield running.RunningBatch(shared, found, thread).run()
-    lock.release()
+    lock.close()
 
 
 def created(folder, *values, **fields):
@@ -285,8 +274,7 @@ def results_of(kept, batch):
     shown = kept.batch(ALICE, batch.id).shown()
     found = []
     for file_id in filter(None, (shown["output_file_id"], shown["error_file_id"])):
-        with kept.open_file(ALICE, file_id) as file:
-            found += map(json.loads, file)
+        found += map(json.loads, b"".join(kept.contents(ALICE, file_id)).splitlines())
     names = [result["custom_id"] for result in found]
     assert len(set(names)) == len(names)
     return {result["custom_id"]: result for result in found}
@@ -297,15 +285,12 @@ async def test_each_line_has_one_result_though_the_process_changes(tmp_path):
     kept, batch = created(tmp_path, *map(line, names))
     first = Service(held=("5", "6"))
     async with taken(kept, batch, first) as run:
-        assert store.Store(tmp_path, LIMITS).take(batch.id, "alice") is None  # Another process runs it.
+        assert store.Store(tmp_path, LIMITS).take(batch.id) is None  # Another process runs it.
         task = asyncio.create_task(run)
-        await first.waiting.wait()
+        await until(lambda: first.at_once == 2)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
     assert kept.batch(ALICE, batch.id).status == "in_progress"
-    output = kept.results(batch, batch.output_file_id)
-    with output.open("ab") as file:  # As if the machine had lost its power.
-        file.write(b'{"id": "x", "custom_id": "6", "resp')
     second = Service(held=names)
     async with taken(store.Store(tmp_path, LIMITS), batch, second, concurrency=3) as run:
         task = asyncio.create_task(run)
@@ -368,7 +353,8 @@ async def test_a_batch_with_a_wrong_file_fails(tmp_path):
     allowed = Client("alice", Policy(models=["other"]))
     batch = new_batch(batch.input_file_id, allowed)
     kept.create_batch(allowed, batch)
-    kept.input(batch).unlink()
+    with closing(sqlite3.connect(tmp_path / "batches.db", isolation_level=None)) as sql:
+        sql.execute("DELETE FROM files WHERE id = ?", (batch.input_file_id,))
     async with taken(kept, batch, Service()) as run:
         await run
     assert kept.batch(ALICE, batch.id).errors[0].code == "unreadable_file"
@@ -377,9 +363,9 @@ async def test_a_batch_with_a_wrong_file_fails(tmp_path):
 async def test_a_process_takes_batches_until_it_stops(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "_POLL_S", 0.01)
     kept, batch = created(tmp_path, *map(line, "abc"))
-    broken = tmp_path / "client-alice" / "batches" / "batch_0.json"
-    broken.write_text("{")
-    (tmp_path / "unfinished" / "batch_0 alice").touch()  # It does not keep others from running.
+    with closing(sqlite3.connect(tmp_path / "batches.db", isolation_level=None)) as sql:
+        # It does not keep others from running.
+        sql.execute("INSERT INTO batches VALUES ('batch_0', 'bob', '{', 0, 0, NULL)")
 
     async def run(service, stopping):
         methods = {ENDPOINT: service.complete}

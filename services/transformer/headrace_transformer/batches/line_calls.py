@@ -27,8 +27,7 @@ from headrace.telemetry.identity import (
     links_to,
 )
 from headrace_transformer.batches.lines import Line
-from headrace_transformer.batches.objects import Batch
-from headrace_transformer.batches.results import Result
+from headrace_transformer.batches.objects import Batch, Result
 from headrace_transformer.frontends.openai.errors import openai_error
 from headrace_transformer.frontends.openai.servicer import OpenAIServicer
 from headrace_transformer.frontends.responses.servicer import ResponsesServicer
@@ -91,14 +90,9 @@ async def answer_line(method: Method, batch: Batch, line: Line) -> tuple[Result,
         except HeadraceError as raised:
             error = raised
             span.set_status(trace.StatusCode.ERROR, raised.message)
-    if error is None:
-        body_of_answer = b"".join(pieces)
-        if not _is_json(body_of_answer):
-            error = RequestFailedError("the answer is not JSON")
+    status, answer = 200, b"".join(pieces)
+    if error is None and answer[:1] not in (b"{", b"["):
+        error = RequestFailedError("the answer is not JSON")
     if error is not None:
-        return Result(line.custom_id, request_id, error.http_status, orjson.dumps(openai_error(error))), error
-    return Result(line.custom_id, request_id, 200, body_of_answer), None
-
-
-def _is_json(body: bytes) -> bool:
-    return body[:1] in (b"{", b"[")
+        status, answer = error.http_status, orjson.dumps(openai_error(error))
+    return Result(line.number, line.custom_id, request_id, status, answer), error

@@ -1,25 +1,24 @@
 """The lines of a batch's input file: `{"custom_id", "method", "url", "body"}`, one JSON object each.
 
-`check_lines` checks a whole file, for a process of bodies or a thread; `LineReader` reads one that is checked. Empty
-lines are left out.
+`check_lines` checks a whole file, in a process of bodies or a thread; `read_lines` reads one that is checked. Both take
+pieces of whole lines from the store. Empty lines are left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
-from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from collections.abc import Container, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import orjson
 
 from headrace_transformer.batches.objects import LineError
+from headrace_transformer.batches.store import Store
 
 MAX_LINES = 50_000  # OpenAI's limit.
 MAX_LINE_BYTES = 8 * 1024 * 1024  # As of the body of one request.
 MAX_CUSTOM_ID = 200  # Characters; with the batch's id it makes the request's.
 _MAX_ERRORS = 100
 _MAX_MODELS = 100
-_READ_LINES, _READ_BYTES = 64, 1024 * 1024
 
 
 class Line(NamedTuple):
@@ -39,74 +38,57 @@ class CheckedLines(NamedTuple):
     models: dict[str, int]
 
 
-def check_lines(body: bytes, path: str, endpoint: str) -> tuple[CheckedLines, bytes]:
-    """Checks the file of a batch for an endpoint; `body` is not used."""
+def check_stored(body: bytes, store: Store, file_id: str, endpoint: str) -> tuple[CheckedLines, bytes]:
+    """`check_lines` for a process of bodies; `body` is not used."""
+    return check_lines(store.pieces(file_id), endpoint), b""
+
+
+def check_lines(pieces: Iterable[bytes], endpoint: str) -> CheckedLines:
+    """Checks the file of a batch for an endpoint."""
     total, errors, models = 0, list[LineError](), dict[str, int]()
     first_lines: dict[str, int] = {}
-    with Path(path).open("rb") as file:
-        for number, line in _lines(file):
-            total += 1
-            if total > MAX_LINES:
-                errors.append(LineError(code="too_many_lines", message=f"at most {MAX_LINES} requests are allowed"))
+    for number, line in _lines(pieces):
+        total += 1
+        if total > MAX_LINES:
+            errors.append(LineError(code="too_many_lines", message=f"at most {MAX_LINES} requests are allowed"))
+            break
+        value, error = _read(line, number, endpoint)
+        if error is None and value["custom_id"] in first_lines:
+            where = first_lines[value["custom_id"]]
+            error = _error("duplicate_custom_id", f"the custom_id is that of line {where}", "custom_id", number)
+        if error is not None:
+            errors.append(error)
+            if len(errors) == _MAX_ERRORS:
                 break
-            value, error = _read(line, number, endpoint)
-            if error is None and value["custom_id"] in first_lines:
-                where = first_lines[value["custom_id"]]
-                error = _error("duplicate_custom_id", f"the custom_id is that of line {where}", "custom_id", number)
-            if error is not None:
-                errors.append(error)
-                if len(errors) == _MAX_ERRORS:
-                    break
-                continue
-            first_lines[value["custom_id"]] = number
-            model = value["body"].get("model") or ""
-            if len(models) <= _MAX_MODELS:
-                models.setdefault(model, number)
+            continue
+        first_lines[value["custom_id"]] = number
+        model = value["body"].get("model") or ""
+        if len(models) <= _MAX_MODELS:
+            models.setdefault(model, number)
     if total == 0:
         errors.append(LineError(code="empty_file", message="the file has no requests"))
     if len(models) > _MAX_MODELS:
         errors.append(LineError(code="too_many_models", message=f"at most {_MAX_MODELS} models are allowed"))
-    return CheckedLines(total, tuple(errors), models), b""
+    return CheckedLines(total, tuple(errors), models)
 
 
-class LineReader:
-    """Reads the requests of a file that `check_lines` has accepted; `next` may block."""
-
-    def __init__(self, path: Path, done: Container[str] = ()) -> None:
-        self._file = path.open("rb")
-        self._lines = _lines(self._file)
-        self._done = done
-
-    def next(self) -> list[Line]:
-        """Some more requests, without those that are `done`; none at the end."""
-        read: list[Line] = []
-        size = 0
-        for number, line in self._lines:
-            value = orjson.loads(line)
-            if value["custom_id"] in self._done:
-                continue
+def read_lines(pieces: Iterable[bytes], done: Container[str] = ()) -> Iterator[Line]:
+    """The requests of a file that `check_lines` has accepted, without those that are `done`; each step may block."""
+    for number, line in _lines(pieces):
+        value = orjson.loads(line)
+        if value["custom_id"] not in done:
             body = value["body"]
-            read.append(Line(number, value["custom_id"], orjson.dumps(body), bool(body.get("stream"))))
-            size += len(line)
-            if len(read) >= _READ_LINES or size >= _READ_BYTES:
-                break
-        return read
-
-    def close(self) -> None:
-        self._file.close()
+            yield Line(number, value["custom_id"], orjson.dumps(body), bool(body.get("stream")))
 
 
-def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not empty, with their numbers from 1; one that is too long is cut, and ends no line."""
+def _lines(pieces: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not empty, with their numbers from 1."""
     number = 0
-    while line := file.readline(MAX_LINE_BYTES + 1):
-        number += 1
-        if not line.endswith(b"\n"):
-            while rest := file.readline(MAX_LINE_BYTES):
-                if rest.endswith(b"\n"):
-                    break
-        if line.strip():
-            yield number, line
+    for piece in pieces:
+        for line in piece.removesuffix(b"\n").split(b"\n"):
+            number += 1
+            if line.strip():
+                yield number, line
 
 
 def _read(line: bytes, number: int, endpoint: str) -> tuple[dict[str, Any], LineError | None]:

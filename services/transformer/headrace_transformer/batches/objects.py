@@ -5,11 +5,12 @@ Source: OpenAI's API reference for the shapes and the states.
 
 from __future__ import annotations
 
-import re
 import secrets
 import time
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
+import orjson
 from pydantic import BaseModel, ConfigDict
 
 from headrace.clients import CLIENT, POLICY
@@ -26,7 +27,6 @@ _TIMES: tuple[Status, ...] = (
     "cancelling",
     "cancelled",
 )
-_ID = re.compile(r"file-[0-9a-f]{23}(-output|-error)?|batch_[0-9a-f]{23}", re.ASCII)
 
 
 class NoSuchObjectError(NotFoundError):
@@ -36,13 +36,6 @@ class NoSuchObjectError(NotFoundError):
 def new_id(prefix: str) -> str:
     """An id; ids sort by the time at which they were made."""
     return f"{prefix}{time.time_ns() // 1_000_000:011x}{secrets.token_hex(6)}"
-
-
-def checked_id(given: str) -> str:
-    """An id that a caller gives, which becomes the name of a file; raises NoSuchObjectError."""
-    if _ID.fullmatch(given) is None:
-        raise NoSuchObjectError(f"there is no file or batch {given[:64]!r}")
-    return given
 
 
 class LineError(BaseModel):
@@ -56,10 +49,33 @@ class LineError(BaseModel):
     line: int | None = None
 
 
-class StoredFile(BaseModel):
-    """A file of a client."""
+class Result(NamedTuple):
+    """The result of the line `number`. `body` is the JSON of an answer with a `status`, else there is an `error`."""
 
-    model_config = ConfigDict(frozen=True)
+    number: int
+    custom_id: str
+    request_id: str
+    status: int = 0
+    body: bytes = b""
+    error: dict[str, str] | None = None
+
+    @property
+    def is_error(self) -> bool:
+        return not 200 <= self.status < 300
+
+    def line(self, batch_id: str) -> bytes:
+        """The line of the file of results."""
+        response: dict[str, Any] | None = None
+        if self.status:
+            body = orjson.Fragment(self.body)
+            response = {"status_code": self.status, "request_id": self.request_id, "body": body}
+        line_id = f"{batch_id.replace('batch_', 'batch_req_')}-{self.number}"
+        written = {"id": line_id, "custom_id": self.custom_id, "response": response, "error": self.error}
+        return orjson.dumps(written, option=orjson.OPT_APPEND_NEWLINE)
+
+
+class StoredFile(NamedTuple):
+    """A file of a client."""
 
     id: str
     filename: str
@@ -118,6 +134,16 @@ class Batch(BaseModel):
     def error_file_id(self) -> str:
         """The id of the file with the results of all others."""
         return f"file-{self.id.removeprefix('batch_')}-error"
+
+    @property
+    def result_file_ids(self) -> tuple[str, str]:
+        return self.output_file_id, self.error_file_id
+
+    def with_results(self, results: Sequence[Result]) -> Batch:
+        """A copy that counts more results."""
+        failed = sum(result.is_error for result in results)
+        completed = len(results) - failed
+        return self.model_copy(update={"completed": self.completed + completed, "failed": self.failed + failed})
 
     @property
     def is_final(self) -> bool:

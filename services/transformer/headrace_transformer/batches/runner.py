@@ -12,8 +12,8 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import IO
 
-from headrace_transformer.batches.durable import FileLock
 from headrace_transformer.batches.objects import Batch
 from headrace_transformer.batches.running import Resources, RunningBatch
 
@@ -69,7 +69,7 @@ class BatchRunner:
             if batch_id in self._running or of_client[client] >= _MOST_OF_ONE or not is_due:
                 continue
             try:
-                taken = await asyncio.to_thread(store.take, batch_id, client)
+                taken = await asyncio.to_thread(store.take, batch_id)
             except Exception:  # The others are to run.
                 logger.exception("batch %s cannot be taken; trying again", batch_id)
                 self._not_before[batch_id] = now + _RETRY_AFTER_S
@@ -78,7 +78,7 @@ class BatchRunner:
                 of_client[client] += 1
                 self._running[batch_id] = client, asyncio.create_task(self._run(*taken), name=batch_id)
 
-    async def _run(self, batch: Batch, lock: FileLock) -> None:
+    async def _run(self, batch: Batch, lock: IO[str]) -> None:
         thread = ThreadPoolExecutor(1, thread_name_prefix="batch")
         try:
             logger.info("running batch %s", batch.id)
@@ -88,5 +88,5 @@ class BatchRunner:
             self._not_before[batch.id] = time.monotonic() + _RETRY_AFTER_S
         finally:
             self._running.pop(batch.id, None)
-            thread.submit(lock.release)
+            thread.submit(lock.close)
             thread.shutdown(wait=False)

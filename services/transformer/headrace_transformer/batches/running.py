@@ -10,9 +10,9 @@ import asyncio
 import logging
 import random
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from opentelemetry import metrics
@@ -30,9 +30,8 @@ from headrace.errors import (
 )
 from headrace.rpc.server.call_context import CallContext
 from headrace_transformer.batches.line_calls import Method, answer_line, metadata_of
-from headrace_transformer.batches.lines import CheckedLines, Line, LineReader, check_lines
-from headrace_transformer.batches.objects import Batch, LineError, Status
-from headrace_transformer.batches.results import Result, ResultFile
+from headrace_transformer.batches.lines import CheckedLines, Line, check_lines, check_stored, read_lines
+from headrace_transformer.batches.objects import Batch, LineError, Result, Status
 from headrace_transformer.batches.store import Store
 from headrace_transformer.processes.body_processes import LARGE_BODIES, SMALL_BYTES, BodyProcesses
 
@@ -42,7 +41,8 @@ _REPEATED = OverloadedError, NotReadyError, HopBrokenError
 _OUTCOME = "headrace.outcome"
 _FIRST_DELAY_S, _MAX_DELAY_S = 1.0, 60.0
 _UNWRITTEN = 64  # Results that wait for the disk; beyond these, lines wait.
-_WRITE_EVERY_S, _SAVE_EVERY_S = 0.05, 1.0
+_WRITE_EVERY_S = 0.05
+_CLOSED_AT_ONCE = 1000  # Lines that get an error in one transaction.
 _DISK_DELAY_S = 5.0  # After a failed write.
 _CANCEL_POLL_S = 1.0
 _MODEL_WAIT_S = 5.0
@@ -87,25 +87,16 @@ class RunningBatch:
         self._thread = thread
         self._shared = shared
         self._batch = batch
-        self._output = ResultFile(shared.store.results(batch, batch.output_file_id))
-        self._errors = ResultFile(shared.store.results(batch, batch.error_file_id))
-        self._unwritten: asyncio.Queue[tuple[Line, Result]] = asyncio.Queue(_UNWRITTEN)
-        self._unsent: dict[bool, list[bytes]] = {False: [], True: []}  # Taken from the queue; by `is_error`.
-        self._lines: deque[Line] = deque()
+        self._unwritten: asyncio.Queue[Result] = asyncio.Queue(_UNWRITTEN)
+        self._unsent: list[Result] = []  # Taken from the queue.
         self._reading = asyncio.Lock()
-        self._reader: LineReader | None = None
-        self._saved_at = 0.0
 
     async def run(self) -> None:
         if self._batch.status == "validating" and not await self._validated():
             return
         if self._batch.closing_as is None:
-            done = await self._in_thread(self._recover)
-            self._reader = await self._in_thread(LineReader, self._shared.store.input(self._batch), done)
-            try:
-                closing_as = await self._answer_lines()
-            finally:
-                self._reader.close()
+            lines = await self._in_thread(self._lines_left)
+            closing_as = await self._answer_lines(lines)
             self._batch = self._batch.entered("finalizing", time.time(), closing_as=closing_as)
             await self._in_thread(self._shared.store.save, self._batch)
         await self._in_thread(self._close, self._batch.closing_as)
@@ -126,19 +117,18 @@ class RunningBatch:
 
     async def _checked(self) -> CheckedLines:
         """The file's lines, checked in a process of bodies if it is large."""
-        path = self._shared.store.input(self._batch)
-        arguments = str(path), self._batch.endpoint
+        store, file_id, endpoint = self._shared.store, self._batch.input_file_id, self._batch.endpoint
         try:
-            size = (await self._in_thread(path.stat)).st_size
+            size = await self._in_thread(store.size, file_id)
             if size <= SMALL_BYTES:
-                return (await self._in_thread(check_lines, b"", *arguments))[0]
-            checked, _ = await self._shared.bodies.run(check_lines, arguments, b"", lane=LARGE_BODIES)
+                return await self._in_thread(lambda: check_lines(store.pieces(file_id), endpoint))
+            arguments = store, file_id, endpoint
+            checked, _ = await self._shared.bodies.run(check_stored, arguments, b"", lane=LARGE_BODIES)
             return checked
-        except (FileNotFoundError, HeadraceError) as error:
+        except HeadraceError as error:
             if isinstance(error, OverloadedError):
                 raise
-            message = "the file is gone" if isinstance(error, FileNotFoundError) else str(error)
-            return CheckedLines(0, (LineError(code="unreadable_file", message=message),), {})
+            return CheckedLines(0, (LineError(code="unreadable_file", message=str(error)),), {})
 
     async def _model_errors(self, models: dict[str, int]) -> AsyncIterator[LineError]:
         """The models that the client cannot use; one that is not ready now may be later."""
@@ -156,10 +146,14 @@ class RunningBatch:
 
     # ------------------------------------------------------------------ lines
 
-    async def _answer_lines(self) -> Status:
+    def _lines_left(self) -> Iterator[Line]:
+        store = self._shared.store
+        return read_lines(store.pieces(self._batch.input_file_id), store.done(self._batch))
+
+    async def _answer_lines(self, lines: Iterator[Line]) -> Status:
         """Answers all lines, or until the batch is cancelled or expires; the state in which it then ends."""
         names = (f"{self._batch.id}-{number}" for number in range(self._shared.concurrency))
-        workers = [asyncio.create_task(self._work(), name=name) for name in names]
+        workers = [asyncio.create_task(self._work(lines), name=name) for name in names]
         answered = asyncio.gather(*workers)
         writing = asyncio.create_task(self._write(), name=f"{self._batch.id}-results")
         cancelled = asyncio.create_task(self._cancel_requested(), name=f"{self._batch.id}-cancel")
@@ -179,20 +173,17 @@ class RunningBatch:
             await asyncio.gather(answered, cancelled, return_exceptions=True)
             writing.cancel()  # Then it writes what is there.
             await asyncio.gather(writing, return_exceptions=True)
-        if any(self._unsent.values()):
+        if self._unsent:
             raise OSError("results could not be written")
         return status
 
-    async def _work(self) -> None:
-        while (line := await self._next()) is not None:
-            result = await self._answered(line)
-            await self._unwritten.put((line, result))
-
-    async def _next(self) -> Line | None:
-        async with self._reading:
-            if not self._lines and self._reader is not None:
-                self._lines.extend(await self._in_thread(self._reader.next))
-            return self._lines.popleft() if self._lines else None
+    async def _work(self, lines: Iterator[Line]) -> None:
+        while True:
+            async with self._reading:
+                line = await self._in_thread(next, lines, None)
+            if line is None:
+                return
+            await self._unwritten.put(await self._answered(line))
 
     async def _answered(self, line: Line) -> Result:
         """The result of a line, which waits for a slot, and tries again."""
@@ -221,67 +212,47 @@ class RunningBatch:
 
     # ------------------------------------------------------------------ results
 
-    def _recover(self) -> set[str]:
-        return self._output.recover() | self._errors.recover()
-
     async def _write(self) -> None:
         """Writes results as they come; when it is cancelled, those that wait."""
         try:
             while True:
-                self._take(*await self._unwritten.get())
+                self._unsent.append(await self._unwritten.get())
                 await asyncio.sleep(_WRITE_EVERY_S)
-                self._take_all()
                 if not await self._written():
                     await asyncio.sleep(_DISK_DELAY_S)
         finally:
-            self._take_all()
             await self._written()
-
-    def _take(self, line: Line, result: Result) -> None:
-        self._unsent[result.is_error].append(result.line(self._batch.id, line.number))
-
-    def _take_all(self) -> None:
-        while not self._unwritten.empty():
-            self._take(*self._unwritten.get_nowait())
 
     async def _written(self) -> bool:
         """Whether the disk has taken all results."""
+        while not self._unwritten.empty():
+            self._unsent.append(self._unwritten.get_nowait())
         try:
             await self._in_thread(self._append)
-        except OSError:
+        except OverloadedError:
             logger.exception("results of %s could not be written; trying again", self._batch.id)
             return False
         return True
 
     def _append(self) -> None:
-        for is_error, file in ((False, self._output), (True, self._errors)):
-            lines = self._unsent[is_error]
-            count = len(lines)  # More may come meanwhile.
-            file.append(lines[:count])
-            del lines[:count]
-        if time.monotonic() - self._saved_at >= _SAVE_EVERY_S:
-            self._saved_at = time.monotonic()
-            self._shared.store.save(self._counted())
+        results = tuple(self._unsent)  # More may come meanwhile.
+        self._save(results)
+        del self._unsent[: len(results)]
 
-    def _counted(self) -> Batch:
-        return self._batch.model_copy(update={"completed": self._output.count, "failed": self._errors.count})
+    def _save(self, results: Sequence[Result]) -> None:
+        batch = self._batch.with_results(results)
+        self._shared.store.save(batch, results)
+        self._batch = batch
 
     def _close(self, closing_as: Status | None) -> None:
         """Gives the lines without a result an error, and makes the batch final."""
-        done = self._recover()
         if closing_as != "completed":
             error = _CANCELLED if closing_as == "cancelled" else _EXPIRED
-            reader = LineReader(self._shared.store.input(self._batch), done)
-            try:
-                while lines := reader.next():
-                    ids = ((line, f"{self._batch.id}/{line.custom_id}") for line in lines)
-                    self._errors.append(
-                        Result(line.custom_id, request_id, error=error).line(self._batch.id, line.number)
-                        for line, request_id in ids
-                    )
-            finally:
-                reader.close()
-        self._shared.store.finish(self._counted().entered(closing_as or "completed", time.time()))
+            left = self._lines_left()
+            while lines := list(islice(left, _CLOSED_AT_ONCE)):
+                ids = [(line.number, line.custom_id, f"{self._batch.id}/{line.custom_id}") for line in lines]
+                self._save([Result(*of, error=error) for of in ids])
+        self._shared.store.finish(self._batch.entered(closing_as or "completed", time.time()))
 
     async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)

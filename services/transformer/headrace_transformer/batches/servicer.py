@@ -31,7 +31,6 @@ from headrace_transformer.processes.body_processes import SMALL_BYTES, BodyProce
 
 _PURPOSE = "batch"
 _MAX_FILES_LISTED, _MAX_BATCHES_LISTED, _BATCHES_LISTED = 10_000, 100, 20
-_PIECE_BYTES = 256 * 1024
 _WINDOW = re.compile(r"([1-9][0-9]{0,2})h", re.ASCII)
 _MAX_HOURS = 168
 _MAX_PAIRS, _MAX_KEY, _MAX_VALUE = 16, 64, 512
@@ -107,14 +106,13 @@ class BatchesServicer:
     @rest_errors(openai_error)
     async def GetFileContent(self, request: rest_pb2.ObjectRequest, context: Context) -> AsyncGenerator[HttpBody, None]:
         call, store = call_context(context, "headrace.rest.v1.Batches/GetFileContent"), self._store
-        contents = await asyncio.to_thread(store.open_file, call.client, request.id)
-        with contents:
-            piece = await asyncio.to_thread(contents.read, _PIECE_BYTES)
-            while True:
-                yield HttpBody(content_type="application/octet-stream", data=piece)
-                piece = await asyncio.to_thread(contents.read, _PIECE_BYTES)
-                if not piece:
-                    return
+        pieces = store.contents(call.client, request.id)
+        piece = await asyncio.to_thread(next, pieces, b"")
+        while True:
+            yield HttpBody(content_type="application/octet-stream", data=piece)
+            piece = await asyncio.to_thread(next, pieces, b"")
+            if not piece:
+                return
 
     @rest_errors(openai_error)
     async def DeleteFile(self, request: rest_pb2.ObjectRequest, context: Context) -> AsyncGenerator[HttpBody, None]:

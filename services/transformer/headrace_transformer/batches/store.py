@@ -1,42 +1,53 @@
 """The folder of files and batches. Several processes may share it; every method may block.
 
-    .lock                          held for changes that others must see whole
-    unfinished/BATCH CLIENT        for each batch that is not final; who runs it holds its flock
-    client-CLIENT/files/ID.json    a file's description; ID.jsonl, its contents, is there first
-    client-CLIENT/batches/ID.json  a batch's state; ID.cancel, beside it, requests its cancellation
+    batches.db  files in pieces of whole lines, and batches (SQLite)
+    running/ID  of an unfinished batch: who runs it holds its flock, which ends with the process
 
-A client sees what is its own, an admin all. Without keys there is one client, whose name is empty.
+The database keeps a rollback journal rather than a write-ahead log, whose shared memory no network file system has. A
+client sees what is its own, an admin all. Without keys there is one client, whose name is empty.
 """
 
 from __future__ import annotations
 
-import re
+import fcntl
+import sqlite3
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import IO, Any, NamedTuple
 
-from pydantic import ValidationError
-
-from headrace.clients import NAME_PATTERN, Client
-from headrace.errors import InvalidRequestError, OverloadedError
-from headrace_transformer.batches.durable import (
-    FileLock,
-    locked,
-    older,
-    refusing_when_full,
-    size_of,
-    sync_folder,
-    write_durably,
-)
-from headrace_transformer.batches.objects import Batch, NoSuchObjectError, StoredFile, checked_id, new_id
+from headrace.clients import Client
+from headrace.errors import InvalidRequestError, OverloadedError, may_pass
+from headrace_transformer.batches.objects import Batch, NoSuchObjectError, Result, StoredFile, new_id
 
 MAX_FILES = 10_000  # Of one client.
 MAX_BATCHES = 10_000
 _DAY_S = 86_400
-_PREFIX = "client-"
-_UNREADABLE = FileNotFoundError, ValidationError  # Removed meanwhile, or of another version.
+_BUSY_S = 5.0
+_PIECE_BYTES = 64 * 1024
+_READ_BYTES = 256 * 1024
+_TABLES = """
+PRAGMA auto_vacuum = INCREMENTAL;
+CREATE TABLE IF NOT EXISTS files (
+    id TEXT PRIMARY KEY, client TEXT NOT NULL, filename TEXT NOT NULL, purpose TEXT NOT NULL, size INTEGER NOT NULL,
+    created_at INTEGER NOT NULL, is_listed INTEGER NOT NULL  -- The results of a batch are, once it is final.
+);
+CREATE TABLE IF NOT EXISTS batches (
+    id TEXT PRIMARY KEY, client TEXT NOT NULL, state TEXT NOT NULL, is_final INTEGER NOT NULL, changed_at REAL NOT NULL,
+    cancelled_at REAL
+);
+CREATE TABLE IF NOT EXISTS pieces (file TEXT NOT NULL, custom_id TEXT, data BLOB NOT NULL);
+CREATE INDEX IF NOT EXISTS pieces_of_file ON pieces (file);
+"""
+_VISIBLE = "(client = :client OR :is_admin)"
+_MAY_PASS = {
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_READONLY,
+}
 
 
 class Limits(NamedTuple):
@@ -48,266 +59,291 @@ class Limits(NamedTuple):
 
 
 class Store:
-    """See the module. Raises HeadraceError; OSError where a disk fails."""
+    """See the module. Raises HeadraceError; OverloadedError where the disk is full or others take too long."""
 
     def __init__(self, folder: Path, limits: Limits, clock: Callable[[], float] = time.time) -> None:
         self._folder = folder
         self._limits = limits
         self._clock = clock
-        self._lock = folder / ".lock"
-        self._unfinished = folder / "unfinished"
+        self._has_tables = False
 
     # ------------------------------------------------------------------ files
 
     def add_file(self, client: Client, filename: str, purpose: str, contents: bytes) -> StoredFile:
         """Keeps a file; raises OverloadedError where the folder is full."""
-        folder = self._own(client.name) / "files"
-        file_id = new_id("file-")
-        path = folder / f"{file_id}.jsonl"
-        with refusing_when_full():
-            folder.mkdir(parents=True, exist_ok=True)
-            self._check_room(client, folder, len(contents))
-            write_durably(path, contents)
-            try:
-                with locked(self._lock):
-                    self._check_room(client, folder, 0)  # Others may have added files meanwhile.
-                    return self._describe(folder, file_id, filename, purpose, len(contents))
-            except BaseException:
-                path.unlink(missing_ok=True)
-                raise
+        row = (new_id("file-"), client.name, filename, purpose, len(contents), int(self._clock()), True)
+        with self._sql(writes=True) as sql:
+            self._check_room(sql, client, len(contents))
+            sql.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+            sql.executemany("INSERT INTO pieces VALUES (?, NULL, ?)", ((row[0], piece) for piece in _pieces(contents)))
+        return self._stored(row)
 
     def file(self, client: Client, file_id: str) -> StoredFile:
-        return StoredFile.model_validate_json(self._described(client, file_id).read_bytes())
+        with self._sql() as sql:
+            return self._file(sql, client, file_id)
 
     def files(self, client: Client, purpose: str, after: str, limit: int, newest_first: bool) -> list[StoredFile]:
         """The client's files after one, one more than `limit`, so that it is known whether there are more."""
-        found: list[StoredFile] = []
-        for path in self._listed(client, "files", after, newest_first):
-            try:
-                file = StoredFile.model_validate_json(path.read_bytes())
-            except _UNREADABLE:
-                continue
-            if purpose in ("", file.purpose):
-                found.append(file)
-            if len(found) > limit:
-                break
-        return found
+        following, order = ("id < :after", "DESC") if newest_first else ("id > :after", "ASC")
+        query = (
+            f"SELECT * FROM files WHERE is_listed AND {_VISIBLE} AND :purpose IN ('', purpose)"  # noqa: S608
+            f" AND (:after = '' OR {following}) ORDER BY id {order} LIMIT :limit + 1"
+        )
+        with self._sql() as sql:
+            rows = sql.execute(query, _seen_by(client, purpose=purpose, after=after, limit=limit))
+            return [self._stored(row) for row in rows]
 
-    def open_file(self, client: Client, file_id: str) -> BinaryIO:
-        """The contents of a file."""
-        try:
-            return self._described(client, file_id).with_suffix(".jsonl").open("rb")
-        except FileNotFoundError:
-            raise _no_file(file_id) from None
+    def contents(self, client: Client, file_id: str) -> Iterator[bytes]:
+        """The contents of a file, in pieces; each step may block."""
+        self.file(client, file_id)
+        yield from self.pieces(file_id)
+
+    def pieces(self, file_id: str) -> Iterator[bytes]:
+        """A file in pieces that end with a line; between two of them nothing is locked."""
+        query = "SELECT rowid, data FROM pieces WHERE file = ? AND rowid > ? ORDER BY rowid"
+        last = 0
+        while True:
+            read, size = list[bytes](), 0
+            with self._sql() as sql:
+                for rowid, data in sql.execute(query, (file_id, last)):
+                    last = rowid
+                    read.append(data)
+                    size += len(data)
+                    if size >= _READ_BYTES:
+                        break
+            if not read:
+                return
+            yield b"".join(read)
 
     def delete_file(self, client: Client, file_id: str) -> None:
         """Deletes a file; raises InvalidRequestError if an unfinished batch needs it."""
-        with locked(self._lock):
-            path = self._described(client, file_id)
-            for batch in self._unfinished_of(path.parents[1].name.removeprefix(_PREFIX)):
-                if batch.input_file_id == file_id:
-                    raise InvalidRequestError(f"the batch {batch.id} needs the file; cancel the batch first")
-            self._remove_file(path)
+        needs = "SELECT id FROM batches WHERE NOT is_final AND json_extract(state, '$.input_file_id') = ?"
+        with self._sql(writes=True) as sql:
+            self._file(sql, client, file_id)
+            for (batch_id,) in sql.execute(needs, (file_id,)):
+                raise InvalidRequestError(f"the batch {batch_id} needs the file; cancel the batch first")
+            _delete_files(sql, [file_id])
 
     # ------------------------------------------------------------------ batches
 
     def create_batch(self, client: Client, batch: Batch) -> None:
         """Adds a batch; raises NoSuchObjectError without its file, and OverloadedError beyond a limit."""
-        folder = self._own(client.name) / "batches"
-        folder.mkdir(parents=True, exist_ok=True)
-        with refusing_when_full(), locked(self._lock):
-            if self.file(client, batch.input_file_id).purpose != "batch":
+        with self._sql(writes=True) as sql:
+            if self._file(sql, client, batch.input_file_id).purpose != "batch":
                 raise InvalidRequestError("the file's purpose must be batch", param="input_file_id")
-            if not self.input(batch).exists():
+            own = "SELECT count(*) FROM files WHERE id = ? AND client = ?"
+            if not _number(sql, own, batch.input_file_id, client.name):
                 raise InvalidRequestError("the file is another client's", param="input_file_id")
-            in_progress = sum(owner == client.name for _, owner in self.unfinished())
+            in_progress = _number(sql, "SELECT count(*) FROM batches WHERE client = ? AND NOT is_final", client.name)
             if in_progress >= self._limits.batches_per_client:
                 raise OverloadedError(f"{in_progress} batches are in progress, no more are allowed at once")
-            if sum(1 for _ in folder.glob("batch_*.json")) >= MAX_BATCHES:
+            if _number(sql, "SELECT count(*) FROM batches WHERE client = ?", client.name) >= MAX_BATCHES:
                 raise OverloadedError(f"{MAX_BATCHES} batches are kept; the oldest go after {self._limits.days} days")
-            with refusing_when_full():
-                self._unfinished.mkdir(exist_ok=True)
-                self._mark(batch).touch()
-                self.save(batch)
+            now = self._clock()
+            state = (batch.id, batch.client, batch.model_dump_json(), False, now)
+            sql.execute("INSERT INTO batches VALUES (?, ?, ?, ?, ?, NULL)", state)
+            for file_id in batch.result_file_ids:
+                name = f"{batch.id}_{file_id.rpartition('-')[2]}.jsonl"
+                row = (file_id, batch.client, name, "batch_output", 0, int(now), False)
+                sql.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)", row)
 
     def batch(self, client: Client, batch_id: str) -> Batch:
-        for folder in self._seen(client):
-            try:
-                return self._read(folder / "batches" / f"{checked_id(batch_id)}.json")
-            except FileNotFoundError:
-                continue
-        raise NoSuchObjectError(f"there is no batch {batch_id!r}")
+        with self._sql() as sql:
+            return self._batch(sql, client, batch_id)
 
     def batches(self, client: Client, after: str, limit: int) -> list[Batch]:
         """The client's batches after one, the newest first, one more than `limit`."""
-        found: list[Batch] = []
-        for path in self._listed(client, "batches", after, newest_first=True):
-            with suppress(*_UNREADABLE):
-                found.append(self._read(path))
-            if len(found) > limit:
-                break
-        return found
+        query = (
+            f"SELECT state, cancelled_at FROM batches WHERE {_VISIBLE} AND (:after = '' OR id < :after)"  # noqa: S608
+            " ORDER BY id DESC LIMIT :limit + 1"
+        )
+        with self._sql() as sql:
+            return [_shown(*row) for row in sql.execute(query, _seen_by(client, after=after, limit=limit))]
 
     def cancel(self, client: Client, batch_id: str) -> Batch:
         """Requests the cancellation of a batch; raises InvalidRequestError if it has ended."""
-        with locked(self._lock):
-            batch = self.batch(client, batch_id)
+        request = "UPDATE batches SET cancelled_at = coalesce(cancelled_at, ?) WHERE id = ?"
+        with self._sql(writes=True) as sql:
+            batch = self._batch(sql, client, batch_id)
             if batch.is_final:
                 raise InvalidRequestError(f"the batch is {batch.status}: it cannot be cancelled")
-            self._state(batch).with_suffix(".cancel").touch()
-        return self.batch(client, batch_id)
+            sql.execute(request, (self._clock(), batch_id))
+            return self._batch(sql, client, batch_id)
 
     # ------------------------------------------------------------------ for who runs batches
 
     def unfinished(self) -> list[tuple[str, str]]:
         """The batches that are not final, by id and client, the oldest first."""
-        names = sorted(path.name for path in self._unfinished.glob("*"))
-        return [(batch_id, client) for batch_id, _, client in (name.partition(" ") for name in names)]
+        with self._sql() as sql:
+            return sql.execute("SELECT id, client FROM batches WHERE NOT is_final ORDER BY id").fetchall()
 
-    def take(self, batch_id: str, client: str) -> tuple[Batch, FileLock] | None:
-        """An unfinished batch, and the lock with which this process runs it; None if another one does."""
-        mark = self._unfinished / f"{batch_id} {client}"
-        lock = FileLock.take(mark)
-        if lock is None:
-            return None
+    def take(self, batch_id: str) -> tuple[Batch, IO[str]] | None:
+        """An unfinished batch, and a file whose lock this process has until it closes it; None if another has it."""
+        path = self._running(batch_id)
+        path.parent.mkdir(exist_ok=True)
+        lock = path.open("w")
         try:
-            with locked(self._lock):
-                state = self._own(client) / "batches" / f"{batch_id}.json"
-                batch = Batch.model_validate_json(state.read_bytes()) if state.exists() else None
-                if batch is None or batch.is_final:  # Its process ended at the wrong moment.
-                    mark.unlink(missing_ok=True)
-                    batch = None
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with self._sql() as sql:
+                row = sql.execute("SELECT state FROM batches WHERE id = ? AND NOT is_final", (batch_id,)).fetchone()
+            if row is not None:
+                return Batch.model_validate_json(row[0]), lock
+        except BlockingIOError:
+            pass
         except BaseException:
-            lock.release()
+            lock.close()
             raise
-        if batch is None:
-            lock.release()
-            return None
-        return batch, lock
+        lock.close()
+        return None
 
-    def save(self, batch: Batch) -> None:
-        """Replaces the state of a batch."""
-        write_durably(self._state(batch), batch.model_dump_json().encode())
+    def save(self, batch: Batch, results: Iterable[Result] = ()) -> None:
+        """Replaces the state of a batch, and adds results to its files: all of it, or nothing."""
+        with self._sql(writes=True) as sql:
+            _save(sql, batch, self._clock())
+            for result in results:
+                file_id = batch.error_file_id if result.is_error else batch.output_file_id
+                line = result.line(batch.id)
+                sql.execute("INSERT INTO pieces VALUES (?, ?, ?)", (file_id, result.custom_id, line))
+                sql.execute("UPDATE files SET size = size + ? WHERE id = ?", (len(line), file_id))
+
+    def done(self, batch: Batch) -> set[str]:
+        """The custom_ids of the lines with a result."""
+        with self._sql() as sql:
+            rows = sql.execute("SELECT custom_id FROM pieces WHERE file IN (?, ?)", batch.result_file_ids)
+            return {custom_id for (custom_id,) in rows}
 
     def finish(self, batch: Batch) -> None:
         """Saves a batch that is final, and makes its results files of the client."""
-        for file_id, count in ((batch.output_file_id, batch.completed), (batch.error_file_id, batch.failed)):
-            contents = self.results(batch, file_id)
-            if count:
-                name = f"{batch.id}_{file_id.rpartition('-')[2]}.jsonl"
-                self._describe(contents.parent, file_id, name, "batch_output", contents.stat().st_size)
-        self.save(batch)
-        self._mark(batch).unlink(missing_ok=True)
-        self._state(batch).with_suffix(".cancel").unlink(missing_ok=True)
+        now = self._clock()
+        with self._sql(writes=True) as sql:
+            _save(sql, batch, now)
+            listing = "UPDATE files SET is_listed = size > 0, created_at = ? WHERE id IN (?, ?)"
+            sql.execute(listing, (int(now), *batch.result_file_ids))
+            sql.execute("DELETE FROM files WHERE id IN (?, ?) AND NOT is_listed", batch.result_file_ids)
+        self._running(batch.id).unlink(missing_ok=True)
+
+    def size(self, file_id: str) -> int:
+        """Bytes of a file; raises NoSuchObjectError."""
+        with self._sql() as sql:
+            row = sql.execute("SELECT size FROM files WHERE id = ?", (file_id,)).fetchone()
+        if row is None:
+            raise _no_file(file_id)
+        return int(row[0])
 
     def is_cancelled(self, batch: Batch) -> bool:
-        return self._state(batch).with_suffix(".cancel").exists()
-
-    def input(self, batch: Batch) -> Path:
-        return self._own(batch.client) / "files" / f"{batch.input_file_id}.jsonl"
-
-    def results(self, batch: Batch, file_id: str) -> Path:
-        """The file of a batch's results, which its client sees once the batch is final."""
-        return self._own(batch.client) / "files" / f"{file_id}.jsonl"
+        with self._sql() as sql:
+            return bool(_number(sql, "SELECT cancelled_at IS NOT NULL FROM batches WHERE id = ?", batch.id))
 
     def remove_old(self) -> None:
         """Removes files, and final batches, that are older than the days for which they are kept."""
         oldest = self._clock() - self._limits.days * _DAY_S
-        with locked(self._lock):
-            unfinished = {batch_id for batch_id, _ in self.unfinished()}
-            needed = {
-                file_id
-                for batch in self._unfinished_of(None)
-                for file_id in (batch.input_file_id, batch.output_file_id, batch.error_file_id)
-            }
-            for folder in self._folder.glob(f"{_PREFIX}*"):
-                for path in older(folder.glob("batches/batch_*.json"), oldest):
-                    if path.stem not in unfinished:
-                        path.with_suffix(".cancel").unlink(missing_ok=True)
-                        path.unlink()
-                for path in older(folder.glob("files/file-*.json"), oldest):
-                    if path.stem not in needed:
-                        self._remove_file(path)
-                # Of processes that ended while they wrote.
-                for path in older(folder.glob("*/.*"), oldest):
-                    path.unlink(missing_ok=True)
-                for path in older(folder.glob("files/*.jsonl"), oldest):
-                    if not path.with_suffix(".json").exists() and path.stem not in needed:
-                        path.unlink()
+        old = (
+            "SELECT id FROM files WHERE is_listed AND created_at < ? AND id NOT IN"
+            " (SELECT json_extract(state, '$.input_file_id') FROM batches WHERE NOT is_final)"
+        )
+        with self._sql(writes=True) as sql:
+            sql.execute("DELETE FROM batches WHERE is_final AND changed_at < ?", (oldest,))
+            _delete_files(sql, [file_id for (file_id,) in sql.execute(old, (oldest,))])
+        with self._sql() as sql:
+            sql.execute("PRAGMA incremental_vacuum").fetchall()
 
     # ------------------------------------------------------------------
 
-    def _own(self, client: str) -> Path:
-        if client and not re.fullmatch(NAME_PATTERN, client):
-            raise InvalidRequestError("the client's name is malformed")
-        return self._folder / f"{_PREFIX}{client}"
+    @contextmanager
+    def _sql(self, writes: bool = False) -> Iterator[sqlite3.Connection]:
+        """A connection of its own, with a transaction if it writes, which an exception rolls back."""
+        path = self._folder / "batches.db"
+        with _refusing_when_full(), closing(sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)) as sql:
+            sql.execute("PRAGMA synchronous = EXTRA")
+            if not self._has_tables:
+                sql.executescript(_TABLES)
+                self._has_tables = True
+            if writes:
+                sql.execute("BEGIN IMMEDIATE")
+            yield sql
+            if writes:
+                sql.execute("COMMIT")
 
-    def _seen(self, client: Client) -> list[Path]:
-        """The folders of the clients whose files and batches a client sees."""
-        own = self._own(client.name)
-        return [own, *(path for path in self._folder.glob(f"{_PREFIX}*") if path != own)] if client.is_admin else [own]
+    def _file(self, sql: sqlite3.Connection, client: Client, file_id: str) -> StoredFile:
+        query = f"SELECT * FROM files WHERE id = :id AND is_listed AND {_VISIBLE}"  # noqa: S608
+        row = sql.execute(query, _seen_by(client, id=file_id)).fetchone()
+        if row is None:
+            raise _no_file(file_id)
+        return self._stored(row)
 
-    def _listed(self, client: Client, kind: str, after: str, newest_first: bool) -> Iterator[Path]:
-        """The descriptions of files or batches in the order of their ids, those after one."""
-        paths = [path for folder in self._seen(client) for path in folder.glob(f"{kind}/[!.]*.json")]
-        for path in sorted(paths, key=lambda path: path.stem, reverse=newest_first):
-            if not after or (path.stem < after if newest_first else path.stem > after):
-                yield path
+    def _stored(self, row: tuple[Any, ...]) -> StoredFile:
+        file_id, _, filename, purpose, size, created_at, _ = row
+        expires_at = created_at + self._limits.days * _DAY_S
+        return StoredFile(file_id, filename, purpose, size, created_at, expires_at)
 
-    def _described(self, client: Client, file_id: str) -> Path:
-        for folder in self._seen(client):
-            path = folder / "files" / f"{checked_id(file_id)}.json"
-            if path.exists():
-                return path
-        raise _no_file(file_id)
+    def _batch(self, sql: sqlite3.Connection, client: Client, batch_id: str) -> Batch:
+        query = f"SELECT state, cancelled_at FROM batches WHERE id = :id AND {_VISIBLE}"  # noqa: S608
+        row = sql.execute(query, _seen_by(client, id=batch_id)).fetchone()
+        if row is None:
+            raise NoSuchObjectError(f"there is no batch {batch_id[:64]!r}")
+        return _shown(*row)
 
-    def _describe(self, folder: Path, file_id: str, filename: str, purpose: str, size: int) -> StoredFile:
-        now = int(self._clock())
-        expires_at = now + self._limits.days * _DAY_S
-        file = StoredFile(
-            id=file_id, filename=filename, purpose=purpose, size=size, created_at=now, expires_at=expires_at
-        )
-        write_durably(folder / f"{file_id}.json", file.model_dump_json().encode())
-        return file
-
-    def _remove_file(self, description: Path) -> None:
-        description.unlink(missing_ok=True)
-        description.with_suffix(".jsonl").unlink(missing_ok=True)
-        sync_folder(description.parent)
-
-    def _check_room(self, client: Client, own: Path, size: int) -> None:
+    def _check_room(self, sql: sqlite3.Connection, client: Client, size: int) -> None:
         """Refuses a file beyond the limits; a client with a key may have half of the folder's bytes."""
         most = self._limits.max_bytes
-        sizes = {folder: size_of(folder) for folder in self._folder.glob(f"{_PREFIX}*/files")}
-        if sum(sizes.values()) + size > most or (client.name and sizes.get(own, 0) + size > most // 2):
+        own = _number(sql, "SELECT total(size) FROM files WHERE client = ?", client.name)
+        every = _number(sql, "SELECT total(size) FROM files")
+        if every + size > most or (client.name and own + size > most // 2):
             raise OverloadedError("the folder of batches is full: delete files that are no longer needed")
-        if sum(1 for _ in own.glob("file-*.json")) >= MAX_FILES:
+        if _number(sql, "SELECT count(*) FROM files WHERE client = ? AND is_listed", client.name) >= MAX_FILES:
             raise OverloadedError(f"there are {MAX_FILES} files: delete those that are no longer needed")
 
-    def _unfinished_of(self, client: str | None) -> list[Batch]:
-        """The unfinished batches of a client; None: of all."""
-        found: list[Batch] = []
-        for batch_id, owner in self.unfinished():
-            state = self._own(owner) / "batches" / f"{batch_id}.json"
-            if client in (None, owner):
-                with suppress(*_UNREADABLE):
-                    found.append(Batch.model_validate_json(state.read_bytes()))
-        return found
+    def _running(self, batch_id: str) -> Path:
+        return self._folder / "running" / batch_id
 
-    def _read(self, path: Path) -> Batch:
-        """A batch as its client sees it."""
-        batch = Batch.model_validate_json(path.read_bytes())
-        try:
-            requested_at = path.with_suffix(".cancel").stat().st_mtime
-        except FileNotFoundError:
-            return batch
-        return batch if batch.is_final else batch.entered("cancelling", requested_at)
 
-    def _state(self, batch: Batch) -> Path:
-        return self._own(batch.client) / "batches" / f"{batch.id}.json"
+@contextmanager
+def _refusing_when_full() -> Iterator[None]:
+    """Makes OverloadedError of a disk that is full or read-only, and of a database that is locked for too long."""
+    try:
+        yield
+    except OSError as error:
+        if not may_pass(error):
+            raise
+        raise OverloadedError(f"the disk of the folder of batches: {error.strerror}; nothing was kept") from None
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode & 0xFF not in _MAY_PASS:
+            raise
+        raise OverloadedError(f"the disk of the folder of batches: {error}; nothing was kept") from None
 
-    def _mark(self, batch: Batch) -> Path:
-        return self._unfinished / f"{batch.id} {batch.client}"
+
+def _pieces(contents: bytes) -> Iterator[bytes]:
+    start = 0
+    while start < len(contents):
+        end = contents.find(b"\n", start + _PIECE_BYTES) + 1 or len(contents)
+        yield contents[start:end]
+        start = end
+
+
+def _seen_by(client: Client, **others: Any) -> dict[str, Any]:
+    """The parameters of _VISIBLE, and others."""
+    return {"client": client.name, "is_admin": client.is_admin, **others}
+
+
+def _number(sql: sqlite3.Connection, query: str, *values: Any) -> int:
+    return int(sql.execute(query, values).fetchone()[0])
+
+
+def _save(sql: sqlite3.Connection, batch: Batch, now: float) -> None:
+    values = (batch.model_dump_json(), batch.is_final, now, batch.id)
+    sql.execute("UPDATE batches SET state = ?, is_final = ?, changed_at = ? WHERE id = ?", values)
+
+
+def _delete_files(sql: sqlite3.Connection, ids: Iterable[str]) -> None:
+    for file_id in ids:
+        sql.execute("DELETE FROM pieces WHERE file = ?", (file_id,))
+        sql.execute("DELETE FROM files WHERE id = ?", (file_id,))
+
+
+def _shown(state: str, cancelled_at: float | None) -> Batch:
+    """A batch as its client sees it."""
+    batch = Batch.model_validate_json(state)
+    return batch if batch.is_final or cancelled_at is None else batch.entered("cancelling", cancelled_at)
 
 
 def _no_file(file_id: str) -> NoSuchObjectError:
