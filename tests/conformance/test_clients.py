@@ -19,8 +19,6 @@ from tests.waiting import until
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = {
     "triton_grpc": ".venv-clients",
-    "triton_grpc_aio": ".venv-clients",
-    "triton_http": ".venv-clients",
     "kserve_clients": ".venv-kserve",
 }
 PROMPT = "Once upon a time"
@@ -139,27 +137,6 @@ async def test_buf_calls_every_method_by_reflection(buf):
         assert await buf(f"{SERVICE}/{method}", {field: "nobody"}) == ("not_found", "no model 'nobody'")
     assert (await buf(f"{SERVICE}/SystemSharedMemoryStatus"))[0] == "unimplemented"
     assert (await buf("headrace.v1.PayloadLog/Get", {"recordId": "nothing"}))[0] == "not_found"
-
-
-async def test_buf_reads_the_same_text_from_every_method(buf):
-    responses = await buf(
-        "headrace.v1.TextGeneration/Generate", {"model": "storyteller", "prompt": PROMPT, **_camel(GREEDY)}
-    )
-    story = "".join(response.get("text", "") for response in responses)
-    assert responses[-1]["usage"]["completionTokens"] == GREEDY["max_tokens"]
-    request = message("storyteller", "text_input", PROMPT, **GREEDY)
-    assert [piece(response) for response in await buf(f"{SERVICE}/ModelInfer", request)] == [story]
-    texts = {"a": "", "b": "", "c": ""}
-    requests = [request | {"id": id} for id in "ab"] + [
-        message("chunks", "INPUT", "xyz", id="c"),
-        {"modelName": "nobody"},
-    ]
-    for response in await buf(f"{SERVICE}/ModelStreamInfer", *requests):
-        if "errorMessage" in response:
-            assert response["errorMessage"] == "no model 'nobody'"
-        else:
-            texts[response["inferResponse"]["id"]] += piece(response["inferResponse"])
-    assert texts == {"a": story, "b": story, "c": "xyz"}
 
 
 async def test_buf_speaks_grpc_web(buf):

@@ -43,10 +43,7 @@ SERVICES: dict[str, type[ServiceSettings]] = {
     "logger": LoggerSettings,
 }
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
-DOCKERFILE = (ROOT / "services/Dockerfile").read_text()
-ENVOY = yaml.safe_load((ROOT / "envoy" / "envoy.yaml").read_text())
 OTHERS = re.compile(r"OTEL_|HF_TOKEN$|GATEWAY_TRACE_PERCENT$|OMP_NUM_THREADS$")
-FLUSH_S = 10  # Of the last records and spans, after a drain.
 MAX_ANNOTATION = 262144  # Of a resource; `kubectl apply` writes all of it into one.
 
 
@@ -140,48 +137,6 @@ def test_the_wiring_is_that_of_compose(base):
         assert fixed.items() <= own.items()
 
 
-def test_probes_ask_the_port_that_answers_them(rendered):
-    for documents in rendered.values():
-        for name, container in containers(documents).items():
-            ports = {each["name"]: each["containerPort"] for each in container["ports"]}
-            if name == "jaeger":
-                continue
-            ready, live, start = (container[f"{each}Probe"] for each in ("readiness", "liveness", "startup"))
-            if name == "envoy":
-                (listener,) = (each for each in ENVOY["static_resources"]["listeners"] if each["name"] == "ingress")
-                assert ports["http"] == listener["address"]["socket_address"]["port_value"]
-                # Answered by Envoy alone: a gateway without predictors stays in its Service.
-                assert ready["httpGet"]["path"] == start["httpGet"]["path"] == "/"
-                manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
-                routes = [each for host in manager["route_config"]["virtual_hosts"] for each in host["routes"]]
-                pages = [each for each in routes if each["match"].get("path") == "/"]
-                assert pages
-                assert all(each["direct_response"]["status"] == 200 for each in pages)
-                assert str(ENVOY["admin"]["address"]["socket_address"]["port_value"]) in live["exec"]["command"][-1]
-                continue
-            own = environment(documents, container)
-            # Ready is what compose's health check asks; alive is a process, whatever its models or other services do.
-            assert ready["grpc"]["port"] == int(own[f"{name.upper()}_PORT"]) == ports["grpc"]
-            assert ports["metrics"] == int(own[f"{name.upper()}_METRICS_PORT"])
-            for probe in (live, start):
-                assert probe["httpGet"] == {"path": "/metrics", "port": "metrics"}
-            target = DOCKERFILE.split(f" AS {name}\n")[1].split("\nFROM ")[0]
-            assert f'"headrace.rpc.server.health_check", "{ports["grpc"]}"' in target
-
-
-def test_a_pod_has_longer_than_its_drains_to_end(rendered):
-    for documents in rendered.values():
-        for workload in workloads(documents).values():
-            grace = pod(workload)["terminationGracePeriodSeconds"]
-            assert grace >= float(COMPOSE["x-hardened"]["stop_grace_period"].removesuffix("s"))
-            for container in pod(workload)["containers"]:
-                name, own = container["name"], environment(documents, container)
-                wait = float(container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [0])[-1])
-                default = SERVICES[name].model_fields["drain_s"].default if name in SERVICES else 0
-                drain = float(own.get("DRAIN_S" if name == "envoy" else f"{name.upper()}_DRAIN_S", default))
-                assert grace >= wait + drain + FLUSH_S
-
-
 def test_every_pod_is_as_hardened_as_in_compose(rendered):
     hardened = COMPOSE["x-hardened"]
     (tmp,) = (re.fullmatch(r"/tmp:size=(\w+),mode=1777", each)[1] for each in hardened["tmpfs"])
@@ -222,41 +177,6 @@ def test_without_keys_the_gateway_starts_only_with_the_component_for_it(rendered
         assert f"gateway.{namespace}.svc.cluster.local" in hosts
         for route in of_kind(documents, "HTTPRoute", "GRPCRoute").values():
             assert set(route["spec"]["hostnames"]) <= set(hosts)
-
-
-def test_kserve_runs_the_services_with_settings_that_they_know(rendered):
-    documents = rendered["kserve"]
-    (runtime,) = of_kind(documents, "ServingRuntime").values()
-    (service,) = of_kind(documents, "InferenceService").values()
-    (headless,) = of_kind(documents, "Service").values()
-    model, grace = service["spec"]["predictor"]["model"], {}
-    assert model["runtime"] == runtime["metadata"]["name"]
-    assert model["protocolVersion"] in runtime["spec"]["protocolVersions"]
-    for name, spec, owner in (
-        ("predictor", runtime["spec"], service["spec"]["predictor"]),
-        ("transformer", service["spec"]["transformer"], service["spec"]["transformer"]),
-    ):
-        (container,) = spec["containers"]
-        own = environment(documents, container)
-        assert own.keys() - {"STORAGE_URI", "PROTOCOL"} <= known(SERVICES[name])
-        grace[name] = owner["terminationGracePeriodSeconds"] - float(own[f"{name.upper()}_DRAIN_S"])
-        assert owner["enableServiceLinks"] is False
-        assert (
-            container["readinessProbe"]["grpc"]["port"]
-            == container["ports"][0]["containerPort"]
-            == int(own[f"{name.upper()}_PORT"])
-        )
-        assert container["livenessProbe"]["httpGet"]["port"] == int(own[f"{name.upper()}_METRICS_PORT"])
-        assert container["image"] == without_variables(COMPOSE["services"][name]["image"])
-    assert min(grace.values()) >= FLUSH_S
-    assert own["STORAGE_URI"] == model["storageUri"]
-    assert own["PROTOCOL"] == model["protocolVersion"]
-    assert own["MODELS"].split("=")[0] == service["metadata"]["name"]
-    assert (
-        own["TRANSFORMER_PREDICTOR_REPLICAS"]
-        == f"{headless['metadata']['name']}:{headless['spec']['ports'][0]['port']}"
-    )
-    assert headless["spec"]["selector"]["serving.kserve.io/inferenceservice"] == service["metadata"]["name"]
 
 
 def test_kserves_client_has_every_field_of_the_manifests(rendered):

@@ -21,17 +21,6 @@ def echo_request(**fields):
     return request
 
 
-async def test_requests_are_relayed_unchanged():
-    server = ForeignServer()
-    async with foreign_server(server) as address, transformer(address) as (stub, _):
-        request = echo_request()
-        answer = await stub.ModelInfer(request)
-        assert list(answer.raw_output_contents) == list(request.raw_input_contents)
-        assert server.requests == [request]
-        responses = [response async for response in stub.ModelStreamInfer(each(request))]
-        assert responses == [pb.ModelStreamInferResponse(infer_response=answer)]
-
-
 async def test_readiness_of_an_unlisted_model_is_the_servers_own():
     async with foreign_server(ForeignServer()) as address, transformer(address) as (stub, _):
         assert (await stub.ModelReady(pb.ModelReadyRequest(name="echo"))).ready
@@ -72,15 +61,6 @@ async def test_text_is_converted_to_ids_in_the_form_of_the_metadata_and_back():
             await stub.ModelInfer(formed)
         assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert all("structured_outputs" not in request.parameters for request in server.requests)
-
-
-async def test_a_model_of_ids_without_a_tokenizer_is_relayed():
-    async with foreign_server(ForeignServer()) as address, transformer(address) as (stub, _):
-        metadata = await stub.ModelMetadata(pb.ModelMetadataRequest(name="ids"))
-        assert (metadata.platform, metadata.inputs[0].name) == ("foreign", "input_ids")
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await stub.ModelConfig(pb.ModelConfigRequest(name="ids"))
-        assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_an_unloaded_model_is_not_found_and_a_new_one_is_served():

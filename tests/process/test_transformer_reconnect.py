@@ -127,18 +127,6 @@ async def test_after_each_event_the_other_transformer_sends_exactly_the_rest(ans
             assert len({*last}) == 1
 
 
-async def test_a_continued_answer_breaks_and_continues_again(answer):
-    predictor = ScriptedPredictor(answer=answer)
-    predictor.fingerprint = OLD
-    async with two_transformers(predictor) as stubs:
-        whole = await events(stubs[0], "ChatCompletions", CHAT, ACCEPT)
-        received = whole[:2]
-        while received[-1].data != "[DONE]":
-            stub = stubs[len(received) % 2]
-            received += (await events(stub, "ChatCompletions", CHAT, ("last-event-id", received[-1].id)))[:3]
-        assert contents(received) == contents(whole)
-
-
 async def test_events_have_ids_for_clients_that_ask_for_events_and_for_one_answer(answer):
     predictor = ScriptedPredictor(answer=answer)
     predictor.fingerprint = OLD

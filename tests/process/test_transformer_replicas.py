@@ -21,11 +21,6 @@ def table(**states):
     return {name: ModelState(state, "broken" if state == "UNAVAILABLE" else "", "1") for name, state in states.items()}
 
 
-def test_the_index_of_one_replica_is_unchanged():
-    of_one = table(a="READY", b="UNAVAILABLE")
-    assert merged([of_one]) == of_one
-
-
 @pytest.mark.parametrize(
     ("one", "other", "state", "reason"),
     [
@@ -62,20 +57,6 @@ def test_counts_of_replicas_are_added_up():
     assert total.response_stats["0"].success.count == 7
     assert [(batch.batch_size, batch.compute_infer.count) for batch in total.batch_stats] == [(2, 7)]
     assert [usage.byte_size for usage in total.memory_usage] == [5, 5]
-
-
-def test_models_and_versions_are_kept_apart():
-    def one(name, version):
-        return pb.ModelStatisticsResponse(
-            model_stats=[pb.ModelStatistics(name=name, version=version, inference_count=1)]
-        )
-
-    totals = summed([one("a", "1"), one("a", "2"), one("b", "1"), one("a", "1")]).model_stats
-    assert {(each.name, each.version): each.inference_count for each in totals} == {
-        ("a", "1"): 2,
-        ("a", "2"): 1,
-        ("b", "1"): 1,
-    }
 
 
 # ------------------------------------------------------------------ replicas that come and go

@@ -4,13 +4,12 @@ import asyncio
 from contextlib import AsyncExitStack
 
 import grpc
-import numpy as np
 import orjson
 import pytest
 from tokenizers import Tokenizer
 
 from headrace.errors import HopBrokenError, InvalidRequestError, NotReadyError
-from headrace.oip.tensors import Tensor, add_input, decode_outputs
+from headrace.oip.tensors import decode_outputs
 from headrace_protos import inference_pb2 as pb
 from tests.support.scripted_predictor import MODEL, ScriptedPredictor, breaks, falls_silent, raises, serving
 from tests.support.transformer_fixtures import transformer
@@ -60,15 +59,6 @@ async def test_the_text_is_the_same_at_whichever_token_the_call_breaks(answer):
                 predictor.script.append(breaks(after))
                 assert await read(stub, request) == undisturbed
                 predictor.script.clear()
-
-
-async def test_log_probabilities_belong_to_their_tokens(answer):
-    request = story_request(logprobs=1)
-    add_input(request, Tensor("return_logprobs", "BOOL", np.array([True])))
-    predictor = ScriptedPredictor(breaks(3), breaks(2), answer=answer)
-    async with serving(predictor) as address, transformer(address, TELLER) as (stub, _):
-        _, _, values = await read(stub, request)
-    assert values == pytest.approx([-position / 10 for position in range(len(answer))])
 
 
 @pytest.mark.parametrize("stop", [None, "little mill"], ids=["to the end", "to a stop string"])

@@ -4,7 +4,7 @@ import grpc
 import numpy as np
 import pytest
 
-from headrace.errors import HopBrokenError, InvalidRequestError, NotFoundError, NotReadyError, OverloadedError
+from headrace.errors import HopBrokenError, NotFoundError, NotReadyError, OverloadedError
 from headrace.oip.tensors import Tensor, add_input, decode_outputs
 from headrace_protos import inference_pb2 as pb
 from tests.support.scripted_predictor import MODEL, ScriptedPredictor, alone, serving, whole
@@ -54,24 +54,6 @@ async def test_a_request_falls_back_to_another_model_if_its_own_fails(tmp_path, 
     async with serving(predictor) as address, transformer(address, MODELS, routes=routes) as (stub, _):
         assert await tokens_of(stub, text_request("chat", "Tell me", max_tokens=5)) == 5
     assert predictor.calls[-1].request.model == SECOND
-
-
-async def test_a_begun_answer_is_finished_by_its_own_model(tmp_path):
-    predictor = ScriptedPredictor(fails(MODEL, HopBrokenError("the engine died"), after=2), models=(MODEL, SECOND))
-    routes = routed(tmp_path, FALLS_BACK)
-    async with serving(predictor) as address, transformer(address, MODELS, routes=routes) as (stub, _):
-        assert await tokens_of(stub, text_request("chat", "Tell me", max_tokens=5)) == 5
-    assert [call.request.model for call in predictor.calls] == [MODEL, MODEL]
-
-
-async def test_an_error_of_the_caller_is_returned_at_once(tmp_path):
-    error = InvalidRequestError("it asks for too much")
-    predictor = ScriptedPredictor(fails(MODEL, error), models=(MODEL, SECOND))
-    routes = routed(tmp_path, FALLS_BACK)
-    async with serving(predictor) as address, transformer(address, MODELS, routes=routes) as (stub, _):
-        with pytest.raises(grpc.aio.AioRpcError, match="it asks for too much"):
-            await stub.ModelInfer(text_request("chat", "Tell me", max_tokens=5), timeout=30)
-    assert len(predictor.calls) == 1
 
 
 async def test_a_request_that_kills_its_predictor_does_not_fall_back(tmp_path):

@@ -134,13 +134,6 @@ async def test_a_folder_that_only_the_predictors_host_has_is_the_reason_why_a_mo
     assert "MODELS here must name a folder" in reason
 
 
-async def test_a_hub_model_that_is_called_by_its_id_takes_text(served):
-    stub, _, _ = served
-    await stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name="good/story"), timeout=30)
-    answer = await stub.ModelMetadata(pb.ModelMetadataRequest(name="good/story"), timeout=10)
-    assert (answer.platform, answer.inputs[0].name) == ("headrace_text", "text_input")
-
-
 def test_a_location_is_a_folder_or_a_hub_id_for_any_name_of_the_model(tmp_path):
     assert parse_location("good/story", "good/story@main") == ModelSource("good/story", "good/story", "main")
     folder = tmp_path / "a,b=c"

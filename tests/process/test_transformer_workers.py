@@ -1,21 +1,15 @@
 """Several transformers share a port that no other process can take."""
 
-import json
 import os
 import socket
 import subprocess
 import sys
 from contextlib import closing
 
-import psutil
 import pytest
 
-from headrace import __version__
 from headrace.errors import StartupError
-from headrace.rpc.server.health_check import serving as health
-from headrace.rpc.server.listeners import RETIRE, reserved
-from tests.support.http2_client import connected
-from tests.waiting import until
+from headrace.rpc.server.listeners import reserved
 
 
 def listener(port, shares=True):
@@ -76,54 +70,3 @@ def test_a_worker_that_cannot_start_ends_all_with_its_error_line(tmp_path):
     assert process.returncode == os.EX_CONFIG
     assert "has no config.json" in error_text
     assert "Traceback" not in error_text
-
-
-@pytest.mark.full  # The short form: tests/system/test_transformer_workers.py.
-async def test_a_retired_parent_ends_with_its_workers_and_the_successors_serve_until_their_parent_is_killed():
-    with closing(listener(0)) as held, closing(listener(0)) as http_held:
-        port, http_port = held.getsockname()[1], http_held.getsockname()[1]
-    own = NO_TOKENIZERS | {"TRANSFORMER_LISTEN": "shared", "TRANSFORMER_METRICS_PORT": "0"}
-    old = start(port, http_port, **own)
-    new = None
-    try:
-        await until(lambda: serving(port), timeout_s=60)
-        old_workers = psutil.Process(old.pid).children()
-        await until(lambda: len(listening(old, http_port)) == 2, timeout_s=60)
-        new = start(port, http_port, **own | {"TRANSFORMER_LISTEN": "take-over"})
-        await until(lambda: len(listening(new, port)) == 2, timeout_s=60)
-        new_workers = listening(new, port)
-        await until(lambda: listening(new, http_port) == new_workers, timeout_s=60)
-        old.send_signal(RETIRE)
-        old.communicate(timeout=60)
-        assert old.returncode == 0
-        assert not psutil.wait_procs(old_workers, timeout=0)[1]
-        assert serving(port)
-        # Connections go to either worker.
-        for _ in range(8):
-            async with connected(http_port) as client:
-                answer = await (await client.request("/headrace.rest.v1.OpenAI/Version", verb="GET")).wait()
-                assert (answer.status, json.loads(answer.data)) == (200, {"version": __version__})
-        new.kill()
-        assert not psutil.wait_procs(new_workers, timeout=30)[1]
-    finally:
-        for process in (old, new):
-            if process is not None:
-                process.kill()
-                process.communicate(timeout=60)
-
-
-def listening(parent, port):
-    """The workers that listen there."""
-
-    def listens(worker):
-        try:
-            connections = worker.net_connections("tcp")
-        except psutil.NoSuchProcess:
-            return False
-        return any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in connections)
-
-    return [worker for worker in psutil.Process(parent.pid).children() if listens(worker)]
-
-
-def serving(port):
-    return health(f"127.0.0.1:{port}")

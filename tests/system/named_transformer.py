@@ -1,4 +1,4 @@
-"""The transformer, for which the name of tests/support/name_server.py has the addresses in the file NAME_FILE."""
+"""The transformer with addresses of a test: of a name in the file NAME_FILE, or of services at NAME_SERVER_PORT."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from headrace.rpc.server.service import run_service
 from headrace_transformer.__main__ import serve
 from headrace_transformer.settings import TransformerSettings
 from tests.support.name_server import use_file
+from tests.support.service_records import ask_at
 
 if __name__ == "__main__":
-    use_file(Path(os.environ["NAME_FILE"]))
+    if file := os.environ.get("NAME_FILE"):
+        use_file(Path(file))
+    else:
+        ask_at(int(os.environ["NAME_SERVER_PORT"]))
     run_service("transformer", TransformerSettings, serve)

@@ -207,20 +207,6 @@ def test_the_redaction_of_the_readme_leaves_no_card_number_in_the_log(make_up):
     assert number not in log
 
 
-def test_buf_lists_the_public_services(make_up):
-    if shutil.which("buf", path=PATH) is None:
-        pytest.skip("buf is not installed (npm package @bufbuild/buf)")
-    command = "buf curl --protocol grpc --http2-prior-knowledge --list-services http://127.0.0.1:8080"
-    assert run(["bash", "-c", command], make_up).split() == [
-        "grpc.health.v1.Health",
-        "grpc.reflection.v1.ServerReflection",
-        "grpc.reflection.v1alpha.ServerReflection",
-        "headrace.v1.PayloadLog",
-        "headrace.v1.TextGeneration",
-        "inference.GRPCInferenceService",
-    ]
-
-
 @pytest.mark.parametrize("script", blocks("python"), ids=lambda script: re.findall(r"import (\w+)", script)[-1])
 def test_the_clients_of_the_readme_work(make_up, script):
     output = run([python_of(), "-c", script.replace("127.0.0.1:8080", make_up.gateway)], make_up)

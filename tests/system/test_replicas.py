@@ -98,35 +98,6 @@ async def test_no_predictor_is_killed_by_accident(replicas):
     assert refused.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_only_the_predictor_with_the_request_dies_and_it_is_restarted(replicas):
-    before = {name: replicas.pid(name) for name in PREDICTORS}
-    async with channel(replicas.gateway) as open_channel:
-        request = headrace_pb2.GenerateRequest(
-            model="storyteller", prompt="Once", request_id="mine", max_tokens=900, ignore_eos=True
-        )
-        stream = headrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request)
-        await stream.read()
-        others = [asyncio.create_task(tell(replicas)) for _ in range(8)]
-        answer = await rest(replicas.gateway, "POST", KILL, {"request_id": "mine"}, x_headrace_development="true")
-        assert (answer.status, answer.json) == (200, {})
-        stream.cancel()
-    # A stream of the dead predictor continues at the other one.
-    for responses in await asyncio.gather(*others):
-        assert responses[-1].usage.completion_tokens == 20
-
-    def started_again():
-        try:
-            return sum(replicas.pid(name) != pid for name, pid in before.items()) == 1
-        except ProcessLookupError:
-            return False
-
-    await until(started_again)
-    # The other predictor serves while the first is away.
-    assert await tell(replicas)
-    await replicas.wait_ready(timeout_s=90)
-    assert await tell(replicas)
-
-
 async def test_without_development_mode_no_predictor_is_killed(stack):
     assert DEVELOPMENT not in await listed(stack.gateway)
     with pytest.raises(grpc.aio.AioRpcError) as refused:

@@ -49,7 +49,7 @@ async def test_the_stack_follows_the_records_of_a_service(new_stack, predictors)
             predictors=0,
             predictor_endpoints=SERVICE,
             environment={"transformer": {"NAME_SERVER_PORT": str(server.port)}},
-            commands={"transformer": (sys.executable, "-m", "tests.system.served_transformer")},
+            commands={"transformer": (sys.executable, "-m", "tests.system.named_transformer")},
         )
 
         async def knows(expected):

@@ -55,19 +55,6 @@ def test_a_withdrawn_announcement_blocks_no_other_sequence():
     assert blocks.find(names) == ([], False)
 
 
-def test_a_released_block_keeps_its_contents_until_it_is_needed():
-    blocks = BlockManager(3, 4)
-    [name] = names_of(range(4))
-    held = blocks.take()
-    blocks.name(held, name)
-    # Its contents are valid: the next request for them may have it.
-    assert blocks.release([held]) == []
-    assert blocks.find([name]) == ([held], False)
-    assert blocks.take() != held
-    assert blocks.take() == held
-    assert blocks.find([name]) == ([], False)
-
-
 def test_the_least_recently_used_block_is_evicted_first_and_the_end_of_a_prefix_before_its_beginning():
     blocks = BlockManager(7, 4)
     old = [blocks.take() for _ in range(3)]
@@ -80,36 +67,6 @@ def test_the_least_recently_used_block_is_evicted_first_and_the_end_of_a_prefix_
     blocks.share(old[:1])
     blocks.release(old[:1])
     assert [blocks.take() for _ in range(6)] == [old[2], old[1], new[2], new[1], new[0], old[0]]
-
-
-def test_nameless_blocks_are_taken_before_reusable_ones():
-    blocks = BlockManager(3, 4)
-    named, nameless = blocks.take(), blocks.take()
-    blocks.name(named, names_of(range(4))[0])
-    blocks.release([named])
-    blocks.release([nameless])
-    assert [blocks.take(), blocks.take()] == [nameless, named]
-
-
-def test_a_second_block_of_the_same_contents_stays_nameless():
-    blocks = BlockManager(3, 4)
-    [name] = names_of(range(4))
-    first, second = blocks.take(), blocks.take()
-    blocks.name(first, name)
-    blocks.name(second, name)
-    blocks.release([second])
-    assert blocks.find([name]) == ([first], False)
-
-
-def test_forgotten_contents_are_not_reused_even_while_another_sequence_holds_the_block():
-    blocks = BlockManager(3, 4)
-    [name] = names_of(range(4))
-    held = blocks.take()
-    blocks.name(held, name)
-    blocks.share([held])
-    assert blocks.release([held], forget=True) == []
-    assert blocks.find([name]) == ([], False)
-    assert blocks.release([held]) == [held]
 
 
 operations = st.lists(

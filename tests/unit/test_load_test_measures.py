@@ -10,7 +10,7 @@ from loadtest.check import verdicts
 from loadtest.figures import Figures, SlowRequest
 from loadtest.histogram import Histogram
 from loadtest.knee.level import measured
-from loadtest.measures import KEPT_S, Measures, chart_points
+from loadtest.measures import KEPT_S, Measures
 from loadtest.objective import parse_objective
 
 
@@ -67,18 +67,6 @@ def test_a_call_without_a_stream_is_among_the_slowest_only_where_streams_are_few
         "i9",
         "i8",
     ]
-
-
-def test_only_the_slowest_ten_of_all_processes_are_kept():
-    def slow(milliseconds):
-        return SlowRequest("Generate", f"r{milliseconds}", "", whole_ms=5000, ttft_ms=milliseconds)
-
-    first, second = Figures(), Figures()
-    for milliseconds in range(20):
-        first.note_slow(slow(milliseconds))
-        second.note_slow(slow(milliseconds + 5))
-    first.add(Figures.from_message(json.loads(json.dumps(second.to_message()))))
-    assert [request.ttft_ms for request in first.slowest] == [24, 23, 22, 21, 20, 19, 19, 18, 18, 17]
 
 
 class Clock:
@@ -142,11 +130,6 @@ def test_malformed_objectives_are_refused(text):
         parse_objective(text)
 
 
-def test_an_objective_reads_as_it_is_written():
-    text = "TTFT <= 300 ms, gap <= 50 ms"
-    assert str(parse_objective(text)) == text
-
-
 def counted(requests, good, failed=0):
     found = Figures()
     found.counts.update(
@@ -173,14 +156,3 @@ def test_a_level_of_the_knee_holds_by_its_requests():
     level = measured(found, users=8, seconds=10, least_percent=95.0)
     assert (level.held, level.goodput, level.failed, level.ttft_p50, level.gap_p99) == (True, 3.9, 1, 100.0, None)
     assert not measured(Figures(), users=8, seconds=10, least_percent=95.0).held, "nothing was answered"
-
-
-def test_a_chart_of_a_long_test_has_one_point_for_several_seconds():
-    empty = {"second": 8, "ttft": {}, "gap": {}, "tokens": 0, "running": None}
-    full = {"second": 9, "ttft": {"p50": 2.0}, "gap": {"p50": 1.0}, "tokens": 6, "running": 3}
-    other = {"second": 10, "ttft": {"p50": 4.0}, "gap": {}, "tokens": 3, "running": 5}
-    assert chart_points([empty, full], 2) == [empty, full]
-    assert chart_points([empty, full, other], 2) == [
-        {"second": 8, "ttft": {"p50": 2.0}, "gap": {"p50": 1.0}, "tokens": 3.0, "running": 3.0},
-        other | {"tokens": 3.0, "running": 5.0},
-    ]

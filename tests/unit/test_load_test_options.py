@@ -3,15 +3,14 @@
 import json
 from argparse import ArgumentParser, Namespace
 
-import numpy as np
 import pytest
 
 from loadtest.gateway import GatewayError, Model, TensorDescription, parse_address
 from loadtest.options import add_fields, parse
 from loadtest.predictors import State, states_of
-from loadtest.prompts import EXAMPLES, Lengths, Prompt, Workload, parse_lengths, read_prompts
+from loadtest.prompts import Lengths, Prompt, Workload, read_prompts
 from loadtest.replay import replayed
-from loadtest.tensors import filled, json_tensor, raw, values_of, with_inputs
+from loadtest.tensors import with_inputs
 
 
 class Parser(ArgumentParser):
@@ -87,13 +86,6 @@ def test_a_file_without_prompts_is_refused(tmp_path, text):
         read_prompts(file)
 
 
-def test_prompts_without_a_file():
-    assert Workload(parse_lengths("n", "5")).draw()[0] in EXAMPLES
-    text, tokens = Workload(parse_lengths("n", "2-4"), words=Lengths(30, 30)).draw()
-    assert len(text.split()) == 30
-    assert tokens in (2, 3, 4)
-
-
 def test_arrivals_of_records_are_in_order_and_without_those_that_have_no_prompt():
     records = [
         {"time": "2026-01-01T00:00:02.500Z", "prompt": "b", "usage": {"completion_tokens": 9}},
@@ -104,44 +96,9 @@ def test_arrivals_of_records_are_in_order_and_without_those_that_have_no_prompt(
     assert replayed([]) == []
 
 
-def test_open_dimensions_take_the_given_sizes_from_the_end():
-    assert filled((-1, -1), (2, 16)) == (2, 16)
-    assert filled((-1, 3, -1), (16,)) == (1, 3, 16)
-    assert filled((-1,), (4, 8)) == (8,)
-
-
-@pytest.mark.parametrize(
-    ("name", "datatype", "check"),
-    [
-        ("input_ids", "INT64", lambda values: values.min() >= 3),
-        ("attention_mask", "INT64", lambda values: (values == 1).all()),
-        ("token_type_ids", "INT32", lambda values: (values == 0).all()),
-        ("pixels", "FP32", lambda values: values.max() <= 1),
-        ("small", "UINT8", lambda values: values.max() < 100),
-        ("flags", "BOOL", lambda values: values.dtype == np.bool_),
-    ],
-)
-def test_values_fit_their_input(name, datatype, check):
-    values = values_of(TensorDescription(name, datatype, (-1,)), (2, 8))
-    assert values.shape == (2, 8)
-    assert check(values)
-    assert len(raw(values)) == values.nbytes
-
-
-def test_text_is_sent_with_its_lengths():
-    text = TensorDescription("text", "BYTES", (-1,))
-    assert raw(values_of(text, (2,))) == b"\x04\0\0\0word" * 2
-    assert json_tensor(text, (2,)) == {"name": "text", "datatype": "BYTES", "shape": [2], "data": ["word", "word"]}
-
-
 def test_a_model_of_an_unknown_type_is_refused():
     with pytest.raises(GatewayError, match="x of m is BF16"):
         with_inputs(Model("m", (TensorDescription("x", "BF16", (1,)),)), (1,))
-
-
-def test_a_model_that_takes_any_inputs_gets_one_of_the_given_shape():
-    (tensor,) = with_inputs(Model("m"), (16, 2048)).inputs
-    assert (tensor.datatype, filled(tensor.shape, (16, 2048))) == ("INT64", (16, 2048))
 
 
 def test_addresses():
