@@ -50,11 +50,10 @@ async def test_grpcurl_lists_describes_and_calls_by_reflection(stack):
     method = "headrace.v1.TextGeneration.Generate"
     services = (await grpcurl("list")).split()
     assert {"grpc.health.v1.Health", SERVICE, "headrace.v1.PayloadLog", "headrace.v1.TextGeneration"} <= set(services)
-    for service in services:  # Each method of each service.
-        for each in (await grpcurl("list", service)).split():
-            assert f"{each} is a method:" in await grpcurl("describe", each)
+    for service in services:  # With the messages of its methods.
+        assert f"{service} is a service:" in await grpcurl("describe", service)
     for symbol, kind in (
-        ("headrace.v1.TextGeneration", "a service"),
+        ("headrace.v1.TextGeneration.Generate", "a method"),
         ("headrace.v1.GenerateRequest", "a message"),
         ("headrace.v1.GenerateRequest.model", "a field"),
     ):
