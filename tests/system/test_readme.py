@@ -22,10 +22,13 @@ PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.m
 TEXT = "\n".join(page.read_text() for page in PAGES)
 BUF = ROOT / ".tools" / "node_modules" / ".bin"
 PATH = os.pathsep.join((str(BUF), os.environ["PATH"], str(ROOT / ".venv-clients" / "bin")))  # The last: grpcurl.
-# Unavailable, a download of gigabytes, containers, a cluster, run by the fixture with other ports, or run by
+# Unavailable, downloads, containers, a cluster, run by the fixture with other ports, or run by
 # tests/process/test_gateway_tls.py, tests/system/test_keys.py, tests/system/test_replay.py or tests/slow/test_knee.py.
 # The load check below runs for seconds only.
 NOT_RUN = (
+    "HTTPS_PROXY=",
+    "PIP_NO_INDEX=",
+    "python3.11 -m pip",
     "PREDICTOR_ENGINE=",
     "make .venv-bench-vllm",
     "make certs",
@@ -69,12 +72,15 @@ class MakeUp:
         for name in files.stdout.splitlines():
             if (ROOT / name).is_file():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                # With its time, by which make sees that the installed packages are up to date.
                 shutil.copy2(ROOT / name, folder / name)
         for compiled in {(ROOT / name).parent / "__pycache__" for name in files.stdout.splitlines()}:
             if compiled.is_dir():
                 (folder / compiled.relative_to(ROOT)).symlink_to(compiled)
         (folder / ".venv").symlink_to(ROOT / ".venv")
+        # A newer pyproject.toml would have make install the copy into the environment that it shares.
+        installed = (ROOT / ".venv" / ".installed-run").stat().st_mtime_ns
+        for name in ("pyproject.toml", "constraints.txt"):
+            os.utime(folder / name, ns=(installed, installed))
         settings = free_settings(folder)
         # The documented addresses, and those of this stack.
         self.addresses = {
