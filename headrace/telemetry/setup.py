@@ -1,8 +1,8 @@
 """Providers of spans and metrics, by OpenTelemetry's own environment variables.
 
 Every request has a trace id. Spans are exported by OTLP over gRPC if `OTEL_EXPORTER_OTLP_ENDPOINT` or
-`OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` names a collector; otherwise they have only ids (unexported_spans.py). Metrics are
-on the Prometheus page, and exported if there is a collector (`…_METRICS_ENDPOINT`). `OTEL_TRACES_EXPORTER` and
+`OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` names a collector; otherwise they have only ids. Metrics are on the
+Prometheus page, and exported if there is a collector (`…_METRICS_ENDPOINT`). `OTEL_TRACES_EXPORTER` and
 `OTEL_METRICS_EXPORTER` may be `none`, or `otlp` for a collector at the default address.
 
 Exporters run on separate threads with bounded queues: a dead or slow collector loses spans but delays no request;
@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from opentelemetry import metrics, trace
 from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.metrics import NoOpMeterProvider
 from opentelemetry.sdk.metrics import MeterProvider
@@ -24,11 +25,10 @@ from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetr
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
 from headrace.errors import StartupError
 from headrace.telemetry.gathered import gathered_views
-from headrace.telemetry.span_export import SpanExporter
-from headrace.telemetry.unexported_spans import UnexportedSpans
 
 Signal = Literal["TRACES", "METRICS"]
 
@@ -58,14 +58,17 @@ def set_up_telemetry(service: str) -> Callable[[], None]:
     metrics.set_meter_provider(meters)
 
     # Lost spans are counted by the exporter; counting each span at its start and end would cost more than the span.
-    tracers = TracerProvider(resource=resource, shutdown_on_exit=False, meter_provider=NoOpMeterProvider())
+    # Without a collector none is recorded, which is most of what a span costs.
+    sampler = None if exports_traces else ALWAYS_OFF
+    tracers = TracerProvider(sampler, resource, shutdown_on_exit=False, meter_provider=NoOpMeterProvider())
     if exports_traces:
         try:
-            tracers.add_span_processor(BatchSpanProcessor(SpanExporter(channel_options=_DIRECT), meter_provider=meters))
+            tracers.add_span_processor(
+                BatchSpanProcessor(OTLPSpanExporter(channel_options=_DIRECT), meter_provider=meters)
+            )
         except ValueError as error:
             raise StartupError(f"OTEL_BSP_*: {error}") from None
-    is_disabled = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
-    trace.set_tracer_provider(tracers if exports_traces or is_disabled else UnexportedSpans(tracers.sampler))
+    trace.set_tracer_provider(tracers)
 
     def shut_down() -> None:
         tracers.shutdown()

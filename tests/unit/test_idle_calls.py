@@ -4,9 +4,7 @@ import random
 from collections import Counter
 
 from headrace.errors import OverloadedError
-from headrace.rpc.limits.byte_budget import ByteBudget
 from headrace.rpc.limits.idle_calls import IdleCalls
-from tests.waiting import until
 
 MOST, MOST_OF_ONE = 12, 4
 
@@ -18,7 +16,6 @@ class Call:
         self.calls = calls
         self.caller = caller
         self.may_be_idle = may_be_idle
-        self.may_arrive = True
         self.idle_limit_s = 3600.0
         self.error = None
 
@@ -28,7 +25,7 @@ class Call:
 
 
 def new():
-    return IdleCalls(MOST, MOST_OF_ONE, max_unfinished=1 << 30, budget=ByteBudget())
+    return IdleCalls(MOST, MOST_OF_ONE)
 
 
 def opened(calls, caller, count, may_be_idle=True):
@@ -73,18 +70,6 @@ async def test_other_services_have_no_bound_of_their_own():
     assert ended(inner) == []
     opened(calls, "", 1)
     assert ended(inner) == [0]
-
-
-async def test_only_calls_from_outside_cause_a_check_of_memory():
-    calls = new()
-    inner, stranger = Call(calls, ""), Call(calls, "alice")
-    inner.may_arrive = False
-    calls.add(inner)
-    assert calls._look is None
-    calls.add(stranger)
-    assert calls._look is not None
-    calls.discard(stranger)
-    await until(lambda: calls._look is None)
 
 
 async def test_a_call_whose_request_is_arriving_ends_no_stream():

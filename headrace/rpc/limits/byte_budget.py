@@ -85,17 +85,10 @@ class ByteBudget:
         self._next_turns()
         self._untrimmed += size
         if self._untrimmed >= _TRIM_BYTES:
-            self._trim_at = asyncio.get_running_loop().time() + _TRIM_DELAY_S
+            loop = asyncio.get_running_loop()
+            self._trim_at = loop.time() + _TRIM_DELAY_S
             if self._trim is None:
-                self.trim_after(_TRIM_DELAY_S)
-
-    def trim_after(self, delay_s: float) -> None:
-        """Schedules `give_memory_back`, in place of an earlier schedule; large releases meanwhile delay it."""
-        loop = asyncio.get_running_loop()
-        if self._trim is not None:
-            self._trim.cancel()
-        self._trim_at = loop.time() + delay_s
-        self._trim = loop.call_at(self._trim_at, self._start_trim)
+                self._trim = loop.call_at(self._trim_at, self._start_trim)
 
     def _check(self, size: int) -> None:
         if size > self._limit:

@@ -6,9 +6,7 @@ call of the other. Above a caller's bound its longest idle call ends; above the 
 the caller with most calls. So a caller never ends calls of a caller with fewer. Callers without a name (`caller_of` in
 headrace/clients.py) are other services, and have no bound of their own.
 
-A call also ends after its own idle timeout. gRPC holds the parts of a message until it is complete. Above
-`max_unfinished` bytes in total, the calls that began to wait last end first. The oldest calls stay, as many as cannot
-together hold more than that: they began before the memory was used.
+A call also ends after its own idle timeout.
 
 Owned by the event loop. Calls are grouped by caller only while there are more calls of a kind than one caller may have:
 until then a waiting call costs only one entry in a dictionary.
@@ -18,25 +16,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import ItemsView, Mapping
-from operator import itemgetter
 from typing import Protocol
 
 from headrace.errors import DeadlineError, HeadraceError, OverloadedError
-from headrace.rpc.limits.byte_budget import MAX_MESSAGE_BYTES, RETRY_AFTER_MS, ByteBudget
-from headrace.rpc.limits.unfinished_messages import UnfinishedMessages
+from headrace.rpc.limits.byte_budget import RETRY_AFTER_MS
 
 _SWEEP_S = 1.0
-_LOOK_S = 0.05
-_SETTLE_S = 0.5
-_GROWTH_BYTES = 16 * 1024 * 1024
-_ARRIVAL_S = 0.05  # A message that has been arriving for a shorter time is most likely almost complete.
 
 
 class Waiting(Protocol):
     """A call, equal only to itself; `end` removes it from here."""
 
     may_be_idle: bool  # As it is meant to be.
-    may_arrive: bool  # Its next message is a stranger's.
     idle_limit_s: float
 
     @property
@@ -46,18 +37,10 @@ class Waiting(Protocol):
 
 
 class IdleCalls:
-    def __init__(self, most: int, most_of_one: int, max_unfinished: int, budget: ByteBudget) -> None:
-        self.messages = UnfinishedMessages()
-        self._budget = budget
+    def __init__(self, most: int, most_of_one: int) -> None:
         self._open = _Kind(most, most_of_one)
         self._unsent = _Kind(most, most_of_one)
         self._sweep: asyncio.TimerHandle | None = None
-        self._look: asyncio.TimerHandle | None = None
-        self._max_unfinished = max_unfinished
-        self._unfinished_limit = max_unfinished
-        self._settles_at = 0.0
-        self._measures = False
-        self._evicted = 0  # Calls that ended since memory was last below its limit.
 
     def __len__(self) -> int:
         return len(self._open) + len(self._unsent)
@@ -74,55 +57,18 @@ class IdleCalls:
             )
         if self._sweep is None:
             self._sweep = loop.call_later(_SWEEP_S, self._end_overdue)
-        if self._look is None and call.may_arrive:
-            self._look = loop.call_later(_LOOK_S, self._look_at_memory)
 
     def discard(self, call: Waiting) -> None:
         (self._open if call.may_be_idle else self._unsent).discard(call)
 
-    def _all(self) -> tuple[tuple[Waiting, float], ...]:
-        """Each with the time since when it waits."""
-        return (*self._open.items(), *self._unsent.items())
-
     def _end_overdue(self) -> None:
         loop = asyncio.get_running_loop()
         now, self._sweep = loop.time(), None
-        for call, since in self._all():
+        for call, since in (*self._open.items(), *self._unsent.items()):
             if now - since >= call.idle_limit_s:
                 call.end(DeadlineError(f"the call was idle for {call.idle_limit_s:g} s; make a new one"))
         if len(self):
             self._sweep = loop.call_later(_SWEEP_S, self._end_overdue)
-
-    def _look_at_memory(self) -> None:
-        """Ends calls whose incomplete messages take too much memory; those that began to arrive last end first."""
-        loop, self._look = asyncio.get_running_loop(), None
-        if not any(call.may_arrive for kind in (self._open, self._unsent) for call, _ in kind.items()):
-            self._evicted, self._unfinished_limit, self._measures = 0, self._max_unfinished, False
-            return
-        if not self._measures:  # Not needed while every message arrives at once.
-            self._measures = True
-            self.messages.begin()
-        unfinished = self.messages.estimate()
-        if unfinished > self._unfinished_limit:
-            self._evict(max(1 + unfinished // MAX_MESSAGE_BYTES, 2 * self._evicted), loop.time() - _ARRIVAL_S)
-            # Their memory is not free at once; more calls end only if it still grows.
-            self._unfinished_limit = unfinished + _GROWTH_BYTES
-            self._settles_at = loop.time() + _SETTLE_S
-            self._budget.trim_after(_LOOK_S)
-        elif loop.time() >= self._settles_at:
-            self._evicted, self._unfinished_limit = 0, self._max_unfinished
-        self._look = loop.call_later(_LOOK_S, self._look_at_memory)
-
-    def _evict(self, count: int, idle_before: float) -> None:
-        suspects = [(since, call) for call, since in self._all() if since <= idle_before and call.may_arrive]
-        suspects.sort(key=itemgetter(0), reverse=True)
-        suspects = suspects[: max(0, len(suspects) - self._max_unfinished // MAX_MESSAGE_BYTES)]
-        error = OverloadedError(
-            "incomplete messages take all the memory that they may; retry later", retry_after_ms=RETRY_AFTER_MS
-        )
-        for _, call in suspects[:count]:
-            call.end(error)
-        self._evicted = min(count, len(suspects))
 
 
 class _Kind:

@@ -85,13 +85,11 @@ def lower_priority(niceness: int) -> None:
 
 
 def _is_large() -> bool:
-    from headrace.rpc.limits.unfinished_messages import resident_bytes
-
     # The most that it ever had is cheaper to ask for than what it has.
     if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 <= _LEFT_LARGE:
         return False
-    with suppress(OSError):
-        return resident_bytes() > _LEFT_LARGE
+    with suppress(OSError), open("/proc/self/statm", "rb") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize() > _LEFT_LARGE
     return False
 
 
