@@ -30,7 +30,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.runs import parser, write
 from bench.statistics import quantile
-from headrace.payload.ids import as_uuid7, next_id
+from headrace.payload.records import as_uuid7, next_id
 from headrace.payload.tap import PayloadTap
 from headrace_protos import headrace_pb2_grpc
 from headrace_protos.headrace_pb2 import (

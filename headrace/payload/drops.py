@@ -57,6 +57,8 @@ class Drops:
 
         The next loss is a new beginning, with a warning.
         """
+        if not self._lost:  # Each record asks.
+            return
         with self._lock:
             if not self._lost or (not at_end and time.monotonic() - self._lost_at < _WHOLE_AFTER_S):
                 return

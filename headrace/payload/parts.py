@@ -1,31 +1,23 @@
-"""Parts of payload records on their way from the event loop to the writer thread.
+"""Parts of payload records on their way from a request to the outbox.
 
-A part holds references to the contents of a request or an answer; only the writer thread copies and encodes them. The
-contents must not change afterwards.
-
-`PartQueue` passes parts without a lock. Only the event loop's thread calls `begin`, `hurry`, `put`, `offer` and
-`has_room`; only the writer thread calls the other methods. Each counter is changed by one thread alone.
+They hold references to the contents of a request or an answer, which must not change afterwards; the thread that
+writes encodes them (payload/encoding.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from headrace_protos.headrace_pb2 import Usage
+from headrace_protos.headrace_pb2 import PayloadChunk, Usage
 
 # The memory that a part takes beside its contents.
 PART_BYTES = 400
 TOKEN_BYTES = 40
 _TENSOR_BYTES = 300
 _SMALL_BYTES = 4096  # To keep a message of this size costs less than to parse it.
-# The most characters of the prompt, and of the parameters, in a begin. The rest is written once the request is
-# answered, so that refused requests never fill the disk.
-BEGIN_CHARACTERS = 16 << 10
 
 
 class RecordedTensor(NamedTuple):
@@ -43,7 +35,7 @@ class RecordedTensor(NamedTuple):
 
 @dataclass(slots=True)
 class DeferredTensors:
-    """Tensors that the writer thread reads with `read`; `size` is the bytes that the reference keeps in memory.
+    """Tensors that are read with `read`; `size` is the bytes that the reference keeps in memory.
 
     `described` has the tensors without contents, if their sizes are known without reading them. `heads(most_bytes)`
     returns them without contents larger than `most_bytes` and without the reference; for the event loop.
@@ -78,14 +70,13 @@ def size_of(tensors: Tensors) -> int:
     return sum(_TENSOR_BYTES + len(tensor.data or b"") for tensor in tensors)
 
 
-Settled = Callable[[], asyncio.Future[None] | None]
+class Begin(NamedTuple):
+    """What is known of a request when it arrives; but for `time_us`, each is a field of PayloadRecord."""
 
-
-class Fields(NamedTuple):
-    """The attributes of a request that are known when it arrives; each is a field of PayloadRecord."""
-
+    time_us: int
     request_id: str
     model: str
+    protocol: str
     prompt: str
     parameters: str
     trace_id: str
@@ -95,49 +86,9 @@ class Fields(NamedTuple):
     metadata: Mapping[str, str]
 
 
-def is_long(fields: Fields) -> bool:
-    """Whether the begin holds only the first characters of the prompt or of the parameters."""
-    return len(fields.prompt) > BEGIN_CHARACTERS or len(fields.parameters) > BEGIN_CHARACTERS
-
-
-class BeginPart(NamedTuple):
-    """A request arrived.
-
-    The writer thread calls `settled` once the part is on disk or dropped. If an answer waits for that, `settled`
-    returns its future, to be resolved on the event loop. `is_awaited` is whether an answer waits. `arrived` is a time
-    of the monotonic clock.
-    """
-
-    record_id: bytes
-    cost: int
-    time_us: int
-    arrived: float
-    protocol: str
-    fields: Fields
-    settled: Settled
-    is_awaited: Callable[[], bool]
-
-
-class RequestPart(NamedTuple):
-    """The answer is about to begin: the rest of a long request is to be written; `settled` as in a begin."""
-
-    record_id: bytes
-    cost: int
-    settled: Settled
-
-
-class InputsPart(NamedTuple):
-    """The tensors of the request."""
-
-    record_id: bytes
-    cost: int
-    tensors: Tensors
-
-
-class ChunkPart(NamedTuple):
+class Chunk(NamedTuple):
     """A chunk of the answer, sent to the client `offset_ms` after the request arrived."""
 
-    record_id: bytes
     cost: int
     offset_ms: float
     text: str
@@ -146,99 +97,60 @@ class ChunkPart(NamedTuple):
     outputs: Tensors
 
 
-class EndPart(NamedTuple):
-    """The outcome of the request."""
+@dataclass(slots=True, kw_only=True)
+class End:
+    """The outcome of the request; `predictors` have the milliseconds until the first token of each."""
 
-    record_id: bytes
-    cost: int
     status: str
-    message: str
-    failed_hop: str
-    finish_reason: str
-    usage: Usage | None
-    text: str | None
-    outputs: Tensors
-    ttft_ms: float | None
-    duration_ms: float
-    resumes: int
-    fingerprint: str
-    served_model: str
-    incomplete: bool
-    engine_ms: float | None
-    predictors: Sequence[tuple[str, float]] = ()  # Each with the milliseconds until its first token.
+    message: str = ""
+    failed_hop: str = ""
+    finish_reason: str = ""
+    usage: Usage | None = None
+    text: str | None = None
+    outputs: Tensors = ()
+    ttft_ms: float | None = None
+    duration_ms: float = 0.0
+    resumes: int = 0
+    fingerprint: str = ""
+    served_model: str = ""
+    incomplete: bool = False
+    engine_ms: float | None = None
+    predictors: Sequence[tuple[str, float]] = ()
     prompt_ids: Sequence[int] = ()
     sampling: str = ""
     prompt_kind: str = ""
 
 
-LaterPart = RequestPart | InputsPart | ChunkPart | EndPart
-
-
-class PartQueue:
-    """Parts in order; begins have a queue of their own, so that none waits behind another request's tensors."""
+class OpenRecord:
+    """The state of a record from its begin to its end; but for `waiting`, of the thread that writes."""
 
     __slots__ = (
-        *("_capacity_bytes", "_put_bytes", "_taken_bytes"),
-        *("are_parts_hurried", "begins", "hurried", "looks_soon", "parts", "polled", "wake"),
+        *("begin", "dropped", "has_ttft", "held", "held_bytes", "id", "incomplete", "inputs", "is_redacted"),
+        *("is_settled", "segment", "waiting", "written"),
     )
 
-    def __init__(self, capacity_bytes: int) -> None:
-        self.begins: deque[BeginPart] = deque()
-        self.parts: deque[LaterPart] = deque()
-        self.wake = threading.Event()
-        self.polled = False  # The writer polls: a begin need not wake it.
-        self.looks_soon = False  # The writer polls so often that a waiting answer need not wake it either.
-        self.hurried = False  # An answer waits for something that was put since the writer's last poll.
-        self.are_parts_hurried = False  # It waits for a later part than a begin.
-        self._capacity_bytes = capacity_bytes
-        self._put_bytes = 0
-        self._taken_bytes = 0
+    def __init__(self, record_id: bytes, begin: Begin, inputs: Tensors) -> None:
+        self.id = record_id
+        self.begin = begin
+        self.inputs = inputs
+        self.written = b""  # The serialized parts that are on disk.
+        self.segment = 0  # The one with the first of them.
+        self.is_settled = False  # Whether its begin is on disk or dropped.
+        self.waiting: asyncio.Future[None] | None = None  # Of the answer that waits for that.
+        self.is_redacted = False  # Whether rules have changed the prompt or the parameters.
+        self.incomplete = False
+        self.dropped = False
+        self.has_ttft = False
+        self.held: list[PayloadChunk] = []  # Chunks that wait for the end, to be redacted.
+        self.held_bytes = 0
 
-    @property
-    def waiting_bytes(self) -> int:
-        """The size of the parts that are not yet written or dropped."""
-        return self._put_bytes - self._taken_bytes
 
-    @property
-    def empty(self) -> bool:
-        """Whether every part is written or dropped."""
-        return self._put_bytes == self._taken_bytes
+@dataclass(slots=True)
+class Write:
+    """What is to be written of a record at once; the first one of a record has its begin."""
 
-    def has_room(self, cost: int) -> bool:
-        """Whether a part of this cost fits the capacity."""
-        return self._put_bytes - self._taken_bytes + cost <= self._capacity_bytes
-
-    def begin(self, part: BeginPart) -> None:
-        """Enqueues a begin; wakes the writer if it does not poll."""
-        self._put_bytes += part.cost
-        self.begins.append(part)
-        if not self.polled:
-            self.wake.set()
-
-    def hurry(self, with_parts: bool) -> None:
-        """Asks the writer to write the begins at once, because an answer waits; `with_parts`: the later parts too."""
-        self.are_parts_hurried |= with_parts
-        self.hurried = True
-        if not self.looks_soon:
-            self.wake.set()
-
-    def put(self, part: LaterPart) -> None:
-        """Enqueues a part that follows a begin, even beyond the capacity; the writer polls within milliseconds."""
-        self._put_bytes += part.cost
-        self.parts.append(part)
-
-    def offer(self, part: LaterPart) -> bool:
-        """Enqueues a part that follows a begin if it fits the capacity; returns whether it does.
-
-        It joins `has_room` and `put`, because function calls are most of a chunk's cost on the event loop.
-        """
-        put_bytes = self._put_bytes + part.cost
-        if put_bytes - self._taken_bytes > self._capacity_bytes:
-            return False
-        self._put_bytes = put_bytes
-        self.parts.append(part)
-        return True
-
-    def taken(self, cost: int) -> None:
-        """Notes that parts of this cost were written or dropped."""
-        self._taken_bytes += cost
+    record: OpenRecord
+    cost: int
+    chunks: Sequence[Chunk] = ()
+    end: End | None = None
+    encoded: bytes | None = None

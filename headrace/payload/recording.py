@@ -8,38 +8,42 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from headrace.errors import HeadraceError
-from headrace.payload.drops import FAILED, MEMORY
-from headrace.payload.ids import as_bytes, as_text
-from headrace.payload.outbox.frames import whole_begin
-from headrace.payload.outbox.journal import Journal
+from headrace.payload.drops import FAILED, MEMORY, Drops
 from headrace.payload.parts import (
     PART_BYTES,
     TOKEN_BYTES,
-    BeginPart,
-    ChunkPart,
-    EndPart,
-    Fields,
-    InputsPart,
-    RequestPart,
+    Begin,
+    Chunk,
+    End,
+    OpenRecord,
     Tensors,
-    is_long,
+    Write,
     size_of,
     without_large,
 )
-from headrace.payload.rules import Digest, Mode
+from headrace.payload.records import as_bytes, as_text
+from headrace.payload.rules import Digest, Mode, PayloadRules
+from headrace.payload.writer import PayloadWriter, end_wait
 from headrace_protos.headrace_pb2 import Usage
-
-if TYPE_CHECKING:
-    from headrace.payload.tap import PayloadTap
 
 _BEGIN_WAIT_S = 1.0
 _MAX_PREDICTORS = 8
-_new_tuple = tuple.__new__  # Makes a ChunkPart without a Python function call: every chunk of a stream pays for it.
+_new_tuple = tuple.__new__  # Makes a Chunk without a Python function call: every chunk of a stream pays for it.
+
+
+class Recorder(NamedTuple):
+    """What the recordings of a process share; `hop` is the failed hop of recorded errors that name none."""
+
+    rules: PayloadRules
+    writer: PayloadWriter
+    drops: Drops
+    hop: str
+    place: object  # Where records are written, for messages.
 
 
 class Recording:
@@ -54,7 +58,7 @@ class Recording:
     As a context manager it ends with the block: with the block's error, or as CANCELLED if the block did not end it.
     """
 
-    def __init__(self, tap: PayloadTap, number: int) -> None:
+    def __init__(self, recorder: Recorder, number: int, begin: Begin, inputs: Tensors) -> None:
         self.resumes = 0
         self.fingerprint = ""
         self.served_model = ""
@@ -63,60 +67,59 @@ class Recording:
         self.sampling = ""
         self.prompt_kind = ""
         self.engine_s: float | None = None
-        self._predictors: list[tuple[str, float]] = []
         self.completion_tokens = 0
-        self._id = as_bytes(number)
-        self.record_id = as_text(self._id)
-        self._tap = tap
-        self._queue = tap._queue
+        record_id = as_bytes(number)
+        self.record_id = as_text(record_id)
+        self._recorder = recorder
+        self._writer = recorder.writer
         self._arrived = time.monotonic()
+        self._predictors: list[tuple[str, float]] = []
         self._ttft_ms: float | None = None
-        self._open = False
+        self._is_open = False
+        self._is_written = False  # Whether the begin was put.
+        self._has_waited = False
         self._incomplete = False
         self._keeps_answer = False
         self._keeps_request = False
-        # An answer waits for the begin and for the rest of a long request.
-        self._awaited = 0  # How many of these parts there are; the event loop counts them.
-        self._settled = 0  # How many of them are on disk or dropped; the writer counts them.
-        self._is_short = False
-        self._waiting: asyncio.Future[None] | None = None
-        self._has_waited = False
-        self._begun: BeginPart | None = None  # Until the first wait.
-        self._journal: Journal | None = None  # The one that keeps the begin until it is settled.
+        self._cost = 0  # Of what is to be put next.
+        self._chunks: list[Chunk] = []
+        self._record: OpenRecord | None = None
+        try:
+            self._begin(record_id, begin, inputs)
+        except Exception:
+            self._miss(FAILED, exc_info=True)
 
     async def flushed(self) -> bool:
         """Waits until the begin is on disk or dropped; False if it is not within a second.
 
-        Await it before each chunk is sent: only the first call may wait, and it does not if the journal has room.
+        Await it before each chunk is sent: only the first call may wait, and usually it does not.
         """
-        begun, self._begun = self._begun, None
-        has_waited, self._has_waited = self._has_waited, True
-        has_rest = self._is_short
-        if has_rest:
-            self._write_rest()
-        if self._is_settled() or has_waited or not self._tap._begins_answered:
-            return self._is_settled() or self._journal is not None
-        if begun is not None and self._put_in_journal(begun):
-            return True
+        record = self._record
+        if record is None:
+            return self._writer.answers
+        if not self._is_written:
+            self._write()
+        if self._is_settled() or self._has_waited or not self._writer.answers:
+            return self._is_settled()
+        self._has_waited = True
         loop = asyncio.get_running_loop()
-        self._waiting = waiting = loop.create_future()
+        record.waiting = waiting = loop.create_future()
         if self._is_settled():  # The writer may have settled it before it saw the future.
             return True
-        self._queue.hurry(has_rest)
-        timer = loop.call_later(_BEGIN_WAIT_S, end_waits, (waiting,))
+        timer = loop.call_later(_BEGIN_WAIT_S, end_wait, waiting)
         try:
             await waiting
         finally:
             timer.cancel()
         if not self._is_settled():
-            self._tap._stop_waiting()
+            self._writer.stop_waiting(self._recorder.place)
         return self._is_settled()
 
     def chunk(
         self, text: str, token_ids: Sequence[int] = (), logprobs: Sequence[float] = (), outputs: Tensors = ()
     ) -> None:
         """Adds the chunk that was sent to the client just now."""
-        if not self._open:
+        if not self._is_open:
             return
         try:
             offset_ms = (time.monotonic() - self._arrived) * 1000
@@ -130,9 +133,13 @@ class Recording:
             if outputs:
                 outputs = self._without_large(outputs)
                 cost += size_of(outputs)
-            part = _new_tuple(ChunkPart, (self._id, cost, offset_ms, text, token_ids, logprobs, outputs))
-            if not self._queue.offer(part):
+            if not self._writer.reserve(cost):
                 self._miss(MEMORY)
+                return
+            self._cost += cost
+            if not self._chunks:
+                self._writer.later(self._write)
+            self._chunks.append(_new_tuple(Chunk, (cost, offset_ms, text, token_ids, logprobs, outputs)))
         except Exception:
             self._miss(FAILED, exc_info=True)
 
@@ -155,9 +162,9 @@ class Recording:
 
         `status` is the name of a gRPC status; `text` is the whole answer if it differs from the joined chunks.
         """
-        if not self._open:
+        if not self._is_open:
             return
-        self._open = False
+        self._is_open = False
         if not self._keeps_answer:
             text, outputs = None, ()
         if usage is None and (self.prompt_tokens or self.completion_tokens):
@@ -169,22 +176,32 @@ class Recording:
         except Exception:
             self._miss(FAILED, exc_info=True)
             outputs, text, prompt_ids, cost = (), None, (), PART_BYTES
-        # Enqueued even beyond the capacity: there is one end for each open request, and a record needs its end.
-        self._queue.put(
-            EndPart(
-                *(self._id, cost, status, message, failed_hop, finish_reason, usage, text, outputs),
-                *(self._ttft_ms, duration_ms, self.resumes, self.fingerprint),
-                *(self.served_model, self._incomplete),
-                None if self.engine_s is None else 1000 * self.engine_s,
-                self._predictors,
-                prompt_ids,
-                *((self.sampling, self.prompt_kind) if self._keeps_request else ("", "")),
-            )
+        end = End(
+            status=status,
+            message=message,
+            failed_hop=failed_hop,
+            finish_reason=finish_reason,
+            usage=usage,
+            text=text,
+            outputs=outputs,
+            ttft_ms=self._ttft_ms,
+            duration_ms=duration_ms,
+            resumes=self.resumes,
+            fingerprint=self.fingerprint,
+            served_model=self.served_model,
+            incomplete=self._incomplete,
+            engine_ms=None if self.engine_s is None else 1000 * self.engine_s,
+            predictors=self._predictors,
+            prompt_ids=prompt_ids,
+            sampling=self.sampling if self._keeps_request else "",
+            prompt_kind=self.prompt_kind if self._keeps_request else "",
         )
+        # Put even beyond the memory: there is one end for each open request, and a record needs its end.
+        self._write(end, cost)
 
     def end_with(self, error: HeadraceError) -> None:
         """Ends the record with an error."""
-        self.end(error.status.name, error.message, error.hop or self._tap.hop)
+        self.end(error.status.name, error.message, error.hop or self._recorder.hop)
 
     def __enter__(self) -> Recording:
         return self
@@ -195,99 +212,68 @@ class Recording:
         if isinstance(error, HeadraceError):
             self.end_with(error)
         elif isinstance(error, Exception):
-            self.end("INTERNAL", "internal error", self._tap.hop)
+            self.end("INTERNAL", "internal error", self._recorder.hop)
         else:
             self.end("CANCELLED", "aborted")
 
-    def _begin(self, time_us: int, protocol: str, fields: Fields, inputs: Tensors) -> None:
-        try:
-            mode = self._tap.rules.mode(fields.model, fields.request_id, fields.client)
-            if mode is Mode.OFF:
-                return
-            self._keeps_answer, self._keeps_request = mode.keeps_response, mode.keeps_request
-            if not mode.keeps_request:
-                fields, inputs = fields._replace(prompt="", parameters=""), ()
-            cost = PART_BYTES + len(fields.prompt) + len(fields.parameters)
-            if not self._queue.has_room(cost):
-                self._tap._drops.count(MEMORY)
-                return
-            self._begun = BeginPart(
-                *(self._id, cost, time_us, self._arrived, protocol, fields, self._settle, self._is_awaited)
-            )
-            self._queue.begin(self._begun)
-            self._open, self._awaited = True, 1
-            self._is_short = is_long(fields)
-            if inputs:
-                inputs = self._within_memory(inputs)
-                self._queue.put(InputsPart(self._id, PART_BYTES + size_of(inputs), inputs))
-        except Exception:
-            self._miss(FAILED, exc_info=True)
+    def _begin(self, record_id: bytes, begin: Begin, inputs: Tensors) -> None:
+        mode = self._recorder.rules.mode(begin.model, begin.request_id, begin.client)
+        if mode is Mode.OFF:
+            return
+        self._keeps_answer, self._keeps_request = mode.keeps_response, mode.keeps_request
+        if not self._keeps_request:
+            begin, inputs = begin._replace(prompt="", parameters=""), ()
+        cost = PART_BYTES + len(begin.prompt) + len(begin.parameters)
+        if not self._writer.reserve(cost):
+            self._recorder.drops.count(MEMORY)
+            return
+        self._cost, self._is_open = cost, True
+        if inputs:
+            inputs = self._without_large(inputs)
+            if self._writer.reserve(size := size_of(inputs)):
+                self._cost += size
+            else:
+                inputs = ()
+                self._miss(MEMORY)
+        self._record = OpenRecord(record_id, begin, inputs)
+        self._writer.later(self._write)
+
+    def _write(self, end: End | None = None, more: int = 0) -> None:
+        """Puts what is not put yet."""
+        record = self._record
+        if record is None or (self._is_written and not self._chunks and end is None):
+            return
+        chunks, self._chunks = self._chunks, []
+        cost, self._cost = self._cost, 0
+        self._is_written = True
+        record.incomplete |= self._incomplete
+        self._writer.put(Write(record, cost + more, chunks, end), more)
+
+    def _is_settled(self) -> bool:
+        return self._record is not None and self._record.is_settled
 
     def _within_memory(self, tensors: Tensors) -> Tensors:
-        """The tensors that are kept; none if the queue has no room for them: the record matters more."""
+        """The tensors that are kept; none if there is no room for them: the record matters more."""
         tensors = self._without_large(tensors)
-        if not tensors or self._queue.has_room(size_of(tensors)):
+        if not tensors or self._writer.has_room(size_of(tensors)):
             return tensors
         self._miss(MEMORY)
         return ()
 
     def _kept_ids(self) -> Sequence[int]:
-        """The prompt's ids; none if the queue has no room for them."""
+        """The prompt's ids; none if there is no room for them."""
         if not self._keeps_request or len(self.prompt_ids) == 0:
             return ()
-        if self._queue.has_room(TOKEN_BYTES * len(self.prompt_ids)):
+        if self._writer.has_room(TOKEN_BYTES * len(self.prompt_ids)):
             return self.prompt_ids
         self._miss(MEMORY)
         return ()
 
     def _without_large(self, tensors: Tensors) -> Tensors:
         """The tensors without the contents that the writer would not read."""
-        rules = self._tap.rules
+        rules = self._recorder.rules
         return tensors if rules.tensor_digest is not Digest.OFF else without_large(tensors, rules.tensor_bytes)
 
     def _miss(self, reason: str, *, exc_info: bool = False) -> None:
-        self._tap._drops.count(reason, of_another=not self._incomplete, exc_info=exc_info)
+        self._recorder.drops.count(reason, of_another=not self._incomplete, exc_info=exc_info)
         self._incomplete = True
-
-    def _write_rest(self) -> None:
-        """Enqueues the rest of a long request when its answer begins; after the end, the end writes it."""
-        self._is_short = False
-        if self._open:
-            self._awaited += 1
-            self._queue.put(RequestPart(self._id, PART_BYTES, self._settle))
-
-    def _put_in_journal(self, begun: BeginPart) -> bool:
-        """Puts the begin in the journal; returns whether it is there, or settled meanwhile."""
-        try:
-            journal = self._tap._journal_for(begun)
-            if journal is None or not journal.put(self._id, whole_begin(begun)):
-                return False
-        except Exception:  # The writer counts what cannot be encoded.
-            return False
-        self._journal = journal
-        if self._is_settled():  # The writer may have settled it before it saw the journal.
-            journal.free(self._id)
-        return True
-
-    def _is_settled(self) -> bool:
-        return self._settled == self._awaited
-
-    def _is_awaited(self) -> bool:
-        """For the writer's thread: whether an answer waits; it is set before the queue is hurried."""
-        return self._waiting is not None
-
-    def _settle(self) -> asyncio.Future[None] | None:
-        """On the writer's thread: a part is on disk or dropped; returns the future of the answer that waits, if any."""
-        self._settled += 1
-        if not self._is_settled():
-            return None
-        if self._journal is not None:
-            self._journal.free(self._id)
-        return self._waiting
-
-
-def end_waits(waits: Iterable[asyncio.Future[None]]) -> None:
-    """Resolves the futures that answers wait for; on the event loop."""
-    for wait in waits:
-        if not wait.done():
-            wait.set_result(None)

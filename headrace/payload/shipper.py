@@ -1,11 +1,10 @@
-"""Sends the records of a spool to the payload logger, over `PayloadIngest/Append`.
+"""Sends the records of an outbox to the payload logger, over `PayloadIngest/Append`.
 
-A call carries one source. A record is sent once its END is in the spool; its sequence is the number of that frame.
-Unacknowledged records are kept in memory, up to a bound, to be sent again after a reconnect. At the bound nothing more
-is read from the spool.
+A call carries one source. A record's sequence is the number of its frame. Unacknowledged records are kept in memory,
+up to a bound, to be sent again after a reconnect. At the bound nothing more is read from the outbox. A segment is
+deleted when the logger has its records, and no record that has not ended began in it.
 
-A segment is deleted when no record that began in it is open or unacknowledged. If only open records keep a segment, and
-they are a small part of the spool, their parts so far are copied to the spool's end, and the segment is deleted.
+Of an outbox whose process has ended, the parts of records that have not ended are sent last, as ABORTED.
 
 After the logger has refused a message, the unacknowledged records are sent one at a time. A record that is refused
 alone, at every retry, is dropped, counted and logged with its id: it must not block other records.
@@ -16,22 +15,23 @@ A `SourceShipper` belongs to the thread that runs it; its properties, `wake`, `h
 from __future__ import annotations
 
 import logging
+import mmap
 import random
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from itertools import islice
 from typing import NamedTuple
 
 import grpc
 
 from headrace.payload.append_call import AppendCall, OpenCall
-from headrace.payload.drops import DAMAGED, REFUSED, TOO_LARGE, Drops
-from headrace.payload.outbox.merge import EndedRecord, Merger, ended_at, fit
-from headrace.payload.outbox.segments import SpoolReader
-from headrace.payload.outbox.spool import Spool
-from headrace.rpc.limits.byte_budget import MAX_MESSAGE_BYTES
-from headrace_protos.headrace_pb2 import AppendRequest
+from headrace.payload.drops import DAMAGED, REFUSED, Drops
+from headrace.payload.encoding import INCOMPLETE
+from headrace.payload.outbox import BEGIN, WHOLE, Frame, Outbox, Segment, frames
+from headrace.payload.records import ended_at
+from headrace_protos.headrace_pb2 import AppendRequest, PayloadRecord
 from headrace_protos.spool_pb2 import Append
 
 logger = logging.getLogger(__name__)
@@ -39,13 +39,12 @@ logger = logging.getLogger(__name__)
 _MAX_UNACKNOWLEDGED = 1024
 _MAX_UNACKNOWLEDGED_BYTES = 16 << 20
 _MESSAGE_BYTES = 1 << 20  # The most that several records in one message take.
-_MAX_RECORD_BYTES = MAX_MESSAGE_BYTES - 1024  # Room for what an AppendRequest adds.
 _MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 2.0
 _AWAY_S = 5.0  # Before which there is no warning.
 _LOOK_S = 1.0
 # Sent and committed together, records cost a fraction of single ones: at high rates they wait longer for each other.
 _GATHER_S, _BUSY_GATHER_S, _BUSY_PER_S = 0.1, 0.5, 20
-_SLICE, _NAP_S = 64, 0.0002  # Frames: while they are read, the event loop does not run.
+_SLICE, _NAP_S = 64, 0.0002  # Records: while they are read, the event loop does not run.
 # How often a record is refused, alone, before it is dropped.
 _MAX_REFUSALS = {
     grpc.StatusCode.INVALID_ARGUMENT: 3,
@@ -54,49 +53,119 @@ _MAX_REFUSALS = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: 20,
     grpc.StatusCode.UNKNOWN: 20,
 }
-# Open records are copied if the spool has at least this many segments, and is at least this many times their size.
-_COPY_SEGMENTS, _COPY_SHARE = 4, 3
+_ABORTED = 1 << 62  # Added to the number of its begin, it is the sequence of a record that has not ended.
 
 
 class _Sent(NamedTuple):
     sequence: int
-    began: int  # The number of its BEGIN frame.
+    segment: int
     request: bytes  # A serialized AppendRequest of this record alone.
 
 
-class SourceShipper:
-    """Ships one spool.
+class _Reader:
+    """Reads the records of an outbox in order; `aborts`: then those that have not ended."""
 
-    With `ends` the spool has no writer any more: open records are aborted, and `run` ends once all is acknowledged.
+    def __init__(self, outbox: Outbox, hop: str, damaged: Callable[[], None], aborts: bool) -> None:
+        self.segment = 0  # Read so far.
+        self._segment: Segment | None = None
+        self._data: bytes | mmap.mmap = b""
+        self._at = 0
+        self._outbox = outbox
+        self._hop = hop
+        self._damaged = damaged
+        self._aborts = aborts
+        self._open: dict[bytes, tuple[int, int, bytearray]] = {}  # Segment, number, parts.
+
+    @property
+    def needed(self) -> int:
+        """The first segment that is needed to read on, or to read it all again."""
+        opened = min((segment for segment, _, _ in self._open.values()), default=self.segment)
+        return min(opened, self.segment) if self._aborts else min(self._outbox.needed, self.segment)
+
+    def next(self) -> tuple[int, Frame] | None:
+        """The next record with its segment, if there is one."""
+        while (found := self._next_here()) is None:
+            following = next((one for one in tuple(self._outbox.segments) if one.number > self.segment), None)
+            if following is None:
+                return self._abort() if self._aborts and self._open else None
+            if (found := self._next_here()) is not None:  # A segment that another one follows grows no more.
+                break
+            self._enter(following)
+        return found
+
+    def _enter(self, segment: Segment) -> None:
+        self.segment, self._at, self._segment = segment.number, 0, segment
+        try:
+            self._data = segment.contents()
+        except OSError as error:
+            logger.warning("%s cannot be read: %s", segment.path, error.strerror)
+            self._data, self._at = b"", segment.used
+            self._damaged()
+
+    def _next_here(self) -> tuple[int, Frame] | None:
+        if self._segment is None or self._at >= (end := self._segment.used):
+            return None
+        for following, frame in frames(self._data, self._at, end, self.segment == self._outbox.newest):
+            self._at = following
+            if frame is None:
+                logger.warning("%s is damaged before byte %d", self._segment.path, following)
+                self._damaged()
+                for *_, parts in self._open.values():
+                    parts += INCOMPLETE
+            elif frame.kind == WHOLE:
+                self._open.pop(frame.record_id, None)
+                return self.segment, frame
+            elif self._aborts and frame.kind == BEGIN:
+                self._open[frame.record_id] = (self.segment, frame.number, bytearray(frame.contents))
+            elif self._aborts and (opened := self._open.get(frame.record_id)) is not None:
+                opened[2].extend(frame.contents)
+        self._at = end
+        return None
+
+    def _abort(self) -> tuple[int, Frame]:
+        """Ends the first record that has not ended, whose process has."""
+        record_id, (segment, number, parts) = next(iter(self._open.items()))
+        del self._open[record_id]
+        record = PayloadRecord.FromString(bytes(parts))
+        record.status, record.failed_hop = "ABORTED", self._hop
+        record.message = "the service ended before the answer did"
+        if record.chunks:
+            record.duration_ms = record.chunks[-1].offset_ms
+        return segment, Frame(WHOLE, _ABORTED + number, record_id, record.SerializeToString())
+
+
+class SourceShipper:
+    """Ships one outbox; with `ends` it has no writer any more, and `run` ends once all is acknowledged.
+
+    `freed` is called when room has become free.
     """
 
     def __init__(
         self,
         append: AppendCall,
         target: str,
-        spool: Spool,
+        outbox: Outbox,
         drops: Drops,
         hop: str,
         stopping: threading.Event,
+        freed: Callable[[], None],
         ends: bool,
     ) -> None:
-        self.spool = spool
+        self.outbox = outbox
         self._append = append
         self._target = target
         self._drops = drops
         self._stopping = stopping
         self._ends = ends
-        self._reader = SpoolReader(spool, lambda: drops.count(DAMAGED))
-        self._merger = Merger(_MAX_RECORD_BYTES, hop)
-        self._frames: deque[tuple[int, bytes]] = deque()  # Read and not merged.
-        self._has_journal = ends  # Whether the begins of the spool's journal, which follow its frames, are not merged.
+        self._freed = freed
+        self._reader = _Reader(outbox, hop, lambda: drops.count(DAMAGED), ends)
         self._unacknowledged: deque[_Sent] = deque()
         self._unacknowledged_bytes = 0
         self._sent = 0  # How many unacknowledged records, from the first, were sent over this call.
         self._alone_until = 0  # The last sequence that is sent alone.
         self._refusals = 0  # How often the first unacknowledged record was refused when it was sent alone.
         self._acknowledged = 0  # The newest sequence that the logger has committed.
-        self._caught_up_at = 1  # All frames before this number have been read and merged.
+        self._caught_up_at = 0 if ends else 1  # All frames before this number have been read.
         self._changed = threading.Event()
         self._hurry = threading.Event()
         self._gather_s = _GATHER_S
@@ -120,7 +189,7 @@ class SourceShipper:
     @property
     def idle(self) -> bool:
         """Whether the logger has every record that has ended; of a spool without a writer, every record."""
-        return self._caught_up_at == self.spool.next_number and not self._unacknowledged
+        return self._caught_up_at == self.outbox.next_number and not self._unacknowledged
 
     def wake(self) -> None:
         """Wakes the thread: the spool has new records, or the stop is set."""
@@ -140,7 +209,7 @@ class SourceShipper:
                 reason = self._ship_over_one_call()
             except Exception:
                 reason = "internal error"
-                self._drops.warn("shipper", "shipping %s failed", self.spool.source, exc_info=True)
+                self._drops.warn("shipper", "shipping %s failed", self.outbox.source, exc_info=True)
             if self._done():
                 return
             if acknowledged != self._acknowledged:
@@ -229,42 +298,22 @@ class SourceShipper:
             self._forget_first()
 
     def _take_some(self) -> bool:
-        """Merges the next frames to records; returns whether there may be more to send now."""
+        """Reads the next records; returns whether there may be more to send now."""
         for _ in range(_SLICE):
             if self._is_full:
                 return False
-            if not self._frames:
-                self._frames.extend(self._reader.read())
-            if self._frames:
-                ended = self._merger.take(*self._frames.popleft())
-            elif self._has_journal:
-                self._has_journal = False
-                self._merger.take_journal(self.spool.journaled())
-                continue
-            elif self._ends and (ended := self._merger.abort()) is not None:
-                pass
-            else:
-                return self._catch_up()
-            if ended is not None:
-                self._take(ended)
+            number = self.outbox.next_number
+            found = self._reader.next()
+            if found is None:
+                self._caught_up_at = number
+                self._delete()
+                return False
+            self._take(*found)
         return True
 
-    def _catch_up(self) -> bool:
-        """Notes that every frame is read; returns whether open records were copied, which are frames to read again."""
-        self._caught_up_at = self.spool.next_number if self._ends else self._reader.number
-        self._delete()
-        return not self._ends and self._copy_open_records()
-
-    def _take(self, ended: EndedRecord) -> None:
-        data = ended.data
-        if len(data) > _MAX_RECORD_BYTES:
-            record = ended.record
-            if not fit(record, _MAX_RECORD_BYTES):
-                self._drops.count(TOO_LARGE)
-                return
-            data = record.SerializeToString()
-        request = Append(source=self.spool.source, sequence=ended.sequence, record=data).SerializeToString()
-        self._unacknowledged.append(_Sent(ended.sequence, ended.began, request))
+    def _take(self, segment: int, frame: Frame) -> None:
+        request = Append(source=self.outbox.source, sequence=frame.number, record=frame.contents).SerializeToString()
+        self._unacknowledged.append(_Sent(frame.number, segment, request))
         self._unacknowledged_bytes += len(request)
         self._gathered += 1
 
@@ -282,28 +331,12 @@ class SourceShipper:
         self._refusals = 0
 
     def _delete(self) -> None:
-        """Deletes the segments that hold no frame still needed."""
-        needed = [sent.began for sent in self._unacknowledged]
-        needed.append(self._frames[0][0] if self._frames else self._reader.number)
-        if self._merger.first_began is not None:
-            needed.append(self._merger.first_began)
+        """Deletes the segments that hold nothing still needed."""
+        needed = self._reader.needed
+        if self._unacknowledged:
+            needed = min(needed, self._unacknowledged[0].segment)
         try:
-            self.spool.delete_before(min(needed))
+            if self.outbox.delete_before(needed):
+                self._freed()
         except OSError as error:
             self._drops.warn("delete", "a segment of the spool cannot be deleted: %s", error.strerror)
-
-    def _copy_open_records(self) -> bool:
-        """Copies open records to the spool's end if only they keep the oldest segment and they are small beside it."""
-        segments = self.spool.segments
-        least_size = max(_COPY_SEGMENTS * self.spool.segment_bytes, _COPY_SHARE * self._merger.open_bytes)
-        if len(segments) < 2 or self.spool.size < least_size:
-            return False
-        before = segments[1].first
-        frames = self._merger.snapshots(before)
-        if not frames or any(sent.began < before for sent in self._unacknowledged):
-            return False
-        try:
-            # Only if nothing was written meanwhile: the copies would lack it.
-            return self.spool.append_at(self._reader.number, frames)
-        except OSError:
-            return False  # The writer gets the same error, and logs it.

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import grpc
 
 from headrace.payload.append_call import AppendCall
 from headrace.payload.drops import Drops
-from headrace.payload.outbox.spool import Spool
+from headrace.payload.outbox import Outbox
 from headrace.payload.shipper import SourceShipper
 from headrace.rpc.client.channel import channel_options
 from headrace_protos.headrace_pb2 import AppendResponse
@@ -27,17 +27,22 @@ _KEEPALIVE_S, _KEEPALIVE_TIMEOUT_S = 10.0, 5.0
 
 
 class PayloadShipping:
-    """Owns the threads and the channel to the logger at `target`, and holds the spools until `close`."""
+    """Owns the threads and the channel to the logger at `target`, and holds the outboxes until `close`.
 
-    def __init__(self, target: str, own: Spool, orphans: Sequence[Spool], drops: Drops, hop: str) -> None:
+    `freed` is called when room has become free.
+    """
+
+    def __init__(
+        self, target: str, own: Outbox, orphans: Sequence[Outbox], drops: Drops, hop: str, freed: Callable[[], None]
+    ) -> None:
         self._drops = drops
         self._stopping = threading.Event()
         # Neither traced nor recorded: the channel belongs to no request.
         self._channel = grpc.insecure_channel(target, options=channel_options(_KEEPALIVE_S, _KEEPALIVE_TIMEOUT_S))
         append: AppendCall = self._channel.stream_stream(_APPEND, response_deserializer=AppendResponse.FromString)
-        self._own = SourceShipper(append, target, own, drops, hop, self._stopping, ends=False)
+        self._own = SourceShipper(append, target, own, drops, hop, self._stopping, freed, ends=False)
         self._orphans = deque(
-            SourceShipper(append, target, orphan, drops, hop, self._stopping, ends=True) for orphan in orphans
+            SourceShipper(append, target, orphan, drops, hop, self._stopping, freed, ends=True) for orphan in orphans
         )
         self._threads = [
             threading.Thread(target=self._own.run, name="payload-shipper", daemon=True),
@@ -85,24 +90,24 @@ class PayloadShipping:
         if any(thread.is_alive() for thread in self._threads):
             return  # The disk hangs: the kernel releases the locks when the process ends.
         for orphan in self._orphans:
-            orphan.spool.close()
+            orphan.outbox.close()
         if remove and self._own.idle:
-            self._remove(self._own.spool)
+            self._remove(self._own.outbox)
         else:
-            self._own.spool.close()
+            self._own.outbox.close()
 
     def _take_over(self) -> None:
         while self._orphans and not self._stopping.is_set():
             self._orphans[0].run()
             if not self._stopping.is_set() or self._orphans[0].idle:
-                self._remove(self._orphans[0].spool)
+                self._remove(self._orphans[0].outbox)
                 self._orphans.popleft()
 
-    def _remove(self, spool: Spool) -> None:
+    def _remove(self, outbox: Outbox) -> None:
         try:
-            spool.remove()
+            outbox.remove()
         except OSError as error:
             # The next process ships it again, which changes nothing, and retries the removal.
-            self._drops.warn("remove", "the spool %s cannot be removed: %s", spool.source, error.strerror)
+            self._drops.warn("remove", "the spool %s cannot be removed: %s", outbox.source, error.strerror)
             with contextlib.suppress(OSError):
-                spool.close()
+                outbox.close()

@@ -1,15 +1,14 @@
-"""Records requests and answers beside the stream, and sends the records to the payload logger through a spool on disk.
+"""Records requests and answers beside the stream, and sends the records to the payload logger through an outbox.
 
 `tap.begin(...)` opens a `Recording`. Its methods keep references, cost microseconds, never block and never raise, so
-that a fault here cannot stop the stream. Only `flushed` is awaited, for a second at most, and seldom: the spool's
-journal has most begins at once.
+that a fault here cannot stop the stream. Only `flushed` is awaited, for a second at most, and seldom.
 
-    event loop: Recording → PartQueue → thread payload-writer: Spool → thread payload-shipper: the logger
+    Recording → PayloadWriter → Outbox, on disk → thread payload-shipper → the logger
 
-The queue to the writer is bounded by `memory` bytes, the spool by `spool_max` bytes. Beyond these bounds parts are
+What is not written yet is bounded by `memory` bytes, the outbox by `spool_max` bytes. Beyond these bounds parts are
 dropped, and counted in `dropped` by reason. Without its begin the whole record is dropped; without a chunk the record
-is `incomplete`; the end of a record that began is never dropped. The spool survives this process: the next process with
-the same spool folder ships it, and ends its open records as ABORTED.
+is `incomplete`; the end of a record that began is never dropped. The outbox survives this process: the next process
+with the same folder ships it, and ends its open records as ABORTED.
 
 `start`, `begin`, `drain` and `Recording` belong to one event loop's thread.
 """
@@ -21,21 +20,20 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from headrace.errors import StartupError
 from headrace.payload.drops import DISK, Drops
-from headrace.payload.ids import next_id
-from headrace.payload.outbox.frames import FrameEncoder
-from headrace.payload.outbox.journal import MAX_FRAME_BYTES, Journal
-from headrace.payload.outbox.spool import Spool, open_spools
-from headrace.payload.outbox.writer import PayloadWriter
-from headrace.payload.parts import BeginPart, Fields, PartQueue, RequestPart, Tensors
-from headrace.payload.recording import Recording, end_waits
-from headrace.payload.rules import PayloadRules
+from headrace.payload.encoding import Encoder
+from headrace.payload.outbox import Outbox, open_outboxes
+from headrace.payload.parts import Begin, Tensors
+from headrace.payload.recording import Recorder, Recording
+from headrace.payload.records import next_id
+from headrace.payload.rules import Digest, PayloadRules
 from headrace.payload.settings import RecordingSettings
 from headrace.payload.shipping import PayloadShipping
+from headrace.payload.writer import PayloadWriter
 
 logger = logging.getLogger(__name__)
 
@@ -60,21 +58,19 @@ class PayloadTap:
         fsync: bool = False,
         hop: str = "transformer",
     ) -> None:
-        self.hop = hop
         self.rules = rules or PayloadRules()
         self._target = target
         self._root = spool
         self._spool_max = spool_max
-        self._memory = memory
-        self._fsync = fsync
         self._drops = Drops()
-        self._queue = PartQueue(memory)
+        looks_into = self.rules.redactions or self.rules.tensor_bytes or self.rules.tensor_digest is not Digest.OFF
+        encoder = Encoder(self.rules, memory)
+        self._writer = PayloadWriter(encoder, self._drops, memory, is_inline=not looks_into, fsync=fsync)
+        self._recorder = Recorder(self.rules, self._writer, self._drops, hop, spool)
         self._last_id = 0
-        self._spool: Spool | None = None
-        self._writer: PayloadWriter | None = None
+        self._boxes: list[Outbox] = []
         self._shipper: PayloadShipping | None = None
         self._opening: asyncio.Task[None] | None = None
-        self._begins_answered = False  # Whether the writer settles begins, so that answers wait for them.
 
     @classmethod
     def of(cls, settings: RecordingSettings, hop: str) -> PayloadTap:
@@ -97,17 +93,17 @@ class PayloadTap:
     @property
     def queued_bytes(self) -> int:
         """The size of the parts that wait in memory for the disk."""
-        return self._queue.waiting_bytes
+        return self._writer.waiting_bytes
 
     @property
     def spooled_bytes(self) -> int:
         """The size of the records on disk."""
-        return self._writer.spooled_bytes if self._writer else 0
+        return sum(box.size for box in self._boxes)
 
     @property
     def spooled(self) -> int:
         """How many records this process has written to disk from begin to end."""
-        return self._writer.spooled if self._writer else 0
+        return self._writer.spooled
 
     @property
     def dropped_so_far(self) -> dict[str, int]:
@@ -130,7 +126,7 @@ class PayloadTap:
         While the disk cannot take a spool, parts wait in memory up to the bound, and it is tried again.
         """
         try:
-            self._start(*open_spools(self._root, self._spool_max, self._fsync))
+            self._start(*open_outboxes(self._root, self._spool_max))
         except StartupError as error:
             if not error.is_fault:
                 raise
@@ -138,33 +134,16 @@ class PayloadTap:
             self._opening = asyncio.create_task(self._open_later(), name="open the spool")
 
     async def _open_later(self) -> None:
-        while self._writer is None:
+        while self._shipper is None:
             await asyncio.sleep(_OPEN_AGAIN_S)
             with contextlib.suppress(StartupError):
-                self._start(*await asyncio.to_thread(open_spools, self._root, self._spool_max, self._fsync))
+                self._start(*await asyncio.to_thread(open_outboxes, self._root, self._spool_max))
                 logger.warning("the spool folder %s can be used again: records go there", self._root)
 
-    def _start(self, own: Spool, orphans: list[Spool]) -> None:
-        loop = asyncio.get_running_loop()
-
-        def settle(parts: Sequence[BeginPart | RequestPart]) -> bool:
-            self._begins_answered = True
-            waiting = [future for part in parts if (future := part.settled()) is not None]
-            if waiting:
-                with contextlib.suppress(RuntimeError):  # The loop is closed: no task waits any more.
-                    loop.call_soon_threadsafe(end_waits, waiting)
-            return bool(waiting)
-
-        self._spool = own
-        self._shipper = PayloadShipping(self._target, own, orphans, self._drops, self.hop)
-        self._writer = PayloadWriter(
-            *(self._queue, own, orphans, self._drops, FrameEncoder(self.rules, self._memory)),
-            max_bytes=self._spool_max,
-            settle=settle,
-            ended=self._shipper.wake,
-        )
-        self._begins_answered = True
-        self._writer.start()
+    def _start(self, own: Outbox, orphans: list[Outbox]) -> None:
+        self._boxes = [own, *orphans]
+        self._shipper = PayloadShipping(self._target, own, orphans, self._drops, self._recorder.hop, self._writer.wake)
+        self._writer.start(own, lambda: sum(orphan.size for orphan in orphans), self._shipper.wake)
         self._shipper.start()
 
     def begin(
@@ -185,21 +164,36 @@ class PayloadTap:
         """Opens the recording of a request that arrived now; `parameters` is JSON."""
         now_ns = time.time_ns()
         self._last_id = next_id(now_ns // 1_000_000, self._last_id)
-        recording = Recording(self, self._last_id)
-        fields = Fields(request_id, model, prompt, parameters, trace_id, span_id, client, call_id, metadata or {})
-        recording._begin(now_ns // 1_000, protocol, fields, inputs)
-        return recording
+        return Recording(
+            self._recorder,
+            self._last_id,
+            Begin(
+                time_us=now_ns // 1_000,
+                request_id=request_id,
+                model=model,
+                protocol=protocol,
+                prompt=prompt,
+                parameters=parameters,
+                trace_id=trace_id,
+                span_id=span_id,
+                client=client,
+                call_id=call_id,
+                metadata=metadata or {},
+            ),
+            inputs,
+        )
 
     async def drain(self, timeout_s: float) -> bool:
         """Ships ended records until the logger has all of them or the timeout expires; the rest stays on disk.
 
         Returns whether the logger has all of them.
         """
-        if self._writer is None or self._shipper is None:
-            return self._queue.empty
+        self._writer.write_gathered()
+        if self._shipper is None:
+            return self._writer.idle
         deadline = time.monotonic() + timeout_s
         while not (done := self._writer.idle and self._shipper.idle) and time.monotonic() < deadline:
-            self._queue.wake.set()
+            self._writer.wake()
             self._shipper.hurry()
             await asyncio.sleep(_POLL_S)
         if not done:
@@ -215,22 +209,10 @@ class PayloadTap:
         await asyncio.to_thread(self.close)
 
     def close(self) -> None:
-        """Writes the queued parts and ends the threads, each within a second; not for the event loop's thread."""
-        self._begins_answered = False
-        if self._writer is not None and self._shipper is not None:
-            written = self._writer.close()
+        """Writes what is put and ends the threads, each within a second; not for the event loop's thread."""
+        written = self._writer.close()
+        if self._shipper is not None:
             self._shipper.close(remove=written)
-        for _ in self._queue.begins if self._writer is None else ():
+        elif not self._writer.idle:
             self._drops.count(DISK)
         self._drops.whole(at_end=True)
-
-    def _journal_for(self, begin: BeginPart) -> Journal | None:
-        """The journal that may keep the begin as it is; none if rules may redact it, or it is surely too large."""
-        if self._spool is None or self.rules.redactions or begin.cost > MAX_FRAME_BYTES:
-            return None
-        return self._spool.journal
-
-    def _stop_waiting(self) -> None:
-        """Lets answers go on without their begins on disk, until the writer settles a part again."""
-        self._begins_answered = False
-        self._drops.warn("stalled", "the disk of %s does not answer: requests go on without it", self._root)

@@ -2,14 +2,14 @@
 
 `DeferredTensors` are made on the event loop and cost nothing there: they keep the message, parsed or serialized. The
 writer thread parses only the heads (name, datatype, shape). Raw contents are views of the message's bytes, because a
-parser would copy 60 MB while the event loop waits for the interpreter lock. Typed contents are converted to raw ones
-piece by piece, so that the digest is the same for both forms.
+parser would copy 60 MB while the event loop waits for the interpreter lock. Typed contents of up to 1 MiB are converted
+to raw ones; of larger ones neither contents nor digests are recorded.
 
 If no digest is configured, `heads` copies the heads on the event loop, in a few microseconds, and the message is not
 kept. The size of typed contents is computed from datatype and shape.
 
-A tensor in an unusual form (unpacked numbers, more than MAX_FIELDS texts) has no contents here, and a message that
-cannot be parsed has no tensors: no record fails because of them.
+A tensor whose contents do not fit its shape has none here, and a message that cannot be parsed has no tensors: no
+record fails because of them.
 
 Source of the format: protobuf's wire encoding; field numbers are those of inference.proto.
 """
@@ -23,11 +23,11 @@ from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
-import numpy as np
 from google.protobuf.message import DecodeError
 
+from headrace.errors import HeadraceError
 from headrace.oip.raw_contents import RAW_INPUTS, RAW_OUTPUTS
-from headrace.oip.tensors import BYTES, DATATYPES, dtype_of
+from headrace.oip.tensors import BYTES, DATATYPES, decode, dtype_of, encode_raw
 from headrace.oip.wire_fields import fields
 from headrace.payload.parts import DeferredTensors, RecordedTensor, Tensors
 from headrace_protos import inference_pb2 as pb
@@ -40,27 +40,15 @@ _MESSAGES: dict[int, type[pb.ModelInferRequest | pb.ModelInferResponse]] = {
     RAW_OUTPUTS: pb.ModelInferResponse,
 }
 _STREAMED = 2  # infer_response of ModelStreamInferResponse.
-_HEAD, _CONTENTS = frozenset({1, 2, 3}), 5  # Of InferInputTensor and InferOutputTensor, which have the same fields.
-# Fields of InferTensorContents whose encoding equals the raw contents, and fields that are varints.
-_PLAIN = {"BOOL": 1, "FP32": 6, "FP64": 7}
-_VARINTS = {
-    "INT8": (2, "<i1"),
-    "INT16": (2, "<i2"),
-    "INT32": (2, "<i4"),
-    "INT64": (3, "<i8"),
-    "UINT8": (4, "<u1"),
-    "UINT16": (4, "<u2"),
-    "UINT32": (4, "<u4"),
-    "UINT64": (5, "<u8"),
-}
-_BYTES_CONTENTS = 8
+_HEAD = frozenset({1, 2, 3})  # Of InferInputTensor and InferOutputTensor, which have the same fields.
 _MAX_VARINT_BYTES = 10
-_PIECE_BYTES = 64 * 1024
+_TYPED_BYTES = 1 << 20  # The most typed contents that are converted.
 _MAX_HEAD_FIELDS = 64  # The most fields that the event loop reads of one message.
 _SMALL_BYTES = 1024  # A tensor's description of up to this size is copied whole.
 _ITEM_BYTES = {datatype: dtype_of("", datatype).itemsize for datatype in DATATYPES - {BYTES}}
 _MAX_DIMENSIONS = 64
 _MAX_SIZE = 2**63 - 1
+_new_tuple = tuple.__new__  # Without a Python function call: every small tensor pays for it.
 
 
 class _Head(NamedTuple):
@@ -210,7 +198,7 @@ def _tensors_of(parsed: pb.ModelInferRequest | pb.ModelInferResponse) -> list[Re
     if len(raw) != len(described):
         return None
     return [
-        RecordedTensor(each.name, each.datatype, tuple(each.shape), data)
+        _new_tuple(RecordedTensor, (each.name, each.datatype, each.shape, data, None))
         for each, data in zip(described, raw, strict=True)
     ]
 
@@ -234,65 +222,34 @@ def _tensors(message: memoryview, raw_field: int) -> list[RecordedTensor]:
 
 def _tensor(described: memoryview, raw: memoryview | None) -> RecordedTensor:
     """One tensor, with its raw contents or the typed ones in its description."""
-    head: list[memoryview] = []
-    typed: memoryview = memoryview(b"")
     try:
-        for field, start, contents, end in islice(fields(described, only=True), MAX_FIELDS):
-            if field in _HEAD:
-                head.append(described[start:end])
-            elif field == _CONTENTS:
-                typed = described[contents:end]
-        tensor_head = pb.ModelInferRequest.InferInputTensor.FromString(b"".join(head))
+        if raw is None and len(described) <= _TYPED_BYTES:
+            whole = pb.ModelInferRequest.InferInputTensor.FromString(bytes(described))
+            data = _as_raw(whole)
+            size = None if data is not None else _size(whole.datatype, whole.shape)
+            return RecordedTensor(whole.name, whole.datatype, tuple(whole.shape), data, size)
+        head = [
+            described[start:end] for field, start, _, end in islice(fields(described), MAX_FIELDS) if field in _HEAD
+        ]
+        read = pb.ModelInferRequest.InferInputTensor.FromString(b"".join(head))
     except DecodeError:
         return RecordedTensor("", "", (), None)
-    data: bytes | memoryview | None = raw
-    if raw is None:
-        with suppress(DecodeError):
-            data = _as_raw(tensor_head.datatype, typed)
-    return RecordedTensor(tensor_head.name, tensor_head.datatype, tuple(tensor_head.shape), data)
+    return RecordedTensor(read.name, read.datatype, tuple(read.shape), raw, _size(read.datatype, read.shape))
 
 
-def _as_raw(datatype: str, typed: memoryview) -> bytes | memoryview | None:
-    """Typed contents as raw ones; None if their form is not supported."""
-    if datatype in _PLAIN:
-        return b"".join(_contents_of(typed, {_PLAIN[datatype]}, only=True).get(_PLAIN[datatype], []))
-    if datatype == BYTES:
-        items = _contents_of(typed, {_BYTES_CONTENTS}, only=True).get(_BYTES_CONTENTS, [])
-        return b"".join(piece for item in items for piece in (len(item).to_bytes(4, "little"), item))
-    if datatype not in _VARINTS:
+def _as_raw(typed: pb.ModelInferRequest.InferInputTensor) -> bytes | None:
+    """Typed contents as raw ones; None if they do not fit the shape or the datatype."""
+    try:
+        [tensor] = decode([typed], (), "input").values()
+    except HeadraceError:
         return None
-    field, dtype = _VARINTS[datatype]
-    return _integers(_contents_of(typed, {field}, only=True).get(field, []), np.dtype(dtype))
+    return encode_raw(tensor)
 
 
-def _integers(packed: list[memoryview], dtype: np.dtype[Any]) -> bytes | None:
-    """Varints as numbers of fixed size, a piece at a time, so that no thread waits long for the interpreter lock."""
-    pieces: list[bytes] = []
-    for part in packed:
-        data, at = np.frombuffer(part, np.uint8), 0
-        while at < len(data):
-            piece = data[at : at + _PIECE_BYTES]
-            ends = np.flatnonzero(piece < 0x80)
-            lengths = np.diff(ends, prepend=-1)
-            if not len(ends) or lengths.max() > _MAX_VARINT_BYTES:
-                return None
-            starts, used = ends - lengths + 1, int(ends[-1]) + 1
-            shifts = (7 * (np.arange(used) - np.repeat(starts, lengths))).astype(np.uint64)
-            bits = (piece[:used] & 0x7F).astype(np.uint64) << shifts
-            pieces.append(np.bitwise_or.reduceat(bits, starts).astype(dtype).tobytes())
-            at += used
-    return b"".join(pieces)
-
-
-def _contents_of(
-    message: memoryview, wanted: set[int], *, only: bool = False, most: int = MAX_FIELDS
-) -> dict[int, list[memoryview]]:
-    """The contents of the wanted fields, by field and in order; raises DecodeError, also for too many fields.
-
-    With `only`, a field that is not length-delimited is an error: the contents have an unsupported form.
-    """
+def _contents_of(message: memoryview, wanted: set[int], *, most: int = MAX_FIELDS) -> dict[int, list[memoryview]]:
+    """The contents of the wanted fields, by field and in order; raises DecodeError, also for too many fields."""
     found: dict[int, list[memoryview]] = {}
-    for count, (field, _, start, end) in enumerate(fields(message, only=only)):
+    for count, (field, _, start, end) in enumerate(fields(message)):
         if count >= most:
             raise _TooManyError("too many fields")
         if field in wanted:

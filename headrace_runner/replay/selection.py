@@ -11,8 +11,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.payload.ids import REPLAY_PREFIX, is_replay
-from headrace.payload.records import answer_of, was_generated
+from headrace.payload.records import REPLAY_PREFIX, answer_of, is_replay, was_generated
 from headrace.sampling import SamplingParameters
 from headrace_protos.headrace_pb2 import GenerateRequest, PayloadRecord, TokenIds
 

@@ -8,6 +8,8 @@ import pytest
 from headrace.payload import shipper as payload_shipper
 from headrace.payload.drops import FULL, MEMORY, REASONS
 from headrace.payload.metrics import REASON, observe_tap
+from headrace.payload.outbox import Outbox
+from headrace.payload.rules import PayloadRules
 from tests.support.measured import Measured
 from tests.support.payload_ingest import away, begin, listening
 from tests.waiting import until
@@ -82,21 +84,21 @@ async def test_dropped_records_are_counted_by_reason(taps):
     assert shown.dropped == dict.fromkeys(REASONS, 0) | {MEMORY: 3}
     full = taps.start(spool_max=1)
     shown = Shown(full)
-    begin(full)
+    begin(full).end("OK")
     await until(lambda: shown.dropped[FULL] == 1)
     assert shown.value("spooled") == 0
 
 
 async def test_records_that_wait_for_the_disk_are_counted(taps, monkeypatch):
     going_on = threading.Event()
-    tap = taps.start()
-    append = tap._writer._spool.append
+    tap = taps.start(rules=PayloadRules(tensor_bytes=1))  # With such rules another thread writes.
+    append = Outbox.append
 
-    def hang(payloads):
+    def hang(*arguments):
         going_on.wait(30)
-        append(payloads)
+        return append(*arguments)
 
-    monkeypatch.setattr(tap._writer._spool, "append", hang)
+    monkeypatch.setattr(Outbox, "append", hang)
     shown = Shown(tap)
     begin(tap, prompt="p" * 1000).end("OK")
     assert shown.value("queued_bytes") > 1000

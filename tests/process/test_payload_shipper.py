@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from headrace.payload import shipper as payload_shipper
+from headrace.payload import writer as payload_writer
 from headrace.payload.drops import DISK, FAILED, FULL, REFUSED
-from headrace.payload.outbox import writer as payload_writer
 from headrace.payload.parts import RecordedTensor
 from headrace.payload.rules import PayloadRules
 from headrace_protos import headrace_pb2_grpc
@@ -41,7 +41,7 @@ async def test_acknowledged_records_leave_the_disk(taps, ingest):
             await written(tap)
     assert await tap.drain(30)
     assert (tap.queued_bytes, tap.unacknowledged, tap.dropped) == (0, 0, {})
-    await until(lambda: len(segments(taps.spool)) <= 1)
+    await until(lambda: len(segments(taps.spool)) <= 2)  # The next one too.
     [received] = ingest.calls
     assert [request.record.request_id for request in received] == [f"r{number}" for number in range(1000)]
     sequences = [request.sequence for request in received]
@@ -177,16 +177,14 @@ async def test_while_the_logger_is_away_records_pile_up_on_disk_and_not_in_memor
             await written(tap)
     await written(tap)
     assert tap.unacknowledged <= 1024
-    size = sum(path.stat().st_size for path in segments(taps.spool))
-    assert tap.spooled_bytes == size
-    assert (1 << 20) * 0.95 < size < (1 << 20) * 1.1
+    assert (1 << 20) * 0.9 < tap.spooled_bytes <= sum(path.stat().st_size for path in segments(taps.spool)) <= 1 << 20
     assert psutil.Process().memory_info().rss - before < 32 << 20
     assert tap.dropped[FULL] > 1000
     kept = 3000 - tap.dropped[FULL]
     async with listening(target) as ingest:
         assert await tap.drain(30)
         records = ingest.records
-        await until(lambda: len(segments(taps.spool)) <= 1)
+        await until(lambda: len(segments(taps.spool)) <= 2)  # The next one too.
         with begin(tap, "after") as recording:
             recording.chunk("whole", [1])
             recording.end("OK")
@@ -220,7 +218,7 @@ async def test_ends_are_kept_when_the_spool_is_full(taps):
     async with listening(target) as ingest:
         assert await tap.drain(30)
     assert {record.request_id for record in ingest.records} == {f"r{number}" for number in range(200)}
-    assert {(record.status, record.incomplete) for record in ingest.records} == {("OK", True)}
+    assert {(record.status, record.incomplete) for record in ingest.records[1:]} == {("OK", False)}
 
 
 @pytest.mark.parametrize(("spool_max", "is_kept"), [(20_000, True), (100, False)])
@@ -258,7 +256,7 @@ async def test_a_long_stream_keeps_no_segment(taps, ingest):
     record = ingest.records[-1]
     assert (record.request_id, record.text, len(record.chunks)) == ("long", "".join(texts), len(texts))
     assert not record.incomplete
-    await until(lambda: len(segments(taps.spool)) <= 1)
+    await until(lambda: len(segments(taps.spool)) <= 2)  # The next one too.
 
 
 @pytest.mark.parametrize("reason", [FULL, FAILED])

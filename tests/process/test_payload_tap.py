@@ -1,11 +1,9 @@
 """The payload tap: it never delays a stream, is bounded, and records what happened."""
 
 import asyncio
-import errno
 import hashlib
 import logging
 import threading
-import time
 import uuid
 from contextlib import suppress
 
@@ -17,25 +15,31 @@ from hypothesis import strategies as st
 from headrace.errors import OverloadedError, StartupError
 from headrace.oip.tensors import Tensor, add_input
 from headrace.payload import drops
+from headrace.payload import outbox as payload_outbox
 from headrace.payload import tap as tap_module
 from headrace.payload.drops import DISK, FAILED, MEMORY, TOO_LARGE
-from headrace.payload.ids import as_uuid7, next_id
-from headrace.payload.outbox import journal as payload_journal
-from headrace.payload.outbox import spool as payload_spool
-from headrace.payload.outbox.journal import MAX_FRAME_BYTES, read_journal
 from headrace.payload.parts import DeferredTensors, RecordedTensor
+from headrace.payload.records import as_uuid7, next_id
 from headrace.payload.redaction import Redaction
 from headrace.payload.rules import Digest, Mode, PayloadRules
 from headrace.payload.tap import PayloadTap
 from headrace.payload.tensors import request_tensors
 from headrace_protos.headrace_pb2 import Usage
 from headrace_protos.inference_pb2 import ModelInferRequest
-from tests.support.payload_ingest import away, begin, folders, no_room, segments
+from tests.support.payload_ingest import away, begin, segments
 from tests.support.small_disk import small_disk
 from tests.waiting import until
 
-# With rules that may redact a request the journal is not used: answers wait for the writer.
+# With such rules a thread writes, and answers wait for it.
 REDACTING = PayloadRules(redactions=[Redaction("$.parameters.absent", None)])
+
+
+def full(tap, patch):
+    """Leaves the outbox of a tap no room on its disk."""
+    outbox = tap._boxes[0]
+    patch.setattr(outbox, "append", lambda *_: False)
+    patch.setattr(outbox, "prepare", lambda _: None)
+    patch.setattr(outbox, "refusal", DISK)
 
 
 async def recorded(tap, ingest):
@@ -376,7 +380,7 @@ async def test_redacted_text_never_reaches_the_disk(taps, ingest):
     assert (record.prompt, record.text) == ("my -", "the - word")
     assert [chunk.text for chunk in record.chunks] == ["the - word", "", ""]
     assert record.HasField("ttft_ms")
-    assert (cut_off.status, cut_off.text, len(cut_off.chunks)) == ("ABORTED", "", 1)
+    assert (cut_off.status, cut_off.text, len(cut_off.chunks)) == ("ABORTED", "", 0)
 
 
 async def test_rules_that_fail_keep_a_part_off_the_disk(taps, ingest):
@@ -434,23 +438,14 @@ async def test_records_beyond_its_memory_are_dropped_and_counted(taps, ingest):
 async def test_drops_of_a_full_disk_are_counted_even_if_the_process_dies_before_the_end_of_the_answer(
     taps, ingest, monkeypatch
 ):
-    append, is_full = payload_spool.Spool.append, False
-
-    def append_if_there_is_room(spool, payloads):
-        if is_full:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        append(spool, payloads)
-
-    monkeypatch.setattr(payload_spool.Spool, "append", append_if_there_is_room)
     tap = taps.start(away())
     recording = begin(tap)
     recording.chunk("a", [1])
     await until(lambda: tap.queued_bytes == 0)
-    is_full = True
-    recording.chunk("b", [2])
-    await until(lambda: tap.dropped[DISK] == 1)
-    is_full = False
-    await until(lambda: time.monotonic() >= tap._writer._retry_at)
+    with monkeypatch.context() as patch:
+        full(tap, patch)
+        recording.chunk("b", [2])
+        await until(lambda: tap.dropped[DISK] == 1)
     recording.chunk("c", [3])
     await until(lambda: tap.queued_bytes == 0)
     await taps.close(tap)
@@ -506,14 +501,14 @@ async def test_the_number_of_lost_records_is_stated_once_records_are_whole_again
         tap = PayloadTap("127.0.0.1:1", spool=disk.path / "spool")
         tap.start()
         for before in range(2):
-            await until(lambda: tap._queue.empty)
+            await until(lambda: tap.queued_bytes == 0)
             disk.fill()
             with begin(tap, "cut", prompt="x" * 100_000):
                 for number in range(40):
                     begin(tap, f"r{number}", prompt="x" * 100_000).end("OK")
-                await until(lambda: tap._queue.empty)
+                await until(lambda: tap.queued_bytes == 0)
                 disk.empty()
-            assert sum(tap.dropped.values()) >= 40
+            assert sum(tap.dropped.values()) >= 20 * (before + 1)  # The segments at hand take some.
 
             def recorded_again(before=before):
                 begin(tap, "after").end("OK")
@@ -553,84 +548,34 @@ async def test_a_tap_without_a_spool_serves_and_keeps_records_until_there_is_roo
     assert any("records wait in memory meanwhile" in record.getMessage() for record in caplog.records)
 
 
-async def test_a_begin_is_on_disk_before_the_first_chunk_is_sent(taps):
-    tap = taps.start(rules=REDACTING)
-    for number in range(20):
-        recording = begin(tap, prompt=f"prompt-{number}")
-        assert await recording.flushed()
-        assert await recording.flushed(), "asking again is free"
-        assert f"prompt-{number}".encode() in segments(taps.spool)[-1].read_bytes()
-
-
-async def test_a_begin_in_the_journal_is_on_disk_without_the_writer_and_leaves_it_with_its_record(taps, monkeypatch):
-    write, writes = payload_spool.os.write, threading.Event()
-
-    def waiting(file, data):
-        writes.wait()
-        return write(file, data)
-
-    monkeypatch.setattr(payload_spool.os, "write", waiting)
-    tap = taps.start()
-    [folder] = folders(taps.spool)
-    recording = begin(tap, prompt="prompt")
-    try:
-        assert await recording.flushed()
-        assert await recording.flushed()
-        [frame] = read_journal(folder / "journal")
-        assert b"prompt" in frame
-        assert not any(path.stat().st_size for path in segments(taps.spool))
-    finally:
-        writes.set()
-    recording.end("OK")
-    await until(lambda: tap.queued_bytes == 0)
-    assert read_journal(folder / "journal") == []
-    assert b"prompt" in segments(taps.spool)[-1].read_bytes()
-
-
-@pytest.mark.parametrize("options", [{"fsync": True}, {"rules": REDACTING}, {}])
-async def test_what_the_journal_may_not_have_waits_for_the_writer(taps, monkeypatch, options):
-    if not options:
-        monkeypatch.setattr(payload_journal.os, "posix_fallocate", no_room)
+@pytest.mark.parametrize("options", [{}, {"fsync": True}, {"rules": REDACTING}])
+async def test_every_begin_is_on_disk_before_its_answer_on_either_thread(taps, options):
     tap = taps.start(**options)
-    assert await begin(tap, prompt="prompt").flushed()
-    assert not any(read_journal(folder / "journal") for folder in folders(taps.spool))
-    assert b"prompt" in segments(taps.spool)[-1].read_bytes()
-
-
-async def test_long_requests_wait_for_the_writer(taps):
-    tap = taps.start()
-    assert await begin(tap, prompt="x" * MAX_FRAME_BYTES).flushed()
-    assert b"x" * MAX_FRAME_BYTES in segments(taps.spool)[-1].read_bytes()
-
-
-async def test_answers_that_wait_for_their_begins_share_writes(taps, monkeypatch):
-    append, appends = payload_spool.Spool.append, []
-
-    def counted(spool, payloads):
-        appends.append(len(payloads))
-        append(spool, payloads)
-
-    monkeypatch.setattr(payload_spool.Spool, "append", counted)
-    tap = taps.start(rules=REDACTING)
 
     async def caller(name):
         for number in range(20):
-            recording = begin(tap, f"{name}-{number}")
+            recording = begin(tap, f"{name}-{number}", prompt="x" * 5000)
             assert await recording.flushed()
+            assert await recording.flushed(), "asking again is free"
             assert any(recording.record_id.encode() in path.read_bytes() for path in segments(taps.spool))
             recording.end("OK")
 
-    await asyncio.gather(*(caller(name) for name in range(20)))
+    await asyncio.gather(*(caller(name) for name in range(10)))
     await until(lambda: tap.queued_bytes == 0)
-    assert sum(appends) == 2 * 400
-    assert len(appends) < 200
+    assert tap.spooled == 200
+
+
+async def test_a_begin_larger_than_a_segment_waits_for_one_of_its_size(taps):
+    tap = taps.start()
+    assert await begin(tap, prompt="x" * (3 << 20)).flushed()
+    assert any(b"x" * (3 << 20) in path.read_bytes() for path in segments(taps.spool))
 
 
 @pytest.mark.parametrize("rules", [None, REDACTING])
 async def test_a_begin_that_cannot_be_written_delays_no_request(taps, ingest, monkeypatch, rules):
     tap = taps.start(ingest.target, rules)
     with monkeypatch.context() as patch:
-        patch.setattr(payload_spool.os, "write", no_room)
+        full(tap, patch)
         lost = [begin(tap) for _ in range(3)]
         assert [await recording.flushed() for recording in lost] == [True] * 3
         await until(lambda: tap.queued_bytes == 0)
@@ -638,14 +583,9 @@ async def test_a_begin_that_cannot_be_written_delays_no_request(taps, ingest, mo
     for recording in lost:
         recording.chunk("x", [1])
         recording.end("OK")
-
-    async def works():
-        with begin(tap, "after") as recording:
-            await recording.flushed()
-        return await recorded(tap, ingest)
-
-    await until(works)
-    assert {record.request_id for record in ingest.records} == {"after"}
+    with begin(tap, "after") as recording:
+        await recording.flushed()
+    assert {record.request_id for record in await recorded(tap, ingest)} == {"after"}
 
 
 async def test_an_end_waits_for_a_disk_that_fails(taps, ingest, monkeypatch):
@@ -655,10 +595,10 @@ async def test_an_end_waits_for_a_disk_that_fails(taps, ingest, monkeypatch):
     assert await recording.flushed()
     await until(lambda: tap.queued_bytes == 0)
     with monkeypatch.context() as patch:
-        patch.setattr(payload_spool.os, "write", no_room)
+        full(tap, patch)
         recording.chunk("lost", [2])
-        recording.end("OK")
         await until(lambda: tap.queued_bytes == 0)
+        recording.end("OK")
         assert not ingest.calls or not ingest.records
     [record] = await recorded(tap, ingest)
     assert (record.status, record.text, record.incomplete) == ("OK", "kept", True)
@@ -667,17 +607,19 @@ async def test_an_end_waits_for_a_disk_that_fails(taps, ingest, monkeypatch):
 
 async def test_a_hanging_disk_delays_one_request_for_a_second_and_the_next_not_at_all(taps, monkeypatch):
     answers = threading.Event()
-    write = payload_spool.os.write
+    allocate = payload_outbox.os.posix_fallocate
 
-    def hanging(file, data):
+    def hanging(*arguments):
         answers.wait()
-        return write(file, data)
+        allocate(*arguments)
 
-    tap = taps.start(rules=REDACTING)
-    monkeypatch.setattr(payload_spool.os, "write", hanging)
+    tap = taps.start()
+    await until(lambda: tap._boxes[0]._spare)
+    monkeypatch.setattr(payload_outbox.os, "posix_fallocate", hanging)
     try:
-        assert not await begin(tap).flushed()
-        later = begin(tap)
+        large = {"prompt": "x" * (3 << 20)}
+        assert not await begin(tap, **large).flushed()
+        later = begin(tap, **large)
         assert not await later.flushed()
         later.chunk("x", [1])
         later.end("OK")

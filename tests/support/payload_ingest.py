@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 
+from headrace.payload.records import answer_of
 from headrace.payload.tap import PayloadTap
 from headrace_protos import headrace_pb2_grpc
 from headrace_protos.headrace_pb2 import AppendResponse
@@ -50,6 +51,7 @@ class Ingest(headrace_pb2_grpc.PayloadIngestServicer):
             more = list(message.more)
             message.ClearField("more")
             for request in (message, *more):
+                request.record.text = answer_of(request.record)
                 yield request
 
     async def until(self, condition):

@@ -30,7 +30,7 @@ from opentelemetry.proto.common.v1 import common_pb2
 from opentelemetry.proto.logs.v1 import logs_pb2
 from opentelemetry.proto.resource.v1 import resource_pb2
 
-from headrace.payload.ids import as_uuid7, next_id
+from headrace.payload.records import as_uuid7, next_id
 from headrace.rpc import Context
 from headrace_logger.store.store import Store
 from headrace_logger.tails import Tails

@@ -19,6 +19,7 @@ import grpc
 
 from headrace.clients import client_of
 from headrace.errors import ForbiddenError, InvalidRequestError, NotFoundError
+from headrace.payload.records import answer_of
 from headrace.rpc import Context, Handler
 from headrace.rpc.limits.admission import head_of_call
 from headrace.rpc.server.rest_streams import errors_in_band
@@ -239,6 +240,7 @@ class _Arrivals:
         async for request in requests:
             for each in (request, *request.more):
                 _check(each)
+                each.record.text = answer_of(each.record)  # Protobuf has merged the record's parts.
                 self._waiting.append(each)
             self._bytes += request.ByteSize()
             self._news.set()

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 
-from headrace.payload.ids import is_replay
-from headrace.payload.records import answer_of, token_count, was_generated
+from headrace.payload.records import answer_of, is_replay, token_count, was_generated
 from headrace_protos.headrace_pb2 import PayloadRecord
 
 _OF_CALLS = {"tool_calls", "tool_call_id"}

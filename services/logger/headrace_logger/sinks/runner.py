@@ -36,7 +36,7 @@ from contextlib import suppress
 from typing import ParamSpec, Protocol, TypeVar
 
 from headrace.errors import NotReadyError
-from headrace.payload.outbox.merge import ended_at
+from headrace.payload.records import ended_at
 from headrace_logger.sinks.delivery import Event, RefusedError, TryAgainError
 from headrace_logger.store.store import Store
 from headrace_protos.headrace_pb2 import PayloadRecord

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import sqlalchemy as sql
 
-from headrace.payload.outbox.merge import was_refused
+from headrace.payload.records import was_refused
 from headrace_logger.store import shares
 from headrace_logger.store.deletions import Deletions
 from headrace_logger.store.filters import columns_of

@@ -1,0 +1,207 @@
+"""Encodes parts of records as serialized PayloadRecords, after the rules have redacted them.
+
+On the thread that writes. A part that cannot be encoded or redacted raises: nothing of it may reach the disk. Rules
+for answers must see the whole answer: with them a part has only the time of its last chunk, and the end has all chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from headrace.payload.parts import Begin, Chunk, DeferredTensors, End, OpenRecord, Tensors
+from headrace.payload.records import answer_of, as_text, shorten_refused
+from headrace.payload.rules import Digest, PayloadRules
+from headrace_protos.headrace_pb2 import PayloadChunk, PayloadRecord, PayloadTensor, PredictorPart
+
+INCOMPLETE = PayloadRecord(incomplete=True).SerializeToString()
+
+
+class Encoder:
+    """`held_max` is the most bytes of chunks that may wait to be redacted."""
+
+    def __init__(self, rules: PayloadRules, held_max: int) -> None:
+        self._rules = rules
+        self._digest, self._tensor_bytes = rules.tensor_digest, rules.tensor_bytes
+        self._holds = rules.redacts_answers
+        self._held_max = held_max
+        self._held_bytes = 0
+
+    def begin(self, opened: OpenRecord) -> bytes:
+        """The first part of a record."""
+        begin = opened.begin
+        record = PayloadRecord(**_begin_fields(opened.id, begin))
+        if self._rules.redactions:
+            self._rules.redact(record)
+            opened.is_redacted = (record.prompt, record.parameters) != (begin.prompt, begin.parameters)
+        return record.SerializeToString()
+
+    def inputs(self, opened: OpenRecord) -> bytes:
+        """The request's tensors."""
+        record = PayloadRecord()
+        self._add_tensors(opened.inputs, record.inputs)
+        self._rules.redact(record)
+        return record.SerializeToString()
+
+    def chunks(self, chunks: Sequence[Chunk], opened: OpenRecord) -> bytes:
+        """Chunks of a record; marks it incomplete if `held_max` has no room for them. If it raises, nothing changed."""
+        record = PayloadRecord()
+        first = None if opened.has_ttft else next((chunk for chunk in chunks if len(chunk.token_ids)), None)
+        if first is not None:
+            record.ttft_ms = first.offset_ms
+        if self._holds:
+            self._hold(chunks, opened)
+            record.duration_ms = chunks[-1].offset_ms
+        else:
+            for chunk in chunks:
+                self._fill(record.chunks.add(), chunk)
+            self._rules.redact(record)
+        opened.has_ttft |= first is not None
+        return record.SerializeToString()
+
+    def end(self, end: End, opened: OpenRecord) -> bytes:
+        """The last part of a record."""
+        record = PayloadRecord(**_end_fields(end))
+        self._add_tensors(end.outputs, record.outputs)
+        record.chunks.extend(opened.held)
+        if opened.is_redacted:
+            record.ClearField("prompt_ids")  # They would reveal what is redacted.
+        self._rules.redact(record)
+        return record.SerializeToString()
+
+    def end_without_contents(self, end: End) -> bytes:
+        """The last part of a record whose end could not be encoded."""
+        return PayloadRecord(status="UNKNOWN", duration_ms=end.duration_ms, incomplete=True).SerializeToString()
+
+    def forget(self, opened: OpenRecord) -> None:
+        """Releases the chunks that a record holds, at its end."""
+        if opened.held:
+            self._held_bytes -= opened.held_bytes
+            opened.held, opened.held_bytes = [], 0
+
+    def _hold(self, chunks: Sequence[Chunk], opened: OpenRecord) -> None:
+        """Keeps chunks for the end, where the whole answer is redacted."""
+        held: list[PayloadChunk] = []
+        held_bytes, incomplete = 0, False
+        for chunk in chunks:
+            kept = PayloadChunk(offset_ms=chunk.offset_ms)
+            if self._held_bytes + held_bytes + chunk.cost > self._held_max:
+                incomplete = True
+            else:
+                self._fill(kept, chunk)
+                held_bytes += chunk.cost
+            held.append(kept)
+        opened.held += held
+        opened.held_bytes += held_bytes
+        self._held_bytes += held_bytes
+        opened.incomplete |= incomplete
+
+    def _fill(self, to: PayloadChunk, chunk: Chunk) -> None:
+        to.offset_ms = chunk.offset_ms
+        if chunk.text:
+            to.text = storable(chunk.text)
+        if len(chunk.token_ids):
+            to.token_ids.extend(chunk.token_ids)
+        if len(chunk.logprobs):
+            to.logprobs.extend(chunk.logprobs)
+        if chunk.outputs:
+            self._add_tensors(chunk.outputs, to.outputs)
+
+    def _add_tensors(self, tensors: Tensors, to: RepeatedCompositeFieldContainer[PayloadTensor]) -> None:
+        for name, datatype, shape, data, size in tensors.read() if isinstance(tensors, DeferredTensors) else tensors:
+            if data is None:
+                to.add(name=name, datatype=datatype, shape=shape, size=size)
+                continue
+            added = to.add(name=name, datatype=datatype, shape=shape, size=len(data))
+            if self._digest is not Digest.OFF:
+                added.digest = self._digest.of(data)
+            if len(data) <= self._tensor_bytes:
+                added.data = bytes(data)
+
+
+def shortened(data: bytes) -> bytes:
+    """A serialized record, shortened if its request was refused."""
+    record = PayloadRecord.FromString(data)
+    shorten_refused(record)
+    return record.SerializeToString()
+
+
+def without_contents(data: bytes) -> bytes:
+    """A serialized record without the contents of its tensors."""
+    record = PayloadRecord.FromString(data)
+    _contents(record)
+    return record.SerializeToString()
+
+
+def fitted(data: bytes, max_bytes: int) -> bytes | None:
+    """A serialized record shrunk to a size, the least important fields first; None if it does not fit even so."""
+    record = PayloadRecord.FromString(data)
+    record.text = answer_of(record)
+    for leave_out in (_tokens, _chunks, _contents):
+        if record.ByteSize() <= max_bytes:
+            break
+        leave_out(record)
+        record.incomplete = True
+    return record.SerializeToString() if record.ByteSize() <= max_bytes else None
+
+
+def _tokens(record: PayloadRecord) -> None:
+    for chunk in record.chunks:
+        chunk.ClearField("token_ids")
+        chunk.ClearField("logprobs")
+    record.ClearField("prompt_ids")
+
+
+def _chunks(record: PayloadRecord) -> None:
+    record.ClearField("chunks")
+
+
+def _contents(record: PayloadRecord) -> None:
+    for tensor in (*record.inputs, *record.outputs, *(each for chunk in record.chunks for each in chunk.outputs)):
+        tensor.ClearField("data")
+
+
+def storable(text: str) -> str:
+    """The text as protobuf accepts it: JSON may contain halves of surrogate pairs, which UTF-8 cannot encode."""
+    if str.isascii(text):  # A quarter of the cost of encoding.
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode(errors="replace").decode()
+    return text
+
+
+def _begin_fields(record_id: bytes, begin: Begin) -> dict[str, Any]:
+    """The fields of a record that are known when its request arrives."""
+    seconds, microseconds = divmod(begin.time_us, 1_000_000)
+    # Without `time_us`, the first one, and `metadata`, the last one.
+    texts = zip(Begin._fields[1:-1], begin[1:-1], strict=True)
+    named: dict[str, Any] = {name: storable(text) for name, text in texts if text}
+    named["record_id"] = as_text(record_id)
+    named["time"] = Timestamp(seconds=seconds, nanos=microseconds * 1000)
+    if begin.metadata:
+        named["metadata"] = {storable(key): storable(value) for key, value in begin.metadata.items()}
+    return named
+
+
+def _end_fields(end: End) -> dict[str, Any]:
+    """The fields of a record that are known at its end and not at their defaults, without tensors."""
+    named: dict[str, Any] = {"status": end.status, "duration_ms": end.duration_ms}
+    for name in ("message", "failed_hop", "finish_reason", "fingerprint", "served_model", "text"):
+        if text := getattr(end, name):
+            named[name] = storable(text)
+    for name in ("usage", "ttft_ms", "engine_ms"):
+        if (value := getattr(end, name)) is not None:
+            named[name] = value
+    for name in ("resumes", "incomplete", "sampling", "prompt_kind"):
+        if value := getattr(end, name):
+            named[name] = value
+    if end.predictors:
+        named["predictors"] = [PredictorPart(predictor=name, offset_ms=at_ms) for name, at_ms in end.predictors]
+    if len(end.prompt_ids):
+        named["prompt_ids"] = end.prompt_ids
+    return named

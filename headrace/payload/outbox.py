@@ -1,0 +1,307 @@
+"""The outbox: one process's records on disk until the logger has committed them.
+
+    ROOT/lock                     held during a search for folders without an owner
+    ROOT/UUID/lock                held (flock) by the process that owns the folder; the UUID is the source
+    ROOT/UUID/NUMBER.segment      frames; NUMBER, of 20 digits, is the segment's
+
+Segments have their whole size from the start and are mapped to memory, so an append is a copy: it needs no thread, no
+disk and no call of the system, and what is copied survives the death of the process. Another thread calls `prepare`,
+which creates the next segment before it is needed.
+
+A frame is a header (CRC-32 of what follows it, length of the contents, kind, number, id of the record) and contents: a
+serialized PayloadRecord, or a part of one; protobuf merges concatenated parts. Frames are numbered from 1. Whole
+records are sent to the logger. Begins and more parts of records that have not ended are read only if their process
+dies. A damaged frame is skipped by its length; if two in a row are damaged, the rest of the segment is discarded.
+
+A process appends only to its new folder, and takes over folders without an owner to read them to their end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import re
+import struct
+import time
+import uuid
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from headrace.errors import StartupError
+from headrace.payload.drops import DISK, FULL
+
+logger = logging.getLogger(__name__)
+
+BEGIN, MORE, WHOLE = 1, 2, 3  # Kinds of frames.
+
+_CRC, _REST = struct.Struct("<I"), struct.Struct("<IBQ16s")
+_HEADER_BYTES = _CRC.size + _REST.size
+_SEGMENT_NAME = re.compile(r"\d{20}\.segment")
+_MAX_SEGMENT_BYTES = 1 << 20
+_SEGMENTS = 16  # The least in a full outbox: space is freed one segment at a time.
+_SMALLER = 16  # A disk without room for a segment may have some for this fraction of one.
+_ROOT_WAIT_S = 5.0
+
+
+class Frame(NamedTuple):
+    """See the module."""
+
+    kind: int
+    number: int
+    record_id: bytes
+    contents: bytes
+
+
+class Segment:
+    """A file of frames, which fill `used` of its bytes; with a descriptor it is mapped, to be written."""
+
+    def __init__(self, path: Path, size: int, file: int | None = None) -> None:
+        self.path = path
+        self.number = int(path.stem)
+        self.size = size
+        self.used = size if file is None else 0
+        self.file = file
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        self.mapped = mmap.mmap(-1, 1) if file is None else mmap.mmap(file, size, flags=flags)
+
+    def contents(self) -> bytes | mmap.mmap:
+        """What frames are read from; raises OSError."""
+        return self.path.read_bytes() if self.file is None else self.mapped
+
+    def close(self) -> None:
+        """Unmaps and closes the file."""
+        self.mapped.close()
+        if self.file is not None:
+            file, self.file = self.file, None
+            os.close(file)
+
+
+class Outbox:
+    """One source's folder, held by this process until `close` or `remove`.
+
+    One thread appends, another one prepares, a third one reads and deletes.
+    """
+
+    def __init__(self, folder: Path, lock: int, max_bytes: int, segments: Sequence[Segment] = ()) -> None:
+        self.source = folder.name
+        self.segments = deque(segments)
+        self.needed = 0  # The first segment with a part of a record that has not ended; set by the appending thread.
+        self.refusal: str | None = None  # Why the last attempt to prepare a segment failed.
+        self.next_number = 1
+        self.segment_bytes = max(1, min(_MAX_SEGMENT_BYTES, max_bytes // _SEGMENTS))
+        self._folder = folder
+        self._held = lock
+        self._max_bytes = max_bytes
+        self._newest = segments[-1] if segments else Segment(Path("0"), 0)  # The latter is full.
+        self._spare: Segment | None = None
+        self._wanted = 0  # The size of a frame that found no room.
+        self._last = 0  # The number of the last segment.
+
+    @property
+    def newest(self) -> int:
+        """The number of the segment that is appended to."""
+        return self._newest.number
+
+    @property
+    def size(self) -> int:
+        """The size of the frames on disk."""
+        return sum(segment.used for segment in tuple(self.segments))
+
+    def append(self, kind: int, record_id: bytes, contents: bytes) -> bool:
+        """Appends a frame; False if there is no room: then `refusal` has the reason, or there will be room soon."""
+        size = _HEADER_BYTES + len(contents)
+        segment = self._newest
+        if segment.used + size > segment.size:
+            if (spare := self._spare) is not None:
+                self._spare, self._newest = None, spare
+                self.segments.append(spare)
+            if spare is None or size > spare.size:
+                self._wanted = max(self._wanted, size)
+                return False
+            segment = spare
+        rest = _REST.pack(len(contents), kind, self.next_number, record_id)
+        at = segment.used
+        segment.mapped[at : at + size] = _CRC.pack(zlib.crc32(contents, zlib.crc32(rest))) + rest + contents
+        segment.used = at + size
+        self.next_number += 1
+        return True
+
+    def sync(self) -> None:
+        """Writes the newest segment through to the disk."""
+        if self._newest.file is not None:
+            os.fdatasync(self._newest.file)
+
+    def prepare(self, others_bytes: int) -> None:
+        """Creates the segment that follows; `others_bytes` is the size of other outboxes within the maximum."""
+        if self._spare is not None:
+            return
+        wanted = self._wanted
+        least = max(wanted, self.segment_bytes // _SMALLER)
+        if sum(segment.size for segment in tuple(self.segments)) + others_bytes + least > self._max_bytes:
+            self.refusal = FULL
+            return
+        for size in (max(wanted, self.segment_bytes), least):
+            try:
+                self._spare = self._create(size)
+            except OSError as error:
+                logger.debug("a segment of %d bytes: %s", size, error)
+                self.refusal = DISK
+            else:
+                self.refusal, self._wanted = None, 0
+                return
+
+    def delete_before(self, number: int) -> bool:
+        """Deletes the segments before one, except the newest; returns whether there were any."""
+        deleted = False
+        while len(self.segments) > 1 and self.segments[0].number < number:
+            segment = self.segments[0]
+            segment.path.unlink(missing_ok=True)
+            self.segments.popleft()
+            segment.close()
+            deleted = True
+        return deleted
+
+    def close(self) -> None:
+        """Releases the folder; the next process may take it over."""
+        for segment in (*self.segments, *((self._spare,) if self._spare else ())):
+            segment.close()
+        if self._spare is not None:
+            self._spare.path.unlink(missing_ok=True)
+        os.close(self._held)
+
+    def remove(self) -> None:
+        """Deletes the folder and its contents."""
+        for segment in self.segments:
+            segment.close()
+        with _locked(self._folder.parent):
+            _remove(self._folder, self._held)
+        self.segments.clear()
+
+    def _create(self, size: int) -> Segment:
+        self._last += 1
+        path = self._folder / f"{self._last:020d}.segment"
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(file, 0, size)
+            return Segment(path, size, file)
+        except OSError:
+            os.close(file)
+            path.unlink()
+            raise
+
+
+def frames(data: bytes | mmap.mmap, at: int, end: int, is_last: bool = False) -> Iterator[tuple[int, Frame | None]]:
+    """The frames between two offsets, each with the offset that follows it; None for damage.
+
+    `is_last`: the process may have died within the last frame, which is no damage.
+    """
+    was_bad = False
+    while end - at >= _HEADER_BYTES:
+        length, kind, number, record_id = _REST.unpack_from(data, at + _CRC.size)
+        following = at + _HEADER_BYTES + length
+        if not kind and not length:
+            return
+        checked = data[at + _CRC.size : following] if following <= end else b""
+        if checked and zlib.crc32(checked) == _CRC.unpack_from(data, at)[0]:
+            yield following, Frame(kind, number, record_id, checked[_REST.size :])
+            was_bad = False
+        elif was_bad or following >= end or not any(data[following : following + _HEADER_BYTES]):
+            if not is_last or was_bad:
+                yield end, None
+            return
+        else:
+            yield following, None
+            was_bad = True
+        at = following
+
+
+def open_outboxes(root: Path, max_bytes: int) -> tuple[Outbox, list[Outbox]]:
+    """A new outbox to append to, and those without an owner; raises StartupError if `root` cannot be used."""
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _locked(root):
+            folders = sorted(root.iterdir())
+            own = _create_folder(root / str(uuid.uuid4()), max_bytes)
+            orphans = [orphan for folder in folders if (orphan := _take_over(folder, max_bytes)) is not None]
+    except OSError as error:
+        raise StartupError(f"the spool folder {root} cannot be used: {error.strerror}; name another one") from None
+    own.prepare(sum(orphan.size for orphan in orphans))
+    return own, orphans
+
+
+def _create_folder(folder: Path, max_bytes: int) -> Outbox:
+    folder.mkdir(mode=0o700)
+    try:
+        lock = _lock_file(folder)
+    except OSError:
+        folder.rmdir()
+        raise
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return Outbox(folder, lock, max_bytes)
+
+
+def _take_over(folder: Path, max_bytes: int) -> Outbox | None:
+    """The outbox in a folder without an owner; an empty folder is removed."""
+    if not _is_uuid(folder.name) or not folder.is_dir():
+        return None
+    try:
+        lock = _lock_file(folder)
+    except OSError as error:
+        logger.warning("the spool %s cannot be taken over: %s", folder, error.strerror)
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    paths = sorted(path for path in folder.iterdir() if _SEGMENT_NAME.fullmatch(path.name))
+    if segments := [Segment(path, size) for path in paths if (size := path.stat().st_size)]:
+        return Outbox(folder, lock, max_bytes, segments)
+    _remove(folder, lock)
+    return None
+
+
+@contextlib.contextmanager
+def _locked(root: Path) -> Iterator[None]:
+    """Locks the root against other processes; raises BlockingIOError if it stays locked for `_ROOT_WAIT_S`."""
+    lock = _lock_file(root)
+    deadline = time.monotonic() + _ROOT_WAIT_S
+    try:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _lock_file(folder: Path) -> int:
+    return os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+
+
+def _remove(folder: Path, lock: int) -> None:
+    for path in folder.iterdir():
+        if _SEGMENT_NAME.fullmatch(path.name):
+            path.unlink()
+    (folder / "lock").unlink(missing_ok=True)
+    os.close(lock)
+    with contextlib.suppress(OSError):  # The folder holds a foreign file.
+        folder.rmdir()
+
+
+def _is_uuid(name: str) -> bool:
+    try:
+        return str(uuid.UUID(name)) == name
+    except ValueError:
+        return False

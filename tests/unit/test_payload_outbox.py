@@ -1,0 +1,127 @@
+"""The outbox: what is appended is read back, whatever is damaged, and folders are taken over once."""
+
+import os
+import uuid
+
+import pytest
+
+from headrace.errors import StartupError
+from headrace.payload.drops import DISK, FULL
+from headrace.payload.outbox import BEGIN, MORE, WHOLE, frames, open_outboxes
+
+ID = uuid.UUID(int=1).bytes
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "spool"
+
+
+def written(root, *contents, max_bytes=1 << 20):
+    """The file of an outbox whose process has died after these frames."""
+    own, _ = open_outboxes(root, max_bytes)
+    for each in contents:
+        assert own.append(WHOLE, ID, each)
+    [path] = [segment.path for segment in own.segments]
+    own.close()
+    return path
+
+
+def read(path, is_last=True):
+    data = path.read_bytes()
+    found = [frame for _, frame in frames(data, 0, len(data), is_last)]
+    return [frame and frame.contents for frame in found]
+
+
+def test_frames_are_read_as_they_were_appended(root):
+    own, _ = open_outboxes(root, 1 << 20)
+    for kind, contents in ((BEGIN, b"a"), (MORE, b""), (WHOLE, bytes(1000))):
+        assert own.append(kind, ID, contents)
+    [segment] = own.segments
+    found = [frame for _, frame in frames(segment.contents(), 0, segment.used)]
+    assert found == [(BEGIN, 1, ID, b"a"), (MORE, 2, ID, b""), (WHOLE, 3, ID, bytes(1000))]
+    assert own.size == segment.used
+    assert oct(segment.path.stat().st_mode & 0o777) == oct(0o600)
+
+
+@pytest.mark.parametrize(
+    ("at", "left"),
+    [
+        (0, [None, b"two", b"three"]),  # The checksum.
+        (4, [None]),  # The length, which leads beyond the segment.
+        (20, [None, b"two", b"three"]),
+        (30, [None, b"two", b"three"]),
+    ],
+)
+def test_a_damaged_byte_costs_its_frame_or_the_rest_of_the_segment(root, at, left):
+    path = written(root, b"one", b"two", b"three")
+    data = bytearray(path.read_bytes())
+    data[at + 3 * (at == 4)] ^= 0x7F
+    path.write_bytes(data)
+    assert read(path, is_last=False) == left
+
+
+def test_a_frame_within_which_the_process_died_is_no_damage(root):
+    path = written(root, b"one", bytes(range(1, 100)))
+    data = path.read_bytes().rstrip(b"\0")
+    path.write_bytes(data[:-10].ljust(1 << 16, b"\0"))
+    assert read(path) == [b"one"]
+    assert read(path, is_last=False) == [b"one", None]
+
+
+def test_an_outbox_is_bounded_and_has_room_once_segments_are_deleted(root):
+    own, _ = open_outboxes(root, 1 << 20)
+    appended = 0
+    while own.append(WHOLE, ID, bytes(5000)) or own.refusal is None:
+        own.prepare(0)
+        appended += 1
+    assert own.refusal == FULL
+    assert (1 << 20) * 0.9 < own.size <= 1 << 20
+    assert own.delete_before(own.segments[4].number)
+    own.prepare(0)
+    assert own.append(WHOLE, ID, bytes(5000))
+    own.prepare(1 << 20)
+    assert own.refusal == FULL, "the outboxes of ended processes count too"
+
+
+def test_a_frame_may_be_larger_than_a_segment(root):
+    own, _ = open_outboxes(root, 1 << 20)
+    assert not own.append(WHOLE, ID, bytes(200_000))
+    own.prepare(0)
+    assert own.append(WHOLE, ID, bytes(200_000))
+
+
+def test_a_disk_without_room_refuses(root, monkeypatch):
+    def no_room(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", no_room)
+    own, _ = open_outboxes(root, 1 << 20)
+    assert not own.append(WHOLE, ID, b"a")
+    assert own.refusal == DISK
+    monkeypatch.undo()
+    own.prepare(0)
+    assert own.append(WHOLE, ID, b"a")
+
+
+def test_folders_without_an_owner_are_taken_over_once_and_removed_when_they_are_empty(root):
+    own, _ = open_outboxes(root, 1 << 20)
+    own.append(WHOLE, ID, b"a")
+    (root / "foreign").mkdir()
+    other, orphans = open_outboxes(root, 1 << 20)
+    assert orphans == []
+    own.close()
+    third, [orphan] = open_outboxes(root, 1 << 20)
+    assert orphan.source == own.source
+    assert open_outboxes(root, 1 << 20)[1] == []
+    orphan.remove()
+    other.remove()
+    third.remove()
+    assert {path.name for path in root.iterdir()} >= {"lock", "foreign"}
+    assert not (root / own.source).exists()
+
+
+def test_a_folder_that_cannot_be_used_is_a_startup_error(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(StartupError, match="cannot be used"):
+        open_outboxes(tmp_path / "file", 1 << 20)
