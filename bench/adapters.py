@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 from bench.models import CONFIGS
 from bench.runs import machine, parser, write
 from headrace.sampling import SamplingParameters
-from headrace_predictor.engine.adapters.peft import linear_shapes
+from headrace_predictor.engine.adapters import linear_shapes
 from headrace_predictor.engine.build import build_engine
 from headrace_predictor.engine.engine import ContinuousBatchingEngine
 from headrace_predictor.engine.interface import GenerationRequest

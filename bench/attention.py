@@ -18,8 +18,7 @@ from torch import Tensor
 
 from bench.runs import machine, parser, write
 from headrace_predictor.engine.cpu import kernel
-from headrace_predictor.engine.state.arrays import array_of
-from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache
+from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache, array_of
 
 _SIZE = 64
 _HEADS = ((4, 4), (8, 2))  # Query heads, key heads.

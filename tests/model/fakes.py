@@ -14,9 +14,9 @@ from torch import Tensor
 
 from headrace.sampling import SamplingParameters
 from headrace_predictor.engine.engine import ContinuousBatchingEngine
-from headrace_predictor.engine.grammar.compiler import GrammarCompiler
+from headrace_predictor.engine.grammar import GrammarCompiler
 from headrace_predictor.engine.interface import Chunk, EngineLimits, OutputSlot
-from headrace_predictor.engine.load.pace import PrefillPace
+from headrace_predictor.engine.load import PrefillPace
 from headrace_predictor.engine.sampling.sampler import sample
 from headrace_predictor.engine.scheduler import Scheduler
 from headrace_predictor.engine.state.blocks import BlockManager

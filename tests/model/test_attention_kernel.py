@@ -13,8 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from headrace_predictor.engine.cpu import kernel
 from headrace_predictor.engine.cpu.kernel import Buffer
 from headrace_predictor.engine.cpu.vectors import exponentiate
-from headrace_predictor.engine.state.arrays import array_of
-from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache
+from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache, array_of
 
 SIZE = 16
 BLOCKS = 12

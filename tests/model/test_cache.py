@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache
-from headrace_predictor.engine.state.pages import GrowingMemory
+from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, GrowingMemory, KeyValueCache
 from tests.waiting import until
 
 MIB = 1 << 20

@@ -16,7 +16,7 @@ def clock(monkeypatch):
     now = [1000.0]
     fake = SimpleNamespace(**{**vars(time), "monotonic": lambda: now[0]})
     monkeypatch.setattr("headrace_predictor.engine.engine.time", fake)
-    monkeypatch.setattr("headrace_predictor.engine.ending.time", fake)
+    monkeypatch.setattr("headrace_predictor.engine.publisher.time", fake)
     monkeypatch.setattr("headrace_predictor.engine.state.sequence.time", fake)
     return now
 

@@ -144,7 +144,7 @@ async def test_a_full_queue_refuses_with_the_time_that_requests_take(engine_of, 
     now = [1000.0]
     clock = SimpleNamespace(**{**vars(time), "monotonic": lambda: now[0]})
     monkeypatch.setattr("headrace_predictor.engine.engine.time", clock)
-    monkeypatch.setattr("headrace_predictor.engine.ending.time", clock)
+    monkeypatch.setattr("headrace_predictor.engine.publisher.time", clock)
     monkeypatch.setattr("headrace_predictor.engine.state.sequence.time", clock)
     gate = Gate()
 

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from headrace_predictor.engine.cpu.packed_linear import pack_linears
-from headrace_predictor.engine.runners.flat_decoder import FlatDecoder
 from headrace_predictor.engine.runners.fused_layers import fuse_layers
 from headrace_predictor.engine.runners.memory import cache_shape
-from headrace_predictor.engine.runners.paged import PagedRunner
+from headrace_predictor.engine.runners.paged import FlatDecoder, PagedRunner
 from headrace_predictor.engine.state.sequence import Row, detached_sequence
 from tests.model.bfloat16 import PACKED_DTYPES
 from tests.random_models import ARCHITECTURES, random_model

@@ -17,7 +17,7 @@ from transformers import (
 from headrace.errors import InvalidRequestError
 from headrace.sampling import SamplingParameters
 from headrace_predictor.engine.sampling.sampler import NO_TOKEN, sample, uniform
-from headrace_predictor.engine.state.restrictions import restrictions_of
+from headrace_predictor.engine.state.constraint import restrictions_of
 from headrace_predictor.engine.state.sequence import SamplingRow
 from tests.random_models import initialised_model
 

@@ -11,8 +11,7 @@ from tokenizers import Tokenizer
 
 from headrace.errors import InvalidRequestError
 from headrace.sampling import SamplingParameters
-from headrace_predictor.engine.grammar.compiler import GrammarCompiler
-from headrace_predictor.engine.grammar.masks import forbidden_tokens
+from headrace_predictor.engine.grammar import GrammarCompiler, forbidden_tokens
 from headrace_predictor.engine.interface import GenerationRequest
 from headrace_predictor.engine.state.sequence import Sequence
 from headrace_predictor.engine.state.slot import MergingSlot

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from headrace.errors import HopBrokenError, InvalidRequestError, RequestFailedError
 from headrace.sampling import SamplingParameters
 from headrace_predictor.engine.engine import ContinuousBatchingEngine
-from headrace_predictor.engine.grammar.compiler import GrammarCompiler
+from headrace_predictor.engine.grammar import GrammarCompiler
 from headrace_predictor.engine.interface import EngineDeadError, EngineLimits, GenerationRequest
 from headrace_predictor.engine.scheduler import Scheduler
 from headrace_predictor.engine.state.blocks import BlockManager

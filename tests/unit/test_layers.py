@@ -42,7 +42,7 @@ HEADRACE = (
 PREDICTOR = (
     ("headrace_predictor.counts", "headrace_predictor.settings"),
     ("headrace_predictor.engine.interface",),
-    ("headrace_predictor.engine.faults", "headrace_predictor.engine.isolation", "headrace_predictor.engine.state"),
+    ("headrace_predictor.engine.faults", "headrace_predictor.engine.state"),
     (
         "headrace_predictor.engine.cpu",
         "headrace_predictor.engine.grammar",
@@ -111,8 +111,7 @@ PURE = (
     "headrace_predictor.engine.scheduler",
     "headrace_predictor.engine.state.blocks",
     "headrace_predictor.engine.state.sequence",
-    "headrace_predictor.engine.load.queue_estimate",
-    "headrace_predictor.engine.load.progress",
+    "headrace_predictor.engine.load",
     "headrace_predictor.generation.requests",
     "headrace_predictor.servicer",
     "headrace_predictor.steps.servicer",

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from headrace_predictor.engine.load.pace import PrefillPace
+from headrace_predictor.engine.load import PrefillPace
 
 TARGET_S = 0.06
 

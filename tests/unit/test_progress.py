@@ -1,6 +1,6 @@
 """A sequence that the steps leave out is noticed: the engine ends, so its reader does not wait for ever."""
 
-from headrace_predictor.engine.load.progress import ProgressWatch
+from headrace_predictor.engine.load import ProgressWatch
 from tests.unit.test_scheduler import added, scheduler_of, sequence, step
 
 

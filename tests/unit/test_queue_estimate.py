@@ -5,7 +5,7 @@ import math
 import pytest
 
 from headrace_predictor.engine.interface import GenerationRequest
-from headrace_predictor.engine.load.queue_estimate import QueueEstimate
+from headrace_predictor.engine.load import QueueEstimate
 from headrace_predictor.engine.state.sequence import Sequence
 from headrace_predictor.engine.state.slot import MergingSlot
 from tests.support.requests import request

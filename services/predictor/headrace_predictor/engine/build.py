@@ -16,9 +16,9 @@ import torch
 from headrace.sampling import end_ids_of
 from headrace_predictor.engine.cpu.packed_linear import pack_linears
 from headrace_predictor.engine.engine import ContinuousBatchingEngine
-from headrace_predictor.engine.grammar.compiler import GrammarCompiler
+from headrace_predictor.engine.grammar import GrammarCompiler
 from headrace_predictor.engine.interface import EngineLimits
-from headrace_predictor.engine.load.pace import PrefillPace
+from headrace_predictor.engine.load import PrefillPace
 from headrace_predictor.engine.runners.adapters import Adapters
 from headrace_predictor.engine.runners.decode_graphs import record_cuda_graph
 from headrace_predictor.engine.runners.fused_layers import fuse_layers

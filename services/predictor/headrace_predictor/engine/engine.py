@@ -31,8 +31,8 @@ from headrace.errors import HeadraceError, HopBrokenError, InvalidRequestError, 
 from headrace.grammars import PARAMETER
 from headrace.models.generation_config import GenerationRules
 from headrace.rpc.server.watchdog import Watchdog, dump_tracebacks
-from headrace_predictor.engine.ending import Ending
-from headrace_predictor.engine.grammar.compiler import GrammarCompiler
+from headrace_predictor.engine.faults import Isolation
+from headrace_predictor.engine.grammar import GrammarCompiler
 from headrace_predictor.engine.interface import (
     EngineDeadError,
     EngineLimits,
@@ -40,11 +40,7 @@ from headrace_predictor.engine.interface import (
     EngineStatistics,
     GenerationRequest,
 )
-from headrace_predictor.engine.isolation import Isolation
-from headrace_predictor.engine.load.load_meter import LoadMeter
-from headrace_predictor.engine.load.pace import PrefillPace
-from headrace_predictor.engine.load.progress import ProgressWatch
-from headrace_predictor.engine.load.queue_estimate import QueueEstimate
+from headrace_predictor.engine.load import LoadMeter, PrefillPace, ProgressWatch, QueueEstimate
 from headrace_predictor.engine.publisher import Publisher
 from headrace_predictor.engine.runners.interface import ModelRunner
 from headrace_predictor.engine.scheduler import Scheduler
@@ -54,7 +50,7 @@ from headrace_predictor.engine.state.slot import MergingSlot, SequenceOutput
 from headrace_predictor.engine.step import Outcome, StepComputer, StepRunner
 
 if TYPE_CHECKING:  # vLLM's environment may not have what they import.
-    from headrace_predictor.engine.adapters.low_rank import Adapter
+    from headrace_predictor.engine.adapters import Adapter
     from headrace_predictor.engine.runners.adapters import Adapters
 
 logger = logging.getLogger(__name__)
@@ -94,11 +90,14 @@ class ContinuousBatchingEngine:
         self._isolation = Isolation()
         self._flush = flush
         self._estimate = QueueEstimate(scheduler.max_running)
-        self._ending = Ending(runner, scheduler, self._changed, self.statistics, self._estimate, self._isolation)
-        # What computes steps itself generates every token.
-        forces = not isinstance(runner, StepComputer)
         self._publisher = Publisher(
-            scheduler, self._ending, self._isolation, self.statistics, limits.vocabulary_size, forces
+            runner=runner,
+            scheduler=scheduler,
+            guard=self._changed,
+            statistics=self.statistics,
+            estimate=self._estimate,
+            isolation=self._isolation,
+            vocabulary=limits.vocabulary_size,
         )
         self._progress = ProgressWatch(step_timeout_s)
         self._step_timeout_s = step_timeout_s
@@ -249,7 +248,7 @@ class ContinuousBatchingEngine:
             self._meter.end(rows, time.perf_counter() - started)
             self._publisher.publish(results)
             for sequence, error in failed:
-                self._ending.end(sequence, "failed", error, forget=True)
+                self._publisher.end(sequence, "failed", error, forget=True)
             served = {result.row.sequence for result in results}
             self._scheduler.regain()
             elapsed = time.perf_counter() - started
@@ -268,13 +267,13 @@ class ContinuousBatchingEngine:
             contended = self._scheduler.contended
         for sequence in sequences:
             if sequence.slot.cancelled:
-                self._ending.cancel(sequence)
+                self._publisher.cancel(sequence)
             elif (error := sequence.overdue(now)) is not None:
-                self._ending.end(sequence, "failed", error)
+                self._publisher.end(sequence, "failed", error)
             elif sequence in crowded_out:
-                self._ending.end(sequence, "failed", queue_full(self._estimate.retry_after_ms))
+                self._publisher.end(sequence, "failed", queue_full(self._estimate.retry_after_ms))
             elif contended and sequence.timeline.started is None and self._estimate.is_hopeless(sequence, now):
-                self._ending.end(sequence, "failed", self._estimate.too_late())
+                self._publisher.end(sequence, "failed", self._estimate.too_late())
         with self._changed:
             streams = self._scheduler.streams
             prompts = self._scheduler.prompts(streams)
@@ -295,7 +294,7 @@ class ContinuousBatchingEngine:
         sequence.alone_is_announced = True
         if sequence.slot.run_alone(_NOTIFY_S):
             return True
-        self._ending.cancel(sequence)
+        self._publisher.cancel(sequence)
         return False
 
     def _make_room(self, rows: list[Row]) -> Sequence | None:

@@ -1,4 +1,5 @@
-"""Classifies the exceptions of a step: caused by the request, by a lack of memory, or by the device.
+"""Classifies the exceptions of a step (caused by the request, by a lack of memory, or by the device), and isolates the
+request that may crash its process.
 
 A device error (an illegal access, a failed assertion in a kernel) is final for the process: CUDA returns it for every
 later call.
@@ -6,9 +7,12 @@ later call.
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 
+from headrace.errors import NotReadyError
 from headrace_predictor.engine.interface import EngineDeadError
 
 _CPU_OUT_OF_MEMORY = "can't allocate memory"  # Text of torch's DefaultCPUAllocator, which raises a plain RuntimeError.
@@ -30,3 +34,32 @@ def is_device_error(error: BaseException) -> bool:
     if is_out_of_memory(error):
         return False
     return isinstance(error, EngineDeadError | torch.AcceleratorError) or "CUDA error" in str(error)
+
+
+_RETRY_AFTER_MS = 100
+
+
+class Isolation:
+    """The one request of an engine that may run isolated; a holder is any object that identifies it. Thread-safe.
+
+    A request runs isolated because it may crash its process, which has one engine. If two of them ran at a time, each
+    would be suspected of the other's crash: so an engine isolates one request at a time, from its submission until its
+    next token or its end.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holder: object | None = None
+
+    def acquire(self, holder: object) -> None:
+        """Raises NotReadyError while another request holds it."""
+        with self._lock:
+            if self._holder is not None:
+                raise NotReadyError("another request runs in isolation here", retry_after_ms=_RETRY_AFTER_MS)
+            self._holder = holder
+
+    def release(self, holder: object) -> None:
+        """Releases it, if `holder` holds it."""
+        with self._lock:
+            if self._holder is holder:
+                self._holder = None

@@ -19,11 +19,11 @@ from headrace.errors import HeadraceError, RequestFailedError
 from headrace.grammars import no_token_error
 from headrace.oip.prompt_logprobs import PromptLogprobs
 from headrace_predictor.engine.faults import is_device_error, is_out_of_memory
-from headrace_predictor.engine.grammar.masks import forbidden_tokens
+from headrace_predictor.engine.grammar import forbidden_tokens
 from headrace_predictor.engine.interface import EngineDeadError, EngineStatistics, Logprobs
 from headrace_predictor.engine.runners.interface import ModelRunner
 from headrace_predictor.engine.sampling.sampler import NO_TOKEN, sample
-from headrace_predictor.engine.sampling.scoring import score
+from headrace_predictor.engine.sampling.vocabulary import score
 from headrace_predictor.engine.state.sequence import Row, Sequence
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from headrace.models.generation_config import describe, eos_ids_of, read_generat
 from headrace.models.tokenizer_files import own_eos_id
 from headrace.sampling import defaults_of
 from headrace_predictor.engine.build import build_engine
-from headrace_predictor.engine.grammar.compiler import GrammarCompiler
+from headrace_predictor.engine.grammar import GrammarCompiler
 from headrace_predictor.generation.running_model import LoadedGeneration
 from headrace_predictor.models.fingerprint import fingerprint_of
 from headrace_predictor.models.weights import dtype_name, load_weights

@@ -22,9 +22,9 @@ from headrace.models.generation_config import describe, eos_ids_of, read_generat
 from headrace.models.sources import read_config
 from headrace.sampling import defaults_of
 from headrace_predictor.engine.engine import ContinuousBatchingEngine
-from headrace_predictor.engine.grammar.compiler import GrammarCompiler
+from headrace_predictor.engine.grammar import GrammarCompiler
 from headrace_predictor.engine.interface import EngineLimits
-from headrace_predictor.engine.load.pace import PrefillPace
+from headrace_predictor.engine.load import PrefillPace
 from headrace_predictor.engine.scheduler import Scheduler
 from headrace_predictor.engine.state.blocks import RESERVED, BlockManager
 from headrace_predictor.generation.running_model import LoadedGeneration

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace_predictor.engine.state.arrays import Array, array_of
-from headrace_predictor.engine.state.cache import LayerArrays
+from headrace_predictor.engine.state.cache import Array, LayerArrays, array_of
 
 try:
     from headrace_predictor.engine.cpu import attention as cpu_attention

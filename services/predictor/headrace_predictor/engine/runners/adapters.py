@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace_predictor.engine.adapters.low_rank import AdaptedTokens, Adapter, LowRank
-from headrace_predictor.engine.adapters.peft import linear_shapes, read_adapter
+from headrace_predictor.engine.adapters import AdaptedTokens, Adapter, LowRank, linear_shapes, read_adapter
 from headrace_predictor.engine.cpu.packed_linear import packs
 from headrace_predictor.engine.runners.fused_layers import FUSED
 

@@ -8,7 +8,7 @@ results to bfloat16, this code does not.
 For tokens that have an adapter (LoRA), its products are added to those of the fused layer, and a fused activation is
 computed again. So the other tokens have the same numbers as in a step without adapters.
 
-The rest of the model is transformers' own, or that of `flat_decoder.py`. Layers are recognised by their class; other
+The rest of the model is transformers' own, or that of `FlatDecoder`. Layers are recognised by their class; other
 classes, and unsupported configurations, stay unchanged.
 """
 
@@ -26,13 +26,13 @@ from transformers.models.opt.modeling_opt import OPTDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from headrace_predictor.engine.adapters.low_rank import LowRank, LowRankWeights, Part
+from headrace_predictor.engine.adapters import LowRank, LowRankWeights, Part
 from headrace_predictor.engine.cpu import kernel
 from headrace_predictor.engine.cpu.kernel import Buffer
 from headrace_predictor.engine.cpu.packed_linear import PackedLinear, packs
 from headrace_predictor.engine.runners.reach import Reach
 from headrace_predictor.engine.runners.step_plan import StepPlan
-from headrace_predictor.engine.state.arrays import Array, array_of
+from headrace_predictor.engine.state.cache import Array, array_of
 
 _GATED = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 _SWISH = (nn.SiLU, SiLUActivation)

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace_predictor.engine.adapters.low_rank import AdaptedTokens, Adapter
+from headrace_predictor.engine.adapters import AdaptedTokens, Adapter
 from headrace_predictor.engine.cpu.kernel import Ranges
 from headrace_predictor.engine.runners.reach import Reach
 from headrace_predictor.engine.state.cache import BLOCK_TOKENS, KeyValueCache

@@ -33,8 +33,7 @@ from torch import Tensor
 
 from headrace.sampling import MAX_TOP_LOGPROBS, SamplingParameters
 from headrace_predictor.engine.interface import Logprobs
-from headrace_predictor.engine.sampling.restrictions import add_biases, mask, places
-from headrace_predictor.engine.sampling.rules import add_rule_biases, apply_rules
+from headrace_predictor.engine.sampling.rules import add_biases, add_rule_biases, apply_rules, mask, places
 from headrace_predictor.engine.sampling.vocabulary import argmax, invert, largest, maximum, ordered
 from headrace_predictor.engine.state.sequence import SamplingRow
 

@@ -1,4 +1,4 @@
-"""Searches along the vocabulary, faster on a CPU than torch's own argmax, topk, sort and cumsum.
+"""Searches along the vocabulary, faster on a CPU than torch's own argmax, topk, sort and cumsum, and scores prompts.
 
 numpy's argmax and sort use vectors: for 32 rows of 32,000 tokens argmax takes 0.07 ms instead of 0.8. The others first
 reduce blocks, and then search only a few of them. Pure; every function takes a tensor [rows, vocabulary] and computes
@@ -8,9 +8,15 @@ vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Rows
+
 import numpy as np
 import torch
 from torch import Tensor
+
+from headrace.oip.prompt_logprobs import PromptLogprobs
+from headrace.sampling import MAX_TOP_LOGPROBS
+from headrace_predictor.engine.state.sequence import Row
 
 _BLOCK = 128  # Adjacent tokens, for invert.
 _ROWS = 4  # Rows at a time, for invert.
@@ -91,3 +97,24 @@ def _reaching(cumulative: Tensor, target: Tensor) -> Tensor:
     # Rounding can make the target equal to the total, beyond every token with a weight.
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous(), right=False)
     return torch.minimum(chosen, last).clamp(max=cumulative.shape[1] - 1)
+
+
+def score(logits: Tensor, rows: Rows[Row]) -> list[PromptLogprobs]:
+    """The log probabilities of each row's positions to score; `logits` [positions of all rows, vocabulary]."""
+    raw = logits if logits.dtype == torch.float64 else logits.float()
+    logprobs = raw.log_softmax(-1)
+    following = [row.sequence.ids[position + 1] for row in rows for position in row.scores]
+    chosen = logprobs.gather(1, torch.tensor(following, device=logits.device)[:, None])[:, 0].float().cpu().numpy()
+    tops = [row.sequence.request.prompt_logprobs or 0 for row in rows]
+    # The same number for every row, because it can change the order of equal ones.
+    count = min(MAX_TOP_LOGPROBS, raw.shape[1]) if any(tops) else 0
+    found, found_ids = largest(logprobs, count) if count else (logprobs[:, :0], logprobs[:, :0])
+    values, ids = found.float().cpu().numpy(), found_ids.cpu().numpy().astype(np.int32)
+    order = np.lexsort((ids, -values), axis=-1)
+    values, ids = np.take_along_axis(values, order, -1), np.take_along_axis(ids, order, -1)
+    scored = []
+    at = 0
+    for row, top in zip(rows, tops, strict=True):
+        part = slice(at, at := at + len(row.scores))
+        scored.append(PromptLogprobs(chosen[part], ids[part, :top], values[part, :top]))
+    return scored

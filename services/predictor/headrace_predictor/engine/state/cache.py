@@ -6,17 +6,69 @@ first write to a page of 2 MiB: with a pool for each layer, all pools would come
 
 from __future__ import annotations
 
+import ctypes
 import math
+import mmap
+import threading
 from collections.abc import Sequence as Rows
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace_predictor.engine.state.arrays import Array, array_of
-from headrace_predictor.engine.state.pages import GrowingMemory
+Array = NDArray[Any]
+
+
+def array_of(tensor: Tensor) -> Array:
+    """The tensor's memory, or that of a contiguous copy; bfloat16, which numpy lacks, as uint16, its bits."""
+    tensor = tensor.contiguous()
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+_PAGE = 1 << 21
+_AHEAD = 4 * _PAGE
+_MADV_POPULATE_WRITE = 23  # <asm-generic/mman-common.h>
+
+
+class GrowingMemory:
+    """`size` bytes of zeros, which grow as they are written. `expect` is for one thread only.
+
+    The first write to a page of 2 MiB takes 0.1 ms, and 4 ms or more on a virtual machine whose host has no memory
+    ready. So threads make the pages before they are written, one for each step at most: a step hardly waits for them
+    even on a single core, and an idle model has little more memory than it has used. Where the kernel cannot do that
+    (before Linux 5.14), the first write makes them.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # A kernel without them.
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._size = size
+        self._next = 0  # The first page that is not made yet.
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """All of it as a tensor."""
+        return self._bytes.view(dtype).view(shape)
+
+    def expect(self, end: int) -> None:
+        """Starts to make one more page if few are made behind `end`, where the next writes end; returns at once."""
+        page = max(self._next, end // _PAGE * _PAGE)
+        if page < min(self._size, end + _AHEAD):
+            self._next = page + _PAGE
+            threading.Thread(target=self._make, args=(page,), name="cache-page", daemon=True).start()
+
+    def _make(self, page: int) -> None:
+        """Ends itself; if it fails, the first write makes the page."""
+        madvise = ctypes.CDLL(None, use_errno=True).madvise
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        madvise(self._bytes.data_ptr() + page, min(_PAGE, self._size - page), _MADV_POPULATE_WRITE)
+
 
 BLOCK_TOKENS = 32
 

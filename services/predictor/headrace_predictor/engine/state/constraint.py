@@ -1,7 +1,8 @@
-"""Where an answer is in its grammar: a function of its output ids alone, so that it can continue anywhere.
+"""What a request allows as its next token: the tokens that it names, and where its answer is in its grammar.
 
-The mask of the next token has a bit for each id of the vocabulary and, behind them, one for the end of the answer. An
-answer that can only end is complete; it needs no end token.
+The place in a grammar is a function of the answer's output ids alone, so that it can continue anywhere. The mask of the
+next token has a bit for each id of the vocabulary and, behind them, one for the end of the answer. An answer that can
+only end is complete; it needs no end token.
 
 Where the text can go on in one way only, the mask allows one token: the first of that text as the tokenizer splits it.
 Such a token is known without the mask and without the model. Where the tokenizer reads a special token in that text,
@@ -11,15 +12,66 @@ which is none to the grammar, it is the longest ordinary token.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from collections.abc import Sequence as Ids
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import HeadraceError, InvalidRequestError
 from headrace.grammars import PARAMETER, grammar_error
+from headrace.sampling import SamplingParameters
+
+
+class Restrictions(NamedTuple):
+    """Ids with the numbers that are added to their logits, the only ids that may be generated if there are any, and
+    sequences of ids: the last id of each is masked after the ones before it."""
+
+    biased_ids: NDArray[np.int64]
+    biases: NDArray[np.float64]
+    allowed_ids: NDArray[np.int64]
+    bad: Sequence[tuple[int, ...]]
+
+    def bad_ids(self, output_ids: Sequence[int] | NDArray[Any]) -> list[int]:
+        """The ids that would complete a bad sequence within the output."""
+        produced = len(output_ids)
+        last = int(output_ids[-1]) if produced else None
+        return [
+            sequence[-1]
+            for sequence in self.bad
+            if len(sequence) == 1
+            or (
+                sequence[-2] == last
+                and len(sequence) <= produced + 1
+                and sequence[:-1] == tuple(output_ids[produced + 1 - len(sequence) :])
+            )
+        ]
+
+    def check(self, end_ids: frozenset[int], vocabulary_size: int) -> None:
+        """Refuses restrictions that could leave no token; `end_ids` are masked too at some time."""
+        masked = end_ids.union(sequence[-1] for sequence in self.bad)
+        if self.allowed_ids.size and masked.issuperset(self.allowed_ids.tolist()):
+            raise InvalidRequestError("bad words or min_tokens leave no allowed token", param="allowed_token_ids")
+        if len(masked) >= vocabulary_size:
+            raise InvalidRequestError("no token of the vocabulary is left", param="bad_token_ids")
+
+
+def restrictions_of(sampling: SamplingParameters) -> Restrictions | None:
+    """The restrictions of a request, None if it has none."""
+    if not sampling.has_restrictions:
+        return None
+    return Restrictions(
+        _ids(sampling.logit_bias),
+        np.fromiter(sampling.logit_bias.values(), np.float64),
+        _ids(sampling.allowed_token_ids),
+        sampling.bad_token_ids,
+    )
+
+
+def _ids(ids: Iterable[int]) -> NDArray[np.int64]:
+    return np.fromiter(ids, np.int64)
+
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -19,8 +19,7 @@ from headrace.oip.prompt_logprobs import PromptLogprobs
 from headrace.sampling import SamplingParameters
 from headrace_predictor.engine.interface import GenerationRequest, Usage
 from headrace_predictor.engine.state.blocks import block_name, first_name
-from headrace_predictor.engine.state.constraint import Constraint
-from headrace_predictor.engine.state.restrictions import Restrictions, restrictions_of
+from headrace_predictor.engine.state.constraint import Constraint, Restrictions, restrictions_of
 from headrace_predictor.engine.state.slot import MergingSlot, SequenceOutput
 
 _NO_SCORES = range(0)
@@ -78,7 +77,7 @@ class Sequence:
         self.stage = 0  # Of its first keys, see scaling.py.
         self.state: Any = None  # A model runner's own state of it; discarded with its blocks.
         self.constraint: Constraint | None = None  # Set before it is queued.
-        self.adapter: Any = None  # See engine/adapters/low_rank.py; set before it is queued.
+        self.adapter: Any = None  # See engine/adapters.py; set before it is queued.
         self.alone = request.alone  # Until its next token.
         self.alone_is_announced = False
         self.due_at = 0.0  # When its pace allows the next token.

@@ -1,7 +1,11 @@
-"""Compiles the grammars of sequences, before these are queued.
+"""The grammars of sequences: compiled before these are queued, and the tokens that they allow in a step.
 
-On two threads, with a bounded queue in which clients have turns. The model's vocabulary is read with the first grammar.
-A compiled grammar is kept for other sequences: each has a copy. A sequence that continues an answer replays its tokens.
+A grammar is compiled on one of two threads, with a bounded queue in which clients have turns. The model's vocabulary is
+read with the first grammar. A compiled grammar is kept for other sequences: each has a copy. A sequence that continues
+an answer replays its tokens.
+
+Masks are computed on the engine's thread, between the start of the forward pass and the sampling: a GPU computes the
+pass meanwhile. A CPU does not; there the masks of 32 rows, of a vocabulary of 1,536, take about half a millisecond.
 """
 
 from __future__ import annotations
@@ -11,15 +15,21 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from collections.abc import Sequence as Rows
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from headrace.errors import HeadraceError, InvalidRequestError, OverloadedError, RequestFailedError
 from headrace.grammars import PARAMETER, compile_grammar
 from headrace.models.tokenizer_files import read_tokenizer
 from headrace.threads import FairThreads
 from headrace_predictor.engine.state.constraint import Constraint
-from headrace_predictor.engine.state.sequence import Sequence
+from headrace_predictor.engine.state.sequence import Row, Sequence
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -116,3 +126,37 @@ def _read_vocabulary(folder: Path) -> tuple[LLTokenizer, int]:
     if end is None or end < max(backend.get_vocab().values()):
         raise ValueError("its ids have gaps")
     return LLTokenizer(backend.to_str(), eos_token=end), end
+
+
+Masks = tuple[list[int], Tensor]  # Rows, and for each the tokens that it must not have, [rows, vocabulary] bool.
+
+
+def forbidden_tokens(rows: Rows[Row], vocabulary: int) -> Masks | None:
+    """The masks of rows that sample, if any has a grammar; `vocabulary` is the number of logits of a row.
+
+    A row that cannot go on, because it is complete or has an error, may have any token, which nobody gets.
+    """
+    numbers = [i for i, row in enumerate(rows) if row.sequence.constraint is not None]
+    if not numbers:
+        return None
+    constraints = [constraint for row in rows if (constraint := row.sequence.constraint) is not None]
+    first = constraints[0]  # What concerns the vocabulary is the same for all.
+    bits = np.zeros((len(constraints), first.mask_bytes), np.uint8)
+    for mask, constraint in zip(bits, constraints, strict=True):
+        constraint.fill(mask)
+    flags: NDArray[np.bool_] = np.unpackbits(bits, axis=1, bitorder="little").view(np.bool_)
+    allowed = np.zeros((len(constraints), vocabulary), bool)
+    known = min(first.end_bit, vocabulary)
+    allowed[:, :known] = flags[:, :known]
+    allowed[:, first.eos_ids] = False
+    continues: list[bool] = np.any(allowed, axis=1).tolist()
+    ends: list[bool] = flags[:, first.end_bit].tolist()
+    for i, (number, constraint) in enumerate(zip(numbers, constraints, strict=True)):
+        sequence = rows[number].sequence
+        if constraint.error is None and not continues[i]:
+            constraint.stop(is_complete=ends[i])
+        if constraint.has_ended:
+            allowed[i] = True
+        elif ends[i] and sequence.request.sampling.may_end(len(sequence.output_ids)):
+            allowed[i, constraint.end_ids] = True
+    return numbers, torch.from_numpy(~allowed)

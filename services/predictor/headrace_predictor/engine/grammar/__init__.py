@@ -1,1 +1,0 @@
-"""Constrains answers to the grammars of `structured_outputs`."""

@@ -1,1 +1,0 @@
-"""Estimates of load: the pace of prefills, queue times, progress."""
