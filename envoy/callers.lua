@@ -1,10 +1,7 @@
--- Who calls: whether a web page may, whose key a call carries, and whether the operator's methods are closed to it.
---
--- A page of another origin may not call, nor may one whose host's name was made to lead here (403). With keys (GATEWAY_KEYS,
--- GATEWAY_JWKS) a call needs one (401), but for health and the playground's files. The client's name and policy go on as
--- headers (headrace/clients.py), the key does not. The transformer keeps the digests of the keys in a file
--- (services/transformer/headrace_transformer/keys.py): a line each, with digest, name, role and the rest of the policy
--- between tabs. Tokens (JWT) are verified by jwt_authn before; an entry with the name of a token's subject gives its policy.
+-- Who calls: whether a web page may (else 403), whose key a call carries (401), and whether the operator's methods are closed to
+-- it. The client's name and policy go on as headers (headrace/clients.py), the key does not. The transformer keeps a file of
+-- digests (services/transformer/headrace_transformer/keys.py): a line each, with digest, name, role and the rest of the policy
+-- between tabs. jwt_authn has verified tokens before; an entry with the name of a token's subject gives its policy.
 
 local mark = require("mark")
 local sha256 = require("sha256")
@@ -19,11 +16,9 @@ local OPEN_PATHS = {
   ["/inference.GRPCInferenceService/ServerLive"] = true, ["/inference.GRPCInferenceService/ServerReady"] = true,
 }
 -- The routes refuse what is closed, for they see the method that a REST path means: under `log` the payload log, under
--- `settings` load and unload, the settings of logs and traces, and development, under `tokens` inference at a predictor,
--- which does not count the tokens of a key.
+-- `settings` load, unload, settings and development, under `tokens` inference at a predictor, which counts no tokens.
 local MANAGEMENT = "headrace.management"
--- Without keys: whether both are closed but at the management listener.
-local MANAGEMENT_IS_CLOSED = os.getenv("PUBLIC_MANAGEMENT") == "false"
+local MANAGEMENT_IS_CLOSED = os.getenv("PUBLIC_MANAGEMENT") == "false" -- But at its own listener, without keys.
 local MANAGEMENT_ADDRESS = ":" .. (os.getenv("MANAGEMENT_PORT") or "8081") .. "$"
 -- A browser sends by plain HTTP to a name no Sec-Fetch-…, and of a page that reads from its own name no Origin. What a page
 -- cannot keep it from sending is its languages; the rest is more certain than needed.
@@ -33,17 +28,16 @@ local BROWSERS_SEND = { "accept-language", "origin", "sec-fetch-mode", "sec-fetc
 local OUR_HOSTS = { "^[^.]*$", "^%d+%.%d+%.%d+%.%d+$", "^%[[%x:.]+%]$", "%.localhost$", "%.internal$" }
 local FLOOD = 2 -- Times the requests a second that a key allows: the services refuse what is below, as they count it.
 
--- The items of a comma list in an environment variable, and whether it is "*".
+-- The items of a comma list in an environment variable, which may be "*".
 local function list_of(variable)
-  local items, text = {}, os.getenv(variable) or ""
-  for item in text:gmatch("[^,%s]+") do
+  local items = {}
+  for item in (os.getenv(variable) or ""):gmatch("[^,%s]+") do
     items[item:lower()] = true
   end
-  return items, text == "*"
+  return items
 end
 
-local HOSTS, ANY_HOST = list_of("GATEWAY_HOSTS")
-local ORIGINS, ANY_ORIGIN = list_of("GATEWAY_ALLOWED_ORIGINS")
+local HOSTS, ORIGINS = list_of("GATEWAY_HOSTS"), list_of("GATEWAY_ALLOWED_ORIGINS")
 
 -- A client with its policy, which is given without its role.
 local function client_with(name, role, policy)
@@ -72,14 +66,12 @@ local function key_of(headers)
   return scheme and scheme:lower() == "bearer" and key or headers:get("x-api-key")
 end
 
--- The client of a key, nil for one that is not known; what is found stays, so that its digest is made once.
+-- The client of a key; its digest is made once, as long as the file is the same.
 local function client_of_key(known, key)
-  local client = known.by_key[key]
-  if client == nil and #key <= MAX_KEY_BYTES then
-    client = known.by_digest[sha256(key)]
-    known.by_key[key] = client
+  if known.by_key[key] == nil and #key <= MAX_KEY_BYTES then
+    known.by_key[key] = known.by_digest[sha256(key)]
   end
-  return client
+  return known.by_key[key]
 end
 
 -- The client that a verified token names, if there is one; the header of such a token is gone.
@@ -117,11 +109,11 @@ end
 -- change something, and in every one to another origin that could read an answer. Programs call by any name.
 local function check_page(headers)
   local authority, origin = (headers:get(":authority") or ""):lower(), headers:get("origin")
-  if not ANY_HOST and not is_our_host(authority) and is_browser(headers) then
+  if not HOSTS["*"] and not is_our_host(authority) and is_browser(headers) then
     return "pages of this host name may not call; GATEWAY_HOSTS lists those that may"
   end
-  origin = not ANY_ORIGIN and origin and origin:lower()
-  if origin and origin:match("^https?://(.+)$") ~= authority and not ORIGINS[origin] then
+  origin = origin and origin:lower()
+  if origin and not ORIGINS["*"] and origin:match("^https?://(.+)$") ~= authority and not ORIGINS[origin] then
     return "pages of this origin may not call; GATEWAY_ALLOWED_ORIGINS lists those that may"
   end
 end

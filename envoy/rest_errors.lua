@@ -1,11 +1,10 @@
 -- The headers of every call, checked at the door, and what REST clients need besides transcoding.
 --
--- Requests of every protocol: what gRPC and the services parse out of headers is refused here where they could not (400), and
--- so are more headers than they take (431). Who may call is in callers.lua. Beyond that gRPC calls pass untouched.
--- Requests of REST: their bodies are bounded (bodies.lua). The service keeps the deadline of x-timeout-ms, so that it can say
--- in the stream that it passed; the gRPC deadline, a second later, ends a service that does not.
--- Answers: the service's x-http-status becomes the HTTP status, and every error has its API's shape. Bodies are read of
--- errors alone, so that streams stay unbuffered.
+-- Requests: what gRPC and the services parse out of headers is refused here where they could not (400), and so are more headers
+-- than they take (431); calls of gRPC pass untouched beyond that. The service keeps the deadline of x-timeout-ms, so that it
+-- can say in the stream that it passed; the gRPC deadline, a second later, ends a service that does not.
+-- Answers of REST: the service's x-http-status becomes the HTTP status, and an error has its API's shape. The bodies of errors
+-- alone are read, so that streams stay unbuffered.
 
 local bodies = require("bodies")
 local check_caller = require("callers")
@@ -93,15 +92,15 @@ end
 -- A path with a slash at its end as without it, and HEAD as GET, of whose answer the body is dropped.
 local function normalize(handle, headers)
   local path, query = headers:get(":path"):match("^([^?]*)(.*)$")
-  local is_head, has_slash = headers:get(":method") == "HEAD", #path > 1 and path:sub(-1) == "/"
+  local is_head, shorter = headers:get(":method") == "HEAD", path:match("^(.+)/$")
   if is_head then
     headers:replace(":method", "GET")
   end
-  if has_slash then
-    path = path:sub(1, -2)
+  if shorter then
+    path = shorter
     headers:replace(":path", path .. query)
   end
-  if is_head or has_slash then
+  if is_head or shorter then
     handle:clearRouteCache()
   end
   return path, is_head
@@ -170,15 +169,7 @@ local function json_string(text)
   return '"' .. text:gsub('[%c"\\]', function(c) return string.format("\\u%04x", c:byte()) end) .. '"'
 end
 
--- The message of an error as JSON, by its body; nil where the service wrote its API's body itself.
-local function message_of(text, is_by_envoy)
-  -- The transcoder's google.rpc.Status, whose message is escaped already.
-  return text:match('^{"code":%d+,"message":(".*")}$')
-    or text:match('^{"code":%d+,"message":(".-"),"details":')
-    or is_by_envoy and json_string(text)
-    or nil
-end
-
+-- `message` is JSON.
 local function error_body(api, status, message, request_id)
   if api == "anthropic" then
     return string.format(
@@ -227,14 +218,21 @@ function envoy_on_response(handle)
     if handle:streamInfo():protocol() == "HTTP/2" then -- HTTP/1.1 clients get no trailers.
       for _ in handle:bodyChunks() do -- Each chunk has gone on when the next is awaited.
       end
-      remove(handle:trailers() or { remove = print }, GRPC_ANSWER)
+      local trailers = handle:trailers()
+      if trailers then
+        remove(trailers, GRPC_ANSWER)
+      end
     end
   else
     local is_by_envoy = headers:get("content-type") == "text/plain"
     local body = handle:body(true)
-    local message = is_refused and json_string(FULL) or message_of(body:getBytes(0, body:length()), is_by_envoy)
-    if message == nil then
-      return
+    local text = is_refused and FULL or body:getBytes(0, body:length())
+    -- The transcoder's google.rpc.Status, whose message is escaped already.
+    local message = text:match('^{"code":%d+,"message":(".*")}$')
+      or text:match('^{"code":%d+,"message":(".-"),"details":')
+      or (is_by_envoy or is_refused) and json_string(text)
+    if not message then
+      return -- The service wrote its API's body itself.
     elseif status == "429" and message:find("message larger than max", 1, true) then -- gRPC's own refusal, unsigned.
       status, message = "413", '"the request is larger than 64 MiB"'
     end
