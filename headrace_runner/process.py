@@ -70,8 +70,6 @@ class Process:
         self._process: Running | None = None
         self._stopping = asyncio.Event()
         self._supervision: asyncio.Task[None] | None = None
-        self._replaced = asyncio.Event()
-        self._predecessors: set[asyncio.Task[int]] = set()  # Tasks that wait for their ends.
         self.has_served = False  # Then its settings are right: whatever ends it may pass.
 
     @property
@@ -149,23 +147,8 @@ class Process:
         return exit_code
 
     async def _until_end(self, process: Running) -> int:
-        """Waits for the end of the current process, also after a replacement; returns its exit code."""
-        while True:
-            ended = asyncio.create_task(self._ended(process), name=f"{self.spec.name}'s end")
-            replaced = asyncio.create_task(self._replaced.wait(), name=f"{self.spec.name}'s successor")
-            await asyncio.wait({ended, replaced}, return_when=asyncio.FIRST_COMPLETED)
-            replaced.cancel()
-            if self._process is process or self._process is None:
-                return await ended
-            self._replaced.clear()
-            self._predecessors.add(ended)
-            ended.add_done_callback(self._predecessors.discard)
-            process = self._process
-
-    def _succeed(self, successor: Running) -> None:
-        """Supervises a successor; the previous process continues as a predecessor."""
-        self._process = successor
-        self._replaced.set()
+        """Waits for the end of the run that `process` begins; returns its exit code."""
+        return await self._ended(process)
 
     async def _ended(self, process: Running) -> int:
         """Waits for a process's end; returns its exit code."""

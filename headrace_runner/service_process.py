@@ -16,6 +16,7 @@ import tempfile
 from asyncio.subprocess import Process as Running
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from headrace.errors import StartupError
 from headrace.rpc.server.listeners import NOTIFY_SOCKET, READY_MESSAGE, RETIRE
@@ -28,6 +29,11 @@ class ServiceProcess(Process):
     """A `Process` that runs a service's command; its environment sets `listen`."""
 
     _retiring: _Retiring | None = None
+    _end_of_predecessor: asyncio.Task[int] | None = None
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._replaced = asyncio.Event()
 
     async def replace(self, spec: ProcessSpec, listen: str, patience_s: float) -> None:
         """Replaces the process by one of `spec`; returns when it takes all new calls.
@@ -57,7 +63,8 @@ class ServiceProcess(Process):
                 raise
         self.spec = spec
         self._retiring = _Retiring(running, patience_s)
-        self._succeed(successor)
+        self._process = successor
+        self._replaced.set()
         signal_to(running, RETIRE)
 
     async def predecessor_ended(self) -> None:
@@ -74,6 +81,18 @@ class ServiceProcess(Process):
         await super().stop()
         if retiring is not None:
             await retiring.end(self.spec.grace_s)
+
+    async def _until_end(self, process: Running) -> int:
+        """Waits for the end of the current process, also after a replacement; returns its exit code."""
+        while True:
+            ended = asyncio.create_task(self._ended(process), name=f"{self.spec.name}'s end")
+            replaced = asyncio.create_task(self._replaced.wait(), name=f"{self.spec.name}'s successor")
+            await asyncio.wait({ended, replaced}, return_when=asyncio.FIRST_COMPLETED)
+            replaced.cancel()
+            if self._process is process or self._process is None:
+                return await ended
+            self._replaced.clear()
+            self._end_of_predecessor, process = ended, self._process
 
     async def _until_listening(self, successor: Running, ready: socket.socket) -> None:
         loop = asyncio.get_running_loop()
