@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headrace.grammars import json_options
 from headrace.json_schemas import enforceable
@@ -20,13 +20,10 @@ from headrace_transformer.text.reasoning_grammar import after_reasoning, form_ru
 from headrace_transformer.text.tool_calls import PARSERS
 from headrace_transformer.text.tools import ToolFunction, ToolUse
 
-if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions
-
 # The beginning of an object that the parser of Llama's format may read as a call.
 _BARE = r'[\s\x1c-\x1f]*(\[\s*)?\{\s*"([^"]*\\|(name|type|id|function|arguments|parameters)")'
 # As models write JSON, without more white space.
-_STYLE: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_STYLE: Mapping[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def calls_grammar(
@@ -68,7 +65,7 @@ def _text(tool_format: str, ids: Mapping[str, int]) -> list[str]:
 # Of what follows the first mark.
 
 
-def _hermes(tools: ToolUse, ids: Mapping[str, int], style: JsonCompileOptions) -> list[str]:
+def _hermes(tools: ToolUse, ids: Mapping[str, int], style: Mapping[str, Any]) -> list[str]:
     begin, end = mark_symbol("<tool_call>", ids), mark_symbol("</tool_call>", ids)
     return [
         _several(tools, rf'"\n" {begin}'),
@@ -77,11 +74,11 @@ def _hermes(tools: ToolUse, ids: Mapping[str, int], style: JsonCompileOptions) -
     ]
 
 
-def _llama(tools: ToolUse, ids: Mapping[str, int], style: JsonCompileOptions) -> list[str]:
+def _llama(tools: ToolUse, ids: Mapping[str, int], style: Mapping[str, Any]) -> list[str]:
     return [_several(tools, '"; "'), "call: function", *_functions(tools, "parameters", style)]
 
 
-def _mistral(tools: ToolUse, ids: Mapping[str, int], style: JsonCompileOptions) -> list[str]:
+def _mistral(tools: ToolUse, ids: Mapping[str, int], style: Mapping[str, Any]) -> list[str]:
     begin = mark_symbol("[TOOL_CALLS]", ids)
     if "[ARGS]" in ids:
         args = mark_symbol("[ARGS]", ids)
@@ -101,7 +98,7 @@ def _several(tools: ToolUse, separator: str) -> str:
     return f"call ({separator} call)*" if tools.is_parallel else "call"
 
 
-def _functions(tools: ToolUse, member: str, style: JsonCompileOptions) -> list[str]:
+def _functions(tools: ToolUse, member: str, style: Mapping[str, Any]) -> list[str]:
     """The rules of JSON objects with the name of a function and its arguments."""
     rules = [_any_of(tools)]
     for number, function in enumerate(tools.functions):
@@ -139,5 +136,5 @@ def _schema(function: ToolFunction, place: str = "#", ignored: set[str] | None =
     return enforceable(schema, ignored, function.is_strict, closes=True, place=place)
 
 
-def _json(schema: dict[str, Any], function: ToolFunction, style: JsonCompileOptions) -> str:
+def _json(schema: dict[str, Any], function: ToolFunction, style: Mapping[str, Any]) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': {**style, 'lenient': not function.is_strict}})}"

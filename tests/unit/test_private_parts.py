@@ -1,0 +1,51 @@
+"""Each private part of a library stands behind one module of ours, and its requirement has an upper bound."""
+
+import tomllib
+
+import pytest
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from opentelemetry.sdk.metrics.view import ExplicitBucketHistogramAggregation
+from packaging.requirements import Requirement
+
+from tests.support.import_graph import ROOT
+
+SHIPPED = ("headrace", "headrace_runner", "services", "loadtest")
+MODULES = {
+    "._data_to_send": "headrace/rpc/http2/protocol.py",
+    ".outbound_flow_control_window": "headrace/rpc/http2/protocol.py",
+    "_create_aggregation": "headrace/telemetry/gathered.py",
+    "llguidance._lib": "headrace/grammars.py",
+    "torch.ops.mkldnn._": "services/predictor/headrace_predictor/engine/cpu/packed_linear.py",
+    "torch.cpu._": "services/predictor/headrace_predictor/engine/cpu/packed_linear.py",
+}
+
+
+@pytest.mark.parametrize("part", MODULES)
+def test_one_module_uses_the_part(part):
+    files = (file for folder in SHIPPED for file in (ROOT / folder).rglob("*.py"))
+    assert [str(file.relative_to(ROOT)) for file in files if part in file.read_text()] == [MODULES[part]]
+
+
+def test_h2_has_what_the_writer_of_frames_uses():
+    connection = H2Connection(H2Configuration(client_side=True))
+    connection.initiate_connection()
+    connection.send_headers(1, [(":method", "GET"), (":path", "/"), (":scheme", "http"), (":authority", "a")])
+    assert isinstance(connection._data_to_send, bytearray)
+    assert connection.outbound_flow_control_window == connection.streams[1].outbound_flow_control_window == 65_535
+
+
+def test_the_sdk_makes_aggregations_where_ours_replaces_it():
+    assert callable(ExplicitBucketHistogramAggregation._create_aggregation)
+
+
+@pytest.mark.parametrize("name", ["h2", "llguidance", "opentelemetry-sdk", "torch", "transformers"])
+def test_the_requirement_has_an_upper_bound(name):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    requirements = [
+        *project["dependencies"],
+        *(one for extra in project["optional-dependencies"].values() for one in extra),
+    ]
+    found = [each for each in map(Requirement, requirements) if each.name == name]
+    assert found
+    assert all("<" in {specifier.operator for specifier in each.specifier} for each in found)
