@@ -26,6 +26,7 @@ class Encoder:
     def __init__(self, rules: PayloadRules, held_max: int) -> None:
         self._rules = rules
         self._digest, self._tensor_bytes = rules.tensor_digest, rules.tensor_bytes
+        self._reads_contents = self._digest is not Digest.OFF or self._tensor_bytes > 0
         self._holds = rules.redacts_answers
         self._held_max = held_max
         self._held_bytes = 0
@@ -56,8 +57,7 @@ class Encoder:
             self._hold(chunks, opened)
             record.duration_ms = chunks[-1].offset_ms
         else:
-            for chunk in chunks:
-                self._fill(record.chunks.add(), chunk)
+            self._fill_all(record, chunks)
             self._rules.redact(record)
         opened.has_ttft |= first is not None
         return record.SerializeToString()
@@ -99,6 +99,20 @@ class Encoder:
         self._held_bytes += held_bytes
         opened.incomplete |= incomplete
 
+    def _fill_all(self, record: PayloadRecord, chunks: Sequence[Chunk]) -> None:
+        """Adds chunks. Those of a stream of tensors are mostly like the one before but for their contents."""
+        size, like, tensor = -1, b"", PayloadTensor()
+        for chunk in chunks:
+            added = record.chunks.add()
+            message = chunk.outputs.message if isinstance(chunk.outputs, DeferredTensors) else None
+            if message is None or len(message) != size or not message.startswith(like):
+                self._fill(added, chunk)
+                size, like = _head_of(chunk.outputs) if message and not self._reads_contents else (-1, b"")
+                tensor = added.outputs[0] if like else tensor
+            else:
+                added.offset_ms = chunk.offset_ms
+                added.outputs.append(tensor)
+
     def _fill(self, to: PayloadChunk, chunk: Chunk) -> None:
         to.offset_ms = chunk.offset_ms
         if chunk.text:
@@ -120,6 +134,15 @@ class Encoder:
                 added.digest = self._digest.of(data)
             if len(data) <= self._tensor_bytes:
                 added.data = bytes(data)
+
+
+def _head_of(tensors: Tensors) -> tuple[int, bytes]:
+    """The size of the message of a single tensor, and all of it but the contents, with which it ends."""
+    if isinstance(tensors, DeferredTensors) and tensors.message and len(found := tensors.read()) == 1:
+        message, data = tensors.message, found[0].data
+        if data and message.endswith(data):
+            return len(message), message[: -len(data)]
+    return -1, b""
 
 
 def shortened(data: bytes) -> bytes:

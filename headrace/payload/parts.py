@@ -37,6 +37,7 @@ class RecordedTensor(NamedTuple):
 class DeferredTensors:
     """Tensors that are read with `read`; `size` is the bytes that the reference keeps in memory.
 
+    `message` is what they are read from, if that is one small answer of a stream.
     `described` has the tensors without contents, if their sizes are known without reading them. `heads(most_bytes)`
     returns them without contents larger than `most_bytes` and without the reference; for the event loop.
     """
@@ -45,6 +46,7 @@ class DeferredTensors:
     size: int
     heads: Callable[[int], Tensors] | None = None
     described: Sequence[RecordedTensor] | None = None
+    message: bytes | None = None
 
 
 Tensors = Sequence[RecordedTensor] | DeferredTensors

@@ -77,6 +77,8 @@ def answer_tensors(answer: bytes | pb.ModelInferResponse) -> DeferredTensors:
 def streamed_tensors(answer: bytes | pb.ModelInferResponse) -> DeferredTensors:
     """The outputs of one answer of a stream; bytes are a serialized ModelStreamInferResponse."""
     if isinstance(answer, bytes):
+        if len(answer) <= _SMALL_BYTES:  # Kept whole.
+            return DeferredTensors(partial(_streamed, answer), len(answer), message=answer)
         return DeferredTensors(partial(_streamed, answer), len(answer), partial(_heads, answer, RAW_OUTPUTS, True))
     return answer_tensors(answer)
 

@@ -9,9 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.oip.tensors import Tensor, add_input, add_output, bytes_tensor
-from headrace.payload.parts import DeferredTensors
+from headrace.payload.encoding import Encoder
+from headrace.payload.parts import Begin, Chunk, DeferredTensors, OpenRecord
+from headrace.payload.rules import PayloadRules
 from headrace.payload.tensors import answer_tensors, request_tensors, streamed_tensors
 from headrace_protos import inference_pb2 as pb
+from headrace_protos.headrace_pb2 import PayloadRecord
 
 TYPED = {
     "BOOL": ("bool_contents", "?", [True, False]),
@@ -111,7 +114,7 @@ def test_tensors_that_cannot_be_read_are_recorded_without_contents():
 
 def heads(tensors, most_bytes=0):
     """The recorded tensors without large contents, with the sizes of these."""
-    taken = tensors.heads(most_bytes)
+    taken = tensors.heads(most_bytes) if tensors.heads else tensors
     read = taken.read() if isinstance(taken, DeferredTensors) else taken
     return [(t.name, t.datatype, tuple(t.shape), t.data and bytes(t.data), t.size) for t in read]
 
@@ -159,6 +162,25 @@ def test_heads_of_answers_from_a_stream():
     expected = [("o", "FP32", (10_000,), None, 40_000)]
     assert heads(streamed_tensors(streamed)) == heads(streamed_tensors(answer)) == expected
     assert heads(answer_tensors(answer.SerializeToString())) == expected
+
+
+def test_each_chunk_of_a_stream_has_its_own_tensors():
+    values = [("a", [1]), ("a", [2]), ("b", [3]), ("b", [4, 5]), ("b", [6, 7]), ("", []), ("c", [8]), ("c", [9])]
+    chunks = []
+    for number, (name, numbers) in enumerate(values):
+        answer = pb.ModelInferResponse(id="r", model_name="m")
+        for each in [name] * bool(name) + ["d"] * (number == 7):
+            add_output(answer, Tensor(each, "INT64", np.array(numbers, "<i8")))
+        message = pb.ModelStreamInferResponse(infer_response=answer).SerializeToString()
+        chunks.append(Chunk(0, float(number), "", (), (), streamed_tensors(message)))
+    for rules in (PayloadRules(), PayloadRules(tensor_bytes=8)):
+        encoder, record = Encoder(rules, 0), OpenRecord(bytes(16), Begin(0, *[""] * 9, {}), ())
+        together = encoder.chunks(chunks, record)
+        assert together == b"".join(encoder.chunks([chunk], record) for chunk in chunks)
+    found = PayloadRecord.FromString(together).chunks
+    assert [[(t.name, list(t.shape)) for t in chunk.outputs] for chunk in found[1:6]] == [
+        [("a", [1])], [("b", [1])], [("b", [2])], [("b", [2])], [],
+    ]  # fmt: skip
 
 
 def test_a_message_of_very_many_tensors_is_left_to_the_writer():
