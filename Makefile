@@ -34,8 +34,8 @@ AGENT_CLIENTS := openai-agents==0.24.0 'pydantic-ai-slim[openai,anthropic]==2.68
   langchain-openai==1.7.4 langchain-anthropic==1.7.10
 AGENTS := $(patsubst %,.venv-tools/%/.installed,agent-clients node-clients)
 PARALLEL := $(VENV)/bin/python -m pytest -n 2
-# A test of processes waits for a good part of its time.
-PARALLEL_PROCESSES := $(VENV)/bin/python -m pytest -n 3 --dist loadfile
+# A test of processes waits for a good part of its time. Folders in their order here: long files of systems first.
+PARALLEL_PROCESSES := $(VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 SYSTEM_TESTS := tests/system tests/scenarios tests/conformance tests/fuzz
 comma := ,
 
@@ -91,7 +91,8 @@ bench: $(RUN_DEPENDENCIES) ## the engine beside its peers, installed once (BENCH
 	@exec $(VENV)/bin/python -m bench.engine $(BENCH)
 
 .PHONY: test
-test: test-unit test-model test-services ## all tests except the slow tests and the container tests (PYTEST=)
+test: test-unit $(CLIENTS) $(NODE_TOOLS) ## all tests except the slow tests and the container tests (PYTEST=)
+	$(PARALLEL_PROCESSES) $(SYSTEM_TESTS) tests/model tests/process $(PYTEST)
 
 .PHONY: test-all
 test-all: export FULL := 1
@@ -111,11 +112,7 @@ test-process: $(DEV_DEPENDENCIES) $(NODE_TOOLS) ## tests of one service, or of o
 
 .PHONY: test-system
 test-system: $(DEV_DEPENDENCIES) $(CLIENTS) $(NODE_TOOLS) ## tests of whole stacks
-	$(PARALLEL_PROCESSES) --no-loadscope-reorder $(SYSTEM_TESTS) $(PYTEST)
-
-.PHONY: test-services
-test-services: $(DEV_DEPENDENCIES) $(CLIENTS) $(NODE_TOOLS) ## test-process and test-system in one run, which takes less time
-	$(PARALLEL_PROCESSES) --no-loadscope-reorder $(SYSTEM_TESTS) tests/process $(PYTEST)
+	$(PARALLEL_PROCESSES) $(SYSTEM_TESTS) $(PYTEST)
 
 .PHONY: test-slow
 test-slow: $(KNEE_DEPENDENCIES) ## the long tests, under load and for minutes, one at a time
