@@ -1,30 +1,41 @@
-"""The logger as a process: an acknowledged record is committed, survives kill -9, and is stored once."""
+"""The logger as a process: an acknowledged record is committed, survives kill -9 and a database that dies, once."""
 
 import asyncio
+import contextlib
 import signal
 import sqlite3
+import sys
 import time
-import uuid
+from collections import Counter
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
+from pydantic import SecretStr
 
+from headrace.errors import HopBrokenError, NotReadyError
+from headrace.rpc.client.channel import open_channel
+from headrace_logger.backup import main as copy
+from headrace_logger.export.export import main as export
+from headrace_logger.store.filters import Filters
+from headrace_logger.store.store import Store
+from headrace_logger.tails import SharedTails
 from headrace_protos import headrace_pb2_grpc
-from headrace_protos.headrace_pb2 import AppendRequest, PayloadRecord, QueryPayloadsRequest
+from headrace_protos.headrace_pb2 import AppendRequest, PayloadRecord, QueryPayloadsRequest, TailPayloadsRequest
+from tests.process.sink_server import SinkServer
+from tests.support import postgresql as postgresql_server
 from tests.support.logger_process import LoggerProcess
+from tests.support.payload_ingest import begin
+from tests.support.payload_records import SOURCE, answered, append_request, append_to, numbers, record_id
+from tests.waiting import until
 
-SOURCE = str(uuid.uuid4())
 BEGUN_MS = time.time_ns() // 1_000_000
 
 
-def append_request(sequence, source=SOURCE):
-    record_id = str(uuid.uuid5(uuid.UUID(int=0), f"{source}/{sequence}"))
-    record = PayloadRecord(record_id=record_id, model="m", request_id=str(sequence))
-    record.time.FromMilliseconds(BEGUN_MS + sequence)
-    return AppendRequest(source=source, sequence=sequence, record=record)
+def sent(sequence):
+    return append_request(sequence, time_ns=(BEGUN_MS + sequence) * 10**6, model="m", request_id=str(sequence))
 
 
 def committed(database):
@@ -51,7 +62,7 @@ async def channel(logger):
 async def test_an_acknowledged_record_is_committed(logger, channel):
     call = headrace_pb2_grpc.PayloadIngestStub(channel).Append()
     for sequence in range(1, 21):
-        await call.write(append_request(sequence))
+        await call.write(sent(sequence))
         assert (await call.read()).sequence == sequence
         assert (SOURCE, sequence) in committed(logger.database)
     await call.done_writing()
@@ -59,36 +70,31 @@ async def test_an_acknowledged_record_is_committed(logger, channel):
 
 
 async def test_requests_that_arrive_together_are_acknowledged_together(channel):
-    call = headrace_pb2_grpc.PayloadIngestStub(channel).Append(append_request(n) for n in range(1, 2001))
-    acknowledged = [response.sequence async for response in call]
+    acknowledged = await append_to(channel, map(sent, range(1, 2001)))
     assert acknowledged[-1] == 2000
     assert acknowledged == sorted(set(acknowledged))
     assert len(acknowledged) < 1000
 
 
 async def test_the_requests_of_one_message_are_committed_and_acknowledged_together(logger, channel):
-    message = append_request(1)
-    message.more.extend(append_request(number) for number in range(2, 101))
-    call = headrace_pb2_grpc.PayloadIngestStub(channel).Append(iter([message, append_request(101)]))
-    acknowledged = [response.sequence async for response in call]
+    message = sent(1)
+    message.more.extend(sent(number) for number in range(2, 101))
+    acknowledged = await append_to(channel, [message, sent(101)])
     assert acknowledged[-1] == 101
     assert set(acknowledged) <= {100, 101}
     assert sorted(committed(logger.database)) == [(SOURCE, number) for number in range(1, 102)]
 
 
 async def test_a_message_with_a_request_without_a_key_is_refused(channel):
-    message = append_request(1)
+    message = sent(1)
     message.more.add(sequence=2)
     with pytest.raises(grpc.aio.AioRpcError, match="without a source"):
-        async for _ in headrace_pb2_grpc.PayloadIngestStub(channel).Append(iter([message])):
-            pass
+        await append_to(channel, [message])
 
 
 async def test_sending_again_is_acknowledged_and_stores_nothing(logger, channel):
-    stub = headrace_pb2_grpc.PayloadIngestStub(channel)
     for _ in range(2):
-        last = [response.sequence async for response in stub.Append(append_request(n) for n in range(1, 11))][-1]
-        assert last == 10
+        assert (await append_to(channel, map(sent, range(1, 11))))[-1] == 10
     assert sorted(committed(logger.database)) == [(SOURCE, n) for n in range(1, 11)]
 
 
@@ -96,7 +102,7 @@ async def test_kill_9_loses_nothing_acknowledged_and_a_resend_doubles_nothing(lo
     stub = headrace_pb2_grpc.PayloadIngestStub(channel)
     sequences = iter(range(1, 1_000_000))
     acknowledged = 0
-    call = stub.Append(append_request(n) for n in sequences)
+    call = stub.Append(sent(n) for n in sequences)
     while acknowledged <= 300:
         acknowledged = (await call.read()).sequence
     await logger.kill()
@@ -105,7 +111,7 @@ async def test_kill_9_loses_nothing_acknowledged_and_a_resend_doubles_nothing(lo
     survived = committed(logger.database)
     assert {(SOURCE, n) for n in range(1, acknowledged + 1)} <= set(survived)
     last = max(next(sequences), acknowledged + 100)
-    again = stub.Append((append_request(n) for n in range(acknowledged - 50, last + 1)), wait_for_ready=True)
+    again = stub.Append((sent(n) for n in range(acknowledged - 50, last + 1)), wait_for_ready=True)
     assert [response.sequence async for response in again][-1] == last
     assert sorted(committed(logger.database)) == [(SOURCE, n) for n in range(1, last + 1)]
 
@@ -113,7 +119,7 @@ async def test_kill_9_loses_nothing_acknowledged_and_a_resend_doubles_nothing(lo
 async def test_sigterm_commits_received_requests_ends_the_open_call_and_exits_0(logger, channel):
     call = headrace_pb2_grpc.PayloadIngestStub(channel).Append()
     for sequence in range(1, 101):
-        await call.write(append_request(sequence))
+        await call.write(sent(sequence))
     assert (await call.read()).sequence >= 1
     logger.send(signal.SIGTERM)
     acknowledged = 0
@@ -136,25 +142,16 @@ async def test_sigterm_commits_received_requests_ends_the_open_call_and_exits_0(
     ids=lambda value: value if isinstance(value, str) else "",
 )
 async def test_a_request_without_a_key_is_refused_after_those_before_it(logger, channel, request_, text):
-    stub = headrace_pb2_grpc.PayloadIngestStub(channel)
     with pytest.raises(grpc.aio.AioRpcError, match=text) as caught:
-        async for _ in stub.Append(iter([append_request(1), request_])):
-            pass
+        await append_to(channel, [sent(1), request_])
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert committed(logger.database) == [(SOURCE, 1)]
 
 
 async def test_an_unusable_file_is_reported_in_one_line(tmp_path):
     (tmp_path / "payloads.sqlite3").mkdir()
-    process = await asyncio.create_subprocess_exec(
-        *LoggerProcess.COMMAND,
-        cwd=LoggerProcess.ROOT,
-        env=LoggerProcess(tmp_path).environment,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    _, stderr = await process.communicate()
-    assert process.returncode == 78
-    assert stderr.decode() == f"logger: LOGGER_DATABASE={tmp_path}/payloads.sqlite3: Is a directory\n"
+    refusal = await LoggerProcess(tmp_path).refuses()
+    assert refusal == f"logger: LOGGER_DATABASE={tmp_path}/payloads.sqlite3: Is a directory\n"
 
 
 async def test_reflection_lists_the_payload_log_and_not_its_ingest(channel):
@@ -172,9 +169,353 @@ async def test_health_is_serving_when_the_store_answers(channel, name):
 
 
 async def test_appended_records_can_be_queried_over_grpc(channel):
-    stub = headrace_pb2_grpc.PayloadIngestStub(channel)
-    async for _ in stub.Append(append_request(n) for n in range(1, 301)):
-        pass
+    await append_to(channel, map(sent, range(1, 301)))
     query = headrace_pb2_grpc.PayloadLogStub(channel).Query(QueryPayloadsRequest(model="m", page_size=1000))
     ids = [record.record_id async for record in query]
-    assert ids == [append_request(n).record.record_id for n in range(300, 0, -1)]
+    assert ids == [sent(n).record.record_id for n in range(300, 0, -1)]
+
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+@pytest.fixture
+def mortal_postgresql():
+    """A server of this test alone, which may stop it."""
+    with postgresql_server.running() as server:
+        yield server
+
+
+@pytest.fixture
+async def logger_on_postgresql(tmp_path, mortal_postgresql):
+    async with LoggerProcess(tmp_path) as process:
+        process.environment["LOGGER_DATABASE_URL"] = mortal_postgresql.database()
+        yield process
+
+
+@pytest.fixture
+async def stores(postgresql):
+    """Makes stores of one database, as several loggers have them."""
+    url = SecretStr(postgresql.database())
+    async with contextlib.AsyncExitStack() as closing:
+
+        async def make():
+            store = await asyncio.to_thread(Store, url)
+            closing.push_async_callback(store.close)
+            return store
+
+        yield make
+
+
+async def health(target):
+    """The logger's health now; None if it does not answer."""
+    async with open_channel(target, "logger") as channel:
+        request = health_pb2.HealthCheckRequest(service="headrace.v1.PayloadLog")
+        try:
+            return (await health_pb2_grpc.HealthStub(channel).Check(request, timeout=10)).status
+        except NotReadyError:
+            return None
+
+
+async def request_ids(target):
+    """How often the log has a record of each request."""
+    found = Counter()
+    async with open_channel(target, "logger") as channel:
+        token = ""
+        while True:
+            request = QueryPayloadsRequest(page_size=1000, page_token=token)
+            page = [one async for one in headrace_pb2_grpc.PayloadLogStub(channel).Query(request, timeout=30)]
+            found.update(one.request_id for one in page)
+            if len(page) < 1000:
+                return found
+            token = page[-1].page_token
+
+
+@pytest.mark.parametrize(
+    ("count", "away_s"), [(200, 3), pytest.param(2000, 20, marks=[pytest.mark.full, pytest.mark.timeout(300)])]
+)
+async def test_each_request_has_one_record_though_the_database_was_away(
+    logger_on_postgresql, mortal_postgresql, taps, count, away_s
+):
+    logger = logger_on_postgresql
+    await logger.start()
+    tap = taps.start(logger.target)
+
+    async def ask(numbers, apart_s=0.005):
+        for number in numbers:
+            record = begin(tap, f"request-{number}")
+            await asyncio.sleep(apart_s)
+            record.end("OK")
+
+    before, during = asyncio.create_task(ask(range(count // 2))), None
+    await until(lambda: request_ids_include(logger.target, "request-0"))
+    mortal_postgresql.stop("immediate")
+    during = asyncio.create_task(ask(range(count // 2, count), away_s / count))
+    await until(lambda: health_is_not(logger.target, SERVING))
+    await asyncio.sleep(away_s)
+    # The logger dies too, with what it holds; its successor starts without the database.
+    await logger.kill()
+    await logger.spawn()
+    await until(lambda: health_is(logger.target, health_pb2.HealthCheckResponse.NOT_SERVING))
+    mortal_postgresql.start()
+    await asyncio.gather(before, during)
+    await until(lambda: health_is(logger.target, SERVING))
+    await until(lambda: request_ids_are(logger.target, count), timeout_s=60)
+    assert set((await request_ids(logger.target)).values()) == {1}
+
+
+async def request_ids_include(target, request_id):
+    return request_id in await request_ids(target)
+
+
+async def request_ids_are(target, count):
+    return len(await request_ids(target)) == count
+
+
+async def health_is(target, status):
+    return await health(target) == status
+
+
+async def health_is_not(target, status):
+    return await health(target) != status
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda url, _: url.replace("geheim", "wrong"), "password authentication failed"),
+        (lambda url, _: url + "_missing", "does not exist"),
+        (lambda url, _: url.replace("headrace:", "nobody:"), "password authentication failed"),
+        (lambda _, server: server.database("ENCODING 'LATIN1' LOCALE 'C' TEMPLATE template0"), "encoding LATIN1"),
+        (lambda url, server: newer(url, server), "schema version 9999, this logger knows"),
+        (lambda *_: "mysql://user:geheim@host/log", "not postgresql://"),
+        (lambda *_: "postgresql://user:geheim@host", "not postgresql://"),
+    ],
+    ids=["password", "database", "user", "encoding", "newer", "kind", "no database"],
+)
+async def test_a_database_that_cannot_be_used_ends_the_start_with_one_line(tmp_path, postgresql, change, text):
+    async with LoggerProcess(tmp_path) as logger:
+        logger.environment["LOGGER_DATABASE_URL"] = change(postgresql.database(), postgresql)
+        output = await logger.refuses()
+    assert text in output
+    assert output.startswith("logger: LOGGER_DATABASE_URL") or text.startswith(("encoding", "schema"))
+    assert output.count("\n") == 1
+    assert "geheim" not in output
+
+
+def newer(url, server):
+    server.execute(url, "CREATE TABLE schema_version AS SELECT 9999 AS version")
+    return url
+
+
+async def test_a_missing_driver_is_named(tmp_path, postgresql):
+    hidden = "sys.modules['psycopg'] = None"
+    script = f"import sys, runpy; {hidden}; runpy.run_module('headrace_logger', run_name='__main__')"
+    environment = LoggerProcess(tmp_path).environment | {"LOGGER_DATABASE_URL": postgresql.database()}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", script), cwd=LoggerProcess.ROOT, env=environment, stderr=asyncio.subprocess.PIPE
+    )
+    _, stderr = await process.communicate()
+    assert process.returncode == 78
+    assert "psycopg: install Headrace with its extra `postgres`" in stderr.decode()
+
+
+async def test_loggers_that_start_together_create_the_tables_once(stores):
+    first, second, third = await asyncio.gather(stores(), stores(), stores())
+    await first.append([append_request(1)])
+    assert await numbers(second) == await numbers(third) == [1]
+
+
+async def test_what_two_loggers_receive_at_once_is_there_once_in_one_order(stores):
+    loggers = [await stores(), await stores()]
+
+    def requests(first):
+        return [append_request(number, time_ns=number * 1000) for number in range(first, first + 20)]
+
+    new = await asyncio.gather(*(store.append(requests(first)) for first in range(1, 182, 10) for store in loggers))
+    assert sorted(record.record_id for records in new for record in records) == [record_id(n) for n in range(1, 201)]
+    assert await numbers(loggers[0]) == list(range(200, 0, -1))
+    in_order = await loggers[1].after(0, 1000)
+    assert [one.position for one in in_order] == sorted(one.position for one in in_order)
+    assert len(in_order) == 200
+
+
+async def test_no_reader_in_the_order_of_commit_misses_a_record_of_another_logger(stores):
+    loggers, reader = [await stores(), await stores()], await stores()
+    seen, position = [], 0
+
+    async def write(store, first):
+        for number in range(first, first + 100):
+            await store.append([append_request(number, source=str(first))])
+
+    writing = asyncio.gather(write(loggers[0], 1), write(loggers[1], 1001))
+    while not writing.done() or await reader.after(position, 1):
+        for stored in await reader.after(position, 7):
+            seen.append(stored.record.record_id)
+            position = stored.position
+    await writing
+    assert len(seen) == len(set(seen)) == 200
+
+
+async def test_a_deletion_at_one_logger_covers_what_arrives_late_at_another(stores):
+    first, second = await stores(), await stores()
+    await first.append([append_request(1, request_id="mine")])
+    assert await second.delete(request_id="mine") == 1
+    await first.append([append_request(2, request_id="mine"), append_request(3, request_id="other")])
+    assert await numbers(first) == [3]
+
+
+async def test_a_model_that_has_answered_at_one_logger_is_known_at_another(stores, postgresql):
+    first, second = await stores(), await stores()
+    await first.append([append_request(1, model="m", status="OK")])
+    await second.append(
+        [append_request(number, model=model, status="INTERNAL") for number, model in ((2, "m"), (3, "x"))]
+    )
+    rows = postgresql.execute(postgresql.last_url, "SELECT model, requests FROM usage ORDER BY model")
+    assert rows == [("", 1), ("m", 2)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a\0b", "x" * 100_000, "\0" * 5000, "é" * 3000, "%s ? '"],
+    ids=["nul", "long", "long nul", "umlauts", "placeholders"],
+)
+async def test_any_text_is_stored_and_found(stores, text):
+    store = await stores()
+    other = text[:-1] + "?"
+    fields = dict.fromkeys(("model", "request_id", "trace_id", "client", "status", "finish_reason", "call_id"), text)
+    await store.append([append_request(1, source=text, prompt=text, **fields), append_request(2, request_id=other)])
+    assert await numbers(store, request_id=text) == [1]
+    assert await numbers(store, model=text, client=text, text_contains=text) == [1]
+    assert await numbers(store, request_id=other) == [2]
+    assert (await anext(store.query(Filters(QueryPayloadsRequest(request_id=text)), None, 1))).record.prompt == text
+    assert await store.delete(client=text) == 1
+    await store.append([append_request(3, client=text)])
+    assert await numbers(store) == [2]
+
+
+async def test_a_restart_of_the_server_costs_no_reader_an_error(mortal_postgresql):
+    store = await asyncio.to_thread(Store, SecretStr(mortal_postgresql.database()))
+    await store.append([append_request(1)])
+    assert await numbers(store) == [1]
+    mortal_postgresql.stop("immediate")
+    mortal_postgresql.start()
+    assert await numbers(store) == [1]
+    await store.append([append_request(1), append_request(2)])
+    assert await numbers(store) == [2, 1]
+    await store.close()
+
+
+async def test_exports_read_the_database_of_the_settings(stores, postgresql, tmp_path, monkeypatch, capsys):
+    store = await stores()
+    await store.append([append_request(number, time_ns=number * 3600 * 10**9, prompt="p") for number in range(1, 6)])
+    monkeypatch.setenv("LOGGER_DATABASE_URL", postgresql.last_url)
+    assert await asyncio.to_thread(export, ("--format", "jsonl", "--output", str(tmp_path / "log.jsonl"))) == 0
+    assert (tmp_path / "log.jsonl").read_text().count('"prompt":"p"') == 5
+    assert await asyncio.to_thread(export, ("--partition", "hour", "--output", str(tmp_path / "lake"))) == 0
+    assert len(list((tmp_path / "lake").rglob("*.parquet"))) == 5
+    for command, tool in (("backup", "pg_dump"), ("restore", "pg_restore")):
+        assert copy(command, (str(tmp_path / "copy"),)) == 1
+        assert tool in capsys.readouterr().err
+    monkeypatch.setenv("LOGGER_DATABASE_URL", postgresql.database())
+    assert await asyncio.to_thread(export, ("--output", str(tmp_path / "none"))) == 1
+    error = capsys.readouterr().err
+    assert "start this logger with it once" in error
+    assert "geheim" not in error
+
+
+async def test_unreachable_exports_are_one_line(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("LOGGER_DATABASE_URL", "postgresql://u:geheim@127.0.0.1:1/log")
+    assert export(("--output", str(tmp_path / "none"))) == 1
+    error = capsys.readouterr().err
+    assert "refused" in error
+    assert error.count("\n") == 1
+    assert "geheim" not in error
+
+
+async def test_the_size_limit_is_that_of_the_records(stores):
+    store = await stores()
+    await store.append([append_request(number, time_ns=number, prompt="x" * 1000) for number in range(1, 101)])
+    while await store.expire(None, 50_000):
+        pass
+    kept = await numbers(store)
+    assert kept == list(range(100, 100 - len(kept), -1))
+    assert 20 < len(kept) < 35
+
+
+async def test_a_tail_shows_the_records_of_all_loggers(stores, monkeypatch):
+    first, second = await stores(), await stores()
+    read_newest, asked, may_read = first.newest_position, asyncio.Event(), asyncio.Event()
+
+    async def newest_position():
+        asked.set()
+        await may_read.wait()
+        return await read_newest()
+
+    monkeypatch.setattr(first, "newest_position", newest_position)
+    tails = SharedTails()
+    following = asyncio.create_task(tails.follow(first))
+    try:
+        may_read.set()
+        await asked.wait()
+        asked.clear()
+        may_read.clear()
+        await first.append([append_request(1)])
+        async with asyncio.timeout(20):
+            await asked.wait()
+            # The tail opens, and another logger commits, while the newest position is being read.
+            with tails.open(Filters(TailPayloadsRequest())) as tail:
+                await second.append([append_request(2)])
+                may_read.set()
+                tails.show(await first.append([append_request(3)]))
+                shown = []
+                while record_id(3) not in shown:
+                    shown.append((await tail.next()).record.record_id)
+        # The one before may be shown too.
+        assert [one for one in shown if one != record_id(1)] == [record_id(2), record_id(3)]
+    finally:
+        following.cancel()
+
+
+async def test_a_sink_gets_each_record_from_one_logger_and_another_takes_over(tmp_path, mortal_postgresql):
+    server = SinkServer()
+    await server.start()
+    url = mortal_postgresql.database()
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+    async with LoggerProcess(tmp_path / "a") as first, LoggerProcess(tmp_path / "b") as second:
+        for logger in (first, second):
+            logger.environment |= {"LOGGER_DATABASE_URL": url, "LOGGER_SINKS": server.url}
+            logger.environment["LOGGER_SINK_FROM"] = "beginning"
+            await logger.start()
+        try:
+            await send_to(first.target, range(1, 51))
+            await send_to(second.target, range(51, 101))
+            await until(lambda: len(sink_ids(server)) == 100)
+            assert len(server.keys) == len(set(server.keys))
+            await first.kill()
+            await send_to(second.target, range(101, 121))
+            await until(lambda: len(sink_ids(server)) == 120, timeout_s=30)
+            mortal_postgresql.stop("immediate")
+            mortal_postgresql.start()
+            await until(lambda: is_appended(second.target, range(121, 131)))
+            await until(lambda: len(sink_ids(server)) == 130, timeout_s=30)
+        finally:
+            await server.kill()
+
+
+async def send_to(target, sequences):
+    async with open_channel(target, "logger") as channel:
+        await append_to(channel, map(answered, sequences))
+
+
+async def is_appended(target, sequences):
+    """Sends again later, as a spool does, what a logger without its database refuses or breaks off."""
+    try:
+        await send_to(target, sequences)
+    except (HopBrokenError, NotReadyError):
+        return False
+    return True
+
+
+def sink_ids(server):
+    return {one for _, one in server.keys}

@@ -9,15 +9,14 @@ import pytest
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2_grpc import LogsServiceStub
 
-from headrace.rpc.server.handlers import Interceptor
 from headrace_logger import gateway_calls
 from headrace_logger.gateway_calls import GatewayCalls
 from headrace_logger.store import reading
 from headrace_logger.store.filters import Filters
 from headrace_logger.tails import Tails
-from headrace_protos.headrace_pb2 import QueryPayloadsRequest, TailPayloadsRequest
-from tests.process.test_logger_store import append_request, record_id, stored
+from headrace_protos.headrace_pb2 import TailPayloadsRequest
 from tests.support.payload_fixtures import only_sqlite
+from tests.support.payload_records import append_request, everything, record_id, serving, stored
 
 STARTED_NS = 1_700_000_000_123_456_789
 GENERATE = "/headrace.v1.TextGeneration/Generate"
@@ -65,22 +64,16 @@ def export_request(*calls):
 async def logger(store):
     """A stub of the service, its tails, and its channel."""
     tails = Tails()
-    server = grpc.aio.server(interceptors=(Interceptor("logger"),))
-    GatewayCalls(store, tails, hold_s=0).add_to(server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    async with (
+        serving(GatewayCalls(store, tails, hold_s=0)) as target,
+        grpc.aio.insecure_channel(target) as channel,
+    ):
         yield LogsServiceStub(channel), tails, channel
-    await server.stop(None)
 
 
 @pytest.fixture(autouse=True)
 def records_are_not_waited_for(monkeypatch):
     monkeypatch.setattr(reading, "RECORD_LATE_S", 0)
-
-
-async def everything(store):
-    return [found.record async for found in store.query(Filters(QueryPayloadsRequest()), None, 1000)]
 
 
 def service_record(number, call_id, **fields):

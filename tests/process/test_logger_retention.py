@@ -1,15 +1,20 @@
-"""Records are deleted for good: by age, by size, by request; and the file gives back its space."""
+"""Records are deleted for good, by age, by size and by request; usage counts each once, also after its deletion."""
 
 import logging
+import math
 import sqlite3
+from datetime import UTC, datetime
 
 import pytest
 
-from headrace.errors import InvalidRequestError
+from headrace.errors import DeadlineError, InvalidRequestError
 from headrace_logger.retention import Retention
+from headrace_logger.store import usage
 from headrace_logger.store.store import Store
-from headrace_protos.headrace_pb2 import DeletePayloadsRequest, PayloadRecord
-from tests.process.test_logger_store import LoggedCall, append_request, numbers, record_id
+from headrace_logger.store.usage import UsageQuery
+from headrace_protos.headrace_pb2 import DeletePayloadsRequest, PayloadRecord, Usage, UsageRequest
+from tests.support.payload_fixtures import only_sqlite
+from tests.support.payload_records import LoggedCall, append_request, explained, numbers, record_id, timestamp
 
 DAY_US = 24 * 3600 * 1_000_000
 NOW_US = 20_000 * DAY_US
@@ -20,13 +25,6 @@ NEEDLE = "NEEDLE" * 5
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "payloads.sqlite3"
-
-
-@pytest.fixture
-async def store(path):
-    store = Store(path)
-    yield store
-    await store.close()
 
 
 def aged(number, days, **fields):
@@ -62,6 +60,7 @@ async def test_0_days_keep_records_for_ever(store):
     assert await numbers(store) == [1]
 
 
+@only_sqlite
 async def test_above_the_size_the_oldest_are_deleted_and_the_file_shrinks(store, path):
     await store.append([aged(n, days=1 - n / 1e6, prompt="x" * 4000) for n in range(1, 1001)])
     size = bytes_of(path)
@@ -106,6 +105,7 @@ async def test_the_client_with_the_most_bytes_loses_its_oldest_records(store):
     assert left == [*range(2499, 999 + deleted, -1), *range(100, 0, -1)]
 
 
+@only_sqlite
 async def test_a_partly_answered_request_does_not_count_as_refused(store, path):
     await store.append(
         [
@@ -158,6 +158,7 @@ async def test_deleted_records_that_a_sink_had_not_received_are_logged(store, ca
     assert "6 deleted records were not confirmed by every sink" in caplog.text
 
 
+@only_sqlite
 async def test_received_sequences_are_forgotten_long_after_they_can_be_repeated(store, path):
     def remembered():
         connection = sqlite3.connect(path)
@@ -221,6 +222,7 @@ async def test_a_record_that_is_deleted_before_it_arrives_is_dropped_on_arrival(
     await store.close()
 
 
+@only_sqlite
 async def test_a_deletion_takes_little_space_for_any_length_of_its_key(store, path):
     await store.delete(client="c" * 1_000_000)
     with sqlite3.connect(path) as database:
@@ -229,6 +231,7 @@ async def test_a_deletion_takes_little_space_for_any_length_of_its_key(store, pa
     assert await numbers(store) == [2]
 
 
+@only_sqlite
 async def test_deletions_are_forgotten_when_no_late_record_can_arrive(store, path):
     await store.delete(client="c")
     await store.forget(2**62)
@@ -242,6 +245,7 @@ async def test_a_deletion_takes_as_many_steps_as_needed(store):
     assert await numbers(store) == []
 
 
+@only_sqlite
 async def test_deleted_records_are_in_no_file(store, path):
     for n in range(1, 4):
         await store.append([append_request(n, request_id=f"r{n}", prompt=NEEDLE * n * 300)])
@@ -251,6 +255,7 @@ async def test_deleted_records_are_in_no_file(store, path):
     assert not any(NEEDLE.encode() in file.read_bytes() for file in path.parent.iterdir())
 
 
+@only_sqlite
 async def test_deleted_records_that_a_reader_keeps_in_the_log_are_gone_after_the_next_round(store, path):
     await store.append([append_request(1, prompt=NEEDLE)])
     reader = sqlite3.connect(path, isolation_level=None)
@@ -300,3 +305,217 @@ async def test_delete_without_a_key_deletes_nothing(store, payload_log, key):
     with pytest.raises(InvalidRequestError, match="give a record_id, a request_id or a client"):
         await payload_log.Delete(DeletePayloadsRequest(**key))
     assert await numbers(store) == [1]
+
+
+DAY_NS = 86_400 * 10**9
+HOUR_NS = 3600 * 10**9
+START_NS = 20_000 * DAY_NS  # 2024-10-04.
+ANN = (("x-headrace-client", "ann"), ("x-headrace-policy", "{}"))
+
+
+def taken(number, at_ns=START_NS, tokens=(10, 4, 3), **fields):
+    prompt, cached, completion = tokens
+    own = {"client": "ann", "model": "m", "status": "OK", "duration_ms": 1500.0} | fields
+    own["usage"] = Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=completion)
+    return append_request(number, time_ns=at_ns, **own)
+
+
+async def groups(store, **fields):
+    """The groups as plain values, without unset fields of the key."""
+    response = await store.usage(UsageQuery.of(UsageRequest(**fields)))
+    return [{field.name: value for field, value in group.ListFields()} for group in response.groups]
+
+
+def sums(requests=0, failed=0, prompt=0, cached=0, completion=0, seconds=0.0, duration=None):
+    return {
+        "requests": requests,
+        "failed_requests": failed,
+        "prompt_tokens": prompt,
+        "cached_tokens": cached,
+        "completion_tokens": completion,
+        "seconds": seconds,
+        "duration_seconds": seconds if duration is None else duration,
+    }
+
+
+async def test_sums_are_per_client_and_model(store):
+    await store.append(
+        [
+            taken(1),
+            taken(2, tokens=(1, 0, 2), duration_ms=500),
+            taken(3, model="n"),
+            taken(4, client="bob", status="CANCELLED"),
+            taken(5, client="bob", status="INTERNAL", tokens=(0, 0, 0)),
+        ]
+    )
+    assert await groups(store) == [
+        {"client": "ann", "model": "m"} | sums(2, 0, 11, 4, 5, 2.0),
+        {"client": "ann", "model": "n"} | sums(1, 0, 10, 4, 3, 1.5),
+        {"client": "bob", "model": "m"} | sums(2, 1, 10, 4, 3, 3.0),
+    ]
+    assert await groups(store, group="model", client="ann") == [
+        {"model": "m"} | sums(2, 0, 11, 4, 5, 2.0),
+        {"model": "n"} | sums(1, 0, 10, 4, 3, 1.5),
+    ]
+    assert await groups(store, group="", model="m") == [sums(4, 1, 21, 8, 8, 5.0)]
+    assert await groups(store, group="", client="nobody") == [sums()]
+    assert await groups(store, client="nobody") == []
+
+
+async def test_the_engine_s_time_counts_if_it_is_known_and_otherwise_the_whole_duration(store):
+    await store.append([taken(1, engine_ms=250.0), taken(2, engine_ms=0.0), taken(3), taken(4, engine_ms=math.nan)])
+    assert await groups(store, group="") == [sums(4, 0, 40, 16, 12, 1.75, duration=6.0)]
+
+
+async def test_periods_are_whole_hours_and_days_those_of_utc(store):
+    times = {1: 0, 2: HOUR_NS - 1000, 3: HOUR_NS, 4: DAY_NS - 1000, 5: DAY_NS}
+    await store.append([taken(n, START_NS + offset_ns) for n, offset_ns in times.items()])
+
+    async def count(**fields):
+        (group,) = await groups(store, group="", **fields)
+        return group["requests"]
+
+    assert await count(since=timestamp(START_NS + 1000)) == 5
+    assert await count(since=timestamp(START_NS + HOUR_NS)) == 3
+    assert await count(until=timestamp(START_NS + HOUR_NS)) == 2
+    assert await count(until=timestamp(START_NS + HOUR_NS + 1)) == 3
+    assert await count(until=timestamp(START_NS)) == 0
+    far = timestamp(0)
+    far.seconds = 2**62
+    assert await count(until=far) == 5
+    assert await count(since=far) == 0
+    days = await groups(store, group="day, client")
+    assert [(group["day"], group["client"], group["requests"]) for group in days] == [
+        ("2024-10-04", "ann", 4),
+        ("2024-10-05", "ann", 1),
+    ]
+    rounded = await store.usage(
+        UsageQuery.of(UsageRequest(since=timestamp(START_NS + 1), until=timestamp(START_NS + 1)))
+    )
+    assert (rounded.since, rounded.until) == (timestamp(START_NS), timestamp(START_NS + HOUR_NS))
+
+
+async def test_a_repeated_record_counts_once(store):
+    await store.append([taken(1), taken(1)])
+    await store.append([taken(1)])
+    moved = taken(2)
+    moved.record.record_id = record_id(1)
+    await store.append([moved])
+    assert await groups(store, group="") == [sums(1, 0, 10, 4, 3, 1.5)]
+
+
+@pytest.mark.parametrize("order", ["call first", "record first"])
+async def test_the_gateway_s_line_of_a_call_adds_nothing(store, order):
+    call = PayloadRecord(record_id=record_id(99), client="ann", call_id="c", status="OK")
+    call.time.FromNanoseconds(START_NS)
+    record = taken(1, call_id="c")
+    if order == "call first":
+        await store.add_calls([LoggedCall(call, may_be_recorded=True)])
+        assert await groups(store, group="") == [sums()]
+        await store.append([record])
+    else:
+        await store.append([record])
+        await store.add_calls([LoggedCall(call, may_be_recorded=True)])
+    assert await groups(store, group="") == [sums(1, 0, 10, 4, 3, 1.5)]
+
+
+@only_sqlite
+async def test_neither_deletion_nor_retention_changes_the_usage(store, tmp_path):
+    await store.append([taken(1), taken(2)])
+    await store.delete(client="ann")
+    await store.append([taken(3)])  # The deletion covers this record.
+    await Retention(store, days=1, max_bytes=1 << 30).apply()
+    assert await groups(store, group="") == [sums(3, 0, 30, 12, 9, 4.5)]
+    await store.close()
+    again = Store(tmp_path / "payloads.sqlite3")
+    await again.append([taken(3), taken(4)])
+    assert await groups(again, group="") == [sums(4, 0, 40, 16, 12, 6.0)]
+    await again.close()
+
+
+async def test_sums_are_deleted_at_their_own_age(store, monkeypatch):
+    monkeypatch.setattr(usage, "_FORGOTTEN_AT_ONCE", 2)
+    await store.append(
+        [taken(n, START_NS + n * HOUR_NS, client=client) for n, client in enumerate(["ann", "bob", "cy"] * 4)][1:]
+    )
+    now_us = (START_NS + 30 * HOUR_NS) // 1000
+    await Retention(store, days=0, max_bytes=1 << 30, now_us=lambda: now_us, usage_days=1).apply()
+    kept = await groups(store, group="client")
+    assert [(group["client"], group["requests"]) for group in kept] == [("ann", 2), ("bob", 2), ("cy", 2)]
+
+
+@only_sqlite
+async def test_unknown_models_add_no_rows(store, tmp_path):
+    await store.append([taken(n, model=f"made up {n}", status="NOT_FOUND", tokens=(0, 0, 0)) for n in range(1, 50)])
+    await store.append([taken(50), taken(51, status="NOT_FOUND")])
+    assert [(group["model"], group["requests"]) for group in await groups(store)] == [("", 49), ("m", 2)]
+    await store.close()
+    again = Store(tmp_path / "payloads.sqlite3")
+    await again.append([taken(52, status="RESOURCE_EXHAUSTED", tokens=(0, 0, 0))])
+    assert [(group["model"], group["failed_requests"]) for group in await groups(again)] == [("", 49), ("m", 2)]
+    await again.close()
+
+
+async def test_nan_times_count_as_zero(store):
+    durations = [float("nan"), float("inf"), -1.0, 1e300, 1000.0]
+    await store.append([taken(n, duration_ms=duration_ms) for n, duration_ms in enumerate(durations, 1)])
+    (group,) = await groups(store, group="")
+    assert (group["requests"], group["seconds"]) == (5, 10**9 + 1)
+
+
+@pytest.mark.parametrize("group", ["client,clients", "model,model", "hour", "client;DROP TABLE usage"])
+async def test_unknown_groups_are_refused(payload_log, group):
+    with pytest.raises(InvalidRequestError, match="client, model, day"):
+        await payload_log.Usage(UsageRequest(group=group))
+
+
+async def test_too_many_groups_are_refused_and_never_truncated(store, monkeypatch):
+    monkeypatch.setattr(usage, "MAX_GROUPS", 3)
+    await store.append([taken(n, client=f"c{n}") for n in range(1, 4)])
+    assert len(await groups(store)) == 3
+    await store.append([taken(4, client="c4")])
+    with pytest.raises(InvalidRequestError, match="more than 3 groups"):
+        await groups(store)
+    assert await groups(store, group="") == [sums(4, 0, 40, 16, 12, 6.0)]
+
+
+async def test_a_sum_that_takes_too_long_ends_and_the_connection_serves_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr(usage, "_STEPS", 1)
+    store = Store(tmp_path / "payloads.sqlite3", search_s=0)
+    await store.append([taken(n, client=f"c{n}") for n in range(1, 50)])
+    for _ in range(5):
+        with pytest.raises(DeadlineError, match="choose a shorter period"):
+            await groups(store)
+    assert [one.position for one in await store.after(0, 100)] == list(range(1, 50))
+    await store.close()
+
+
+async def test_a_user_sees_its_own_usage_and_an_admin_everyone_s(store, payload_log):
+    await store.append([taken(1), taken(2, client="bob")])
+    admin = (("x-headrace-client", "root"), ("x-headrace-policy", '{"role": "admin"}'))
+    for metadata, clients in ((ANN, ["ann"]), (admin, ["ann", "bob"]), ((), ["ann", "bob"])):
+        response = await payload_log.Usage(UsageRequest(), metadata=metadata)
+        assert [group.client for group in response.groups] == clients
+    response = await payload_log.Usage(UsageRequest(group=""), metadata=ANN)
+    assert [group.requests for group in response.groups] == [1]
+
+
+async def test_an_admin_can_ask_for_its_own_usage(store, payload_log):
+    await store.append([taken(1), taken(2, client="root"), taken(3, client="")])
+    admin = (("x-headrace-client", "root"), ("x-headrace-policy", '{"role": "admin"}'))
+    for metadata, client in ((ANN, "ann"), (admin, "root"), ((), "")):
+        for fields in ({}, {"client": client}):
+            response = await payload_log.Usage(UsageRequest(own=True, **fields), metadata=metadata)
+            assert [(group.client, group.requests) for group in response.groups] == [(client, 1)]
+    with pytest.raises(InvalidRequestError, match="different clients"):
+        await payload_log.Usage(UsageRequest(own=True, client="ann"), metadata=admin)
+
+
+@only_sqlite
+async def test_a_client_s_month_is_one_range_of_the_key(store, tmp_path):
+    await store.append([taken(1)])
+    month = timestamp(int(datetime(2024, 10, 1, tzinfo=UTC).timestamp()) * 10**9)
+    for fields in ({"client": "ann"}, {}):
+        plan = explained(tmp_path, UsageQuery.of(UsageRequest(since=month, group="client", **fields)).statement())
+        assert "SEARCH usage USING PRIMARY KEY (client=? AND hour>?)" in plan, plan
+        assert not [line for line in plan if line.startswith("SCAN usage")], plan

@@ -1,79 +1,25 @@
-"""The payload store: idempotent, private, filtered and paged newest first, never blocking the event loop."""
+"""The payload store: idempotent, private, filtered by indexes and paged newest first, never blocking the event loop."""
 
 import asyncio
+import math
 import shutil
 import sqlite3
 import stat
 import uuid
 
 import pytest
-import sqlalchemy as sql
 from google.protobuf.timestamp_pb2 import Timestamp
-from sqlalchemy.dialects import sqlite as sqlite_dialect
 from sqlalchemy.exc import OperationalError
 
 from headrace.errors import DeadlineError, InvalidRequestError, NotFoundError, NotReadyError, StartupError
-from headrace_logger.store import sqlite
+from headrace_logger.store import reading, sqlite
 from headrace_logger.store.filters import Filters
 from headrace_logger.store.store import Store
 from headrace_logger.store.tables import SCHEMA_VERSION
-from headrace_protos.headrace_pb2 import AppendRequest, GetPayloadRequest, PayloadRecord, QueryPayloadsRequest
+from headrace_protos.headrace_pb2 import GetPayloadRequest, QueryPayloadsRequest
 from tests.support.payload_fixtures import only_sqlite
+from tests.support.payload_records import RECORDS, append_request, explained, numbers, record_id, stored, timestamp
 from tests.support.small_disk import small_disk
-
-SOURCE = str(uuid.uuid4())
-
-
-class LoggedCall:
-    """A line of the gateway's access log, whose own record is given."""
-
-    def __init__(self, record, may_be_recorded=False):
-        self.call_id, self.gateway = record.call_id, record.gateway
-        self._record, self._may_be_recorded = record, may_be_recorded
-
-    def record(self):
-        return self._record
-
-    def may_be_recorded(self, record):
-        assert record is self._record
-        return self._may_be_recorded
-
-
-def record_id(number):
-    return str(uuid.UUID(int=number))
-
-
-def append_request(number, source=SOURCE, time_ns=0, **fields):
-    record = PayloadRecord(record_id=record_id(number), **fields)
-    record.time.FromNanoseconds(time_ns)
-    return AppendRequest(source=source, sequence=number, record=record)
-
-
-def timestamp(time_ns):
-    result = Timestamp()
-    result.FromNanoseconds(time_ns)
-    return result
-
-
-async def stored(store, number):
-    """The record; None if there is none."""
-    found = await anext(store.get(record_id(number)), None)
-    return found and found.record
-
-
-async def numbers(store, limit=1000, **filters):
-    found = [found.record async for found in store.query(Filters(QueryPayloadsRequest(**filters)), None, limit)]
-    return [uuid.UUID(record.record_id).int for record in found]
-
-
-def explained(folder, statement):
-    """SQLite's query plan of a statement."""
-    text = str(statement.compile(dialect=sqlite_dialect.dialect(), compile_kwargs={"literal_binds": True}))
-    engine = sql.create_engine(f"sqlite:///{folder / 'payloads.sqlite3'}")
-    with engine.connect() as connection:
-        lines = [row.detail for row in connection.execute(sql.text(f"EXPLAIN QUERY PLAN {text}"))]
-    engine.dispose()
-    return lines
 
 
 async def test_a_stored_record_is_returned_unchanged(store):
@@ -119,23 +65,6 @@ async def test_a_cancelled_caller_affects_no_other_s_records(store):
     leaving.cancel()
     assert len(await staying) == 1
     assert await numbers(store) == [2, 1]
-
-
-RECORDS = {
-    1: {"model": "a", "status": "OK", "finish_reason": "stop", "prompt": "a needle", "duration_ms": 10, "ttft_ms": 1},
-    2: {
-        "model": "b",
-        "status": "INTERNAL",
-        "parameters": "needle",
-        "request_id": "same",
-        "duration_ms": 20,
-        "ttft_ms": 2,
-    },
-    3: {"model": "a", "status": "OK", "finish_reason": "length", "text": "groß", "duration_ms": 30, "ttft_ms": 3},
-    4: {"model": "b", "status": "OK", "request_id": "same", "text": "hay, needle, hay", "duration_ms": 40},
-}
-for _number, _fields in RECORDS.items():
-    _fields["trace_id"] = f"t{_number}"
 
 
 @pytest.mark.parametrize(
@@ -437,4 +366,65 @@ async def test_a_removed_folder_is_noticed_before_anything_is_written(tmp_path):
     await store.check()
     await store.append([append_request(2)])
     assert await numbers(store) == [2]
+    await store.close()
+
+
+FILTERS = [
+    {"model": "m"},
+    {"status": "OK"},
+    {"finish_reason": "stop"},
+    {"request_id": "r"},
+    {"trace_id": "t"},
+    {"client": "c"},
+    {"since": timestamp(5)},
+    {"until": timestamp(5)},
+    {"min_duration_ms": 1.0},
+    {"min_ttft_ms": 1.0},
+    {},
+]
+
+
+@only_sqlite
+@pytest.mark.parametrize("before", [None, reading.Place(9, 9)], ids=["first page", "later page"])
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+async def test_a_page_of_every_filter_is_read_from_an_index_in_its_order(store, tmp_path, filters, before):
+    plan = explained(tmp_path, reading.page_statement(Filters(QueryPayloadsRequest(**filters)), before, 100))
+    inner = [line for line in plan if "INDEX records_by" in line]
+    assert inner, plan
+    assert not [line for line in plan if line.startswith("SCAN records") and "INDEX" not in line], plan
+    # The page's hundred may be sorted again, never all that pass the filter.
+    assert sum("TEMP B-TREE" in line for line in plan) <= 1, plan
+
+
+@only_sqlite
+@pytest.mark.parametrize("filters", FILTERS[:6] + FILTERS[8:10], ids=str)
+async def test_a_selective_filter_is_looked_up_in_an_index_of_its_own(store, tmp_path, filters):
+    for statement in reading.lookups(Filters(QueryPayloadsRequest(**filters))):
+        (line,) = explained(tmp_path, statement)
+        assert line.startswith("SEARCH records USING COVERING INDEX records_by"), line
+
+
+@pytest.mark.parametrize("ms", [0.0, 1e-9, 0.001, 0.9, 1.0, 1.18, 1.2, 999.9, 1e12, 1e300, float("inf"), -1.0])
+async def test_a_bound_on_durations_is_exact_however_they_are_indexed(store, ms):
+    durations = [ms, math.nextafter(ms, math.inf), math.nextafter(ms, -math.inf), 2 * ms, ms / 2, 0.0]
+    await store.append([append_request(n, duration_ms=d, ttft_ms=d) for n, d in enumerate(durations, 1)])
+    expected = [n for n, d in enumerate(durations, 1) if d >= ms]
+    assert sorted(await numbers(store, min_duration_ms=ms)) == expected
+    assert sorted(await numbers(store, min_ttft_ms=ms)) == expected
+
+
+async def test_few_matches_among_many_records_are_found_with_any_other_filter(store):
+    every = [
+        append_request(
+            n, model="m", status="INTERNAL" if n in (3, 4) else "OK", duration_ms=n, ttft_ms=1, time_ns=n * 1000
+        )
+        for n in range(1, 2 * reading.FEW + 2)
+    ]
+    await store.append(every)
+    assert await numbers(store, model="m", status="INTERNAL") == [4, 3]
+    assert await numbers(store, model="m", min_duration_ms=float(2 * reading.FEW)) == [
+        2 * reading.FEW + 1,
+        2 * reading.FEW,
+    ]
+    assert await numbers(store, limit=2, model="m", min_ttft_ms=1.0, until=timestamp(3000)) == [2, 1]
     await store.close()

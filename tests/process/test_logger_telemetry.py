@@ -1,10 +1,7 @@
-"""The logger's telemetry: a span for each commit, counts of its records, and the lag of its sinks."""
+"""The logger's telemetry: a span for each commit, and counts of its records."""
 
-import asyncio
-import logging
 import threading
 import time
-import uuid
 
 import pytest
 from opentelemetry import trace
@@ -16,27 +13,16 @@ from opentelemetry.trace import SpanKind, StatusCode
 from sqlalchemy.exc import OperationalError
 
 from headrace.errors import NotReadyError
-from headrace_logger.sinks import SINK, observe_sinks
-from headrace_logger.sinks import runner as runner_module
-from headrace_logger.sinks.cloud_events import CloudEventsSink
-from headrace_logger.sinks.runner import SinkRunner
 from headrace_logger.store import writing
 from headrace_logger.store.store import Store
 from headrace_logger.telemetry import MAX_LINKS, RECORDS, Commits
-from headrace_protos.headrace_pb2 import AppendRequest, PayloadRecord
-from tests.process.sink_server import SinkServer
 from tests.support.measured import Measured
-from tests.waiting import until
-
-SOURCE = str(uuid.uuid4())
+from tests.support.payload_records import answered
 
 
 def request_of(number, **fields):
     """A request whose record names its own span, unless the fields change that."""
-    record_id = str(uuid.UUID(int=number))
-    ids = {"trace_id": f"{number:032x}", "span_id": f"{number:016x}"}
-    record = PayloadRecord(**{"record_id": record_id, "status": "OK", "prompt": "p", "text": "t"} | ids | fields)
-    return AppendRequest(source=SOURCE, sequence=number, record=record)
+    return answered(number, **{"trace_id": f"{number:032x}", "span_id": f"{number:016x}"} | fields)
 
 
 class LoggerTelemetry(Measured):
@@ -58,9 +44,6 @@ class LoggerTelemetry(Measured):
     def committed(self):
         [point] = self.points("headrace.payload.committed").values()
         return point.value
-
-    def lag(self, name):
-        return self.values_by(SINK, "headrace.sink.lag")[name]
 
 
 @pytest.fixture
@@ -184,116 +167,3 @@ async def test_an_unsampled_span_gets_no_links(monkeypatch):
     assert exported.commits.observe(requests, lambda: requests) == requests
     assert not exported.spans
     assert exported.committed == 1
-
-
-def sink_at(server):
-    return CloudEventsSink(server.url, source="/headrace", namespace="default", timeout_s=20.0, connections=2)
-
-
-@pytest.fixture
-async def servers():
-    two = SinkServer(), SinkServer()
-    for server in two:
-        await server.start()
-    yield two
-    for server in two:
-        await server.kill()
-
-
-@pytest.fixture
-async def late(store, exported):
-    """Starts runners to servers, by name, with their lags observed."""
-    running = []
-
-    async def run(**servers):
-        runners = {name: SinkRunner(sink_at(server), store, concurrency=2, from_beginning=True)
-                   for name, server in servers.items()}  # fmt: skip
-        observe_sinks(runners, exported.meter)
-        assert {exported.lag(name) for name in runners} == {0}
-        for runner in runners.values():
-            await runner.start()
-            running.append((runner, asyncio.create_task(runner.run())))
-        return list(runners.values())
-
-    yield run
-    for runner, task in running:
-        task.cancel()
-        await asyncio.wait((task,))
-        await runner.close()
-
-
-async def test_the_lag_of_a_sink_lasts_from_its_failure_until_it_has_all_records(
-    servers, late, store, exported, monkeypatch
-):
-    monkeypatch.setattr(runner_module, "_MIN_DELAY_S", 0.005)
-    monkeypatch.setattr(runner_module, "_MAX_DELAY_S", 0.02)
-    server, other = servers
-    a, _ = await late(a=server, b=other)
-    await store.append([ended_ago(1, 60)])
-    await until(lambda: len(server.taken) == len(other.taken) == 2)
-    await until(lambda: exported.lag("a") == exported.lag("b") == 0)
-
-    await server.kill()
-    # The lag is that of the oldest waiting record, counted from its end, however many arrive later.
-    await store.append([ended_ago(2, 100, duration_ms=500_000)])
-    await until(lambda: 100 <= exported.lag("a") < 200)
-    await store.append([ended_ago(number, 10) for number in range(3, 500)])
-    await until(lambda: len(other.taken) == 2 * 499)
-    await until(lambda: exported.lag("b") == 0)
-    assert 100 <= exported.lag("a") < 200
-    assert len(a._ends) < 400, "unread records are only in the store"
-
-    await server.start()
-    await until(lambda: exported.lag("a") < 100)
-    await until(lambda: exported.lag("a") == 0)
-    assert len(server.taken) >= 2 * 499
-
-
-async def test_between_two_pages_the_lag_is_that_of_the_newest_record_of_the_first(
-    servers, late, store, exported, monkeypatch
-):
-    server, _ = servers
-    held, read_on = asyncio.Event(), asyncio.Event()
-    after = store.after
-
-    async def after_held(position, limit):
-        if position:
-            held.set()
-            await read_on.wait()
-        return await after(position, limit)
-
-    monkeypatch.setattr(store, "after", after_held)
-    monkeypatch.setattr(runner_module, "_PAGE", 2)
-    await store.append([ended_ago(1, 300), ended_ago(2, 200), ended_ago(3, 100)])
-    [runner] = await late(a=server)
-    await held.wait()
-    await until(lambda: not runner._ends)
-    assert 200 <= exported.lag("a") < 300
-    read_on.set()
-    await until(lambda: exported.lag("a") == 0)
-    assert len(server.taken) == 2 * 3
-
-
-async def test_the_lag_of_a_sink_that_is_down_at_the_start_is_that_of_its_waiting_records(
-    servers, late, store, exported
-):
-    server, _ = servers
-    await server.kill()
-    await store.append([ended_ago(1, 100), ended_ago(2, 5)])
-    await late(a=server)
-    await until(lambda: 100 <= exported.lag("a") < 200)
-
-
-def ended_ago(number, seconds, duration_ms=0.0):
-    request = request_of(number, duration_ms=duration_ms)
-    request.record.time.FromMicroseconds(int((time.time() - seconds) * 1e6 - duration_ms * 1e3))
-    return request
-
-
-async def test_a_clock_that_is_ahead_gives_no_negative_lag(store, exported, caplog):
-    runner = SinkRunner(sink_at(SinkServer()), store, concurrency=1, from_beginning=True)
-    runner._ends.append(time.time() + 3600)
-    observe_sinks({"a": runner}, exported.meter)
-    assert exported.lag("a") == 0
-    await runner.close()
-    assert not [entry for entry in caplog.records if entry.levelno >= logging.ERROR]

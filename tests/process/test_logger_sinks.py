@@ -1,38 +1,41 @@
 """A sink gets every record's events at least once and in order, through all its failures, and delays only itself."""
 
 import asyncio
+import json
 import logging
+import time
 import uuid
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 
+import grpc
 import pytest
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as trace_pb2
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as trace_grpc
+from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 
 from headrace.errors import NotReadyError
+from headrace_logger.sinks import SINK, observe_sinks
 from headrace_logger.sinks import runner as runner_module
 from headrace_logger.sinks.cloud_events import CloudEventsSink
-from headrace_logger.sinks.delivery import Event, RefusedError, TryAgainError
+from headrace_logger.sinks.delivery import Event, TryAgainError
+from headrace_logger.sinks.gen_ai import span_of
 from headrace_logger.sinks.runner import SinkRunner
 from headrace_logger.store import reading
 from headrace_logger.store.store import Store
-from headrace_protos.headrace_pb2 import AppendRequest, PayloadRecord
+from headrace_protos.headrace_pb2 import AppendRequest, PayloadChunk, PayloadRecord, Usage
 from tests.process.sink_server import ACCEPTED, SinkServer
+from tests.support.logger_process import LoggerProcess, free_port
+from tests.support.measured import Measured
+from tests.support.payload_records import answered, append_to, record_id
 from tests.waiting import until
-
-SOURCE = str(uuid.uuid4())
-
-
-def record_id(number):
-    return str(uuid.UUID(int=number))
-
-
-def append_request(number, **fields):
-    record = PayloadRecord(record_id=record_id(number), **({"status": "OK", "prompt": "p", "text": "t"} | fields))
-    return AppendRequest(source=SOURCE, sequence=number, record=record)
 
 
 async def append(store, numbers):
-    await store.append([append_request(number) for number in numbers])
+    await store.append([answered(number) for number in numbers])
 
 
 def pairs(numbers):
@@ -342,8 +345,8 @@ class StubbornSink:
 
 async def test_few_large_records_are_in_flight_at_a_time(store, monkeypatch):
     monkeypatch.setattr(runner_module, "_MAX_BYTES", 250_000)
-    await store.append([append_request(number, prompt="p" * 100_000) for number in range(1, 9)])
-    await store.append([append_request(9, prompt="p" * 1_000_000)])
+    await store.append([answered(number, prompt="p" * 100_000) for number in range(1, 9)])
+    await store.append([answered(9, prompt="p" * 1_000_000)])
     sink = StubbornSink()
     async with running(store, sink, concurrency=8):
         await until(lambda: sink.waiting == 2)
@@ -372,7 +375,7 @@ async def test_the_retry_after_header_of_a_sink_is_read(server, value, seconds):
 
     server.answer = answer
     sink = cloud_events(server.url)
-    (event, _) = sink.events(append_request(1).record)
+    (event, _) = sink.events(answered(1).record)
     with pytest.raises(TryAgainError) as caught:
         await sink.send(event)
     assert caught.value.retry_after_s == seconds
@@ -397,17 +400,9 @@ async def test_the_retry_delay_of_a_sink_is_kept(store, monkeypatch):
     assert 3600 in slept
 
 
-async def test_a_refusal_differs_from_a_failure(server):
-    sink = cloud_events(server.url)
-    server.answer = lambda event: asyncio.sleep(0, (410, {}))
-    with pytest.raises(RefusedError):
-        await sink.send(sink.events(append_request(1).record)[0])
-    await sink.close()
-
-
 async def test_few_large_records_are_read_at_a_time(store, monkeypatch):
     monkeypatch.setattr(reading, "_BYTES_PER_READ", 250_000)
-    await store.append([append_request(number, prompt="p" * 100_000) for number in range(1, 9)])
+    await store.append([answered(number, prompt="p" * 100_000) for number in range(1, 9)])
     assert [stored.position for stored in await store.after(0, 64)] == [1, 2, 3]
     assert [stored.position for stored in await store.after(3, 2)] == [4, 5]
 
@@ -434,12 +429,12 @@ class FailingSink(StubbornSink):
 
 async def test_a_sink_with_an_unexpected_error_continues_with_the_next_record(store, caplog):
     models = ["a", "no events", "b", "no sending", "c"]
-    await store.append([append_request(number, model=model) for number, model in enumerate(models, 1)])
+    await store.append([answered(number, model=model) for number, model in enumerate(models, 1)])
     async with running(store, sink := FailingSink()) as runner:
         await until(lambda: cursor_is(store, sink.name, len(models)))
         assert sorted(sink.sent) == ["a", "b", "c"]
         assert runner.outcomes == {"delivered": 3, "retried": 9, "refused": 0, "failed": 2}
-        await store.append([append_request(9, model="later")])
+        await store.append([answered(9, model="later")])
         await until(lambda: "later" in sink.sent)
     assert sum("cannot convert the record" in message for message in caplog.messages) == 1
     assert sum("which is skipped" in message for message in caplog.messages) == 1
@@ -462,3 +457,343 @@ async def test_a_sink_continues_after_its_reader_has_failed(store, server, monke
         await until(lambda: runner.lag_s == 0)
     assert set(server.keys) == set(pairs([1, 2, 3]))
     assert "it is restarted" in caplog.text
+
+
+async def send(target, numbers):
+    async with grpc.aio.insecure_channel(target) as channel:
+        await append_to(channel, (answered(number, time_ns=time.time_ns()) for number in numbers))
+
+
+async def test_a_logger_that_is_killed_sends_every_event(server, tmp_path):
+    keys = {(f"/log/{part}", str(uuid.UUID(int=n))) for n in range(1, 301) for part in ("request", "response")}
+    async with LoggerProcess(tmp_path) as process:
+        process.environment |= {"LOGGER_SINKS": server.url, "LOGGER_SINK_SOURCE": "/log"}
+        await process.start()
+        await send(process.target, range(1, 101))
+        await until(lambda: len(server.taken) >= 30)
+        await process.kill()
+        await process.start()
+        # Now the sink is away while records arrive and when the logger is killed.
+        await server.kill()
+        await send(process.target, range(101, 301))
+        await process.kill()
+        await server.start()
+        await process.start()
+        await until(lambda: set(server.keys) == keys)
+    assert set(server.keys) == keys
+
+
+@pytest.mark.parametrize(
+    ("sinks", "message"),
+    [
+        ("ftp://127.0.0.1/", "LOGGER_SINKS=ftp://127.0.0.1/: must be a URL such as http://127.0.0.1:4318"),
+        ("http://a/,here", "LOGGER_SINKS=here: must be a URL such as http://127.0.0.1:4318"),
+        ("http://a/x,http://u:secret@a/x", "LOGGER_SINKS: http://a/x is listed twice; remove one"),
+    ],
+)
+async def test_a_wrong_sink_is_refused_in_one_line(tmp_path, sinks, message):
+    process = LoggerProcess(tmp_path)
+    process.environment |= {"LOGGER_SINKS": sinks}
+    assert await process.refuses() == f"logger: {message}\n"
+
+
+TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Wer da?"}]
+
+
+def generation(number, **fields):
+    own = {
+        "record_id": str(uuid.UUID(int=number)),
+        "request_id": f"request-{number}",
+        "model": "storyteller",
+        "prompt": json.dumps(CHAT),
+        "prompt_kind": "messages",
+        "text": "Fünf Füchse.",
+        "chunks": [PayloadChunk(text="Fünf Füchse.", token_ids=[1, 2, 3])],
+        "status": "OK",
+        "finish_reason": "stop",
+        "usage": Usage(prompt_tokens=9, cached_tokens=4, completion_tokens=3),
+        "sampling": json.dumps({"temperature": 0.5, "max_tokens": 16, "seed": 7, "stop": ["\n"]}),
+        "ttft_ms": 30.0,
+        "duration_ms": 250.0,
+        "trace_id": TRACE_ID,
+        "span_id": SPAN_ID,
+        "client": "ann",
+    }
+    record = PayloadRecord(**own | fields)
+    record.time.FromMilliseconds(1_700_000_000_000)
+    return AppendRequest(source="s", sequence=number, record=record)
+
+
+def plain(span):
+    """The span's attributes as plain values."""
+    values = {}
+    for one in span.attributes:
+        kind = one.value.WhichOneof("value")
+        value = getattr(one.value, kind)
+        values[one.key] = [each.string_value for each in value.values] if kind == "array_value" else value
+    return values
+
+
+class Receiver:
+    """Keeps the spans that it accepts over gRPC; `refuse` is the status of all others."""
+
+    def __init__(self, port):
+        self.spans, self.headers, self.refuse = [], {}, None
+        self._server = grpc.server(ThreadPoolExecutor(2))
+        service = trace_grpc.TraceServiceServicer()
+        service.Export = self._export
+        trace_grpc.add_TraceServiceServicer_to_server(service, self._server)
+        self._server.add_insecure_port(f"127.0.0.1:{port}")
+        self._server.start()
+
+    def _export(self, request, context):
+        self.headers = dict(context.invocation_metadata())
+        if self.refuse:
+            context.abort(self.refuse, "no")
+        self.spans += [s for r in request.resource_spans for scope in r.scope_spans for s in scope.spans]
+        return trace_pb2.ExportTraceServiceResponse()
+
+    def stop(self):
+        self._server.stop(None).wait()
+
+
+async def send_spans(target, *requests):
+    async with grpc.aio.insecure_channel(target) as channel:
+        await append_to(channel, requests)
+
+
+def test_a_chat_has_the_attributes_of_the_conventions():
+    span = span_of(generation(1).record)
+    values = plain(span)
+    assert (span.name, span.trace_id.hex(), span.parent_span_id.hex()) == ("chat storyteller", TRACE_ID, SPAN_ID)
+    assert span.end_time_unix_nano - span.start_time_unix_nano == 250_000_000
+    assert json.loads(values.pop("gen_ai.input.messages")) == [
+        {"role": "system", "parts": [{"type": "text", "content": "Be brief."}]},
+        {"role": "user", "parts": [{"type": "text", "content": "Wer da?"}]},
+    ]
+    assert json.loads(values.pop("gen_ai.output.messages")) == [
+        {"role": "assistant", "parts": [{"type": "text", "content": "Fünf Füchse."}], "finish_reason": "stop"}
+    ]
+    assert values == {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "headrace",
+        "gen_ai.request.model": "storyteller",
+        "gen_ai.response.model": "storyteller",
+        "gen_ai.response.id": "request-1",
+        "gen_ai.response.finish_reasons": ["stop"],
+        "gen_ai.response.time_to_first_chunk": 0.03,
+        "gen_ai.usage.input_tokens": 9,
+        "gen_ai.usage.cache_read.input_tokens": 4,
+        "gen_ai.usage.output_tokens": 3,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.max_tokens": 16,
+        "gen_ai.request.seed": 7,
+        "gen_ai.request.stop_sequences": ["\n"],
+        "user.id": "ann",
+        "headrace.record_id": str(uuid.UUID(int=1)),
+        "headrace.protocol": "",
+    }
+
+
+def test_all_names_are_those_of_the_installed_conventions():
+    known = {value for name, value in vars(gen_ai_attributes).items() if name.startswith("GEN_AI")}
+    names = {name for name in plain(span_of(generation(1).record)) if name.startswith("gen_ai.")}
+    assert names <= known
+
+
+def test_a_failed_completion_without_a_trace_is_an_error_in_a_trace_of_its_own():
+    fields = {"prompt": "Once", "prompt_kind": "text", "text": "", "chunks": [], "status": "INTERNAL", "message": "why"}
+    span = span_of(generation(5, trace_id="", span_id="x", finish_reason="", sampling='{"temp', **fields).record)
+    values = plain(span)
+    assert span.name == "text_completion storyteller"
+    assert (span.status.message, values["error.type"]) == ("why", "INTERNAL")
+    assert (span.trace_id, span.parent_span_id) == (uuid.UUID(int=5).bytes, b"")
+    assert json.loads(values["gen_ai.input.messages"])[0]["parts"] == [{"type": "text", "content": "Once"}]
+    assert "gen_ai.output.messages" not in values
+    assert span.span_id == span_of(generation(5).record).span_id
+
+
+async def test_every_generation_arrives_though_receiver_and_logger_die(tmp_path):
+    port = free_port()
+    async with LoggerProcess(tmp_path) as logger:
+        logger.environment |= {
+            "LOGGER_GEN_AI_URL": f"grpc://127.0.0.1:{port}",
+            "LOGGER_RETENTION_DAYS": "0",  # The records are old.
+            "LOGGER_GEN_AI_HEADERS": "Authorization=Basic%20YTpi,x-scope=team",
+        }
+        await logger.start()
+        # Nobody listens yet: the log takes no notice.
+        await send_spans(logger.target, *map(generation, range(1, 51)))
+        await logger.kill()
+        await logger.start()
+        tensor = AppendRequest(source="s", sequence=51, record=PayloadRecord(record_id=str(uuid.UUID(int=51))))
+        receiver = Receiver(port)
+        try:
+            receiver.refuse = grpc.StatusCode.UNAUTHENTICATED  # Tried again: it may be corrected.
+            await send_spans(logger.target, tensor, generation(52))
+            await until(lambda: receiver.headers.get("authorization") == "Basic YTpi")
+            receiver.refuse = None
+            expected = {str(uuid.UUID(int=number)) for number in (*range(1, 51), 52)}
+            await until(lambda: {plain(span)["headrace.record_id"] for span in receiver.spans} == expected)
+            assert len({span.span_id for span in receiver.spans}) == 51
+        finally:
+            receiver.stop()
+
+
+async def test_http_receivers_get_the_same_spans(tmp_path):
+    received = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["content-length"]))
+            received.append((self.path, self.headers["content-type"], self.headers["authorization"], body))
+            self.send_response(503 if len(received) == 1 else 200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever).start()
+    try:
+        async with LoggerProcess(tmp_path) as logger:
+            logger.environment |= {
+                "LOGGER_GEN_AI_URL": f"http://127.0.0.1:{server.server_port}/api/public/otel/v1/traces",
+                "LOGGER_GEN_AI_HEADERS": "authorization=Basic abc",
+            }
+            await logger.start()
+            await send_spans(logger.target, generation(1))
+            await until(lambda: len(received) == 2)
+    finally:
+        await asyncio.to_thread(server.shutdown)
+        server.server_close()
+    path, kind, key, body = received[1]
+    assert (path, kind, key) == ("/api/public/otel/v1/traces", "application/x-protobuf", "Basic abc")
+    (span,) = trace_pb2.ExportTraceServiceRequest.FromString(body).resource_spans[0].scope_spans[0].spans
+    assert span == span_of(generation(1).record)
+
+
+@pytest.mark.parametrize("url", ["ftp://host", "grpc://", "host:4317"])
+async def test_a_malformed_url_is_refused(tmp_path, url):
+    async with LoggerProcess(tmp_path) as logger:
+        logger.environment["LOGGER_GEN_AI_URL"] = url
+        assert f"LOGGER_GEN_AI_URL={url}" in await logger.refuses()
+
+
+class Lags(Measured):
+    def lag(self, name):
+        return self.values_by(SINK, "headrace.sink.lag")[name]
+
+
+@pytest.fixture
+def measured():
+    return Lags()
+
+
+@pytest.fixture
+async def servers():
+    two = SinkServer(), SinkServer()
+    for server in two:
+        await server.start()
+    yield two
+    for server in two:
+        await server.kill()
+
+
+@pytest.fixture
+async def late(store, measured):
+    """Starts runners to servers, by name, with their lags observed."""
+    running = []
+
+    async def run(**servers):
+        runners = {name: SinkRunner(cloud_events(server.url), store, concurrency=2, from_beginning=True)
+                   for name, server in servers.items()}  # fmt: skip
+        observe_sinks(runners, measured.meter)
+        assert {measured.lag(name) for name in runners} == {0}
+        for runner in runners.values():
+            await runner.start()
+            running.append((runner, asyncio.create_task(runner.run())))
+        return list(runners.values())
+
+    yield run
+    for runner, task in running:
+        task.cancel()
+        await asyncio.wait((task,))
+        await runner.close()
+
+
+async def test_the_lag_of_a_sink_lasts_from_its_failure_until_it_has_all_records(
+    servers, late, store, measured, monkeypatch
+):
+    server, other = servers
+    a, _ = await late(a=server, b=other)
+    await store.append([ended_ago(1, 60)])
+    await until(lambda: len(server.taken) == len(other.taken) == 2)
+    await until(lambda: measured.lag("a") == measured.lag("b") == 0)
+
+    await server.kill()
+    # The lag is that of the oldest waiting record, counted from its end, however many arrive later.
+    await store.append([ended_ago(2, 100, duration_ms=500_000)])
+    await until(lambda: 100 <= measured.lag("a") < 200)
+    await store.append([ended_ago(number, 10) for number in range(3, 500)])
+    await until(lambda: len(other.taken) == 2 * 499)
+    await until(lambda: measured.lag("b") == 0)
+    assert 100 <= measured.lag("a") < 200
+    assert len(a._ends) < 400, "unread records are only in the store"
+
+    await server.start()
+    await until(lambda: measured.lag("a") < 100)
+    await until(lambda: measured.lag("a") == 0)
+    assert len(server.taken) >= 2 * 499
+
+
+async def test_between_two_pages_the_lag_is_that_of_the_newest_record_of_the_first(
+    servers, late, store, measured, monkeypatch
+):
+    server, _ = servers
+    held, read_on = asyncio.Event(), asyncio.Event()
+    after = store.after
+
+    async def after_held(position, limit):
+        if position:
+            held.set()
+            await read_on.wait()
+        return await after(position, limit)
+
+    monkeypatch.setattr(store, "after", after_held)
+    monkeypatch.setattr(runner_module, "_PAGE", 2)
+    await store.append([ended_ago(1, 300), ended_ago(2, 200), ended_ago(3, 100)])
+    [runner] = await late(a=server)
+    await held.wait()
+    await until(lambda: not runner._ends)
+    assert 200 <= measured.lag("a") < 300
+    read_on.set()
+    await until(lambda: measured.lag("a") == 0)
+    assert len(server.taken) == 2 * 3
+
+
+async def test_the_lag_of_a_sink_that_is_down_at_the_start_is_that_of_its_waiting_records(
+    servers, late, store, measured
+):
+    server, _ = servers
+    await server.kill()
+    await store.append([ended_ago(1, 100), ended_ago(2, 5)])
+    await late(a=server)
+    await until(lambda: 100 <= measured.lag("a") < 200)
+
+
+def ended_ago(number, seconds, duration_ms=0.0):
+    request = answered(number, duration_ms=duration_ms)
+    request.record.time.FromMicroseconds(int((time.time() - seconds) * 1e6 - duration_ms * 1e3))
+    return request
+
+
+async def test_a_clock_that_is_ahead_gives_no_negative_lag(store, measured, caplog):
+    runner = SinkRunner(cloud_events(SinkServer().url), store, concurrency=1, from_beginning=True)
+    runner._ends.append(time.time() + 3600)
+    observe_sinks({"a": runner}, measured.meter)
+    assert measured.lag("a") == 0
+    await runner.close()
+    assert not [entry for entry in caplog.records if entry.levelno >= logging.ERROR]

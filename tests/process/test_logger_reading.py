@@ -1,0 +1,540 @@
+"""Get, Query, Tail and Delete: each client its own records, within bounds of memory, each committed record once."""
+
+import asyncio
+import base64
+import tracemalloc
+import uuid
+from contextlib import ExitStack
+
+import grpc
+import pytest
+
+from headrace.errors import ForbiddenError, NotFoundError, NotReadyError, OverloadedError, UnauthenticatedError
+from headrace.rpc.client.channel import open_channel
+from headrace_logger.read_limits import FREE_BYTES, Readers
+from headrace_logger.servicer import PayloadIngestServicer, PayloadLogServicer
+from headrace_logger.store.filters import Filters
+from headrace_logger.store.store import Store
+from headrace_logger.tails import MAX_KEPT, MAX_TAILS, MAX_TAILS_OF_ONE, Tails
+from headrace_protos import headrace_pb2_grpc
+from headrace_protos.headrace_pb2 import (
+    AppendRequest,
+    DeletePayloadsRequest,
+    GetPayloadRequest,
+    PayloadRecord,
+    QueryPayloadsRequest,
+    TailPayloadsRequest,
+    UsageRequest,
+)
+from tests.support.payload_fixtures import only_sqlite
+from tests.support.payload_records import (
+    RECORDS,
+    append_request,
+    append_to,
+    client,
+    numbers,
+    record_id,
+    serving,
+    stored,
+)
+from tests.waiting import until
+
+ANN, ADMIN = client("ann", "{}"), client("root")
+NONE = ()
+
+
+@pytest.fixture
+async def served(store):
+    """The service and its tails: odd records are ann's, even ones bob's."""
+    tails = Tails()
+    async with serving(PayloadLogServicer(store, tails)) as target, open_channel(target, "logger") as channel:
+        await store.append([of(n) for n in range(1, 7)])
+        yield headrace_pb2_grpc.PayloadLogStub(channel), tails
+
+
+def of(number, **fields):
+    client = "ann" if number % 2 else "bob"
+    return append_request(number, **{"client": client, "request_id": "same", "time_ns": number * 1000, **fields})
+
+
+async def found(stub, metadata, **filters):
+    records = stub.Query(QueryPayloadsRequest(**filters), metadata=metadata)
+    return [uuid.UUID(record.record_id).int async for record in records]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "filters", "expected"),
+    [
+        (ANN, {}, [5, 3, 1]),
+        (ANN, {"client": "ann"}, [5, 3, 1]),
+        (ANN, {"request_id": "same"}, [5, 3, 1]),
+        (ADMIN, {}, [6, 5, 4, 3, 2, 1]),
+        (ADMIN, {"client": "bob"}, [6, 4, 2]),
+        (NONE, {"client": "bob"}, [6, 4, 2]),
+    ],
+)
+async def test_a_query_finds_only_records_that_its_caller_may_read(served, metadata, filters, expected):
+    assert await found(served[0], metadata, **filters) == expected
+
+
+@pytest.mark.parametrize("client", ["bob", "nobody", ""])
+async def test_another_client_s_name_is_refused_whether_it_exists_or_not(served, client):
+    stub, _ = served
+    for call in (
+        lambda: anext(aiter(stub.Query(QueryPayloadsRequest(client=client), metadata=ANN))),
+        lambda: anext(aiter(stub.Tail(TailPayloadsRequest(client=client), metadata=ANN))),
+        lambda: stub.Usage(UsageRequest(client=client), metadata=ANN),
+    ):
+        with pytest.raises(ForbiddenError, match="ann may read and delete only its own records"):
+            await call()
+    with pytest.raises(ForbiddenError):
+        await stub.Delete(DeletePayloadsRequest(client=client or "-"), metadata=ANN)
+
+
+async def test_another_client_s_record_is_not_found(served):
+    stub, _ = served
+    missing = GetPayloadRequest(record_id=record_id(99))
+    for metadata, number in ((ANN, 2), (ANN, 99), (ADMIN, 99)):
+        with pytest.raises(NotFoundError, match="no record has the record_id"):
+            await stub.Get(GetPayloadRequest(record_id=record_id(number)), metadata=metadata)
+    with pytest.raises(NotFoundError):
+        await stub.Get(missing, metadata=ANN)
+    for metadata, newest in ((ANN, 5), (ADMIN, 6), (NONE, 6)):
+        record = await stub.Get(GetPayloadRequest(request_id="same"), metadata=metadata)
+        assert record.record_id == record_id(newest)
+    assert (await stub.Get(GetPayloadRequest(record_id=record_id(3)), metadata=ANN)).client == "ann"
+
+
+async def test_page_tokens_continue_and_contain_no_data_of_other_clients(store, served):
+    stub, _ = served
+    pages, token = [], None
+    while page := [r async for r in stub.Query(QueryPayloadsRequest(page_size=1, page_token=token), metadata=ANN)]:
+        token = page[0].page_token
+        packed = base64.urlsafe_b64decode(token + "==")
+        # A version, the record's time and its id.
+        assert packed[1:] == page[0].time.ToMicroseconds().to_bytes(8, "big") + uuid.UUID(page[0].record_id).bytes
+        pages.append(uuid.UUID(page[0].record_id).int)
+    assert pages == [5, 3, 1]
+
+
+async def test_a_page_continues_after_a_record_that_was_deleted_meanwhile(store, served):
+    stub, _ = served
+    (first,) = [r async for r in stub.Query(QueryPayloadsRequest(page_size=1), metadata=ANN)]
+    await store.delete(record_id=first.record_id)
+    assert await found(stub, ANN, page_token=first.page_token) == [3, 1]
+
+
+async def test_a_tail_shows_its_client_s_records(store, served):
+    stub, tails = served
+    call = stub.Tail(TailPayloadsRequest(), metadata=ANN)
+    responses = aiter(call)
+    reading = asyncio.ensure_future(anext(responses))
+    await call.initial_metadata()
+    tails.show(await store.append([of(8), of(10), of(11)]))
+    assert (await reading).record_id == record_id(11)
+    call.cancel()
+
+
+@pytest.mark.parametrize(
+    ("key", "deleted", "left"),
+    [
+        ({"record_id": record_id(2)}, 0, [6, 5, 4, 3, 2, 1]),
+        ({"record_id": record_id(3)}, 1, [6, 5, 4, 2, 1]),
+        ({"request_id": "same"}, 3, [6, 4, 2]),
+        ({"client": "ann"}, 3, [6, 4, 2]),
+    ],
+)
+async def test_a_client_deletes_its_own_records(store, served, key, deleted, left):
+    assert (await served[0].Delete(DeletePayloadsRequest(**key), metadata=ANN)).deleted == deleted
+    assert await numbers(store) == left
+
+
+@only_sqlite
+async def test_a_client_s_deletion_covers_its_own_late_records_and_no_other_s(store, served, tmp_path):
+    stub, _ = served
+    await stub.Delete(DeletePayloadsRequest(request_id="same"), metadata=ANN)
+    await stub.Delete(DeletePayloadsRequest(record_id=record_id(8)), metadata=ANN)
+    await stub.Delete(DeletePayloadsRequest(record_id=record_id(9)), metadata=ANN)
+    await store.append([of(7), of(8), of(9, request_id="other")])
+    assert await numbers(store) == [8, 6, 4, 2]
+    await store.close()
+    again = Store(tmp_path / "payloads.sqlite3")
+    await again.append([of(11), of(12)])
+    assert await numbers(again) == [12, 8, 6, 4, 2]
+    await again.close()
+
+
+async def test_many_deletions_of_one_client_displace_none_of_another(store, monkeypatch):
+    monkeypatch.setattr("headrace_logger.store.deletions.MAX_DELETIONS", 10)
+    await store.delete("bob", record_id=record_id(2))
+    await store.delete(record_id=record_id(4))
+    for number in range(101, 131, 2):
+        await store.delete("ann", record_id=record_id(number))
+    await store.append([of(2), of(4), of(101), of(129)])
+    assert await numbers(store) == [101]
+
+
+async def test_a_malformed_policy_refuses_the_call(served):
+    with pytest.raises(UnauthenticatedError):
+        await found(served[0], (("x-headrace-client", "ann"), ("x-headrace-policy", "{")))
+
+
+MIB = 1 << 20
+LARGE = 4 * MIB
+UNREAD = (("grpc.max_receive_message_length", -1),)
+# The window stays at 64 KiB: on any machine the connection buffers nothing beyond it that the caller does not read.
+SMALL_WINDOW = (*UNREAD, ("grpc.http2.bdp_probe", 0))
+
+
+class Served:
+    """A logger in this process, and clients client it that read a message only on `read`."""
+
+    def __init__(self, store, readers, target):
+        self.store = store
+        self.readers = readers
+        self._channels = [grpc.insecure_channel(target, options) for options in (UNREAD, SMALL_WINDOW)]
+        self.stub, self.unread = map(headrace_pb2_grpc.PayloadLogStub, self._channels)
+        self.calls = []
+
+    def query(self, of="c", stub=None, **filters):
+        call = (stub or self.stub).Query(QueryPayloadsRequest(**filters), metadata=client(of))
+        self.calls.append(call)
+        return call
+
+    async def read(self, call):
+        return [uuid.UUID(record.record_id).int for record in await asyncio.to_thread(list, call)]
+
+    def close(self):
+        for call in self.calls:
+            call.cancel()
+        for channel in self._channels:
+            channel.close()
+
+
+@pytest.fixture
+async def budgeted(store):
+    readers = Readers(max_bytes=16 * MIB, max_readers=40, max_of_one=20, wait_s=0.5)
+    service = PayloadLogServicer(store, Tails(), readers)
+    async with serving(service, options=(("grpc.max_send_message_length", -1),)) as target:
+        one = Served(store, readers, target)
+        yield one
+        await asyncio.to_thread(one.close)
+
+
+@only_sqlite
+async def test_unread_large_records_take_no_more_memory_than_the_budget(budgeted):
+    await budgeted.store.append([append_request(n, model="large", prompt="x" * LARGE) for n in range(1, 9)])
+    await budgeted.store.append([append_request(n, model="small") for n in range(9, 20)])
+    for _ in range(10):
+        budgeted.query("idle", budgeted.unread, model="large")
+    await until(lambda: budgeted.readers.lent_bytes >= LARGE)
+    # Other clients' records, large or small, are read as usual from the same store.
+    assert await budgeted.read(budgeted.query("other", model="large")) == list(range(8, 0, -1))
+    # The memory client the other client's answer may not have been given back yet.
+    assert LARGE <= budgeted.readers._lent["idle"] <= 8 * MIB + 1000, "client one caller half"
+    assert await budgeted.read(budgeted.query("idle", model="small")) == list(range(19, 8, -1))
+    # A waiting call is refused, and ended calls give back their memory.
+    with pytest.raises(grpc.RpcError) as caught:
+        await budgeted.read(budgeted.query("idle", model="large"))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "wait to be read by their callers" in caught.value.details()
+    for call in budgeted.calls:
+        call.cancel()
+    await until(lambda: budgeted.readers.lent_bytes == 0)
+    assert await budgeted.read(budgeted.query("idle", model="large")) == list(range(8, 0, -1))
+
+
+@only_sqlite
+async def test_a_record_larger_than_the_budget_can_be_read(budgeted):
+    await budgeted.store.append([append_request(1, prompt="x" * 20 * MIB)])
+    assert await budgeted.read(budgeted.query()) == [1]
+    record = await asyncio.to_thread(budgeted.stub.Get, GetPayloadRequest(record_id=record_id(1)))
+    assert len(record.prompt) == 20 * MIB
+    await until(lambda: budgeted.readers.lent_bytes == 0)
+
+
+@only_sqlite
+async def test_unread_answers_of_get_are_within_the_budget_too(budgeted):
+    await budgeted.store.append([append_request(1, request_id="r", prompt="x" * LARGE)])
+    for key in ({"record_id": record_id(1)}, {"request_id": "r"}):
+        record = await asyncio.to_thread(budgeted.stub.Get, GetPayloadRequest(**key))
+        assert (record.record_id, len(record.prompt), record.page_token) == (record_id(1), LARGE, "")
+    assert budgeted.readers.lent_bytes == 0
+
+
+@only_sqlite
+async def test_one_caller_s_many_calls_block_no_other_reader(budgeted):
+    await budgeted.store.append([append_request(n, prompt="x" * FREE_BYTES) for n in range(1, 50)])
+    idle = [budgeted.query("idle", budgeted.unread) for _ in range(20)]
+    await until(lambda: len(budgeted.readers._readers) == 1 and budgeted.readers._readers["idle"] == 20)
+    with pytest.raises(grpc.RpcError) as caught:
+        await budgeted.read(budgeted.query("idle"))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert await budgeted.read(budgeted.query("other", page_size=1)) == [49]
+    for call in idle[1:]:
+        call.cancel()
+    assert await budgeted.read(idle[0]) == list(range(49, 0, -1))
+
+
+@only_sqlite
+async def test_a_search_for_text_goes_through_large_records_in_order(budgeted):
+    await budgeted.store.append(
+        [append_request(n, prompt=("needle" if n % 3 == 0 else "hay") + "x" * (n % 5) * MIB) for n in range(1, 16)]
+    )
+    assert await budgeted.read(budgeted.query(text_contains="needle")) == [15, 12, 9, 6, 3]
+    assert await budgeted.read(budgeted.query(text_contains="needle", page_size=2)) == [15, 12]
+
+
+async def test_pages_continue_among_large_and_small_records(store):
+    await store.append([append_request(n, prompt="x" * (n % 4) * 50_000) for n in range(1, 60)])
+    found, token = [], None
+    while True:
+        page = [one.record async for one in store.query(Filters(QueryPayloadsRequest()), token, 7)]
+        found += [uuid.UUID(record.record_id).int for record in page]
+        if len(page) < 7:
+            break
+        token = page[-1].page_token
+    assert found == list(range(59, 0, -1))
+
+
+async def test_a_loan_goes_to_a_waiting_task_and_never_to_a_cancelled_one():
+    readers = Readers(max_bytes=4 * MIB)
+    async with readers.lend("a", 2 * MIB), readers.lend("b", 2 * MIB):
+        leaving = asyncio.ensure_future(readers._borrow("c", MIB))
+        staying = asyncio.ensure_future(readers._borrow("d", MIB))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        assert not staying.done()
+    await staying
+    assert readers.lent_bytes == MIB
+
+
+async def test_one_caller_gets_no_more_than_half_of_the_budget():
+    readers = Readers(max_bytes=4 * MIB, wait_s=0.01)
+    async with readers.lend("a", 2 * MIB):
+        with pytest.raises(OverloadedError):
+            await readers._borrow("a", MIB)
+        async with readers.lend("b", 2 * MIB), readers.lend("a", FREE_BYTES):
+            pass
+    assert readers.lent_bytes == 0
+
+
+async def test_a_loan_to_a_cancelled_task_is_given_back():
+    readers = Readers(max_bytes=2 * LARGE)
+
+    async def borrow():
+        async with readers.lend("b", 2 * LARGE):
+            pass
+
+    async with readers.lend("a", LARGE):
+        waiting = asyncio.create_task(borrow())
+        await asyncio.sleep(0)
+        waiting.cancel()  # The loan is given back before the task runs again.
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert readers.lent_bytes == 0
+
+
+NOTHING = Filters(TailPayloadsRequest())
+REST = (("x-envoy-original-path", "/headrace/v1/payloads:tail"),)
+
+
+def record_of(number, **fields):
+    return PayloadRecord(record_id=record_id(number), **fields)
+
+
+class Ingest(PayloadIngestServicer):
+    def add_to(self, server):
+        headrace_pb2_grpc.add_PayloadIngestServicer_to_server(self, server)
+
+
+@pytest.fixture
+async def followed(tmp_path):
+    """A logger in this process: its store, its tails, and a channel to it."""
+    store, tails = Store(tmp_path / "payloads.sqlite3"), Tails()
+    services = PayloadLogServicer(store, tails), Ingest(store, tails, asyncio.Event())
+    async with serving(*services) as target, open_channel(target, "logger") as channel:
+        yield store, tails, channel
+    await store.close()
+
+
+async def open_tail(channel, metadata=None, **filters):
+    """A call of Tail that has begun."""
+    call = headrace_pb2_grpc.PayloadLogStub(channel).Tail(TailPayloadsRequest(**filters), metadata=metadata)
+    responses = aiter(call)
+    return call, responses
+
+
+async def begun(tails, count=1):
+    await until(lambda: len(tails) >= count)
+
+
+async def test_records_are_sent_once_as_they_are_committed(followed):
+    store, tails, channel = followed
+    _, responses = await open_tail(channel)
+    first = asyncio.ensure_future(anext(responses))
+    await begun(tails)
+    await append_to(channel, [append_request(1), append_request(2)])
+    await append_to(channel, [append_request(1), append_request(2), append_request(3)])
+    shown = [(await first).record_id, (await anext(responses)).record_id, (await anext(responses)).record_id]
+    assert shown == [record_id(1), record_id(2), record_id(3)]
+    assert await stored(store, 3) is not None
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {"model": "a"},
+        {"status": "OK"},
+        {"finish_reason": ""},
+        {"finish_reason": "length"},
+        {"request_id": "same"},
+        {"trace_id": "t3"},
+        {"min_duration_ms": 20.0},
+        {"min_ttft_ms": 2.0},
+        {"text_contains": "needle"},
+        {"model": "b", "request_id": "same", "text_contains": "needle"},
+        {},
+    ],
+    ids=str,
+)
+async def test_a_filter_of_tail_equals_the_same_filter_of_query(followed, filters):
+    store, tails, _ = followed
+    requests = [append_request(n, time_ns=n * 1_000_000, **fields) for n, fields in RECORDS.items()]
+    with tails.open(Filters(TailPayloadsRequest(**filters))) as tail:
+        tails.show(await store.append(requests))
+        tails.show([record_of(99, model="a", status="OK", trace_id="t3", request_id="same", duration_ms=99)])
+        found = [r.record async for r in store.query(Filters(QueryPayloadsRequest(**filters)), None, 1000)]
+        shown = [(await tail.next()).record for _ in found]
+    assert [one.record_id for one in shown] == [one.record_id for one in reversed(found)]
+
+
+async def test_only_a_reader_that_is_too_slow_is_cut_off(followed):
+    _, tails, _ = followed
+    with tails.open(NOTHING) as slow, tails.open(NOTHING) as quick:
+        for n in range(MAX_KEPT + 1):
+            tails.show([record_of(n)])
+            assert (await quick.next()).record.record_id == record_id(n)
+        with pytest.raises(OverloadedError, match="the reader is too slow and has missed records"):
+            await slow.next()
+        tails.show([record_of(5000)])
+        assert (await quick.next()).record.record_id == record_id(5000)
+
+
+async def test_the_records_kept_for_all_tails_are_bounded_in_bytes_too(followed):
+    _, tails, _ = followed
+    with ExitStack() as stack:
+        slow = [stack.enter_context(tails.open(NOTHING, f"c{n}")) for n in range(MAX_TAILS)]
+        tracemalloc.start()
+        for n in range(60):
+            tails.show([record_of(n, text="x" * 1024 * 1024)])
+        assert tracemalloc.get_traced_memory()[0] < 24 << 20
+        tracemalloc.stop()
+        for tail in slow:
+            with pytest.raises(OverloadedError, match="has missed records"):
+                await tail.next()
+    with tails.open(NOTHING) as tail:
+        tails.show([record_of(1)])
+        assert (await tail.next()).record.record_id == record_id(1)
+
+
+async def test_a_commit_larger_than_the_buffer_is_sent_whole(followed):
+    _, tails, _ = followed
+    with tails.open(NOTHING) as tail:
+        tails.show([record_of(n) for n in range(3 * MAX_KEPT)])
+        assert [(await tail.next()).record.record_id for _ in range(3 * MAX_KEPT)][-1] == record_id(3 * MAX_KEPT - 1)
+
+
+async def test_many_filtered_records_delay_no_other_call(followed):
+    _, tails, _ = followed
+    with tails.open(Filters(TailPayloadsRequest(model="other"))) as tail:
+        reading = asyncio.ensure_future(tail.next())
+        await until(lambda: tail.is_waiting)
+        tails.show([record_of(n) for n in range(MAX_KEPT)])
+        turns = 0
+        while not tail.is_waiting or turns == 0:
+            await asyncio.sleep(0)
+            turns += 1
+        assert turns >= MAX_KEPT / 100
+        reading.cancel()
+
+
+async def test_a_tail_beyond_the_limit_displaces_an_idle_one_of_the_client_with_the_most(followed):
+    _, tails, channel = followed
+    opened = [await open_tail(channel, metadata=client("loud")) for _ in range(MAX_TAILS_OF_ONE)]
+    loud = [asyncio.ensure_future(anext(responses)) for _, responses in opened]
+    await until(lambda: len(tails) == MAX_TAILS_OF_ONE)
+    others = [await open_tail(channel, metadata=client(f"quiet {n}")) for n in range(MAX_TAILS - MAX_TAILS_OF_ONE)]
+    quiet = [asyncio.ensure_future(anext(responses)) for _, responses in others]
+    await until(lambda: len(tails) == MAX_TAILS)
+    _, responses = await open_tail(channel, metadata=client("late"))
+    late = asyncio.ensure_future(anext(responses))
+    await until(lambda: sum(one.done() for one in loud) == 1)
+    _, responses = await open_tail(channel, metadata=client("loud"))
+    again = asyncio.ensure_future(anext(responses))
+    await until(lambda: sum(one.done() for one in loud) == 2)
+    for one in loud:
+        if one.done():
+            with pytest.raises(OverloadedError, match="too many tails are open: a newer one replaced this one"):
+                await one
+    assert len(tails) == MAX_TAILS
+    await append_to(channel, [append_request(7)])
+    for one in (late, again, *quiet, *(one for one in loud if not one.done())):
+        assert (await one).record_id == record_id(7)
+
+
+async def test_a_client_beyond_its_own_limit_of_tails_displaces_its_own(followed):
+    _, tails, _ = followed
+    other, own = tails.open(NOTHING, "other"), [tails.open(NOTHING, "greedy") for _ in range(MAX_TAILS_OF_ONE)]
+    with ExitStack() as stack:
+        first = stack.enter_context(other)
+        waiting = [asyncio.ensure_future(stack.enter_context(one).next()) for one in own]
+        first_waits = asyncio.ensure_future(first.next())
+        await until(lambda: first.is_waiting)
+        stack.enter_context(tails.open(NOTHING, "greedy"))
+        with pytest.raises(OverloadedError, match="a newer one"):
+            await waiting[0]
+        assert not first_waits.done()
+        for one in (first_waits, *waiting):
+            one.cancel()
+
+
+async def test_tails_with_stalled_readers_keep_their_places_and_others_are_refused():
+    tails = Tails(max_tails=2, max_of_one=2)
+    with tails.open(NOTHING, "a"), tails.open(NOTHING, "b"):
+        with pytest.raises(OverloadedError, match="0 of them of this caller"), tails.open(NOTHING, "c"):
+            pass
+        assert len(tails) == 2
+
+
+async def test_every_tail_ends_when_the_logger_stops(followed):
+    _, tails, channel = followed
+    _, responses = await open_tail(channel)
+    reading = asyncio.ensure_future(anext(responses))
+    await begun(tails)
+    tails.end()
+    with pytest.raises(NotReadyError, match="the logger is stopping"):
+        await reading
+    with pytest.raises(NotReadyError), tails.open(NOTHING):
+        pass
+
+
+async def test_a_rest_stream_ends_with_its_reason(followed):
+    _, tails, channel = followed
+    _, responses = await open_tail(channel, metadata=REST)
+    reading = asyncio.ensure_future(anext(responses))
+    await begun(tails)
+    tails.end()
+    assert (await reading) == PayloadRecord(error="the logger is stopping")
+    with pytest.raises(NotReadyError):
+        await anext(responses)
+
+
+async def test_append_returns_only_the_new_records(followed):
+    store, _, _ = followed
+    source = str(uuid.uuid4())
+    first, second = append_request(1, source=source), append_request(2, source=source)
+    moved = AppendRequest(source=source, sequence=1, record=record_of(9))
+    assert await store.append([first, first]) == [first.record]
+    assert await store.append([moved, first, second]) == [second.record]
+    assert await store.append([]) == []
