@@ -26,7 +26,7 @@ from headrace.errors import (
 from headrace.oip.parameters import set_parameters
 from headrace.oip.tensors import Tensor, add_input, decode_outputs
 from headrace_predictor.engine.interface import EngineDeadError
-from headrace_predictor.repository import backoff, operations
+from headrace_predictor.repository import entry, operations
 from headrace_predictor.repository.repository import ModelRepository, State
 from headrace_predictor.settings import PredictorSettings
 from headrace_protos.inference_pb2 import ModelInferRequest
@@ -295,7 +295,7 @@ async def test_a_dead_engine_is_replaced_and_its_requests_end_with_its_error(mod
 
 
 async def test_a_failed_replacement_is_repeated_and_the_index_has_the_reason(models, monkeypatch):
-    monkeypatch.setattr(backoff, "_FIRST_S", 0.05)
+    monkeypatch.setattr(entry, "_FIRST_S", 0.05)
     save_random_model("llama", models.folder / "llama")
     config = models.folder / "llama" / "config.json"
     async with models.serve("llama", kv_cache_memory="1MiB") as repository:

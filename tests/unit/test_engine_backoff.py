@@ -2,8 +2,8 @@
 
 import pytest
 
-from headrace_predictor.repository import backoff
-from headrace_predictor.repository.backoff import Backoff
+from headrace_predictor.repository import entry
+from headrace_predictor.repository.entry import Backoff
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def clock(monkeypatch):
             return self.now
 
     clock = Clock()
-    monkeypatch.setattr(backoff, "time", clock)
+    monkeypatch.setattr(entry, "time", clock)
     return clock
 
 

@@ -7,7 +7,7 @@ import threading
 from functools import partial
 from unittest.mock import patch
 
-from headrace_predictor.tensor_models.mailbox import Mailbox
+from headrace_predictor.tensor_models.loop_thread import Mailbox
 from tests.waiting import until
 
 

@@ -29,6 +29,20 @@ from headrace_predictor.engine.cpu.packed_linear import PackedLinear
 
 _T = TypeVar("_T")
 
+MAX_RANK = 256
+_MAX_PATTERNS = 4096
+WEIGHTS_FILE = "adapter_model.safetensors"
+_KEY = re.compile(r"base_model\.model\.(?P<path>.+)\.lora_(?P<side>[AB])\.weight")
+# Fields that do not change what the weights mean, or that are read below. All others must be empty.
+_READ = {
+    *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "exclude_modules", "fan_in_fan_out"),
+    *("inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout"),
+    *("megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision"),
+    *("target_modules", "task_type", "use_rslora"),
+}
+# The other ways to begin a training change the base's weights too.
+_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
+
 
 class LowRankWeights(NamedTuple):
     """`down` [rank, in] and `up` [out, rank], with the scale."""
@@ -108,22 +122,6 @@ def _product(weight: Tensor, packed: bool) -> Callable[[Tensor], Tensor]:
     if packed:
         return PackedLinear(weight, None).forward
     return partial(functional.linear, weight=weight)
-
-
-MAX_RANK = 256
-_MAX_PATTERNS = 4096
-WEIGHTS_FILE = "adapter_model.safetensors"
-
-_KEY = re.compile(r"base_model\.model\.(?P<path>.+)\.lora_(?P<side>[AB])\.weight")
-# Fields that do not change what the weights mean, or that are read below. All others must be empty.
-_READ = {
-    *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "exclude_modules", "fan_in_fan_out"),
-    *("inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout"),
-    *("megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision"),
-    *("target_modules", "task_type", "use_rslora"),
-}
-# The other ways to begin a training change the base's weights too.
-_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
 class LinearShape(NamedTuple):

@@ -17,6 +17,8 @@ from headrace_predictor.engine.interface import EngineDeadError
 
 _CPU_OUT_OF_MEMORY = "can't allocate memory"  # Text of torch's DefaultCPUAllocator, which raises a plain RuntimeError.
 
+_RETRY_AFTER_MS = 100
+
 
 def check_numbers(logits: Tensor) -> None:
     """Raises RuntimeError if the logits are not numbers."""
@@ -34,9 +36,6 @@ def is_device_error(error: BaseException) -> bool:
     if is_out_of_memory(error):
         return False
     return isinstance(error, EngineDeadError | torch.AcceleratorError) or "CUDA error" in str(error)
-
-
-_RETRY_AFTER_MS = 100
 
 
 class Isolation:

@@ -40,9 +40,10 @@ _THREADS = 2
 _MAX_WAITING = 256
 _KEPT = 32  # Compiled grammars.
 _RETRY_AFTER_MS = 1000
-_END = (
-    "<|end of the answer|>"  # A token that the model does not have: whether the grammar allows it is read from masks.
-)
+# A token that the model does not have: whether the grammar allows it is read from masks.
+_END = "<|end of the answer|>"
+
+Masks = tuple[list[int], Tensor]  # Rows, and for each the tokens that it must not have, [rows, vocabulary] bool.
 
 
 class GrammarCompiler:
@@ -126,9 +127,6 @@ def _read_vocabulary(folder: Path) -> tuple[LLTokenizer, int]:
     if end is None or end < max(backend.get_vocab().values()):
         raise ValueError("its ids have gaps")
     return LLTokenizer(backend.to_str(), eos_token=end), end
-
-
-Masks = tuple[list[int], Tensor]  # Rows, and for each the tokens that it must not have, [rows, vocabulary] bool.
 
 
 def forbidden_tokens(rows: Rows[Row], vocabulary: int) -> Masks | None:

@@ -19,6 +19,23 @@ from headrace_predictor.engine.interface import EngineLoad, EngineStatistics, En
 from headrace_predictor.engine.scheduler import Scheduler
 from headrace_predictor.engine.state.sequence import Row, Sequence
 
+# Of QueueEstimate.
+_ENOUGH = 8  # Ends.
+_MARGIN = 1.2  # All work of a request that is late by a little is lost.
+_STEPS_MEMORY_S = 1.0
+
+# Of PrefillPace.
+_LEAST_STRETCH = 1.8
+_LEAST = 4  # Tokens; fewer would hardly be cheaper.
+_UNKNOWN = 32  # Tokens, until there are measurements.
+_MOST = 1 << 30  # Tokens, where steps seem to take no time.
+_PATIENCE_S = 0.25
+_LEAST_ALONE = 256  # Tokens.
+_READ = 12  # Tokens whose attention takes as long as reading all keys and values once.
+# The weight of a step relative to the next one. Costs of prompt tokens change within a prompt, and differ at its start.
+_STREAMS_MEMORY, _COSTS_MEMORY = 0.97, 0.7
+_LEAST_COST = 0.1  # Relative to the mean: a line through late positions may be wrong about early ones.
+
 
 class LoadMeter:
     """The load of an engine, for threads that observe it; `guard` is held by every thread that changes the scheduler.
@@ -78,11 +95,6 @@ class LoadMeter:
             ),
             waiting_tokens=sum(prompts),
         )
-
-
-_ENOUGH = 8
-_MARGIN = 1.2  # All work of a request that is late by a little is lost.
-_STEPS_MEMORY_S = 1.0
 
 
 class _Run(NamedTuple):
@@ -162,18 +174,6 @@ class QueueEstimate:
 
     def _interval(self, now: float) -> float:
         return (now - self._ends[0]) / len(self._ends)
-
-
-_LEAST_STRETCH = 1.8
-_LEAST = 4  # Tokens; fewer would hardly be cheaper.
-_UNKNOWN = 32  # Tokens, until there are measurements.
-_MOST = 1 << 30  # Tokens, where steps seem to take no time.
-_PATIENCE_S = 0.25
-_LEAST_ALONE = 256  # Tokens.
-_READ = 12  # Tokens whose attention takes as long as reading all keys and values once.
-# The weight of a step relative to the next one. Costs of prompt tokens change within a prompt, and differ at its start.
-_STREAMS_MEMORY, _COSTS_MEMORY = 0.97, 0.7
-_LEAST_COST = 0.1  # Relative to the mean: a line through late positions may be wrong about early ones.
 
 
 class PrefillPace:

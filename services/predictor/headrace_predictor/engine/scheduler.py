@@ -24,8 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from headrace_predictor.engine.state.blocks import BlockManager
-from headrace_predictor.engine.state.in_flight import InFlight
-from headrace_predictor.engine.state.scaling import Scaling
+from headrace_predictor.engine.state.in_flight import InFlight, Scaling
 from headrace_predictor.engine.state.sequence import Row, Sequence, precedence
 
 # Maximum of prompt positions that one step scores, in all its rows together: each needs the logits of the whole

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from headrace.errors import StartupError
-from headrace_predictor.generation.running_model import LoadedGeneration
+from headrace_predictor.generation.loaded_model import LoadedGeneration
 from headrace_predictor.models.fingerprint import fingerprint_of
 from headrace_predictor.models.startup_errors import as_startup_error
 from headrace_protos import engine_pb2

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from headrace_predictor.generation.loaded_model import LoadedGeneration
 from headrace_predictor.generation.loading import load_generation
-from headrace_predictor.generation.running_model import LoadedGeneration
 from headrace_predictor.models.weights import prepare_torch
 from headrace_predictor.settings import PredictorSettings
 from headrace_protos import engine_pb2

@@ -30,7 +30,7 @@ from headrace_predictor.engine.interface import GenerationRequest
 from headrace_predictor.engine_process.adapter_loading import AdapterLoading
 from headrace_predictor.engine_process.framing import framed, messages
 from headrace_predictor.engine_process.step_frames import Key, StepFrames, state_message
-from headrace_predictor.generation.running_model import LoadedGeneration
+from headrace_predictor.generation.loaded_model import LoadedGeneration
 from headrace_predictor.models.startup_errors import as_startup_error
 from headrace_protos import engine_pb2
 

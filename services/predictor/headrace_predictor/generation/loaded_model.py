@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from headrace.sampling import SamplingParameters
 from headrace_predictor.engine.interface import Engine
+
+if TYPE_CHECKING:  # It imports torch, which the predictor's own process does without.
+    from headrace_predictor.engine.engine import ContinuousBatchingEngine
 
 
 @dataclass(frozen=True)
@@ -25,3 +29,10 @@ class LoadedModel:
     fingerprint: str = ""
     device_memory: int = 0
     adapter: int = 0
+
+
+@dataclass(frozen=True)
+class LoadedGeneration(LoadedModel):
+    """A generation model whose engine runs in this process."""
+
+    engine: ContinuousBatchingEngine

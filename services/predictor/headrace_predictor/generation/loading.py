@@ -25,7 +25,7 @@ from headrace.models.tokenizer_files import own_eos_id
 from headrace.sampling import defaults_of
 from headrace_predictor.engine.build import build_engine
 from headrace_predictor.engine.grammar import GrammarCompiler
-from headrace_predictor.generation.running_model import LoadedGeneration
+from headrace_predictor.generation.loaded_model import LoadedGeneration
 from headrace_predictor.models.fingerprint import fingerprint_of
 from headrace_predictor.models.weights import dtype_name, load_weights
 from headrace_predictor.settings import PredictorSettings

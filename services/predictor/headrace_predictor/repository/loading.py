@@ -8,6 +8,8 @@ Problems with a model raise StartupError with one line of text here and do not w
 from __future__ import annotations
 
 import asyncio
+import gc
+import sys
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +19,7 @@ from headrace.errors import StartupError
 from headrace.models.hub import Report, fetch
 from headrace.models.kinds import ModelKind, kind_of
 from headrace.models.sources import ModelSource, read_config
+from headrace.rpc.limits.byte_budget import give_memory_back
 from headrace.threads import run_in_daemon_thread
 from headrace_predictor.engine_process.engine_host import EngineHost
 from headrace_predictor.engine_process.interpreter import InterpreterHost
@@ -26,7 +29,6 @@ from headrace_predictor.models.served_model import ServedModel
 from headrace_predictor.models.startup_errors import as_startup_error
 from headrace_predictor.models.weight_files import check_files
 from headrace_predictor.repository.lease import Serving
-from headrace_predictor.repository.memory_release import release_memory
 from headrace_predictor.settings import PredictorSettings
 from headrace_predictor.tensor_models.python_model import PythonModel
 
@@ -107,3 +109,13 @@ def build_here(source: ModelSource, fetched: FetchedModel, settings: PredictorSe
 
         device = prepare_torch(settings)
         return load_encoder(source.name, fetched.folder, source.is_local, fetched.kind, settings, device)
+
+
+def release_memory() -> None:
+    """Frees unreferenced memory, on the device and on the heap; blocks for a fraction of a second."""
+    gc.collect()  # Modules and their hooks may refer to each other.
+    torch = sys.modules.get("torch")  # Without it nothing is on the device.
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    # glibc keeps freed memory, and more of it with the allocator settings that make big tensors fast.
+    give_memory_back()

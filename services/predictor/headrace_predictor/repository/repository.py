@@ -47,9 +47,8 @@ from headrace_predictor.models.served_model import VERSION
 from headrace_predictor.repository.adapters import adapters_of, attach, check_free, find_base, is_adapter
 from headrace_predictor.repository.entry import Entry, IndexRow, State
 from headrace_predictor.repository.lease import Serving
-from headrace_predictor.repository.loading import FetchedModel, build, fetch_model, warmed_up
+from headrace_predictor.repository.loading import FetchedModel, build, fetch_model, release_memory, warmed_up
 from headrace_predictor.repository.locations import ModelLocations
-from headrace_predictor.repository.memory_release import release_memory
 from headrace_predictor.repository.operations import Operations
 from headrace_predictor.repository.replacement import watch
 from headrace_predictor.settings import PredictorSettings

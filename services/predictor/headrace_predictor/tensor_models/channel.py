@@ -14,7 +14,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from headrace.errors import HeadraceError
-from headrace_predictor.tensor_models.mailbox import Mailbox
+from headrace_predictor.tensor_models.loop_thread import Mailbox
 
 T = TypeVar("T")
 

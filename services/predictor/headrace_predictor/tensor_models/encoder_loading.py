@@ -29,7 +29,7 @@ from headrace.models.sources import read_config
 from headrace.oip.model_description import FINGERPRINT, INPUT_IDS, ModelDescription, TensorSpec
 from headrace.oip.row_outputs import ACTIVATION, EMBEDDING, LABELS, LOGITS, POOLING_MASK, TOKEN_TYPE_IDS, Activation
 from headrace_predictor.engine.runners.rotary import SequenceRotary
-from headrace_predictor.engine.state.scaling import Scaling
+from headrace_predictor.engine.state.in_flight import Scaling
 from headrace_predictor.models.fingerprint import fingerprint_of
 from headrace_predictor.models.weights import load_weights
 from headrace_predictor.settings import PredictorSettings

@@ -10,20 +10,47 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import uvloop
 
 from headrace.errors import NotReadyError
 from headrace.rpc.server.watchdog import LoopWatchdog, dump_tracebacks
-from headrace_predictor.tensor_models.mailbox import Mailbox
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
 _STOP_TIMEOUT_S = 1.0  # For each of the two: cancelled tasks, and the final coroutine.
+
+
+class Mailbox:
+    """Runs functions on an event loop, in their order, from any thread; what comes together wakes the loop once.
+
+    Waking another thread costs more than what there is to do: a write to its event file descriptor, and a change of the
+    thread that has the interpreter. A closed loop runs nothing: it has no tasks left.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._functions: deque[Callable[[], None]] = deque()
+        self._is_due = False
+
+    def post(self, function: Callable[[], None]) -> None:
+        """Has the loop run a function, which must not raise; from any thread."""
+        self._functions.append(function)
+        # `_run` clears this before it looks for functions, so it finds one that was appended while this was set.
+        if not self._is_due:
+            self._is_due = True
+            with suppress(RuntimeError):  # The loop is closed.
+                self._loop.call_soon_threadsafe(self._run)
+
+    def _run(self) -> None:
+        self._is_due = False
+        while self._functions:
+            self._functions.popleft()()
 
 
 class Work:

@@ -36,10 +36,11 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 from headrace.deadline import Deadline
 from headrace.errors import (
@@ -52,23 +53,58 @@ from headrace.errors import (
 )
 from headrace.oip.declared_tensors import check_inputs
 from headrace.oip.model_description import ModelDescription
+from headrace.oip.parameters import read_parameters
 from headrace.oip.stream_infer import FINAL
-from headrace.oip.tensors import BYTES
-from headrace.python_tensors import BadResultError
+from headrace.oip.tensors import BYTES, Array, RawTensor, add_output, add_raw_output, decode_raw, raw_inputs
+from headrace.python_tensors import BadResultError, Response, as_mapping, as_tensor, write_response_parameters
 from headrace_predictor.counts import Outcome, RequestCounts
 from headrace_predictor.engine.interface import EngineDeadError
 from headrace_predictor.models.served_model import ANY_CALLER, VERSION, Caller
 from headrace_predictor.tensor_models.channel import Channel, ReaderLeftError
-from headrace_predictor.tensor_models.loop_thread import LoopThread
-from headrace_predictor.tensor_models.mailbox import Mailbox
+from headrace_predictor.tensor_models.loop_thread import LoopThread, Mailbox
 from headrace_predictor.tensor_models.python_code import PythonCode
-from headrace_predictor.tensor_models.python_request import Request, write_result
 from headrace_protos import inference_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
 _UNREAD_RESPONSES = 16  # Small ones; a large one counts as four.
 _LARGE_WEIGHT, _SMALL_NUMBERS = 4, 1024
+
+
+class Request:
+    """The argument of `execute`.
+
+    `id` is the client's. `parameters` are the request's, as bool, int, float or str. `inputs` maps names to numpy
+    arrays: BYTES are object arrays of `bytes`, BF16 the bits as uint16; types of fixed size are read-only views of the
+    message. `raw` has the same tensors, not decoded.
+    """
+
+    def __init__(self, message: pb.ModelInferRequest) -> None:
+        self.id: str = message.id
+        self.parameters: dict[str, Any] = read_parameters(message.parameters)
+        self.raw: Mapping[str, RawTensor] = raw_inputs(message)
+
+    @cached_property
+    def inputs(self) -> dict[str, Array]:
+        return {name: decode_raw(name, tensor) for name, tensor in self.raw.items()}
+
+
+def write_result(request: pb.ModelInferRequest, result: Any) -> pb.ModelInferResponse:
+    """Converts a result of `execute` to a response with the outputs that the request names, or with all of them."""
+    parameters = result.parameters if isinstance(result, Response) else {}
+    outputs = as_mapping(result.outputs if isinstance(result, Response) else result, "the model")
+    names = [output.name for output in request.outputs] or list(outputs)
+    response = pb.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
+    write_response_parameters(response, parameters)
+    for name in names:
+        if name not in outputs:
+            raise InvalidRequestError(f"unknown output {name!r}; the model gives {', '.join(map(str, outputs))}")
+        tensor = as_tensor(name, outputs[name], "the model")
+        if isinstance(tensor, RawTensor):
+            add_raw_output(response, name, tensor)
+        else:
+            add_output(response, tensor)
+    return response
 
 
 class _Admission:

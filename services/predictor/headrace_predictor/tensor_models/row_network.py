@@ -3,7 +3,7 @@
 `run` blocks; only one thread calls it. Rows are padded to one batch if that does not change results: `prove` compares
 short rows alone with the same rows padded. If they differ (the model uses padding as input, or has no padding token),
 every row runs alone. So do rows of different stages, where positions are scaled by the longest one of a batch
-(engine/state/scaling.py).
+(`Scaling`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.oip.model_description import INPUT_IDS
-from headrace_predictor.engine.state.scaling import Scaling
+from headrace_predictor.engine.state.in_flight import Scaling
 from headrace_predictor.tensor_models.rows import ATTENTION_MASK, Rows, pad
 
 Vectors = NDArray[np.float32]

@@ -27,7 +27,7 @@ from headrace_predictor.engine.interface import EngineLimits
 from headrace_predictor.engine.load import PrefillPace
 from headrace_predictor.engine.scheduler import Scheduler
 from headrace_predictor.engine.state.blocks import RESERVED, BlockManager
-from headrace_predictor.generation.running_model import LoadedGeneration
+from headrace_predictor.generation.loaded_model import LoadedGeneration
 from headrace_predictor.models.fingerprint import fingerprint_of
 from headrace_predictor.vllm_engine.computer import VllmComputer
 from headrace_predictor.vllm_engine.constrained import end_id_of

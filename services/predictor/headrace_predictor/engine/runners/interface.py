@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from headrace_predictor.engine.state.scaling import Scaling
+from headrace_predictor.engine.state.in_flight import Scaling
 from headrace_predictor.engine.state.sequence import Row
 
 
@@ -32,7 +32,7 @@ class ModelRunner(Protocol):
 
     @property
     def scaling(self) -> Scaling | None:
-        """How its keys depend on the length of their sequence, see state/scaling.py; None: they do not."""
+        """How its keys depend on the length of their sequence, see Scaling; None: they do not."""
 
     def run(self, rows: Rows[Row]) -> Tensor:
         """Computes the rows' ids; returns the last logits [rows that sample, vocabulary] of rows that sample, in order.

@@ -30,6 +30,8 @@ from headrace_predictor.engine.state.sequence import Row, detached_sequence
 # Their pass is nothing but embedding, layers, norm and head.
 _MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 
+_PADDING = 8  # Maximum of tokens in a row of padding: a model may have few positions.
+
 
 class FlatDecoder:
     """The forward pass of a decoder whose layers are all fused, without transformers' own code around them.
@@ -66,9 +68,6 @@ class FlatDecoder:
             return self._head.forward(self._norm(hidden, workspace.normed))
         hidden = hidden[places]
         return self._head.forward(self._norm(hidden, kernel.Buffer(hidden.shape, hidden.dtype)))
-
-
-_PADDING = 8  # Maximum of tokens in a row of padding: a model may have few positions.
 
 
 class PagedRunner:

@@ -1,7 +1,7 @@
 """Rotary positions whose factors depend on the length of a sequence, for tokens of many sequences in one row.
 
 transformers derives the factors from the largest position of a forward pass. Here the model's own rotary module runs
-once for each stage (state/scaling.py) in the row, with a further position that is the stage's last. Used only by the
+once for each stage (`Scaling`) in the row, with a further position that is the stage's last. Used only by the
 engine's thread.
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from headrace_predictor.engine.state.scaling import Scaling
+from headrace_predictor.engine.state.in_flight import Scaling
 from headrace_predictor.engine.state.sequence import Row
 
 _Rotary = Callable[..., Any]

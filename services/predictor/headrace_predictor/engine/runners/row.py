@@ -19,7 +19,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 from headrace.errors import StartupError
 from headrace_predictor.engine.faults import check_numbers
 from headrace_predictor.engine.runners.rotary import SequenceRotary
-from headrace_predictor.engine.state.scaling import Scaling
+from headrace_predictor.engine.state.in_flight import Scaling
 from headrace_predictor.engine.state.sequence import Row
 
 

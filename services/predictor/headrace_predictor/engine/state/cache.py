@@ -22,16 +22,16 @@ from torch import Tensor
 
 Array = NDArray[Any]
 
+_PAGE = 1 << 21
+_AHEAD = 4 * _PAGE
+_MADV_POPULATE_WRITE = 23  # <asm-generic/mman-common.h>
+BLOCK_TOKENS = 32
+
 
 def array_of(tensor: Tensor) -> Array:
     """The tensor's memory, or that of a contiguous copy; bfloat16, which numpy lacks, as uint16, its bits."""
     tensor = tensor.contiguous()
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
-
-
-_PAGE = 1 << 21
-_AHEAD = 4 * _PAGE
-_MADV_POPULATE_WRITE = 23  # <asm-generic/mman-common.h>
 
 
 class GrowingMemory:
@@ -68,9 +68,6 @@ class GrowingMemory:
         madvise = ctypes.CDLL(None, use_errno=True).madvise
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         madvise(self._bytes.data_ptr() + page, min(_PAGE, self._size - page), _MADV_POPULATE_WRITE)
-
-
-BLOCK_TOKENS = 32
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,13 @@ from headrace.errors import HeadraceError, InvalidRequestError
 from headrace.grammars import PARAMETER, grammar_error
 from headrace.sampling import SamplingParameters
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+# CPU seconds that a grammar may take: these, and those for each token.
+_CPU_S, _CPU_S_PER_TOKEN = 1.0, 0.01
+_WORD = 32  # Bits: llguidance writes whole words.
+
 
 class Restrictions(NamedTuple):
     """Ids with the numbers that are added to their logits, the only ids that may be generated if there are any, and
@@ -71,14 +78,6 @@ def restrictions_of(sampling: SamplingParameters) -> Restrictions | None:
 
 def _ids(ids: Iterable[int]) -> NDArray[np.int64]:
     return np.fromiter(ids, np.int64)
-
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
-
-# CPU seconds that a grammar may take: these, and those for each token.
-_CPU_S, _CPU_S_PER_TOKEN = 1.0, 0.01
-_WORD = 32  # Bits: llguidance writes whole words.
 
 
 class Constraint:

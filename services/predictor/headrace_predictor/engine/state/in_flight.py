@@ -6,13 +6,42 @@ Pure. It decides only which sequence leaves a full queue; the scheduler, which i
 from __future__ import annotations
 
 from bisect import insort
+from dataclasses import dataclass
 from itertools import count as counter
 
 from headrace.errors import InvalidRequestError, OverloadedError
 from headrace_predictor.engine.state.blocks import BlockManager
-from headrace_predictor.engine.state.scaling import Scaling
 from headrace_predictor.engine.state.sequence import Row, Sequence, precedence
 from headrace_predictor.engine.state.shares import Shares
+
+_LEAST_STEP_TOKENS = 16
+_STEPS_TO_REGAIN = 64
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """A scaling of positions that depends on how long a sequence is (LongRoPE, dynamic NTK).
+
+    transformers picks the factors of a whole forward pass by its largest position. So in `generate` a token's key has
+    those of the length at the time of its computation: the prompt's, or the token's own position + 1 for a later one.
+    Phi's models compute their cache again where the factors change, so all their keys have those of the current length.
+
+    `limits`: lengths beyond which the factors change, ascending; `grows`: from there on with each length.
+    `recomputes`: keys of other factors than the current ones are computed again.
+    """
+
+    limits: tuple[int, ...]
+    grows: bool
+    recomputes: bool
+
+    def stage(self, length: int) -> int:
+        """The shortest length with the factors of `length`, 0 up to the first limit."""
+        passed = [limit for limit in self.limits if length > limit]
+        return length if passed and self.grows else passed[-1] + 1 if passed else 0
+
+    def base(self, prompt: int, length: int) -> int:
+        """The stage of the first keys of a sequence with so many ids, of which `prompt` are the request's input."""
+        return self.stage(max(prompt, length) if self.recomputes else prompt)
 
 
 class Holdings:
@@ -69,10 +98,6 @@ class Holdings:
         sequence.computed = 0
         sequence.state = None
         return released
-
-
-_LEAST_STEP_TOKENS = 16
-_STEPS_TO_REGAIN = 64
 
 
 class StepLimits:

@@ -74,7 +74,7 @@ class Sequence:
         self.cached_tokens = 0
         self.announced: list[bytes] = []
         self.number = 0  # Its position in the order of arrival.
-        self.stage = 0  # Of its first keys, see scaling.py.
+        self.stage = 0  # Of its first keys, see Scaling in in_flight.py.
         self.state: Any = None  # A model runner's own state of it; discarded with its blocks.
         self.constraint: Constraint | None = None  # Set before it is queued.
         self.adapter: Any = None  # See engine/adapters.py; set before it is queued.
