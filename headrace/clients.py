@@ -75,6 +75,7 @@ class Client:
 
 WITHOUT_KEY = "~@"  # Begins the name of an account that is an address; no client of a key can have such a name.
 ANYONE = Client("", Policy(role="admin"))
+_LOWEST_WEIGHT = 0.001
 
 
 def client_of(metadata: Iterable[tuple[str, str | bytes]] | Mapping[str, str]) -> Client:
@@ -96,6 +97,15 @@ def caller_of(metadata: Iterable[tuple[str, str | bytes]]) -> str:
 def account(client: Client, metadata: Iterable[tuple[str, str | bytes]]) -> Client:
     """On whose account a client's call competes for an engine: its own or, without a key, its address's."""
     return client if client.name or not (address := caller_of(metadata)) else _of_address(address)
+
+
+@lru_cache(maxsize=1024)
+def account_of_batches(client: str) -> Client:
+    """Where a client's batches compete: below all clients, apart from those of others.
+
+    For an account is also whose prefixes are shared. No client of a key can have such a name.
+    """
+    return Client(f"~batches {client}", Policy(weight=_LOWEST_WEIGHT))
 
 
 @lru_cache(maxsize=1024)

@@ -55,17 +55,6 @@ def begin(
     )
 
 
-def _end_cancelled(recording: Recording, call: CallContext) -> None:
-    """Ends the record of a cancelled request with the status that the caller gets.
-
-    gRPC also cancels a call whose deadline passes: the caller did not cancel that one.
-    """
-    if call.deadline.passed(DEADLINE_MARGIN_S):
-        recording.end("DEADLINE_EXCEEDED", PASSED)
-    elif (error := error_of_call()) is not None:
-        recording.end_with(error)
-
-
 @contextmanager
 def recorded(
     tap: PayloadTap, call: CallContext, model: str, *, prompt: str = "", parameters: str = "", inputs: Tensors = ()
@@ -75,6 +64,10 @@ def recorded(
         try:
             yield recording
         except (asyncio.CancelledError, GeneratorExit):
-            _end_cancelled(recording, call)
+            # The status that the caller gets: gRPC also cancels a call whose deadline passes.
+            if call.deadline.passed(DEADLINE_MARGIN_S):
+                recording.end("DEADLINE_EXCEEDED", PASSED)
+            elif (error := error_of_call()) is not None:
+                recording.end_with(error)
             raise
         recording.end("OK")

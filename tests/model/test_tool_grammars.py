@@ -9,11 +9,10 @@ from llguidance.hf import from_tokenizer
 from transformers import AutoTokenizer
 
 from headrace.structured_outputs import constraint_of, read_structured_outputs
+from headrace_transformer.text.answer_grammars import after_reasoning, calls_grammar, form_rule
+from headrace_transformer.text.answer_parser import REASONING_FORMATS
 from headrace_transformer.text.detokenizer import Decoder
-from headrace_transformer.text.reasoning import REASONING_FORMATS
-from headrace_transformer.text.reasoning_grammar import after_reasoning, form_rule
 from headrace_transformer.text.tool_calls import PARSERS
-from headrace_transformer.text.tool_grammars import calls_grammar
 from headrace_transformer.text.tools import ToolFunction, ToolUse
 
 CITY = {

@@ -23,7 +23,6 @@ from headrace_protos.steps_pb2 import Submission
 from headrace_transformer.predictors.answers import BrokenAnswerError
 from headrace_transformer.predictors.client import PredictorClient
 from headrace_transformer.predictors.descriptions import OURS
-from headrace_transformer.predictors.first_token import FirstToken
 from headrace_transformer.predictors.link import PredictorLink
 from headrace_transformer.predictors.links import Links
 from headrace_transformer.predictors.resuming import ResumingGenerator
@@ -70,11 +69,11 @@ class Resuming:
     ):
         submission = submission_of(prompt, sampling, **fields)
         metadata = () if first_token_ms is None else (("x-first-token-timeout-ms", str(first_token_ms)),)
-        first_token = FirstToken(CallContext("p", "r", metadata))
+        first_token = CallContext("p", "r", metadata).first_token
         with closing(
             self.generator.open(submission, sampling, Deadline.after(timeout_s), first_token, dialect=dialect)
         ) as tokens:
-            async with first_token.in_time():
+            async with first_token.scope():
                 chunk = await tokens.read()
             while True:
                 self.resumes += chunk.resumed
@@ -537,7 +536,7 @@ async def test_the_first_tokens_deadline_does_not_apply_to_the_second():
 @pytest.mark.parametrize("value", ["0", "-1", "soon", "1.5", "100000000", "", "٣"])
 async def test_a_malformed_first_token_deadline_is_refused(value):
     with pytest.raises(InvalidRequestError, match="x-first-token-timeout-ms"):
-        FirstToken(CallContext("p", "r", (("x-first-token-timeout-ms", value),)))
+        _ = CallContext("p", "r", (("x-first-token-timeout-ms", value),)).first_token
 
 
 CANCELLED_IN = {

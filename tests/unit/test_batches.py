@@ -18,7 +18,6 @@ from headrace_protos.rest_pb2 import ObjectRequest
 from headrace_transformer.batches import lines, objects, runner, running, store
 from headrace_transformer.batches.servicer import BatchesServicer
 from headrace_transformer.batches.uploads import parse_upload
-from headrace_transformer.generation.shares import account_of
 from tests.waiting import until
 
 ENDPOINT = "/v1/completions"
@@ -228,7 +227,7 @@ class Service:
         call = call_context(context, "test")
         prompt = json.loads(request.data)["prompt"]
         self.calls.append(prompt)
-        account = account_of(call)
+        account = call.account
         self.accounts.add((call.client.name, account.name, account.policy.weight, call.request_id.rpartition("/")[2]))
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)

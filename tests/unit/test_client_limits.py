@@ -235,16 +235,16 @@ async def test_a_months_tokens_are_those_of_the_log_and_those_since_its_query():
     clock, log = Clock(), Log(60)
     budget, client = MonthBudget(log, lambda: MAY, clock), alice(tokens_per_month=100)
     quota = TokenQuota(budget, clock)
-    await quota.check_month(client)
+    await quota.charged(client, 0)
     with quota.reserved(client, 10, 50) as reservation:
         reservation.generated = 30
     with pytest.raises(OverloadedError, match="alice has used the 100 tokens") as error:
-        await quota.check_month(client)
+        await quota.charged(client, 0)
     assert error.value.retry_after_ms == 3_600_000
     assert log.queries == [("alice", datetime(2026, 5, 1, tzinfo=UTC))]
     clock.now += READ_AGAIN_S
     log.used = 99
-    await quota.check_month(client)
+    await quota.charged(client, 0)
     assert len(log.queries) == 2
 
 

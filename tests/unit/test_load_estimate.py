@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from headrace.clients import ANYONE, Client, Policy
-from headrace_transformer.generation.load_estimate import LoadEstimate, RefusalPace
+from headrace_transformer.generation.admission import LoadEstimate, RefusalPace
 
 NOW = 1000.0
 HEAVY, LIGHT = Client("heavy", Policy()), Client("light", Policy())

@@ -59,11 +59,7 @@ class Catalogue:
             raise model
         return model
 
-    async def wait_for(self, name, version, call):
-        call.client.check_model(name)
-        return self.find(name, version)
-
-    async def found_in_time(self, find, call):
+    async def found_in_time(self, find, deadline):
         while True:
             try:
                 return find()
@@ -96,7 +92,14 @@ def a_call(**headers):
 
 
 async def answered(router, name, call=None, version=""):
-    return (await router.wait_for(name, version, call or a_call())).name
+    return (await router.wait_for(name, version, call or a_call())).model.name
+
+
+async def served(router, name, call, version=""):
+    return (await router.wait_for(name, version, call)).served
+
+
+LOADS = NotReadyError("loads", hop="predictor")
 
 
 @pytest.mark.parametrize(
@@ -142,7 +145,7 @@ async def test_a_name_without_a_route_is_the_name_of_a_model(tmp_path):
     router, _ = a_router(tmp_path)
     call = a_call()
     assert await answered(router, "other", call) == "other"
-    assert (router.answering("other", call), call.routed) == ("", {})
+    assert (await served(router, "other", call), call.routed) == ("", {})
     with pytest.raises(NotFoundError):
         await answered(router, "nobody")
 
@@ -151,8 +154,7 @@ async def test_an_alias_leads_to_the_model_and_never_to_another_route(tmp_path):
     router, _ = a_router(tmp_path)
     call = a_call()
     assert {await answered(router, "chat") for _ in range(50)} == {"stable"}
-    await answered(router, "chat", call)
-    assert router.answering("chat", call) == "stable"
+    assert await served(router, "chat", call) == "stable"
 
 
 async def test_a_split_goes_by_weight(tmp_path):
@@ -174,13 +176,12 @@ async def test_a_call_keeps_the_model_of_its_route(tmp_path):
 async def test_a_header_chooses_a_model_of_the_route(tmp_path, wanted):
     router, _ = a_router(tmp_path)
     call = a_call(**{CHOSEN_MODEL: wanted})
-    assert await answered(router, "stable", call) == wanted.partition(":")[0]
+    answering = await router.wait_for("stable", "", call)
+    assert answering.model.name == wanted.partition(":")[0]
     # A call that names a model gets no other.
-    assert router.wait_s("stable", call) is None
-    assert (
-        router.fall_back("stable", call, text_model(wanted.partition(":")[0]), NotReadyError("loads", hop="predictor"))
-        is None
-    )
+    assert answering.wait_s is None
+    with pytest.raises(NotReadyError):
+        router.fall_back(answering, call, LOADS)
 
 
 async def test_a_header_that_names_no_model_of_the_route_is_refused(tmp_path):
@@ -194,24 +195,19 @@ async def test_a_request_for_a_version_gets_that_version(tmp_path):
     text = "m: {split: [{model: m, version: 1, weight: 99}, {model: m, version: 2, weight: 1}]}"
     router, _ = a_router(tmp_path, text, m=text_model("m"))
     for version in ("1", "2"):
-        call = a_call()
-        await answered(router, "m", call, version)
-        assert router.answering("m", call) == f"m:{version}"
+        assert await served(router, "m", a_call(), version) == f"m:{version}"
     for headers in ({}, {CHOSEN_MODEL: "m:1"}):
         with pytest.raises(NotFoundError, match="model 'm' has no version '3'"):
             await answered(router, "m", a_call(**headers), version="3")
     call = a_call(**{CHOSEN_MODEL: "m"})
     router, _ = a_router(tmp_path, "m: {split: [m, {model: n, version: 2, weight: 0}]}", m=text_model("m"))
-    await answered(router, "m", call, "2")
-    assert router.answering("m", call) == "m:2"
+    assert await served(router, "m", call, "2") == "m:2"
 
 
 async def test_a_version_without_weight_answers_requests_that_name_it(tmp_path):
     text = "m: {split: [{model: m, version: 1}, {model: m, version: 2, weight: 0}]}"
     router, _ = a_router(tmp_path, text, m=text_model("m"))
-    call = a_call()
-    await answered(router, "m", call, "2")
-    assert router.answering("m", call) == "m:2"
+    assert await served(router, "m", a_call(), "2") == "m:2"
 
 
 async def test_a_model_that_is_not_ready_is_passed_over(tmp_path):
@@ -246,15 +242,16 @@ async def test_a_model_that_loads_is_waited_for_and_one_that_is_gone_is_not(tmp_
 async def test_a_model_that_fails_gives_way_to_each_of_the_others_once(tmp_path):
     router, _ = a_router(tmp_path)
     call = a_call()
-    model = await router.wait_for("stable", "", call)
-    assert router.wait_s("stable", call) == 1.0
+    answering = await router.wait_for("stable", "", call)
+    assert answering.wait_s == 1.0
     seen = []
-    while (other := router.fall_back("stable", call, model, NotReadyError("loads", hop="predictor"))) is not None:
-        seen.append(other.name)
-        model = other
-    assert seen == ["small", "last"]
-    assert router.answering("stable", call) == "last:2"
-    assert router.wait_s("stable", call) is None
+    while answering.others:
+        answering = router.fall_back(answering, call, LOADS)
+        seen.append((answering.model.name, answering.wait_s))
+    assert seen == [("small", 1.0), ("last", None)]
+    with pytest.raises(NotReadyError, match="loads"):
+        router.fall_back(answering, call, LOADS)
+    assert await served(router, "stable", call) == "last:2"
 
 
 @pytest.mark.parametrize(
@@ -269,23 +266,28 @@ async def test_a_model_that_fails_gives_way_to_each_of_the_others_once(tmp_path)
 async def test_an_error_that_every_model_would_give_is_passed_on(tmp_path, error):
     router, _ = a_router(tmp_path)
     call = a_call()
-    model = await router.wait_for("stable", "", call)
-    assert router.fall_back("stable", call, model, error) is None
+    answering = await router.wait_for("stable", "", call)
+    with pytest.raises(type(error)) as raised:
+        router.fall_back(answering, call, error)
+    assert raised.value is error
 
 
-async def test_a_call_that_a_model_has_begun_stays_with_it(tmp_path):
+async def test_an_answer_that_weights_have_begun_stays_with_them(tmp_path):
     router, _ = a_router(tmp_path)
     call = a_call()
-    model = await router.wait_for("stable", "", call)
-    router.keep("stable", call)
-    assert router.fall_back("stable", call, model, NotReadyError("loads", hop="predictor")) is None
+    answering = await router.resolve("stable", "", call, lambda model: model == "hidden")
+    assert (answering.served, await served(router, "stable", call)) == ("hidden", "hidden")
+    with pytest.raises(NotReadyError):
+        router.fall_back(answering, call, LOADS)
+    assert await served(router, "stable", a_call()) != "hidden"
 
 
 async def test_a_model_of_another_kind_does_not_take_over(tmp_path):
     router, _ = a_router(tmp_path, "m: {model: stable, fallback: [tensors]}", tensors=RelayedModel("tensors"))
     call = a_call()
-    model = await router.wait_for("m", "", call)
-    assert router.fall_back("m", call, model, NotReadyError("loads", hop="predictor")) is None
+    answering = await router.wait_for("m", "", call)
+    with pytest.raises(NotReadyError):
+        router.fall_back(answering, call, LOADS)
 
 
 async def test_keys_are_for_the_names_that_requests_use(tmp_path):

@@ -9,13 +9,16 @@ import pytest
 from headrace.errors import ContextLengthError, InvalidRequestError
 from headrace.rpc.server.call_context import CallContext
 from headrace.sampling import ContextLimits
-from headrace_transformer.generation.prompts import Prompts, kept_tokens, rendered
+from headrace_transformer.generation.preparation import Preparation, kept_tokens, rendered
 from headrace_transformer.generation.requests import TextRequest
 from headrace_transformer.text import chat_templates
+from headrace_transformer.text.answer_syntax import AnswerSyntax, SyntaxSettings
 
 
 class Strict:
     """A tokenizer of one id for each message; its template takes system messages only at the beginning."""
+
+    answer_syntax = AnswerSyntax()
 
     async def render(self, messages, *_):
         if any(role == "system" for role, *_ in messages[1:]):
@@ -52,7 +55,7 @@ async def test_the_oldest_messages_of_a_conversation_that_is_too_long_are_left_o
     request = TextRequest(CallContext("", ""), "m", messages=messages, drops_messages=True)
     limits = ContextLimits(context, is_encoder_decoder=False)
     model = SimpleNamespace(name="m", tokenizer=Strict(), limits=limits)
-    prompts = Prompts(None, lambda model: None)
+    prompts = Preparation(None, SyntaxSettings())
     if kept is None:
         with pytest.raises(ContextLengthError):
             await prompts.ids(request, model)

@@ -7,10 +7,13 @@ from headrace.rpc.server.call_context import CallContext
 from headrace.sampling import SamplingParameters
 from headrace_protos.headrace_pb2 import PayloadChunk, PayloadRecord
 from headrace_protos.steps_pb2 import Submission
-from headrace_transformer.generation.recorded_tokens import RecordedTokens
-from headrace_transformer.generation.requests import PreparedGeneration, TextRequest
+from headrace_transformer.generation.chunks import Origin
+from headrace_transformer.generation.preparation import Prepared
+from headrace_transformer.generation.repeating import RecordedTokens
+from headrace_transformer.generation.requests import TextRequest
 from headrace_transformer.generation.resume_ids import ResumePoint, checksum
 from headrace_transformer.predictors.descriptions import Dialect
+from headrace_transformer.text.answer_syntax import AnswerSyntax
 
 IDS, PROMPT, WEIGHTS = [5, 6, 7, 8, 9], [1, 2, 3], "0" * 32
 
@@ -39,10 +42,15 @@ def record(ids=IDS, prompt=PROMPT, weights=WEIGHTS, has_logprobs=False):
 async def find(log, tokens=3, stage="", resumes=True, client="", **sampling):
     point = ResumePoint(WEIGHTS, tokens, checksum(IDS[:tokens]), stage)
     call = CallContext("", "r", (("x-headrace-client", client),) if client else ())
-    generation = PreparedGeneration(
-        Submission(), PROMPT, SamplingParameters(**sampling), None if resumes else Dialect()
+    prepared = Prepared(
+        submission=Submission(),
+        origin=Origin(None, PROMPT),
+        sampling=SamplingParameters(**sampling),
+        syntax=AnswerSyntax(),
+        prompt_end="",
+        dialect=None if resumes else Dialect(),
     )
-    return await RecordedTokens(log).find(TextRequest(call, "m", resume=point), generation)
+    return await RecordedTokens(log).find(TextRequest(call, "m", resume=point), prepared)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 5])

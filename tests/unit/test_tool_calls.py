@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace_transformer.text.answer_parser import AnswerParser
+from headrace_transformer.text.answer_parser import REASONING_FORMATS, AnswerParser, ReasoningParser
 from headrace_transformer.text.answer_parts import CallArguments, CallStart, Content, Reasoning, merged
-from headrace_transformer.text.reasoning import REASONING_FORMATS, ReasoningParser
 from headrace_transformer.text.tool_calls import PARSERS
 
 NAMES = ("weather", "add")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from headrace.clients import Client, client_of
+from headrace.clients import Client, account, account_of_batches, client_of
 from headrace.deadline import NO_DEADLINE, Deadline
 from headrace.errors import ForbiddenError, InvalidRequestError
 from headrace.rpc import Context
@@ -41,20 +41,12 @@ class ServedModel(NamedTuple):
         return f"{self.model}:{self.version}" if self.version else self.model
 
 
-@dataclass
-class Routed:
-    """The models that a route chose for a call: `served`, and the fallbacks `others`, in order."""
-
-    served: ServedModel
-    others: Sequence[ServedModel] = ()
-
-
 @dataclass(frozen=True)
 class CallContext:
     """`protocol` is the method called, `request_id` the caller's or the gateway's, `arrived` a time of the monotonic
     clock.
 
-    `routed` has the models that routes chose, by the names in the requests.
+    `routed` has the models that routes chose, by the names in the requests: the one that answers, then the fallbacks.
     """
 
     protocol: str
@@ -62,7 +54,7 @@ class CallContext:
     metadata: Sequence[tuple[str, str | bytes]] = ()
     deadline: Deadline = NO_DEADLINE
     arrived: float = field(default_factory=time.monotonic, compare=False)
-    routed: dict[str, Routed] = field(default_factory=dict, compare=False)
+    routed: dict[str, Sequence[ServedModel]] = field(default_factory=dict, compare=False)
 
     @property
     def elapsed_s(self) -> float:
@@ -73,6 +65,22 @@ class CallContext:
     def client(self) -> Client:
         """The client that calls."""
         return client_of(self.metadata)
+
+    @cached_property
+    def first_token(self) -> Deadline:
+        """The deadline of the answer's beginning, `x-first-token-timeout-ms` after the arrival.
+
+        It includes every wait for a predictor. Raises InvalidRequestError where it is malformed.
+        """
+        timeout_s = first_token_timeout_s(self.metadata)
+        if timeout_s is None:
+            return NO_DEADLINE
+        return Deadline(self.arrived + timeout_s, f"no token within {1000 * timeout_s:.0f} ms")
+
+    @cached_property
+    def account(self) -> Client:
+        """On whose account the work is where clients compete for an engine: its client's, or that of its batches."""
+        return account_of_batches(self.client.name) if self.is_background else account(self.client, self.metadata)
 
     @cached_property
     def is_background(self) -> bool:

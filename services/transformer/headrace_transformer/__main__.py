@@ -63,7 +63,7 @@ async def _serve(settings: TransformerSettings) -> None:
     from headrace_transformer.frontends.v2_rest.servicer import OpenInferenceServicer
     from headrace_transformer.generation.month_budget import MonthBudget, used_by_log
     from headrace_transformer.generation.pipeline import Pipeline
-    from headrace_transformer.generation.recorded_tokens import RecordedTokens
+    from headrace_transformer.generation.repeating import RecordedTokens
     from headrace_transformer.generation.token_quota import TokenQuota
     from headrace_transformer.inference.encoder_calls import EncoderCalls
     from headrace_transformer.inference.infer import Inference

@@ -1,50 +1,39 @@
-"""One generation, from text to text; every front end calls it.
+"""One generation, from text to text, in stages; every front end calls it.
 
-`Pipeline.generate` finds the model, admits the request, renders and tokenises the prompt, reads the tokens of one or
-more predictors, and detokenises. Around it are telemetry, the payload log, the delay of refusals under overload, and
-the first-token deadline. `generate` is the only loop over the tokens. Choices of one request share their prompt, see
-`SharedPrompt`.
+The router resolves the name in the request to a model, admission admits the request, preparation renders and tokenises
+the prompt, and the tokens of one or more predictors are opened: from then on they are detokenised as they come. What a
+stage makes is not changed by later ones. If a model fails before its first token, one that the route falls back to is
+admitted instead. Around it are telemetry, the payload log, and the delay of refusals under overload. `generate` is the
+only loop over the tokens. Choices of one request share their prompt, see `SharedPrompt`.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Container, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
 from typing import NamedTuple
 
-from headrace.errors import HeadraceError, InvalidRequestError
-from headrace.grammars import PARAMETER
-from headrace.oip.prompt_logprobs import check_size
+from headrace.errors import HeadraceError
 from headrace.payload.call import begin
 from headrace.payload.tap import PayloadTap
 from headrace.rpc.server.call_context import CallContext
-from headrace.sampling import SamplingParameters
-from headrace_protos.steps_pb2 import Submission
 from headrace_transformer.generation.admission import Admission, AdmittedGeneration
-from headrace_transformer.generation.chunks import Assembler, Origin, TextChunk
-from headrace_transformer.generation.grammars import GrammarChecks
-from headrace_transformer.generation.prompts import Prompts
-from headrace_transformer.generation.recorded_tokens import RecordedTokens
+from headrace_transformer.generation.chunks import Assembler, TextChunk
+from headrace_transformer.generation.preparation import Preparation, Prepared, prompt_end_of
 from headrace_transformer.generation.recording import recorded_generation
-from headrace_transformer.generation.repeating import RepeatedTokens
-from headrace_transformer.generation.requests import PreparedGeneration, TextRequest
-from headrace_transformer.generation.resume_ids import ResumePoint
-from headrace_transformer.generation.shares import account_of
+from headrace_transformer.generation.repeating import RecordedTokens, RepeatedTokens
+from headrace_transformer.generation.requests import TextRequest
 from headrace_transformer.generation.telemetry import GenerationTelemetry
 from headrace_transformer.generation.token_quota import Reservation, TokenQuota
-from headrace_transformer.generation.tool_use import formed, parser_of
-from headrace_transformer.models.models import TextModel
-from headrace_transformer.predictors.first_token import FirstToken
 from headrace_transformer.predictors.resuming import ResumingGenerator, TokenStream
-from headrace_transformer.predictors.submission import sampling_json
 from headrace_transformer.predictors.tokens import TokenChunk
 from headrace_transformer.processes.body_processes import BodyProcesses
-from headrace_transformer.routing.router import Router
+from headrace_transformer.routing.router import Answering, Router
 from headrace_transformer.signing import Signer
-from headrace_transformer.text.answer_parser import AnswerParser
-from headrace_transformer.text.answer_syntax import AnswerSyntax, SyntaxSettings
+from headrace_transformer.text.answer_parts import Content, Part
+from headrace_transformer.text.answer_syntax import SyntaxSettings
 from headrace_transformer.text.detokenizer import Detokenizer
+from headrace_transformer.text.tools import ToolUse
 
 
 class Pipeline:
@@ -74,47 +63,30 @@ class Pipeline:
         self._admission = Admission()
         self._quota = quota or TokenQuota()
         self._recorded = recorded
-        self._syntaxes = syntaxes or SyntaxSettings()
-        self._grammars = GrammarChecks()
-        self._prompts = Prompts(bodies, self.syntax)
+        self._preparation = Preparation(bodies, syntaxes or SyntaxSettings())
         self._telemetry = GenerationTelemetry(router.lists)
 
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
         """The chunks of one answer; raises HeadraceError; closing the generator (`aclosing`) cancels the request."""
-        with self.recording_refusals(request.call, request.model):
-            request.check()
-            first_token = FirstToken(request.call)
-        has_own_cache = bool(request.call.client.name or request.sampling.get("cache_salt"))
-        shows_cached = self._reports_cached_tokens or has_own_cache
-        with self._telemetry.observed(request) as observed, recorded_generation(request, self._tap) as recorded:
-            async with self._admission.holding_refusals(request):
-                with ExitStack() as held:
-                    begun = await self._begun(request, first_token, held)
-                    if served := self._router.answering(request.model, request.call):
-                        recorded.served_by(served)
-                        observed.served_by(served)
-                    recorded.begun(request.prompt_kind, begun.generation)
-                    token_chunk = begun.first
-                    while True:
-                        begun.reservation.generated += len(token_chunk.token_ids)
-                        chunk = begun.assembler.take(token_chunk, request.call.elapsed_s)
-                        begun.admitted.chunk(chunk)
-                        if request.prompt_only:
-                            chunk = chunk.without_output()
-                        recorded.chunk(chunk, begun.counts_prompt)
-                        if token_chunk is begun.first:
-                            await recorded.flushed()
-                        observed.chunk(chunk)
-                        yield chunk if shows_cached else chunk.without_cached_tokens()
-                        if chunk.end is not None:
-                            return  # Closing cancels what the predictor would still generate.
-                        token_chunk = await begun.tokens.read()
-
-    def route_to_weights(self, model: str, resume: ResumePoint | None, call: CallContext) -> None:
-        """Routes a call to the model that began its answer, if there is one; before anything of the model is used."""
-        if resume is not None:
-            links, fingerprint = self._generator.links, resume.fingerprint
-            self._router.keep_to(model, call, lambda name: links.can_resume(name, fingerprint))
+        with (
+            self._telemetry.observed(request) as observed,
+            recorded_generation(request, self._tap) as recorded,
+            Lease() as lease,
+        ):
+            begun = await self._begun(request, lease)
+            recorded.begun(begun.answering.served, request.prompt_kind, begun.prepared, begun.counts_prompt)
+            observed.served_by(begun.answering.served)
+            tokens = begun.first
+            while True:
+                chunk = begun.chunk(tokens, request)
+                recorded.chunk(chunk)
+                if tokens is begun.first:
+                    await recorded.flushed()
+                observed.chunk(chunk)
+                yield chunk if begun.shows_cached else chunk.without_cached_tokens()
+                if chunk.end is not None:
+                    return  # Closing cancels what the predictor would still generate.
+                tokens = await begun.tokens.read()
 
     @contextmanager
     def recording_refusals(self, call: CallContext, model: str = "") -> Iterator[None]:
@@ -125,161 +97,122 @@ class Pipeline:
             with begin(self._tap, call, model):
                 raise
 
-    async def _begun(self, request: TextRequest, first_token: FirstToken, held: ExitStack) -> Begun:
-        """Waits for the first tokens: of the model that the request names, or of one that its route falls back to.
+    def parts_on_record(
+        self, served: str, text: str, tools: ToolUse | None, seed: int, prompt_ids: Sequence[int]
+    ) -> Sequence[Part]:
+        """The parts of an answer that is on record; the text alone where its model is not loaded any more."""
+        name, _, version = served.partition(":")
+        try:
+            model = self._router.as_text(self._router.find(name, version))
+        except HeadraceError:
+            return [Content(text)]
+        prompt_end = prompt_end_of(model.tokenizer, prompt_ids)
+        return self._preparation.syntax(model).parts_of(text, prompt_end, tools, seed)
 
-        `held` has the resources of the answer until its end.
-        """
-        async with first_token.in_time():
-            model = await self._router.get(request.model, request.version, request.call)
-        if request.choices > 1:  # All choices use one model.
-            self._router.keep(request.model, request.call)
-        while True:
-            try:
-                return await self._attempt(request, model, first_token, held)
-            except HeadraceError as error:
-                held.close()
-                other = self._router.fall_back(request.model, request.call, model, error)
-                if other is None:
-                    raise
-                model = self._router.as_text(other)
+    async def _begun(self, request: TextRequest, lease: Lease) -> Begun:
+        """Waits for the first tokens: of the model that the request names, or of one that its route falls back to."""
+        call, serves = request.call, self._weights_of(request)
+        request.check()
+        async with self._admission.holding_refusals(request), call.first_token.scope():
+            answering = await self._router.resolve(request.model, request.version, call, serves)
+            if request.choices > 1:  # All of them use one model.
+                answering = answering._replace(others=(), wait_s=None)
+            while True:
+                try:
+                    model = self._router.as_text(answering.model)
+                    admitted = lease.holds(self._admission.admitted(request, model))
+                    prepared = await self._preparation.prepare(request, model)
+                    begun = await self._opened(request, answering, admitted, prepared, lease)
+                    self._router.answered(answering, begun.first.fingerprint)
+                    return begun
+                except HeadraceError as error:
+                    lease.close()
+                    answering = self._router.fall_back(answering, call, error)
 
-    async def _attempt(self, request: TextRequest, model: TextModel, first_token: FirstToken, held: ExitStack) -> Begun:
-        """Waits for the first tokens of one model."""
-        call = request.call
-        admitted = held.enter_context(self._admission.admitted(request, model))
-        async with first_token.in_time():
-            generation = await self._prepared(request, model)
-            await self._quota.check_month(call.client)
-        prompt_tokens = 0 if model.name in request.shared.charged else len(generation.prompt_ids)
-        reservation = held.enter_context(
-            self._quota.reserved(call.client, prompt_tokens, generation.sampling.max_tokens or 0)
-        )
-        request.shared.charged.add(model.name)
-        async with first_token.in_time():
-            tokens = await self._opened(request, generation, first_token, held)
-            first = await tokens.read()
-        # Once is enough: one set of weights generates the whole answer.
-        self._router.answered_by(model.name, first.fingerprint)
-        assembler = self._assembler(request, model, generation)
-        return Begun(generation, admitted, reservation, prompt_tokens > 0, tokens, assembler, first)
+    def _weights_of(self, request: TextRequest) -> Callable[[str], bool] | None:
+        """Whether a model has the weights that began the client's answer; None for a new answer."""
+        resume, links = request.resume, self._generator.links
+        return None if resume is None else lambda name: links.can_resume(name, resume.fingerprint)
 
     async def _opened(
-        self, request: TextRequest, generation: PreparedGeneration, first_token: FirstToken, held: ExitStack
-    ) -> TokenStream | RepeatedTokens:
-        """The tokens of a generation, those among them that the client has already."""
-        call, resume = request.call, request.resume
-        known = None if self._recorded is None else await self._recorded.find(request, generation)
-        tokens = self._generator.open(
-            generation.submission,
-            generation.sampling,
+        self, request: TextRequest, answering: Answering, admitted: AdmittedGeneration, prepared: Prepared, lease: Lease
+    ) -> Begun:
+        """The tokens of a prepared generation, those among them that the client has already, up to the first ones."""
+        call, resume, model = request.call, request.resume, prepared.origin.model
+        assembler = self._assembler(request, prepared)
+        counts_prompt = model.name not in request.shared.charged
+        prompt_tokens = len(prepared.origin.prompt_ids) if counts_prompt else 0
+        reservation = await self._quota.charged(call.client, prompt_tokens, prepared.sampling.max_tokens or 0)
+        lease.holds(reservation)
+        request.shared.charged.add(model.name)
+        known = None if self._recorded is None else await self._recorded.find(request, prepared)
+        stream = self._generator.open(
+            prepared.submission,
+            prepared.sampling,
             call.deadline,
-            first_token,
-            dialect=generation.dialect,
-            start_wait_s=self._router.wait_s(request.model, call),
+            call.first_token,
+            dialect=prepared.dialect,
+            start_wait_s=answering.wait_s,
             fingerprint="" if resume is None else resume.fingerprint,
             output_ids=() if known is None else known.token_ids,
         )
-        held.enter_context(closing(tokens))
-        return tokens if resume is None else RepeatedTokens(tokens, resume, known)
-
-    async def _prepared(self, request: TextRequest, model: TextModel) -> PreparedGeneration:
-        """The generation to request from the predictors; raises InvalidRequestError, ContextLengthError."""
-        sampling = model.defaults.changed(request.sampling)
-        if request.bad_words:
-            words = await model.tokenizer.bad_word_ids(request.bad_words)
-            sampling = sampling.changed({"bad_token_ids": [*sampling.bad_token_ids, *words]})
-        if sampling.structured_outputs:
-            if not model.resumes:
-                raise InvalidRequestError(
-                    f"model {model.name!r}: its predictor supports no {PARAMETER}, it is not Headrace's",
-                    param=PARAMETER,
-                )
-            await self._grammars.check(sampling.structured_outputs, request.call.deadline)
-        if request.prompt_logprobs is not None and not model.scores_prompts:
-            raise InvalidRequestError(f"model {model.name!r} has no log probabilities of prompts", param="logprobs")
-        prompt_ids = await self._prompts.ids(request, model)
-        if request.prompt_logprobs is not None:
-            check_size(len(prompt_ids), request.prompt_logprobs, request.choices)
-        if request.has_parts and (request.tools is not None or sampling.structured_outputs):
-            sampling = await self._formed(request, model, sampling, prompt_ids)
-        room = model.limits.room(len(prompt_ids))
-        if request.cuts_max_tokens and sampling.max_tokens is not None:
-            sampling = sampling.changed({"max_tokens": min(sampling.max_tokens, max(room, 1))})
-        account = account_of(request.call)
-        sampling = sampling.resolved(
-            room, request.default_max_tokens or model.limits.default_tokens(len(prompt_ids)), request.default_seed
+        lease.holds(closing(stream))
+        tokens = stream if resume is None else RepeatedTokens(stream, resume, known)
+        return Begun(
+            answering=answering,
+            prepared=prepared,
+            admitted=admitted,
+            reservation=reservation,
+            tokens=tokens,
+            first=await tokens.read(),
+            assembler=assembler,
+            counts_prompt=counts_prompt,
+            shows_cached=self._reports_cached_tokens or bool(call.client.name or prepared.sampling.cache_salt),
         )
-        submission = Submission(
-            model=model.name,
-            request_id=request.call.request_id,
-            prompt_ids=prompt_ids,
-            sampling=sampling_json(sampling),
-            prompt_logprobs=request.prompt_logprobs,
-            client=account.name,
-            weight=account.policy.weight,
-            # The client has these tokens already: they have no pace.
-            paced_after=request.resume.tokens if request.resume else 0,
-        )
-        return PreparedGeneration(submission, prompt_ids, sampling, None if model.resumes else model.dialect)
 
-    async def _formed(
-        self, request: TextRequest, model: TextModel, sampling: SamplingParameters, prompt_ids: Sequence[int]
-    ) -> SamplingParameters:
-        """The parameters with the form that the model's own syntax gives the answer: calls, free reasoning."""
-        syntax, tools, form = self.syntax(model), request.tools, sampling.structured_outputs
-        if tools is not None and (tools.is_required or tools.is_strict) and not model.resumes:
-            what, param = (
-                ("force a call", "tool_choice") if tools.is_required else ("enforce strict functions", "tools")
-            )
-            raise InvalidRequestError(
-                f"model {model.name!r}: its predictor cannot {what}, it is not Headrace's", param=param
-            )
-        try:
-            changed = formed(form, tools, syntax, model.tokenizer, prompt_ids)
-            if not changed:
-                return sampling
-            found = sampling.changed(changed)
-            await self._grammars.check(found.structured_outputs, request.call.deadline)
-            return found
-        except InvalidRequestError as refusal:
-            if tools is None:
-                raise
-            if not tools.is_required and tools != tools.loosened:  # The form needs a grammar; the calls do not.
-                return await self._formed(replace(request, tools=tools.loosened), model, sampling, prompt_ids)
-            raise InvalidRequestError(f"tools: {refusal.message}", param="tools") from None
-
-    def syntax(self, model: TextModel) -> AnswerSyntax:
-        """How a model writes calls and reasoning."""
-        return self._syntaxes.of(model.name, model.tokenizer.answer_syntax)
-
-    def _assembler(self, request: TextRequest, model: TextModel, generation: PreparedGeneration) -> Assembler:
-        follows = [] if model.limits.is_encoder_decoder else generation.prompt_ids
-        sampling, decoder = generation.sampling, model.tokenizer.decoder
-        parser: AnswerParser | None = None
-        kept: Mapping[int, str] | None = None
+    def _assembler(self, request: TextRequest, prepared: Prepared) -> Assembler:
+        origin, sampling, syntax = prepared.origin, prepared.sampling, prepared.syntax
+        decoder, follows = origin.model.tokenizer.decoder, origin.prompt_ids
+        marks = syntax.marks(request.tools is not None)
+        parser = None
         if request.has_parts:
-            syntax = self.syntax(model)
-            parser = parser_of(request, syntax, model.tokenizer, generation.prompt_ids)
-            kept = decoder.special_ids(syntax.marks(request.tools is not None)) if parser is not None else None
+            parser = syntax.parser(prepared.prompt_end, request.tools, request.default_seed)
+        kept: Mapping[int, str] = {} if parser is None else decoder.special_ids(marks)
         end_ids: Container[int] = ()
         if not request.skip_special_tokens:
-            end_ids = decoder.special_texts.keys() - (kept or {}).keys()
-            kept = decoder.special_texts
+            end_ids, kept = decoder.special_texts.keys() - kept.keys(), decoder.special_texts
+        if origin.model.limits.is_encoder_decoder:
+            follows = ()
         includes_stop = request.include_stop_str_in_output
         detokenizer = Detokenizer(decoder, follows, request.stop, sampling.min_tokens, kept, includes_stop)
-        return Assembler(
-            detokenizer, Origin(model, generation.prompt_ids), sampling.stop_token_ids, parser, includes_stop, end_ids
-        )
+        return Assembler(detokenizer, origin, sampling.stop_token_ids, parser, includes_stop, end_ids)
+
+
+class Lease(ExitStack):
+    """What one answer holds until it ends: its place among those admitted, its client's tokens, its token stream.
+
+    Closed between two attempts, for each holds its own.
+    """
+
+    holds = ExitStack.enter_context
 
 
 class Begun(NamedTuple):
     """An answer whose first tokens have arrived."""
 
-    generation: PreparedGeneration
+    answering: Answering
+    prepared: Prepared
     admitted: AdmittedGeneration
     reservation: Reservation
-    counts_prompt: bool
     tokens: TokenStream | RepeatedTokens
-    assembler: Assembler
     first: TokenChunk
+    assembler: Assembler
+    counts_prompt: bool
+    shows_cached: bool
+
+    def chunk(self, tokens: TokenChunk, request: TextRequest) -> TextChunk:
+        """The next chunk, counted."""
+        self.reservation.generated += len(tokens.token_ids)
+        chunk = self.assembler.take(tokens, request.call.elapsed_s)
+        self.admitted.chunk(chunk)
+        return chunk.without_output() if request.prompt_only else chunk

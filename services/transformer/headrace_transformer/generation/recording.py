@@ -20,7 +20,8 @@ from headrace.payload.recording import Recording
 from headrace.payload.tap import PayloadTap
 from headrace.sampling import MAX_STOP_TOKEN_IDS
 from headrace_transformer.generation.chunks import TextChunk
-from headrace_transformer.generation.requests import PreparedGeneration, TextRequest
+from headrace_transformer.generation.preparation import Prepared
+from headrace_transformer.generation.requests import TextRequest
 
 MAX_RECORDED_CHARACTERS = 1024 * 1024
 _MAX_IDS = 128 * 1024
@@ -41,32 +42,33 @@ class RecordedGeneration:
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
+        self._counts_prompt = True
         recording.engine_s = 0.0  # For a generation that is refused or ends before its first token.
 
-    def served_by(self, model: str) -> None:
-        """Records the model that a route chose."""
-        self._recording.served_model = model
+    def begun(self, served: str, prompt_kind: str, prepared: Prepared, counts_prompt: bool) -> None:
+        """Records what it takes to repeat the generation, and the model that a route chose.
 
-    def begun(self, prompt_kind: str, generation: PreparedGeneration) -> None:
-        """Records what it takes to repeat the generation."""
-        recording = self._recording
-        recording.prompt_ids, recording.prompt_kind = generation.prompt_ids, prompt_kind
+        The tokens of a prompt that several records share count in one of them.
+        """
+        recording, self._counts_prompt = self._recording, counts_prompt
+        recording.served_model = served
+        recording.prompt_ids, recording.prompt_kind = prepared.origin.prompt_ids, prompt_kind
         # The salt decides what the cache shares, and not the answer.
-        recording.sampling = generation.sampling.model_dump_json(exclude_defaults=True, exclude={"cache_salt"})
+        recording.sampling = prepared.sampling.model_dump_json(exclude_defaults=True, exclude={"cache_salt"})
 
-    def chunk(self, chunk: TextChunk, counts_prompt: bool = True) -> None:
-        """Adds a chunk; the tokens of a prompt that several records share count in one of them."""
+    def chunk(self, chunk: TextChunk) -> None:
+        """Adds a chunk."""
         recording, tokens = self._recording, chunk.tokens
         if tokens.resumed:
             recording.resumes += 1
         if tokens.predictor:
             recording.answered_by(tokens.predictor)
         recording.fingerprint = tokens.fingerprint
-        recording.prompt_tokens = len(chunk.origin.prompt_ids) if counts_prompt else 0
+        recording.prompt_tokens = len(chunk.origin.prompt_ids) if self._counts_prompt else 0
         recording.engine_s = tokens.engine_s
         recording.chunk(chunk.text, tokens.token_ids, tokens.logprobs)
         if chunk.end is not None:
-            usage = chunk.end.usage if counts_prompt else None  # Without one it is what was counted.
+            usage = chunk.end.usage if self._counts_prompt else None  # Without one it is what was counted.
             recording.end("OK", finish_reason=chunk.end.reason, usage=usage)
 
     async def flushed(self) -> None:

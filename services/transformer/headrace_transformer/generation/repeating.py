@@ -3,16 +3,32 @@
 Chunks that the client has are marked as `repeated`. A chunk that reaches beyond them is split, so that the rest begins
 exactly where the client's part ends. The tokens are compared with the client's by their checksum: an answer that cannot
 be repeated exactly ends with an error, and never continues with another text.
+
+Tokens that the payload log has need not be generated again. It is asked for the request's id, if the client sent the
+same one again, or the one of the first answer's `x-request-id`. Its tokens are used only if prompt, weights and
+checksum agree, so a wrong record, which another request with the same id may have, is ignored. The log never fails a
+request, nor does it delay one for long.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-from headrace.errors import HopBrokenError
+from headrace.errors import HeadraceError, HopBrokenError
+from headrace_protos.headrace_pb2 import PayloadRecord, QueryPayloadsRequest
+from headrace_transformer.generation.preparation import Prepared
+from headrace_transformer.generation.requests import TextRequest
 from headrace_transformer.generation.resume_ids import ResumePoint, checksum
 from headrace_transformer.predictors.resuming import TokenStream
 from headrace_transformer.predictors.tokens import TokenChunk
+
+logger = logging.getLogger(__name__)
+
+_TIMEOUT_S = 0.5
+_MAX_RECORDS = 4  # With the same request id; each reconnection adds one.
 
 
 class RepeatedTokens:
@@ -76,3 +92,49 @@ def _rest(chunk: TokenChunk, count: int) -> TokenChunk:
         resumed=False,
         predictor="",
     )
+
+
+class RecordedTokens:
+    """Reads `log`, a PayloadLogStub."""
+
+    def __init__(self, log: Any) -> None:
+        self._log = log
+
+    async def find(self, request: TextRequest, prepared: Prepared) -> TokenChunk | None:
+        """The tokens that the client has, None if the log does not have them or they do not suffice."""
+        resume = request.resume
+        # A complete answer has no next token, and the prompt's log probabilities are not on record.
+        if resume is None or resume.stage or prepared.dialect is not None or request.prompt_logprobs is not None:
+            return None
+        query = QueryPayloadsRequest(
+            request_id=request.call.request_id, client=request.call.client.name or None, page_size=_MAX_RECORDS
+        )
+        try:
+            async for record in self._log.Query(query, timeout=_TIMEOUT_S):
+                found = _tokens_of(record, resume, prepared)
+                if found is not None:
+                    return found
+        except HeadraceError as error:
+            logger.debug("request %s is not looked up in the payload log: %s", request.call.request_id, error.message)
+        return None
+
+
+def _tokens_of(record: PayloadRecord, resume: ResumePoint, prepared: Prepared) -> TokenChunk | None:
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    for chunk in record.chunks:
+        token_ids += chunk.token_ids
+        logprobs += chunk.logprobs
+    token_ids, logprobs = token_ids[: resume.tokens], logprobs[: resume.tokens]
+    is_same = (
+        len(token_ids) == resume.tokens
+        and checksum(token_ids) == resume.checksum
+        and record.fingerprint == resume.fingerprint
+        and _equal(record.prompt_ids, prepared.origin.prompt_ids)
+        and len(logprobs) == (resume.tokens if prepared.sampling.logprobs else 0)
+    )
+    return TokenChunk(token_ids, logprobs, fingerprint=resume.fingerprint, repeated=True) if is_same else None
+
+
+def _equal(one: Sequence[int], other: Sequence[int]) -> bool:
+    return len(one) == len(other) and list(one) == list(other)

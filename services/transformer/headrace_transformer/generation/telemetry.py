@@ -117,8 +117,9 @@ class ObservedGeneration:
         self._ended = False
 
     def served_by(self, model: str) -> None:
-        """Records the model that a route chose."""
-        self._span.set_attribute("gen_ai.response.model", model)
+        """Records the model that a route chose, "" for none."""
+        if model:
+            self._span.set_attribute("gen_ai.response.model", model)
 
     def chunk(self, chunk: TextChunk) -> None:
         instruments, tokens = self._instruments, len(chunk.tokens.token_ids)

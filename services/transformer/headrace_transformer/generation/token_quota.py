@@ -7,8 +7,8 @@ what it had generated. The counts are those of one process.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from headrace.clients import Client
 from headrace.errors import InvalidRequestError, OverloadedError
@@ -17,11 +17,15 @@ from headrace.rpc.limits.response_head import Pairs
 from headrace_transformer.generation.month_budget import MonthBudget
 
 
-class Reservation:
-    """The tokens of one request; the owner keeps `generated` up to date."""
+class Reservation(AbstractContextManager["Reservation"]):
+    """The tokens of one request, until the block ends; the owner keeps `generated` up to date."""
 
-    def __init__(self) -> None:
+    def __init__(self, settle: Callable[[int], None]) -> None:
         self.generated = 0
+        self._settle = settle
+
+    def __exit__(self, *_: object) -> None:
+        self._settle(self.generated)
 
 
 class TokenQuota:
@@ -32,17 +36,11 @@ class TokenQuota:
         self._clock = clock
         self._minutes = ByClient(SlidingMinute, self._is_used)
 
-    async def check_month(self, client: Client) -> None:
-        """Raises OverloadedError where the client has used the tokens of its month (month_budget.py)."""
+    async def charged(self, client: Client, prompt_tokens: int, max_tokens: int = 0) -> Reservation:
+        """As `reserved`; raises OverloadedError too where the client has used the tokens of its month."""
         if self._month is not None:
             await self._month.check(client)
-
-    @asynccontextmanager
-    async def charged(self, client: Client, prompt_tokens: int, max_tokens: int = 0) -> AsyncIterator[Reservation]:
-        """As `reserved`, and checks the month."""
-        await self.check_month(client)
-        with self.reserved(client, prompt_tokens, max_tokens) as reservation:
-            yield reservation
+        return self.reserved(client, prompt_tokens, max_tokens)
 
     def remaining(self, client: Client) -> Pairs:
         """Headers with the remaining tokens of a client's minute, without reserved ones; none without a limit."""
@@ -57,46 +55,34 @@ class TokenQuota:
         minute.advance(self._clock())
         return minute.used > 0
 
-    @contextmanager
-    def reserved(self, client: Client, prompt_tokens: int, max_tokens: int) -> Iterator[Reservation]:
-        """Holds the tokens of the request in the block.
+    def reserved(self, client: Client, prompt_tokens: int, max_tokens: int) -> Reservation:
+        """Holds the tokens of a request.
 
         Raises OverloadedError if the client has to wait, and InvalidRequestError if it asks for more than its key
         allows in a minute.
         """
-        reservation = Reservation()
-        with self._in_minute(client, prompt_tokens, max_tokens, reservation):
-            try:
-                yield reservation
-            finally:
-                if self._month is not None:
-                    self._month.add(client, prompt_tokens + reservation.generated)
-
-    @contextmanager
-    def _in_minute(
-        self, client: Client, prompt_tokens: int, max_tokens: int, reservation: Reservation
-    ) -> Iterator[None]:
-        limit = client.policy.tokens_per_minute
-        if limit is None:
-            yield
-            return
-        wanted = prompt_tokens + max_tokens
-        if wanted > limit:
-            raise InvalidRequestError(
-                f"the request takes up to {wanted} tokens, the key of {client.name} allows {limit} in a minute",
-                param="max_tokens",
-            )
-        minute = self._minutes[client.name]
-        minute.advance(self._clock())
-        if minute.used + wanted > limit:
-            left = max(0, limit - minute.used)
-            raise OverloadedError(
-                f"the request takes up to {wanted} tokens, of {limit} a minute {client.name} has {left} left",
-                retry_after_ms=int(1000 * minute.wait_s(wanted, limit)),
-            )
-        second = minute.add(wanted)
-        try:
-            yield
-        finally:
+        wanted, limit, minute, second = prompt_tokens + max_tokens, client.policy.tokens_per_minute, None, 0
+        if limit is not None:
+            if wanted > limit:
+                raise InvalidRequestError(
+                    f"the request takes up to {wanted} tokens, the key of {client.name} allows {limit} in a minute",
+                    param="max_tokens",
+                )
+            minute = self._minutes[client.name]
             minute.advance(self._clock())
-            minute.add(prompt_tokens + reservation.generated - wanted, second)
+            if minute.used + wanted > limit:
+                left = max(0, limit - minute.used)
+                raise OverloadedError(
+                    f"the request takes up to {wanted} tokens, of {limit} a minute {client.name} has {left} left",
+                    retry_after_ms=int(1000 * minute.wait_s(wanted, limit)),
+                )
+            second = minute.add(wanted)
+
+        def settle(generated: int) -> None:
+            if self._month is not None:
+                self._month.add(client, prompt_tokens + generated)
+            if minute is not None:
+                minute.advance(self._clock())
+                minute.add(prompt_tokens + generated - wanted, second)
+
+        return Reservation(settle)

@@ -52,7 +52,7 @@ class CountedRelay(Relay):
     @asynccontextmanager
     async def _charged(self, request: bytes) -> AsyncIterator[Reservation]:
         prompt_tokens, max_tokens = self._wanted(request)
-        async with self._quota.charged(self._client, prompt_tokens, max_tokens) as reservation:
+        with await self._quota.charged(self._client, prompt_tokens, max_tokens) as reservation:
             self._recording.prompt_tokens = prompt_tokens
             try:
                 yield reservation

@@ -26,7 +26,7 @@ from headrace_protos.headrace_pb2 import Usage
 from headrace_transformer.generation.recording import MAX_RECORDED_CHARACTERS, recorded_list
 from headrace_transformer.generation.token_quota import TokenQuota
 from headrace_transformer.inference.rows import Row, RowReader, Text
-from headrace_transformer.models.models import RelayedModel, RowModel, TextModel
+from headrace_transformer.models.models import Model, RelayedModel, RowModel, TextModel
 from headrace_transformer.predictors.answers import predictor_answers
 from headrace_transformer.predictors.client import PredictorClient
 from headrace_transformer.processes.body_processes import BodyProcesses
@@ -78,14 +78,16 @@ class EncoderCalls:
         with recorded(self._tap, call, request.model, prompt=prompt, parameters=parameters) as recording:
             # One scope for all calls, which do not begin at once.
             async with call.deadline.scope():
-                encoded = await self._encode(request, call)
-            recording.served_model = self._router.answering(request.model, call)
+                answering = await self._router.wait_for(request.model, "", call)
+                encoded = await self._encode(request, answering.model, call)
+            self._router.answered(answering)
+            recording.served_model = answering.served
             recording.end("OK", usage=Usage(prompt_tokens=encoded.tokens))
             await recording.flushed()
             return encoded
 
-    async def _encode(self, request: Request, call: CallContext) -> Encoded:
-        name, model = await self._model(request, call)
+    async def _encode(self, request: Request, found: Model, call: CallContext) -> Encoded:
+        name, model = found.name, _row_model(request, found)
         rows = await request.rows_of(RowReader(model, self._bodies, call.deadline, request.cut))
         tokens = sum(len(row.ids) for row in rows)
         vectors: list[Vector] = [np.empty(0, np.float32)] * len(rows)
@@ -96,24 +98,13 @@ class EncoderCalls:
                 vectors[index] = await self._vector(name, model.output, rows[index], call)
 
         try:
-            async with self._quota.charged(call.client, tokens), asyncio.TaskGroup() as group:
-                for number in range(min(_CALLS_AT_ONCE, len(rows))):
-                    group.create_task(work(), name=f"encode-{number}")
+            with await self._quota.charged(call.client, tokens):
+                async with asyncio.TaskGroup() as group:
+                    for number in range(min(_CALLS_AT_ONCE, len(rows))):
+                        group.create_task(work(), name=f"encode-{number}")
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         return Encoded(model, vectors, tokens)
-
-    async def _model(self, request: Request, call: CallContext) -> tuple[str, RowModel]:
-        """The model that answers, and its name."""
-        name, makes = request.model, request.makes
-        model = await self._router.wait_for(name, "", call)
-        if isinstance(model, TextModel):
-            raise InvalidRequestError(f"model {name!r} generates text and makes no {makes}", param="model")
-        if not isinstance(model, RelayedModel) or model.rows is None or model.rows.output not in request.outputs:
-            raise InvalidRequestError(
-                f"model {name!r} makes no {makes} of text; call it by ModelInfer with its own tensors", param="model"
-            )
-        return model.name, model.rows
 
     async def _vector(self, model: str, output: str, row: Row, call: CallContext) -> Vector:
         request = inference_pb2.ModelInferRequest(model_name=model, id=call.request_id)
@@ -137,6 +128,18 @@ class EncoderCalls:
         if not np.isfinite(vector).all():  # Other servers may give such; JSON has no form of them.
             raise HopBrokenError(f"model {model!r} gave an {output} with numbers that are not finite", hop="predictor")
         return vector.reshape(-1).astype("<f4", copy=False)
+
+
+def _row_model(request: Request, model: Model) -> RowModel:
+    """How the model makes a vector of a text; raises InvalidRequestError."""
+    name, makes = request.model, request.makes
+    if isinstance(model, TextModel):
+        raise InvalidRequestError(f"model {name!r} generates text and makes no {makes}", param="model")
+    if not isinstance(model, RelayedModel) or model.rows is None or model.rows.output not in request.outputs:
+        raise InvalidRequestError(
+            f"model {name!r} makes no {makes} of text; call it by ModelInfer with its own tensors", param="model"
+        )
+    return model.rows
 
 
 def _recorded(texts: Sequence[Text]) -> str:

@@ -27,7 +27,7 @@ from headrace_transformer.inference.counted_relay import CountedRelay
 from headrace_transformer.inference.request import InferRequest
 from headrace_transformer.models.models import Model, ProcessedModel, RelayedModel, TextModel
 from headrace_transformer.predictors.relay import Relay
-from headrace_transformer.routing.router import Router
+from headrace_transformer.routing.router import Answering, Router
 
 _BESIDE_PROMPT = 1024 * 1024  # An upper bound of a request's bytes besides its prompt.
 
@@ -44,64 +44,59 @@ class Inference:
 
     async def infer(self, request: InferRequest, call: CallContext) -> pb.ModelInferResponse | bytes:
         """The one answer; bytes are a serialized ModelInferResponse."""
-        model = await self._find(request, call)
-        if isinstance(model, TextModel):
-            return await self._whole_text(request, self._read(model, request, call))
+        answering = await self._find(request, call)
+        if isinstance(answering.model, TextModel):
+            return await self._whole_text(request, self._read(answering.model, request, call))
         with self._recorded(request, call) as recording:
-            answer = await self._answered(model, request, call, recording)
-            recording.served_model = self._router.answering(request.model_name, call)
+            while True:  # Until the model answers, or one that its route falls back to.
+                relay, model = self._relay_of(answering.model, call, recording), answering.model
+                try:
+                    if isinstance(model, ProcessedModel):
+                        answer = await processed.infer(model, request, relay, call.deadline)
+                    else:
+                        data = self._routed(request, call).data
+                        answer = await relay.infer(data, call.deadline, answering.wait_s)
+                    break
+                except HeadraceError as error:
+                    answering = self._router.fall_back(answering, call, error)
+            self._router.answered(answering)
+            recording.served_model = answering.served
             recording.end("OK", outputs=answer_tensors(answer))
             await recording.flushed()
             return self._named(answer, request, call)
-
-    async def _answered(
-        self, model: RelayedModel | ProcessedModel, request: InferRequest, call: CallContext, recording: Recording
-    ) -> pb.ModelInferResponse | bytes:
-        """The answer of the model, or of one that its route falls back to."""
-        while True:
-            relay = self._relay_of(model, call, recording)
-            try:
-                if isinstance(model, ProcessedModel):
-                    return await processed.infer(model, request, relay, call.deadline)
-                data, wait_s = self._routed(request, call).data, self._router.wait_s(request.model_name, call)
-                return await relay.infer(data, call.deadline, wait_s)
-            except HeadraceError as error:
-                other = self._router.fall_back(request.model_name, call, model, error)
-                if other is None or isinstance(other, TextModel):
-                    raise
-                model = other
 
     async def stream(
         self, request: InferRequest, call: CallContext
     ) -> AsyncGenerator[pb.ModelInferResponse | bytes, None]:
         """The answers as they come, the last one marked; bytes are a serialized ModelStreamInferResponse."""
-        model = await self._find(request, call)
-        if isinstance(model, TextModel):
-            answers = self._text(request, self._read(model, request, call))
+        answering = await self._find(request, call)
+        if isinstance(answering.model, TextModel):
+            answers = self._text(request, self._read(answering.model, request, call))
         else:
-            answers = self._tensors(model, request, call)
+            answers = self._tensors(answering, request, call)
         async with aclosing(answers):
             async for answer in answers:
                 yield answer
 
     async def _tensors(
-        self, model: RelayedModel | ProcessedModel, request: InferRequest, call: CallContext
+        self, answering: Answering, request: InferRequest, call: CallContext
     ) -> AsyncGenerator[pb.ModelInferResponse | bytes, None]:
         with self._recorded(request, call) as recording:
             answers: AsyncGenerator[pb.ModelInferResponse | bytes, None]
-            relay = self._relay_of(model, call, recording)
-            if isinstance(model, ProcessedModel):
-                answers = processed.stream(model, request, relay, call.deadline)
+            relay = self._relay_of(answering.model, call, recording)
+            if isinstance(answering.model, ProcessedModel):
+                answers = processed.stream(answering.model, request, relay, call.deadline)
             else:
                 answers = relay.stream(self._routed(request, call).data, call.deadline)
-            recording.served_model = self._router.answering(request.model_name, call)
+            self._router.answered(answering)
+            recording.served_model = answering.served
             async with aclosing(answers):
                 async for answer in answers:
                     recording.chunk("", outputs=streamed_tensors(answer))
                     await recording.flushed()
                     yield self._named(answer, request, call, is_streamed=True)
 
-    def _relay_of(self, model: RelayedModel | ProcessedModel, call: CallContext, recording: Recording) -> Relay:
+    def _relay_of(self, model: Model, call: CallContext, recording: Recording) -> Relay:
         if not call.client.counts_tokens:
             return self._relay
         generates = isinstance(model, RelayedModel) and model.generates
@@ -110,7 +105,7 @@ class Inference:
     def _routed(self, request: InferRequest, call: CallContext) -> InferRequest:
         """The request with the model that the route chose."""
         routed = call.routed.get(request.model_name)
-        return request if routed is None else request.for_model(routed.served)
+        return request if routed is None else request.for_model(routed[0])
 
     def _named(
         self, answer: pb.ModelInferResponse | bytes, request: InferRequest, call: CallContext, is_streamed: bool = False
@@ -128,7 +123,7 @@ class Inference:
         inputs = request_tensors(request.received_data or request.message)
         return recorded(self._tap, call, request.model_name, inputs=inputs)
 
-    async def _find(self, request: InferRequest, call: CallContext) -> Model:
+    async def _find(self, request: InferRequest, call: CallContext) -> Answering:
         with self._pipeline.recording_refusals(call, request.model_name):
             check_request_id(request.id)
             return await self._router.wait_for(request.model_name, request.model_version, call)

@@ -19,22 +19,24 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from typing import TypeVar
 
+from headrace.deadline import Deadline
 from headrace.errors import HeadraceError, InvalidRequestError, NotFoundError, NotReadyError, StartupError
 from headrace.models.sources import ModelSource, parse_location
-from headrace.rpc.server.call_context import CallContext
 from headrace.telemetry.rpc import suppress_tracing
 from headrace.threads import run_in_daemon_thread
 from headrace_transformer.models.models import Model, ProcessedModel, RelayedModel, TextModel, model_of
 from headrace_transformer.models.processors import RunningProcessor
 from headrace_transformer.predictors.client import PredictorClient
 from headrace_transformer.predictors.descriptions import PredictorModel
-from headrace_transformer.predictors.first_token import FirstToken
 from headrace_transformer.predictors.replicas import LOADING, READY, UNAVAILABLE, ModelState, Replicas
 from headrace_transformer.processes.body_processes import BodyProcesses
 from headrace_transformer.text.model_text import AdapterBase, BaseNeededError, ModelText, read_text
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _PROBE_INTERVAL_S = 1.0
 _STARTING_INTERVAL_S = 0.1
@@ -114,25 +116,16 @@ class Catalogue:
             raise NotFoundError(f"model {name!r} has no version {version!r}, only {', '.join(model.versions)}")
         return model
 
-    async def wait_for(self, name: str, version: str, call: CallContext) -> Model:
-        """As `find` for a request, which waits while the model is not ready, within its deadlines.
-
-        Raises ForbiddenError where the caller's key does not allow the model.
-        """
-        call.client.check_model(name)
-        return await self.found_in_time(lambda: self.find(name, version), call)
-
-    async def found_in_time(self, find: Callable[[], Model], call: CallContext) -> Model:
-        """The result of `find`, which is retried at each change while it raises NotReadyError, within the deadlines."""
+    async def found_in_time(self, find: Callable[[], T], deadline: Deadline) -> T:
+        """The result of `find`, which is retried at each change while it raises NotReadyError, within the deadline."""
         with suppress(NotReadyError):
             return find()
-        backoff = self._predictor.backoff(call.deadline)
-        async with FirstToken(call).in_time():
-            while True:
-                try:
-                    return find()
-                except NotReadyError as error:
-                    await backoff.wait_for(self.changed, error)
+        backoff = self._predictor.backoff(deadline)
+        while True:
+            try:
+                return find()
+            except NotReadyError as error:
+                await backoff.wait_for(self.changed, error)
 
     def _called(self, name: str) -> TextModel | RelayedModel:
         state_of_model = self._state(name)

@@ -49,7 +49,6 @@ from headrace_transformer.predictors.answers import BrokenAnswerError
 from headrace_transformer.predictors.client import PredictorClient
 from headrace_transformer.predictors.crashes import CrashCount, NextCall, Quarantine, request_fingerprint
 from headrace_transformer.predictors.descriptions import Dialect
-from headrace_transformer.predictors.first_token import FirstToken
 from headrace_transformer.predictors.link import PredictorLink
 from headrace_transformer.predictors.link_call import LinkCall
 from headrace_transformer.predictors.links import Links
@@ -84,7 +83,7 @@ class ResumingGenerator:
         submission: Submission,
         sampling: SamplingParameters,
         deadline: Deadline,
-        first_token: FirstToken,
+        first_token: Deadline,
         *,
         dialect: Dialect | None = None,
         start_wait_s: float | None = None,
@@ -118,7 +117,7 @@ class TokenStream:
         dialect: Dialect | None,
         progress: Progress,
         backoff: Backoff,
-        first_token: FirstToken,
+        first_token: Deadline,
     ) -> None:
         self._generator = generator
         self._submission = submission
@@ -202,7 +201,7 @@ class TokenStream:
         timeout_s = self._backoff.deadline.left()
         self._generator.spans.begin(METHOD, timeout_s, span)
         submission = next_submission(self._submission, self._progress, span, is_isolated, timeout_s)
-        if not self._progress.output_ids and (left_s := self._first_token.left_s) is not None:
+        if not self._progress.output_ids and (left_s := self._first_token.left()) is not None:
             submission.first_token_timeout_s = left_s
         call = LinkCall(submission, self._sampling, span)
         link.submit(call, submission)

@@ -14,7 +14,9 @@ import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from opentelemetry import metrics
 
@@ -27,7 +29,7 @@ from headrace.errors import (
 )
 from headrace.files import WatchedFile
 from headrace.rpc.limits.admission import head_of_call
-from headrace.rpc.server.call_context import IDEMPOTENCY_KEY, CallContext, Routed, ServedModel
+from headrace.rpc.server.call_context import IDEMPOTENCY_KEY, CallContext, ServedModel
 from headrace.telemetry.identity import MODEL, as_metadata
 from headrace_transformer.models.catalogue import Catalogue
 from headrace_transformer.models.models import Model, TextModel
@@ -42,6 +44,20 @@ _SHOWN = 64  # Characters of a caller's text in an error.
 _FALLBACK_WAIT_S = 1.0
 # Predictor errors after which another model is tried. Not HopBrokenError: the request may have caused the crash.
 _FAILED_THERE = (NotReadyError, NotFoundError, OverloadedError)
+
+
+class Answering(NamedTuple):
+    """The model that answers a request for `name`.
+
+    Behind a route, `served` names it, `others` may answer if it cannot, and `wait_s` is how long a request waits for
+    unavailable predictors before it begins, None for the default.
+    """
+
+    name: str
+    model: Model
+    served: str = ""
+    others: Sequence[ServedModel] = ()
+    wait_s: float | None = None
 
 
 class Router:
@@ -78,61 +94,65 @@ class Router:
 
     # ------------------------------------------------------------------ the model of a call
 
-    async def wait_for(self, name: str, version: str, call: CallContext) -> Model:
-        """The model that answers; waits and raises as `Catalogue.wait_for`.
+    async def wait_for(self, name: str, version: str, call: CallContext) -> Answering:
+        """As `resolve`, within the deadline of the first token."""
+        async with call.first_token.scope():
+            return await self.resolve(name, version, call)
 
-        Keys are checked against the name in the request, not against the model that it is routed to.
+    async def resolve(
+        self, name: str, version: str, call: CallContext, serves: Callable[[str], bool] | None = None
+    ) -> Answering:
+        """The model that answers a call, the same each time; waits and raises as `Catalogue.wait_for`.
+
+        Of the models behind a route it is the first that `serves` accepts, without a fallback, if there is one. Keys
+        are checked against the name in the request, not against the model that it is routed to.
         """
-        routed = call.routed.get(name)
-        route = self._routes.get(name)
-        if routed is not None:
-            served = routed.served
-            return await self._catalogue.found_in_time(lambda: self._catalogue.find(*served), call)
-        if route is None:
-            return await self._catalogue.wait_for(name, version, call)
         call.client.check_model(name)
-        candidates = _candidates(route, name, version, call)
-        return await self._catalogue.found_in_time(lambda: self._choose(name, candidates, call), call)
+        routed, route = call.routed.get(name, ()), self._routes.get(name)
+        if routed:
+            candidates = routed[:1]
+        elif route is None:
+            find = partial(self._catalogue.find, name, version)
+            return Answering(name, await self._catalogue.found_in_time(find, call.deadline))
+        else:
+            routed = [] if serves is None else [served for served in route.targets if serves(served.model)][:1]
+            candidates = routed or _candidates(route, name, version, call)
+        choose = partial(self._choose, name, candidates)
+        served, model = await self._catalogue.found_in_time(choose, call.deadline)
+        if not routed:
+            self._routed.add(1, {MODEL: model.name})
+            routed = candidates[candidates.index(served) :]
+        call.routed[name] = routed
+        return self._answering(name, model, routed)
 
-    async def get(self, name: str, version: str, call: CallContext) -> TextModel:
-        """The text model; waits and raises as `wait_for`, and InvalidRequestError where the model takes no text."""
-        return self.as_text(await self.wait_for(name, version, call))
+    def fall_back(self, failed: Answering, call: CallContext, error: HeadraceError) -> Answering:
+        """The model that answers instead of one that failed before any output; raises `error` if there is none."""
+        if isinstance(error, _FAILED_THERE) and error.hop is not None:
+            for served, model in self._running(failed.others):
+                if type(model) is type(failed.model):
+                    self._fallbacks.add(1, {MODEL: model.name})
+                    logger.warning("model %s: %s; %s answers instead", failed.model.name, error.message, model.name)
+                    call.routed[failed.name] = failed.others[failed.others.index(served) :]
+                    return self._answering(failed.name, model, call.routed[failed.name])
+        raise error
 
-    def wait_s(self, name: str, call: CallContext) -> float | None:
-        """How long a request waits for unavailable predictors before it begins; None: the default."""
-        routed = call.routed.get(name)
-        return _FALLBACK_WAIT_S if routed is not None and self._running(routed.others) else None
+    def answered(self, answering: Answering, fingerprint: str | None = None) -> None:
+        """Records that a model has begun to answer, and the weights that did; the head of the answer names it."""
+        if answering.served:
+            head_of_call().add((CHOSEN_MODEL, as_metadata(answering.served)))
+        if fingerprint is not None:
+            self._catalogue.answered_by(answering.model.name, fingerprint)
 
-    def fall_back(self, name: str, call: CallContext, failed: Model, error: HeadraceError) -> Model | None:
-        """The model that answers instead of one that failed before any output; None if there is none."""
-        routed = call.routed.get(name)
-        if routed is None or not isinstance(error, _FAILED_THERE) or error.hop is None:
-            return None
-        for served, model in self._running(routed.others):
-            if type(model) is type(failed):
-                call.routed[name] = _led_to(served, routed.others)
-                self._fallbacks.add(1, {MODEL: model.name})
-                logger.warning("model %s: %s; model %s answers instead", failed.name, error.message, model.name)
-                return model
-        return None
+    def _answering(self, name: str, model: Model, routed: Sequence[ServedModel]) -> Answering:
+        served, *others = routed
+        return Answering(name, model, str(served), others, _FALLBACK_WAIT_S if self._running(others) else None)
 
-    def answering(self, name: str, call: CallContext) -> str:
-        """The model that a route chose for the call, "" without a route; the head of the answer names it."""
-        routed = call.routed.get(name)
-        if routed is None:
-            return ""
-        head_of_call().add((CHOSEN_MODEL, as_metadata(str(routed.served))))
-        return str(routed.served)
-
-    def _choose(self, name: str, candidates: Sequence[ServedModel], call: CallContext) -> Model:
+    def _choose(self, name: str, candidates: Sequence[ServedModel]) -> tuple[ServedModel, Model]:
         """The first candidate that can start now, otherwise the first that is loaded.
 
         Raises NotReadyError if one is still loading, otherwise NotFoundError.
         """
-        served, model = (self._running(candidates) or self._known(name, candidates))[0]
-        call.routed[name] = _led_to(served, candidates)
-        self._routed.add(1, {MODEL: model.name})
-        return model
+        return (self._running(candidates) or self._known(name, candidates))[0]
 
     def _running(self, candidates: Sequence[ServedModel]) -> list[tuple[ServedModel, Model]]:
         """The candidates that could begin to answer now."""
@@ -157,24 +177,6 @@ class Router:
         if not known:
             raise not_ready or NotFoundError(f"no model behind {name!r} is loaded")
         return known
-
-    def keep(self, name: str, call: CallContext) -> None:
-        """Disables fallback for this call: something of its model, such as the tokenizer, is already in use."""
-        if (routed := call.routed.get(name)) is not None:
-            routed.others = ()
-
-    def keep_to(self, name: str, call: CallContext, serves: Callable[[str], bool]) -> None:
-        """Chooses the first model behind a route that `serves` accepts, without a fallback, if there is one."""
-        route = self._routes.get(name)
-        if route is None or name in call.routed:
-            return
-        call.client.check_model(name)
-        served = next((served for served in route.targets if serves(served.model)), None)
-        if served is not None:
-            call.routed[name] = Routed(served)
-
-    def answered_by(self, model: str, fingerprint: str) -> None:
-        self._catalogue.answered_by(model, fingerprint)
 
     def as_text(self, model: Model) -> TextModel:
         """The model, if it takes text; raises InvalidRequestError."""
@@ -255,10 +257,6 @@ def _of_version(name: str, version: str, models: Sequence[ServedModel]) -> list[
     if not found:
         raise NotFoundError(f"model {name!r} has no version {version!r}")
     return found
-
-
-def _led_to(served: ServedModel, candidates: Sequence[ServedModel]) -> Routed:
-    return Routed(served, candidates[candidates.index(served) + 1 :])
 
 
 def _state_behind(route: Route, states: Mapping[str, ModelState]) -> ModelState:

@@ -1,12 +1,28 @@
 """The text of one answer in parts: its reasoning, then its calls of functions and the text beside them.
 
-`push` takes the text of one token at a time, so that the tokens of the reasoning are counted. Pure.
+`push` takes the text of one token at a time, so that the tokens of the reasoning are counted. Pure; the text may be cut
+anywhere.
+
+Reasoning is `<think>`, the reasoning, `</think>` before the answer. A template may open it itself: then the prompt ends
+with the mark, and the output begins inside. Reasoning that is never closed, because the answer ended at its maximum
+length, is reasoning to its end.
 """
 
 from __future__ import annotations
 
-from headrace_transformer.text.answer_parts import Answer, CallArguments, CallStart, Content, Part, merged
-from headrace_transformer.text.reasoning import ReasoningParser
+from typing import NamedTuple
+
+from headrace_transformer.text.answer_parts import (
+    Answer,
+    CallArguments,
+    CallStart,
+    Content,
+    Part,
+    Reasoning,
+    held_length,
+    layout_length,
+    merged,
+)
 from headrace_transformer.text.tool_calls import ToolCallParser
 
 
@@ -59,3 +75,79 @@ class AnswerParser:
             is_beyond = limit is not None and isinstance(part, CallStart | CallArguments) and part.number >= limit
             if not is_beyond and not (isinstance(part, Content) and not part.text):
                 self._parts.append(part)
+
+
+class ReasoningMarks(NamedTuple):
+    """The texts before and after a model's reasoning."""
+
+    open: str
+    close: str
+
+
+REASONING_FORMATS = {
+    "think": ReasoningMarks("<think>", "</think>"),  # DeepSeek-R1, Qwen3, QwQ
+    "mistral": ReasoningMarks("[THINK]", "[/THINK]"),  # Magistral
+}
+
+
+class ReasoningParser:
+    """Separates the reasoning of one answer from what follows; `is_open`: the prompt has opened it."""
+
+    def __init__(self, marks: ReasoningMarks, is_open: bool) -> None:
+        self._marks = marks
+        self._text = ""  # Held back.
+        self._is_at_start = True  # White space before the reasoning or the answer is layout.
+        self.is_open = is_open
+        self._is_before = not is_open
+
+    def push(self, text: str) -> list[Part]:
+        """The parts that are certain after adding `text`."""
+        if not (self.is_open or self._is_before or self._is_at_start):
+            return [Content(text)] if text else []
+        self._text += text
+        parts: list[Part] = []
+        if self._is_before:
+            self._begin()
+        if self.is_open:
+            self._reason(parts)
+        if not (self.is_open or self._is_before):
+            self._answer(parts)
+        return parts
+
+    def flush(self) -> list[Part]:
+        """The rest, at the end."""
+        text, self._text = self._text, ""
+        if self.is_open:
+            return [Reasoning(text)] if text.strip() else []
+        return [Content(text)] if text and (self._is_before or text.strip()) else []
+
+    def _begin(self) -> None:
+        """Decides whether the output begins with reasoning."""
+        text, mark = self._text.lstrip(), self._marks.open
+        if text.startswith(mark):
+            self._text, self._is_before, self.is_open = text[len(mark) :], False, True
+        elif not mark.startswith(text):
+            self._is_before = self._is_at_start = False
+
+    def _reason(self, parts: list[Part]) -> None:
+        if self._is_at_start:
+            self._text = self._text.lstrip()
+        at = self._text.find(self._marks.close)
+        kept = held_length(self._text, self._marks.close)
+        passed = self._text[:at] if at >= 0 else self._text[: len(self._text) - kept]
+        if at >= 0:
+            passed = passed[: len(passed) - layout_length(passed)]
+            self._text = self._text[at + len(self._marks.close) :]
+            self.is_open = False
+        else:
+            self._text = self._text[len(passed) :]
+        if passed:
+            parts.append(Reasoning(passed))
+        self._is_at_start = not self.is_open or (self._is_at_start and not passed)
+
+    def _answer(self, parts: list[Part]) -> None:
+        text = self._text.lstrip() if self._is_at_start else self._text
+        self._text = ""
+        if text:
+            self._is_at_start = False
+            parts.append(Content(text))

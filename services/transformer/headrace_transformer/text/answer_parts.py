@@ -2,12 +2,17 @@
 
 What a parser takes in has these parts in order. A call is one `CallStart` and then its arguments, JSON text in pieces;
 `number` counts the calls of an answer.
+
+White space around a mark, such as `<tool_call>`, is layout and no part of the answer. At most `MAX_LAYOUT` characters
+of it are held back until it is certain that a mark follows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+MAX_LAYOUT = 64
 
 
 class Content(NamedTuple):
@@ -58,3 +63,14 @@ def merged(parts: Iterable[Part]) -> list[Part]:
         else:
             found.append(part)
     return found
+
+
+def held_length(text: str, mark: str) -> int:
+    """How many characters at the end of `text` may be layout and the beginning of `mark`."""
+    partial = next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
+    return partial + layout_length(text[: len(text) - partial])
+
+
+def layout_length(text: str) -> int:
+    """How many characters at the end of `text` are layout if a mark follows."""
+    return min(len(text) - len(text.rstrip()), MAX_LAYOUT)

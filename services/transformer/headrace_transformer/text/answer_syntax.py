@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import random
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
-from headrace_transformer.text.answer_parser import AnswerParser
-from headrace_transformer.text.reasoning import REASONING_FORMATS, ReasoningMarks, ReasoningParser
+from headrace_transformer.text.answer_parser import REASONING_FORMATS, AnswerParser, ReasoningMarks, ReasoningParser
+from headrace_transformer.text.answer_parts import Content, Part
 from headrace_transformer.text.tool_calls import PARSERS
+from headrace_transformer.text.tools import ToolUse
 
 NONE = "none"
 _TOOLS = re.compile(r"\btools\b")
@@ -42,14 +46,29 @@ class AnswerSyntax(NamedTuple):
             return None, False
         return marks, end.endswith(marks.open)
 
-    def parser(
-        self, prompt_end: str, names: Container[str] | None, call_id: Callable[[int], str], max_calls: int | None
-    ) -> AnswerParser | None:
-        """The parser of an answer after that prompt; without `names` of functions it has no calls."""
-        tools = PARSERS[self.tools](names, call_id) if self.tools and names is not None else None
+    def parser(self, prompt_end: str, tools: ToolUse | None, seed: int | None) -> AnswerParser | None:
+        """The parser of an answer after that prompt, with functions that it may call; None if it is text alone.
+
+        The ids of calls are the same for equal seeds; None: a random one.
+        """
+        calls = None
+        if self.tools and tools is not None:
+            call_id = _mistral_call_id if self.tools == "mistral" else _call_id
+            seed = random.getrandbits(64) if seed is None else seed
+            calls = PARSERS[self.tools](tools.names, partial(call_id, seed))
         marks, is_open = self.reasoning_after(prompt_end)
         reasoning = None if marks is None else ReasoningParser(marks, is_open)
-        return AnswerParser(reasoning, tools, max_calls) if tools or reasoning else None
+        max_calls = None if tools is None or tools.is_parallel else 1
+        return AnswerParser(reasoning, calls, max_calls) if calls or reasoning else None
+
+    def parts_of(self, text: str, prompt_end: str, tools: ToolUse | None, seed: int) -> Sequence[Part]:
+        """The parts of a whole answer."""
+        parser = self.parser(prompt_end, tools, seed)
+        if parser is None:
+            return [Content(text)]
+        parser.push_rest(text)
+        parser.flush()
+        return parser.taken().parts
 
 
 def syntax_of(templates: Sequence[str], has_token: Callable[[str], bool]) -> AnswerSyntax:
@@ -96,3 +115,17 @@ def parse_formats(text: str, known: Sequence[str]) -> dict[str, str]:
             raise ValueError(f"{item!r} is not model=format with one of {', '.join((*known, NONE))}")
         found[model.strip()] = name.strip()
     return found
+
+
+def _call_id(seed: int, index: int) -> str:
+    """The id of a call of an answer, the same at each repetition of the answer."""
+    return f"call_{_digest(seed, index)[:24]}"
+
+
+def _mistral_call_id(seed: int, index: int) -> str:
+    """The same for templates that refuse any id but of nine letters and digits."""
+    return _digest(seed, index)[:9]
+
+
+def _digest(seed: int, index: int) -> str:
+    return hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=16, person=b"tool call id").hexdigest()

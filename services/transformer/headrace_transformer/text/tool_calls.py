@@ -22,9 +22,16 @@ import re
 from collections.abc import Callable, Container
 from typing import ClassVar
 
-from headrace_transformer.text.answer_parts import CallArguments, CallStart, Content, Part
+from headrace_transformer.text.answer_parts import (
+    MAX_LAYOUT,
+    CallArguments,
+    CallStart,
+    Content,
+    Part,
+    held_length,
+    layout_length,
+)
 from headrace_transformer.text.json_object import ObjectEnd, members_of, skipped
-from headrace_transformer.text.marks import MAX_LAYOUT, held_length, layout_length
 
 _MAX_HEAD = 64 * 1024  # Characters of an object that are held back until its name is known.
 _NAME = r"[\w.-]{1,128}"

@@ -14,13 +14,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 from headrace.errors import InvalidRequestError
 from headrace.sampling import SamplingParameters
-from headrace_transformer.calls import check_bad_words, check_stop
 from headrace_transformer.frontends.anthropic.blocks import messages_of, text_of_blocks, unread_fields
 from headrace_transformer.frontends.anthropic.tools import read_choice, read_declarations
 from headrace_transformer.frontends.openai.requests import OpenAIRequest
 from headrace_transformer.frontends.openai.sampled_request import SCORELESS
 from headrace_transformer.frontends.openai.structured_outputs import structured_outputs_of
 from headrace_transformer.frontends.openai.tools import TemplateMessage
+from headrace_transformer.generation.requests import check_bad_words, check_stop
 from headrace_transformer.text.tools import ToolFunction, ToolUse
 
 

@@ -95,7 +95,7 @@ class AnthropicServicer(rest_pb2_grpc.AnthropicServicer):
         parsed.name_unread_hints(self._models.template_reader(model))
         if ignored := parsed.ignored_fields():
             yield Header(IGNORED_FIELDS, ", ".join(ignored))
-        tokenizer, _ = tokenizer_of(await self._router.wait_for(model, "", call))
+        tokenizer, _ = tokenizer_of((await self._router.wait_for(model, "", call)).model)
         if (tools := parsed.tool_use) is not None and not tokenizer.answer_syntax.takes_tools:
             raise InvalidRequestError("the chat template of the model has no place for tools", param="tools")
         definitions = "" if tools is None else tools.definitions

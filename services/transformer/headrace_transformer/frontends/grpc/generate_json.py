@@ -14,7 +14,7 @@ from headrace.errors import ContextLengthError, InvalidRequestError
 from headrace.oip.json_text import load_object
 from headrace.structured_outputs import read_structured_outputs
 from headrace_protos.headrace_pb2 import GenerateRequest
-from headrace_transformer.calls import check_message_count, check_stop_count
+from headrace_transformer.generation.requests import check_message_count, check_stop_count
 
 MAX_BODY_BYTES = 8 * 1024 * 1024  # Larger than any prompt.
 _NAMES = frozenset(GenerateRequest.DESCRIPTOR.fields_by_name)

@@ -131,7 +131,7 @@ class InferenceServicer(OpenInferenceBase):
 
     async def metadata_of_called(self, request: pb.ModelMetadataRequest, call: CallContext) -> pb.ModelMetadataResponse:
         """As ModelMetadata, for a request that calls the model: waits for the model like the call."""
-        model = await self._router.wait_for(request.name, request.version, call)
+        model = (await self._router.wait_for(request.name, request.version, call)).model
         return await self._predictor.backoff(call.deadline).retry(lambda: self._metadata(model, request))
 
     async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:

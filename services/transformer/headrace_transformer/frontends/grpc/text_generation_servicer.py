@@ -16,14 +16,14 @@ from headrace.sampling import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_SEQUENCES, MAX_BAD_
 from headrace.telemetry.identity import REQUEST_ID_METADATA, as_metadata
 from headrace_protos import headrace_pb2 as pb
 from headrace_protos import headrace_pb2_grpc, rest_pb2_grpc
-from headrace_transformer.calls import TTFT_MS, check_bad_words, check_message_count, check_stop_count
 from headrace_transformer.frontends.grpc.generate_json import MAX_BODY_BYTES, read_generate_request, read_large
 from headrace_transformer.generation.chunks import TextChunk
 from headrace_transformer.generation.pipeline import Pipeline
-from headrace_transformer.generation.requests import TextRequest
+from headrace_transformer.generation.requests import TextRequest, check_bad_words, check_message_count, check_stop_count
 from headrace_transformer.generation.resume_ids import ResumeIds, identity_of
 from headrace_transformer.processes.body_processes import SMALL_BYTES, BodyProcesses
 
+_TTFT_MS = "x-ttft-ms"
 _PROTOCOL = "headrace.v1.TextGeneration/Generate"
 _REST_PROTOCOL = "headrace.rest.v1.TextGeneration/Generate"
 _NOT_SAMPLING = {"model", "prompt", "messages", "prompt_ids", "stop", "bad_words", "request_id", "resume_from"}
@@ -55,7 +55,6 @@ class TextGenerationServicer(headrace_pb2_grpc.TextGenerationServicer):
             body = _body(request)
             signer = self._pipeline.signer
             identity = await identity_of(call, body, request.resume_from, signer=signer, has_ids=bool(body))
-            self._pipeline.route_to_weights(request.model, identity.resume, call)
         text_request = TextRequest(
             call=call,
             model=request.model,
@@ -73,7 +72,7 @@ class TextGenerationServicer(headrace_pb2_grpc.TextGenerationServicer):
             async for chunk in chunks:
                 if first:
                     first = False
-                    ttft = (TTFT_MS, f"{chunk.elapsed_s * 1000:.1f}")
+                    ttft = (_TTFT_MS, f"{chunk.elapsed_s * 1000:.1f}")
                     context.set_trailing_metadata(((REQUEST_ID_METADATA, as_metadata(request_id)), ttft))
                 ids.take(chunk.tokens.fingerprint, chunk.tokens.token_ids)
                 if not chunk.tokens.repeated:

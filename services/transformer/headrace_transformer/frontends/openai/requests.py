@@ -17,9 +17,9 @@ import orjson
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, ValidationInfo, field_validator
 
 from headrace.errors import InvalidRequestError
-from headrace_transformer.calls import check_message_count
 from headrace_transformer.frontends.openai.errors import UnsupportedFieldError
-from headrace_transformer.text.tool_grammars import ignored_keywords
+from headrace_transformer.generation.requests import check_message_count
+from headrace_transformer.text.answer_grammars import ignored_keywords
 from headrace_transformer.text.tools import ToolUse
 
 # Larger than any prompt, its JSON escapes included; parsing more would stop the event loop.

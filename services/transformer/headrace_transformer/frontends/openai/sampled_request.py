@@ -9,9 +9,8 @@ from pydantic import field_validator
 
 from headrace.rpc.server.call_context import CallContext
 from headrace.sampling import SamplingParameters
-from headrace_transformer.calls import check_bad_words, check_stop
 from headrace_transformer.frontends.openai.requests import OpenAIRequest
-from headrace_transformer.generation.requests import TextRequest
+from headrace_transformer.generation.requests import TextRequest, check_bad_words, check_stop
 
 # The parameters of APIs whose answers have no log probabilities, and whose maximum of tokens has a field of its own.
 SCORELESS = tuple(

@@ -207,10 +207,10 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
     async def _tokenizer_for(self, name: str, call: CallContext) -> tuple[TextTokenizer, int | None]:
         """The tokenizer of a model, of the only one that generates where none is named, and the model's context."""
         name = self._models.resolve(name, call.client, "generation")
-        return tokenizer_of(await self._router.wait_for(name, "", call))
+        return tokenizer_of((await self._router.wait_for(name, "", call)).model)
 
     async def _identity(self, call: CallContext, request: HttpBody, parsed: GenerationRequest) -> AnswerIdentity:
-        """The identity of the answer; one that the client has in part keeps to its model.
+        """The identity of the answer.
 
         Events have ids for clients that ask for server-sent events by `Accept`, as those do that reconnect by
         themselves. Many others take every line of a stream for data.
@@ -218,6 +218,4 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
         has_ids = parsed.stream and EVENTS in call.header("accept")
         with self._pipeline.recording_refusals(call, parsed.model):
             last_id, signer = call.header(_LAST_EVENT_ID), self._pipeline.signer
-            identity = await identity_of(call, request.data, last_id, signer=signer, has_ids=has_ids)
-            self._pipeline.route_to_weights(parsed.model, identity.resume, call)
-        return identity
+            return await identity_of(call, request.data, last_id, signer=signer, has_ids=has_ids)

@@ -11,7 +11,7 @@ from typing import Any
 from headrace.deadline import Deadline
 from headrace.errors import InvalidRequestError
 from headrace_transformer.frontends.openai.text_requests import DetokenizeRequest, TokenizeRequest
-from headrace_transformer.generation.prompts import rendered
+from headrace_transformer.generation.preparation import rendered
 from headrace_transformer.models.models import RelayedModel, TextModel
 from headrace_transformer.processes.body_processes import BodyProcesses
 from headrace_transformer.text.tokenizer import Messages, TextTokenizer

@@ -12,13 +12,13 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator,
 
 from headrace.errors import InvalidRequestError
 from headrace.sampling import MAX_TOP_LOGPROBS
-from headrace_transformer.calls import check_message_count
 from headrace_transformer.frontends.openai.requests import Effort, effort_variables
 from headrace_transformer.frontends.openai.sampled_request import SCORELESS, SampledRequest
 from headrace_transformer.frontends.openai.structured_outputs import structured_outputs_of
 from headrace_transformer.frontends.openai.tools import TemplateMessage, json_text, read_tool_choice, read_tools
 from headrace_transformer.frontends.responses.input_items import Item, messages_of
 from headrace_transformer.frontends.responses.tools import Origins, functions_of, nested_choice
+from headrace_transformer.generation.requests import check_message_count
 from headrace_transformer.text.tools import ToolFunction, ToolUse
 
 _PLAIN_TEXT = {"type": "text"}

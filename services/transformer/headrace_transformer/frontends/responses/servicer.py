@@ -13,7 +13,6 @@ from typing import Any
 
 from google.api.httpbody_pb2 import HttpBody
 
-from headrace.errors import HeadraceError
 from headrace.rpc import Context
 from headrace.rpc.server.call_context import CallContext, call_context
 from headrace_protos import rest_pb2, rest_pb2_grpc
@@ -44,10 +43,9 @@ from headrace_transformer.frontends.responses.stored import (
 )
 from headrace_transformer.generation.pipeline import Pipeline
 from headrace_transformer.generation.resume_ids import identity_of
-from headrace_transformer.generation.tool_use import parts_of
 from headrace_transformer.processes.body_processes import BodyProcesses
 from headrace_transformer.routing.router import Router
-from headrace_transformer.text.answer_parts import Content, Part
+from headrace_transformer.text.answer_parts import Part
 
 
 class ResponsesServicer(rest_pb2_grpc.ResponsesServicer):
@@ -57,7 +55,6 @@ class ResponsesServicer(rest_pb2_grpc.ResponsesServicer):
         self, pipeline: Pipeline, router: Router, bodies: BodyProcesses, log: Any, keep_alive_s: float = 15.0
     ) -> None:
         self._pipeline = pipeline
-        self._router = router
         self._stored = StoredResponses(log, pipeline.signer)
         self._keep_alive_s = keep_alive_s
         self._reader = RequestReader(pipeline, bodies, OpenAIModels(router))
@@ -129,15 +126,8 @@ class ResponsesServicer(rest_pb2_grpc.ResponsesServicer):
         return conversation_of(record, self._parts_of(record))
 
     def _parts_of(self, record: PayloadRecord) -> Sequence[Part]:
-        """The parts of an answer on record; the text alone where its model is not loaded any more."""
-        name, _, version = record.served_model.partition(":")
-        try:
-            model = self._router.as_text(self._router.find(name or record.model, version))
-        except HeadraceError:
-            return [Content(record.text)]
-        seed = parameters_of(record).get(CALL_SEED, 0)
-        syntax = self._pipeline.syntax(model)
-        return parts_of(record.text, tools_of(record), seed, syntax, model.tokenizer, record.prompt_ids)
+        served, seed = record.served_model or record.model, parameters_of(record).get(CALL_SEED, 0)
+        return self._pipeline.parts_on_record(served, record.text, tools_of(record), seed, record.prompt_ids)
 
 
 def _further_parameters(parsed: ResponsesRequest, own_id: str, seed: int) -> dict[str, Any]:

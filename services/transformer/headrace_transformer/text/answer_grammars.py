@@ -1,7 +1,7 @@
 """Grammars by which an answer is one or more calls of functions, in a model's own format, has another form, or is text.
 
 In llguidance's form of Lark, where a special token of the model stands by its id. The arguments follow the function's
-schema, as far as it is `enforceable`. Reasoning stays free.
+schema, as far as it is `enforceable`. A form begins after the reasoning, which is free.
 Source: docs/syntax.md and docs/json_schema.md of llguidance.
 """
 
@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.grammars import json_options
 from headrace.json_schemas import enforceable
 from headrace.structured_outputs import Constraint
-from headrace_transformer.text.reasoning import ReasoningMarks
-from headrace_transformer.text.reasoning_grammar import after_reasoning, form_rule, mark_symbol, quoted
+from headrace_transformer.text.answer_parser import ReasoningMarks
 from headrace_transformer.text.tool_calls import PARSERS
 from headrace_transformer.text.tools import ToolFunction, ToolUse
 
@@ -138,3 +137,44 @@ def _schema(function: ToolFunction, place: str = "#", ignored: set[str] | None =
 
 def _json(schema: dict[str, Any], function: ToolFunction, style: Mapping[str, Any]) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': {**style, 'lenient': not function.is_strict}})}"
+
+
+def after_reasoning(
+    rules: Sequence[str], reasoning: ReasoningMarks | None, is_open: bool, token_ids: Mapping[str, int]
+) -> str:
+    """The grammar of what the first of the rules matches, which has no name here, after the reasoning.
+
+    `token_ids` are the marks that are special tokens to llguidance. The reasoning comes if the prompt has begun it
+    (`is_open`), and otherwise may come.
+    """
+    first, *others = rules
+    if reasoning is None:
+        return "\n".join([f"start: {first}", *others])
+    start = "thought" if is_open else f"({mark_symbol(reasoning.open, token_ids)} thought)?"
+    if reasoning.close in token_ids:
+        thought = [f"thought: /(.|\\n)*/ {mark_symbol(reasoning.close, token_ids)} /\\s*/"]
+    else:
+        thought = ["thought: reasoning /\\s*/", f"reasoning[suffix={quoted(reasoning.close)}]: /(.|\\n)*/"]
+    return "\n".join([f"start: {start} answer", f"answer: {first}", *others, *thought])
+
+
+def form_rule(form: Constraint) -> str | None:
+    """A form of `structured_outputs` as a rule; None for one that cannot be a part of a grammar."""
+    if form.kind == "regex":
+        escaped = re.sub(r"\\.|/", lambda found: found[0] if found[0] != "/" else "\\/", form.value, flags=re.DOTALL)
+        return f"/{escaped}/"
+    if form.kind == "choice":
+        return " | ".join(map(quoted, form.value))
+    if form.kind == "grammar":
+        return None
+    schema = {"type": "object"} if form.kind == "json_object" else form.value
+    return f"%json {json.dumps({**schema, 'x-guidance': json_options(form)})}"
+
+
+def mark_symbol(text: str, token_ids: Mapping[str, int]) -> str:
+    return f"<[{token_ids[text]}]>" if text in token_ids else quoted(text)
+
+
+def quoted(text: str) -> str:
+    """A string of the grammar."""
+    return json.dumps(text)
