@@ -112,7 +112,6 @@ class Pipeline:
     async def _begun(self, request: TextRequest, lease: Lease) -> Begun:
         """Waits for the first tokens: of the model that the request names, or of one that its route falls back to."""
         call, serves = request.call, self._weights_of(request)
-        request.check()
         async with self._admission.holding_refusals(request), call.first_token.scope():
             answering = await self._router.resolve(request.model, request.version, call, serves)
             if request.choices > 1:  # All of them use one model.

@@ -31,9 +31,14 @@ _MAX_NAMES, _MAX_NAME, _MAX_VALUE = 64, 256, 4096
 
 @contextmanager
 def recorded_generation(request: TextRequest, tap: PayloadTap) -> Iterator[RecordedGeneration]:
-    """Records the generation that the block makes, and how it ends."""
-    prompt, parameters = recorded_texts(request)
+    """Records the generation that the block makes, and how it ends.
+
+    Raises InvalidRequestError for a request that no model would take; its record has neither prompt nor parameters.
+    """
+    prompt, parameters = recorded_texts(request) if request.refusal is None else ("", "")
     with recorded(tap, request.call, request.model, prompt=prompt, parameters=parameters) as recording:
+        if request.refusal is not None:
+            raise request.refusal
         yield RecordedGeneration(recording)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import InvalidRequestError
@@ -86,14 +87,17 @@ class TextRequest:
         """Which of the three the prompt is: "text", "ids" or "messages"."""
         return "text" if self.prompt is not None else "ids" if self.prompt_ids is not None else "messages"
 
-    def check(self) -> None:
-        """Validates the parts that do not depend on the model; raises InvalidRequestError."""
-        check_stop(self.stop)
-        check_bad_words(self.bad_words)
+    @cached_property
+    def refusal(self) -> InvalidRequestError | None:
+        """The fault of the parts that do not depend on the model; None if there is none."""
+        try:
+            check_stop(self.stop)
+            check_bad_words(self.bad_words)
+        except InvalidRequestError as fault:
+            return fault
         if (self.prompt is not None) + (self.prompt_ids is not None) + bool(self.messages) != 1:
-            raise InvalidRequestError("give one of a prompt, its ids and messages")
-        if self.prompt == "":
-            raise InvalidRequestError("the prompt is empty")
+            return InvalidRequestError("give one of a prompt, its ids and messages")
+        return InvalidRequestError("the prompt is empty") if self.prompt == "" else None
 
 
 def check_message_count(count: int) -> None:
