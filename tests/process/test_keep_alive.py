@@ -11,14 +11,14 @@ from headrace.errors import FAILED_HOP, OverloadedError
 from headrace.rpc.server.handlers import Interceptor
 from headrace_protos import rest_pb2_grpc
 from headrace_protos.rest_pb2 import ModelBody
-from headrace_transformer.frontends.http import EVENTS, KeepAlive, event, rest_errors
+from headrace_transformer.frontends.http import EVENTS, Events, event, rest_errors
 from headrace_transformer.frontends.openai.errors import openai_error
 
 AFTER_S = 0.05
 COMMENT = b": keep-alive\n\n"
 
 
-class Events(rest_pb2_grpc.OpenInferenceServicer):
+class Numbers(rest_pb2_grpc.OpenInferenceServicer):
     """Writes an event for each number in its queue, and ends with None or an error."""
 
     def __init__(self, after_s):
@@ -28,7 +28,7 @@ class Events(rest_pb2_grpc.OpenInferenceServicer):
 
     @rest_errors(openai_error)
     async def GenerateStream(self, request, context):  # noqa: N802
-        yield KeepAlive(self.after_s)
+        yield Events(self.after_s)
         try:
             while (item := await self.events.get()) is not None:
                 if isinstance(item, Exception):
@@ -41,7 +41,7 @@ class Events(rest_pb2_grpc.OpenInferenceServicer):
 @asynccontextmanager
 async def call(after_s=AFTER_S):
     """A servicer, and a call of it."""
-    servicer = Events(after_s)
+    servicer = Numbers(after_s)
     server = grpc.aio.server(interceptors=(Interceptor("transformer"),))
     rest_pb2_grpc.add_OpenInferenceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")

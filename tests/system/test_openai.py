@@ -7,7 +7,7 @@ import uuid
 import pytest
 import pytest_asyncio
 
-from headrace_transformer.frontends.openai.choices import choice_seed
+from headrace_transformer.frontends.openai.generation_requests import choice_seed
 from tests.random_encoders import save_random_encoder, save_words_tokenizer
 from tests.support.tool_models import save_tool_model
 from tests.system.calls import rest

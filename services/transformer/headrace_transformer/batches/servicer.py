@@ -24,9 +24,10 @@ from headrace_protos import rest_pb2
 from headrace_transformer.batches.objects import Batch, StoredFile, new_id
 from headrace_transformer.batches.store import Store
 from headrace_transformer.batches.uploads import parse_upload
-from headrace_transformer.frontends.http import Body, Header, json_body, rest_errors
+from headrace_transformer.frontends.http import Body, json_body, rest_errors
 from headrace_transformer.frontends.openai.errors import openai_error
-from headrace_transformer.frontends.openai.requests import IGNORED_FIELDS, OpenAIRequest, parse
+from headrace_transformer.frontends.openai.reading import name_ignored
+from headrace_transformer.frontends.openai.requests import OpenAIRequest, parse
 from headrace_transformer.processes.body_processes import SMALL_BYTES, BodyProcesses
 
 _PURPOSE = "batch"
@@ -126,8 +127,7 @@ class BatchesServicer:
         parsed = parse(CreateBatchRequest, request)
         if parsed.endpoint not in self._endpoints:
             raise InvalidRequestError(f"batches of {parsed.endpoint[:64]!r} are not served", param="endpoint")
-        if ignored := parsed.ignored_fields():
-            yield Header(IGNORED_FIELDS, ", ".join(ignored))
+        name_ignored(parsed)
         batch = _new_batch(parsed, call)
         await asyncio.to_thread(store.create_batch, call.client, batch)
         yield json_body(batch.shown())

@@ -4,9 +4,7 @@ An error before the first body is sent as initial metadata (`x-http-status`, `x-
 the HTTP server (headrace/rpc/http2) sets the HTTP status, and a body in the API's own shape. After the first body the
 status has been sent: the error is one more server-sent event.
 
-A handler yields `Header` before its first body for one more header in its answer.
-
-A handler that answers by events yields `KeepAlive` first: from then on silence is filled with comments, which clients
+A handler that answers by events yields `Events` first: from then on silence is filled with comments, which clients
 ignore and which keep proxies from closing the connection.
 """
 
@@ -42,28 +40,17 @@ _COMMENT = HttpBody(content_type=EVENTS, data=b": keep-alive\n\n")
 
 
 @dataclass(frozen=True)
-class KeepAlive:
-    """What a handler yields before its events; it is not sent itself. 0: no comments."""
+class Events:
+    """What a handler yields before its events; it is not sent itself.
 
-    after_s: float
+    After `silent_s` there is a comment, 0: never. `write` makes the event of an error that has its own shape.
+    """
 
-
-@dataclass(frozen=True)
-class Header:
-    """A header of the answer, also of an error; it is sent before the first body."""
-
-    name: str
-    value: str
+    silent_s: float
+    write: Callable[[HeadraceError], bytes] | None = None
 
 
-@dataclass(frozen=True)
-class LastEvent:
-    """What a handler yields before its events if an error among them has its own shape, which `write` makes."""
-
-    write: Callable[[HeadraceError], bytes]
-
-
-Body: TypeAlias = "HttpBody | KeepAlive | Header | LastEvent"
+Body: TypeAlias = "HttpBody | Events"
 Handler = Callable[[Any, Any, Context], AsyncGenerator[Body, None]]
 
 
@@ -98,20 +85,15 @@ def rest_errors(shape: Callable[[HeadraceError], dict[str, Any]]) -> Callable[[H
     def decorate(handler: Handler) -> Callable[[Any, Any, Context], AsyncGenerator[HttpBody, None]]:
         @functools.wraps(handler)
         async def handle(self: Any, request: Any, context: Context) -> AsyncGenerator[HttpBody, None]:
-            begun = False
-            comments = last = None
-            head = head_of_call()
+            begun, comments, head = False, None, head_of_call()
+            last: Callable[[HeadraceError], bytes] = lambda error: event(shape(error))  # noqa: E731
+
             try:
                 async with aclosing(handler(self, request, context)) as bodies:
                     async for body in bodies:
-                        if isinstance(body, KeepAlive):
-                            comments = _Comments(context, body.after_s, head) if body.after_s else None
-                            continue
-                        if isinstance(body, LastEvent):
-                            last = body
-                            continue
-                        if isinstance(body, Header):
-                            head.add((body.name, body.value))
+                        if isinstance(body, Events):
+                            comments = _Comments(context, body.silent_s, head) if body.silent_s else None
+                            last = body.write or last
                             continue
                         begun = True
                         if comments is not None and comments.pause():
@@ -135,7 +117,7 @@ def rest_errors(shape: Callable[[HeadraceError], dict[str, Any]]) -> Callable[[H
                     await comments.end()
                     begun = begun or comments.sent
             if begun:
-                yield HttpBody(data=event(shape(error)) if last is None else last.write(error))
+                yield HttpBody(data=last(error))
             else:
                 head.add(*error.trailing_metadata(_HOP))
                 yield json_body(shape(error))

@@ -53,7 +53,7 @@ class Preparation:
 
     async def prepare(self, request: TextRequest, model: TextModel) -> Prepared:
         """The request for the predictors of a model."""
-        syntax, scored, tokenizer = self.syntax(model), request.prompt_logprobs, model.tokenizer
+        syntax, tokenizer = self.syntax(model), model.tokenizer
         sampling = model.defaults.changed(request.sampling)
         _check_model(request, model, sampling)
         if sampling.structured_outputs:
@@ -71,19 +71,19 @@ class Preparation:
             sampling = sampling.changed({"max_tokens": min(sampling.max_tokens, max(room, 1))})
         default_max_tokens = request.default_max_tokens or model.limits.default_tokens(len(prompt_ids))
         sampling = sampling.resolved(room, default_max_tokens, request.default_seed)
-        if scored is not None:
-            check_size(len(prompt_ids), scored, request.choices)
         submission = Submission(
             model=model.name,
             request_id=request.call.request_id,
             prompt_ids=prompt_ids,
             sampling=sampling_json(sampling),
-            prompt_logprobs=scored,
             client=request.call.account.name,
             weight=request.call.account.policy.weight,
             # The client has these tokens already: they have no pace.
             paced_after=request.resume.tokens if request.resume else 0,
         )
+        submission.MergeFrom(request.asked)
+        if submission.HasField("prompt_logprobs"):
+            check_size(len(prompt_ids), submission.prompt_logprobs, request.choices)
         dialect = None if model.resumes else model.dialect
         return Prepared(submission, Origin(model, prompt_ids), sampling, syntax, prompt_end, dialect)
 
@@ -184,7 +184,7 @@ def _check_model(request: TextRequest, model: TextModel, sampling: SamplingParam
         raise InvalidRequestError(
             f"model {model.name!r}: its predictor supports no {PARAMETER}, it is not Headrace's", param=PARAMETER
         )
-    if request.prompt_logprobs is not None and not model.scores_prompts:
+    if request.asked.HasField("prompt_logprobs") and not model.scores_prompts:
         raise InvalidRequestError(f"model {model.name!r} has no log probabilities of prompts", param="logprobs")
 
 

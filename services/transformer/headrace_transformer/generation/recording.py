@@ -149,8 +149,7 @@ def _recorded_parameters(request: TextRequest) -> dict[str, Any]:
     given = {name[:_MAX_NAME]: _brief(value) for name, value in islice(request.sampling.items(), _MAX_NAMES)}
     given.pop("seed", None)
     given.pop("cache_salt", None)  # Knowing it would reveal which prompts share a prefix with its owner's.
-    if request.prompt_logprobs is not None:
-        given["prompt_logprobs"] = request.prompt_logprobs
+    given |= {asked.name: value for asked, value in request.asked.ListFields()}
     if request.prompt_only:
         given["max_tokens"] = 0
     if request.stop:

@@ -103,8 +103,8 @@ class RecordedTokens:
     async def find(self, request: TextRequest, prepared: Prepared) -> TokenChunk | None:
         """The tokens that the client has, None if the log does not have them or they do not suffice."""
         resume = request.resume
-        # A complete answer has no next token, and the prompt's log probabilities are not on record.
-        if resume is None or resume.stage or prepared.dialect is not None or request.prompt_logprobs is not None:
+        # A complete answer has no next token, and what is asked beside them is not on record.
+        if resume is None or resume.stage or prepared.dialect is not None or request.asked.ByteSize():
             return None
         query = QueryPayloadsRequest(
             request_id=request.call.request_id, client=request.call.client.name or None, page_size=_MAX_RECORDS

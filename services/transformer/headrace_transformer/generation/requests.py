@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.errors import InvalidRequestError
 from headrace.rpc.server.call_context import CallContext
+from headrace_protos.steps_pb2 import Submission
 from headrace_transformer.generation.resume_ids import ResumePoint
 from headrace_transformer.text.tools import ToolUse
 
@@ -43,8 +44,8 @@ class TextRequest:
 
     `add_special_tokens` is of `prompt`. `bad_words` become `bad_token_ids`. `template_options` are variables of the
     chat template. Without max_tokens in `sampling`, the maximum is `default_max_tokens`, or the model's default, or the
-    room left in the context, if that is less. `prompt_logprobs` asks for the prompt's own log probabilities, and for so
-    many of the likeliest tokens at each position; `choices` is how many such requests make one answer. With
+    room left in the context, if that is less. `asked` has fields of the submission that it is to have as they are;
+    `choices` is how many such requests make one answer. With
     `prompt_only` the answer has no token of its own. `ignored_fields` are names, for the record. `default_seed` is the
     seed if `sampling` has none, None for a random one. The chunks that the client has, as `resume` says, are
     `repeated`. `include_stop_str_in_output` and `skip_special_tokens` are vLLM's. Of the prompt the last
@@ -68,7 +69,7 @@ class TextRequest:
     version: str = ""
     shared: SharedPrompt = field(default_factory=SharedPrompt, repr=False, compare=False)
     ignored_fields: Sequence[str] = ()
-    prompt_logprobs: int | None = None
+    asked: Submission = field(default_factory=Submission)
     choices: int = 1
     prompt_only: bool = False
     default_seed: int | None = None

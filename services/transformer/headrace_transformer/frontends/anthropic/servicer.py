@@ -22,10 +22,9 @@ from headrace_transformer.frontends.anthropic.answers import events, whole
 from headrace_transformer.frontends.anthropic.errors import anthropic_error
 from headrace_transformer.frontends.anthropic.models import model_info, model_list
 from headrace_transformer.frontends.anthropic.requests import ConversationRequest, MessagesRequest
-from headrace_transformer.frontends.http import Body, Header, KeepAlive, LastEvent, json_body, named_event, rest_errors
+from headrace_transformer.frontends.http import Body, Events, json_body, named_event, rest_errors
 from headrace_transformer.frontends.openai.models import OpenAIModels
-from headrace_transformer.frontends.openai.reading import RequestReader
-from headrace_transformer.frontends.openai.requests import IGNORED_FIELDS
+from headrace_transformer.frontends.openai.reading import RequestReader, name_ignored
 from headrace_transformer.frontends.openai.tokenizing import chat_text, tokenizer_of
 from headrace_transformer.generation.pipeline import Pipeline
 from headrace_transformer.generation.requests import TextRequest
@@ -58,13 +57,10 @@ class AnthropicServicer(rest_pb2_grpc.AnthropicServicer):
     async def Messages(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
         call = call_context(context, "headrace.rest.v1.Anthropic/Messages")
         parsed = await self._reader.read(MessagesRequest, request, call, "generation")
-        if ignored := parsed.ignored_fields():
-            yield Header(IGNORED_FIELDS, ", ".join(ignored))
         with self._pipeline.recording_refusals(call, parsed.model):
             identity = await identity_of(call, request.data, signer=self._pipeline.signer, has_ids=False)
         if parsed.stream:
-            yield LastEvent(lambda error: named_event(anthropic_error(error)))
-            yield KeepAlive(self._keep_alive_s)
+            yield Events(self._keep_alive_s, lambda error: named_event(anthropic_error(error)))
         generation = TextRequest(
             call=call,
             model=parsed.model,
@@ -74,7 +70,7 @@ class AnthropicServicer(rest_pb2_grpc.AnthropicServicer):
             cuts_max_tokens=True,
             stop=parsed.stop_sequences,
             bad_words=parsed.bad_words,
-            ignored_fields=ignored,
+            ignored_fields=parsed.ignored_fields(),
             default_seed=identity.seed,
             tools=parsed.tool_use,
             has_parts=True,
@@ -93,8 +89,7 @@ class AnthropicServicer(rest_pb2_grpc.AnthropicServicer):
         parsed = await self._reader.parsed(ConversationRequest, request, call)
         model = self._models.resolve(parsed.model, call.client, "generation")
         parsed.name_unread_hints(self._models.template_reader(model))
-        if ignored := parsed.ignored_fields():
-            yield Header(IGNORED_FIELDS, ", ".join(ignored))
+        name_ignored(parsed)
         tokenizer, _ = tokenizer_of((await self._router.wait_for(model, "", call)).model)
         if (tools := parsed.tool_use) is not None and not tokenizer.answer_syntax.takes_tools:
             raise InvalidRequestError("the chat template of the model has no place for tools", param="tools")

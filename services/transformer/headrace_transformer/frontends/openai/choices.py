@@ -1,43 +1,22 @@
 """Several generations of one request, side by side: each choice is one, with a seed of its own.
 
-The first choice has the seed given, choice i of the others a hash of (seed, i), so that the same
-request gives the same choices. Without a seed they have those of the answer's own.
+Choices of a request without a seed have those of the answer's own.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
 
+from headrace_transformer.frontends.openai.generation_requests import choice_seed
 from headrace_transformer.generation.chunks import TextChunk
 from headrace_transformer.generation.pipeline import Pipeline
 from headrace_transformer.generation.requests import TextRequest
 from headrace_transformer.generation.resume_ids import AnswerIdentity
 
 _UNREAD_CHUNKS = 16  # Beyond these, choices wait for the reader, and their own slots merge.
-
-_MAX_SEED = 64  # Characters.
-
-
-def choice_seed(seed: int, index: int) -> int:
-    """The seed of choice `index`: 63 bits, but for the first, whose seed is the one given."""
-    if index == 0:
-        return seed
-    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
-
-
-def choices_of(request: TextRequest, n: int) -> list[TextRequest]:
-    """The request n times, with the seeds of its choices; what is made of its prompt is made once for all."""
-    seed: Any = request.sampling.get("seed")
-    is_seed = isinstance(seed, (int, float)) or (isinstance(seed, str) and len(seed) <= _MAX_SEED)
-    if n == 1 or not is_seed:  # What is none is refused later.
-        return [request] * n
-    return [replace(request, sampling={**request.sampling, "seed": choice_seed(seed, i)}) for i in range(n)]
 
 
 def choices_in(requests: Sequence[TextRequest], identity: AnswerIdentity) -> list[TextRequest]:

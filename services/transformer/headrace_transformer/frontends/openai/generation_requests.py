@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -10,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from headrace.errors import InvalidRequestError
 from headrace.rpc.server.call_context import CallContext
 from headrace.sampling import MAX_TOP_LOGPROBS, SamplingParameters
+from headrace_protos.steps_pb2 import Submission
 from headrace_transformer.frontends.openai.chat_prompts import ChatPromptRequest, Message
 from headrace_transformer.frontends.openai.errors import UnsupportedFieldError
 from headrace_transformer.frontends.openai.requests import (
@@ -27,6 +31,7 @@ from headrace_transformer.text.tools import ToolFunction, ToolUse
 
 MAX_N = 16
 MAX_CHOICES = 64  # Prompts times n: each is a sequence of its own at the predictor.
+_MAX_SEED = 64  # Characters.
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions, and vLLM's.
 
 _DECLARED = ("logprobs", "top_logprobs", "structured_outputs")
@@ -40,6 +45,26 @@ class StreamOptions(BaseModel):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """The seed of choice `index`: 63 bits, but for the first, whose seed is the one given.
+
+    The same request has the same choices, then.
+    """
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def choices_of(request: TextRequest, n: int) -> list[TextRequest]:
+    """The request n times, with the seeds of its choices."""
+    seed: Any = request.sampling.get("seed")
+    is_seed = isinstance(seed, (int, float)) or (isinstance(seed, str) and len(seed) <= _MAX_SEED)
+    if n == 1 or not is_seed:  # What is none is refused later.
+        return [request] * n
+    return [replace(request, sampling={**request.sampling, "seed": choice_seed(seed, i)}) for i in range(n)]
 
 
 class GenerationRequest(SampledRequest):
@@ -85,10 +110,13 @@ class GenerationRequest(SampledRequest):
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequestError("prompt_logprobs are not available with stream=true", param="prompt_logprobs")
 
-    def text_request(self, call: CallContext, ignored: Sequence[str], **own: Any) -> TextRequest:
+    @abstractmethod
+    def generations(self, call: CallContext) -> list[TextRequest]:
+        """Its generations, one a choice; what is made of a prompt is made once for all of its choices."""
+
+    def text_request(self, call: CallContext, **own: Any) -> TextRequest:
         return super().text_request(
             call,
-            ignored,
             include_stop_str_in_output=self.include_stop_str_in_output,
             skip_special_tokens=self.skip_special_tokens,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
@@ -130,16 +158,29 @@ class CompletionRequest(GenerationRequest):
         if self.best_of is not None and self.best_of > self.n:
             raise UnsupportedFieldError("best_of", self.best_of, f" beyond n={self.n}")
 
+    def generations(self, call: CallContext) -> list[TextRequest]:
+        # With an echo, the log probabilities asked for are the prompt's too.
+        scored = self.prompt_logprobs if self.logprobs is None or not self.echo else self.logprobs
+        requests = [
+            self.text_request(
+                call,
+                prompt=prompt if isinstance(prompt, str) else None,
+                prompt_ids=None if isinstance(prompt, str) else prompt,
+                add_special_tokens=self.add_special_tokens,
+                default_max_tokens=COMPLETION_MAX_TOKENS,
+                asked=Submission(prompt_logprobs=scored),
+                choices=len(self.prompt) * self.n,
+                prompt_only=self.prompt_only,
+            )
+            for prompt in self.prompt
+        ]
+        return [choice for request in requests for choice in choices_of(request, self.n)]
+
     @property
     def prompt_only(self) -> bool:
         """Nothing is generated: OpenAI's way to ask for an echo alone."""
         limit = self.extra.get("max_tokens")
         return self.echo and type(limit) is int and limit == 0
-
-    @property
-    def scored(self) -> int | None:
-        """The number of likeliest tokens wanted at each position of the prompt; None: it is not scored."""
-        return self.prompt_logprobs if self.logprobs is None or not self.echo else self.logprobs
 
     def trim(self) -> None:
         super().trim()
@@ -195,6 +236,18 @@ class ChatCompletionRequest(GenerationRequest, ChatPromptRequest):
     @classmethod
     def _read_tool_choice(cls, value: Any) -> Any:
         return read_tool_choice(value)
+
+    def generations(self, call: CallContext) -> list[TextRequest]:
+        request = self.text_request(
+            call,
+            messages=[message.for_template for message in self.messages],
+            template_options=self.template_options,
+            asked=Submission(prompt_logprobs=self.prompt_logprobs),
+            choices=self.n,
+            tools=self.tool_use,
+            has_parts=True,
+        )
+        return choices_of(request, self.n)
 
     @property
     def tool_use(self) -> ToolUse | None:

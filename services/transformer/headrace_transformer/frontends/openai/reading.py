@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from google.api.httpbody_pb2 import HttpBody
 
+from headrace.rpc.limits.admission import head_of_call
 from headrace.rpc.server.call_context import CallContext
 from headrace_transformer.frontends.openai.models import Kind, OpenAIModels
-from headrace_transformer.frontends.openai.requests import MAX_BODY_BYTES, RequestT, parse, parse_large
+from headrace_transformer.frontends.openai.requests import (
+    IGNORED_FIELDS,
+    MAX_BODY_BYTES,
+    OpenAIRequest,
+    RequestT,
+    parse,
+    parse_large,
+)
 from headrace_transformer.generation.pipeline import Pipeline
 from headrace_transformer.processes.body_processes import SMALL_BYTES, BodyProcesses
+
+
+def name_ignored(request: OpenAIRequest) -> None:
+    """Names in the head of the answer the fields of a request that have no effect."""
+    if ignored := request.ignored_fields():
+        head_of_call().add((IGNORED_FIELDS, ", ".join(ignored)))
 
 
 class RequestReader:
@@ -26,7 +40,8 @@ class RequestReader:
             parsed.model = self._models.resolve(parsed.model, call.client, *kinds)
             if parsed.template_hints:
                 parsed.name_unread_hints(self._models.template_reader(parsed.model))
-            return parsed
+        name_ignored(parsed)
+        return parsed
 
     async def parsed(self, cls: type[RequestT], request: HttpBody, call: CallContext) -> RequestT:
         """The request in a body; see `parse`."""

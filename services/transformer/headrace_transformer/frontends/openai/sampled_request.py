@@ -39,15 +39,15 @@ class SampledRequest(OpenAIRequest):
         check_bad_words(self.bad_words)
         super().trim()
 
-    def text_request(self, call: CallContext, ignored: Sequence[str], **own: Any) -> TextRequest:
-        """One of its generations. `ignored` are names of fields, `own` what not all kinds of request have."""
+    def text_request(self, call: CallContext, **own: Any) -> TextRequest:
+        """One of its generations; `own` is what not all kinds of request have."""
         return TextRequest(
             call=call,
             model=self.model,
             sampling=self.sampling(),
             stop=self.stop,
             bad_words=self.bad_words,
-            ignored_fields=ignored,
+            ignored_fields=self.ignored_fields(),
             **own,
         )
 

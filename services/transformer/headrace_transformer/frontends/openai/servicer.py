@@ -20,21 +20,18 @@ from headrace.rpc import Context
 from headrace.rpc.limits.admission import call_metadata
 from headrace.rpc.server.call_context import CallContext, call_context
 from headrace_protos import rest_pb2, rest_pb2_grpc
-from headrace_transformer.frontends.http import EVENTS, JSON, PLAIN, Body, Header, KeepAlive, json_body, rest_errors
-from headrace_transformer.frontends.openai.answers import ChatFormat, CompletionFormat
+from headrace_transformer.frontends.http import EVENTS, JSON, PLAIN, Body, Events, json_body, rest_errors
+from headrace_transformer.frontends.openai.answers import ChatFormat, CompletionFormat, Format
 from headrace_transformer.frontends.openai.bodies import answer
-from headrace_transformer.frontends.openai.choices import choices_of
 from headrace_transformer.frontends.openai.embeddings import embed
 from headrace_transformer.frontends.openai.errors import openai_error
 from headrace_transformer.frontends.openai.generation_requests import (
-    COMPLETION_MAX_TOKENS,
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
 )
 from headrace_transformer.frontends.openai.models import OpenAIModels
 from headrace_transformer.frontends.openai.reading import RequestReader
-from headrace_transformer.frontends.openai.requests import IGNORED_FIELDS
 from headrace_transformer.frontends.openai.scores import classify, rerank, score
 from headrace_transformer.frontends.openai.text_requests import (
     ClassifyRequest,
@@ -46,7 +43,7 @@ from headrace_transformer.frontends.openai.text_requests import (
 )
 from headrace_transformer.frontends.openai.tokenizing import detokenize, tokenize, tokenizer_of
 from headrace_transformer.generation.pipeline import Pipeline
-from headrace_transformer.generation.resume_ids import AnswerIdentity, identity_of
+from headrace_transformer.generation.resume_ids import identity_of
 from headrace_transformer.inference.encoder_calls import EncoderCalls
 from headrace_transformer.processes.body_processes import BodyProcesses
 from headrace_transformer.routing.router import Router
@@ -98,30 +95,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
     async def Completions(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
         call = call_context(context, "headrace.rest.v1.OpenAI/Completions")
         parsed = await self._read(CompletionRequest, request, call, "generation")
-        if ignored := parsed.ignored_fields():
-            yield Header(IGNORED_FIELDS, ", ".join(ignored))
-        identity = await self._identity(call, request, parsed)
-        if parsed.stream:
-            yield KeepAlive(self._keep_alive_s)
-        generations = [
-            choice
-            for prompt in parsed.prompt
-            for choice in choices_of(
-                parsed.text_request(
-                    call,
-                    ignored,
-                    prompt=prompt if isinstance(prompt, str) else None,
-                    prompt_ids=None if isinstance(prompt, str) else prompt,
-                    add_special_tokens=parsed.add_special_tokens,
-                    default_max_tokens=COMPLETION_MAX_TOKENS,
-                    prompt_logprobs=parsed.scored,
-                    choices=len(parsed.prompt) * parsed.n,
-                    prompt_only=parsed.prompt_only,
-                ),
-                parsed.n,
-            )
-        ]
-        async with aclosing(answer(self._pipeline, generations, parsed, CompletionFormat(parsed), identity)) as bodies:
+        async with aclosing(self._answer(parsed, CompletionFormat(parsed), request.data, call)) as bodies:
             async for body in bodies:
                 yield body
 
@@ -129,25 +103,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
     async def ChatCompletions(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
         call = call_context(context, "headrace.rest.v1.OpenAI/ChatCompletions")
         parsed = await self._read(ChatCompletionRequest, request, call, "generation")
-        if ignored := parsed.ignored_fields():
-            yield Header(IGNORED_FIELDS, ", ".join(ignored))
-        identity = await self._identity(call, request, parsed)
-        if parsed.stream:
-            yield KeepAlive(self._keep_alive_s)
-        generations = choices_of(
-            parsed.text_request(
-                call,
-                ignored,
-                messages=[message.for_template for message in parsed.messages],
-                template_options=parsed.template_options,
-                prompt_logprobs=parsed.prompt_logprobs,
-                choices=parsed.n,
-                tools=parsed.tool_use,
-                has_parts=True,
-            ),
-            parsed.n,
-        )
-        async with aclosing(answer(self._pipeline, generations, parsed, ChatFormat(parsed), identity)) as bodies:
+        async with aclosing(self._answer(parsed, ChatFormat(parsed), request.data, call)) as bodies:
             async for body in bodies:
                 yield body
 
@@ -155,8 +111,6 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
     async def Embeddings(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
         call = call_context(context, "headrace.rest.v1.OpenAI/Embeddings")
         parsed = await self._read(EmbeddingsRequest, request, call, "embedding")
-        if ignored := parsed.ignored_fields():
-            yield Header(IGNORED_FIELDS, ", ".join(ignored))
         for piece in await embed(parsed, self._encoders, call):
             yield HttpBody(content_type=JSON, data=piece)
 
@@ -164,24 +118,18 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
     async def Classify(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
         call = call_context(context, "headrace.rest.v1.OpenAI/Classify")
         parsed = await self._read(ClassifyRequest, request, call, "classification")
-        if ignored := parsed.ignored_fields():
-            yield Header(IGNORED_FIELDS, ", ".join(ignored))
         yield json_body(await classify(parsed, self._encoders, call))
 
     @rest_errors(openai_error)
     async def Score(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
         call = call_context(context, "headrace.rest.v1.OpenAI/Score")
         parsed = await self._read(ScoreRequest, request, call, "classification", "embedding")
-        if ignored := parsed.ignored_fields():
-            yield Header(IGNORED_FIELDS, ", ".join(ignored))
         yield json_body(await score(parsed, self._encoders, call))
 
     @rest_errors(openai_error)
     async def Rerank(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
         call = call_context(context, "headrace.rest.v1.OpenAI/Rerank")
         parsed = await self._read(RerankRequest, request, call, "classification", "embedding")
-        if ignored := parsed.ignored_fields():
-            yield Header(IGNORED_FIELDS, ", ".join(ignored))
         yield json_body(await rerank(parsed, self._encoders, call))
 
     @rest_errors(openai_error)
@@ -209,8 +157,10 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
         name = self._models.resolve(name, call.client, "generation")
         return tokenizer_of((await self._router.wait_for(name, "", call)).model)
 
-    async def _identity(self, call: CallContext, request: HttpBody, parsed: GenerationRequest) -> AnswerIdentity:
-        """The identity of the answer.
+    async def _answer(
+        self, parsed: GenerationRequest, shape: Format, body: bytes, call: CallContext
+    ) -> AsyncGenerator[Body, None]:
+        """The answer to a request for text.
 
         Events have ids for clients that ask for server-sent events by `Accept`, as those do that reconnect by
         themselves. Many others take every line of a stream for data.
@@ -218,4 +168,9 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
         has_ids = parsed.stream and EVENTS in call.header("accept")
         with self._pipeline.recording_refusals(call, parsed.model):
             last_id, signer = call.header(_LAST_EVENT_ID), self._pipeline.signer
-            return await identity_of(call, request.data, last_id, signer=signer, has_ids=has_ids)
+            identity = await identity_of(call, body, last_id, signer=signer, has_ids=has_ids)
+        if parsed.stream:
+            yield Events(self._keep_alive_s)
+        async with aclosing(answer(self._pipeline, parsed.generations(call), parsed, shape, identity)) as bodies:
+            async for written in bodies:
+                yield written

@@ -31,7 +31,7 @@ def token_scores(chunk: TextChunk) -> list[dict[str, Any]]:
 
 
 def prompt_scores(chunk: TextChunk) -> list[dict[str, Any] | None] | None:
-    """vLLM's `prompt_logprobs`: for each token of the prompt but the first, an object of token id to log probability.
+    """vLLM's scores of a prompt: for each of its tokens but the first, an object of token id to log probability.
 
     Each has the prompt's own token and the likeliest ones, best first; `rank` is 1 for the likeliest, null for an own
     token that is not among them. None for a chunk without them.

@@ -17,11 +17,10 @@ from headrace.rpc import Context
 from headrace.rpc.server.call_context import CallContext, call_context
 from headrace_protos import rest_pb2, rest_pb2_grpc
 from headrace_protos.headrace_pb2 import PayloadRecord
-from headrace_transformer.frontends.http import Body, Header, KeepAlive, LastEvent, json_body, rest_errors
+from headrace_transformer.frontends.http import Body, Events, json_body, rest_errors
 from headrace_transformer.frontends.openai.errors import openai_error
 from headrace_transformer.frontends.openai.models import OpenAIModels
 from headrace_transformer.frontends.openai.reading import RequestReader
-from headrace_transformer.frontends.openai.requests import IGNORED_FIELDS
 from headrace_transformer.frontends.openai.tools import TemplateMessage
 from headrace_transformer.frontends.responses.answers import ResponseAnswer
 from headrace_transformer.frontends.responses.recorded_items import input_items, page_of
@@ -63,19 +62,15 @@ class ResponsesServicer(rest_pb2_grpc.ResponsesServicer):
     async def Create(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
         call = call_context(context, "headrace.rest.v1.Responses/Create")
         parsed = await self._reader.read(ResponsesRequest, request, call, "generation")
-        if ignored := parsed.ignored_fields():
-            yield Header(IGNORED_FIELDS, ", ".join(ignored))
         with self._pipeline.recording_refusals(call, parsed.model):
             identity = await identity_of(call, request.data, signer=self._pipeline.signer, has_ids=False)
             previous = await self._previous(parsed, call)
         own_id = new_response_id(call, self._pipeline.signer)
         answer = ResponseAnswer(own_id, identity.created, parsed)
         if parsed.stream:
-            yield LastEvent(answer.failed)
-            yield KeepAlive(self._keep_alive_s)
+            yield Events(self._keep_alive_s, answer.failed)
         generation = parsed.text_request(
             call,
-            ignored,
             messages=parsed.conversation(previous),
             template_options=parsed.template_options,
             drops_messages=parsed.truncation == "auto",

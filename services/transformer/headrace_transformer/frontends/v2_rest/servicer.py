@@ -21,7 +21,7 @@ from headrace_protos import inference_pb2 as pb
 from headrace_protos import rest_pb2_grpc
 from headrace_protos.rest_pb2 import ModelBody, ModelRequest, SharedMemoryRequest
 from headrace_transformer.frontends.grpc.inference_servicer import InferenceServicer, serialized
-from headrace_transformer.frontends.http import EVENTS, JSON, Body, KeepAlive, json_body, one_line, rest_errors
+from headrace_transformer.frontends.http import EVENTS, JSON, Body, Events, json_body, one_line, rest_errors
 from headrace_transformer.frontends.v2_rest import documents
 from headrace_transformer.frontends.v2_rest.body_tensors import HEADER_LENGTH
 from headrace_transformer.frontends.v2_rest.content_coding import CONTENT_ENCODING, DEFLATE, inflate, inflated, is_small
@@ -131,7 +131,7 @@ class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
 
     @rest_errors(v2_error)
     async def GenerateStream(self, request: ModelBody, context: Context) -> AsyncGenerator[Body, None]:
-        yield KeepAlive(self._keep_alive_s)
+        yield Events(self._keep_alive_s)
         call = call_context(context, f"{_SERVICE}/GenerateStream")
         message = await self._read(self._read_generate, request, call)
         async with aclosing(self._inference.answers(message, call.with_id(message.id))) as responses:
