@@ -90,7 +90,7 @@ def test_sampling_fields_are_read_and_others_named():
     for request in (parse_one(MessagesRequest, whole), parse_large(orjson.dumps(whole), MessagesRequest)[0]):
         expected = {"max_tokens": 9, "temperature": 0.5, "top_k": 7, "seed": 3, "logit_bias": {"5": 1}}
         assert request.sampling() == expected
-        assert request.stop_sequences == ("a",)
+        assert request.stop == ("a",)
         assert request.ignored_fields() == ["metadata"]
 
 

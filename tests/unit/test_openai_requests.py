@@ -113,16 +113,15 @@ def test_functions_are_an_older_way_of_tools():
 
 def test_the_older_messages_of_functions_are_as_templates_take_those_of_tools():
     call = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}}
-    asked, answer = chat(call, {"role": "function", "name": "f", "content": "4"}).messages
-    (role, content, fields), result = asked.for_template, answer.for_template
+    asked, answer = chat(call, {"role": "function", "name": "f", "content": "4"}).conversation
+    (role, content, fields), result = asked, answer
     (tool_call,) = json.loads(fields)["tool_calls"]
     assert (role, content, tool_call["function"]) == ("assistant", "", call["function_call"])
     assert result[:2] == ("tool", "4")
     assert json.loads(result[2]) == {"name": "f", "tool_call_id": tool_call["id"]}
     assert len(tool_call["id"]) == 9
     body = json.dumps({"messages": [call]}).encode()
-    (large,) = pickled(parse_large(body, ChatCompletionRequest)[0]).messages
-    assert large.for_template == asked.for_template
+    assert pickled(parse_large(body, ChatCompletionRequest)[0]).conversation == [asked]
 
 
 @pytest.mark.parametrize("effort", ["none", "minimal", "low", "medium", "high", "xhigh", "max"])
@@ -190,7 +189,7 @@ def test_messages_of_calls_are_as_templates_take_them():
         {"role": "user", "content": "y", "name": "Ann", "cache": True, "annotations": []},
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}], "refusal": "No."},
     )
-    (*first, fields), (*second, answer), third, named, refused = [message.for_template for message in request.messages]
+    (*first, fields), (*second, answer), third, named, refused = request.conversation
     assert (first, second, third) == (["assistant", ""], ["tool", "4"], ("user", "x"))
     assert json.loads(answer) == {"tool_call_id": "1"}
     assert named == ("user", "y", '{"name":"Ann"}')
@@ -198,16 +197,15 @@ def test_messages_of_calls_are_as_templates_take_them():
     assert request.ignored_fields() == ["messages.cache"]
     assert json.loads(fields) == {"tool_calls": [CALL, called("")], "reasoning_content": "Hm."}
     body = {"messages": [{"role": "assistant", "content": None, "reasoning": "Hm.", "tool_calls": [CALL, called("")]}]}
-    (large,) = pickled(parse_large(json.dumps(body).encode(), ChatCompletionRequest)[0]).messages
-    assert large.for_template == ("assistant", "", fields)
-    assert large.tool_calls is None
+    large = pickled(parse_large(json.dumps(body).encode(), ChatCompletionRequest)[0])
+    assert (large.conversation, large.messages) == ([("assistant", "", fields)], [])
 
 
 @pytest.mark.parametrize(
     "value", ['{"x": 1', '{"x": "a\nb"}', '{"x": 1,}', "[]", "", None, [1], {"x": 1}, 5, '{"x":' * 300]
 )
 def test_the_arguments_of_an_earlier_call_may_be_anything(value):
-    (_, _, fields) = chat({"role": "assistant", "tool_calls": [called(value)]}).messages[0].for_template
+    (_, _, fields) = chat({"role": "assistant", "tool_calls": [called(value)]}).conversation[0]
     text = "" if value is None else value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
     assert json.loads(fields)["tool_calls"][0]["function"]["arguments"] == text
 

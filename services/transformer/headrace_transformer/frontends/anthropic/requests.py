@@ -13,14 +13,12 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from headrace.errors import InvalidRequestError
-from headrace.sampling import SamplingParameters
 from headrace_transformer.frontends.anthropic.blocks import messages_of, text_of_blocks, unread_fields
 from headrace_transformer.frontends.anthropic.tools import read_choice, read_declarations
 from headrace_transformer.frontends.openai.requests import OpenAIRequest
-from headrace_transformer.frontends.openai.sampled_request import SCORELESS
+from headrace_transformer.frontends.openai.sampled_request import SCORELESS, SampledRequest
 from headrace_transformer.frontends.openai.structured_outputs import structured_outputs_of
 from headrace_transformer.frontends.openai.tools import TemplateMessage
-from headrace_transformer.generation.requests import check_bad_words, check_stop
 from headrace_transformer.text.tools import ToolFunction, ToolUse
 
 
@@ -105,46 +103,30 @@ class ConversationRequest(OpenAIRequest):
         messages = [message for turn in self.messages for message in turn.content]
         return [("system", self.system), *messages] if self.system else messages
 
-    @property
-    def tool_use(self) -> ToolUse | None:
-        """The functions that the model may call, None for none."""
-        try:
-            choice, is_parallel = read_choice(self.tool_choice)
-            return choice.use(self.tools, is_parallel)
-        except ValueError as error:
-            raise InvalidRequestError(f"tool_choice: {error}", param="tool_choice") from None
+    def _tools(self) -> ToolUse | None:
+        choice, is_parallel = read_choice(self.tool_choice)
+        return choice.use(self.tools, is_parallel)
 
     def check(self) -> None:
         super().check()
-        _ = self.tool_use
+        self.read_tool_use("tool_choice", self._tools)
         last = self.messages[-1]
         if last.role == "assistant" and not (len(last.content[-1]) == 2 and last.content[-1][1].strip()):
             raise InvalidRequestError("only a last message of text can be continued", param="messages")
         self._ignored += self.unread
 
 
-class MessagesRequest(ConversationRequest):
+class MessagesRequest(ConversationRequest, SampledRequest):
     """A request for the assistant's next message."""
 
     UNSUPPORTED: ClassVar[Mapping[str, Sequence[Any]]] = {**ConversationRequest.UNSUPPORTED, "container": ()}
     READ: ClassVar[frozenset[str]] = frozenset(SCORELESS)
+    SAMPLING: ClassVar[Sequence[str]] = SCORELESS
 
     max_tokens: int = Field(ge=1)
     stream: bool = False
-    stop_sequences: tuple[str, ...] = ()
-    bad_words: tuple[str, ...] = ()
+    stop: tuple[str, ...] = Field((), validation_alias="stop_sequences")
     output_format: dict[str, Any] | None = None  # The older place of `output_config.format`.
-
-    @field_validator("stop_sequences", "bad_words", mode="before")
-    @classmethod
-    def _read_texts(cls, value: Any) -> Any:
-        return tuple(value) if isinstance(value, list) else value
-
-    def trim(self) -> None:
-        SamplingParameters().changed(self.sampling())
-        check_stop(self.stop_sequences)
-        check_bad_words(self.bad_words)
-        super().trim()
 
     def check(self) -> None:
         super().check()
@@ -153,10 +135,7 @@ class MessagesRequest(ConversationRequest):
             forms["output_config.format"] = self.output_config.format
         names = "output_config.format", "output_format"
         self._structured_outputs = structured_outputs_of(forms, *names, ignored=self._ignored)
-        self.note_keywords(self.tool_use)
+        self.note_keywords()
 
     def sampling(self) -> dict[str, Any]:
-        """The sampling parameters given."""
-        given = {name: self.extra[name] for name in SCORELESS if self.extra.get(name) is not None}
-        form = {"structured_outputs": self._structured_outputs} if self._structured_outputs else {}
-        return given | form | {"max_tokens": self.max_tokens}
+        return super().sampling() | {"max_tokens": self.max_tokens}

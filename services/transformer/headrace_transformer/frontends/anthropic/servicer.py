@@ -27,7 +27,6 @@ from headrace_transformer.frontends.openai.models import OpenAIModels
 from headrace_transformer.frontends.openai.reading import RequestReader, name_ignored
 from headrace_transformer.frontends.openai.tokenizing import chat_text, tokenizer_of
 from headrace_transformer.generation.pipeline import Pipeline
-from headrace_transformer.generation.requests import TextRequest
 from headrace_transformer.generation.resume_ids import identity_of
 from headrace_transformer.processes.body_processes import BodyProcesses
 from headrace_transformer.routing.router import Router
@@ -61,16 +60,11 @@ class AnthropicServicer(rest_pb2_grpc.AnthropicServicer):
             identity = await identity_of(call, request.data, signer=self._pipeline.signer, has_ids=False)
         if parsed.stream:
             yield Events(self._keep_alive_s, lambda error: named_event(anthropic_error(error)))
-        generation = TextRequest(
-            call=call,
-            model=parsed.model,
+        generation = parsed.text_request(
+            call,
             messages=parsed.conversation,
             template_options=parsed.template_options,
-            sampling=parsed.sampling(),
             cuts_max_tokens=True,
-            stop=parsed.stop_sequences,
-            bad_words=parsed.bad_words,
-            ignored_fields=parsed.ignored_fields(),
             default_seed=identity.seed,
             tools=parsed.tool_use,
             has_parts=True,

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any, Self
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from headrace.errors import InvalidRequestError
 from headrace_transformer.frontends.openai.requests import OpenAIRequest, text_of
@@ -75,9 +74,8 @@ class Message(BaseModel):
             raise ValueError("only the assistant's messages have tool_calls or a function_call")
         return self
 
-    @cached_property
     def for_template(self) -> TemplateMessage:
-        """The message as a chat template takes it."""
+        """The message as a chat template takes it; raises ValueError."""
         reasoning = self.reasoning_content or self.reasoning
         others = {"name": self.name, "refusal": self.refusal}
         role, calls, called = self.role, self.tool_calls or (), self.function_call
@@ -103,6 +101,12 @@ class ChatPromptRequest(OpenAIRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     tools: tuple[ToolFunction, ...] = ()
+    _conversation: list[TemplateMessage] = PrivateAttr(default_factory=list)
+
+    @property
+    def conversation(self) -> list[TemplateMessage]:
+        """The messages as a chat template takes them."""
+        return self._conversation
 
     @field_validator("tools", mode="before")
     @classmethod
@@ -122,6 +126,10 @@ class ChatPromptRequest(OpenAIRequest):
     def check(self) -> None:
         super().check()
         _check_template_options(self.chat_template_kwargs)
+        try:
+            self._conversation = [message.for_template() for message in self.messages]
+        except ValueError as error:
+            raise InvalidRequestError(f"messages: {error}", param="messages") from None
         if not self.continue_final_message or not self.messages:
             return
         if self.add_generation_prompt:

@@ -27,7 +27,7 @@ from headrace_transformer.frontends.openai.sampled_request import SampledRequest
 from headrace_transformer.frontends.openai.structured_outputs import FIELDS, structured_outputs_of
 from headrace_transformer.frontends.openai.tools import ToolChoice, as_function, read_tool_choice, read_tools
 from headrace_transformer.generation.requests import TextRequest
-from headrace_transformer.text.tools import ToolFunction, ToolUse
+from headrace_transformer.text.tools import ToolFunction
 
 MAX_N = 16
 MAX_CHOICES = 64  # Prompts times n: each is a sequence of its own at the predictor.
@@ -240,7 +240,7 @@ class ChatCompletionRequest(GenerationRequest, ChatPromptRequest):
     def generations(self, call: CallContext) -> list[TextRequest]:
         request = self.text_request(
             call,
-            messages=[message.for_template for message in self.messages],
+            messages=self.conversation,
             template_options=self.template_options,
             asked=Submission(prompt_logprobs=self.prompt_logprobs),
             choices=self.n,
@@ -250,41 +250,25 @@ class ChatCompletionRequest(GenerationRequest, ChatPromptRequest):
         return choices_of(request, self.n)
 
     @property
-    def tool_use(self) -> ToolUse | None:
-        """The functions that the model may call, None for none."""
-        if self.functions or self.function_call is not None:
-            name, choice = "function_call", self.function_call or ToolChoice(mode="auto")
-            functions, is_parallel = self.functions, False
-        else:
-            name, choice = "tool_choice", self.tool_choice
-            functions, is_parallel = self.tools, self.parallel_tool_calls
-        try:
-            return choice.use(functions, is_parallel)
-        except ValueError as error:
-            raise InvalidRequestError(f"{name}: {error}", param=name) from None
-
-    @property
     def template_hints(self) -> Mapping[str, Any]:
         return effort_variables(self.reasoning_effort, "reasoning_effort")
 
     def trim(self) -> None:
         super().trim()
-        for message in self.messages:
-            _ = message.for_template  # It is kept, as one text.
-            message.tool_calls = message.function_call = message.__pydantic_extra__ = None
+        self.messages = []  # The conversation is kept.
 
     def check(self) -> None:
         super().check()
         for name in ("functions", "function_call"):
             if self.tools and getattr(self, name):
                 raise InvalidRequestError(f"{name} is the older way of tools; give one of both", param=name)
-        try:
-            for message in self.messages:
-                _ = message.for_template  # It is kept.
-        except ValueError as error:
-            raise InvalidRequestError(f"messages: {error}", param="messages") from None
         self._ignored += dict.fromkeys(name for message in self.messages for name in message.unread)
-        self.note_keywords(self.tool_use)
+        if self.functions or self.function_call is not None:
+            choice = self.function_call or ToolChoice(mode="auto")
+            self.read_tool_use("function_call", lambda: choice.use(self.functions, is_parallel=False))
+        else:
+            self.read_tool_use("tool_choice", lambda: self.tool_choice.use(self.tools, self.parallel_tool_calls))
+        self.note_keywords()
 
     def sampling(self) -> dict[str, Any]:
         given = super().sampling()

@@ -52,6 +52,7 @@ class OpenAIRequest(BaseModel):
     # The names, or paths, of what is ignored beside undeclared fields.
     _ignored: list[str] = PrivateAttr(default_factory=list)
     _structured_outputs: str = PrivateAttr("")
+    _tool_use: ToolUse | None = PrivateAttr(None)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -88,8 +89,21 @@ class OpenAIRequest(BaseModel):
         """Adds to the ignored fields those whose variables the chat template does not read."""
         self._ignored += [name for name, given in self.template_hints.items() if not any(map(reads, given))]
 
-    def note_keywords(self, tools: ToolUse | None) -> None:
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """The functions that the model may call, None for none."""
+        return self._tool_use
+
+    def read_tool_use(self, name: str, read: Callable[[], ToolUse | None]) -> None:
+        """Keeps the `tool_use`; the field `name` has what may be called."""
+        try:
+            self._tool_use = read()
+        except ValueError as error:
+            raise InvalidRequestError(f"{name}: {error}", param=name) from None
+
+    def note_keywords(self) -> None:
         """Adds to the ignored fields the keywords in the schemas of functions that a grammar cannot enforce."""
+        tools = self._tool_use
         if tools is None:
             return
         if not (tools.is_required or self._structured_outputs):

@@ -38,11 +38,10 @@ async def tokenize(
     if request.prompt is not None:
         text, adds = request.prompt, request.add_special_tokens is not False
     else:
-        messages = [message.for_template for message in request.messages]
         if request.tools and not tokenizer.answer_syntax.takes_tools:
             raise InvalidRequestError("the chat template of the model has no place for tools", param="tools")
         text = await chat_text(
-            messages, request.template_options, tokenizer, bodies, deadline, request.tool_definitions
+            request.conversation, request.template_options, tokenizer, bodies, deadline, request.tool_definitions
         )
         adds = request.add_special_tokens is True
     _check_length(text)

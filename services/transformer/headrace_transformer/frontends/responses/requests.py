@@ -19,7 +19,7 @@ from headrace_transformer.frontends.openai.tools import TemplateMessage, json_te
 from headrace_transformer.frontends.responses.input_items import Item, messages_of
 from headrace_transformer.frontends.responses.tools import Origins, functions_of, nested_choice
 from headrace_transformer.generation.requests import check_message_count
-from headrace_transformer.text.tools import ToolFunction, ToolUse
+from headrace_transformer.text.tools import ToolFunction
 
 _PLAIN_TEXT = {"type": "text"}
 _MAX_INCLUDED = 32
@@ -120,14 +120,6 @@ class ResponsesRequest(SampledRequest):
         options: Mapping[str, Any] = self.template_hints.get("reasoning.effort", {})
         return options
 
-    @property
-    def tool_use(self) -> ToolUse | None:
-        """The functions that the model may call, None for none."""
-        try:
-            return read_tool_choice(nested_choice(self.tool_choice)).use(self.tools, self.parallel_tool_calls)
-        except ValueError as error:
-            raise InvalidRequestError(f"tool_choice: {error}", param="tool_choice") from None
-
     def conversation(self, previous: Sequence[TemplateMessage]) -> list[TemplateMessage]:
         """The messages: the instructions, the `previous` ones and the new ones."""
         instructions: list[TemplateMessage] = [("system", self.instructions)] if self.instructions else []
@@ -153,7 +145,9 @@ class ResponsesRequest(SampledRequest):
             "structured_outputs": self.extra.get("structured_outputs"),
         }
         self._structured_outputs = structured_outputs_of(fields, "text.format", ignored=self._ignored)
-        self.note_keywords(self.tool_use)
+        choice = nested_choice(self.tool_choice)
+        self.read_tool_use("tool_choice", lambda: read_tool_choice(choice).use(self.tools, self.parallel_tool_calls))
+        self.note_keywords()
 
     def sampling(self) -> dict[str, Any]:
         """The sampling parameters given."""
