@@ -34,9 +34,7 @@ IMPORTS = {
     "logger": ("headrace_logger.__main__", "headrace_logger.servicer"),
     "transformer": (
         "headrace_transformer.__main__",
-        "headrace_transformer.frontends.openai.servicer",
-        "headrace_transformer.frontends.v2_rest.servicer",
-        "headrace_transformer.models.catalogue",
+        "headrace_transformer.transformer",
     ),
     "predictor": (
         "headrace_predictor.__main__",

@@ -77,6 +77,7 @@ TRANSFORMER = (
         "headrace_transformer.frontends.v2_rest",
     ),
     ("headrace_transformer.batches",),
+    ("headrace_transformer.transformer",),
     ("headrace_transformer.__main__",),
     ("headrace_transformer.worker",),
 )
