@@ -8,8 +8,7 @@ import pytest
 
 from headrace.errors import InvalidRequestError, NotReadyError, OverloadedError
 from headrace.telemetry.identity import begin_request
-from headrace_transformer.frontends.anthropic.answers import whole
-from headrace_transformer.frontends.anthropic.errors import anthropic_error
+from headrace_transformer.frontends.anthropic.answers import anthropic_error, whole
 from headrace_transformer.frontends.anthropic.requests import ConversationRequest, MessagesRequest
 from headrace_transformer.frontends.openai.requests import parse, parse_large
 from headrace_transformer.text.answer_parts import CallArguments, CallStart

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from headrace.clients import Client, Policy
 from headrace.errors import InvalidRequestError, NotReadyError, OverloadedError
 from headrace.rpc.limits.client_limits import ClientLimits, SlidingMinute
-from headrace_transformer.generation.month_budget import READ_AGAIN_S, MonthBudget
-from headrace_transformer.generation.token_quota import TokenQuota
+from headrace_transformer.generation.token_quota import READ_AGAIN_S, MonthBudget, TokenQuota
 
 
 class Clock:

@@ -7,7 +7,7 @@ import pytest
 
 from headrace.errors import InvalidRequestError
 from headrace.rpc.server.call_context import CallContext
-from headrace_transformer.frontends.openai.choices import generate_all
+from headrace_transformer.frontends.openai.bodies import generate_all
 from headrace_transformer.frontends.openai.generation_requests import choice_seed, choices_of
 from headrace_transformer.generation.requests import TextRequest
 from tests.support.text_chunks import text_chunk

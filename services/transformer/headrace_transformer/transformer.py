@@ -16,7 +16,7 @@ from headrace.threads import run_in_daemon_thread
 from headrace_protos import rest_pb2_grpc
 from headrace_protos.headrace_pb2_grpc import PayloadLogStub, add_TextGenerationServicer_to_server
 from headrace_transformer.batches.service import BatchService
-from headrace_transformer.frontends.anthropic.errors import anthropic_error
+from headrace_transformer.frontends.anthropic.answers import anthropic_error
 from headrace_transformer.frontends.anthropic.servicer import AnthropicServicer
 from headrace_transformer.frontends.grpc import development
 from headrace_transformer.frontends.grpc.inference_servicer import InferenceServicer
@@ -28,10 +28,9 @@ from headrace_transformer.frontends.openai.http_methods import error_body, http_
 from headrace_transformer.frontends.openai.servicer import OpenAIServicer
 from headrace_transformer.frontends.responses.servicer import ResponsesServicer
 from headrace_transformer.frontends.v2_rest.servicer import OpenInferenceServicer
-from headrace_transformer.generation.month_budget import MonthBudget, used_by_log
 from headrace_transformer.generation.pipeline import Pipeline
 from headrace_transformer.generation.repeating import RecordedTokens
-from headrace_transformer.generation.token_quota import TokenQuota
+from headrace_transformer.generation.token_quota import MonthBudget, TokenQuota, used_by_log
 from headrace_transformer.inference.encoder_calls import EncoderCalls
 from headrace_transformer.inference.infer import Inference
 from headrace_transformer.keys import KeyFile

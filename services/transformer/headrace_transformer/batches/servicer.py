@@ -26,7 +26,7 @@ from headrace_transformer.batches.store import Store
 from headrace_transformer.batches.uploads import parse_upload
 from headrace_transformer.frontends.http import Body, json_body, rest_errors
 from headrace_transformer.frontends.openai.errors import openai_error
-from headrace_transformer.frontends.openai.reading import name_ignored
+from headrace_transformer.frontends.openai.models import name_ignored
 from headrace_transformer.frontends.openai.requests import OpenAIRequest, parse
 from headrace_transformer.processes.body_processes import SMALL_BYTES, BodyProcesses
 

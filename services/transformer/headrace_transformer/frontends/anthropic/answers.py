@@ -5,22 +5,38 @@ signature of reasoning is empty. The input of a call whose arguments are cut has
 clients read a stream; it is empty where they are not JSON. `input_tokens` are those of the prompt that were computed,
 `cache_read_input_tokens` those that came from the cache. The first event of a stream counts all of them as computed.
 Source: Anthropic's API reference.
+
+Errors have the same source: `{"type": "error", "error": {"type", "message"}, "request_id"}`.
+
+All models that generate text are one page of a list.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from google.api.httpbody_pb2 import HttpBody
 from pydantic_core import from_json
 
+from headrace.errors import HeadraceError
+from headrace.telemetry.identity import current_request_id
 from headrace_protos.headrace_pb2 import Usage
 from headrace_transformer.frontends.http import EVENTS, event_json, json_body, named_event
 from headrace_transformer.generation.chunks import End, TextChunk, joined
 from headrace_transformer.text.answer_parts import CallStart, Content, Part, Reasoning, begins_segment
 
 _NOT_CREATED = {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0}  # The cache's tokens have no lifetime.
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 async def whole(answer_id: str, model: str, chunks: AsyncIterator[TextChunk]) -> AsyncGenerator[HttpBody, None]:
@@ -171,3 +187,28 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
     }
+
+
+def anthropic_error(error: HeadraceError) -> dict[str, Any]:
+    kind = "invalid_request_error" if error.http_status < 500 else "api_error"
+    described = {"type": _TYPES.get(error.http_status, kind), "message": error.message}
+    return {"type": "error", "error": described, "request_id": current_request_id() or None}
+
+
+def model_info(card: Mapping[str, Any]) -> dict[str, Any]:
+    """A model by its card in OpenAI's API."""
+    return {
+        "type": "model",
+        "id": card["id"],
+        "display_name": card["id"],
+        "created_at": datetime.fromtimestamp(card["created"], UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "lifecycle": "active",
+        "max_input_tokens": card["max_model_len"],
+        "max_tokens": card["max_model_len"],
+    }
+
+
+def model_list(cards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    data = [model_info(card) for card in cards if card["kind"] == "generation"]
+    ends = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+    return {"data": data, "has_more": False, "first_id": ends[0], "last_id": ends[1]}

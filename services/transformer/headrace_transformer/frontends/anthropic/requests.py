@@ -13,10 +13,14 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from headrace.errors import InvalidRequestError
-from headrace_transformer.frontends.anthropic.blocks import messages_of, text_of_blocks, unread_fields
-from headrace_transformer.frontends.anthropic.tools import read_choice, read_declarations
-from headrace_transformer.frontends.openai.requests import OpenAIRequest
-from headrace_transformer.frontends.openai.sampled_request import SCORELESS, SampledRequest
+from headrace_transformer.frontends.anthropic.blocks import (
+    messages_of,
+    read_choice,
+    read_declarations,
+    text_of_blocks,
+    unread_fields,
+)
+from headrace_transformer.frontends.openai.requests import SCORELESS, OpenAIRequest, SampledRequest
 from headrace_transformer.frontends.openai.structured_outputs import structured_outputs_of
 from headrace_transformer.frontends.openai.tools import TemplateMessage
 from headrace_transformer.text.tools import ToolFunction, ToolUse

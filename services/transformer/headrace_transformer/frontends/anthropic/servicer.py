@@ -18,13 +18,10 @@ from headrace.rpc import Context
 from headrace.rpc.limits.admission import call_metadata
 from headrace.rpc.server.call_context import call_context
 from headrace_protos import rest_pb2, rest_pb2_grpc
-from headrace_transformer.frontends.anthropic.answers import events, whole
-from headrace_transformer.frontends.anthropic.errors import anthropic_error
-from headrace_transformer.frontends.anthropic.models import model_info, model_list
+from headrace_transformer.frontends.anthropic.answers import anthropic_error, events, model_info, model_list, whole
 from headrace_transformer.frontends.anthropic.requests import ConversationRequest, MessagesRequest
 from headrace_transformer.frontends.http import Body, Events, json_body, named_event, rest_errors
-from headrace_transformer.frontends.openai.models import OpenAIModels
-from headrace_transformer.frontends.openai.reading import RequestReader, name_ignored
+from headrace_transformer.frontends.openai.models import OpenAIModels, RequestReader, name_ignored
 from headrace_transformer.frontends.openai.tokenizing import chat_text, tokenizer_of
 from headrace_transformer.generation.pipeline import Pipeline
 from headrace_transformer.generation.resume_ids import identity_of

@@ -3,6 +3,8 @@
 Log probabilities are of the tokens that `usage` counts, those of a stop string or a stop token among
 them. `text_offset` counts characters of the answer. With `echo` the prompt's tokens go before; the first of them has
 no log probability. Source: OpenAI's API reference, and vLLM's answers where it is silent.
+
+Reasoning has two names: `reasoning`, vLLM's, and `reasoning_content`, which DeepSeek's API has and vLLM had before.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from headrace_transformer.frontends.openai.generation_requests import (
     CompletionRequest,
     GenerationRequest,
 )
-from headrace_transformer.frontends.openai.message_parts import delta_of, has_call, message_of
 from headrace_transformer.frontends.openai.token_scores import finite, prompt_scores, token_scores, token_text
 from headrace_transformer.generation.chunks import TextChunk
+from headrace_transformer.text.answer_parts import CallArguments, CallStart, Content, Part, Reasoning
 
 
 class Format(ABC):
@@ -188,3 +190,38 @@ def usage_so_far(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
     """What one choice has taken until now, as vLLM writes it."""
     total = prompt_tokens + completion_tokens
     return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
+
+
+def message_of(parts: Sequence[Part]) -> dict[str, Any]:
+    """A whole message, without its role; the content is null if there is none beside calls or reasoning."""
+    delta = delta_of(parts)
+    has_others = bool(delta.keys() - {"content"})
+    calls = delta.pop("tool_calls", None)
+    message: dict[str, Any] = {"content": delta.pop("content", None if has_others else ""), **delta}
+    if calls is not None:
+        message["tool_calls"] = [{name: value for name, value in call.items() if name != "index"} for call in calls]
+    return message
+
+
+def delta_of(parts: Sequence[Part]) -> dict[str, Any]:
+    """A delta, without the role; a call has its id, type and name in its first one."""
+    delta: dict[str, Any] = {}
+    if content := "".join(part.text for part in parts if isinstance(part, Content)):
+        delta["content"] = content
+    if reasoning := "".join(part.text for part in parts if isinstance(part, Reasoning)):
+        delta |= {"reasoning": reasoning, "reasoning_content": reasoning}
+    calls: dict[int, dict[str, Any]] = {}
+    for part in parts:
+        if isinstance(part, CallStart):
+            function = {"name": part.name, "arguments": ""}
+            calls[part.number] = {"index": part.number, "id": part.id, "type": "function", "function": function}
+        elif isinstance(part, CallArguments):
+            call = calls.setdefault(part.number, {"index": part.number, "function": {"arguments": ""}})
+            call["function"]["arguments"] += part.text
+    if calls:
+        delta["tool_calls"] = list(calls.values())
+    return delta
+
+
+def has_call(parts: Sequence[Part]) -> bool:
+    return any(isinstance(part, CallStart) for part in parts)

@@ -1,4 +1,7 @@
-"""Answers as HTTP bodies: one of JSON, or server-sent events ending in `data: [DONE]`."""
+"""Answers as HTTP bodies: one of JSON, or server-sent events ending in `data: [DONE]`.
+
+Several generations of one request run side by side. Choices of a request without a seed have those of the answer's own.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,14 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 from google.api.httpbody_pb2 import HttpBody
 
 from headrace_transformer.frontends.http import EVENTS, event, event_json, json_body
 from headrace_transformer.frontends.openai.answers import Format, usage_of, usage_so_far
-from headrace_transformer.frontends.openai.choices import choices_in, generate_all
-from headrace_transformer.frontends.openai.generation_requests import GenerationRequest
+from headrace_transformer.frontends.openai.generation_requests import GenerationRequest, choice_seed
 from headrace_transformer.generation.chunks import TextChunk, joined
 from headrace_transformer.generation.pipeline import Pipeline
 from headrace_transformer.generation.requests import TextRequest
@@ -26,6 +29,7 @@ _MAX_WRITTEN_AT_ONCE = 2048
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _MARK = uuid.uuid4().hex  # Stands for the text of an event, and is nowhere else in it.
+_UNREAD_CHUNKS = 16  # Beyond these, choices wait for the reader, and their own slots merge.
 
 
 async def answer(
@@ -140,3 +144,52 @@ class _Events:
             before, _, after = written.partition(b'"' + _MARK.encode() + b'"')
             around = self._plain[index] = before, after
         return around[0] + event_json(chunk.text) + around[1]
+
+
+def choices_in(requests: Sequence[TextRequest], identity: AnswerIdentity) -> list[TextRequest]:
+    """The requests of an answer, as its identity has them: those without a seed get one made of the answer's own."""
+    return [
+        replace(request, default_seed=choice_seed(identity.seed, index), resume=identity.resume)
+        for index, request in enumerate(requests)
+    ]
+
+
+async def generate_all(
+    pipeline: Pipeline, requests: Sequence[TextRequest]
+) -> AsyncGenerator[tuple[int, TextChunk], None]:
+    """The chunks of all requests as they come, each with its request's number.
+
+    The first failure ends all of them, and closing the generator cancels all.
+    """
+    if len(requests) == 1:
+        async with aclosing(pipeline.generate(requests[0])) as chunks:
+            async for chunk in chunks:
+                yield 0, chunk
+        return
+
+    made: asyncio.Queue[tuple[int, TextChunk] | Exception | None] = asyncio.Queue(_UNREAD_CHUNKS)
+
+    async def generate(index: int) -> None:
+        async with aclosing(pipeline.generate(requests[index])) as chunks:
+            async for chunk in chunks:
+                await made.put((index, chunk))
+
+    async def run() -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index in range(len(requests)):
+                    group.create_task(generate(index), name=f"choice-{index}")
+        except ExceptionGroup as failures:
+            await made.put(failures.exceptions[0])
+        else:
+            await made.put(None)
+
+    running = asyncio.create_task(run(), name="choices")
+    try:
+        while (item := await made.get()) is not None:
+            if isinstance(item, Exception):
+                raise item
+            yield item
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)

@@ -19,11 +19,11 @@ from headrace_transformer.frontends.openai.errors import UnsupportedFieldError
 from headrace_transformer.frontends.openai.requests import (
     Effort,
     Prompt,
+    SampledRequest,
     effort_variables,
     read_prompts,
     trimmed_prompts,
 )
-from headrace_transformer.frontends.openai.sampled_request import SampledRequest
 from headrace_transformer.frontends.openai.structured_outputs import FIELDS, structured_outputs_of
 from headrace_transformer.frontends.openai.tools import ToolChoice, as_function, read_tool_choice, read_tools
 from headrace_transformer.generation.requests import TextRequest

@@ -1,4 +1,7 @@
-"""The models that OpenAI's API serves, and their descriptions there."""
+"""The models that OpenAI's API serves, and their descriptions there.
+
+`RequestReader` reads the JSON bodies of requests for them, in a process of their own where they are large.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,25 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal
 
+from google.api.httpbody_pb2 import HttpBody
+
 from headrace.clients import Client
 from headrace.errors import InvalidRequestError, NotFoundError, NotReadyError
 from headrace.oip.model_description import FINGERPRINT
 from headrace.oip.row_outputs import EMBEDDING
+from headrace.rpc.limits.admission import head_of_call
+from headrace.rpc.server.call_context import CallContext
+from headrace_transformer.frontends.openai.requests import (
+    IGNORED_FIELDS,
+    MAX_BODY_BYTES,
+    OpenAIRequest,
+    RequestT,
+    parse,
+    parse_large,
+)
+from headrace_transformer.generation.pipeline import Pipeline
 from headrace_transformer.models.models import RelayedModel, TextModel
+from headrace_transformer.processes.body_processes import SMALL_BYTES, BodyProcesses
 from headrace_transformer.routing.router import Router
 
 Kind = Literal["generation", "embedding", "classification"]
@@ -71,3 +88,36 @@ class OpenAIModels:
         if len(names) != 1:
             raise InvalidRequestError(f"name a model; there are {', '.join(names) or 'none'}", param="model")
         return str(names[0])
+
+
+def name_ignored(request: OpenAIRequest) -> None:
+    """Names in the head of the answer the fields of a request that have no effect."""
+    if ignored := request.ignored_fields():
+        head_of_call().add((IGNORED_FIELDS, ", ".join(ignored)))
+
+
+class RequestReader:
+    """Owned by the event loop."""
+
+    def __init__(self, pipeline: Pipeline, bodies: BodyProcesses, models: OpenAIModels) -> None:
+        self._pipeline = pipeline
+        self._bodies = bodies
+        self._models = models
+
+    async def read(self, cls: type[RequestT], request: HttpBody, call: CallContext, *kinds: Kind) -> RequestT:
+        """The request in a body, with its model's name; one that is refused is on record."""
+        with self._pipeline.recording_refusals(call):
+            parsed = await self.parsed(cls, request, call)
+            parsed.model = self._models.resolve(parsed.model, call.client, *kinds)
+            if parsed.template_hints:
+                parsed.name_unread_hints(self._models.template_reader(parsed.model))
+        name_ignored(parsed)
+        return parsed
+
+    async def parsed(self, cls: type[RequestT], request: HttpBody, call: CallContext) -> RequestT:
+        """The request in a body; see `parse`."""
+        data = request.data
+        if not SMALL_BYTES < len(data) <= MAX_BODY_BYTES:
+            return parse(cls, data)
+        parsed: tuple[RequestT, bytes] = await self._bodies.run(parse_large, (cls,), data, call.deadline)
+        return parsed[0]

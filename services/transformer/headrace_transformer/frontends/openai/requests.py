@@ -17,8 +17,10 @@ import orjson
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, ValidationInfo, field_validator
 
 from headrace.errors import InvalidRequestError
+from headrace.rpc.server.call_context import CallContext
+from headrace.sampling import SamplingParameters
 from headrace_transformer.frontends.openai.errors import UnsupportedFieldError
-from headrace_transformer.generation.requests import check_message_count
+from headrace_transformer.generation.requests import TextRequest, check_bad_words, check_message_count, check_stop
 from headrace_transformer.text.answer_grammars import ignored_keywords
 from headrace_transformer.text.tools import ToolUse
 
@@ -36,6 +38,10 @@ _EFFORT = "reasoning_effort"
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 Prompt = str | list[int]
+# The parameters of APIs whose answers have no log probabilities, and whose maximum of tokens has a field of its own.
+SCORELESS = tuple(
+    name for name in SamplingParameters.model_fields if name not in ("max_tokens", "logprobs", "top_logprobs")
+)
 
 
 class OpenAIRequest(BaseModel):
@@ -233,3 +239,42 @@ def _checked_ids(ids: list[Any]) -> list[int]:
     if ids and not (min(ids) >= 0 and max(ids) < 2**31):
         raise ValueError("token ids must be from 0 to 2147483647")
     return ids
+
+
+class SampledRequest(OpenAIRequest):
+    """`SAMPLING` are the names of the sampling parameters that are read from the request's undeclared fields."""
+
+    SAMPLING: ClassVar[Sequence[str]] = ()
+
+    stop: tuple[str, ...] = ()
+    bad_words: tuple[str, ...] = ()
+
+    @field_validator("stop", "bad_words", mode="before")
+    @classmethod
+    def _read_texts(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return (value,)
+        return tuple(value) if isinstance(value, list) else value
+
+    def trim(self) -> None:
+        SamplingParameters().changed(self.sampling())
+        check_stop(self.stop)
+        check_bad_words(self.bad_words)
+        super().trim()
+
+    def text_request(self, call: CallContext, **own: Any) -> TextRequest:
+        """One of its generations; `own` is what not all kinds of request have."""
+        return TextRequest(
+            call=call,
+            model=self.model,
+            sampling=self.sampling(),
+            stop=self.stop,
+            bad_words=self.bad_words,
+            ignored_fields=self.ignored_fields(),
+            **own,
+        )
+
+    def sampling(self) -> dict[str, Any]:
+        """The sampling parameters given."""
+        given = {name: self.extra[name] for name in self.SAMPLING if self.extra.get(name) is not None}
+        return given | ({"structured_outputs": self._structured_outputs} if self._structured_outputs else {})

@@ -23,16 +23,14 @@ from headrace_protos import rest_pb2, rest_pb2_grpc
 from headrace_transformer.frontends.http import EVENTS, JSON, PLAIN, Body, Events, json_body, rest_errors
 from headrace_transformer.frontends.openai.answers import ChatFormat, CompletionFormat, Format
 from headrace_transformer.frontends.openai.bodies import answer
-from headrace_transformer.frontends.openai.embeddings import embed
 from headrace_transformer.frontends.openai.errors import openai_error
 from headrace_transformer.frontends.openai.generation_requests import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
 )
-from headrace_transformer.frontends.openai.models import OpenAIModels
-from headrace_transformer.frontends.openai.reading import RequestReader
-from headrace_transformer.frontends.openai.scores import classify, rerank, score
+from headrace_transformer.frontends.openai.models import OpenAIModels, RequestReader
+from headrace_transformer.frontends.openai.scores import classify, embed, rerank, score
 from headrace_transformer.frontends.openai.text_requests import (
     ClassifyRequest,
     DetokenizeRequest,

@@ -12,8 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator,
 
 from headrace.errors import InvalidRequestError
 from headrace.sampling import MAX_TOP_LOGPROBS
-from headrace_transformer.frontends.openai.requests import Effort, effort_variables
-from headrace_transformer.frontends.openai.sampled_request import SCORELESS, SampledRequest
+from headrace_transformer.frontends.openai.requests import SCORELESS, Effort, SampledRequest, effort_variables
 from headrace_transformer.frontends.openai.structured_outputs import structured_outputs_of
 from headrace_transformer.frontends.openai.tools import TemplateMessage, json_text, read_tool_choice, read_tools
 from headrace_transformer.frontends.responses.input_items import Item, messages_of

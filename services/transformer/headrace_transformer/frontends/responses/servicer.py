@@ -19,11 +19,9 @@ from headrace_protos import rest_pb2, rest_pb2_grpc
 from headrace_protos.headrace_pb2 import PayloadRecord
 from headrace_transformer.frontends.http import Body, Events, json_body, rest_errors
 from headrace_transformer.frontends.openai.errors import openai_error
-from headrace_transformer.frontends.openai.models import OpenAIModels
-from headrace_transformer.frontends.openai.reading import RequestReader
+from headrace_transformer.frontends.openai.models import OpenAIModels, RequestReader
 from headrace_transformer.frontends.openai.tools import TemplateMessage
 from headrace_transformer.frontends.responses.answers import ResponseAnswer
-from headrace_transformer.frontends.responses.recorded_items import input_items, page_of
 from headrace_transformer.frontends.responses.requests import ResponsesRequest
 from headrace_transformer.frontends.responses.stored import (
     CALL_SEED,
@@ -34,8 +32,10 @@ from headrace_transformer.frontends.responses.stored import (
     cancelled,
     conversation_of,
     fields_of,
+    input_items,
     messages_before,
     new_response_id,
+    page_of,
     parameters_of,
     stored_response,
     tools_of,
