@@ -112,22 +112,30 @@ class Assembler:
 
     def take(self, tokens: TokenChunk, elapsed_s: float) -> TextChunk:
         """The text of the next tokens."""
-        ids, parser, is_last = tokens.token_ids, self._parser, tokens.finish_reason is not None
-        written = len(ids)
-        stop_token = ids[-1] if tokens.finish_reason == "stop" and ids else None
-        if stop_token is not None and not self._includes_stop and self._ends(stop_token):
-            written -= 1
-        text, used = self._text(ids, written)
-        if is_last and not self._detokenizer.stopped:
-            rest = self._detokenizer.flush()
+        ids, parser, detokenizer = tokens.token_ids, self._parser, self._detokenizer
+        reason, text, used, end = tokens.finish_reason, "", 0, None
+        stop_token = ids[-1] if reason == "stop" and ids else None
+        left_out = stop_token is not None and not self._includes_stop and self._ends(stop_token)
+        written = len(ids) - 1 if left_out else len(ids)
+        for token_id in ids:
+            if used < written:
+                piece = detokenizer.push(token_id)
+                text += piece
+                if parser is not None:
+                    parser.push(piece)
+            used += 1
+            if detokenizer.stopped:
+                break
+        self._produced += used
+        if reason is not None and not detokenizer.stopped:
+            rest = detokenizer.flush()
             text += rest
             if parser is not None:
                 parser.push_rest(rest)
-        self._produced += used
-        is_stopped = self._detokenizer.stopped
-        if parser is not None and (is_last or is_stopped):
-            parser.flush()
-        end = self._end(tokens, stop_token) if is_last or is_stopped else None
+        if reason is not None or detokenizer.stopped:
+            if parser is not None:
+                parser.flush()
+            end = self._end(tokens, stop_token)
         if used < len(ids):
             tokens = replace(
                 tokens,
@@ -137,19 +145,6 @@ class Assembler:
             )
         answer = None if parser is None else parser.taken()
         return TextChunk(text=text, tokens=tokens, origin=self._origin, elapsed_s=elapsed_s, answer=answer, end=end)
-
-    def _text(self, ids: Sequence[int], written: int) -> tuple[str, int]:
-        """The text of the first `written` ids, and the number of ids up to the end of a stop string."""
-        detokenizer, parser, text = self._detokenizer, self._parser, ""
-        for used, token_id in enumerate(ids, start=1):
-            if used <= written:
-                piece = detokenizer.push(token_id)
-                text += piece
-                if parser is not None:
-                    parser.push(piece)
-            if detokenizer.stopped:
-                return text, used
-        return text, len(ids)
 
     def _ends(self, token_id: int) -> bool:
         """Whether the id ends an answer, and has no text."""

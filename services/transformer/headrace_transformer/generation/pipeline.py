@@ -83,7 +83,7 @@ class Pipeline:
                 if tokens is begun.first:
                     await recorded.flushed()
                 observed.chunk(chunk)
-                yield chunk if begun.shows_cached else chunk.without_cached_tokens()
+                yield chunk if begun.shows_cached or chunk.end is None else chunk.without_cached_tokens()
                 if chunk.end is not None:
                     return  # Closing cancels what the predictor would still generate.
                 tokens = await begun.tokens.read()
