@@ -1,57 +1,53 @@
-"""A payload record as plain values: the common names and types of the JSON and Parquet exports.
+"""A payload record as plain values: the common names and types of the JSON and Parquet exports and of events.
 
-Times are datetimes in UTC with whole microseconds; unknown values are None; a tensor's contents are bytes; floats may
-be NaN or infinite. `to_json` encodes them as JSON: times as RFC 3339, contents in base64, NaN and infinities as null.
+Names are those of the message's fields, except that the usage has columns of its own, and that of a stream's fields
+none is here. Times are datetimes in UTC with whole microseconds; unknown values are None; a tensor's contents are
+bytes; floats may be NaN or infinite. `to_json` encodes them as JSON: times as RFC 3339, contents in base64, NaN and
+infinities as null.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable
+from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any
 
 import orjson
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
 
-from headrace_protos.headrace_pb2 import GatewayCall, PayloadChunk, PayloadRecord, PayloadTensor
+from headrace_protos.headrace_pb2 import PayloadRecord
 
-_TEXTS = ("request_id", "model", "protocol", "prompt", "text", "finish_reason", "status", "message", "failed_hop")
-_GATEWAY = tuple(field.name for field in GatewayCall.DESCRIPTOR.fields)
+_OF_STREAMS = ("page_token", "error")
+
+# Of a message: the value of a column.
+_Value = Callable[[Any], Any]
 
 
-def row(record: PayloadRecord) -> dict[str, Any]:
-    """Every field of the record by name; the usage has columns of its own."""
-    usage = record.usage if record.HasField("usage") else None
-    gateway = record.gateway if record.HasField("gateway") else None
-    return {
-        "record_id": record.record_id,
-        "time": time_of(record),
-        **{name: getattr(record, name) for name in _TEXTS},
-        "parameters": record.parameters,
-        "chunks": [_chunk(chunk) for chunk in record.chunks],
-        "prompt_tokens": usage and usage.prompt_tokens,
-        "cached_tokens": usage and usage.cached_tokens,
-        "completion_tokens": usage and usage.completion_tokens,
-        "ttft_ms": record.ttft_ms if record.HasField("ttft_ms") else None,
-        "duration_ms": record.duration_ms,
-        "engine_ms": record.engine_ms if record.HasField("engine_ms") else None,
-        "trace_id": record.trace_id,
-        "span_id": record.span_id,
-        "metadata": dict(record.metadata),
-        "inputs": _tensors(record.inputs),
-        "outputs": _tensors(record.outputs),
-        "resumes": record.resumes,
-        "predictors": [{"predictor": part.predictor, "offset_ms": part.offset_ms} for part in record.predictors],
-        "client": record.client,
-        "incomplete": record.incomplete,
-        "call_id": record.call_id,
-        "fingerprint": record.fingerprint,
-        "served_model": record.served_model,
-        "prompt_ids": list(record.prompt_ids),
-        "sampling": record.sampling,
-        "prompt_kind": record.prompt_kind,
-        "gateway": gateway and {name: getattr(gateway, name) for name in _GATEWAY},
-    }
+def row(record: Message) -> dict[str, Any]:
+    """Every column by name."""
+    return {name: value(record) for name, value in _values_of(record.DESCRIPTOR)}
+
+
+def columns_of(descriptor: Descriptor) -> list[FieldDescriptor]:
+    """The fields that are columns, in order, those of the usage among them."""
+    columns: list[FieldDescriptor] = []
+    for field in descriptor.fields:
+        if field.name == "usage" and field.message_type is not None:
+            columns += columns_of(field.message_type)
+        elif field.name not in _OF_STREAMS:
+            columns.append(field)
+    return columns
+
+
+def is_time(field: FieldDescriptor) -> bool:
+    return field.message_type is not None and field.message_type.full_name == "google.protobuf.Timestamp"
+
+
+def is_map(field: FieldDescriptor) -> bool:
+    return field.message_type is not None and field.message_type.GetOptions().map_entry
 
 
 def time_of(record: PayloadRecord) -> datetime | None:
@@ -67,28 +63,28 @@ def to_json(values: Any) -> bytes:
     return orjson.dumps(values, default=_base64, option=orjson.OPT_UTC_Z)
 
 
-def _chunk(chunk: PayloadChunk) -> dict[str, Any]:
-    return {
-        "offset_ms": chunk.offset_ms,
-        "text": chunk.text,
-        "token_ids": list(chunk.token_ids),
-        "logprobs": list(chunk.logprobs),
-        "outputs": _tensors(chunk.outputs),
-    }
+@lru_cache
+def _values_of(descriptor: Descriptor) -> tuple[tuple[str, _Value], ...]:
+    return tuple((field.name, _value_of(field, descriptor)) for field in columns_of(descriptor))
 
 
-def _tensors(tensors: Iterable[PayloadTensor]) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": tensor.name,
-            "datatype": tensor.datatype,
-            "shape": list(tensor.shape),
-            "digest": tensor.digest,
-            "size": tensor.size if tensor.HasField("size") else None,
-            "data": tensor.data if tensor.HasField("data") else None,
-        }
-        for tensor in tensors
-    ]
+def _value_of(field: FieldDescriptor, descriptor: Descriptor) -> _Value:
+    name = field.name
+    if field.containing_type is not descriptor:
+        return lambda message: getattr(message.usage, name) if message.HasField("usage") else None
+    if is_time(field):
+        return time_of
+    if is_map(field):
+        return lambda message: dict(getattr(message, name))
+    if field.is_repeated:
+        if field.message_type is None:
+            return lambda message: list(getattr(message, name))
+        return lambda message: [row(one) for one in getattr(message, name)]
+    if field.message_type is not None:
+        return lambda message: row(getattr(message, name)) if message.HasField(name) else None
+    if field.has_presence:
+        return lambda message: getattr(message, name) if message.HasField(name) else None
+    return lambda message: getattr(message, name)
 
 
 def _base64(value: object) -> str:

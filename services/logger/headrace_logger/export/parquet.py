@@ -1,8 +1,8 @@
 """Writes records to a Parquet file, as rows of `headrace_logger.values`.
 
-`SCHEMA` defines the types: times in UTC to the microsecond, lists of structs for chunks and tensors, a map for the
-caller's metadata, nullable numbers. Rows become Arrow batches as they arrive, and every 32 MiB of batches become a row
-group: memory is bounded for an export of any length.
+`SCHEMA` has the types: times in UTC to the microsecond, lists of structs for chunks and tensors, a map for the
+caller's metadata, nullable numbers, counts of 64 bits with a sign. Rows become Arrow batches as they arrive, and every
+32 MiB of batches become a row group: memory is bounded for an export of any length.
 """
 
 from __future__ import annotations
@@ -12,83 +12,41 @@ from typing import IO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from headrace_logger.values import row
+from headrace_logger.values import columns_of, is_map, is_time, row
 from headrace_protos.headrace_pb2 import PayloadRecord
 
-_TENSOR = pa.struct(
-    {
-        "name": pa.string(),
-        "datatype": pa.string(),
-        "shape": pa.list_(pa.int64()),
-        "digest": pa.string(),
-        "size": pa.uint64(),
-        "data": pa.binary(),
-    }
-)
-_CHUNK = pa.struct(
-    {
-        "offset_ms": pa.float64(),
-        "text": pa.string(),
-        "token_ids": pa.list_(pa.int32()),
-        "logprobs": pa.list_(pa.float32()),
-        "outputs": pa.list_(_TENSOR),
-    }
-)
-_GATEWAY = pa.struct(
-    {
-        "path": pa.string(),
-        "http_status": pa.int64(),
-        "response_flags": pa.string(),
-        "details": pa.string(),
-        "duration_ms": pa.float64(),
-        "request_bytes": pa.uint64(),
-        "response_bytes": pa.uint64(),
-        "upstream": pa.string(),
-        "peer": pa.string(),
-    }
-)
-SCHEMA = pa.schema(
-    {
-        "record_id": pa.string(),
-        "time": pa.timestamp("us", tz="UTC"),
-        "request_id": pa.string(),
-        "model": pa.string(),
-        "protocol": pa.string(),
-        "prompt": pa.string(),
-        "text": pa.string(),
-        "finish_reason": pa.string(),
-        "status": pa.string(),
-        "message": pa.string(),
-        "failed_hop": pa.string(),
-        "parameters": pa.string(),
-        "chunks": pa.list_(_CHUNK),
-        "prompt_tokens": pa.int64(),
-        "cached_tokens": pa.int64(),
-        "completion_tokens": pa.int64(),
-        "ttft_ms": pa.float64(),
-        "duration_ms": pa.float64(),
-        "engine_ms": pa.float64(),
-        "trace_id": pa.string(),
-        "span_id": pa.string(),
-        "metadata": pa.map_(pa.string(), pa.string()),
-        "inputs": pa.list_(_TENSOR),
-        "outputs": pa.list_(_TENSOR),
-        "resumes": pa.int64(),
-        "predictors": pa.list_(pa.struct({"predictor": pa.string(), "offset_ms": pa.float64()})),
-        "client": pa.string(),
-        "incomplete": pa.bool_(),
-        "call_id": pa.string(),
-        "fingerprint": pa.string(),
-        "served_model": pa.string(),
-        "prompt_ids": pa.list_(pa.uint32()),
-        "sampling": pa.string(),
-        "prompt_kind": pa.string(),
-        "gateway": _GATEWAY,
-    }
-)
-
+_TYPES = {
+    FieldDescriptor.TYPE_STRING: pa.string(),
+    FieldDescriptor.TYPE_BYTES: pa.binary(),
+    FieldDescriptor.TYPE_BOOL: pa.bool_(),
+    FieldDescriptor.TYPE_DOUBLE: pa.float64(),
+    FieldDescriptor.TYPE_FLOAT: pa.float32(),
+    FieldDescriptor.TYPE_INT32: pa.int32(),
+    FieldDescriptor.TYPE_UINT32: pa.uint32(),
+    FieldDescriptor.TYPE_INT64: pa.int64(),
+    FieldDescriptor.TYPE_UINT64: pa.uint64(),
+}
 _ROW_GROUP_BYTES = 32 * 1024 * 1024
+
+
+def _types_of(descriptor: Descriptor) -> dict[str, pa.DataType]:
+    return {field.name: _type_of(field) for field in columns_of(descriptor)}
+
+
+def _type_of(field: FieldDescriptor) -> pa.DataType:
+    if is_time(field):
+        return pa.timestamp("us", tz="UTC")
+    if is_map(field):
+        return pa.map_(pa.string(), pa.string())
+    one = pa.struct(_types_of(field.message_type)) if field.message_type else _TYPES[field.type]
+    if field.is_repeated:
+        return pa.list_(one)
+    return pa.int64() if field.type == FieldDescriptor.TYPE_UINT32 else one
+
+
+SCHEMA = pa.schema(_types_of(PayloadRecord.DESCRIPTOR))
 
 
 def write_parquet(file: IO[bytes], batches: Iterable[Sequence[PayloadRecord]]) -> int:
