@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import sqlalchemy as sql
 
@@ -267,10 +267,6 @@ class Store:
         """Ends the threads after their current work and closes the database."""
         async with self._committing:
             await self._database.close()
-
-
-def _move_cursor(connection: sql.Connection, row: Mapping[str, Any]) -> None:
-    tables.upsert(connection, tables.cursors, [row], replaced=("position",))
 
 
 def _loan(lender: Reader | None, size: int) -> AbstractAsyncContextManager[None]:
