@@ -101,7 +101,6 @@ OPEN_CIRCLES = {
     ("headrace.rpc.http2.connection", "headrace.rpc.http2.server"),
     ("headrace.rpc.http2.message_call", "headrace.rpc.http2.connection"),
     ("headrace.rpc.http2.served_call", "headrace.rpc.http2.connection"),
-    ("headrace_predictor.repository.replacement", "headrace_predictor.repository.repository"),
     ("headrace_predictor.steps.engine_stream", "headrace_predictor.steps.call"),
     ("headrace_transformer.predictors.link_call", "headrace_transformer.predictors.link"),
 }

@@ -8,20 +8,36 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Protocol
 
 from headrace.errors import StartupError
 from headrace_predictor.engine.interface import EngineProcessError
+from headrace_predictor.generation.served_engines import ServedEngines
 from headrace_predictor.repository.adapters import until_served
 from headrace_predictor.repository.entry import Entry, State
-
-if TYPE_CHECKING:
-    from headrace_predictor.repository.repository import ModelRepository
+from headrace_predictor.repository.lease import Serving
 
 logger = logging.getLogger(__name__)
 
 
-async def watch(repository: ModelRepository, entry: Entry) -> None:
+class Repository(Protocol):
+    """What a replacement needs of the models' repository (repository.py)."""
+
+    engines: ServedEngines
+    watchers: set[Callable[[], None]]
+
+    @property
+    def ending(self) -> bool: ...
+
+    async def changed(self) -> None: ...
+
+    async def rebuild(self, entry: Entry) -> Serving: ...
+
+    async def serve(self, entry: Entry, serving: Serving) -> None: ...
+
+
+async def watch(repository: Repository, entry: Entry) -> None:
     while entry.serving is not None:
         try:
             await entry.serving.model.died()
@@ -29,7 +45,7 @@ async def watch(repository: ModelRepository, entry: Entry) -> None:
             await _replace(repository, entry, death)
 
 
-async def _replace(repository: ModelRepository, entry: Entry, death: EngineProcessError) -> None:
+async def _replace(repository: Repository, entry: Entry, death: EngineProcessError) -> None:
     """Returns when another engine process serves the model, or another load or unload has begun.
 
     An adapter waits for the engine of its base, which is replaced by the base's own task.
