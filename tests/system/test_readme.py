@@ -22,7 +22,7 @@ PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.m
 TEXT = "\n".join(page.read_text() for page in PAGES)
 BUF = ROOT / ".tools" / "node_modules" / ".bin"
 PATH = os.pathsep.join((str(BUF), os.environ["PATH"], str(ROOT / ".venv-clients" / "bin")))  # The last: grpcurl.
-# Unavailable, downloads, containers, a cluster, run by the fixture with other ports, or run by
+# Unavailable, downloads, containers, a cluster, the reader's own model, run by the fixture with other ports, or run by
 # tests/process/test_gateway_tls.py, tests/system/test_keys.py, tests/system/test_replay.py or tests/slow/test_knee.py.
 # The load check below runs for seconds only.
 NOT_RUN = (
@@ -38,6 +38,7 @@ NOT_RUN = (
     "make replay",
     'curl http://127.0.0.1:8080/v1/models -H "Authorization',
     "curl --cacert",
+    "curl http://127.0.0.1:8080/v2/models/rows",
     "docker compose -f",
     "docker compose build",
     "docker kill",
