@@ -52,7 +52,7 @@ def run_load(address: str, settings: StackSettings, mode: str, locust: Sequence[
     `locust` are options and user classes for Locust.
     """
     if importlib.util.find_spec("locust") is None:
-        raise StartupError("Locust is not installed; `make load` installs and starts it")
+        raise StartupError("Locust is not installed: install the package with its extra `loadtest`, or run `make load`")
     users, knee = (ROOT / "loadtest" / name for name in ("locustfile.py", "knee_locustfile.py"))
     files = f"{users},{knee}" if mode != "check" else f"{users}"
     options = ["-f", files, "--host", f"http://{address}"]
