@@ -13,10 +13,9 @@ from collections.abc import Callable, Sequence
 
 import grpc
 
-from headrace.payload.append_call import AppendCall
 from headrace.payload.drops import Drops
 from headrace.payload.outbox import Outbox
-from headrace.payload.shipper import SourceShipper
+from headrace.payload.shipper import AppendCall, SourceShipper
 from headrace.rpc.client.channel import channel_options
 from headrace_protos.headrace_pb2 import AppendResponse
 
@@ -40,10 +39,8 @@ class PayloadShipping:
         # Neither traced nor recorded: the channel belongs to no request.
         self._channel = grpc.insecure_channel(target, options=channel_options(_KEEPALIVE_S, _KEEPALIVE_TIMEOUT_S))
         append: AppendCall = self._channel.stream_stream(_APPEND, response_deserializer=AppendResponse.FromString)
-        self._own = SourceShipper(append, target, own, drops, hop, self._stopping, freed, ends=False)
-        self._orphans = deque(
-            SourceShipper(append, target, orphan, drops, hop, self._stopping, freed, ends=True) for orphan in orphans
-        )
+        self._own = SourceShipper(append, target, own, drops, hop, freed, ends=False)
+        self._orphans = deque(SourceShipper(append, target, orphan, drops, hop, freed, ends=True) for orphan in orphans)
         self._threads = [
             threading.Thread(target=self._own.run, name="payload-shipper", daemon=True),
             threading.Thread(target=self._take_over, name="payload-takeover", daemon=True),
@@ -83,7 +80,7 @@ class PayloadShipping:
         """Ends the threads and releases the spools; `remove` deletes this process's spool if all of it is shipped."""
         self._stopping.set()
         for source in (self._own, *self._orphans):
-            source.hurry()
+            source.stop()
         for thread in self._threads:
             thread.join(_JOIN_S)
         self._channel.close()
