@@ -1,8 +1,8 @@
 """Sends the records of an outbox to the payload logger, over `PayloadIngest/Append`.
 
-A call carries one source, and a record's sequence is the number of its frame. Records are sent in batches. A batch stays
-in memory, to be sent again over another call, until the logger has acknowledged all of it; only then the next one is
-read. A segment is deleted when the logger has its records, and no record that has not ended began in it.
+A call carries one source, and a record's sequence is the number of its frame. Records are sent in batches. A batch
+stays in memory, to be sent again over another call, until the logger has acknowledged all of it; only then the next one
+is read. A segment is deleted when the logger has its records, and no record that has not ended began in it.
 
 After the logger has refused a batch, its records are sent one at a time. A record that is refused alone, at every
 retry, is dropped, counted and logged with its id: it must not block other records.

@@ -18,10 +18,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
@@ -51,15 +50,6 @@ _MAX_SIZE = 2**63 - 1
 _new_tuple = tuple.__new__  # Without a Python function call: every small tensor pays for it.
 
 
-class _Head(NamedTuple):
-    """A tensor's serialized description, and its raw contents if they are kept."""
-
-    described: bytes
-    is_without_contents: bool  # Whether the description lacks the contents.
-    data: bytes | None
-    size: int | None  # Of the raw contents, kept or not; None if they are typed.
-
-
 class _TooManyError(DecodeError):
     """A message has too many fields."""
 
@@ -76,21 +66,20 @@ def answer_tensors(answer: bytes | pb.ModelInferResponse) -> DeferredTensors:
 
 def streamed_tensors(answer: bytes | pb.ModelInferResponse) -> DeferredTensors:
     """The outputs of one answer of a stream; bytes are a serialized ModelStreamInferResponse."""
-    if isinstance(answer, bytes):
-        if len(answer) <= _SMALL_BYTES:  # Kept whole.
-            return DeferredTensors(partial(_streamed, answer), len(answer), message=answer)
-        return DeferredTensors(partial(_streamed, answer), len(answer), partial(_heads, answer, RAW_OUTPUTS, True))
-    return answer_tensors(answer)
+    if not isinstance(answer, bytes):
+        return answer_tensors(answer)
+    if len(answer) <= _SMALL_BYTES:  # Kept whole.
+        return DeferredTensors(partial(_tensors, answer, RAW_OUTPUTS, True), len(answer), message=answer)
+    return _serialized(answer, RAW_OUTPUTS, True)
 
 
 def _source(message: bytes | pb.ModelInferRequest | pb.ModelInferResponse, raw_field: int) -> DeferredTensors:
     if isinstance(message, bytes):
-        read = partial(_tensors, memoryview(message), raw_field)
-        return DeferredTensors(read, len(message), partial(_heads, message, raw_field, False))
+        return _serialized(message, raw_field, False)
     heads = _parsed_heads(message)
     are_measured = all(head.size is not None for head in heads)
     whole = DeferredTensors(
-        lambda: _tensors(memoryview(message.SerializeToString()), raw_field),
+        lambda: _tensors(message.SerializeToString(), raw_field, False),
         _memory_of(message, heads),
         lambda most_bytes: whole if most_bytes else heads,
         heads if are_measured else None,
@@ -98,59 +87,43 @@ def _source(message: bytes | pb.ModelInferRequest | pb.ModelInferResponse, raw_f
     return whole
 
 
+def _serialized(message: bytes, raw_field: int, is_streamed: bool) -> DeferredTensors:
+    read = partial(_tensors, message, raw_field, is_streamed)
+    return DeferredTensors(read, len(message), partial(_heads, message, raw_field, is_streamed))
+
+
+def _tensors(message: bytes, raw_field: int, is_streamed: bool) -> list[RecordedTensor]:
+    try:
+        return _read(memoryview(message), raw_field, is_streamed, MAX_FIELDS, _TYPED_BYTES)
+    except DecodeError:
+        return []
+
+
 def _heads(message: bytes, raw_field: int, is_streamed: bool, most_bytes: int) -> Tensors:
     """Copies the tensors' heads, and contents of at most `most_bytes`; keeps a message of too many fields whole."""
-    view = memoryview(message)
-    heads: list[_Head] = []
+    most_typed = _SMALL_BYTES + _MAX_VARINT_BYTES * most_bytes
     try:
-        responses = _contents_of(view, {_STREAMED}, most=_MAX_HEAD_FIELDS).get(_STREAMED, []) if is_streamed else [view]
-        for each in responses:
-            heads += _heads_of(each, raw_field, most_bytes)
+        tensors = _read(memoryview(message), raw_field, is_streamed, _MAX_HEAD_FIELDS, most_typed)
     except _TooManyError:
-        return DeferredTensors(
-            partial(_streamed, message) if is_streamed else partial(_tensors, view, raw_field), len(view)
-        )
+        return DeferredTensors(partial(_tensors, message, raw_field, is_streamed), len(message))
     except DecodeError:
         return ()
-    size = sum(len(head.described) + len(head.data or b"") for head in heads)
-    return DeferredTensors(lambda: [_tensor_of(head) for head in heads], size)
+    return [_copied(tensor, most_bytes) for tensor in tensors]
 
 
-def _heads_of(message: memoryview, raw_field: int, most_bytes: int) -> list[_Head]:
-    found = _contents_of(message, {_TENSORS, raw_field}, most=_MAX_HEAD_FIELDS)
-    described = found.get(_TENSORS, [])
-    raw: Sequence[memoryview | None] = found.get(raw_field, [])
-    if len(raw) != len(described):
-        raw = [None] * len(described)
-    return [_head(each, contents, most_bytes) for each, contents in zip(described, raw, strict=True)]
+def _copied(tensor: RecordedTensor, most_bytes: int) -> RecordedTensor:
+    if tensor.data is None:
+        return tensor
+    data = bytes(tensor.data) if len(tensor.data) <= most_bytes else None
+    return tensor._replace(data=data, size=len(tensor.data))
 
 
-def _head(described: memoryview, raw: memoryview | None, most_bytes: int) -> _Head:
-    if raw is not None:
-        data = bytes(raw) if len(raw) <= most_bytes else None
-        return _Head(_without_contents(described, 0), True, data, len(raw))
-    without = _without_contents(described, most_bytes)
-    return _Head(without, len(without) < len(described), None, None)
-
-
-def _without_contents(described: memoryview, most_bytes: int) -> bytes:
-    """A tensor's description, without typed contents if they are large."""
-    if len(described) <= _SMALL_BYTES + _MAX_VARINT_BYTES * most_bytes:
+def _without_contents(described: memoryview) -> bytes:
+    """A tensor's description without typed contents."""
+    if len(described) <= _SMALL_BYTES:
         return bytes(described)
     head = [described[start:end] for field, start, _, end in islice(fields(described), MAX_FIELDS) if field in _HEAD]
     return b"".join(head)
-
-
-def _tensor_of(head: _Head) -> RecordedTensor:
-    """On the writer thread: the tensor of a head."""
-    if not head.is_without_contents:
-        return _tensor(memoryview(head.described), None)
-    try:
-        read = pb.ModelInferRequest.InferInputTensor.FromString(head.described)
-    except DecodeError:
-        return RecordedTensor("", "", (), None)
-    size = _size(read.datatype, read.shape) if head.size is None else head.size
-    return RecordedTensor(read.name, read.datatype, tuple(read.shape), head.data, size)
 
 
 def _parsed_heads(message: pb.ModelInferRequest | pb.ModelInferResponse) -> Sequence[RecordedTensor]:
@@ -177,19 +150,6 @@ def _size(datatype: str, shape: Sequence[int]) -> int | None:
     return size if 0 <= size <= _MAX_SIZE else None
 
 
-def _streamed(answer: bytes) -> list[RecordedTensor]:
-    if len(answer) <= _SMALL_BYTES:
-        with suppress(DecodeError):
-            tensors = _tensors_of(pb.ModelStreamInferResponse.FromString(answer).infer_response)
-            if tensors is not None:
-                return tensors
-    try:
-        found = _contents_of(memoryview(answer), {_STREAMED})
-    except DecodeError:
-        return []
-    return [tensor for response in found.get(_STREAMED, []) for tensor in _tensors(response, RAW_OUTPUTS)]
-
-
 def _tensors_of(parsed: pb.ModelInferRequest | pb.ModelInferResponse) -> list[RecordedTensor] | None:
     """The tensors of a small message, which protobuf parses faster; None if their contents are not raw."""
     described: Any  # Inputs and outputs have the same fields.
@@ -205,27 +165,30 @@ def _tensors_of(parsed: pb.ModelInferRequest | pb.ModelInferResponse) -> list[Re
     ]
 
 
-def _tensors(message: memoryview, raw_field: int) -> list[RecordedTensor]:
+def _read(
+    message: memoryview, raw_field: int, is_streamed: bool, most_fields: int, most_typed: int
+) -> list[RecordedTensor]:
+    """The tensors of a serialized message, with typed contents of so many bytes; raises DecodeError."""
     if len(message) <= _SMALL_BYTES:
-        with suppress(DecodeError):
-            tensors = _tensors_of(_MESSAGES[raw_field].FromString(bytes(message)))
-            if tensors is not None:
-                return tensors
-    try:
-        found = _contents_of(message, {_TENSORS, raw_field})
-    except DecodeError:
-        return []
-    raw = found.get(raw_field, [])
-    described = found.get(_TENSORS, [])
-    if raw and len(raw) != len(described):
+        kind = pb.ModelStreamInferResponse if is_streamed else _MESSAGES[raw_field]
+        parsed = kind.FromString(bytes(message))
+        tensors = _tensors_of(parsed.infer_response if isinstance(parsed, pb.ModelStreamInferResponse) else parsed)
+        if tensors is not None:
+            return tensors
+    if is_streamed:
+        answers = _contents_of(message, {_STREAMED}, most_fields).get(_STREAMED, [])
+        return [tensor for answer in answers for tensor in _read(answer, raw_field, False, most_fields, most_typed)]
+    found = _contents_of(message, {_TENSORS, raw_field}, most_fields)
+    described, raw = found.get(_TENSORS, []), found.get(raw_field, [])
+    if len(raw) != len(described):
         raw = []  # The request will be refused: it is unknown which contents belong to which tensor.
-    return [_tensor(each, raw[number] if raw else None) for number, each in enumerate(described)]
+    return [_tensor(each, raw[number] if raw else None, most_typed) for number, each in enumerate(described)]
 
 
-def _tensor(described: memoryview, raw: memoryview | None) -> RecordedTensor:
+def _tensor(described: memoryview, raw: memoryview | None, most_typed: int) -> RecordedTensor:
     """One tensor, with its raw contents or the typed ones in its description."""
     try:
-        if raw is None and len(described) <= _TYPED_BYTES:
+        if raw is None and len(described) <= most_typed:
             whole = pb.ModelInferRequest.InferInputTensor.FromString(bytes(described))
             data = _as_raw(whole)
             size = None if data is not None else _size(whole.datatype, whole.shape)
@@ -248,7 +211,7 @@ def _as_raw(typed: pb.ModelInferRequest.InferInputTensor) -> bytes | None:
     return encode_raw(tensor)
 
 
-def _contents_of(message: memoryview, wanted: set[int], *, most: int = MAX_FIELDS) -> dict[int, list[memoryview]]:
+def _contents_of(message: memoryview, wanted: set[int], most: int) -> dict[int, list[memoryview]]:
     """The contents of the wanted fields, by field and in order; raises DecodeError, also for too many fields."""
     found: dict[int, list[memoryview]] = {}
     for count, (field, _, start, end) in enumerate(fields(message)):
