@@ -24,17 +24,13 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bheadrace_protos/spool.proto\x12\x11headrace.spool.v1\"\xb6\x01\n\x05\x46rame\x12\x11\n\trecord_id\x18\x01 \x01(\x0c\x12+\n\x04kind\x18\x02 \x01(\x0e\x32\x1d.headrace.spool.v1.Frame.Kind\x12\x0c\n\x04part\x18\x03 \x03(\x0c\x12\x17\n\x0freplaces_chunks\x18\x04 \x01(\x08\"F\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\t\n\x05\x42\x45GIN\x10\x01\x12\t\n\x05\x43HUNK\x10\x02\x12\x07\n\x03\x45ND\x10\x03\x12\t\n\x05WHOLE\x10\x04\"H\n\x06\x41ppend\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x0e\n\x06record\x18\x03 \x01(\x0c\x12\x0c\n\x04more\x18\x04 \x03(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bheadrace_protos/spool.proto\x12\x11headrace.spool.v1\"H\n\x06\x41ppend\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x0e\n\x06record\x18\x03 \x01(\x0c\x12\x0c\n\x04more\x18\x04 \x03(\x0c\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headrace_protos.spool_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FRAME']._serialized_start=51
-  _globals['_FRAME']._serialized_end=233
-  _globals['_FRAME_KIND']._serialized_start=163
-  _globals['_FRAME_KIND']._serialized_end=233
-  _globals['_APPEND']._serialized_start=235
-  _globals['_APPEND']._serialized_end=307
+  _globals['_APPEND']._serialized_start=50
+  _globals['_APPEND']._serialized_end=122
 # @@protoc_insertion_point(module_scope)

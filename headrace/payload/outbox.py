@@ -59,7 +59,7 @@ class Frame(NamedTuple):
 
 
 class Segment:
-    """A file of frames, which fill `used` of its bytes; with a descriptor it is mapped, to be written."""
+    """A file of frames, which fill `used` of its bytes; mapped to memory while it is written."""
 
     def __init__(self, path: Path, size: int, file: int | None = None) -> None:
         self.path = path
@@ -68,18 +68,20 @@ class Segment:
         self.used = size if file is None else 0
         self.file = file
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        self.mapped = mmap.mmap(-1, 1) if file is None else mmap.mmap(file, size, flags=flags)
+        self.mapped = None if file is None else mmap.mmap(file, size, flags=flags)
 
-    def contents(self) -> bytes | mmap.mmap:
-        """What frames are read from; raises OSError."""
-        return self.path.read_bytes() if self.file is None else self.mapped
+    def read(self, at: int) -> bytes:
+        """The frames from an offset on; raises OSError."""
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(at)
+            return file.read(self.used - at)
 
     def close(self) -> None:
-        """Unmaps and closes the file."""
-        self.mapped.close()
-        if self.file is not None:
-            file, self.file = self.file, None
-            os.close(file)
+        """Ends the writing: thousands of segments may wait, and each mapping has a descriptor."""
+        if self.mapped is not None and self.file is not None:
+            self.mapped.close()
+            os.close(self.file)
+            self.mapped = self.file = None
 
 
 class Outbox:
@@ -94,6 +96,7 @@ class Outbox:
         self.needed = 0  # The first segment with a part of a record that has not ended; set by the appending thread.
         self.refusal: str | None = None  # Why the last attempt to prepare a segment failed.
         self.next_number = 1
+        self.syncs = False  # Whether a segment is written through to the disk before the next one begins.
         self.segment_bytes = max(1, min(_MAX_SEGMENT_BYTES, max_bytes // _SEGMENTS))
         self._folder = folder
         self._held = lock
@@ -116,19 +119,15 @@ class Outbox:
     def append(self, kind: int, record_id: bytes, contents: bytes) -> bool:
         """Appends a frame; False if there is no room: then `refusal` has the reason, or there will be room soon."""
         size = _HEADER_BYTES + len(contents)
-        segment = self._newest
-        if segment.used + size > segment.size:
-            if (spare := self._spare) is not None:
-                self._spare, self._newest = None, spare
-                self.segments.append(spare)
-            if spare is None or size > spare.size:
-                self._wanted = max(self._wanted, size)
-                return False
-            segment = spare
+        mapped = self._newest.mapped
+        if mapped is None or self._newest.used + size > self._newest.size:
+            mapped = self._next_segment(size)
+        if mapped is None:
+            return False
         rest = _REST.pack(len(contents), kind, self.next_number, record_id)
-        at = segment.used
-        segment.mapped[at : at + size] = _CRC.pack(zlib.crc32(contents, zlib.crc32(rest))) + rest + contents
-        segment.used = at + size
+        at = self._newest.used
+        mapped[at : at + size] = _CRC.pack(zlib.crc32(contents, zlib.crc32(rest))) + rest + contents
+        self._newest.used = at + size
         self.next_number += 1
         return True
 
@@ -163,25 +162,38 @@ class Outbox:
             segment = self.segments[0]
             segment.path.unlink(missing_ok=True)
             self.segments.popleft()
-            segment.close()
             deleted = True
         return deleted
 
     def close(self) -> None:
         """Releases the folder; the next process may take it over."""
-        for segment in (*self.segments, *((self._spare,) if self._spare else ())):
-            segment.close()
+        self._newest.close()
         if self._spare is not None:
+            self._spare.close()
             self._spare.path.unlink(missing_ok=True)
         os.close(self._held)
 
     def remove(self) -> None:
         """Deletes the folder and its contents."""
-        for segment in self.segments:
-            segment.close()
+        self._newest.close()
+        if self._spare is not None:
+            self._spare.close()
         with _locked(self._folder.parent):
             _remove(self._folder, self._held)
         self.segments.clear()
+
+    def _next_segment(self, size: int) -> mmap.mmap | None:
+        """Goes on in the segment that is prepared; None if there is none, or none for a frame of this size."""
+        if (spare := self._spare) is not None:
+            if self.syncs:
+                self.sync()
+            self._newest.close()
+            self._spare, self._newest = None, spare
+            self.segments.append(spare)
+        if spare is None or size > spare.size:
+            self._wanted = max(self._wanted, size)
+            return None
+        return spare.mapped
 
     def _create(self, size: int) -> Segment:
         self._last += 1
@@ -196,7 +208,7 @@ class Outbox:
             raise
 
 
-def frames(data: bytes | mmap.mmap, at: int, end: int, is_last: bool = False) -> Iterator[tuple[int, Frame | None]]:
+def frames(data: bytes, at: int, end: int, is_last: bool = False) -> Iterator[tuple[int, Frame | None]]:
     """The frames between two offsets, each with the offset that follows it; None for damage.
 
     `is_last`: the process may have died within the last frame, which is no damage.

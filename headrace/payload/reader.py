@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import mmap
 from collections.abc import Callable
 
 from headrace.payload.encoding import INCOMPLETE
@@ -21,7 +20,8 @@ class OutboxReader:
     def __init__(self, outbox: Outbox, hop: str, damaged: Callable[[], None], aborts: bool) -> None:
         self.segment = 0  # Read so far.
         self._segment: Segment | None = None
-        self._data: bytes | mmap.mmap = b""
+        self._data = b""
+        self._base = 0  # The offset of `_data` in the segment.
         self._at = 0
         self._outbox = outbox
         self._hop = hop
@@ -43,25 +43,31 @@ class OutboxReader:
                 return self._abort() if self._aborts and self._open else None
             if (found := self._next_here()) is not None:  # A segment that another one follows grows no more.
                 break
-            self._enter(following)
+            self.segment, self._segment, self._at, self._base, self._data = following.number, following, 0, 0, b""
         return found
 
-    def _enter(self, segment: Segment) -> None:
-        self.segment, self._at, self._segment = segment.number, 0, segment
+    def _load(self, segment: Segment) -> bool:
+        """Reads on in a segment; returns whether there is more of it."""
+        if self._at == segment.used:
+            return False
         try:
-            self._data = segment.contents()
+            self._base, self._data = self._at, segment.read(self._at)
         except OSError as error:
             logger.warning("%s cannot be read: %s", segment.path, error.strerror)
-            self._data, self._at = b"", segment.used
+            self._base, self._data, self._at = segment.used, b"", segment.used
             self._damaged()
+        return bool(self._data)
 
     def _next_here(self) -> tuple[int, Frame] | None:
-        if self._segment is None or self._at >= (end := self._segment.used):
+        segment = self._segment
+        if segment is None or (self._at == self._base + len(self._data) and not self._load(segment)):
             return None
-        for following, frame in frames(self._data, self._at, end, self.segment == self._outbox.newest):
+        is_last, end = self.segment == self._outbox.newest, len(self._data)
+        for following, frame in frames(self._data, self._at - self._base, end, is_last):
+            following += self._base
             self._at = following
             if frame is None:
-                logger.warning("%s is damaged before byte %d", self._segment.path, following)
+                logger.warning("%s is damaged before byte %d", segment.path, following)
                 self._damaged()
                 for *_, parts in self._open.values():
                     parts += INCOMPLETE
@@ -72,7 +78,7 @@ class OutboxReader:
                 self._open[frame.record_id] = (self.segment, frame.number, bytearray(frame.contents))
             elif self._aborts and (opened := self._open.get(frame.record_id)) is not None:
                 opened[2].extend(frame.contents)
-        self._at = end
+        self._at = self._base + end
         return None
 
     def _abort(self) -> tuple[int, Frame]:

@@ -1,9 +1,9 @@
 """Encodes what recordings put and appends it to the outbox, in order, on one of two threads.
 
 Usually that is the event loop's: to encode a part and to copy it to the outbox's mapping costs a few microseconds, a
-fifth of waking a thread. With rules that look into contents (redaction, tensors' contents or digests), and with
-`fsync`, it is the writer's own thread. That thread also prepares the outbox's segments. Begins wait 50 ms
-for their ends and for answers, chunks for more of them.
+fifth of waking a thread. It is the writer's own thread for parts above 256 KiB, with rules that look into contents
+(redaction, contents or digests of tensors), and with `fsync`. That thread also prepares the outbox's segments. Begins
+wait 50 ms for their ends and for answers, chunks for more of them.
 
 The thread that writes has the state of open records. When the first parts of one are in an old segment, they are copied
 to the newest, so that a long stream keeps no segment on disk.
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 MAX_RECORD_BYTES = MAX_MESSAGE_BYTES - 1024  # Room for what an AppendRequest adds.
 _GATHER_S = 0.05
+_LARGE_BYTES = 256 << 10  # To encode and copy more takes the event loop too long.
 _SLICE = 64  # Recordings whose chunks are written at once.
 _IDLE_S, _RETRY_S = 1.0, 0.25
 _JOIN_S = 1.0
@@ -82,8 +83,8 @@ class PayloadWriter:
         """Begins to write; `ended` is called after the end of a record, `others_bytes` is for Outbox.prepare."""
         self._loop = asyncio.get_running_loop()
         self._others_bytes, self._on_ended = others_bytes, ended
-        self._outbox, self.answers = outbox, True
-        self._thread = threading.Thread(target=self._run, args=(outbox, self._loop), name="payload-writer", daemon=True)
+        self._outbox, self.answers, outbox.syncs = outbox, True, self._fsync
+        self._thread = threading.Thread(target=self._run, args=(outbox,), name="payload-writer", daemon=True)
         self._thread.start()
         self._write()
 
@@ -146,29 +147,24 @@ class PayloadWriter:
         return self.idle and not self._open
 
     def _write(self) -> None:
-        """On the event loop's thread."""
-        if not self._is_inline:
-            self._wake.set()
-        elif self._outbox is not None and self._writing.acquire(blocking=False):
+        """On the event loop's thread: writes, or leaves it to the writer's."""
+        is_small = all(write.cost <= _LARGE_BYTES for write in self._puts)
+        if self._is_inline and is_small and self._outbox is not None and self._writing.acquire(blocking=False):
             try:
                 self._pump(self._outbox)
             finally:
                 self._writing.release()
+        else:
+            self._wake.set()
 
-    def _run(self, outbox: Outbox, loop: asyncio.AbstractEventLoop) -> None:
+    def _run(self, outbox: Outbox) -> None:
         while not self._stopping.is_set():
             self._wake.wait(_IDLE_S if outbox.refusal is None else _RETRY_S)
             self._wake.clear()
             try:
                 outbox.prepare(self._others_bytes())
-                if self._is_inline:
-                    if self._puts or self._ends:
-                        loop.call_soon_threadsafe(self._write)
-                    continue
                 with self._writing:
                     self._pump(outbox)
-            except RuntimeError:  # The loop is closed.
-                return
             except Exception:
                 self._drops.count(FAILED, exc_info=True)
 

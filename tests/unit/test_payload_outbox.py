@@ -38,7 +38,7 @@ def test_frames_are_read_as_they_were_appended(root):
     for kind, contents in ((BEGIN, b"a"), (MORE, b""), (WHOLE, bytes(1000))):
         assert own.append(kind, ID, contents)
     [segment] = own.segments
-    found = [frame for _, frame in frames(segment.contents(), 0, segment.used)]
+    found = [frame for _, frame in frames(segment.read(0), 0, segment.used)]
     assert found == [(BEGIN, 1, ID, b"a"), (MORE, 2, ID, b""), (WHOLE, 3, ID, bytes(1000))]
     assert own.size == segment.used
     assert oct(segment.path.stat().st_mode & 0o777) == oct(0o600)
