@@ -14,7 +14,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -281,11 +281,24 @@ async def _hold_open(target: Target, each: int, begin: Callable[[grpc.aio.Channe
 async def unfinished_bodies(target: Target) -> None:
     """24 REST bodies of 57 MB whose last byte is never sent."""
     body = b'{"model":"' + b"a" * (_LARGEST - 20)
+    await _hold_unfinished(target, lambda: target.post("/v1/completions", body, declared=_LARGEST))
 
+
+@attack
+async def unfinished_messages(target: Target) -> None:
+    """24 gRPC messages of 57 MB whose last byte is never sent."""
+    body = b"\0" + _LARGEST.to_bytes(4, "big") + bytes(_LARGEST - 1)
+    declared = _LARGEST + _FRAME_HEAD
+    await _hold_unfinished(
+        target, lambda: target.post(_INFER, body, "application/grpc", declared=declared, te="trailers")
+    )
+
+
+async def _hold_unfinished(target: Target, call: Callable[[], Awaitable[str]]) -> None:
     async def hold() -> None:
         target.report.begun += 1
         with suppress(OSError):
-            target.report.answers[await target.post("/v1/completions", body, declared=_LARGEST)] += 1
+            target.report.answers[await call()] += 1
 
     with suppress(TimeoutError):
         async with asyncio.timeout(target.left_s):

@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 
 import pytest
 from h2.errors import ErrorCodes
@@ -83,6 +83,25 @@ async def test_an_unread_body_sends_no_more_than_a_window(served: Served) -> Non
         await stream.wait()
         assert (stream.status, stream.data) == (200, b"x")
         assert client.http2.local_flow_control_window(stream.number) <= STREAM_WINDOW_BYTES
+
+
+async def test_bodies_that_never_end_take_bounded_memory() -> None:
+    most = 32 * KIB * KIB
+    served = await Served(Admission(max_unfinished=most)).start()
+    async with AsyncExitStack() as opened:
+        streams = []
+        for _ in range(12):
+            client = await opened.enter_async_context(connected(served.port))
+            streams.append(await client.request(ECHO, end=False))
+        sending = [asyncio.create_task(stream.send_all(b"x" * 8 * KIB * KIB + b"y", end=False)) for stream in streams]
+        await until(lambda: sum(stream.is_ended for stream in streams) >= 4, timeout_s=30)
+        ended = [stream for stream in streams if stream.is_ended]
+        assert {(stream.status, stream.headers["retry-after-ms"]) for stream in ended} == {(429, "1000")}
+        assert len(ended) < len(streams), "those that began first stay"
+        for task in sending:
+            task.cancel()
+        await asyncio.gather(*sending, return_exceptions=True)
+    await served.server.stop(0)
 
 
 @pytest.mark.parametrize("kind", ["pings", pytest.param("settings", marks=pytest.mark.full)])

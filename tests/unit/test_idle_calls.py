@@ -1,10 +1,14 @@
 """Too many idle calls: which of them end. A caller with more calls never costs one with fewer a call."""
 
+import asyncio
 import random
 from collections import Counter
 
 from headrace.errors import OverloadedError
+from headrace.rpc.limits import idle_calls
+from headrace.rpc.limits.byte_budget import ByteBudget
 from headrace.rpc.limits.idle_calls import IdleCalls
+from tests.waiting import until
 
 MOST, MOST_OF_ONE = 12, 4
 
@@ -16,6 +20,7 @@ class Call:
         self.calls = calls
         self.caller = caller
         self.may_be_idle = may_be_idle
+        self.may_arrive = True
         self.idle_limit_s = 3600.0
         self.error = None
 
@@ -25,7 +30,7 @@ class Call:
 
 
 def new():
-    return IdleCalls(MOST, MOST_OF_ONE)
+    return IdleCalls(MOST, MOST_OF_ONE, max_unfinished=1 << 30, budget=ByteBudget())
 
 
 def opened(calls, caller, count, may_be_idle=True):
@@ -72,6 +77,18 @@ async def test_other_services_have_no_bound_of_their_own():
     assert ended(inner) == [0]
 
 
+async def test_only_calls_from_outside_cause_a_check_of_memory():
+    calls = new()
+    inner, stranger = Call(calls, ""), Call(calls, "alice")
+    inner.may_arrive = False
+    calls.add(inner)
+    assert calls._look is None
+    calls.add(stranger)
+    assert calls._look is not None
+    calls.discard(stranger)
+    await until(lambda: calls._look is None)
+
+
 async def test_a_call_whose_request_is_arriving_ends_no_stream():
     calls = new()
     streams = opened(calls, "alice", MOST_OF_ONE)
@@ -114,3 +131,19 @@ async def test_the_bounds_hold_for_any_sequence_of_calls():
         assert len(calls) == len(made) <= MOST
         of_each = Counter(call.caller for call in made)
         assert all(count <= MOST_OF_ONE for caller, count in of_each.items() if caller)
+
+
+async def test_growth_ends_the_calls_that_began_last_and_growth_that_stays_ends_no_more(monkeypatch):
+    resident = [100 << 20]
+    monkeypatch.setattr(idle_calls, "resident_bytes", lambda: resident[0])
+    calls = IdleCalls(MOST, MOST_OF_ONE, max_unfinished=128 << 20, budget=ByteBudget())
+    waiting = [call for caller in ("alice", "bob", "carol") for call in opened(calls, caller, 3)]
+    await until(lambda: calls._least is not None)
+    resident[0] += 400 << 20
+    await until(lambda: ended(waiting))
+    first = ended(waiting)
+    assert first == [*range(9 - len(first), 9)]
+    assert len(first) >= 7
+    more = opened(calls, "dave", 3)
+    await asyncio.sleep(0.3)
+    assert not ended(more)

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from headrace.clients import Client, caller_of, client_of
 from headrace.errors import HeadraceError, NotReadyError, OverloadedError, UnauthenticatedError
 from headrace.rpc import Context
-from headrace.rpc.limits.byte_budget import COPIES, RETRY_AFTER_MS, SMALL_BYTES, ByteBudget
+from headrace.rpc.limits.byte_budget import COPIES, MAX_MESSAGE_BYTES, RETRY_AFTER_MS, SMALL_BYTES, ByteBudget
 from headrace.rpc.limits.client_limits import ClientLimits
 from headrace.rpc.limits.idle_calls import IdleCalls
 from headrace.rpc.limits.response_head import Pairs, ResponseHead
@@ -75,6 +75,7 @@ class Admission:
         budget: ByteBudget | None = None,
         max_idle: int = 4096,
         idle_timeout_s: float = 3600.0,
+        max_unfinished: int = 2 * MAX_MESSAGE_BYTES,
         max_idle_of_one: int = 3072,
     ) -> None:
         self.budget = budget or ByteBudget()
@@ -83,7 +84,7 @@ class Admission:
         self._open: set[AdmittedCall] = set()
         self._in_flight = 0
         self.limits = ClientLimits()
-        self._idle = IdleCalls(max_idle, max_idle_of_one)
+        self._idle = IdleCalls(max_idle, max_idle_of_one, max_unfinished, self.budget)
         self._is_over = False
 
     @classmethod
@@ -137,6 +138,7 @@ class AdmittedCall:
         self._watches = method == _WATCH
         self._is_never_idle = method.startswith(_STEPS)
         self.may_be_idle = request_streaming or self._watches  # By design.
+        self.may_arrive = not self._watches and not self.is_inner
         self.idle_limit_s = math.inf if self._watches or self.is_inner else idle_limit_s
         self._task: asyncio.Task[Any] | None = None  # That serves it, until it ends.
         self._cancelled_before = 0  # How many cancellations by others were pending.

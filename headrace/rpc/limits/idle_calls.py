@@ -8,6 +8,11 @@ headrace/clients.py) are other services, and have no bound of their own.
 
 A call also ends after its own idle timeout.
 
+gRPC holds the parts of a message until it is complete, and does not say how many bytes that is. So while calls from
+outside wait for a message, the growth of the process beyond the requests in flight counts as theirs: above a limit, the
+calls that began to wait last end first. The oldest calls stay, as many as cannot together hold more than that. Growth
+that stays when they have ended is not theirs, and ends no more calls.
+
 Owned by the event loop. Calls are grouped by caller only while there are more calls of a kind than one caller may have:
 until then a waiting call costs only one entry in a dictionary.
 """
@@ -15,19 +20,26 @@ until then a waiting call costs only one entry in a dictionary.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import ItemsView, Mapping
+from contextlib import suppress
+from operator import itemgetter
 from typing import Protocol
 
 from headrace.errors import DeadlineError, HeadraceError, OverloadedError
-from headrace.rpc.limits.byte_budget import RETRY_AFTER_MS
+from headrace.rpc.limits.byte_budget import MAX_MESSAGE_BYTES, RETRY_AFTER_MS, ByteBudget, give_memory_back
 
 _SWEEP_S = 1.0
+_LOOK_S = 0.05  # Of memory; a message that has been arriving for a shorter time is most likely almost complete.
+_GROWTH_BYTES = 16 * 1024 * 1024
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Waiting(Protocol):
     """A call, equal only to itself; `end` removes it from here."""
 
     may_be_idle: bool  # As it is meant to be.
+    may_arrive: bool  # Its next message is a stranger's.
     idle_limit_s: float
 
     @property
@@ -37,10 +49,15 @@ class Waiting(Protocol):
 
 
 class IdleCalls:
-    def __init__(self, most: int, most_of_one: int) -> None:
+    def __init__(self, most: int, most_of_one: int, max_unfinished: int, budget: ByteBudget) -> None:
         self._open = _Kind(most, most_of_one)
         self._unsent = _Kind(most, most_of_one)
         self._sweep: asyncio.TimerHandle | None = None
+        self._look: asyncio.TimerHandle | None = None
+        self._budget = budget
+        self._max_unfinished = self._growth_limit = max_unfinished
+        self._least: int | None = None  # Resident bytes, since calls from outside wait.
+        self._evicted = 0  # Calls that ended since memory was last below its limit.
 
     def __len__(self) -> int:
         return len(self._open) + len(self._unsent)
@@ -57,18 +74,58 @@ class IdleCalls:
             )
         if self._sweep is None:
             self._sweep = loop.call_later(_SWEEP_S, self._end_overdue)
+        if self._look is None and call.may_arrive:
+            self._look = loop.call_later(_LOOK_S, self._look_at_memory)
 
     def discard(self, call: Waiting) -> None:
         (self._open if call.may_be_idle else self._unsent).discard(call)
 
+    def _all(self) -> tuple[tuple[Waiting, float], ...]:
+        """Each with the time since when it waits."""
+        return (*self._open.items(), *self._unsent.items())
+
     def _end_overdue(self) -> None:
         loop = asyncio.get_running_loop()
         now, self._sweep = loop.time(), None
-        for call, since in (*self._open.items(), *self._unsent.items()):
+        for call, since in self._all():
             if now - since >= call.idle_limit_s:
                 call.end(DeadlineError(f"the call was idle for {call.idle_limit_s:g} s; make a new one"))
         if len(self):
             self._sweep = loop.call_later(_SWEEP_S, self._end_overdue)
+
+    def _look_at_memory(self) -> None:
+        loop, self._look = asyncio.get_running_loop(), None
+        if not any(call.may_arrive for kind in (self._open, self._unsent) for call, _ in kind.items()):
+            self._least, self._growth_limit, self._evicted = None, self._max_unfinished, 0
+            return
+        resident = resident_bytes()
+        self._least = resident if self._least is None else min(self._least, resident)
+        grown = resident - self._least - self._budget.in_use
+        if grown > self._growth_limit:
+            self._evict(max(1 + grown // MAX_MESSAGE_BYTES, 2 * self._evicted), loop.time() - _LOOK_S)
+            self._growth_limit = grown + _GROWTH_BYTES  # Their memory is not free at once.
+            loop.run_in_executor(None, give_memory_back)
+        elif grown <= self._max_unfinished:
+            self._growth_limit, self._evicted = self._max_unfinished, 0
+        self._look = loop.call_later(_LOOK_S, self._look_at_memory)
+
+    def _evict(self, count: int, idle_before: float) -> None:
+        suspects = [(since, call) for call, since in self._all() if since <= idle_before and call.may_arrive]
+        suspects.sort(key=itemgetter(0), reverse=True)
+        suspects = suspects[: max(0, len(suspects) - self._max_unfinished // MAX_MESSAGE_BYTES)]
+        error = OverloadedError(
+            "incomplete messages take all the memory that they may; retry later", retry_after_ms=RETRY_AFTER_MS
+        )
+        for _, call in suspects[:count]:
+            call.end(error)
+        self._evicted = min(count, len(suspects))
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process; 0 where it is unknown. Source: Linux, /proc/self/statm."""
+    with suppress(OSError), open("/proc/self/statm", "rb") as statm:
+        return int(statm.read().split()[1]) * _PAGE_BYTES
+    return 0
 
 
 class _Kind:
