@@ -120,7 +120,7 @@ class Pipeline:
                 try:
                     model = self._router.as_text(answering.model)
                     admitted = lease.holds(self._admission.admitted(request, model))
-                    prepared = await self._preparation.prepare(request, model)
+                    prepared = await self._preparation.prepared(request, model)
                     begun = await self._opened(request, answering, admitted, prepared, lease)
                     self._router.answered(answering, begun.first.fingerprint)
                     return begun

@@ -51,7 +51,7 @@ class Preparation:
         self._syntaxes = syntaxes
         self._grammars = GrammarChecks()
 
-    async def prepare(self, request: TextRequest, model: TextModel) -> Prepared:
+    async def prepared(self, request: TextRequest, model: TextModel) -> Prepared:
         """The request for the predictors of a model."""
         syntax, tokenizer = self.syntax(model), model.tokenizer
         sampling = model.defaults.changed(request.sampling)

@@ -119,6 +119,8 @@ class Router:
             candidates = routed or _candidates(route, name, version, call)
         choose = partial(self._choose, name, candidates)
         served, model = await self._catalogue.found_in_time(choose, call.deadline)
+        if not routed and name in call.routed:  # Another choice of the request was faster.
+            return await self.resolve(name, version, call)
         if not routed:
             self._routed.add(1, {MODEL: model.name})
             routed = candidates[candidates.index(served) :]
