@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace_transformer.text.answer_syntax import AnswerSyntax, SyntaxSettings, parse_formats, syntax_of
+from headrace_transformer.text.answer_parser import AnswerSyntax, SyntaxSettings, parse_formats, syntax_of
 from headrace_transformer.text.tool_calls import PARSERS
 
 TOOLS = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}"

@@ -12,7 +12,7 @@ from headrace.sampling import ContextLimits
 from headrace_transformer.generation.preparation import Preparation, kept_tokens, rendered
 from headrace_transformer.generation.requests import TextRequest
 from headrace_transformer.text import chat_templates
-from headrace_transformer.text.answer_syntax import AnswerSyntax, SyntaxSettings
+from headrace_transformer.text.answer_parser import AnswerSyntax, SyntaxSettings
 
 
 class Strict:

@@ -13,8 +13,7 @@ from headrace.endpoints import is_service, parse_endpoints
 from headrace.payload.settings import RecordingSettings
 from headrace.settings import Models, Port, models_field, read_by
 from headrace_transformer.models.processor_sources import ProcessorSource, parse_processors
-from headrace_transformer.text.answer_parser import REASONING_FORMATS
-from headrace_transformer.text.answer_syntax import parse_formats
+from headrace_transformer.text.answer_parser import REASONING_FORMATS, parse_formats
 from headrace_transformer.text.tool_calls import PARSERS
 
 Addresses = Annotated[tuple[str, ...], NoDecode, read_by(parse_endpoints)]

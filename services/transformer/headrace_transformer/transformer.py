@@ -48,7 +48,7 @@ from headrace_transformer.routing.direct_models import list_direct_models
 from headrace_transformer.routing.router import Router
 from headrace_transformer.settings import TransformerSettings
 from headrace_transformer.signing import signer_of
-from headrace_transformer.text.answer_syntax import SyntaxSettings
+from headrace_transformer.text.answer_parser import SyntaxSettings
 from headrace_transformer.text.tokenizer import start_rendering
 
 logger = logging.getLogger(__name__)

@@ -30,8 +30,8 @@ from headrace_transformer.predictors.tokens import TokenChunk
 from headrace_transformer.processes.body_processes import BodyProcesses
 from headrace_transformer.routing.router import Answering, Router
 from headrace_transformer.signing import Signer
+from headrace_transformer.text.answer_parser import SyntaxSettings
 from headrace_transformer.text.answer_parts import Content, Part
-from headrace_transformer.text.answer_syntax import SyntaxSettings
 from headrace_transformer.text.detokenizer import Detokenizer
 from headrace_transformer.text.tools import ToolUse
 
@@ -75,7 +75,6 @@ class Pipeline:
         ):
             begun = await self._begun(request, lease)
             recorded.begun(begun.answering.served, request.prompt_kind, begun.prepared, begun.counts_prompt)
-            observed.served_by(begun.answering.served)
             tokens = begun.first
             while True:
                 chunk = begun.chunk(tokens, request)

@@ -21,7 +21,7 @@ from headrace_transformer.predictors.descriptions import Dialect
 from headrace_transformer.predictors.submission import sampling_json
 from headrace_transformer.processes.body_processes import BodyProcesses
 from headrace_transformer.text.answer_grammars import after_reasoning, calls_grammar, form_rule
-from headrace_transformer.text.answer_syntax import AnswerSyntax, SyntaxSettings
+from headrace_transformer.text.answer_parser import AnswerSyntax, SyntaxSettings
 from headrace_transformer.text.tokenizer import Messages, TextTokenizer, check_token_count
 from headrace_transformer.text.tools import ToolUse
 

@@ -116,11 +116,6 @@ class ObservedGeneration:
         self._finish_reason: str | None = None
         self._ended = False
 
-    def served_by(self, model: str) -> None:
-        """Records the model that a route chose, "" for none."""
-        if model:
-            self._span.set_attribute("gen_ai.response.model", model)
-
     def chunk(self, chunk: TextChunk) -> None:
         instruments, tokens = self._instruments, len(chunk.tokens.token_ids)
         if chunk.tokens.resumed:

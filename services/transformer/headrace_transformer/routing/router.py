@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from opentelemetry import metrics
+from opentelemetry import metrics, trace
 
 from headrace.errors import (
     HeadraceError,
@@ -139,9 +139,13 @@ class Router:
         raise error
 
     def answered(self, answering: Answering, fingerprint: str | None = None) -> None:
-        """Records that a model has begun to answer, and the weights that did; the head of the answer names it."""
+        """Records that a model has begun to answer, and the weights that did.
+
+        The head of the answer, and the span, name the model that a route chose.
+        """
         if answering.served:
             head_of_call().add((CHOSEN_MODEL, as_metadata(answering.served)))
+            trace.get_current_span().set_attribute("gen_ai.response.model", answering.served)
         if fingerprint is not None:
             self._catalogue.answered_by(answering.model.name, fingerprint)
 
