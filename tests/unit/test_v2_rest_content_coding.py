@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import InvalidRequestError, TooLargeError
-from headrace_transformer.frontends.v2_rest import content_coding
-from headrace_transformer.frontends.v2_rest.content_coding import inflated, is_small
+from headrace_transformer.frontends.v2_rest import infer_body
+from headrace_transformer.frontends.v2_rest.infer_body import inflated, is_small
 
 
 @given(st.binary(max_size=4000))
@@ -19,7 +19,7 @@ def test_a_decompressed_body_equals_the_original(data):
 
 
 def test_a_body_that_would_become_too_large_is_refused(monkeypatch):
-    monkeypatch.setattr(content_coding, "MAX_BYTES", 1000)
+    monkeypatch.setattr(infer_body, "MAX_BYTES", 1000)
     assert len(inflated(zlib.compress(bytes(1000)))) == 1000
     with pytest.raises(TooLargeError, match="more than 1000 bytes"):
         inflated(zlib.compress(bytes(100_000)))

@@ -10,10 +10,14 @@ Other parameters are passed on. Refused are names that begin with `triton_`, the
 extensions, and bytes that belong to no input. Invalid tensors in an answer are the model's fault: HopBrokenError.
 
 Source: Triton's binary tensor data extension.
+
+A body that a client has compressed by `deflate` (zlib's format) is inflated; the gateway inflates gzip. One that would
+exceed the gateway's limit is refused before. Source: RFC 9110, section 8.4.1.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +40,10 @@ from headrace_transformer.frontends.v2_rest.body_tensors import (
 )
 from headrace_transformer.frontends.v2_rest.json_tensors import fitted_shape, json_of
 from headrace_transformer.predictors.answers import predictor_answers
+
+CONTENT_ENCODING = "content-encoding"
+DEFLATE = "deflate"
+MAX_BYTES = 60 * 1024 * 1024  # The gateway's limit of a body.
 
 
 @dataclass(frozen=True)
@@ -185,3 +193,32 @@ def _truth(value: Any, name: str) -> bool | None:
     if value is not None and not isinstance(value, bool):
         raise InvalidRequestError(f"{name} must be true or false")
     return value
+
+
+def inflate(data: bytes) -> tuple[None, bytes]:
+    """`inflated` for a process of bodies."""
+    return None, inflated(data)
+
+
+def is_small(data: bytes, max_bytes: int) -> bool:
+    """Whether the body that was compressed has so many bytes at most, as far as that can be known."""
+    if len(data) > max_bytes:
+        return False
+    try:
+        return len(zlib.decompressobj().decompress(data, max_bytes + 1)) <= max_bytes
+    except zlib.error:
+        return True
+
+
+def inflated(data: bytes) -> bytes:
+    """The body that was compressed; raises InvalidRequestError, and TooLargeError."""
+    reader = zlib.decompressobj()
+    try:
+        body = reader.decompress(data, MAX_BYTES)
+    except zlib.error as error:
+        raise InvalidRequestError(f"the body is not compressed by {DEFLATE}: {error}") from None
+    if reader.unconsumed_tail:
+        raise TooLargeError(f"the body has more than {MAX_BYTES} bytes")
+    if not reader.eof or reader.unused_data:
+        raise InvalidRequestError(f"the body is not compressed by {DEFLATE}: it does not end where its data does")
+    return body

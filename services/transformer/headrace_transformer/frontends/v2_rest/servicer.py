@@ -24,7 +24,6 @@ from headrace_transformer.frontends.grpc.inference_servicer import InferenceServ
 from headrace_transformer.frontends.http import EVENTS, JSON, Body, Events, json_body, one_line, rest_errors
 from headrace_transformer.frontends.v2_rest import documents
 from headrace_transformer.frontends.v2_rest.body_tensors import HEADER_LENGTH
-from headrace_transformer.frontends.v2_rest.content_coding import CONTENT_ENCODING, DEFLATE, inflate, inflated, is_small
 from headrace_transformer.frontends.v2_rest.generate_body import (
     parse_generate,
     read_generate,
@@ -32,7 +31,12 @@ from headrace_transformer.frontends.v2_rest.generate_body import (
     write_parsed_answer,
 )
 from headrace_transformer.frontends.v2_rest.infer_body import (
+    CONTENT_ENCODING,
+    DEFLATE,
     InferCall,
+    inflate,
+    inflated,
+    is_small,
     parse_body,
     parsed_answer,
     read_body,
