@@ -12,6 +12,7 @@ from headrace_protos import inference_pb2 as pb
 RESERVED = "triton_"  # Names that begin with this are for the server, not for the model.
 # What clients of Triton send beside sampling parameters.
 _TRANSPORT = frozenset(("timeout", "sequence_id", "sequence_start", "sequence_end", "binary_data_output"))
+_MAX_PARAMETERS = 1024  # In JSON.
 
 
 def read_parameters(
@@ -50,3 +51,27 @@ def set_parameters(target: Any, values: Mapping[str, Any]) -> None:
             target[name].string_param = json.dumps(value)
         elif value is not None:
             target[name].string_param = str(value)
+
+
+def write_parameters(target: Any, given: Mapping[str, Any]) -> None:
+    """Writes a request's parameters in JSON to the protocol's map; raises InvalidRequestError."""
+    if len(given) > _MAX_PARAMETERS:
+        raise InvalidRequestError(f"{len(given)} parameters, at most {_MAX_PARAMETERS} are allowed")
+    for name, value in given.items():
+        if name.startswith(RESERVED):
+            raise InvalidRequestError(f"parameter {name!r}: names that begin with {RESERVED} are the server's own")
+        if not isinstance(value, (bool, int, float, str)):
+            raise InvalidRequestError(f"parameter {name!r} must be true, false, a number or a string")
+        if type(value) is int and not -(2**63) <= value < 2**64:
+            raise InvalidRequestError(f"parameter {name!r} does not fit 64 bits")
+    set_parameters(target, given)
+
+
+def plain_parameters(parameters: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
+    """A response's parameters for JSON, except reserved ones."""
+    values = {}
+    for name, parameter in parameters.items():
+        choice = parameter.WhichOneof("parameter_choice")
+        if choice is not None and not name.startswith(RESERVED):
+            values[name] = getattr(parameter, choice)
+    return values

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from headrace.errors import InvalidRequestError
-from headrace.oip.tensor_threads import elements_by_one
 from headrace.oip.tensors import (
     MAX_BYTES_ELEMENTS,
     RawTensor,
@@ -24,6 +23,7 @@ from headrace.oip.tensors import (
     raw_inputs,
 )
 from headrace_protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from headrace_transformer.inference.processed import elements_by_one
 
 NUMPY = {
     "BOOL": "?", "INT8": "i1", "INT16": "<i2", "INT32": "<i4", "INT64": "<i8", "UINT8": "u1", "UINT16": "<u2",

@@ -6,9 +6,12 @@ model's answers are returned. The functions raise HeadraceError, DeadlineError a
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from headrace.deadline import Deadline
 from headrace.errors import InvalidRequestError
@@ -16,8 +19,7 @@ from headrace.oip.declared_tensors import check_inputs, check_requested_outputs
 from headrace.oip.model_description import ModelDescription
 from headrace.oip.parameters import read_parameters, set_parameters
 from headrace.oip.raw_contents import Contents, joined, raw_contents, split
-from headrace.oip.tensor_threads import decoding
-from headrace.oip.tensors import decode
+from headrace.oip.tensors import BYTES, MAX_BYTES_ELEMENTS, decode
 from headrace.processor import ProcessorRequest
 from headrace_protos import inference_pb2 as pb
 from headrace_transformer.inference.request import InferRequest
@@ -26,6 +28,13 @@ from headrace_transformer.predictors.answers import outputs_of, predictor_answer
 from headrace_transformer.predictors.relay import Relay
 
 _PLATFORM = "headrace_processor"
+
+_FIXED = ("fp32_contents", "fp64_contents")  # Numbers of fixed size, which are decoded together.
+_AT_ONCE = 4096  # Elements that take 2 ms.
+# For many elements: a change of threads costs more than few. The bound on requests in flight bounds its queue.
+_decoders = ThreadPoolExecutor(1, thread_name_prefix="decode-tensors")
+
+T = TypeVar("T")
 
 
 async def infer(model: ProcessedModel, request: InferRequest, relay: Relay, deadline: Deadline) -> bytes:
@@ -67,7 +76,7 @@ class _Request(NamedTuple):
 async def _preprocessed(model: ProcessedModel, request: InferRequest, deadline: Deadline) -> tuple[_Request, bytes]:
     """The request, and the serialized one to the predictor's model."""
     message, contents = request.without_contents()
-    outer = await decoding(message.inputs, lambda: _decoded(model, request, message, contents), deadline)
+    outer = await _decoding(message.inputs, lambda: _decoded(model, request, message, contents), deadline)
     tensors = await model.processor.preprocess(outer.read, deadline)
     inner = pb.ModelInferRequest(model_name=model.processor.model, id=request.id)
     for name, tensor in tensors:
@@ -105,7 +114,7 @@ async def _postprocessed(
     deadline: Deadline,
 ) -> tuple[pb.ModelInferResponse, Sequence[Contents]]:
     """The answer to the caller, made from one of the model's, and the raw contents of its outputs."""
-    tensors = await decoding(answer.outputs, lambda: outputs_of(answer, contents), deadline)
+    tensors = await _decoding(answer.outputs, lambda: outputs_of(answer, contents), deadline)
     outputs = {name: tensor.array for name, tensor in tensors.items()}
     results = dict(await model.processor.postprocess(outer.read, outputs, deadline))
     response = pb.ModelInferResponse(model_name=model.name, model_version=model.versions[-1], id=outer.read.id)
@@ -119,3 +128,26 @@ async def _postprocessed(
     for key, parameter in answer.parameters.items():
         response.parameters[key].CopyFrom(parameter)
     return response, written
+
+
+async def _decoding(described: Iterable[Any], decode: Callable[[], T], deadline: Deadline) -> T:
+    """The result of `decode`, which decodes these inputs or outputs; cancelled, it runs to its end.
+
+    Raises DeadlineError if the deadline passes before.
+    """
+    if elements_by_one(described) <= _AT_ONCE:
+        return decode()
+    async with deadline.scope():
+        return await asyncio.get_running_loop().run_in_executor(_decoders, decode)
+
+
+def elements_by_one(described: Iterable[Any]) -> int:
+    """How many elements of inputs or outputs are decoded one by one, at some 0.5 µs each; others take no time."""
+    count = 0
+    for description in described:
+        if description.datatype == BYTES:
+            size = math.prod(map(abs, description.shape[:32]))
+            count += size if size <= MAX_BYTES_ELEMENTS else 0  # More are refused without decoding.
+        elif description.HasField("contents"):
+            count += sum(len(values) for field, values in description.contents.ListFields() if field.name not in _FIXED)
+    return count

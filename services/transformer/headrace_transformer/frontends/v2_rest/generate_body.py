@@ -22,8 +22,8 @@ from typing import Any
 import orjson
 
 from headrace.errors import InvalidRequestError
-from headrace.oip.json_parameters import plain_parameters, write_parameters
 from headrace.oip.json_text import load_object
+from headrace.oip.parameters import plain_parameters, write_parameters
 from headrace.oip.tensors import BYTES, RawTensor
 from headrace_protos import inference_pb2 as pb
 from headrace_transformer.frontends.v2_rest.infer_body import answered_tensors, parsed_answer

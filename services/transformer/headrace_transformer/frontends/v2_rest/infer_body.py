@@ -25,7 +25,7 @@ from typing import Any
 import orjson
 
 from headrace.errors import HopBrokenError, InvalidRequestError, TooLargeError
-from headrace.oip.json_parameters import plain_parameters, write_parameters
+from headrace.oip.parameters import plain_parameters, write_parameters
 from headrace.oip.raw_contents import Contents, joined
 from headrace.oip.tensors import BYTES, RawTensor, dtype_of, raw_outputs
 from headrace_protos import inference_pb2 as pb
