@@ -1,7 +1,7 @@
 """Idle gaps and an hour of silence, with the gateway's idle limits cut from minutes to seconds.
 
 Here seconds end an idle call or connection instead of hours; the rest of the gateway is the real one. The
-real limits are tested in tests/process/test_envoy_config.py.
+real limits are tested in tests/process/test_gateway_config.py.
 """
 
 import asyncio

@@ -1,4 +1,6 @@
-"""A real Envoy accepts `envoy/envoy.yaml`, and the file keeps the limits that prevent known faults."""
+"""A real Envoy accepts `envoy/envoy.yaml`, which keeps the limits that prevent known faults, and the container's entry
+point and the local runner configure, and refuse, the same.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,16 @@ from google.api import annotations_pb2
 from pydantic import ValidationError
 
 import envoy
-from headrace.oip.joined_answers import JOINS_ANSWERS
-from headrace.payload.call import RECORDED
-from headrace.telemetry.identity import REQUEST_ID
-from headrace.telemetry.rpc import LINK
+from headrace.errors import StartupError
 from headrace_predictor.settings import PredictorSettings
 from headrace_protos.rest_pb2 import DESCRIPTOR
-from headrace_runner import envoy_config
+from headrace_runner import envoy_config, gateway_access
+from headrace_runner.command import certificates
 from headrace_runner.services import gateway_environment
 from headrace_runner.settings import StackSettings
 from headrace_transformer.predictors.gateway_endpoints import endpoints_file
 from headrace_transformer.settings import TransformerSettings
+from tests.support.tokens import AUDIENCE, ISSUER, SigningKey, publish
 from tests.waiting import until
 
 Config = dict[str, Any]
@@ -219,13 +220,6 @@ def test_no_time_limit_ends_a_stream(config: Config) -> None:
         assert connection_manager(config, listener)["stream_idle_timeout"] == "600s"
 
 
-def test_calls_that_a_stopping_grpc_server_refuses_are_retried_on_every_route_to_a_model(config: Config) -> None:
-    policies = [route["route"].get("retry_policy") for _, route in every_route(config) if "route" in route]
-    retries = [policy["retry_on"].split(",") for policy in policies if policy is not None]
-    assert len(retries) > len(STREAMS)
-    assert all("cancelled" in retry_on for retry_on in retries)
-
-
 def test_a_stream_of_an_hour_meets_no_limit(config: Config) -> None:
     for listener in ("ingress", "inner"):
         connection = connection_manager(config, listener)["common_http_protocol_options"]
@@ -278,13 +272,6 @@ def keys(part: Any) -> Iterator[str]:
         yield from part
 
 
-def test_metadata_of_the_transformer_is_removed_from_outside_calls(config: Config) -> None:
-    removed = connection_manager(config, "ingress")["route_config"]["request_headers_to_remove"]
-    of_the_stack = {name for name in removed if name.startswith("x-headrace-")}
-    assert of_the_stack == {RECORDED[0], LINK, JOINS_ANSWERS[0]}
-    assert "request_headers_to_remove" not in connection_manager(config, "inner")["route_config"]
-
-
 @pytest.mark.parametrize("origins", ["", "*", "https://a.example", "https://a.example,http://[::1]:3000"])
 def test_the_container_allows_the_origins_that_the_local_runner_allows(tmp_path: Path, origins: str) -> None:
     assert start(tmp_path, GATEWAY_ALLOWED_ORIGINS=origins).returncode == 0
@@ -301,12 +288,6 @@ def test_malformed_origins_are_refused_by_both(tmp_path: Path, origins: str) -> 
     assert "must be * or a comma list of origins" in started.stderr
     with pytest.raises(ValidationError, match="must be \\* or a comma list of origins"):
         StackSettings(run_folder=tmp_path, gateway_allowed_origins=origins)
-
-
-@pytest.mark.parametrize("hosts", ["a.example,b", "*"])
-def test_hosts_are_accepted_by_both(tmp_path: Path, hosts: str) -> None:
-    assert start(tmp_path, GATEWAY_HOSTS=hosts).returncode == 0
-    assert StackSettings(run_folder=tmp_path, gateway_hosts=hosts).gateway_hosts == hosts
 
 
 @pytest.mark.parametrize("hosts", ["a.example, b.example", "https://a.example", "*,a", "a:8080"])
@@ -451,14 +432,6 @@ def test_every_cluster_of_a_route_exists_but_that_of_unknown_paths(config: Confi
     assert routes(config, "ingress", "public")["/"]["route"]["cluster_not_found_response_code"] == "NOT_FOUND"
 
 
-def test_the_inner_service_of_the_logger_has_no_route(config: Config) -> None:
-    matching = [route for path, route in every_route(config) if "/headrace.v1.PayloadIngest/".startswith(path)]
-    assert matching
-    for route in matching:
-        answer = route.get("direct_response", {}).get("status") or route["route"]["cluster_not_found_response_code"]
-        assert answer in (404, "NOT_FOUND")
-
-
 def test_each_file_of_the_playground_fits_the_limit(config: Config) -> None:
     limit = connection_manager(config, "ingress")["route_config"]["max_direct_response_body_size_bytes"]
     files = {file.name for file in (envoy_config.ENVOY_FOLDER / "playground").iterdir()}
@@ -477,24 +450,6 @@ def test_only_the_metrics_of_the_admin_page_are_public(config: Config) -> None:
     assert shown == [{"path": "/stats/prometheus"}]
 
 
-@pytest.mark.parametrize("name", SERVICES)
-def test_only_broken_connections_eject_a_host(config: Config, name: str) -> None:
-    cluster = clusters(config)[name]
-    outlier = cluster["outlier_detection"]
-    assert outlier["split_external_local_origin_errors"] is True
-    for kind in ("consecutive_5xx", "consecutive_gateway_failure", "success_rate", "local_origin_success_rate"):
-        assert outlier[f"enforcing_{kind}"] == 0
-    assert cluster["common_lb_config"] == {"healthy_panic_threshold": {"value": 0}, "update_merge_window": "0s"}
-    assert cluster["ignore_health_on_host_removal"] is True
-    assert cluster["lb_policy"] == "LEAST_REQUEST"
-
-
-@pytest.mark.parametrize("name", SERVICES)
-def test_retries_after_a_crash_have_no_budget(config: Config, name: str) -> None:
-    (thresholds,) = clusters(config)[name]["circuit_breakers"]["thresholds"]
-    assert thresholds["retry_budget"] == {"budget_percent": {"value": 100}, "min_retry_concurrency": 100}
-
-
 def test_stalled_readers_cannot_use_up_a_connection(config: Config) -> None:
     options = [connection_manager(config, listener)["http2_protocol_options"] for listener in ("ingress", "inner")]
     for name in SERVICES:
@@ -507,19 +462,183 @@ def test_stalled_readers_cannot_use_up_a_connection(config: Config) -> None:
         assert seconds(http2["connection_keepalive"]["interval"]) >= 10  # What the services' servers allow.
 
 
-def test_the_inner_listener_samples_as_the_ingress_did(config: Config) -> None:
-    extension = connection_manager(config, "inner")["request_id_extension"]["typed_config"]
-    assert extension["use_request_id_for_trace_sampling"] is False
-    assert "request_id_extension" not in connection_manager(config, "ingress")
+JWT = "envoy.filters.http.jwt_authn"
+LIMITS = "envoy.filters.http.ratelimit"
 
 
-def test_the_inner_listener_leaves_the_request_s_id_as_it_is(config: Config) -> None:
-    inner = connection_manager(config, "inner")
-    assert inner["preserve_external_request_id"] is True
-    assert inner["request_id_extension"]["typed_config"]["pack_trace_reason"] is False
+@pytest.fixture
+def access(tmp_path: Path) -> dict[str, str]:
+    """Settings with all of these; names contain letters with a meaning in bash or YAML."""
+    folder = tmp_path / "a & b: {c} $d #e"
+    certificates.make(folder, ("models.example",), ask_clients=True)
+    publish(folder / "jwks.json", SigningKey("one"))
+    return {
+        "GATEWAY_TLS": str(folder),
+        "GATEWAY_JWKS": str(folder / "jwks.json"),
+        "GATEWAY_JWT_ISSUER": f"{ISSUER}/a?b=c&d=#e",
+        "GATEWAY_JWT_AUDIENCE": AUDIENCE,
+        "GATEWAY_RATE_LIMIT_SERVICE": "limits.example:8081",
+        "GATEWAY_RATE_LIMIT_REQUIRED": "true",
+    }
 
 
-def test_every_span_of_the_gateway_names_the_request(config: Config) -> None:
-    for listener in ("ingress", "inner"):
-        (tag,) = connection_manager(config, listener)["tracing"]["custom_tags"]
-        assert tag["tag"] == REQUEST_ID
+def settings_of(tmp_path: Path, access: dict[str, str], **others: Any) -> StackSettings:
+    return StackSettings(run_folder=tmp_path, **{name.lower(): value for name, value in access.items()}, **others)
+
+
+def listeners(config: Config) -> dict[str, Config]:
+    return {listener["name"]: listener for listener in config["static_resources"]["listeners"]}
+
+
+def parts(config: Config) -> list[Any]:
+    """The configuration that the settings add, with the paths of the container."""
+    filters = [one for one in connection_manager(config, "ingress")["http_filters"] if one["name"] in (JWT, LIMITS)]
+    clusters = [one for one in config["static_resources"]["clusters"] if one["name"] in ("jwks", "rate_limits")]
+    own = [listeners(config).get(name, {}) for name in ("tls", "jwks")]
+    sockets = [(chain.get("transport_socket")) for one in own for chain in one.get("filter_chains", ())]
+    added = [config.get("node"), filters, clusters, sockets, listeners(config).get("jwks")]
+    return list(yaml.safe_load(yaml.safe_dump(added).replace(f"{envoy_config.ENVOY_FOLDER}/", "/etc/envoy/")))
+
+
+@pytest.mark.parametrize(
+    "switched_on", [("GATEWAY_TLS",), ("GATEWAY_JWKS", "GATEWAY_JWT"), ("GATEWAY_RATE",), ("GATEWAY_",)]
+)
+def test_container_and_local_runner_have_the_same_configuration(
+    tmp_path: Path, access: dict[str, str], switched_on: tuple[str, ...]
+) -> None:
+    access = {name: value for name, value in access.items() if name.startswith(switched_on)}
+    assert start(tmp_path, **access).returncode == 0
+    in_container = yaml.safe_load((tmp_path / "envoy.yaml").read_text())
+    secrets = [tmp_path / name for name in gateway_access.SECRETS]
+    written = [secret.read_text().rstrip("\n") for secret in secrets if secret.exists()]
+    envoy_config.write(settings_of(tmp_path, access), tmp_path / "local.yaml")
+    local = yaml.safe_load((tmp_path / "local.yaml").read_text())
+    assert parts(in_container) == parts(local)
+    assert written == [secret.read_text().rstrip("\n") for secret in secrets if secret.exists()]
+    assert ("tls" in listeners(local)) == ("GATEWAY_TLS" in access)
+    assert ("jwks" in listeners(local)) == ("GATEWAY_JWKS" in access)
+    limits = [one["typed_config"] for one in parts(local)[1] if one["name"] == LIMITS]
+    assert [limit["failure_mode_deny"] for limit in limits] == [True] * ("GATEWAY_RATE_LIMIT_SERVICE" in access)
+    checked = validate("--config-path", str(tmp_path / "local.yaml"))
+    assert checked.returncode == 0, checked.stderr
+    assert "deprecated" not in checked.stderr.lower()
+    assert "work-in-progress" not in checked.stderr
+
+
+def test_without_the_settings_no_configuration_is_added(tmp_path: Path) -> None:
+    assert start(tmp_path).returncode == 0
+    for text in ((tmp_path / "envoy.yaml").read_text(), yaml.safe_dump(envoy_config.derive(StackSettings()))):
+        assert parts(yaml.safe_load(text)) == [{"id": "gateway", "cluster": "headrace"}, [], [], [], None]
+
+
+def test_the_port_with_tls_has_the_same_routes(tmp_path: Path, access: dict[str, str]) -> None:
+    assert start(tmp_path, **access).returncode == 0
+    managers = [
+        connection_manager(yaml.safe_load((tmp_path / "envoy.yaml").read_text()), name)
+        for name in ("ingress", "management", "tls")
+    ]
+    assert managers[0] == managers[1] == managers[2]
+    filters = [one["name"] for one in managers[2]["http_filters"]]
+    assert filters.index(JWT) < filters.index("envoy.filters.http.lua")
+
+
+def test_clients_need_a_certificate_if_there_is_an_authority(tmp_path: Path, access: dict[str, str]) -> None:
+    required = []
+    for _ in range(2):
+        assert start(tmp_path, **access).returncode == 0
+        config = yaml.safe_load((tmp_path / "envoy.yaml").read_text())
+        socket = listeners(config)["tls"]["filter_chains"][0]["transport_socket"]["typed_config"]
+        required.append(socket.get("require_client_certificate", False))
+        assert ("validation_context_sds_secret_config" in socket["common_tls_context"]) == required[-1]
+        assert parts(envoy_config.derive(settings_of(tmp_path, access))) == parts(config)
+        (Path(access["GATEWAY_TLS"]) / "ca.crt").unlink(missing_ok=True)
+    assert required == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("bind", "plain", "with_tls"),
+    [
+        ("127.0.0.1", "127.0.0.1", "127.0.0.1"),
+        ("127.1.2.3", "127.1.2.3", "127.1.2.3"),
+        ("0.0.0.0", "127.0.0.1", "0.0.0.0"),
+        ("10.1.2.3", "127.0.0.1", "10.1.2.3"),
+    ],
+)
+def test_the_port_without_tls_stays_on_loopback(
+    tmp_path: Path, access: dict[str, str], bind: str, plain: str, with_tls: str
+) -> None:
+    settings = settings_of(tmp_path, access, gateway_insecure=True, gateway_bind=IPv4Address(bind))
+    found = listeners(envoy_config.derive(settings))
+    assert found["ingress"]["address"]["socket_address"]["address"] == plain
+    assert found["tls"]["address"]["socket_address"]["address"] == with_tls
+    assert found["management"]["address"]["socket_address"]["address"] == "127.0.0.1"
+    assert settings.gateway == f"{plain}:8080"
+    assert settings.ports()["GATEWAY_TLS_PORT"] == (8443,)
+    assert "GATEWAY_TLS_PORT" not in StackSettings().ports()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"GATEWAY_TLS": "/nowhere"}, "GATEWAY_TLS=/nowhere: must be a folder with a tls.crt and a tls.key"),
+        ({"GATEWAY_JWKS": "/nowhere.json"}, "GATEWAY_JWKS=/nowhere.json: must be a file with a JSON Web Key Set"),
+        ({"GATEWAY_JWKS": "/etc/passwd"}, "GATEWAY_JWKS=/etc/passwd: must be a file with a JSON Web Key Set"),
+        ({"GATEWAY_JWT_ISSUER": ""}, "GATEWAY_JWT_ISSUER=: GATEWAY_JWKS needs it"),
+        ({"GATEWAY_JWT_AUDIENCE": ""}, "GATEWAY_JWT_AUDIENCE=: GATEWAY_JWKS needs it"),
+    ],
+)
+def test_both_refuse_unusable_settings_in_one_line(
+    tmp_path: Path, access: dict[str, str], change: dict[str, str], message: str
+) -> None:
+    refused = start(tmp_path, **access | change)
+    assert refused.returncode == 78
+    assert refused.stderr.startswith(message)
+    assert "\n" not in refused.stderr.strip()
+    with pytest.raises(StartupError, match=re.escape(message)) as error:
+        envoy_config.derive(settings_of(tmp_path, access | change))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["GATEWAY_TLS", "GATEWAY_JWKS", "GATEWAY_JWT_ISSUER", "GATEWAY_JWT_AUDIENCE"])
+def test_both_refuse_letters_that_would_break_the_configuration(
+    tmp_path: Path, access: dict[str, str], name: str
+) -> None:
+    for value in ('a"b', "a\\b", "a\nb"):
+        refused = start(tmp_path, **access | {name: value})
+        assert refused.returncode == 78, value
+        with pytest.raises(ValueError, match=r"must have no quotation|must be a name or a URI"):
+            settings_of(tmp_path, access | {name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("GATEWAY_RATE_LIMIT_SERVICE", ("limits", "limits:", ":8081", "limits:0", "limits:65536", "a b:1", 'a":1')),
+        ("GATEWAY_RATE_LIMIT_REQUIRED", ("perhaps",)),
+    ],
+)
+def test_both_refuse_wrong_settings_of_the_rate_limit_service(
+    tmp_path: Path, access: dict[str, str], name: str, values: tuple[str, ...]
+) -> None:
+    for value in values:
+        refused = start(tmp_path, **access | {name: value})
+        assert refused.returncode == 78, value
+        assert refused.stderr.startswith(f"{name}={value}: must be ")
+        with pytest.raises(ValidationError):
+            settings_of(tmp_path, access | {name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("tls.crt", "broken"), ("tls.key", "broken"), ("ca.crt", "broken"), ("tls.key", None)]
+)
+def test_the_runner_checks_the_certificates_before_it_starts(
+    tmp_path: Path, access: dict[str, str], name: str, content: str | None
+) -> None:
+    folder = Path(access["GATEWAY_TLS"])
+    if content is None:  # A valid key, but of another certificate.
+        certificates.make(tmp_path / "other", ())
+        content = (tmp_path / "other" / name).read_text()
+    (folder / name).write_text(content)
+    with pytest.raises(StartupError, match="cannot be used: ") as error:
+        envoy_config.derive(settings_of(tmp_path, access))
+    assert "\n" not in str(error.value)
