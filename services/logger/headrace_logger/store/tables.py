@@ -180,9 +180,10 @@ def check_version(version: int | None, name: str) -> None:
     if version is None:
         raise StartupError(f"{name} is not a payload log of this version: start this logger with it once")
     if version != SCHEMA_VERSION:
+        other = "a newer" if version > SCHEMA_VERSION else "an older"
         raise StartupError(
-            f"{name} has schema version {version}, this logger knows {SCHEMA_VERSION}: start"
-            f" {'a newer' if version > SCHEMA_VERSION else 'an older'} logger or name another database"
+            f"{name} has schema version {version}, this logger knows {SCHEMA_VERSION}:"
+            f" start a logger of {other} version, or name another database"
         )
 
 
