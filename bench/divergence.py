@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM
 from bench.runs import parser, write
 from headrace.sampling import SamplingParameters
 from headrace_predictor.engine.build import build_engine
-from headrace_predictor.engine.interface import Engine, GenerationRequest
+from headrace_predictor.engine.interface import Engine
 from headrace_predictor.settings import PredictorSettings
+from headrace_protos.steps_pb2 import Submission
 
 _ROOT = Path(__file__).resolve().parent.parent
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -53,11 +54,12 @@ async def _measure(folder: Path, dtype: str, sequences: int, tokens: int) -> dic
     counts = {}
     for kind, temperature in (("greedy", 0.0), ("sampled", 1.0)):
 
-        def request(i: int, output_ids: list[int], temperature: float = temperature) -> GenerationRequest:
+        def request(i: int, output_ids: list[int], temperature: float = temperature) -> Submission:
             sampling = SamplingParameters(max_tokens=tokens, ignore_eos=True, temperature=temperature, seed=i)
             # Salted, so that the cache of an earlier run is not reused.
             salted = sampling.model_copy(update={"cache_salt": str(generator.random())})
-            return GenerationRequest(str(i), prompts[i], salted, output_ids)
+            salted_json = salted.model_dump_json().encode()
+            return Submission(request_id=str(i), prompt_ids=prompts[i], sampling=salted_json, output_ids=output_ids)
 
         alone = [await _generate(engine, request(i, [])) for i in range(sequences)]
         crowd = await asyncio.gather(*(_generate(engine, request(i, [])) for i in range(sequences)))
@@ -69,7 +71,7 @@ async def _measure(folder: Path, dtype: str, sequences: int, tokens: int) -> dic
     return counts
 
 
-async def _generate(engine: Engine, request: GenerationRequest) -> list[int]:
+async def _generate(engine: Engine, request: Submission) -> list[int]:
     slot = engine.submit(request)
     ids: list[int] = []
     while True:

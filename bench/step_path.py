@@ -1,7 +1,7 @@
 """The capacity of a predictor: tokens a second through engine and front, with a model that computes nothing.
 
 The predictor as `make up` starts it, with default settings except the number of running sequences, and a caller of
-its steps call (steps.proto) that counts the tokens and submits a sequence for each that ends: prompts of 32
+its connection (steps.proto) that counts the tokens and submits a sequence for each that ends: prompts of 32
 tokens, 64 tokens out, greedy. Engine, front and host have one core together, the caller has the others. `--model
 llama-10M` measures the same with that model, in bfloat16.
 
@@ -36,11 +36,11 @@ from bench.contenders import ROOT
 from bench.processes import NAMED_THREADS, Usage, roles, usage
 from bench.runs import machine, parser, write
 from bench.server_process import LOOPBACK, accepts, free_port, server_process, until
-from headrace.rpc.http2.streaming_call import StreamingCall
+from headrace.endpoints import host_and_port, steps_port
+from headrace.frames import FrameConnection
 from headrace_protos import steps_pb2
 from headrace_runner.services import predictor_tuning
 from headrace_runner.settings import StackSettings
-from headrace_transformer.predictors.steps_call import open_steps_call
 
 _MODELS_FOLDER = ROOT / ".run" / "bench" / "models"
 _MODEL = "llama-10M"
@@ -74,22 +74,23 @@ class Caller:
         self._submitted = 0
         self._outgoing = steps_pb2.StepsRequest()
         self._to_submit = count  # Submitted once the model is ready.
-        self._call: StreamingCall | None = None
+        self._connection: FrameConnection | None = None
 
     @asynccontextmanager
     async def called(self, address: str) -> AsyncIterator[None]:
-        self._call = await open_steps_call(address, self._take, self._send)
+        host, port = host_and_port(address)
+        self._connection = await FrameConnection.open(host, steps_port(port), self._take, self._send)
         self._send()
         try:
             yield
         finally:
-            self._call.close()
+            self._connection.abort()
 
     async def run(self, seconds: float) -> None:
         """Waits; raises the error that has ended the call."""
         await asyncio.sleep(seconds)
-        if self._call is not None and self._call.ended.done():
-            raise RuntimeError(f"the predictor has ended the call: {self._call.ended.result()}")
+        if self._connection is not None and self._connection.ended.done():
+            raise RuntimeError("the predictor has ended the connection") from self._connection.ended.exception()
 
     def _take(self, message: bytes) -> None:
         step = steps_pb2.Step.FromString(message)
@@ -106,13 +107,13 @@ class Caller:
         self._send()
 
     def _send(self) -> None:
-        if self._call is not None and self._call.can_send and self._outgoing.submissions:
+        if self._connection is not None and self._connection.can_send and self._outgoing.submissions:
             outgoing, self._outgoing = self._outgoing, steps_pb2.StepsRequest()
-            self._call.send(outgoing.SerializeToString())
+            self._connection.send(outgoing.SerializeToString())
 
     def _submit(self) -> None:
         self._submitted += 1
-        self._outgoing.submissions.add(
+        submission = steps_pb2.Submission(
             number=self._submitted,
             model=_MODEL,
             request_id=f"request-{self._submitted}",
@@ -120,6 +121,7 @@ class Caller:
             sampling=self._sampling,
             timeout_s=600.0,
         )
+        self._outgoing.submissions.append(submission.SerializeToString())
 
 
 def main() -> None:
@@ -186,7 +188,7 @@ async def _predictor(arguments: argparse.Namespace) -> AsyncIterator[Server]:
         environment |= predictor_tuning(StackSettings()) | NAMED_THREADS
         with _on_cores({arguments.core}):
             process = await opened.enter_async_context(server_process("the predictor", command, log, environment))
-        await until(lambda: accepts(port), process, _START_S)
+        await until(lambda: accepts(steps_port(port)), process, _START_S)
         yield Server(process.pid, f"{LOOPBACK}:{port}", folder / "forward-times")
 
 

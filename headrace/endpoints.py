@@ -13,6 +13,7 @@ _SERVICE = re.compile(
     r"_[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?\._tcp\.[a-z0-9_]([a-z0-9._-]{0,180}[a-z0-9_.])?", re.IGNORECASE
 )
 _MAX_PORT = 65535
+_STEPS_PORT = 4  # After the one of gRPC.
 
 
 def parse_endpoints(text: str) -> tuple[str, ...]:
@@ -33,6 +34,11 @@ def host_and_port(endpoint: str) -> tuple[str, int]:
     """The parts of an endpoint, an IPv6 address without its brackets."""
     host, _, port = endpoint.rpartition(":")
     return host.strip("[]"), int(port)
+
+
+def steps_port(port: int) -> int:
+    """The port of a predictor's generations; `port` is its port of gRPC."""
+    return port + _STEPS_PORT
 
 
 def is_service(endpoint: str) -> bool:

@@ -70,7 +70,9 @@ class EngineCommands(_message.Message):
     ADAPTERS_FIELD_NUMBER: _builtins.int
     UNLOADED_ADAPTERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def submissions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceToGenerate]: ...
+    def submissions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Each a serialized headrace.v1.Submission that is valid and complete."""
+
     @_builtins.property
     def cancelled(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceKey]: ...
     @_builtins.property
@@ -86,7 +88,7 @@ class EngineCommands(_message.Message):
     def __init__(
         self,
         *,
-        submissions: _abc.Iterable[Global___SequenceToGenerate] | None = ...,
+        submissions: _abc.Iterable[_builtins.bytes] | None = ...,
         cancelled: _abc.Iterable[Global___SequenceKey] | None = ...,
         reported: _abc.Iterable[Global___SequenceKey] | None = ...,
         adapters: _abc.Iterable[Global___AdapterToLoad] | None = ...,
@@ -154,80 +156,6 @@ class SequenceKey(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SequenceKey: _TypeAlias = SequenceKey  # noqa: Y015
-
-@_typing.final
-class SequenceToGenerate(_message.Message):
-    """A valid request; the fields are those of GenerationRequest."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    CHANNEL_FIELD_NUMBER: _builtins.int
-    NUMBER_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    INPUT_IDS_FIELD_NUMBER: _builtins.int
-    OUTPUT_IDS_FIELD_NUMBER: _builtins.int
-    SAMPLING_FIELD_NUMBER: _builtins.int
-    DEADLINE_FIELD_NUMBER: _builtins.int
-    FIRST_TOKEN_TIMEOUT_S_FIELD_NUMBER: _builtins.int
-    ALONE_FIELD_NUMBER: _builtins.int
-    MOVED_FIELD_NUMBER: _builtins.int
-    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
-    CLIENT_FIELD_NUMBER: _builtins.int
-    WEIGHT_FIELD_NUMBER: _builtins.int
-    ADAPTER_FIELD_NUMBER: _builtins.int
-    PACED_AFTER_FIELD_NUMBER: _builtins.int
-    channel: _builtins.int
-    number: _builtins.int
-    request_id: _builtins.str
-    sampling: _builtins.bytes
-    """Resolved SamplingParameters as JSON."""
-    deadline: _builtins.float
-    first_token_timeout_s: _builtins.float
-    alone: _builtins.bool
-    moved: _builtins.bool
-    prompt_logprobs: _builtins.int
-    client: _builtins.str
-    weight: _builtins.float
-    adapter: _builtins.int
-    """The number of a loaded one; 0: the model alone."""
-    paced_after: _builtins.int
-    @_builtins.property
-    def input_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def output_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    def __init__(
-        self,
-        *,
-        channel: _builtins.int = ...,
-        number: _builtins.int = ...,
-        request_id: _builtins.str = ...,
-        input_ids: _abc.Iterable[_builtins.int] | None = ...,
-        output_ids: _abc.Iterable[_builtins.int] | None = ...,
-        sampling: _builtins.bytes = ...,
-        deadline: _builtins.float = ...,
-        first_token_timeout_s: _builtins.float | None = ...,
-        alone: _builtins.bool = ...,
-        moved: _builtins.bool = ...,
-        prompt_logprobs: _builtins.int | None = ...,
-        client: _builtins.str = ...,
-        weight: _builtins.float = ...,
-        adapter: _builtins.int = ...,
-        paced_after: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_first_token_timeout_s", b"_first_token_timeout_s", "_prompt_logprobs", b"_prompt_logprobs", "first_token_timeout_s", b"first_token_timeout_s", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_timeout_s", b"_first_token_timeout_s", "_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "alone", b"alone", "channel", b"channel", "client", b"client", "deadline", b"deadline", "first_token_timeout_s", b"first_token_timeout_s", "input_ids", b"input_ids", "moved", b"moved", "number", b"number", "output_ids", b"output_ids", "paced_after", b"paced_after", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sampling", b"sampling", "weight", b"weight"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__first_token_timeout_s: _TypeAlias = _typing.Literal["first_token_timeout_s"]  # noqa: Y015
-    _WhichOneofArgType__first_token_timeout_s: _TypeAlias = _typing.Literal["_first_token_timeout_s", b"_first_token_timeout_s"]  # noqa: Y015
-    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
-    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__first_token_timeout_s) -> _WhichOneofReturnType__first_token_timeout_s | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
-
-Global___SequenceToGenerate: _TypeAlias = SequenceToGenerate  # noqa: Y015
 
 @_typing.final
 class EngineFrame(_message.Message):

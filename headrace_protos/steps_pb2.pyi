@@ -21,12 +21,23 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class StepsRequest(_message.Message):
+    """One connection for each pair of transformer process and predictor, for as long as both run: frames (headrace/frames.py)
+    to the predictor's port of generations, each a `StepsRequest` one way and a `Step` the other. The transformer submits and
+    cancels sequences, and sends something at least every ten seconds. The predictor sends one `Step` for each step of an
+    engine, with the new tokens of all sequences of this connection, and one without tokens after a second without any:
+    silence means that the predictor is at fault. If the transformer reads slowly, steps merge: a `Step` is valid if it is
+    the concatenation of several. The predictor closes the connection at the end of its drain, or when it has handed its port
+    over and the last sequence has ended.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SUBMISSIONS_FIELD_NUMBER: _builtins.int
     CANCELLED_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def submissions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Submission]: ...
+    def submissions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Each a serialized Submission: the predictor passes it on unparsed."""
+
     @_builtins.property
     def cancelled(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Numbers of sequences."""
@@ -34,7 +45,7 @@ class StepsRequest(_message.Message):
     def __init__(
         self,
         *,
-        submissions: _abc.Iterable[Global___Submission] | None = ...,
+        submissions: _abc.Iterable[_builtins.bytes] | None = ...,
         cancelled: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
@@ -67,8 +78,12 @@ class Submission(_message.Message):
     CLIENT_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
     PACED_AFTER_FIELD_NUMBER: _builtins.int
+    MOVED_FIELD_NUMBER: _builtins.int
+    CHANNEL_FIELD_NUMBER: _builtins.int
+    DEADLINE_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     number: _builtins.int
-    """The caller's name for the sequence, unique within the call."""
+    """The caller's name for the sequence, unique within the connection."""
     model: _builtins.str
     request_id: _builtins.str
     sampling: _builtins.bytes
@@ -91,6 +106,16 @@ class Submission(_message.Message):
     """Of the client, see headrace/clients.py; 1 by default."""
     paced_after: _builtins.int
     """The pace of `sampling` begins after so many tokens: the caller's client has them."""
+    moved: _builtins.bool
+    """It goes on after an interruption elsewhere, and precedes new ones in the queue."""
+    channel: _builtins.int
+    """What only the predictor knows. It adds them, and the complete `sampling`, for the process of the engine.
+    Numbers are unique within it; see engine.proto.
+    """
+    deadline: _builtins.float
+    """Of the machine's monotonic clock."""
+    adapter: _builtins.int
+    """The number of a loaded one; 0: the model alone."""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -116,11 +141,21 @@ class Submission(_message.Message):
         client: _builtins.str = ...,
         weight: _builtins.float | None = ...,
         paced_after: _builtins.int = ...,
+        moved: _builtins.bool = ...,
+        channel: _builtins.int | None = ...,
+        deadline: _builtins.float | None = ...,
+        adapter: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_first_token_timeout_s", b"_first_token_timeout_s", "_prompt_logprobs", b"_prompt_logprobs", "_timeout_s", b"_timeout_s", "_weight", b"_weight", "first_token_timeout_s", b"first_token_timeout_s", "prompt_logprobs", b"prompt_logprobs", "timeout_s", b"timeout_s", "weight", b"weight"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "_channel", b"_channel", "_deadline", b"_deadline", "_first_token_timeout_s", b"_first_token_timeout_s", "_prompt_logprobs", b"_prompt_logprobs", "_timeout_s", b"_timeout_s", "_weight", b"_weight", "adapter", b"adapter", "channel", b"channel", "deadline", b"deadline", "first_token_timeout_s", b"first_token_timeout_s", "prompt_logprobs", b"prompt_logprobs", "timeout_s", b"timeout_s", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_timeout_s", b"_first_token_timeout_s", "_prompt_logprobs", b"_prompt_logprobs", "_timeout_s", b"_timeout_s", "_weight", b"_weight", "alone", b"alone", "client", b"client", "fingerprint", b"fingerprint", "first_token_timeout_s", b"first_token_timeout_s", "follows", b"follows", "model", b"model", "number", b"number", "output_ids", b"output_ids", "paced_after", b"paced_after", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sampling", b"sampling", "timeout_s", b"timeout_s", "traceparent", b"traceparent", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "_channel", b"_channel", "_deadline", b"_deadline", "_first_token_timeout_s", b"_first_token_timeout_s", "_prompt_logprobs", b"_prompt_logprobs", "_timeout_s", b"_timeout_s", "_weight", b"_weight", "adapter", b"adapter", "alone", b"alone", "channel", b"channel", "client", b"client", "deadline", b"deadline", "fingerprint", b"fingerprint", "first_token_timeout_s", b"first_token_timeout_s", "follows", b"follows", "model", b"model", "moved", b"moved", "number", b"number", "output_ids", b"output_ids", "paced_after", b"paced_after", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sampling", b"sampling", "timeout_s", b"timeout_s", "traceparent", b"traceparent", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__adapter: _TypeAlias = _typing.Literal["adapter"]  # noqa: Y015
+    _WhichOneofArgType__adapter: _TypeAlias = _typing.Literal["_adapter", b"_adapter"]  # noqa: Y015
+    _WhichOneofReturnType__channel: _TypeAlias = _typing.Literal["channel"]  # noqa: Y015
+    _WhichOneofArgType__channel: _TypeAlias = _typing.Literal["_channel", b"_channel"]  # noqa: Y015
+    _WhichOneofReturnType__deadline: _TypeAlias = _typing.Literal["deadline"]  # noqa: Y015
+    _WhichOneofArgType__deadline: _TypeAlias = _typing.Literal["_deadline", b"_deadline"]  # noqa: Y015
     _WhichOneofReturnType__first_token_timeout_s: _TypeAlias = _typing.Literal["first_token_timeout_s"]  # noqa: Y015
     _WhichOneofArgType__first_token_timeout_s: _TypeAlias = _typing.Literal["_first_token_timeout_s", b"_first_token_timeout_s"]  # noqa: Y015
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
@@ -129,6 +164,12 @@ class Submission(_message.Message):
     _WhichOneofArgType__timeout_s: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s"]  # noqa: Y015
     _WhichOneofReturnType__weight: _TypeAlias = _typing.Literal["weight"]  # noqa: Y015
     _WhichOneofArgType__weight: _TypeAlias = _typing.Literal["_weight", b"_weight"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__adapter) -> _WhichOneofReturnType__adapter | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__channel) -> _WhichOneofReturnType__channel | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__deadline) -> _WhichOneofReturnType__deadline | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__first_token_timeout_s) -> _WhichOneofReturnType__first_token_timeout_s | None: ...
     @_typing.overload
@@ -156,13 +197,8 @@ class Step(_message.Message):
     LOADS_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
-    PORT_FIELD_NUMBER: _builtins.int
     leaving: _builtins.bool
     """The predictor is about to stop: sequences may resume elsewhere."""
-    port: _builtins.int
-    """In the first message of a call at the port of gRPC: the port where the predictor serves these calls at less cost. The
-    caller calls again there, and stays where it is if it cannot.
-    """
     @_builtins.property
     def numbers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New tokens in order: token_ids[i] belongs to the sequence numbers[i]."""
@@ -208,11 +244,10 @@ class Step(_message.Message):
         loads: Global___EngineLoads | None = ...,
         leaving: _builtins.bool | None = ...,
         seconds: _abc.Iterable[_builtins.float] | None = ...,
-        port: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_leaving", b"_leaving", "_loads", b"_loads", "leaving", b"leaving", "loads", b"loads"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_leaving", b"_leaving", "_loads", b"_loads", "accepted", b"accepted", "alone", b"alone", "begun", b"begun", "ended", b"ended", "leaving", b"leaving", "loads", b"loads", "logprobs", b"logprobs", "numbers", b"numbers", "port", b"port", "seconds", b"seconds", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_leaving", b"_leaving", "_loads", b"_loads", "accepted", b"accepted", "alone", b"alone", "begun", b"begun", "ended", b"ended", "leaving", b"leaving", "loads", b"loads", "logprobs", b"logprobs", "numbers", b"numbers", "seconds", b"seconds", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__leaving: _TypeAlias = _typing.Literal["leaving"]  # noqa: Y015
     _WhichOneofArgType__leaving: _TypeAlias = _typing.Literal["_leaving", b"_leaving"]  # noqa: Y015

@@ -143,7 +143,6 @@ def _predictor(settings: StackSettings, replica: int) -> Environment:
         "PREDICTOR_HOST": LOOPBACK,
         "PREDICTOR_LISTEN": "shared",
         "PREDICTOR_PORT": str(settings.predictor_ports[replica]),
-        "PREDICTOR_STEPS_PORT": "0",  # Each its own.
         "PREDICTOR_METRICS_PORT": str(settings.predictor_metrics_ports[replica]),
         "PREDICTOR_DEVICE": settings.device,
         "PREDICTOR_LOGGER": f"{LOOPBACK}:{settings.logger_port}",

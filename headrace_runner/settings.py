@@ -19,7 +19,7 @@ from dotenv import dotenv_values
 from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from headrace.endpoints import host_and_port, is_service, parse_endpoints
+from headrace.endpoints import host_and_port, is_service, parse_endpoints, steps_port
 from headrace.errors import StartupError
 from headrace.models.sources import DEFAULT_MODELS
 from headrace.settings import drop_service_links
@@ -280,7 +280,7 @@ class StackSettings(BaseSettings):
             "GATEWAY_ADMIN_PORT": (self.gateway_admin_port,),
             "TRANSFORMER_PORT": (self.transformer_port,),
             "TRANSFORMER_HTTP_PORT": (self.transformer_http_port,),
-            "PREDICTOR_PORT": self.predictor_ports,
+            "PREDICTOR_PORT": (*self.predictor_ports, *map(steps_port, self.predictor_ports)),
             "LOGGER_PORT": (self.logger_port,),
             "TRANSFORMER_METRICS_PORT": (self.transformer_metrics_port,),
             "PREDICTOR_METRICS_PORT": self.predictor_metrics_ports,

@@ -22,9 +22,10 @@ from bench.statistics import quantile
 from bench.workers.protocol import Command, Contender, Generation
 from headrace.errors import HeadraceError
 from headrace.sampling import SamplingParameters
-from headrace_predictor.engine.interface import Engine, GenerationRequest, OutputSlot
+from headrace_predictor.engine.interface import Engine, OutputSlot
 from headrace_predictor.generation.loading import load_generation
 from headrace_predictor.settings import PredictorSettings
+from headrace_protos.steps_pb2 import Submission
 
 _SETTLED_TOKENS = 16  # The tokens of each stream before gaps are measured.
 _QUIET_TOKENS = 64  # The tokens of each stream in the window without the long prompt.
@@ -93,7 +94,10 @@ class HeadraceEngine(Contender):
         self._submitted += 1
         sampling = SamplingParameters(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
         sampling = sampling.resolved(self._engine.limits.room(len(prompt)))
-        return _Stream(self._engine.submit(GenerationRequest(f"bench-{self._submitted}", prompt, sampling)))
+        submission = Submission(
+            request_id=f"bench-{self._submitted}", prompt_ids=prompt, sampling=sampling.model_dump_json().encode()
+        )
+        return _Stream(self._engine.submit(submission))
 
     def outside_forward(self, batches: list[list[list[int]]], new_tokens: int) -> Mapping[str, Any]:
         """The share of the steps' time outside of the model's forward pass."""

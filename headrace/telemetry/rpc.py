@@ -20,13 +20,12 @@ from headrace.telemetry.gathered import Gathered, histogram
 from headrace.telemetry.identity import span_id_of, trace_id_of
 from headrace.telemetry.logs import call_log
 
-# Neither traced nor measured: health and reflection, which Envoy and Docker call constantly; the payload ingest and the
-# predictor's steps, calls that last for days (each sequence of the latter has its own span); the gateway's access log.
+# Neither traced nor measured: health and reflection, which Envoy and Docker call constantly; the payload ingest,
+# calls that last for days; the gateway's access log.
 UNTOLD = (
     "/grpc.health.",
     "/grpc.reflection.",
     "/headrace.v1.PayloadIngest/",
-    "/headrace.v1.PredictorSteps/",
     "/opentelemetry.proto.collector.logs.v1.LogsService/",
 )
 LINK = "x-headrace-link"  # Metadata: a traceparent that the server's span links to; the gateway removes a stranger's.

@@ -48,9 +48,9 @@ def prepare() -> None:
                 raise InjectedError
             time.sleep(pace_s)
             for row in rows:
-                if poison in row.sequence.request.input_ids:
+                if poison in row.sequence.input_ids:
                     os.kill(os.getpid(), signal.SIGKILL)
-                if row.sequence.request.sampling.seed == FAILS and len(row.sequence.output_ids) == _FAILS_AFTER:
+                if row.sequence.sampling.seed == FAILS and len(row.sequence.output_ids) == _FAILS_AFTER:
                     raise InjectedError
             return super().run(rows)
 

@@ -62,12 +62,12 @@ class FakeRunner:
         self._before = before
 
     def run(self, rows: Rows[Row]) -> Tensor:
-        self.steps.append([(row.sequence.request.id, row.start, row.count) for row in rows])
+        self.steps.append([(row.sequence.id, row.start, row.count) for row in rows])
         logits = []
         for row in rows:
             self._before(row)
             sequence, end = row.sequence, row.start + row.count
-            self.calls[sequence.request.id] = self.calls.get(sequence.request.id, 0) + row.count
+            self.calls[sequence.id] = self.calls.get(sequence.id, 0) + row.count
             for position in range(row.start, end):
                 block = sequence.blocks[position // BLOCK_TOKENS]
                 self.memory[block][position % BLOCK_TOKENS] = sequence.ids[position]

@@ -11,10 +11,11 @@ from typing import Any
 
 from headrace.sampling import SamplingParameters
 from headrace_predictor.engine.build import build_engine
-from headrace_predictor.engine.interface import Engine, GenerationRequest, OutputSlot
+from headrace_predictor.engine.interface import Engine, OutputSlot
 from headrace_predictor.engine.runners.memory import cache_shape
 from headrace_predictor.settings import PredictorSettings
 from tests.random_models import greedy, random_model
+from tests.support.requests import submission
 from tests.zoo import VOCABULARY
 
 # Of very different lengths, on both sides of the blocks' 32 tokens; some outputs cross into the next one.
@@ -29,7 +30,7 @@ _TIGHT = {"max_running": 12, "max_waiting": 64, "step_tokens": 32, "max_context"
 
 def request(name: str, prompt: Sequence[int], length: int, output_ids: Sequence[int] = (), **given: Any):
     parameters = {"max_tokens": length, "min_tokens": length, "temperature": 0, "seed": 1, **given}
-    return GenerationRequest(name, list(prompt), SamplingParameters(**parameters), list(output_ids))
+    return submission(name, list(prompt), SamplingParameters(**parameters), list(output_ids))
 
 
 async def read_all(slot: OutputSlot) -> list[int]:

@@ -3,7 +3,7 @@
 import pytest
 
 from headrace.errors import InvalidRequestError, NotReadyError
-from headrace_predictor.engine_process.framing import Frames
+from headrace.frames import Frames
 from headrace_predictor.engine_process.step_frames import StepFrames
 from headrace_protos.engine_pb2 import EngineFrame
 from tests.model.crowd import CROWD, assert_crowd_is_unharmed, submit_crowd

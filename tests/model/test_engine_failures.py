@@ -15,7 +15,7 @@ def poison(error, name="bad", outputs=3):
     """Raises in the middle of a step, after other rows have been written."""
 
     def before(row):
-        if row.sequence.request.id == name and len(row.sequence.output_ids) >= outputs:
+        if row.sequence.id == name and len(row.sequence.output_ids) >= outputs:
             raise error
 
     return before
@@ -55,7 +55,7 @@ class NotANumber(FakeRunner):
     def run(self, rows):
         logits = super().run(rows)
         for index, row in enumerate(row for row in rows if row.samples):
-            if row.sequence.request.id == "bad" and len(row.sequence.output_ids) >= self.outputs:
+            if row.sequence.id == "bad" and len(row.sequence.output_ids) >= self.outputs:
                 self.blocks = list(row.sequence.blocks)
                 logits[index] = torch.nan
         return logits

@@ -72,9 +72,9 @@ async def test_a_shortage_of_memory_while_a_failed_step_is_repeated_fails_no_oth
     def before(row):
         if len(row.sequence.output_ids) != 3:
             return
-        if row.sequence.request.id == "bad":
+        if row.sequence.id == "bad":
             raise RuntimeError("poison")
-        if row.sequence.request.id == "last" and not raised:
+        if row.sequence.id == "last" and not raised:
             raised.append(1)
             raise MemoryError
 

@@ -12,20 +12,21 @@ import pytest
 
 from headrace.errors import DeadlineError, HopBrokenError, InvalidRequestError, NotReadyError, OverloadedError
 from headrace.sampling import SamplingParameters
-from headrace_predictor.engine.interface import EngineProcessError, GenerationRequest
+from headrace_predictor.engine.interface import EngineProcessError
 from headrace_predictor.engine_process import launch
 from headrace_predictor.engine_process.launch import launch_engine
 from headrace_predictor.generation.loading import load_generation
 from headrace_predictor.settings import PredictorSettings
 from tests.model.fakes import read_all
 from tests.random_models import save_random_model
+from tests.support.requests import submission
 from tests.waiting import until
 
 
 def request(prompt=(5, 6, 7), name="r", **fields):
     sampling = {"seed": 3, "max_tokens": 12, "ignore_eos": True}
     sampling |= {key: fields.pop(key) for key in list(fields) if key in SamplingParameters.model_fields}
-    return GenerationRequest(name, list(prompt), SamplingParameters(**sampling), **fields)
+    return submission(name, list(prompt), SamplingParameters(**sampling), **fields)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ async def test_a_stream_without_progress_ends_the_engine(caplog):
         schedule = engine._scheduler.schedule
 
         def passing_by(*arguments):
-            return [row for row in schedule(*arguments) if row.sequence.request.id != "stuck"]
+            return [row for row in schedule(*arguments) if row.sequence.id != "stuck"]
 
         engine._scheduler.schedule = passing_by
         slots = [engine.submit(request(name, max_tokens=900)) for name in ("stuck", "beside")]

@@ -20,7 +20,7 @@ def hanging():
     release, hangs = threading.Event(), threading.Event()
 
     def before(row):
-        if row.sequence.request.id == "stuck" and row.sequence.output_ids:
+        if row.sequence.id == "stuck" and row.sequence.output_ids:
             hangs.set()
             release.wait(60)
 
@@ -63,7 +63,7 @@ async def test_each_repeated_row_has_the_time_limit_of_a_step(engine_of, monkeyp
         # checks every 5 ms of real time.
         now[0] += 0.002
         time.sleep(0.01)
-        if row.sequence.request.id == "3" and row.sequence.output_ids:
+        if row.sequence.id == "3" and row.sequence.output_ids:
             raise RuntimeError("poison")
 
     engine = engine_of(FakeRunner(before), max_running=9, step_timeout_s=0.02, max_waiting=32)
@@ -150,7 +150,7 @@ async def test_a_full_queue_refuses_with_the_time_that_requests_take(engine_of, 
 
     def before(row):
         gate(row)
-        if row.sequence.request.id == "timed":
+        if row.sequence.id == "timed":
             now[0] += 0.05
 
     runner = FakeRunner(before)

@@ -16,11 +16,10 @@ from headrace.oip.tensors import Tensor, add_input, decode_outputs
 from headrace.sampling import SamplingParameters
 from headrace_predictor.generation.loaded_model import LoadedModel
 from headrace_predictor.generation.model import GenerationModel
-from headrace_predictor.generation.requests import read_request, read_submission
+from headrace_predictor.generation.requests import read_request
 from headrace_predictor.models.served_model import Caller
 from headrace_predictor.repository.lease import Serving
 from headrace_protos.inference_pb2 import ModelInferRequest
-from headrace_protos.steps_pb2 import Submission
 from tests.model.fakes import END, FakeRunner, Gate, engines, logits_after
 
 
@@ -99,8 +98,6 @@ async def test_cached_tokens_are_reported_to_their_owner_only(model_of, salt, cl
 def test_only_the_transformer_may_resume_an_answer(model_of, output_ids):
     loaded = model_of(FakeRunner()).loaded
     assert not read_request(loaded, message(output_ids), NO_DEADLINE).moved
-    submission = Submission(prompt_ids=[5, 6], output_ids=output_ids)
-    assert read_submission(loaded, submission, NO_DEADLINE).moved == bool(output_ids)
 
 
 def test_the_first_tokens_deadline_is_that_of_the_request(model_of):

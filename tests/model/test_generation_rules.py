@@ -12,11 +12,11 @@ import transformers as hf
 
 from headrace.models.generation_config import eos_ids_of, read_generation
 from headrace.models.tokenizer_files import own_eos_id
-from headrace_predictor.engine.interface import GenerationRequest
 from headrace_predictor.generation.loading import load_generation
 from headrace_predictor.generation.model import GenerationModel
 from headrace_predictor.settings import PredictorSettings
 from tests.random_models import random_model
+from tests.support.requests import submission
 
 TOKENIZER = Path(__file__).parents[2] / "models/storyteller/tokenizer.json"
 PROMPTS = [[5, 6, 7, 8, 9, 10, 5, 6], [40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 2], [9]]
@@ -74,7 +74,7 @@ async def answer(loaded, prompt, **given):
     limits = loaded.engine.limits
     sampling = loaded.defaults.changed({"temperature": 0, **given})
     sampling = sampling.resolved(limits.room(len(prompt)), limits.default_tokens(len(prompt)))
-    slot, ids = loaded.engine.submit(GenerationRequest("r", list(prompt), sampling)), []
+    slot, ids = loaded.engine.submit(submission("r", list(prompt), sampling)), []
     while (chunk := await slot.read()).finish_reason is None:
         ids += chunk.output_ids
     return ids + chunk.output_ids

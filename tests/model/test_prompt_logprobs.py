@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM
 from headrace.errors import InvalidRequestError
 from headrace.oip.prompt_logprobs import MAX_NUMBERS, PromptLogprobs, check_size
 from headrace.sampling import SamplingParameters
-from headrace_predictor.engine.interface import GenerationRequest
 from headrace_predictor.engine.runners.paged import PagedRunner
 from headrace_transformer.predictors.answers import BrokenAnswerError
 from tests.model.random_crowd import PROMPTS, crowd, model_and_crowd, random_engines, read_all, submit_crowd
 from tests.process.test_transformer_resume import SAMPLING, resuming
 from tests.random_models import random_model
+from tests.support.requests import submission
 from tests.support.scripted_predictor import ANSWER, breaks
 from tests.zoo import VOCABULARY
 
@@ -32,7 +32,7 @@ def engine_of():
 
 def scoring(name, prompt, top=3, length=1, output_ids=()):
     sampling = SamplingParameters(max_tokens=length, min_tokens=length, temperature=0, seed=1)
-    return GenerationRequest(name, list(prompt), sampling, list(output_ids), prompt_logprobs=top)
+    return submission(name, list(prompt), sampling, list(output_ids), prompt_logprobs=top)
 
 
 async def prompt_of(slot):

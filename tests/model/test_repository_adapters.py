@@ -11,12 +11,12 @@ import pytest
 from headrace.errors import InvalidRequestError, NotReadyError
 from headrace.models.sources import parse_models
 from headrace.sampling import SamplingParameters
-from headrace_predictor.engine.interface import GenerationRequest
 from headrace_predictor.repository.repository import ModelRepository, State
 from headrace_predictor.settings import PredictorSettings
 from tests.model.fakes import read_all
 from tests.random_adapters import merge, save_random_adapter
 from tests.random_models import greedy, save_random_model
+from tests.support.requests import submission
 from tests.waiting import until
 from tests.zoo import VOCABULARY
 
@@ -67,7 +67,7 @@ def serve(engine_host, folders):
 def submit(repository, name, tokens=12, prompt=PROMPT):
     model = repository.get(name).model
     sampling = SamplingParameters(temperature=0, max_tokens=tokens, ignore_eos=True, seed=0)
-    return model.engine.submit(GenerationRequest("r", list(prompt), sampling, adapter=model.loaded.adapter))
+    return model.engine.submit(submission("r", list(prompt), sampling, adapter=model.loaded.adapter))
 
 
 async def answer(repository, name):
@@ -110,7 +110,7 @@ async def test_an_adapter_is_loaded_again_with_new_files_and_unloaded_while_othe
         with pytest.raises(NotReadyError, match="the adapter was unloaded"):
             await read_all(
                 repository.get("base").model.engine.submit(
-                    GenerationRequest("r", [5], SamplingParameters(max_tokens=2, seed=0), adapter=2)
+                    submission("r", [5], SamplingParameters(max_tokens=2, seed=0), adapter=2)
                 )
             )
         assert (await answer(repository, "base"))[0] == folders.expected["base"]

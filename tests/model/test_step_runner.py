@@ -19,7 +19,7 @@ class Failing(FakeRunner):
         self.slots = []
 
     def run(self, rows):
-        bad = [row for row in rows if row.sequence.request.id.startswith("bad")]
+        bad = [row for row in rows if row.sequence.id.startswith("bad")]
         if bad and self._how == "raises":
             raise RuntimeError("poison")
         if bad and self._how == "memory":

@@ -17,6 +17,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from headrace.frames import FrameConnection
 from headrace.oip.parameters import set_parameters
 from headrace.oip.tensors import Tensor, add_input, decode_outputs
 from headrace.rpc.limits.admission import Admission
@@ -26,20 +27,21 @@ from headrace_predictor.repository.repository import ModelRepository
 from headrace_predictor.servicer import InferenceServicer
 from headrace_predictor.settings import PredictorSettings
 from headrace_predictor.steps import sequence as steps_sequence
-from headrace_predictor.steps.servicer import StepsServicer
+from headrace_predictor.steps import session
+from headrace_predictor.steps.server import StepsServer
 from headrace_protos import inference_pb2, inference_pb2_grpc
 from tests.random_models import save_random_model
-from tests.support.steps_caller import SAMPLING, StepsCaller
+from tests.support.steps_caller import SAMPLING, calling
 from tests.waiting import until
 
 
 class Predictor:
     """A repository with one model behind a real port."""
 
-    def __init__(self, repository, target, steps_target, stopping, admission):
+    def __init__(self, repository, target, steps_port, stopping, admission):
         self.repository = repository
         self.target = target
-        self.steps_target = steps_target
+        self.steps_port = steps_port
         self.stopping = stopping
         self.admission = admission
 
@@ -72,16 +74,15 @@ def predictor_of(engine_host, folder):
         interceptors = (Interceptor("predictor", admission, ServerTelemetry()),)
         server = grpc.aio.server(interceptors=interceptors)
         inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(InferenceServicer(repository), server)
-        steps = StepsServicer(repository, stopping)
-        steps.add_to(server)
-        steps_port = await steps.own_port.start("127.0.0.1", 0)
+        steps = StepsServer(repository, stopping)
+        steps_port = await steps.start("127.0.0.1", 0)
         port = server.add_insecure_port("127.0.0.1:0")
         await repository.load_all()
         await server.start()
         try:
-            yield Predictor(repository, f"127.0.0.1:{port}", f"127.0.0.1:{steps_port}", stopping, admission)
+            yield Predictor(repository, f"127.0.0.1:{port}", steps_port, stopping, admission)
         finally:
-            await steps.own_port.stop(0)
+            await steps.stop(0)
             await server.stop(0)
             await repository.close()
 
@@ -96,8 +97,8 @@ async def predictor(predictor_of):
 
 @pytest.fixture
 async def caller(predictor):
-    async with grpc.aio.insecure_channel(predictor.steps_target) as channel:
-        yield StepsCaller(channel).start()
+    async with calling(predictor.steps_port) as started:
+        yield started
 
 
 async def by_inference(predictor, prompt, output_ids=(), **parameters):
@@ -190,9 +191,8 @@ async def test_a_refused_sequence_ends_alone(predictor, caller, fields, error, t
 async def test_a_full_queue_refuses_with_a_retry_delay(predictor_of):
     async with (
         predictor_of(max_running=1, max_waiting=1) as predictor,
-        grpc.aio.insecure_channel(predictor.steps_target) as channel,
+        calling(predictor.steps_port) as caller,
     ):
-        caller = StepsCaller(channel).start()
         caller.submit(1, sampling={**SAMPLING, "max_tokens": 200})
         await until(lambda: 1 in caller.begun)
         caller.submit(2)
@@ -214,26 +214,18 @@ async def test_a_cancel_frees_the_blocks_and_its_neighbour_continues(predictor, 
     await until(lambda: not predictor.engine.load.blocks_in_use)
 
 
-@pytest.mark.parametrize("how", ["leave", "half_close"])
-async def test_a_broken_call_cancels_its_sequences_and_a_half_closed_one_lets_them_end(predictor, how):
-    async with grpc.aio.insecure_channel(predictor.steps_target) as channel:
-        caller = StepsCaller(channel).start()
-        caller.submit(1, sampling={**SAMPLING, "max_tokens": 100})
-        await until(lambda: 1 in caller.begun)
-        getattr(caller, how)()
-        if how == "leave":
-            await until(lambda: predictor.engine.statistics.cancelled == 1)
-        else:
-            assert await caller.status() == (grpc.StatusCode.OK, "")
-            assert len(caller.tokens[1]) == 100
+async def test_a_broken_connection_cancels_its_sequences(predictor, caller):
+    caller.submit(1, sampling={**SAMPLING, "max_tokens": 100})
+    await until(lambda: 1 in caller.begun)
+    caller.connection.abort()
+    await until(lambda: predictor.engine.statistics.cancelled == 1)
     await until(lambda: not predictor.repository.get("llama")._in_flight)
     assert len(predictor.engine._sinks) == 1
 
 
 @pytest.mark.parametrize("started", [True, False])
 async def test_the_death_of_an_engine_ends_its_sequences_and_the_call_continues(predictor_of, started):
-    async with predictor_of(max_running=1) as predictor, grpc.aio.insecure_channel(predictor.steps_target) as channel:
-        caller = StepsCaller(channel).start()
+    async with predictor_of(max_running=1) as predictor, calling(predictor.steps_port) as caller:
         caller.submit(1, sampling={**SAMPLING, "max_tokens": 200})
         await until(lambda: 1 in caller.begun)
         caller.submit(2)
@@ -249,36 +241,29 @@ async def test_the_death_of_an_engine_ends_its_sequences_and_the_call_continues(
         assert (await caller.end_of(3)).finish_reason == "length"
 
 
-async def test_loads_are_sent_at_once_and_after_every_second_of_silence(predictor):
-    async with grpc.aio.insecure_channel(predictor.steps_target) as channel:
-        caller = StepsCaller(channel)
-        first = await caller.read_one()
-        (load,) = first.loads.models
-        assert (load.model, load.running, load.waiting, load.cache_free) == ("llama", 0, 0, 1)
-        assert load.fingerprint == predictor.repository.get("llama").fingerprint
-        since = time.monotonic()
-        beat = await asyncio.wait_for(caller.read_one(), 10)
-        assert 0.5 < time.monotonic() - since < 5
-        assert beat.HasField("loads")
-        assert not beat.numbers
-        assert not first.port
+async def test_loads_are_sent_at_once_and_after_every_second_of_silence(predictor, caller):
+    await until(lambda: caller.messages)
+    since = time.monotonic()
+    (load,) = caller.messages[0].loads.models
+    assert (load.model, load.running, load.waiting, load.cache_free) == ("llama", 0, 0, 1)
+    assert load.fingerprint == predictor.repository.get("llama").fingerprint
+    await until(lambda: len(caller.messages) > 1)
+    assert 0.5 < time.monotonic() - since < 5
+    assert caller.messages[1].HasField("loads")
+    assert not caller.messages[1].numbers
 
 
-async def test_a_call_at_the_port_of_grpc_is_told_the_other_and_served(predictor):
-    async with grpc.aio.insecure_channel(predictor.target) as channel:
-        caller = StepsCaller(channel).start()
-        await until(lambda: caller.messages)
-        first = caller.messages[0]
-        assert f"127.0.0.1:{first.port}" == predictor.steps_target
-        assert [load.model for load in first.loads.models] == ["llama"]
-        assert predictor.admission.idle == 0
-        caller.submit(1)
-        assert (await caller.end_of(1)).finish_reason == "length"
+async def test_a_transformer_that_sends_nothing_is_taken_for_dead(predictor_of, monkeypatch):
+    monkeypatch.setattr(session, "_SILENCE_S", 0.5)
+    async with predictor_of() as predictor, calling(predictor.steps_port) as caller:
+        caller.submit(1, sampling={**SAMPLING, "max_tokens": 240, "pace": 5})
+        await until(lambda: 1 in caller.begun)
+        await caller.closed()
+        await until(lambda: predictor.engine.statistics.cancelled == 1)
 
 
 async def test_an_unloaded_model_ends_its_sequences_and_leaves_the_loads(predictor_of):
-    async with predictor_of(drain_s=0.05) as predictor, grpc.aio.insecure_channel(predictor.steps_target) as channel:
-        caller = StepsCaller(channel).start()
+    async with predictor_of(drain_s=0.05) as predictor, calling(predictor.steps_port) as caller:
         caller.submit(1, sampling={**SAMPLING, "max_tokens": 200})
         await until(lambda: 1 in caller.begun)
         os.kill(pid := predictor.engine.pid, signal.SIGSTOP)
@@ -293,8 +278,7 @@ async def test_an_unloaded_model_ends_its_sequences_and_leaves_the_loads(predict
 
 @pytest.mark.parametrize("drain", ["hand-back", "finish"])
 async def test_a_drain_offers_then_hands_back_then_ends_the_call(predictor_of, drain):
-    async with predictor_of(drain=drain) as predictor, grpc.aio.insecure_channel(predictor.steps_target) as channel:
-        caller = StepsCaller(channel).start()
+    async with predictor_of(drain=drain) as predictor, calling(predictor.steps_port) as caller:
         caller.submit(1, sampling={**SAMPLING, "max_tokens": 200})
         await until(lambda: 1 in caller.begun)
         os.kill(pid := predictor.engine.pid, signal.SIGSTOP)
@@ -306,8 +290,7 @@ async def test_a_drain_offers_then_hands_back_then_ends_the_call(predictor_of, d
         assert (await caller.error_of(1)).class_name == "DrainingError"
         await draining
         os.kill(pid, signal.SIGCONT)
-        code, details = await asyncio.wait_for(caller.status(), 10)
-        assert (code, details) == (grpc.StatusCode.UNAVAILABLE, "the predictor is stopping")
+        await caller.closed()
 
 
 async def test_a_process_that_hands_over_its_port_ends_the_call_after_its_last_sequence(predictor, caller):
@@ -318,23 +301,23 @@ async def test_a_process_that_hands_over_its_port_ends_the_call_after_its_last_s
     assert (await caller.error_of(2)).class_name == "DrainingError"
     await caller.end_of(1)
     assert len(caller.tokens[1]) == 100
-    assert (await caller.status())[0] is grpc.StatusCode.UNAVAILABLE
+    await caller.closed()
 
 
-async def test_steps_merge_while_the_caller_does_not_read(predictor):
-    # gRPC would open its window as it measures the connection, and could take all of the steps.
-    async with grpc.aio.insecure_channel(predictor.steps_target, options=[("grpc.http2.bdp_probe", 0)]) as channel:
-        caller = StepsCaller(channel)
-        sampling = {**SAMPLING, "max_tokens": 120, "logprobs": True, "top_logprobs": 20}
-        for number in range(1, 9):
-            caller.submit(number, [3, 4 + number], sampling)
-        # The transport buffers some messages; the rest waits for the reader.
-        await until(lambda: predictor.engine.statistics.succeeded >= 8 and not predictor.engine.load.running)
-        caller.start()
-        for number in range(1, 9):
-            await caller.end_of(number)
-            assert len(caller.tokens[number]) == len(caller.logprobs[number]) == 120
-        assert max(len(message.numbers) for message in caller.messages) > 8
+async def test_steps_merge_while_the_caller_does_not_read(predictor, caller, monkeypatch):
+    await until(lambda: caller.messages)
+    sampling = {**SAMPLING, "max_tokens": 120, "logprobs": True, "top_logprobs": 20}
+    # The system's buffers would take all of the steps.
+    monkeypatch.setattr(FrameConnection, "can_send", property(lambda connection: connection is caller.connection))
+    for number in range(1, 9):
+        caller.submit(number, [3, 4 + number], sampling)
+    await until(lambda: predictor.engine.statistics.succeeded >= 8 and not predictor.engine.load.running)
+    assert not caller.tokens
+    monkeypatch.undo()
+    for number in range(1, 9):
+        await caller.end_of(number)
+        assert len(caller.tokens[number]) == len(caller.logprobs[number]) == 120
+    assert max(len(message.numbers) for message in caller.messages) > 8
 
 
 async def test_the_first_token_has_the_number_of_cached_prompt_tokens(caller):
@@ -346,8 +329,7 @@ async def test_the_first_token_has_the_number_of_cached_prompt_tokens(caller):
 
 
 async def test_a_handed_back_sequence_keeps_its_tokens_and_a_single_call_continues_it(predictor_of):
-    async with predictor_of(max_running=2) as predictor, grpc.aio.insecure_channel(predictor.steps_target) as channel:
-        caller = StepsCaller(channel).start()
+    async with predictor_of(max_running=2) as predictor, calling(predictor.steps_port) as caller:
         own = asyncio.create_task(by_inference(predictor, [5, 6, 7], max_tokens=240))
         await until(lambda: predictor.engine.load.running)
         for number in (1, 2):
@@ -384,11 +366,12 @@ async def test_one_sequence_at_a_time_is_isolated(predictor, caller):
     assert (await caller.end_of(1)).finish_reason == "length"
 
 
-async def test_a_repeated_number_of_a_sequence_in_flight_ends_the_call(predictor, caller):
+async def test_a_repeated_number_of_a_sequence_in_flight_ends_the_connection(predictor, caller, caplog):
     caller.submit(1, sampling={**SAMPLING, "max_tokens": 200})
     await until(lambda: 1 in caller.begun)
     caller.submit(1)
-    assert await caller.status() == (grpc.StatusCode.INVALID_ARGUMENT, "sequence 1 is in flight already")
+    await caller.closed()
+    assert "sequence 1 is in flight already" in caplog.text
 
 
 async def test_sequences_count_as_requests_of_their_model(predictor, caller):
@@ -407,19 +390,20 @@ async def test_sequences_count_as_requests_of_their_model(predictor, caller):
     assert statistics.response_stats["0"].cancel.count == 1
 
 
-async def test_each_sequence_has_a_span_with_the_phases_of_its_engine(predictor, caller, monkeypatch):
+async def test_each_sequence_has_a_span_with_the_phases_of_its_engine(predictor, monkeypatch):
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(steps_sequence.trace, "get_tracer", lambda _: provider.get_tracer("test"))
     parent = f"00-{7:032x}-{8:016x}-01"
-    caller.submit(1, traceparent=parent, follows=f"00-{7:032x}-{9:016x}-01")
-    await caller.end_of(1)
-    for number, end in ((2, lambda: caller.cancel(2)), (3, predictor.repository.get("llama").model.hand_back)):
-        caller.submit(number, traceparent=parent, sampling={**SAMPLING, "max_tokens": 200})
-        await until(lambda number=number: number in caller.begun)
-        end()
-        await until(lambda number=number: len(exporter.get_finished_spans()) == number)
+    async with calling(predictor.steps_port) as caller:
+        caller.submit(1, traceparent=parent, follows=f"00-{7:032x}-{9:016x}-01")
+        await caller.end_of(1)
+        for number, end in ((2, lambda: caller.cancel(2)), (3, predictor.repository.get("llama").model.hand_back)):
+            caller.submit(number, traceparent=parent, sampling={**SAMPLING, "max_tokens": 200})
+            await until(lambda number=number: number in caller.begun)
+            end()
+            await until(lambda number=number: len(exporter.get_finished_spans()) == number)
     span, cancelled, handed_back = exporter.get_finished_spans()
     assert (span.name, span.parent.span_id, span.links[0].context.span_id) == ("headrace.v1.PredictorSteps/Run", 8, 9)
     assert [event.name for event in span.events] == ["queued", "prefill", "first_token", "generation_end", "end"]

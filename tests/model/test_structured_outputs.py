@@ -12,13 +12,14 @@ from tokenizers import Tokenizer
 from headrace.errors import InvalidRequestError
 from headrace.sampling import SamplingParameters
 from headrace_predictor.engine.grammar import GrammarCompiler, forbidden_tokens
-from headrace_predictor.engine.interface import GenerationRequest
+from headrace_predictor.engine.interface import sampling_of
 from headrace_predictor.engine.state.sequence import Sequence
 from headrace_predictor.engine.state.slot import MergingSlot
 from headrace_predictor.generation.loading import load_generation
 from headrace_predictor.settings import PredictorSettings
 from tests.model.fakes import FakeRunner, engines
 from tests.support.forms import FORMS, follows
+from tests.support.requests import submission
 
 MODELS = Path("models")
 STORIES = Tokenizer.from_file(str(MODELS / "storyteller" / "tokenizer.json"))
@@ -39,7 +40,7 @@ def engine():
 
 def request(form, output_ids=(), input_ids=PROMPT, **given):
     values = {"max_tokens": 120, "seed": 1, "structured_outputs": form or "", **given}
-    return GenerationRequest("r", list(input_ids), SamplingParameters().changed(values), list(output_ids))
+    return submission("r", list(input_ids), SamplingParameters().changed(values), list(output_ids))
 
 
 async def generate(engine, form, output_ids=(), **given):
@@ -203,7 +204,7 @@ async def test_a_model_without_a_usable_tokenizer_refuses_grammars(tmp_path):
 @pytest.mark.parametrize("vocabulary", [1400, 1536, 1600])
 async def test_a_mask_has_the_width_of_the_models_logits(vocabulary):
     asked = request({"regex": "a|[b-z]+"})
-    sequence = Sequence(asked, MergingSlot(asked.sampling), frozenset({EOS}))
+    sequence = Sequence(asked, MergingSlot(sampling_of(asked)), frozenset({EOS}))
     compiler, done = GrammarCompiler(MODELS / "storyteller"), asyncio.Event()
     loop = asyncio.get_running_loop()
     compiler.begin(sequence, lambda _: loop.call_soon_threadsafe(done.set), lambda: None)

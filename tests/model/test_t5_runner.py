@@ -11,7 +11,6 @@ import transformers as hf
 from headrace.sampling import SamplingParameters
 from headrace_predictor.engine.cpu import kernel
 from headrace_predictor.engine.cpu.packed_linear import pack_linears
-from headrace_predictor.engine.interface import GenerationRequest
 from headrace_predictor.engine.runners.memory import cache_shape
 from headrace_predictor.engine.runners.t5 import T5Runner
 from headrace_predictor.engine.scheduler import Scheduler
@@ -20,6 +19,7 @@ from headrace_predictor.engine.state.cache import BLOCK_TOKENS
 from headrace_predictor.engine.state.sequence import Row, Sequence
 from headrace_predictor.engine.state.slot import MergingSlot
 from tests.random_models import greedy, random_model
+from tests.support.requests import submission
 from tests.zoo import VOCABULARY
 
 END_ID = 2  # `greedy` generates a fixed length, so never this id.
@@ -65,7 +65,7 @@ class Loop:
 
     def add(self, prompt, length, output_ids=()):
         sampling = SamplingParameters(max_tokens=length, min_tokens=length, temperature=0)
-        request = GenerationRequest("x", prompt, sampling, list(output_ids))
+        request = submission("x", prompt, sampling, list(output_ids))
         sequence = Sequence(request, MergingSlot(sampling), frozenset(), self.runner.start_ids)
         self.scheduler.add(sequence, 1)
         return sequence
@@ -212,7 +212,7 @@ def test_the_next_token_depends_on_every_token_of_the_prompt(attention):
     rows = []
     for i, ids in enumerate(prompts):
         sampling = SamplingParameters()
-        sequence = Sequence(GenerationRequest("x", ids, sampling), MergingSlot(sampling), frozenset(), runner.start_ids)
+        sequence = Sequence(submission("x", ids, sampling), MergingSlot(sampling), frozenset(), runner.start_ids)
         sequence.blocks = [i + 1]
         rows.append(Row(sequence, 0, len(sequence.ids)))
     with torch.inference_mode():

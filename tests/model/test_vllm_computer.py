@@ -14,12 +14,13 @@ from headrace.errors import HopBrokenError, InvalidRequestError, RequestFailedEr
 from headrace.sampling import SamplingParameters
 from headrace_predictor.engine.engine import ContinuousBatchingEngine
 from headrace_predictor.engine.grammar import GrammarCompiler
-from headrace_predictor.engine.interface import EngineDeadError, EngineLimits, GenerationRequest
+from headrace_predictor.engine.interface import EngineDeadError, EngineLimits
 from headrace_predictor.engine.scheduler import Scheduler
 from headrace_predictor.engine.state.blocks import BlockManager
 from headrace_predictor.vllm_engine.computer import VllmComputer
 from headrace_predictor.vllm_engine.loading import WholePrompts
 from tests.model.fakes import read_all
+from tests.support.requests import submission
 from tests.waiting import until
 
 PROMPT = [5, 6, 7]
@@ -112,7 +113,7 @@ def start():
 
 def request(tokens=12, output_ids=(), alone=False, client="", **sampling):
     parameters = SamplingParameters(**{"max_tokens": tokens, "temperature": 0.0, **sampling})
-    return GenerationRequest("r", PROMPT, parameters, list(output_ids), alone=alone, client=client)
+    return submission("r", PROMPT, parameters, list(output_ids), alone=alone, client=client)
 
 
 @pytest.mark.parametrize("burst", [1, 3, 50])

@@ -146,33 +146,6 @@ async def test_a_predictor_whose_address_is_removed_gets_no_new_calls_and_its_li
         assert links.choose(SUBMISSION, "").address == second
 
 
-async def test_a_link_uses_the_port_that_its_predictor_tells(monkeypatch):
-    known, told = ScriptedPredictor(), ScriptedPredictor()
-    async with serving(known) as address, serving(told) as own_address:
-        known.own_port = int(own_address.rpartition(":")[2])
-        async with links_at(monkeypatch, address) as (links, _):
-            await until(lambda: can_choose(links))
-            await until(lambda: (known.sessions, told.sessions) == (0, 1))
-            call = LinkCall(SUBMISSION, SAMPLING, ClientSpan())
-            links.choose(SUBMISSION, "").submit(call, submission())
-            await told.wait_for_calls(1)
-            assert [link.address for link in links.all] == [address]
-        await until(lambda: told.sessions == 0)
-    assert not known.calls
-
-
-async def test_a_link_stays_where_it_is_if_the_told_port_cannot_be_reached(monkeypatch, caplog):
-    predictor = ScriptedPredictor()
-    predictor.own_port = 1
-    async with serving(predictor) as address, links_at(monkeypatch, address) as (links, _):
-        await until(lambda: can_choose(links))
-        call = LinkCall(SUBMISSION, SAMPLING, ClientSpan())
-        links.choose(SUBMISSION, "").submit(call, submission())
-        await predictor.wait_for_calls(1)
-        assert predictor.sessions == 1
-    assert "cannot be reached at port 1" in caplog.text
-
-
 async def test_a_silent_predictor_is_away_until_its_next_message(monkeypatch):
     predictor = ScriptedPredictor()
     async with (
@@ -206,8 +179,8 @@ async def test_an_unaccepted_call_is_to_blame_unless_its_predictor_had_hung_befo
             await later.read()
 
 
-class StalledCall:
-    """A StreamingCall whose transport takes one message, and the next one after `drain`."""
+class StalledConnection:
+    """A FrameConnection whose transport takes one message, and the next one after `drain`."""
 
     def __init__(self, drained):
         self.ended = asyncio.get_running_loop().create_future()
@@ -224,7 +197,7 @@ class StalledCall:
         self.can_send = True
         self._drained()
 
-    def close(self):
+    def abort(self):
         self.ended.cancel()
 
 
@@ -232,11 +205,11 @@ async def test_what_waits_to_be_sent_is_bounded_by_the_calls_in_flight(monkeypat
     """Cancelled submissions are left out, and a message takes no submission beyond its size."""
     calls = []
 
-    async def open_call(address, receive, drained):
-        calls.append(StalledCall(drained))
+    async def connect(host, port, receive, drained):
+        calls.append(StalledConnection(drained))
         return calls[-1]
 
-    monkeypatch.setattr(link_module, "open_steps_call", open_call)
+    monkeypatch.setattr(link_module.FrameConnection, "open", connect)
     monkeypatch.setattr(link_module, "_MESSAGE_BYTES", 20)
     async with links_at(monkeypatch, "127.0.0.1:1") as (links, _):
         await until(lambda: calls)
@@ -250,7 +223,7 @@ async def test_what_waits_to_be_sent_is_bounded_by_the_calls_in_flight(monkeypat
         link.cancel(first)
         for _ in range(3):
             call.drain()
-    numbers = [[one.number for one in request.submissions] for request in call.sent]
+    numbers = [[pb.Submission.FromString(one).number for one in request.submissions] for request in call.sent]
     assert numbers == [[first.number], *([other.number] for other in others)]
     assert [list(request.cancelled) for request in call.sent] == [[], [first.number], [], []]
 
@@ -258,16 +231,16 @@ async def test_what_waits_to_be_sent_is_bounded_by_the_calls_in_flight(monkeypat
 async def test_a_predictor_that_breaks_the_protocol_is_not_called_again_at_once(monkeypatch):
     opened_at, loop = [], asyncio.get_running_loop()
 
-    async def open_call(address, path, receive, drained):
+    async def connect(host, port, receive, drained):
         opened_at.append(loop.time())
-        call = StalledCall(drained)
+        call = StalledConnection(drained)
         try:
             receive(pb.Step(numbers=[1, 2], token_ids=[3]).SerializeToString())
         except ValueError as error:
             call.ended.set_exception(error)
         return call
 
-    monkeypatch.setattr(link_module.StreamingCall, "open", open_call)
+    monkeypatch.setattr(link_module.FrameConnection, "open", connect)
     monkeypatch.setattr(link_module, "_FOREIGN_PAUSE_S", 0.5)
     async with links_at(monkeypatch, "127.0.0.1:1"):
         await until(lambda: len(opened_at) == 2)

@@ -49,7 +49,7 @@ class Predictor:
 
     async def _run(self):
         environment = {"NAMESPACE": self._host.namespace, "PREDICTOR_HOST": "0.0.0.0", "PREDICTOR_DTYPE": "fp32"}
-        environment |= {"PREDICTOR_PORT": str(self._port), "PREDICTOR_STEPS_PORT": str(self._port + 1)}
+        environment |= {"PREDICTOR_PORT": str(self._port)}
         while True:
             started = predictor_process(
                 self._log,

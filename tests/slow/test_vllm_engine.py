@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from headrace.errors import DeadlineError, InvalidRequestError, StartupError
 from headrace.sampling import SamplingParameters
-from headrace_predictor.engine.interface import EngineProcessError, GenerationRequest
+from headrace_predictor.engine.interface import EngineProcessError
 from headrace_predictor.engine_process.interpreter import InterpreterHost
 from headrace_predictor.engine_process.launch import launch_engine
 from headrace_predictor.generation.loading import load_generation
@@ -26,6 +26,7 @@ from headrace_predictor.models.fingerprint import fingerprint_of
 from headrace_predictor.settings import PredictorSettings
 from tests.model.fakes import read_all
 from tests.support.forms import FORMS, follows
+from tests.support.requests import submission
 from tests.support.vllm import ARGUMENTS, PYTHON, needs_vllm
 from tests.waiting import until
 
@@ -40,7 +41,7 @@ AMBIGUOUS = 'start: s\ns: s s s s | "a" | "b" s | '
 def request(prompt=PROMPT, name="r", **fields):
     sampling = {"max_tokens": TOKENS, "ignore_eos": True, "temperature": 0.0}
     sampling |= {key: fields.pop(key) for key in list(fields) if key in SamplingParameters.model_fields}
-    return GenerationRequest(name, list(prompt), SamplingParameters(**sampling).resolved(500), **fields)
+    return submission(name, list(prompt), SamplingParameters(**sampling).resolved(500), **fields)
 
 
 def settings(**given):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from headrace.endpoints import steps_port
 from headrace.errors import StartupError
 from headrace.models.sources import DEFAULT_MODELS
 from headrace_runner.settings import StackSettings
@@ -15,6 +18,16 @@ from headrace_runner.stack import Stack, check_ports
 # Below Linux's ephemeral ports: no client's own port can take one between the check and its use.
 _FIRST, _LAST, _BLOCK = 20_000, 32_000, 100
 _ATTEMPTS = 5
+
+
+def free_predictor_port() -> int:
+    """A port of 127.0.0.1 on which no process listens, nor on that of a predictor's generations."""
+    while True:
+        with socket.socket() as probe, socket.socket() as steps, suppress(OSError):
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+            steps.bind(("127.0.0.1", steps_port(port)))
+            return port
 
 
 def _blocks() -> range:
@@ -40,13 +53,13 @@ def free_settings(run_folder: Path, **overrides: Any) -> StackSettings:
             "gateway_trace_percent": 100,
             "transformer_port": base + 3,
             "logger_port": base + 4,
-            "predictor_port": base + 5,
-            "transformer_metrics_port": base + 6,
-            "logger_metrics_port": base + 7,
-            "predictor_metrics_port": base + 8,
-            "management_port": base + 9,
-            "gateway_tls_port": base + 10,
-            "transformer_http_port": base + 11,
+            "transformer_metrics_port": base + 5,
+            "logger_metrics_port": base + 6,
+            "predictor_metrics_port": base + 7,
+            "management_port": base + 8,
+            "gateway_tls_port": base + 9,
+            "transformer_http_port": base + 10,
+            "predictor_port": base + 15,  # Generations have +19, replicas +25 and +29, and so on.
             "models": DEFAULT_MODELS,
             "predictors": 1,
             "device": "cpu",

@@ -1,10 +1,10 @@
 """A fake Headrace predictor whose calls follow a script: real gRPC, real messages, and fixed tokens.
 
-Its models, by default only `teller`, answer every prompt with `ANSWER`. A continuation gets the
-rest of it. Each submission to `PredictorSteps/Run`, and each call of `ModelStreamInfer`, takes the next action of the
-script; without one it answers to the end. An action is called with (predictor, call) and yields the number of tokens to
-send next, or raises the error that ends the call; `Broken` ends the whole connection of a submission. A submission is
-accepted with the first value that its action yields.
+Its models, by default only `teller`, answer every prompt with `ANSWER`. A continuation gets the rest of it. Each
+submission, and each call of `ModelStreamInfer`, takes the next action of the script; without one it answers to the end.
+An action is called with (predictor, call) and yields the number of tokens to send next, or raises the error that ends
+the call; `Broken` ends the whole connection of a submission. A submission is accepted with the first value that its
+action yields.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ import numpy as np
 import orjson
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from headrace.endpoints import steps_port
 from headrace.errors import DrainingError, HeadraceError, HopBrokenError, NotFoundError
+from headrace.frames import FrameConnection
 from headrace.oip.model_description import FINGERPRINT
 from headrace.oip.tensors import Tensor, add_output
 from headrace.rpc.server.handlers import Interceptor
-from headrace.step_errors import write_error
+from headrace.step_messages import write_error
 from headrace_protos import inference_pb2 as pb
-from headrace_protos import inference_pb2_grpc, model_config_pb2, steps_pb2, steps_pb2_grpc
+from headrace_protos import inference_pb2_grpc, model_config_pb2, steps_pb2
+from tests.support.free_ports import free_predictor_port
 from tests.waiting import until
 
 MODEL = "teller"
@@ -50,7 +53,7 @@ class Call:
     is_silent: bool = False  # No message is sent any more, nor heartbeats on the connection.
 
 
-class ScriptedPredictor(inference_pb2_grpc.GRPCInferenceServiceServicer, steps_pb2_grpc.PredictorStepsServicer):
+class ScriptedPredictor(inference_pb2_grpc.GRPCInferenceServiceServicer):
     def __init__(self, *script, answer=ANSWER, models=(MODEL,)):
         self.models = models
         self.script = deque(script)
@@ -62,8 +65,8 @@ class ScriptedPredictor(inference_pb2_grpc.GRPCInferenceServiceServicer, steps_p
         self.announced = None  # The fingerprint in the reports of its load, if it differs.
         self.has_model = True
         self.is_mute = False  # Its connections send no heartbeats.
-        self.own_port = 0  # Told in the first message of a steps call.
-        self.sessions = 0  # How many steps calls run.
+        self.sessions = 0  # How many connections to the port of generations there are.
+        self.connections = set()
 
     async def wait_for_calls(self, count):
         """Waits until so many calls have been received."""
@@ -124,39 +127,40 @@ class ScriptedPredictor(inference_pb2_grpc.GRPCInferenceServiceServicer, steps_p
         finally:
             call.ended.set()
 
-    async def Run(self, requests, context):  # noqa: N802
-        steps, running = asyncio.Queue(), {}
-        self.sessions += 1
-        if self.own_port:
-            steps.put_nowait(steps_pb2.Step(port=self.own_port))
-        sessions = [asyncio.create_task(self._read(requests, steps, running)), asyncio.create_task(self._beat(steps))]
-        try:
-            while not isinstance(step := await steps.get(), Broken):
-                yield step
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
-        finally:
-            self.sessions -= 1
-            tasks = [*sessions, *(task for task, _ in running.values())]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    def connected(self):
+        """A transformer's connection to the port of generations."""
+        running, tasks = {}, []
 
-    async def _read(self, requests, steps, running):
-        async for request in requests:
-            for submission in request.submissions:
+        def receive(message):
+            request = steps_pb2.StepsRequest.FromString(message)
+            for submission in map(steps_pb2.Submission.FromString, request.submissions):
                 call = Call(submission, orjson.loads(submission.sampling)["max_tokens"], list(submission.output_ids))
                 action = self.script.popleft() if self.script else whole
                 self.calls.append(call)
-                running[submission.number] = asyncio.create_task(self._act(action, call, steps)), call
+                running[submission.number] = asyncio.create_task(self._act(action, call, connection)), call
+                tasks.append(running[submission.number][0])
             for number in request.cancelled:
                 task, call = running[number]
                 call.was_cancelled = not call.ended.is_set()
                 task.cancel()
 
-    async def _beat(self, steps):
+        def ended(_):
+            self.sessions -= 1
+            self.connections.discard(connection)
+            for task in tasks:
+                task.cancel()
+
+        connection = FrameConnection(receive)
+        connection.ended.add_done_callback(ended)
+        tasks.append(asyncio.create_task(self._beat(connection)))
+        self.sessions += 1
+        self.connections.add(connection)
+        return connection
+
+    async def _beat(self, connection):
         while True:
             if not self.is_mute and not any(call.is_silent and not call.ended.is_set() for call in self.calls):
-                steps.put_nowait(self._step(any(call.is_leaving for call in self.calls)))
+                send(connection, self._step(any(call.is_leaving for call in self.calls)))
             await asyncio.sleep(BEAT_S)
 
     def _step(self, is_leaving=False):
@@ -168,7 +172,7 @@ class ScriptedPredictor(inference_pb2_grpc.GRPCInferenceServiceServicer, steps_p
                 step.loads.models.add(model=name, fingerprint=fingerprint)
         return step
 
-    async def _act(self, action, call, steps):
+    async def _act(self, action, call, connection):
         number, is_accepted, has_begun = call.request.number, False, False
         try:
             async with aclosing(action(self, call)) as counts:
@@ -195,11 +199,11 @@ class ScriptedPredictor(inference_pb2_grpc.GRPCInferenceServiceServicer, steps_p
                         ended = step.ended.add(number=number, finish_reason=reason)
                         ended.usage.prompt_tokens, ended.usage.completion_tokens = 5, len(call.output_ids)
                         ended.usage.cached_tokens = 100 + len(self.calls)
-                    steps.put_nowait(step)
-        except Broken as broken:
-            steps.put_nowait(broken)
+                    send(connection, step)
+        except Broken:
+            connection.abort()
         except HeadraceError as error:
-            steps.put_nowait(steps_pb2.Step(ended=[{"number": number, "error": write_error(error, "predictor")}]))
+            send(connection, steps_pb2.Step(ended=[{"number": number, "error": write_error(error, "predictor")}]))
         finally:
             call.ended.set()
 
@@ -214,6 +218,10 @@ class ScriptedPredictor(inference_pb2_grpc.GRPCInferenceServiceServicer, steps_p
         wants_logprobs = isinstance(call.request, steps_pb2.Submission) and b'"logprobs":true' in call.request.sampling
         logprobs = [-position / 10 for position in range(begin, begin + len(new))] if wants_logprobs else []
         return new, reason, logprobs
+
+
+def send(connection, step):
+    connection.send(step.SerializeToString())
 
 
 class Broken(Exception):  # noqa: N818
@@ -321,15 +329,19 @@ async def serving(predictor, port=0, healthy=()):
     options = [("grpc.so_reuseport", 0)]
     server = grpc.aio.server(interceptors=(Interceptor("predictor"),), options=options)
     inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(predictor, server)
-    steps_pb2_grpc.add_PredictorStepsServicer_to_server(predictor, server)
     if healthy:
         servicer = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
         for name in healthy:
             await servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
-    port = server.add_insecure_port(f"127.0.0.1:{port}")
+    port = port or free_predictor_port()
+    server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
+    steps = await asyncio.get_running_loop().create_server(predictor.connected, "127.0.0.1", steps_port(port))
     try:
         yield f"127.0.0.1:{port}"
     finally:
+        steps.close()
+        for connection in tuple(predictor.connections):
+            connection.abort()
         await server.stop(0)

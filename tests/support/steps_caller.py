@@ -2,40 +2,32 @@
 
 import asyncio
 import json
+from contextlib import asynccontextmanager
 
-import grpc
-
-from headrace_protos import steps_pb2, steps_pb2_grpc
+from headrace.frames import FrameConnection
+from headrace_protos import steps_pb2
 from tests.waiting import until
 
 SAMPLING = {"seed": 3, "max_tokens": 12, "ignore_eos": True, "temperature": 0.9}
 
 
 class StepsCaller:
-    """One steps call; collects the messages of each sequence."""
+    """One connection; collects the messages of each sequence."""
 
-    def __init__(self, channel, model="llama"):
+    def __init__(self, model="llama"):
         self._model = model
-        self._requests = asyncio.Queue()
-        self._call = steps_pb2_grpc.PredictorStepsStub(channel).Run(self._sent())
         self.messages = []
         self.tokens, self.ended, self.accepted, self.begun, self.logprobs = {}, {}, {}, {}, {}
         self.seconds = {}
         self.alone = []
         self.leaving = False
-        self._reader = None
+        self.connection = None
 
-    async def _sent(self):
-        while (request := await self._requests.get()) is not None:
-            yield request
+    async def connect(self, port):
+        self.connection = await FrameConnection.open("127.0.0.1", port, self._receive, lambda: None)
 
-    def start(self):
-        self._reader = asyncio.create_task(self.read())
-        return self
-
-    async def read(self):
-        async for step in self._call:
-            self.take(step)
+    def _receive(self, message):
+        self.take(steps_pb2.Step.FromString(message))
 
     def take(self, step):
         self.messages.append(step)
@@ -50,11 +42,6 @@ class StepsCaller:
         self.alone += step.alone
         self.leaving |= step.leaving
 
-    async def read_one(self):
-        step = await self._call.read()
-        self.take(step)
-        return step
-
     def submit(self, number=1, prompt=(5, 6, 7), sampling=SAMPLING, **fields):
         message = steps_pb2.Submission(
             number=number,
@@ -68,10 +55,13 @@ class StepsCaller:
                 getattr(message, name).extend(value)
             else:
                 setattr(message, name, value)
-        self._requests.put_nowait(steps_pb2.StepsRequest(submissions=[message]))
+        self._send(steps_pb2.StepsRequest(submissions=[message.SerializeToString()]))
 
     def cancel(self, number):
-        self._requests.put_nowait(steps_pb2.StepsRequest(cancelled=[number]))
+        self._send(steps_pb2.StepsRequest(cancelled=[number]))
+
+    def _send(self, request):
+        self.connection.send(request.SerializeToString())
 
     def load(self):
         """The model's engine, as last reported by the predictor."""
@@ -84,16 +74,19 @@ class StepsCaller:
     async def error_of(self, number=1):
         return (await self.end_of(number)).error
 
-    async def status(self):
-        """The status of the ended call."""
-        try:
-            await self._reader
-        except grpc.aio.AioRpcError as error:
-            return error.code(), error.details()
-        return grpc.StatusCode.OK, ""
+    async def closed(self):
+        """Waits until the predictor has closed the connection."""
+        async with asyncio.timeout(10):
+            await asyncio.wait([self.connection.ended])
 
-    def half_close(self):
-        self._requests.put_nowait(None)
 
-    def leave(self):
-        self._call.cancel()
+@asynccontextmanager
+async def calling(port):
+    """A caller at a predictor's port of generations."""
+    caller = StepsCaller()
+    await caller.connect(port)
+    try:
+        yield caller
+    finally:
+        caller.connection.abort()
+        await asyncio.wait([caller.connection.ended])

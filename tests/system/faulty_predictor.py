@@ -84,7 +84,7 @@ def prepare() -> None:
     class CountingScheduler(Scheduler):
         def add(self, sequence, retry_after_ms):
             super().add(sequence, retry_after_ms)
-            if sequence.request.id not in _OWN:
+            if sequence.id not in _OWN:
                 with (folder / "admitted").open("a") as admitted:
                     admitted.write(".")
 

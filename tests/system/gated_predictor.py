@@ -44,7 +44,7 @@ def prepare() -> None:
     class GatedRunner(PagedRunner):
         def run(self, rows):
             for row in rows:
-                if row.samples and row.sequence.request.id not in UNGATED:
+                if row.samples and row.sequence.id not in UNGATED:
                     gate.wait()
             return super().run(rows)
 

@@ -14,8 +14,7 @@ from headrace_runner.process import Running
 from headrace_runner.services import predictor_tuning
 from tests.chaos.health import serves
 from tests.support.forkserver import spawn
-from tests.support.free_ports import free_settings
-from tests.support.logger_process import free_port
+from tests.support.free_ports import free_predictor_port, free_settings
 from tests.waiting import until
 
 _ROOT = Path(__file__).parents[2]
@@ -40,7 +39,7 @@ async def predictor_process(
     log: Path, module: str = "headrace_predictor", address: str = "127.0.0.1", **environment: str
 ) -> AsyncIterator[PredictorProcess]:
     """A serving process, reached at `address`; killed at the end if it has not ended by itself."""
-    port = environment.get("PREDICTOR_PORT") or free_port()
+    port = environment.get("PREDICTOR_PORT") or free_predictor_port()
     own = {"PREDICTOR_PORT": str(port), "PREDICTOR_DEVICE": "cpu", "PREDICTOR_THREADS": "1"}
     # As in a stack: the predictors are forks of the same process.
     tuning = predictor_tuning(free_settings(log.parent))

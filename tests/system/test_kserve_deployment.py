@@ -15,8 +15,10 @@ import grpc
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from headrace.endpoints import steps_port
 from headrace_protos import inference_pb2_grpc
 from tests.support.forkserver import spawn
+from tests.support.free_ports import free_predictor_port
 from tests.support.logger_process import free_port
 from tests.system.calls import text_request
 from tests.system.own_clients import client_passes, python_of
@@ -110,7 +112,9 @@ async def test_kserves_client_uses_the_deployment_and_the_probes_say_what_is_the
     python_of(".venv-kserve")
     (predicting,) = documents("serving-runtime.yaml")["ServingRuntime"]["spec"]["containers"]
     (transforming,) = documents("inference-service.yaml")["InferenceService"]["spec"]["transformer"]["containers"]
-    ports = {port: free_port() for port in (9000, 9004, 9100, 9001, 9003, 9101)}
+    ports = {port: free_port() for port in (9100, 9001, 9003, 9101)}
+    ports[9000] = free_predictor_port()
+    ports[9004] = steps_port(ports[9000])
     transforming["env"].append({"name": "TRANSFORMER_HTTP_PORT", "value": "9003"})  # Its default.
     async with deployed_transformer(transforming, tmp_path, ports) as transformer:
 

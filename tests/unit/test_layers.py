@@ -17,7 +17,7 @@ from tests.support.requirements import closure
 HEADRACE = (
     ("headrace.json_schemas",),
     ("headrace.errors", "headrace.processes", "headrace.structured_outputs"),
-    ("headrace.clients", "headrace.deadline", "headrace.grammars", "headrace.sampling", "headrace.step_errors"),
+    ("headrace.clients", "headrace.deadline", "headrace.grammars", "headrace.sampling"),
     ("headrace.models",),
     ("headrace.telemetry",),
     ("headrace.validation",),
@@ -27,7 +27,7 @@ HEADRACE = (
     ("headrace.rpc.client", "headrace.rpc.server"),
     ("headrace.rpc.http2",),
     ("headrace.oip",),
-    ("headrace.processor", "headrace.python_tensors"),
+    ("headrace.processor", "headrace.python_tensors", "headrace.step_messages"),
     ("headrace.payload.answer_redaction",),
     ("headrace.payload.redaction",),
     (
@@ -114,7 +114,7 @@ PURE = (
     "headrace_predictor.engine.load",
     "headrace_predictor.generation.requests",
     "headrace_predictor.servicer",
-    "headrace_predictor.steps.servicer",
+    "headrace_predictor.steps.server",
     "headrace_predictor.tensor_models.python_model",
     "headrace_transformer.frontends.openai.generation_requests",
     "headrace_transformer.generation.pipeline",

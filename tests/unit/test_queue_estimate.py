@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from headrace_predictor.engine.interface import GenerationRequest
+from headrace_predictor.engine.interface import sampling_of
 from headrace_predictor.engine.load import QueueEstimate
 from headrace_predictor.engine.state.sequence import Sequence
 from headrace_predictor.engine.state.slot import MergingSlot
@@ -17,7 +17,7 @@ def sequence(now, deadline_s=None, first_token_s=None, max_tokens=10):
         first_token_timeout_s=first_token_s,
         max_tokens=max_tokens,
     )
-    made = Sequence(message, MergingSlot(message.sampling), frozenset())
+    made = Sequence(message, MergingSlot(sampling_of(message)), frozenset())
     made.timeline.submitted = now
     return made
 
@@ -61,8 +61,7 @@ def test_a_short_request_is_not_estimated_by_long_ones():
 def test_tokens_that_are_produced_already_take_no_time():
     estimate, now = estimate_of(EVERY_SECOND, tokens=1000, seconds=100.0)
     moved = sequence(now, deadline_s=30.0, max_tokens=1000)
-    request = moved.request
-    moved.request = GenerationRequest("moved", request.input_ids, request.sampling, [1] * 950, request.deadline)
+    moved.given = 950
     assert not estimate.is_late(moved, 5, now)
 
 

@@ -6,11 +6,11 @@ import pytest
 
 from headrace.errors import InvalidRequestError, OverloadedError
 from headrace.sampling import SamplingParameters
-from headrace_predictor.engine.interface import GenerationRequest
 from headrace_predictor.engine.scheduler import Scheduler
 from headrace_predictor.engine.state.blocks import BlockManager
 from headrace_predictor.engine.state.sequence import Sequence
 from headrace_predictor.engine.state.slot import MergingSlot
+from tests.support.requests import submission
 
 SIZE = 4
 
@@ -20,7 +20,7 @@ def sequence(prompt=4, max_tokens=4, salt="", output_ids=(), start_ids=(), alone
     sequence.made += 1
     ids = [100 * sequence.made + i for i in range(prompt)] if isinstance(prompt, int) else list(prompt)
     sampling = SamplingParameters(max_tokens=max_tokens, seed=1, cache_salt=salt)
-    request = GenerationRequest(
+    request = submission(
         str(sequence.made), ids, sampling, list(output_ids), alone=alone, moved=moved and bool(output_ids)
     )
     return Sequence(request, MergingSlot(sampling), frozenset(), start_ids)
@@ -305,7 +305,7 @@ def test_a_paced_sequence_needs_no_slot_until_it_is_due():
 
 def test_the_pace_begins_after_the_tokens_that_the_client_has():
     sampling = SamplingParameters(max_tokens=9, seed=1, pace=5)
-    request = GenerationRequest("r", [1, 2], sampling, [3], paced_after=3)
+    request = submission("r", [1, 2], sampling, [3], paced_after=3)
     paced = Sequence(request, MergingSlot(sampling), frozenset(), ())
     paced.append(7)
     assert paced.due_at == 0.0

@@ -190,7 +190,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     assert one.ids[:end] == other.ids[:end]
                     assert len(one.ids) >= end
                     assert min(one.computed, other.computed) >= end
-                    assert one.request.sampling.cache_salt == other.request.sampling.cache_salt
+                    assert one.sampling.cache_salt == other.sampling.cache_salt
                     assert self.forgot or self.manager._names[block] is not None
 
     @invariant()
@@ -202,7 +202,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for index in range(one.computed // SIZE):
                 name = self.manager._names[one.blocks[index]]
                 if name is not None:
-                    meaning = one.request.sampling.cache_salt, one.ids[: SIZE * (index + 1)]
+                    meaning = one.sampling.cache_salt, one.ids[: SIZE * (index + 1)]
                     assert self.meanings.setdefault(name, meaning) == meaning
         assert len(self.manager._by_name) == sum(name is not None for name in self.manager._names)
         if self.start_ids:

@@ -4,11 +4,11 @@ import pytest
 
 from headrace.errors import OverloadedError
 from headrace.sampling import SamplingParameters
-from headrace_predictor.engine.interface import GenerationRequest
 from headrace_predictor.engine.scheduler import Scheduler
 from headrace_predictor.engine.state.blocks import BlockManager
 from headrace_predictor.engine.state.sequence import Sequence
 from headrace_predictor.engine.state.slot import MergingSlot
+from tests.support.requests import submission
 
 SIZE = 4
 
@@ -18,7 +18,7 @@ def sequence_of(client, prompt=4, max_tokens=100, weight=1.0, alone=False, moved
     ids = [1000 * sequence_of.made + i for i in range(prompt)]
     sampling = SamplingParameters(max_tokens=max_tokens, seed=1, priority=priority, pace=pace)
     name = f"{client}{sequence_of.made}"
-    request = GenerationRequest(name, ids, sampling, alone=alone, moved=moved, client=client, weight=weight)
+    request = submission(name, ids, sampling, alone=alone, moved=moved, client=client, weight=weight)
     return Sequence(request, MergingSlot(sampling), frozenset())
 
 
@@ -47,7 +47,7 @@ def step(scheduler, prefill_tokens=64):
 
 
 def running(scheduler, client):
-    return [one for one in scheduler.running if one.request.client == client]
+    return [one for one in scheduler.running if one.client == client]
 
 
 def test_one_stream_beside_200_has_its_prompt_in_the_next_step_and_a_token_in_every_one():
@@ -127,16 +127,16 @@ def test_a_pace_does_not_give_a_client_more_slots():
     scheduler, tokens = scheduler_of(blocks=50_000), 0
     added(scheduler, 16, "paced", max_tokens=10_000, pace=5)
     for tick in range(2000):
-        for _ in range(8 - len([one for one in scheduler.sequences if one.request.client == "other"])):
+        for _ in range(8 - len([one for one in scheduler.sequences if one.client == "other"])):
             added(scheduler, 1, "other", max_tokens=50)
         now = 10.0 + tick / 100
         for row in scheduler.schedule(64, now):
             scheduler.complete(row)
             if not row.samples:
                 continue
-            tokens += row.sequence.request.client == "other"
+            tokens += row.sequence.client == "other"
             ended = row.sequence.append(7)
-            row.sequence.due_at = now + 0.2 if row.sequence.request.sampling.pace else 0.0
+            row.sequence.due_at = now + 0.2 if row.sequence.sampling.pace else 0.0
             if ended is not None:
                 scheduler.remove(row.sequence)
     assert tokens > 2000 * 8 * 0.4, "with equal weights its half of the slots, less what new prompts take"
@@ -153,7 +153,7 @@ def test_a_client_that_returns_has_neither_credit_nor_less_debt():
     counts = {"busy": 0, "idle": 0}
     for _ in range(60):
         for one, count in step(scheduler).items():
-            counts[one.request.client] += count
+            counts[one.client] += count
     # It gets no extra steps for its absence.
     assert counts["idle"] == pytest.approx(counts["busy"], rel=0.3)
 

@@ -37,7 +37,7 @@ def test_every_sequence_ends_and_those_that_decode_miss_no_two_steps(arrivals, b
         assert served or not (scheduler.running or scheduler.waiting)
         assert len(scheduler.running) <= SLOTS
         passed_by = [one for one in decoding if one not in served and one in scheduler.running]
-        isolated = next(iter(served)).request.alone if len(served) == 1 else False
+        isolated = next(iter(served)).alone if len(served) == 1 else False
         if not isolated:
             assert not set(passed_by) & set(before)
             before = passed_by
@@ -59,9 +59,9 @@ def test_backlogged_clients_are_served_by_weight(requests, weight):
         added(scheduler, 1, "b", prompt=2 * prompt, max_tokens=more, weight=weight)
     counts: Counter[str] = Counter()
     with patch.object(shares, "_QUANTUM", QUANTUM):
-        while {one.request.client for one in scheduler.waiting} == set("ab"):
+        while {one.client for one in scheduler.waiting} == set("ab"):
             for one, number in step(scheduler, 16).items():
-                counts[one.request.client] += number
+                counts[one.client] += number
             # Sequences that have a slot run to their end, unless the other client has fewer than its share.
             assert abs(counts["a"] - counts["b"] / weight) <= QUANTUM + SLOTS * LONGEST
 
@@ -80,7 +80,7 @@ def test_the_request_of_highest_priority_of_a_client_starts_first(arrivals, bloc
         served = step(scheduler, 16)
         still = [one for one in waited if one in scheduler.waiting and one not in served]
         for started in (one for one in waited if one in served):
-            mine = [one for one in still if one.request.client == started.request.client]
+            mine = [one for one in still if one.client == started.client]
             assert all(precedence(started) < precedence(one) for one in mine)
         assert steps < 3000
 
@@ -104,7 +104,7 @@ def test_the_priorities_of_one_client_change_nothing_for_another(arrivals, promp
                 added(scheduler, 1, name, prompt=prompts[name], max_tokens=1, priority=own)
             tokens: Counter[str] = Counter()
             for one, number in step(scheduler, 16).items():
-                tokens[one.request.client] += number
+                tokens[one.client] += number
             each_step.append(tokens)
             assert len(each_step) < 3000
         return each_step

@@ -6,18 +6,21 @@ import pytest
 
 from headrace.errors import InvalidRequestError, StartupError
 from headrace.sampling import SamplingParameters
-from headrace_predictor.engine.interface import GenerationRequest
+from headrace_predictor.engine.state.sequence import Sequence
+from headrace_predictor.engine.state.slot import MergingSlot
 from headrace_predictor.settings import PredictorSettings
 from headrace_predictor.vllm_engine.parameters import vllm_request
 from headrace_predictor.vllm_engine.settings import VllmSettings, engine_arguments
+from tests.support.requests import submission
 
 EOS = frozenset({2})
 
 
 def converted(output_ids=(), client="", end_id=2, **sampling):
     parameters = SamplingParameters(**{"max_tokens": 20, "seed": 7, **sampling})
-    request = GenerationRequest("r", [5, 6], parameters, list(output_ids), client=client)
-    return vllm_request(request, list(output_ids), EOS, end_id)
+    request = submission("r", [5, 6], parameters, list(output_ids), client=client)
+    sequence = Sequence(request, MergingSlot(parameters), EOS)
+    return vllm_request(sequence, EOS, end_id)
 
 
 def arguments(known=("max_model_len", "tensor_parallel_size"), platform="cpu", elsewhere=0.0, **given):

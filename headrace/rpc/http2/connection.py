@@ -28,7 +28,7 @@ from headrace.rpc.http2.protocol import ProtocolState
 from headrace.rpc.http2.served_call import ServedCall
 
 if TYPE_CHECKING:
-    from headrace.rpc.http2.server import Http2Server
+    from headrace.rpc.http2.server import HttpServer
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ Headers = Sequence[tuple[str, str]]
 class HttpConnection(asyncio.Protocol):
     """Owned by the event loop."""
 
-    def __init__(self, server: Http2Server) -> None:
+    def __init__(self, server: HttpServer) -> None:
         self._server = server
         self._loop = asyncio.get_running_loop()
         self._http2 = ProtocolState()

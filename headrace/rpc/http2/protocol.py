@@ -1,4 +1,4 @@
-"""The protocol's state of one connection, which the `h2` library has, with our settings: a server's and a client's."""
+"""The protocol's state of one connection, which the `h2` library has, with our settings."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import struct
 
 from h2.config import H2Configuration
 from h2.connection import H2Connection
-from h2.events import ConnectionTerminated, Event
 from h2.settings import SettingCodes, Settings
-from hyperframe.frame import Frame, GoAwayFrame
 
 # As in envoy/envoy.yaml. The window of the connection is that of all its streams: one that is not read blocks no other.
 MAX_STREAMS = 256
@@ -29,16 +27,6 @@ _CONFIG = H2Configuration(
     validate_outbound_headers=False,
     normalize_outbound_headers=False,
 )
-_CLIENT_CONFIG = H2Configuration(client_side=True, header_encoding="utf-8")
-# Of a connection with one stream, whose messages are consumed as they come.
-_CLIENT_WINDOW_BYTES = 8 * 1024 * 1024
-_CLIENT_FRAME_BYTES = 256 * 1024
-_CLIENT_SETTINGS = {
-    SettingCodes.ENABLE_PUSH: 0,
-    SettingCodes.MAX_HEADER_LIST_SIZE: _MAX_HEADER_BYTES,
-    SettingCodes.INITIAL_WINDOW_SIZE: _CLIENT_WINDOW_BYTES,
-    SettingCodes.MAX_FRAME_SIZE: _CLIENT_FRAME_BYTES,
-}
 _SETTINGS = {
     SettingCodes.MAX_CONCURRENT_STREAMS: MAX_STREAMS,
     SettingCodes.MAX_HEADER_LIST_SIZE: _MAX_HEADER_BYTES,
@@ -68,23 +56,3 @@ class ProtocolState(H2Connection):
         self.streams[stream_id].outbound_flow_control_window -= size
         self.outbound_flow_control_window -= size
         self._data_to_send += _frame_head(size >> 8, size & 0xFF, _DATA, 0, stream_id) + data
-
-
-class ClientState(H2Connection):
-    """A client's side that has just begun: its settings and its window wait to be sent."""
-
-    def __init__(self) -> None:
-        super().__init__(_CLIENT_CONFIG)
-        self.local_settings = Settings(client=True, initial_values=_CLIENT_SETTINGS)
-        self.max_inbound_frame_size = _CLIENT_FRAME_BYTES
-        # The library takes a connection for closed after the peer's GOAWAY; RFC 9113, 6.8, has the peer end the streams
-        # that it has accepted, and a gRPC server that drains does so.
-        self._frame_dispatch_table[GoAwayFrame] = _go_away
-        self.initiate_connection()
-        self.increment_flow_control_window(_CLIENT_WINDOW_BYTES - _DEFAULT_WINDOW_BYTES)
-
-
-def _go_away(frame: GoAwayFrame) -> tuple[list[Frame], list[Event]]:
-    event = ConnectionTerminated()
-    event.last_stream_id = frame.last_stream_id
-    return [], [event]

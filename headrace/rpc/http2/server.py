@@ -1,4 +1,4 @@
-"""HTTP/2 servers without TLS, with the life of a gRPC server: for the gateway, and for calls between our services.
+"""An HTTP/2 server without TLS, for the gateway, with the life of a gRPC server.
 
 `start` opens the port. `stop` sends GOAWAY on each connection and returns when their calls have ended; it cancels calls
 that are still running after `grace_s`. The port is exclusive unless `shares_port`: then several processes listen on it,
@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import ExitStack
 
 from headrace.errors import StartupError
 from headrace.rpc.http2.call import HttpCall, Terms
 from headrace.rpc.http2.connection import HttpConnection
-from headrace.rpc.http2.message_call import Behaviour, MessageCall
 from headrace.rpc.http2.methods import ErrorBody, HttpMethod, MethodTable
 from headrace.rpc.http2.served_call import ServedCall
 from headrace.rpc.server.handlers import Interceptor
@@ -30,10 +29,12 @@ _BACKLOG = 1024
 _LAST_ANSWERS_S = 0.5  # For the last bytes of calls that are cancelled.
 
 
-class Http2Server:
-    """Owned by the event loop; `open_call` makes the calls."""
+class HttpServer:
+    """REST by the same handlers as gRPC. Owned by the event loop."""
 
-    def __init__(self, shares_port: bool = False) -> None:
+    def __init__(self, interceptor: Interceptor, error_body: ErrorBody, shares_port: bool = False) -> None:
+        self._methods = MethodTable(interceptor)
+        self._terms = Terms(interceptor.hop, error_body)
         self.port = 0  # Once it is open.
         self._shares_port = shares_port
         self._held = ExitStack()
@@ -41,6 +42,9 @@ class Http2Server:
         self._connections: set[HttpConnection] = set()
         self._are_closed = asyncio.Event()  # All connections.
         self._are_closed.set()
+
+    def add(self, *methods: HttpMethod) -> None:
+        self._methods.add(*methods)
 
     async def start(self, host: str, port: int) -> int:
         """Opens the port, 0 for any, and returns it; raises StartupError where it is taken."""
@@ -84,7 +88,7 @@ class Http2Server:
 
     def open_call(self, connection: HttpConnection, stream_id: int, headers: Headers) -> ServedCall:
         """The call that a stream begins with its headers."""
-        raise NotImplementedError
+        return HttpCall(connection, stream_id, headers, self._methods, self._terms)
 
     def opened(self, connection: HttpConnection) -> bool:
         """Counts one more connection; False if there are too many."""
@@ -100,34 +104,3 @@ class Http2Server:
         self._connections.discard(connection)
         if not self._connections:
             self._are_closed.set()
-
-
-class HttpServer(Http2Server):
-    """REST by the same handlers as gRPC."""
-
-    def __init__(self, interceptor: Interceptor, error_body: ErrorBody, shares_port: bool = False) -> None:
-        super().__init__(shares_port)
-        self._methods = MethodTable(interceptor)
-        self._terms = Terms(interceptor.hop, error_body)
-
-    def add(self, *methods: HttpMethod) -> None:
-        self._methods.add(*methods)
-
-    def open_call(self, connection: HttpConnection, stream_id: int, headers: Headers) -> ServedCall:
-        return HttpCall(connection, stream_id, headers, self._methods, self._terms)
-
-
-class MessageServer(Http2Server):
-    """Bidirectional calls of gRPC, without its threads; `hop` signs the errors.
-
-    For calls that last as long as both of their processes and carry hundreds of small messages a second, which cost
-    less processor time here (docs/benchmarks.md). There is no reflection, no deadline and no compression.
-    """
-
-    def __init__(self, hop: str, methods: Mapping[str, Behaviour], shares_port: bool = False) -> None:
-        super().__init__(shares_port)
-        self._hop = hop
-        self._methods = methods
-
-    def open_call(self, connection: HttpConnection, stream_id: int, headers: Headers) -> ServedCall:
-        return MessageCall(connection, stream_id, headers, self._methods, self._hop)

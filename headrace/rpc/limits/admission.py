@@ -34,8 +34,7 @@ FIRST_MESSAGE_S = 120.0
 _UNCOUNTED = ("/grpc.health.", "/grpc.reflection.")
 _WATCH = "/grpc.health.v1.Health/Watch"
 # Internal: calls of services and of the gateway, which may be silent for long and as large as records.
-_STEPS = "/headrace.v1.PredictorSteps/"
-_INNER = ("/headrace.v1.PayloadIngest/", "/opentelemetry.proto.collector.logs.v1.LogsService/", _STEPS)
+_INNER = ("/headrace.v1.PayloadIngest/", "/opentelemetry.proto.collector.logs.v1.LogsService/")
 
 T = TypeVar("T")
 
@@ -136,7 +135,6 @@ class AdmittedCall:
         self._is_counted = not method.startswith(_UNCOUNTED)
         self.is_inner = method.startswith(_INNER)
         self._watches = method == _WATCH
-        self._is_never_idle = method.startswith(_STEPS)
         self.may_be_idle = request_streaming or self._watches  # By design.
         self.may_arrive = not self._watches and not self.is_inner
         self.idle_limit_s = math.inf if self._watches or self.is_inner else idle_limit_s
@@ -206,7 +204,7 @@ class AdmittedCall:
     async def receive(self, message: Awaitable[T]) -> T:
         """The call's next message; idle meanwhile, unless a request is in flight."""
         self._receives = True
-        if not self._requests and self in self._admission._open and not self._is_never_idle:
+        if not self._requests and self in self._admission._open:
             self._admission._idle.add(self)
         try:
             return await message

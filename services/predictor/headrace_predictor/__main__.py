@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 
+from headrace.endpoints import steps_port
 from headrace.payload.metrics import observe_tap
 from headrace.payload.tap import PayloadTap
 from headrace.rpc.server.server import READY, Server
@@ -32,7 +33,7 @@ async def serve(settings: PredictorSettings, host: EngineHost) -> None:
     from headrace_predictor.generation.metrics import observe_engines
     from headrace_predictor.repository.repository import ModelRepository
     from headrace_predictor.servicer import InferenceServicer
-    from headrace_predictor.steps.servicer import StepsServicer
+    from headrace_predictor.steps.server import StepsServer
 
     server = Server("predictor", settings, [_SERVICE])
 
@@ -44,9 +45,8 @@ async def serve(settings: PredictorSettings, host: EngineHost) -> None:
     servicer = InferenceServicer(repository, tap, settings.payload_addressed)
     add_GRPCInferenceServiceServicer_to_server(servicer, server.grpc)
 
-    steps = StepsServicer(repository, server.stopping, settings.listen != "alone" and settings.steps_port != 0)
-    steps.add_to(server.grpc)
-    server.add_port(steps.own_port, settings.steps_port)
+    steps = StepsServer(repository, server.stopping, shares_port=settings.listen != "alone")
+    server.add_port(steps, steps_port(settings.port))
 
     if settings.development:
         development.add_to_server(repository, server.grpc)

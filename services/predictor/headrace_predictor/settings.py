@@ -59,10 +59,7 @@ def _parse_engines(text: str) -> Engines:
 class PredictorSettings(RecordingSettings):
     model_config = SettingsConfigDict(env_prefix="PREDICTOR_", frozen=True, env_ignore_empty=True)
 
-    port: Port = Field(9000, description="gRPC port.")
-    steps_port: Port = Field(
-        0, description="Port of generations, for transformers, which learn it at the other port. 0: any that is free."
-    )
+    port: Port = Field(9000, description="gRPC port. Generations have the fourth after it.")
     metrics_port: Port = Field(9100, description="Port of the Prometheus page, /metrics. 0: none.")
     models: Models = models_field()
     engine: Annotated[Engines, NoDecode, read_by(_parse_engines)] = Field(

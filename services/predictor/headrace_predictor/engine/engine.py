@@ -38,7 +38,7 @@ from headrace_predictor.engine.interface import (
     EngineLimits,
     EngineLoad,
     EngineStatistics,
-    GenerationRequest,
+    sampling_of,
 )
 from headrace_predictor.engine.load import LoadMeter, PrefillPace, ProgressWatch, QueueEstimate
 from headrace_predictor.engine.publisher import Publisher
@@ -52,6 +52,7 @@ from headrace_predictor.engine.step import Outcome, StepComputer, StepRunner
 if TYPE_CHECKING:  # vLLM's environment may not have what they import.
     from headrace_predictor.engine.adapters import Adapter
     from headrace_predictor.engine.runners.adapters import Adapters
+from headrace_protos.steps_pb2 import Submission
 
 logger = logging.getLogger(__name__)
 
@@ -114,25 +115,26 @@ class ContinuousBatchingEngine:
     def load(self) -> EngineLoad:
         return self._meter.read()
 
-    def submit(self, request: GenerationRequest) -> MergingSlot:
-        slot = MergingSlot(request.sampling)
-        self.generate(request, slot)
+    def submit(self, submission: Submission) -> MergingSlot:
+        slot = MergingSlot(sampling_of(submission))
+        self.generate(submission, slot)
         return slot
 
-    def generate(self, request: GenerationRequest, output: SequenceOutput) -> None:
-        """Queues a request as `submit` does; its tokens go to `output`."""
-        sequence = Sequence(request, output, self._end_ids, self._runner.start_ids)
-        if request.adapter:
-            sequence.adapter = self._adapter(request.adapter)
+    def generate(self, submission: Submission, output: SequenceOutput) -> None:
+        """Queues a submission as `submit` does; its tokens go to `output`."""
+        sequence = Sequence(submission, output, self._end_ids, self._runner.start_ids)
+        sampling = sequence.sampling
+        if sequence.adapter_number:
+            sequence.adapter = self._adapter(sequence.adapter_number)
         if self.rules is not None:
             rules = self.rules
-            if request.sampling.structured_outputs:  # The form alone says how an answer begins and ends.
+            if sampling.structured_outputs:  # The form alone says how an answer begins and ends.
                 rules = rules.model_copy(update={"forced_bos_token_id": None, "forced_eos_token_id": ()})
             sequence.row = sequence.row._replace(rules=rules, takes_likeliest=False)
         if (restrictions := sequence.row.restrictions) is not None:
-            masked = request.sampling.end_ids(self._end_ids) if request.sampling.min_tokens else frozenset()
+            masked = sampling.end_ids(self._end_ids) if sampling.min_tokens else frozenset()
             restrictions.check(masked, self.limits.vocabulary_size)
-        if not request.sampling.structured_outputs or sequence.complete == "stop":
+        if not sampling.structured_outputs or sequence.complete == "stop":
             self._begin(sequence)
         elif self._grammars is not None:
             self._grammars.begin(sequence, self._begin, self._flush)
@@ -311,11 +313,11 @@ class ContinuousBatchingEngine:
             due = [] if served.issuperset(self._scheduler.running) else self._scheduler.due
         stuck = self._progress.observe(due, served, time.monotonic())
         if stuck is not None:
-            raise EngineDeadError(f"request {stuck.request.id} gets no token, although steps continue")
+            raise EngineDeadError(f"request {stuck.id} gets no token, although steps continue")
 
     def _sequences(self) -> list[Sequence]:
         with self._changed:
             return self._scheduler.sequences
 
     def _ids_in_flight(self) -> list[str]:
-        return [sequence.request.id for sequence in self._sequences()]
+        return [sequence.id for sequence in self._sequences()]

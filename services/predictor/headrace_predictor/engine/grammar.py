@@ -62,7 +62,7 @@ class GrammarCompiler:
 
         Raises OverloadedError if too many sequences wait.
         """
-        if self._threads.submit(sequence.request.client, self._run, sequence, queue, flush) is None:
+        if self._threads.submit(sequence.client, self._run, sequence, queue, flush) is None:
             raise OverloadedError("too many requests wait for their grammars", retry_after_ms=_RETRY_AFTER_MS)
 
     def close(self) -> None:
@@ -80,12 +80,12 @@ class GrammarCompiler:
         except HeadraceError as refusal:
             sequence.slot.fail(refusal)
         except Exception:
-            logger.exception("the grammar of request %s failed", sequence.request.id)
+            logger.exception("the grammar of request %s failed", sequence.id)
             sequence.slot.fail(RequestFailedError("internal error"))
         flush()
 
     def _constraint(self, sequence: Sequence) -> Constraint:
-        row, text = sequence.row, sequence.request.sampling.structured_outputs
+        row, text = sequence.row, sequence.sampling.structured_outputs
         tokenizer, end_bit = self._read_vocabulary()
         with self._lock:
             master = self._compiled.get(text)
@@ -155,6 +155,6 @@ def forbidden_tokens(rows: Rows[Row], vocabulary: int) -> Masks | None:
             constraint.stop(is_complete=ends[i])
         if constraint.has_ended:
             allowed[i] = True
-        elif ends[i] and sequence.request.sampling.may_end(len(sequence.output_ids)):
+        elif ends[i] and sequence.sampling.may_end(len(sequence.output_ids)):
             allowed[i, constraint.end_ids] = True
     return numbers, torch.from_numpy(~allowed)

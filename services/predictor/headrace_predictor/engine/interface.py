@@ -1,49 +1,26 @@
 """The engine's interface; code above it is independent of the engine behind it.
 
-`Engine.submit` takes a `GenerationRequest` and returns at once with an `OutputSlot`. One reader takes `Chunk`s from it
-until one has a `finish_reason`, or cancels it. Its `Timeline` has the times of what happened to the request.
+`Engine.submit` takes a `Submission` (steps.proto), complete and valid, and returns at once with an `OutputSlot`. One
+reader takes `Chunk`s from it until one has a `finish_reason`, or cancels it. Its `Timeline` has the times of what
+happened to the request.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from headrace.oip.prompt_logprobs import PromptLogprobs
 from headrace.sampling import ContextLimits, SamplingParameters
 from headrace_predictor.counts import RequestCounts
+from headrace_protos.steps_pb2 import Submission
 
 _PREEMPTIONS_KEPT = 32
 
 
-@dataclass(frozen=True)
-class GenerationRequest:
-    """One sequence to generate.
-
-    Generation continues after `output_ids`, tokens that were generated before: `max_tokens`, `min_tokens`, penalties
-    and positions count them. `sampling` is resolved (seed, max_tokens). `moved`: the request resumes after an
-    interruption elsewhere, and precedes new ones in the queue. `deadline` is on the clock of time.monotonic(), infinity
-    for none; `first_token_timeout_s` begins at the submission. `alone`: the request runs isolated; the engine computes
-    nothing else until its next token. `prompt_logprobs`: how many of the likeliest tokens at each prompt position,
-    besides the prompt token's own log probability; None for neither. `client` ("": there are no keys) shares cached
-    prefixes only with itself; `weight` is that of its policy (headrace/clients.py). `adapter`: the number of a loaded
-    adapter, 0 for the base alone. The pace of `sampling` begins after `paced_after` tokens, which the client has.
-    """
-
-    id: str
-    input_ids: list[int]
-    sampling: SamplingParameters
-    output_ids: list[int] = field(default_factory=list)
-    deadline: float = math.inf
-    first_token_timeout_s: float | None = None
-    alone: bool = False
-    moved: bool = False
-    prompt_logprobs: int | None = None
-    client: str = ""
-    weight: float = 1.0
-    adapter: int = 0
-    paced_after: int = 0
+def sampling_of(submission: Submission) -> SamplingParameters:
+    """The complete sampling parameters of a submission: with the model's defaults, seed and max_tokens."""
+    return SamplingParameters.model_validate_json(submission.sampling or b"{}")
 
 
 @dataclass(frozen=True)
@@ -182,7 +159,7 @@ class Engine(Protocol):
     def description(self) -> dict[str, str]:
         """Facts that ModelConfig reports as parameters, such as "runner"."""
 
-    def submit(self, request: GenerationRequest) -> OutputSlot:
+    def submit(self, submission: Submission) -> OutputSlot:
         """Queues a request; one that is already complete gets an empty last chunk.
 
         Raises OverloadedError if the queue is full or longer than the request can wait, NotReadyError also while

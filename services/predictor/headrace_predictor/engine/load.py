@@ -57,7 +57,7 @@ class LoadMeter:
             sequence = row.sequence
             if sequence.timeline.started is None:
                 sequence.slot.start(now, sequence.cached_tokens)
-                self._statistics.prompt_tokens += len(sequence.request.input_ids)
+                self._statistics.prompt_tokens += len(sequence.input_ids)
                 self._statistics.cached_tokens += sequence.cached_tokens
 
     @staticmethod
@@ -166,7 +166,7 @@ class QueueEstimate:
         """Whether a sequence that starts now is expected to miss its deadline."""
         slower = max(1.0, self._step_s / self._run_step_s) if self._run_step_s else 1.0
         done_at = now + _MARGIN * slower * self._token_s * sequence.requested_tokens
-        return self._has_data and done_at > sequence.request.deadline
+        return self._has_data and done_at > sequence.deadline
 
     @property
     def _has_data(self) -> bool:

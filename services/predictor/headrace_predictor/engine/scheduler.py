@@ -78,9 +78,9 @@ class Scheduler(InFlight):
         if not self._full and self._free_slots > 0:
             return 0
         # The new one has no number yet: of its equals it is the last.
-        client, place = sequence.request.client, precedence(sequence)[:-1]
-        own = sum(one.request.client == client and precedence(one)[:-1] <= place for one in self.waiting)
-        return min(len(self.waiting), self._shares.stretched(sequence.request, own))
+        client, place = sequence.client, precedence(sequence)[:-1]
+        own = sum(one.client == client and precedence(one)[:-1] <= place for one in self.waiting)
+        return min(len(self.waiting), self._shares.stretched(sequence, own))
 
     @property
     def contended(self) -> bool:
@@ -171,7 +171,7 @@ class Scheduler(InFlight):
             if sequence.decodes:
                 if sequence.due_at > self._now:
                     sequence.was_held = True
-                elif resting and sequence.request.client in resting:
+                elif resting and sequence.client in resting:
                     left_out += 1
                 else:
                     count = min(sequence.remaining, 1 + forced)
@@ -240,11 +240,11 @@ class Scheduler(InFlight):
 
     @staticmethod
     def _of(client: str | None, sequences: list[Sequence]) -> list[Sequence]:
-        return [sequence for sequence in sequences if client is None or sequence.request.client == client]
+        return [sequence for sequence in sequences if client is None or sequence.client == client]
 
     def _resting(self) -> frozenset[str]:
-        prompts = {sequence.request.client for sequence in self.running if not sequence.decodes}
-        return self._shares.resting(prompts.union(sequence.request.client for sequence in self.waiting))
+        prompts = {sequence.client for sequence in self.running if not sequence.decodes}
+        return self._shares.resting(prompts.union(sequence.client for sequence in self.waiting))
 
     def _has_slot(self, client: str | None) -> bool:
         """Whether there is a slot, or another client must give one; at most one in a step."""
@@ -266,7 +266,7 @@ class Scheduler(InFlight):
         if not self._shares.competing:
             return False
         missing, needed = self._holdings.missing(sequence, cached), self._holdings.needed(sequence, cached)
-        givers = self._shares.blocks_for(sequence.request.client, missing, needed, self.running, self.blocks)
+        givers = self._shares.blocks_for(sequence.client, missing, needed, self.running, self.blocks)
         for giver in givers:
             self._give_way(giver, rows)
         return bool(givers)

@@ -143,7 +143,7 @@ class StepRunner:
                 if is_out_of_memory(own):
                     failed += self._shrink([row], own)
                     continue
-                logger.exception("request %s failed in the model", row.sequence.request.id)
+                logger.exception("request %s failed in the model", row.sequence.id)
                 failed.append((row.sequence, RequestFailedError("the model failed on this request")))
         return Outcome([result for result in results if result.row.sequence.blocks], failed)
 
@@ -152,16 +152,16 @@ class StepRunner:
         hopeless = self._make_room(rows)
         if hopeless is None:
             return []
-        logger.error("out of memory on request %s alone", hopeless.request.id, exc_info=error)
+        logger.error("out of memory on request %s alone", hopeless.id, exc_info=error)
         return [(hopeless, RequestFailedError("there is not enough memory for this request"))]
 
 
 def _failure_of(row: Row) -> HeadraceError:
     """The error of a row that has no token: the model failed, or the request allows none."""
-    sampling = row.sequence.request.sampling
+    sampling = row.sequence.sampling
     if sampling.structured_outputs and (sampling.has_restrictions or row.sequence.row.rules is not None):
         return no_token_error()
-    logger.error("request %s: the model's logits are not numbers", row.sequence.request.id)
+    logger.error("request %s: the model's logits are not numbers", row.sequence.id)
     return RequestFailedError("the model failed on this request")
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from headrace.errors import StartupError
+from headrace.errors import StartupError, StartupFault
+from headrace.frames import FrameConnection
 from headrace.sampling import SamplingParameters
-from headrace_predictor.engine_process.connection import EngineConnection
 from headrace_predictor.engine_process.remote_engine import RemoteEngine
 from headrace_predictor.generation.loaded_model import LoadedModel
 from headrace_predictor.settings import PredictorSettings
@@ -52,14 +51,30 @@ async def launch_engine(
         device_memory_elsewhere=device_memory,
     )
     ours.setblocking(False)
-    connect = partial(EngineConnection, name)
-    _, connection = await asyncio.get_running_loop().create_unix_connection(connect, sock=ours)
+    loop = asyncio.get_running_loop()
+    first: asyncio.Future[engine_pb2.EngineFrame] = loop.create_future()
+
+    def take(message: bytes) -> None:
+        if not first.done():
+            first.set_result(engine_pb2.EngineFrame.FromString(message))
+
+    def lost(_: object) -> None:
+        if not first.done():
+            fault = StartupFault(f"model {name}: its engine process ended while it loaded; see the log")
+            first.set_exception(fault)
+            first.exception()  # It may have no waiter.
+
+    _, connection = await loop.create_unix_connection(lambda: FrameConnection(take), sock=ours)
+    connection.ended.add_done_callback(lost)
     try:
         with theirs:
             pid = await host.start_engine(theirs)
         connection.send(launch.SerializeToString())
         async with asyncio.timeout(_LOAD_S):
-            facts = await connection.ready()
+            frame = await first
+        if not frame.HasField("ready"):
+            raise (StartupFault if frame.is_fault else StartupError)(frame.startup_error)
+        facts = frame.ready
     except TimeoutError:
         connection.abort()
         raise StartupError(f"model {name} has not been loaded within {_LOAD_S:.0f} s") from None

@@ -5,41 +5,19 @@ Owned by the event loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import numpy as np
-
-from headrace.oip.prompt_logprobs import PromptLogprobs
-from headrace.step_errors import read_error
-from headrace_predictor.engine.interface import GenerationRequest, Logprobs, Usage
+from headrace.step_messages import read_error, read_prompt
+from headrace_predictor.engine.interface import Logprobs, Usage
 from headrace_predictor.engine.state.slot import MergingSlot, Reader, wake
 from headrace_protos import engine_pb2, steps_pb2
 
 
-class RemoteSlot(MergingSlot):
-    """The output of a request that an engine process computes."""
-
-    def __init__(self, request: GenerationRequest, cancel: Callable[[], None]) -> None:
-        super().__init__(request.sampling)
-        self.top_prompt_logprobs = request.prompt_logprobs
-        self._cancel_remote = cancel
-
-    def cancel(self) -> None:
-        super().cancel()
-        self._cancel_remote()
-
-
 class OwnChannel:
-    """A StepSink that feeds slots; none of its requests runs isolated."""
+    """A StepSink that feeds `slots`, by number, with the requests' prompt_logprobs; none of them runs isolated."""
 
     def __init__(self) -> None:
-        self._slots: dict[int, RemoteSlot] = {}
-
-    def add(self, number: int, slot: RemoteSlot) -> None:
-        self._slots[number] = slot
-
-    def remove(self, number: int) -> None:
-        self._slots.pop(number, None)
+        self.slots: dict[int, tuple[MergingSlot, int]] = {}
 
     def take(self, step: bytes, ended: Sequence[engine_pb2.SequenceEnd], alone: Sequence[int]) -> None:
         message = steps_pb2.Step.FromString(step)
@@ -52,29 +30,19 @@ class OwnChannel:
             if scored is not None and scored.number == number:
                 position = Logprobs(scored.chosen, list(zip(scored.top_ids, scored.top, strict=True)))
                 scored = next(logprobs, None)
-            slot = self._slots.get(number)
-            if slot is None:
+            if (known := self.slots.get(number)) is None:
                 continue  # Its caller has left.
+            slot, top = known
             beginning, prompt = begun.get(number), None
             if beginning is not None and beginning.HasField("prompt"):
-                prompt = _prompt(beginning.prompt, slot.top_prompt_logprobs or 0)
+                prompt = read_prompt(beginning.prompt, top)
             readers.append(slot.publish(token_id, position, None, prompt))
         wake(reader for reader in readers if reader is not None)
         for end in message.ended:
-            slot = self._slots.pop(end.number, None)
-            if slot is None:
+            if (known := self.slots.pop(end.number, None)) is None:
                 continue
             if end.HasField("error"):
-                slot.fail(read_error(end.error))
+                known[0].fail(read_error(end.error))
             else:
-                usage = end.usage
-                slot.finish(end.finish_reason, Usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens))
-
-
-def _prompt(scores: steps_pb2.PromptScores, top: int) -> PromptLogprobs:
-    positions = len(scores.chosen)
-    return PromptLogprobs(
-        np.array(scores.chosen, np.float32),
-        np.array(scores.top_ids, np.int32).reshape(positions, top),
-        np.array(scores.top, np.float32).reshape(positions, top),
-    )
+                usage = Usage(end.usage.prompt_tokens, end.usage.cached_tokens, end.usage.completion_tokens)
+                known[0].finish(end.finish_reason, usage)

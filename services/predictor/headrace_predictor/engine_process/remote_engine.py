@@ -22,18 +22,19 @@ from pathlib import Path
 from typing import Protocol
 
 from headrace.errors import HeadraceError, HopBrokenError, NotReadyError, OverloadedError, StartupFault
-from headrace.step_errors import write_error
+from headrace.frames import FrameConnection
+from headrace.step_messages import write_error
 from headrace_predictor.engine.interface import (
     EngineLimits,
     EngineLoad,
     EngineProcessError,
     EngineStatistics,
     EngineTotals,
-    GenerationRequest,
     Timeline,
+    sampling_of,
 )
-from headrace_predictor.engine_process.connection import EngineConnection
-from headrace_predictor.engine_process.own_channel import OwnChannel, RemoteSlot
+from headrace_predictor.engine.state.slot import MergingSlot
+from headrace_predictor.engine_process.own_channel import OwnChannel
 from headrace_predictor.engine_process.remote_adapters import LoadedAdapter, RemoteAdapters
 from headrace_predictor.engine_process.step_frames import Key
 from headrace_protos import engine_pb2, steps_pb2
@@ -62,7 +63,7 @@ class RemoteEngine:
     """
 
     def __init__(
-        self, name: str, pid: int, connection: EngineConnection, facts: engine_pb2.EngineFacts, silence_s: float
+        self, name: str, pid: int, connection: FrameConnection, facts: engine_pb2.EngineFacts, silence_s: float
     ) -> None:
         self.pid = pid
         self.limits = EngineLimits(
@@ -89,7 +90,8 @@ class RemoteEngine:
         self._died: asyncio.Future[None] = self._loop.create_future()
         self._silent_s, self._looked_at, self._frames_seen = 0.0, time.monotonic(), 0
         self._look: asyncio.TimerHandle | None = self._loop.call_later(_LOOK_S, self._look_for_silence)
-        connection.deliver(self._take, self._lost)
+        connection.receive = self._receive
+        connection.ended.add_done_callback(self._lost)
 
     @property
     def load(self) -> EngineLoad:
@@ -114,17 +116,17 @@ class RemoteEngine:
     def has_ended(self) -> bool:
         return self._ended.is_set()
 
-    def submit(self, request: GenerationRequest) -> RemoteSlot:
-        number = next(self._numbers) % _NUMBERS
-        key = _OWN_CHANNEL, number
+    def submit(self, submission: steps_pb2.Submission) -> MergingSlot:
+        submission.channel, submission.number = _OWN_CHANNEL, next(self._numbers) % _NUMBERS
+        key = submission.channel, submission.number
 
         def cancel() -> None:
-            self._own.remove(number)
+            self._own.slots.pop(key[1], None)
             self.cancel(*key)
 
-        slot = RemoteSlot(request, cancel)
-        self.generate(*key, request, slot.timeline)
-        self._own.add(number, slot)
+        slot = MergingSlot(sampling_of(submission), cancel)
+        self.generate(*key, submission.SerializeToString(), slot.timeline)
+        self._own.slots[key[1]] = slot, submission.prompt_logprobs
         return slot
 
     def open_channel(self, sink: StepSink) -> int:
@@ -137,15 +139,15 @@ class RemoteEngine:
         """Forgets a channel whose sequences have ended."""
         self._sinks.pop(channel, None)
 
-    def generate(self, channel: int, number: int, request: GenerationRequest, timeline: Timeline) -> None:
-        """Submits a request on a channel; its timeline gets the times of its events."""
+    def generate(self, channel: int, number: int, submission: bytes, timeline: Timeline) -> None:
+        """Passes on a serialized Submission, which has the channel and the number; its timeline gets its events."""
         if self._closing or self._ended.is_set():
             raise NotReadyError("the engine is stopping")
         if self._connection.unsent_bytes > _MAX_UNSENT_BYTES:
             raise OverloadedError("the engine takes no requests", retry_after_ms=1000)
         timeline.submitted = time.monotonic()
         self._in_flight[channel, number] = timeline
-        self._command(engine_pb2.EngineCommands(submissions=[_submission(channel, number, request)]))
+        self._command(engine_pb2.EngineCommands(submissions=[submission]))
 
     def cancel(self, channel: int, number: int) -> None:
         """Ends a sequence, if it has not ended; nothing comes of it any more."""
@@ -196,7 +198,8 @@ class RemoteEngine:
     def _command(self, commands: engine_pb2.EngineCommands) -> None:
         self._connection.send(commands.SerializeToString())
 
-    def _take(self, frame: engine_pb2.EngineFrame) -> None:
+    def _receive(self, message: bytes) -> None:
+        frame = engine_pb2.EngineFrame.FromString(message)
         if frame.HasField("state"):
             self._state = frame.state
             for field, value in frame.state.counters.ListFields():
@@ -220,8 +223,10 @@ class RemoteEngine:
                 alone = [key.number for key in frame.alone if key.channel == step.channel]
                 sink.take(step.step, ended[step.channel], alone)
 
-    def _lost(self) -> None:
+    def _lost(self, ended: asyncio.Future[None]) -> None:
         """The socket has closed, and so the process has ended."""
+        if (failure := ended.exception()) is not None and not isinstance(failure, OSError):
+            logger.critical("an engine's frame cannot be read", exc_info=failure)
         self._ended.set()
         if self._look is not None:
             self._look.cancel()
@@ -250,32 +255,12 @@ class RemoteEngine:
         now = time.monotonic()
         self._silent_s += min(now - self._looked_at, 2 * _LOOK_S)
         self._looked_at = now
-        if self._connection.frames != self._frames_seen:
-            self._frames_seen, self._silent_s = self._connection.frames, 0.0
+        if self._connection.received != self._frames_seen:
+            self._frames_seen, self._silent_s = self._connection.received, 0.0
         if self._silent_s > self._silence_s and not self._closing:
             logger.critical("model %s: the engine process has been silent for %.0f s", self._name, self._silent_s)
             self.kill()
         self._look = self._loop.call_later(_LOOK_S, self._look_for_silence)
-
-
-def _submission(channel: int, number: int, request: GenerationRequest) -> engine_pb2.SequenceToGenerate:
-    return engine_pb2.SequenceToGenerate(
-        channel=channel,
-        number=number,
-        request_id=request.id,
-        input_ids=request.input_ids,
-        output_ids=request.output_ids,
-        sampling=request.sampling.model_dump_json(exclude_defaults=True).encode(),
-        deadline=request.deadline,
-        first_token_timeout_s=request.first_token_timeout_s,
-        alone=request.alone,
-        moved=request.moved,
-        prompt_logprobs=request.prompt_logprobs,
-        client=request.client,
-        weight=request.weight,
-        adapter=request.adapter,
-        paced_after=request.paced_after,
-    )
 
 
 def _end(timeline: Timeline, end: engine_pb2.SequenceEnd) -> None:

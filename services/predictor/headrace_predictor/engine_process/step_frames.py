@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable
 
 from headrace.errors import HeadraceError
+from headrace.frames import framed
 from headrace.oip.prompt_logprobs import PromptLogprobs
-from headrace.step_errors import write_error
+from headrace.step_messages import write_error, write_prompt
 from headrace_predictor.engine.interface import EngineLoad, EngineStatistics, Logprobs, Timeline, Usage
 from headrace_predictor.engine.state.slot import Reader
-from headrace_predictor.engine_process.framing import framed
 from headrace_protos import engine_pb2, headrace_pb2, steps_pb2
 
 _STATE_S = 0.05  # The least time between two reports of the engine's state, unless a sequence ends.
@@ -184,9 +184,7 @@ class SequenceFrames:
     def _begin(self, step: steps_pb2.Step, prompt: PromptLogprobs | None) -> None:
         begun = step.begun.add(number=self._key[1], cached_tokens=self._cached_tokens)
         if prompt is not None:
-            begun.prompt.chosen.extend(prompt.chosen.tolist())
-            begun.prompt.top_ids.extend(prompt.top_ids.ravel().tolist())
-            begun.prompt.top.extend(prompt.top.ravel().tolist())
+            begun.prompt.CopyFrom(write_prompt(prompt))
         at = self.timeline.first_token
         self._frames.frame.first_tokens.add(sequence=self._message(), at=time.monotonic() if at is None else at)
 

@@ -22,17 +22,16 @@ from typing import NoReturn, Protocol
 import torch
 
 from headrace.errors import HeadraceError, StartupError
+from headrace.frames import framed, messages
 from headrace.rpc.limits.byte_budget import give_memory_back
-from headrace.sampling import SamplingParameters
 from headrace.telemetry.logs import set_up_logging
 from headrace_predictor.engine.engine import ContinuousBatchingEngine
-from headrace_predictor.engine.interface import GenerationRequest
 from headrace_predictor.engine_process.adapter_loading import AdapterLoading
-from headrace_predictor.engine_process.framing import framed, messages
-from headrace_predictor.engine_process.step_frames import Key, StepFrames, state_message
+from headrace_predictor.engine_process.step_frames import StepFrames, state_message
 from headrace_predictor.generation.loaded_model import LoadedGeneration
 from headrace_predictor.models.startup_errors import as_startup_error
 from headrace_protos import engine_pb2
+from headrace_protos.steps_pb2 import Submission
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +118,7 @@ def _report(engine: ContinuousBatchingEngine, frames: StepFrames) -> None:
 
 def _obey(commands: engine_pb2.EngineCommands, engine: ContinuousBatchingEngine, frames: StepFrames) -> None:
     for submission in commands.submissions:
-        _submit(submission, engine, frames)
+        _submit(Submission.FromString(submission), engine, frames)
     for key in commands.cancelled:
         if (sequence := frames.sequences.get((key.channel, key.number))) is not None:
             sequence.cancel()
@@ -129,26 +128,10 @@ def _obey(commands: engine_pb2.EngineCommands, engine: ContinuousBatchingEngine,
     frames.flush()
 
 
-def _submit(message: engine_pb2.SequenceToGenerate, engine: ContinuousBatchingEngine, frames: StepFrames) -> None:
-    key: Key = (message.channel, message.number)
-    output = frames.add(key)
-    request = GenerationRequest(
-        message.request_id,
-        list(message.input_ids),
-        SamplingParameters.model_validate_json(message.sampling),
-        list(message.output_ids),
-        message.deadline,
-        message.first_token_timeout_s if message.HasField("first_token_timeout_s") else None,
-        message.alone,
-        message.moved,
-        message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
-        message.client,
-        message.weight,
-        message.adapter,
-        message.paced_after,
-    )
+def _submit(submission: Submission, engine: ContinuousBatchingEngine, frames: StepFrames) -> None:
+    output = frames.add((submission.channel, submission.number))
     try:
-        engine.generate(request, output)
+        engine.generate(submission, output)
     except HeadraceError as error:
         output.refuse(error)
 

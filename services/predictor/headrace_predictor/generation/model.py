@@ -13,7 +13,7 @@ from headrace.errors import DrainingError, HeadraceError, StartupError
 from headrace.oip.model_description import FINGERPRINT, INPUT_IDS, OUTPUT_IDS, ModelDescription, TensorSpec
 from headrace.oip.prompt_logprobs import PROMPT_LOGPROBS, PROMPT_TOP_LOGPROB_IDS, PROMPT_TOP_LOGPROBS
 from headrace.oip.stream_infer import FINAL
-from headrace_predictor.engine.interface import Engine, EngineStatistics, GenerationRequest, OutputSlot
+from headrace_predictor.engine.interface import Engine, EngineStatistics, OutputSlot
 from headrace_predictor.generation.loaded_model import LoadedModel
 from headrace_predictor.generation.requests import (
     LOGPROBS,
@@ -26,6 +26,7 @@ from headrace_predictor.generation.requests import (
 from headrace_predictor.models.served_model import ANY_CALLER, Caller
 from headrace_predictor.telemetry import GenerationTelemetry, ObservedGeneration
 from headrace_protos import inference_pb2 as pb
+from headrace_protos.steps_pb2 import Submission
 
 _PROMPT_OUTPUTS = (
     TensorSpec(PROMPT_LOGPROBS, "FP32", [-1]),
@@ -91,7 +92,13 @@ class GenerationModel:
     async def warm_up(self) -> None:
         """Generates two tokens with the engine: a model that is ready has generated before."""
         sampling = self._loaded.defaults.changed({"max_tokens": 2, "ignore_eos": True}).resolved(2)
-        slot = self.engine.submit(GenerationRequest("warm-up", [0], sampling, adapter=self._loaded.adapter))
+        submission = Submission(
+            request_id="warm-up",
+            prompt_ids=[0],
+            sampling=sampling.model_dump_json().encode(),
+            adapter=self._loaded.adapter,
+        )
+        slot = self.engine.submit(submission)
         try:
             while (await slot.read()).finish_reason is None:
                 pass

@@ -27,10 +27,11 @@ from headrace.oip.prompt_logprobs import OUTPUTS as PROMPT_OUTPUTS
 from headrace.oip.prompt_logprobs import PROMPT_LOGPROBS, check_size
 from headrace.oip.tensors import Tensor, add_output, checked_shape, decode_inputs
 from headrace.sampling import MAX_TOP_LOGPROBS, SamplingParameters
-from headrace_predictor.engine.interface import Chunk, EngineLimits, GenerationRequest
+from headrace_predictor.engine.interface import Chunk, EngineLimits
 from headrace_predictor.generation.loaded_model import LoadedModel
 from headrace_predictor.models.served_model import ANY_CALLER, VERSION, Caller
-from headrace_protos import inference_pb2, steps_pb2
+from headrace_protos import inference_pb2
+from headrace_protos.steps_pb2 import Submission
 
 LOGPROBS = "logprobs"
 TOP_LOGPROB_IDS = "top_logprob_ids"
@@ -45,7 +46,7 @@ def read_request(
     request: inference_pb2.ModelInferRequest,
     deadline: Deadline,
     caller: Caller = ANY_CALLER,
-) -> GenerationRequest:
+) -> Submission:
     """Validates a request completely, so that the engine never sees an invalid one."""
     _check_lengths(request, model.engine.limits)
     tensors = decode_inputs(request)
@@ -74,13 +75,13 @@ def read_request(
     sampling = _sampling(model, parameters, len(input_ids), len(output_ids))
     if names & {TOP_LOGPROB_IDS, TOP_LOGPROBS} and not sampling.top_logprobs:
         raise InvalidRequestError("outputs 'top_logprob_ids' and 'top_logprobs' need the parameter top_logprobs")
-    return GenerationRequest(
-        request.id or str(uuid.uuid4()),
-        input_ids,
-        sampling,
-        output_ids,
-        deadline.at,
-        caller.first_token_timeout_s,
+    return Submission(
+        request_id=request.id or str(uuid.uuid4()),
+        prompt_ids=input_ids,
+        sampling=_sampling_json(sampling),
+        output_ids=output_ids,
+        deadline=deadline.at,
+        first_token_timeout_s=caller.first_token_timeout_s,
         prompt_logprobs=prompt_logprobs,
         client=caller.client.name,
         weight=caller.client.policy.weight,
@@ -88,41 +89,28 @@ def read_request(
     )
 
 
-def read_submission(model: LoadedModel, message: steps_pb2.Submission, deadline: Deadline) -> GenerationRequest:
-    """As `read_request`; what concerns the size of chunks is ignored.
+def complete(model: LoadedModel, submission: Submission, channel: int, deadline: Deadline) -> Submission:
+    """Validates a transformer's submission as `read_request` does; returns what the engine needs besides.
 
     Any client may send output_ids; a transformer states with them that its caller already has part of the answer.
     """
     limits = model.engine.limits
-    input_ids, output_ids = list(message.prompt_ids), list(message.output_ids)
+    input_ids, output_ids = list(submission.prompt_ids), list(submission.output_ids)
     _check_prompt(input_ids, limits)
     for name, ids in ((INPUT_IDS, input_ids), (OUTPUT_IDS, output_ids)):
         _check_ids(name, ids, limits)
     try:
-        parameters = from_json(message.sampling or b"{}")
+        parameters = from_json(submission.sampling or b"{}")
     except ValueError:
         parameters = None
     if not isinstance(parameters, dict):
         raise InvalidRequestError("sampling must be a JSON object")
-    weight = message.weight if message.HasField("weight") else 1.0
-    if not 0 < weight < math.inf:
-        raise InvalidRequestError(f"weight must be positive, not {weight:g}")
-    prompt_logprobs = message.prompt_logprobs if message.HasField("prompt_logprobs") else None
-    return GenerationRequest(
-        message.request_id or str(uuid.uuid4()),
-        input_ids,
-        _sampling(model, parameters, len(input_ids), len(output_ids)),
-        output_ids,
-        deadline.at,
-        message.first_token_timeout_s if message.HasField("first_token_timeout_s") else None,
-        message.alone,
-        moved=bool(output_ids),
-        prompt_logprobs=_prompt_logprobs(prompt_logprobs, len(input_ids), limits),
-        client=message.client,
-        weight=weight,
-        adapter=model.adapter,
-        paced_after=message.paced_after,
-    )
+    if submission.HasField("weight") and not 0 < submission.weight < math.inf:
+        raise InvalidRequestError(f"weight must be positive, not {submission.weight:g}")
+    if submission.HasField("prompt_logprobs"):
+        _prompt_logprobs(submission.prompt_logprobs, len(input_ids), limits)
+    sampling = _sampling(model, parameters, len(input_ids), len(output_ids))
+    return Submission(sampling=_sampling_json(sampling), channel=channel, deadline=deadline.at, adapter=model.adapter)
 
 
 def outputs_of(limits: EngineLimits) -> tuple[str, ...]:
@@ -201,6 +189,10 @@ def _sampling(
     if output_tokens > (sampling.max_tokens or 0):
         raise InvalidRequestError(f"output_ids has {output_tokens} tokens, max_tokens is {sampling.max_tokens}")
     return sampling
+
+
+def _sampling_json(sampling: SamplingParameters) -> bytes:
+    return sampling.model_dump_json(exclude_defaults=True).encode()
 
 
 def _prompt_logprobs(value: Any, prompt_tokens: int, limits: EngineLimits) -> int | None:

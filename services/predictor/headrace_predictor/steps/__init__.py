@@ -1,1 +1,1 @@
-"""Token generation for transformers: one call each, one message for each step of an engine (steps.proto)."""
+"""Token generation for transformers: one connection each, one message for each step of an engine (steps.proto)."""

@@ -1,4 +1,4 @@
-"""One sequence of a steps call, from its submission to its end, with the telemetry of a separate call.
+"""One sequence of a transformer's session, from its submission to its end, with the telemetry of a separate call.
 
 It is counted as a request of its model, and has the predictor's span, a duration and a log line. Owned by the event
 loop.
@@ -34,7 +34,7 @@ _LAST.parameters[FINAL].bool_param = True
 
 
 class SequenceTelemetry:
-    """The tracer and the histogram of sequences' spans and durations; one object for each steps call."""
+    """The tracer and the histogram of sequences' spans and durations; one object for each session."""
 
     def __init__(self) -> None:
         self.tracer = trace.get_tracer("headrace")

@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 
-from headrace_predictor.engine_process.framing import framed
+from headrace.frames import framed
 from headrace_predictor.engine_process.lineage import die_with
 from headrace_protos import engine_pb2
 

@@ -61,7 +61,7 @@ class _InVllm:
         self.cached_tokens = output.num_cached_tokens or 0
         (completion,) = output.outputs
         positions = completion.logprobs or [None] * len(completion.token_ids)
-        top = self.sequence.request.sampling.top_logprobs
+        top = self.sequence.sampling.top_logprobs
         for token_id, position in zip(completion.token_ids, positions, strict=True):
             if self.repeated:
                 if token_id != self.repeated.popleft():
@@ -169,7 +169,7 @@ class VllmComputer:
                 continue
             number = str(next(self._numbers))
             try:
-                request = vllm_request(sequence.request, sequence.output_ids, self._eos_ids, self._end_id)
+                request = vllm_request(sequence, self._eos_ids, self._end_id)
                 self._add(number, request, sequence)
             except InvalidRequestError as refusal:
                 failed.append((sequence, refusal))
@@ -195,11 +195,11 @@ class VllmComputer:
         scores = None
         if not sequence.proven:
             if not sequence.cached_tokens:
-                sequence.cached_tokens = min(request.cached_tokens, len(sequence.request.input_ids))
+                sequence.cached_tokens = min(request.cached_tokens, len(sequence.input_ids))
                 statistics.cached_tokens += sequence.cached_tokens
             scores = _prompt_logprobs(sequence, request.prompt)
             request.prompt = []
-        tokens = 1 if sequence.request.sampling.pace or sequence.constraint is not None else len(request.tokens)
+        tokens = 1 if sequence.sampling.pace or sequence.constraint is not None else len(request.tokens)
         for number in range(tokens):
             token = request.tokens.popleft()
             if number:
@@ -224,10 +224,10 @@ def _likeliest(position: Position, top: int) -> list[tuple[int, float]]:
 
 def _prompt_logprobs(sequence: Sequence, positions: list[Position | None]) -> PromptLogprobs | None:
     """Those of the prompt's ids from the second on; `positions` has also what followed the prompt."""
-    top = sequence.request.prompt_logprobs
+    top = sequence.prompt_logprobs
     if top is None or sequence.scored == sequence.to_score:
         return None
-    ids = sequence.request.input_ids
+    ids = sequence.input_ids
     scored = [(token_id, position) for token_id, position in zip(ids, positions, strict=False) if position is not None]
     likeliest = [_likeliest(position, top) for _, position in scored]
     return PromptLogprobs(

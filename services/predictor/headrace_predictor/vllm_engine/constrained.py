@@ -37,7 +37,7 @@ def end_id_of(folder: Path) -> int | None:
 
 def checked(sequence: Sequence, token_id: int, end_id: int | None, eos_ids: frozenset[int]) -> int | HeadraceError:
     """The next token of an answer with a form, NO_TOKEN if the answer ends without one, or why it cannot go on."""
-    constraint, sampling = sequence.constraint, sequence.request.sampling
+    constraint, sampling = sequence.constraint, sequence.sampling
     if constraint is None:
         return token_id
     is_allowed = not sampling.allowed_token_ids or token_id in sampling.allowed_token_ids

@@ -17,7 +17,7 @@ from headrace.errors import InvalidRequestError
 from headrace.grammars import json_options
 from headrace.sampling import SamplingParameters
 from headrace.structured_outputs import constraint_of
-from headrace_predictor.engine.interface import GenerationRequest
+from headrace_predictor.engine.state.sequence import Sequence
 
 _SEEDS = 1 << 63  # vLLM takes -1 for none.
 _LAST_RESORT = -1e9  # The bias of a token that is generated only if no other is allowed.
@@ -35,19 +35,17 @@ class VllmRequest:
     repeated: tuple[int, ...] = ()
 
 
-def vllm_request(
-    request: GenerationRequest, output_ids: list[int], eos_ids: frozenset[int], end_id: int | None = None
-) -> VllmRequest:
-    """The request that generates what follows `output_ids`; `eos_ids` are the model's own end tokens.
+def vllm_request(sequence: Sequence, eos_ids: frozenset[int], end_id: int | None = None) -> VllmRequest:
+    """The request that generates what follows the sequence's output; `eos_ids` are the model's own end tokens.
 
     `end_id` is the end token of vLLM's grammars, see constrained.py. Raises InvalidRequestError for parameters that
     vLLM lacks.
     """
-    sampling = request.sampling
-    salt = _cache_salt(request.client, sampling.cache_salt)
-    if output_ids and not _continues(sampling):
-        return VllmRequest(request.input_ids, _arguments(request, 0, eos_ids, end_id), salt, tuple(output_ids))
-    return VllmRequest([*request.input_ids, *output_ids], _arguments(request, len(output_ids), eos_ids, end_id), salt)
+    prompt, output, sampling = sequence.input_ids, sequence.output_ids, sequence.sampling
+    salt = _cache_salt(sequence.client, sampling.cache_salt)
+    if output and not _continues(sampling):
+        return VllmRequest(prompt, _arguments(sequence, 0, eos_ids, end_id), salt, tuple(output))
+    return VllmRequest([*prompt, *output], _arguments(sequence, len(output), eos_ids, end_id), salt)
 
 
 def _continues(sampling: SamplingParameters) -> bool:
@@ -56,10 +54,8 @@ def _continues(sampling: SamplingParameters) -> bool:
     return sampling.is_greedy and not counts_output
 
 
-def _arguments(
-    request: GenerationRequest, produced: int, eos_ids: frozenset[int], end_id: int | None
-) -> dict[str, Any]:
-    sampling, form = request.sampling, request.sampling.structured_outputs
+def _arguments(sequence: Sequence, produced: int, eos_ids: frozenset[int], end_id: int | None) -> dict[str, Any]:
+    sampling, form = sequence.sampling, sequence.sampling.structured_outputs
     ends, bias = sampling.end_ids(eos_ids), dict(sampling.logit_bias or {})
     if form and end_id is not None:
         if sampling.ignore_eos and end_id not in ends:
@@ -84,7 +80,7 @@ def _arguments(
         "logit_bias": bias or None,
         "allowed_token_ids": list(sampling.allowed_token_ids) or None,
         "logprobs": sampling.top_logprobs if sampling.logprobs else None,
-        "prompt_logprobs": request.prompt_logprobs,
+        "prompt_logprobs": sequence.prompt_logprobs,
         "structured_outputs": _structured_outputs(form) if form else None,
         "detokenize": False,
     }

@@ -1,13 +1,13 @@
-"""One long call to each predictor of ours, over which all generations of this process go: see steps.proto.
+"""One connection to each predictor of ours, over which all generations of this process go: see steps.proto.
 
 A link is up from its first message on. When it breaks or is silent for too long, every call on it ends with
 PredictorLostError, which is treated as half a crash that the request may have caused (crashes.py). Exception: if it was
 silent, a call that was not accepted, and was submitted more than 1.5 s after the last message, ends with NotReadyError:
 a working predictor sends every second, so it had hung before the call. The link then connects again, for ever.
-links.py keeps the links; steps_call.py opens the call.
+links.py keeps the links; headrace/frames.py is the wire.
 
-The gateway does not carry these calls: it would have nothing to balance or retry on a call that stays with one
-predictor, each message would pass one more process, and an end of the gateway would cut every link.
+The gateway does not carry it: it would have nothing to balance or retry on a connection that stays with one predictor,
+each message would pass one more process, and an end of the gateway would cut every link.
 
 Owned by the event loop.
 """
@@ -19,23 +19,24 @@ import logging
 from collections.abc import Callable, Mapping
 from itertools import count
 
-from grpc import StatusCode
-
+from headrace.endpoints import host_and_port, steps_port
 from headrace.errors import NotReadyError
-from headrace.rpc.http2.streaming_call import CallBrokenError, StreamingCall
+from headrace.frames import FrameConnection
 from headrace_protos import steps_pb2 as pb
 from headrace_transformer.predictors.crashes import PredictorLostError
 from headrace_transformer.predictors.link_call import LinkCall
-from headrace_transformer.predictors.steps_call import open_steps_call
 
 logger = logging.getLogger(__name__)
+
+METHOD = "/headrace.v1.PredictorSteps/Run"  # In spans.
 
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.02, 0.25
 # As a step's time grows with the number of prompts, so do the gaps of the streams beside them: twofold.
 _MOST_CATCHING_UP = 2
 _MESSAGE_BYTES = 8 * 1024 * 1024  # After which a message takes no further submission.
 _MOST_QUIET_S = 1.5  # Of a predictor that works: it sends something every second.
-_FOREIGN_PAUSE_S = 5.0  # A server that does not know the method.
+_FOREIGN_PAUSE_S = 5.0  # After what is no step.
+_BEAT_S = 10.0  # The predictor takes a transformer that sends nothing for much longer for dead.
 
 
 class PredictorLink:
@@ -60,7 +61,8 @@ class PredictorLink:
         self._heard_at = 0.0  # When the latest message came, by the event loop's clock.
         self._unsent: dict[int, pb.Submission] = {}
         self._cancelled: list[int] = []  # Of the calls that were sent.
-        self._call: StreamingCall | None = None
+        self._connection: FrameConnection | None = None
+        self._sent_at = 0.0  # By the event loop's clock.
         self._silence = asyncio.timeout(None)
         self._is_up = False  # A message has come in this session.
         self._send_is_due = False
@@ -119,15 +121,14 @@ class PredictorLink:
             is_silent = False
             error = PredictorLostError("the predictor ended the connection", hop="predictor")
             try:
-                if await self._session() is StatusCode.UNIMPLEMENTED:
-                    pause_s = _FOREIGN_PAUSE_S
-            except CallBrokenError as broken:
-                logger.debug("the link to %s broke: %s", self.address, broken)
-                error = PredictorLostError("the connection to the predictor broke", hop="predictor")
+                await self._session()
             except TimeoutError:
                 is_silent = True
                 logger.warning("the predictor at %s has sent nothing for %g s", self.address, self._silence_limit_s)
                 error = PredictorLostError("the predictor fell silent", hop="predictor")
+            except OSError as broken:
+                logger.debug("the link to %s broke: %s", self.address, broken)
+                error = PredictorLostError("the connection to the predictor broke", hop="predictor")
             except Exception:
                 logger.exception("the predictor at %s breaks the protocol", self.address)
                 error = PredictorLostError("the predictor breaks the protocol", hop="predictor")
@@ -140,26 +141,27 @@ class PredictorLink:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
-    async def _session(self) -> StatusCode:
-        """One call, to its end."""
+    async def _session(self) -> None:
+        """One connection, to its end."""
         self._unsent, self._cancelled = {}, []
+        host, port = host_and_port(self.address)
         async with asyncio.timeout(self._silence_limit_s) as self._silence:
-            call = await open_steps_call(self.address, self._receive, self._send)
-            self._call = call
+            connection = await FrameConnection.open(host, steps_port(port), self._receive, self._send)
+            self._connection, self._sent_at = connection, self._loop.time()
             try:
                 self._send()  # What was submitted before this task went on.
-                code, details = await call.ended
+                await connection.ended
             finally:
-                self._call = None
-                call.close()
-        logger.debug("the predictor at %s ended the link: %s %s", self.address, code.name, details)
-        return code
+                self._connection = None
+                connection.abort()
 
     def _receive(self, message: bytes) -> None:
         self._heard_at = self._loop.time()
         self._silence.reschedule(self._heard_at + self._silence_limit_s)
         self._is_up = True
         self._take(pb.Step.FromString(message))
+        if self._connection is not None and self._heard_at - self._sent_at > _BEAT_S:
+            self._write(pb.StepsRequest(), self._connection)
 
     def _send_soon(self) -> None:
         """Sends at the end of this turn of the event loop, as one message for all that comes in it."""
@@ -168,17 +170,24 @@ class PredictorLink:
             self._loop.call_soon(self._send)
 
     def _send(self) -> None:
-        """Sends what is to be sent, unless the transport has not taken the earlier message: then once it has."""
+        """Sends what is to be sent, unless the transport has not taken the earlier messages: then once it has."""
         self._send_is_due = False
-        if not (self._unsent or self._cancelled) or self._call is None or not self._call.can_send:
+        connection = self._connection
+        if not (self._unsent or self._cancelled) or connection is None or not connection.can_send:
             return
         request, size = pb.StepsRequest(cancelled=self._cancelled), 0
         self._cancelled = []
         while self._unsent and size < _MESSAGE_BYTES:
             submission = self._unsent.pop(next(iter(self._unsent)))
-            request.submissions.append(submission)
-            size += submission.ByteSize()
-        self._call.send(request.SerializeToString())
+            request.submissions.append(submission.SerializeToString())
+            size += len(request.submissions[-1])
+        self._write(request, connection)
+        if self._unsent:
+            self._send_soon()
+
+    def _write(self, request: pb.StepsRequest, connection: FrameConnection) -> None:
+        connection.send(request.SerializeToString())
+        self._sent_at = self._loop.time()
 
     def _take(self, step: pb.Step) -> None:
         """Distributes a message to the calls; raises ValueError if it breaks the protocol."""

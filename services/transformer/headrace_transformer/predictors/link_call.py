@@ -9,14 +9,12 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-import numpy as np
 from grpc import StatusCode
 
 from headrace.errors import HeadraceError
-from headrace.oip.prompt_logprobs import PromptLogprobs
 from headrace.rpc.client.interceptors import ClientSpan
 from headrace.sampling import SamplingParameters
-from headrace.step_errors import read_error
+from headrace.step_messages import read_error, read_prompt
 from headrace_protos import steps_pb2 as pb
 from headrace_transformer.predictors.answers import BrokenAnswerError
 from headrace_transformer.predictors.tokens import TokenChunk
@@ -102,16 +100,12 @@ class LinkCall:
         self._span.message()
         self._cached_tokens = begun.cached_tokens
         if self._scored is not None:
-            places, scores = self._prompt_tokens - 1, begun.prompt
-            numbers = (len(scores.chosen), len(scores.top_ids), len(scores.top))
-            if numbers != (places, places * self._scored, places * self._scored):
+            try:
+                self.chunk.prompt = read_prompt(begun.prompt, self._scored)
+            except ValueError:
+                self.chunk.prompt = None
+            if self.chunk.prompt is None or len(self.chunk.prompt.chosen) != self._prompt_tokens - 1:
                 self.fail(BrokenAnswerError("the predictor's prompt_logprobs are not those asked for", hop="predictor"))
-                return
-            self.chunk.prompt = PromptLogprobs(
-                np.array(scores.chosen, np.float32),
-                np.array(scores.top_ids, np.int32).reshape(places, self._scored),
-                np.array(scores.top, np.float32).reshape(places, self._scored),
-            )
 
     def add_logprobs(self, logprobs: pb.TokenLogprobs) -> None:
         if len(logprobs.top_ids) != len(logprobs.top):

@@ -49,14 +49,13 @@ from headrace_transformer.predictors.answers import BrokenAnswerError
 from headrace_transformer.predictors.client import PredictorClient
 from headrace_transformer.predictors.crashes import CrashCount, NextCall, Quarantine, request_fingerprint
 from headrace_transformer.predictors.descriptions import Dialect
-from headrace_transformer.predictors.link import PredictorLink
+from headrace_transformer.predictors.link import METHOD, PredictorLink
 from headrace_transformer.predictors.link_call import LinkCall
 from headrace_transformer.predictors.links import Links
 from headrace_transformer.predictors.oip_call import OipCall
 from headrace_transformer.predictors.parallel_call import ParallelCall
 from headrace_transformer.predictors.progress import Progress
 from headrace_transformer.predictors.retries import Backoff
-from headrace_transformer.predictors.steps_call import METHOD
 from headrace_transformer.predictors.submission import next_submission
 from headrace_transformer.predictors.tokens import TokenChunk
 

@@ -28,6 +28,7 @@ def next_submission(
         fingerprint=progress.fingerprint,
         traceparent=span.traceparent,
         follows=span.follows,
+        moved=bool(progress.output_ids),
     )
     own.MergeFrom(submission)
     if progress.output_ids:  # A call that continues after earlier ids follows one whose first chunk had them.

@@ -51,7 +51,7 @@ class SequenceRotary:
         scaling = self.scaling
         stages: list[int] = []
         for row in rows:
-            base = scaling.base(len(row.sequence.request.input_ids), len(row.sequence.ids))
+            base = scaling.base(len(row.sequence.input_ids), len(row.sequence.ids))
             stages += [max(base, scaling.stage(end)) for end in range(row.start + 1, row.start + row.count + 1)]
         self._stages = torch.tensor(stages, device=self._modules[0].inv_freq.device)
         try:

@@ -79,7 +79,7 @@ class CausalRunner(_RowRunner):
         done, end = cache.get_seq_length(), row.start + row.count
         ends = [end]
         if self.reads_whole_prompts:  # None for a part of the prompt: a later row computes it.
-            ends = list(range(max(len(sequence.request.input_ids), done + 1), end + 1))
+            ends = list(range(max(len(sequence.input_ids), done + 1), end + 1))
         logits = torch.empty(0)
         for end in ends:
             logits = self._pass(Row(sequence, done, end - done), cache)
@@ -122,7 +122,7 @@ class EncoderDecoderRunner(_RowRunner):
     def _last_logits(self, row: Row) -> Tensor:
         sequence = row.sequence
         state, sequence.state = sequence.state, None
-        prompt = sequence.request.input_ids
+        prompt = sequence.input_ids
         if state is None or len(prompt) + state[1].get_seq_length() > row.start:
             encoded = self._model.get_encoder()(input_ids=self._tensor(prompt), return_dict=True)
             # Cross-attention reaches the whole prompt, whatever window the decoder has.

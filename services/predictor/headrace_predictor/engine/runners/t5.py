@@ -107,7 +107,7 @@ class T5Runner:
     def _encode(self, sequences: Rows[Sequence]) -> None:
         """Encodes prompts and writes the keys and values of cross-attention."""
         for group in _groups(sequences):
-            prompts = [sequence.request.input_ids for sequence in group]
+            prompts = [sequence.input_ids for sequence in group]
             longest = max(map(len, prompts))
             ids = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
             mask = torch.arange(longest)[None] < torch.tensor([len(prompt) for prompt in prompts])[:, None]
@@ -130,7 +130,7 @@ class T5Runner:
         table = np.zeros((len(rows), max(len(row.sequence.blocks) for row in rows)), dtype=np.int32)
         for i, row in enumerate(rows):
             sequence, end = row.sequence, row.start + row.count
-            prompt = len(sequence.request.input_ids)
+            prompt = len(sequence.input_ids)
             begin = max(row.start, prompt)
             ids += sequence.ids[begin:end]
             ends += range(begin + 1, end + 1)
@@ -221,9 +221,9 @@ class T5Runner:
 def _groups(sequences: Rows[Sequence]) -> Iterator[list[Sequence]]:
     """Groups sequences whose prompts are padded together, none to more than twice its length except short ones."""
     group: list[Sequence] = []
-    for sequence in sorted(sequences, key=lambda sequence: len(sequence.request.input_ids)):
-        length = len(sequence.request.input_ids)
-        if group and length > max(_SHORT_PROMPT, 2 * len(group[0].request.input_ids)):
+    for sequence in sorted(sequences, key=lambda sequence: len(sequence.input_ids)):
+        length = len(sequence.input_ids)
+        if group and length > max(_SHORT_PROMPT, 2 * len(group[0].input_ids)):
             yield group
             group = []
         group.append(sequence)
@@ -232,7 +232,7 @@ def _groups(sequences: Rows[Sequence]) -> Iterator[list[Sequence]]:
 
 def _prompt_blocks(sequence: Sequence) -> NDArray[np.int64]:
     """The block of each prompt token."""
-    return np.array(sequence.blocks).repeat(BLOCK_TOKENS)[: len(sequence.request.input_ids)]
+    return np.array(sequence.blocks).repeat(BLOCK_TOKENS)[: len(sequence.input_ids)]
 
 
 def _biases(decoder: Any) -> list[Tensor]:

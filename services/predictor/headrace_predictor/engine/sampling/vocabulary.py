@@ -105,7 +105,7 @@ def score(logits: Tensor, rows: Rows[Row]) -> list[PromptLogprobs]:
     logprobs = raw.log_softmax(-1)
     following = [row.sequence.ids[position + 1] for row in rows for position in row.scores]
     chosen = logprobs.gather(1, torch.tensor(following, device=logits.device)[:, None])[:, 0].float().cpu().numpy()
-    tops = [row.sequence.request.prompt_logprobs or 0 for row in rows]
+    tops = [row.sequence.prompt_logprobs or 0 for row in rows]
     # The same number for every row, because it can change the order of equal ones.
     count = min(MAX_TOP_LOGPROBS, raw.shape[1]) if any(tops) else 0
     found, found_ids = largest(logprobs, count) if count else (logprobs[:, :0], logprobs[:, :0])

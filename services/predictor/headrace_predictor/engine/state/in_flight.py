@@ -71,7 +71,7 @@ class Holdings:
         sequence.blocks = cached
         sequence.computed = len(cached) * self._blocks.block_tokens
         if sequence.timeline.started is None:
-            sequence.cached_tokens = min(sequence.computed, len(sequence.request.input_ids))
+            sequence.cached_tokens = min(sequence.computed, len(sequence.input_ids))
         if self._reuses_prefixes:
             full = len(sequence.ids) // self._blocks.block_tokens
             sequence.announced = sequence.block_names(full, self._blocks.block_tokens)[len(cached) :]
@@ -243,7 +243,7 @@ class InFlight:
 
     @staticmethod
     def _stage(sequence: Sequence, scaling: Scaling) -> int:
-        return scaling.base(len(sequence.request.input_ids), len(sequence.ids))
+        return scaling.base(len(sequence.input_ids), len(sequence.ids))
 
     def _running_alone(self) -> Sequence | None:
         return next((sequence for sequence in self._alone if sequence.alone and sequence in self.running), None)
@@ -256,7 +256,7 @@ class InFlight:
 
     def _crowd_out(self, newcomer: Sequence, retry_after_ms: int) -> None:
         """Makes a place in a full queue; refuses the newcomer if its client has the most there."""
-        sequence = self._shares.crowded_out(newcomer.request, self.waiting)
+        sequence = self._shares.crowded_out(newcomer, self.waiting)
         if sequence is None:
             raise queue_full(retry_after_ms)
         self.waiting.remove(sequence)

@@ -6,6 +6,7 @@ its blocks. A step computes some of the rest; if it computes the last, it sample
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
@@ -17,10 +18,11 @@ from headrace.errors import DeadlineError
 from headrace.models.generation_config import GenerationRules
 from headrace.oip.prompt_logprobs import PromptLogprobs
 from headrace.sampling import SamplingParameters
-from headrace_predictor.engine.interface import GenerationRequest, Usage
+from headrace_predictor.engine.interface import Usage, sampling_of
 from headrace_predictor.engine.state.blocks import block_name, first_name
 from headrace_predictor.engine.state.constraint import Constraint, Restrictions, restrictions_of
 from headrace_predictor.engine.state.slot import MergingSlot, SequenceOutput
+from headrace_protos.steps_pb2 import Submission
 
 _NO_SCORES = range(0)
 
@@ -50,16 +52,23 @@ class Sequence:
     """
 
     def __init__(
-        self, request: GenerationRequest, slot: SequenceOutput, end_ids: frozenset[int], start_ids: Ids[int] = ()
+        self, submission: Submission, slot: SequenceOutput, end_ids: frozenset[int], start_ids: Ids[int] = ()
     ) -> None:
-        self.request = request
+        self.id = submission.request_id
+        self.client = submission.client
+        self.weight = submission.weight if submission.HasField("weight") else 1.0
+        self.moved = submission.moved
+        self.sampling = sampling = sampling_of(submission)
+        self.input_ids = list(submission.prompt_ids)
+        self.output_ids = list(submission.output_ids)
+        self.given = len(self.output_ids)  # Tokens that were generated before.
+        self.prompt_logprobs = submission.prompt_logprobs if submission.HasField("prompt_logprobs") else None
+        self.deadline = submission.deadline if submission.HasField("deadline") else math.inf
         self.slot = slot
-        self.ids = [*request.input_ids, *start_ids, *request.output_ids]
-        self.output_ids = list(request.output_ids)
-        sampling = request.sampling
+        self.ids = [*self.input_ids, *start_ids, *self.output_ids]
         self.row = SamplingRow(
             sampling,
-            request.input_ids,
+            self.input_ids,
             self.output_ids,
             end_ids,
             sampling.takes_likeliest,
@@ -67,7 +76,7 @@ class Sequence:
             start_ids=start_ids,
         )
         # An encoder reads its whole prompt at once.
-        self.indivisible = len(request.input_ids) + len(start_ids) if start_ids else 1
+        self.indivisible = len(self.input_ids) + len(start_ids) if start_ids else 1
         self.blocks: list[int] = []
         self.computed = 0
         self.newest = 1  # The number of its last ids that came at once: more than one where a grammar forces tokens.
@@ -77,17 +86,21 @@ class Sequence:
         self.stage = 0  # Of its first keys, see Scaling in in_flight.py.
         self.state: Any = None  # A model runner's own state of it; discarded with its blocks.
         self.constraint: Constraint | None = None  # Set before it is queued.
+        self.adapter_number = submission.adapter
         self.adapter: Any = None  # See engine/adapters.py; set before it is queued.
-        self.alone = request.alone  # Until its next token.
+        self.alone = submission.alone  # Until its next token.
         self.alone_is_announced = False
         self.due_at = 0.0  # When its pace allows the next token.
         self.was_held = False  # Whether its pace has delayed a token.
         self.timeline = slot.timeline
         self.timeline.submitted = time.monotonic()
-        self.to_score = 0 if request.prompt_logprobs is None else len(request.input_ids) - 1
+        self.to_score = 0 if self.prompt_logprobs is None else len(self.input_ids) - 1
         self.scored = 0  # Scored positions of the prompt; a preemption does not reset it.
+        self._paced_after = submission.paced_after
         self._end_ids = sampling.end_ids(end_ids)
-        self._deadline = request.deadline  # The next of its deadlines.
+        has_limit = submission.HasField("first_token_timeout_s")
+        self._first_token_timeout_s = submission.first_token_timeout_s if has_limit else None
+        self._deadline = self.deadline  # The next of its deadlines.
         if (limit := self.first_token_deadline) is not None:
             self._deadline = min(self._deadline, limit)
         self._scores: list[PromptLogprobs] = []
@@ -97,12 +110,12 @@ class Sequence:
     def longest(self) -> int:
         """The maximum number of tokens whose keys and values it may need."""
         produced = len(self.output_ids)
-        return len(self.ids) - produced + max(self.request.sampling.max_tokens or 0, produced + 1)
+        return len(self.ids) - produced + max(self.sampling.max_tokens or 0, produced + 1)
 
     @property
     def requested_tokens(self) -> int:
         """The maximum number of new tokens that the request asks for."""
-        return (self.request.sampling.max_tokens or 0) - len(self.request.output_ids)
+        return (self.sampling.max_tokens or 0) - self.given
 
     @property
     def remaining(self) -> int:
@@ -117,11 +130,11 @@ class Sequence:
     @property
     def proven(self) -> bool:
         """Whether it has a token, which proves that its blocks contain numbers."""
-        return len(self.output_ids) > len(self.request.output_ids)
+        return len(self.output_ids) > self.given
 
     @property
     def usage(self) -> Usage:
-        return Usage(len(self.request.input_ids), self.cached_tokens, len(self.output_ids))
+        return Usage(len(self.input_ids), self.cached_tokens, len(self.output_ids))
 
     @property
     def complete(self) -> str | None:
@@ -130,32 +143,31 @@ class Sequence:
             return "stop"
         if not self.output_ids:
             return None
-        return self.request.sampling.finish_reason(self.output_ids[-1], len(self.output_ids) - 1, self._end_ids)
+        return self.sampling.finish_reason(self.output_ids[-1], len(self.output_ids) - 1, self._end_ids)
 
     @property
     def first_token_deadline(self) -> float | None:
         """When its first new token is due, until it has one."""
-        timeout_s = self.request.first_token_timeout_s
+        timeout_s = self._first_token_timeout_s
         return None if timeout_s is None or self.proven else self.timeline.submitted + timeout_s
 
     def overdue(self, now: float) -> DeadlineError | None:
         """The error of a deadline that has passed."""
         if now < self._deadline:
             return None
-        request = self.request
-        if now >= request.deadline:
+        if now >= self.deadline:
             return DeadlineError("the deadline passed during generation")
         limit = self.first_token_deadline
         if limit is not None and now >= limit:
-            return DeadlineError(f"no token within {(request.first_token_timeout_s or 0) * 1000:.0f} ms")
+            return DeadlineError(f"no token within {(self._first_token_timeout_s or 0) * 1000:.0f} ms")
         return None
 
     def block_names(self, count: int, block_tokens: int) -> list[bytes]:
         """The names of its first `count` blocks, all of which are full."""
-        names, request = self._block_names, self.request
+        names = self._block_names
         for index in range(len(names), count):
-            salt = request.sampling.cache_salt
-            before = names[-1] if names else first_name(request.client, salt, request.adapter, self.stage)
+            salt = self.sampling.cache_salt
+            before = names[-1] if names else first_name(self.client, salt, self.adapter_number, self.stage)
             names.append(block_name(before, self.ids[index * block_tokens : (index + 1) * block_tokens]))
         return names[:count]
 
@@ -182,7 +194,7 @@ class Sequence:
 
     def take_prompt(self) -> PromptLogprobs | None:
         """The prompt's scores for the first chunk."""
-        if (top := self.request.prompt_logprobs) is None:
+        if (top := self.prompt_logprobs) is None:
             return None
         parts, self._scores = self._scores, []
         return None if self.proven else PromptLogprobs.joined(parts, top)
@@ -193,16 +205,16 @@ class Sequence:
 
     def append(self, token_id: int) -> str | None:
         """Appends the next token; returns the finish reason if the sequence ends with it."""
-        reason = self.request.sampling.finish_reason(token_id, len(self.output_ids), self._end_ids)
+        reason = self.sampling.finish_reason(token_id, len(self.output_ids), self._end_ids)
         if self.constraint is not None and reason != "stop":
             self.constraint.take(token_id)
             reason = "stop" if self.constraint.is_complete else reason
         self.alone = False
         self.newest = 1
-        self._deadline = self.request.deadline
+        self._deadline = self.deadline
         self.ids.append(token_id)
         self.output_ids.append(token_id)
-        if (pace := self.request.sampling.pace) and len(self.output_ids) >= self.request.paced_after:
+        if (pace := self.sampling.pace) and len(self.output_ids) >= self._paced_after:
             self.due_at = time.monotonic() + 1 / pace
         return reason
 
@@ -211,7 +223,7 @@ class Sequence:
 
         None where the sampler has a say: for log probabilities, at a pace, with restrictions and at an end token.
         """
-        sampling = self.request.sampling
+        sampling = self.sampling
         if self.constraint is None or sampling.logprobs or sampling.pace or self.row.restrictions or self.row.rules:
             return None
         token_id = self.constraint.forced()
@@ -255,10 +267,9 @@ def precedence(sequence: Sequence) -> tuple[bool, int, int]:
 
     It does not order sequences of different clients, see shares.py.
     """
-    return not sequence.request.moved, sequence.request.sampling.priority, sequence.number
+    return not sequence.moved, sequence.sampling.priority, sequence.number
 
 
 def detached_sequence(ids: list[int], start_ids: Ids[int] = ()) -> Sequence:
     """A sequence for self-tests and probes, without a request or a reader."""
-    sampling = SamplingParameters()
-    return Sequence(GenerationRequest("", ids, sampling), MergingSlot(sampling), frozenset(), start_ids)
+    return Sequence(Submission(prompt_ids=ids), MergingSlot(SamplingParameters()), frozenset(), start_ids)

@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 
-from headrace_predictor.engine.interface import GenerationRequest
 from headrace_predictor.engine.state.blocks import BlockManager
 from headrace_predictor.engine.state.sequence import Row, Sequence
 
@@ -64,7 +63,7 @@ class Shares:
 
     def arrive(self, sequence: Sequence) -> None:
         """Counts a new sequence among the waiting ones."""
-        name, weight = sequence.request.client, _weight(sequence.request)
+        name, weight = sequence.client, _weight(sequence)
         account = self._accounts.get(name)
         if account is None:
             account = self._accounts[name] = _Account(weight, self._debts.pop(name, 0.0))
@@ -75,19 +74,19 @@ class Shares:
 
     def start(self, sequence: Sequence) -> None:
         """Counts a waiting sequence among the running ones."""
-        account = self._accounts[sequence.request.client]
+        account = self._accounts[sequence.client]
         account.waiting -= 1
         account.running += 1
 
     def preempt(self, sequence: Sequence) -> None:
         """Counts a running sequence among the waiting ones."""
-        account = self._accounts[sequence.request.client]
+        account = self._accounts[sequence.client]
         account.running -= 1
         account.waiting += 1
 
     def leave(self, sequence: Sequence, running: bool) -> None:
         """Forgets a sequence that has ended."""
-        name = sequence.request.client
+        name = sequence.client
         account = self._accounts[name]
         if running:
             account.running -= 1
@@ -109,10 +108,10 @@ class Shares:
         if not self.competing and not self._debts:
             return
         for row in rows:
-            account = self._accounts[row.sequence.request.client]
+            account = self._accounts[row.sequence.client]
             account.served += row.count / account.weight
         for sequence in held:
-            account = self._accounts[sequence.request.client]
+            account = self._accounts[sequence.client]
             account.served += 1 / account.weight
         if self._debts:
             self._settle()
@@ -158,7 +157,7 @@ class Shares:
         """The sequences that give `missing` blocks to one that needs `needed`; none where its share is less."""
         held: dict[str, set[int]] = {name: set() for name in self._accounts}
         for sequence in running:
-            held[sequence.request.client].update(sequence.blocks)
+            held[sequence.client].update(sequence.blocks)
         name = max(held, key=lambda name: len(held[name]) / self._accounts[name].weight)
         taker, giver = self._accounts[client], self._accounts[name]
         after = (len(held[client]) + needed) / taker.weight
@@ -167,7 +166,7 @@ class Shares:
         givers: list[Sequence] = []
         released: Counter[int] = Counter()
         freed = 0
-        own = [sequence for sequence in running if sequence.request.client == name]
+        own = [sequence for sequence in running if sequence.client == name]
         for sequence in reversed(own[1:]):
             givers.append(sequence)
             released.update(sequence.blocks)
@@ -178,22 +177,22 @@ class Shares:
                 return givers
         return []
 
-    def crowded_out(self, request: GenerationRequest, waiting: Rows[Sequence]) -> Sequence | None:
-        """The waiting sequence that gives its place in a full queue to a request of a client with fewer there."""
-        own = self._accounts.get(request.client)
+    def crowded_out(self, newcomer: Sequence, waiting: Rows[Sequence]) -> Sequence | None:
+        """The waiting sequence that gives its place in a full queue to one of a client with fewer there."""
+        own = self._accounts.get(newcomer.client)
         if not self._accounts:
             return None
         name = max(self._accounts, key=lambda name: self._accounts[name].waiting / self._accounts[name].weight)
         most = self._accounts[name]
-        if most is own or most.waiting / most.weight <= ((own.waiting if own else 0) + 1) / _weight(request):
+        if most is own or most.waiting / most.weight <= ((own.waiting if own else 0) + 1) / _weight(newcomer):
             return None
-        mine = (sequence for sequence in reversed(waiting) if sequence.request.client == name)
-        return next((one for one in mine if one.timeline.started is None and not one.request.moved), None)
+        mine = (sequence for sequence in reversed(waiting) if sequence.client == name)
+        return next((one for one in mine if one.timeline.started is None and not one.moved), None)
 
-    def stretched(self, request: GenerationRequest, own: int) -> int:
-        """How many sequences of all clients are served until `own` of this request's client are."""
-        others = sum(account.weight for name, account in self._accounts.items() if name != request.client)
-        return math.ceil(own * (1 + others / _weight(request)))
+    def stretched(self, newcomer: Sequence, own: int) -> int:
+        """How many sequences of all clients are served until `own` of the newcomer's client are."""
+        others = sum(account.weight for name, account in self._accounts.items() if name != newcomer.client)
+        return math.ceil(own * (1 + others / _weight(newcomer)))
 
     def _level(self, account: _Account) -> float:
         """The service to which a client without waiting sequences is lifted when one arrives."""
@@ -211,11 +210,11 @@ class Shares:
 
     @staticmethod
     def _newest(client: str, running: Rows[Sequence]) -> Sequence:
-        return next(sequence for sequence in reversed(running) if sequence.request.client == client)
+        return next(sequence for sequence in reversed(running) if sequence.client == client)
 
 
-def _weight(request: GenerationRequest) -> float:
-    return max(_LEAST_WEIGHT, request.weight)
+def _weight(sequence: Sequence) -> float:
+    return max(_LEAST_WEIGHT, sequence.weight)
 
 
 def _may_take(taker: _Account, giver: _Account) -> bool:

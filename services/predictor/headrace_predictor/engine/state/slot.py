@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Protocol
 
@@ -59,9 +59,11 @@ class SequenceOutput(Protocol):
 
 
 class MergingSlot:
-    """One request's output. Any thread may call `publish` and `fail`, one task calls `read`."""
+    """One request's output. Any thread may call `publish` and `fail`, one task calls `read`; `on_cancel` is called with
+    each cancel."""
 
-    def __init__(self, sampling: SamplingParameters) -> None:
+    def __init__(self, sampling: SamplingParameters, on_cancel: Callable[[], None] | None = None) -> None:
+        self._on_cancel = on_cancel
         self._chunk_tokens = sampling.chunk_tokens
         self._chunk_s = sampling.chunk_ms / 1000
         self._lock = threading.Lock()
@@ -78,6 +80,8 @@ class MergingSlot:
     def cancel(self) -> None:
         """Asks the engine to stop; thread-safe."""
         self.cancelled = True
+        if self._on_cancel is not None:
+            self._on_cancel()
 
     def start(self, now: float, cached_tokens: int) -> None:
         self.timeline.started = now

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_predictor.engine_process.framing import MAX_FRAME_BYTES, Frames, framed
+from headrace.frames import MAX_FRAME_BYTES, Frames, framed
 
 
 @given(st.lists(st.binary(max_size=300), max_size=8), st.lists(st.integers(1, 64), min_size=1, max_size=8))

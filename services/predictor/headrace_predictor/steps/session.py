@@ -1,4 +1,4 @@
-"""The call of one transformer: its submissions to the engines, their steps back to it.
+"""The connection of one transformer: its submissions to the engines, their steps back to it.
 
 The bytes of an engine's steps pass unparsed. While the transformer does not read, steps are collected and sent as few
 messages of about 8 MiB at most: the concatenation of serialized messages is the serialization of their merger. The
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 
 from headrace.deadline import Deadline
@@ -21,10 +20,11 @@ from headrace.errors import (
     NotImplementedMethodError,
     RequestFailedError,
 )
-from headrace.step_errors import write_error
+from headrace.frames import FrameConnection
+from headrace.step_messages import write_error
 from headrace_predictor.engine_process.remote_engine import RemoteEngine
 from headrace_predictor.generation.model import GenerationModel
-from headrace_predictor.generation.requests import read_submission
+from headrace_predictor.generation.requests import complete
 from headrace_predictor.repository.repository import ModelRepository
 from headrace_predictor.steps.engine_stream import EngineStream
 from headrace_predictor.steps.sequence import SequenceCall, SequenceTelemetry, StepsSequence, status_of
@@ -36,72 +36,43 @@ HEARTBEAT_S = 1.0
 # How long an acceptance waits for a step to share its message: a separate message costs more than the acceptance.
 _ACCEPTANCE_S = 0.02
 _LOADS_S = 0.1  # The least time between two reports of the loads, unless a model becomes ready or stops being ready.
+_SILENCE_S = 40.0  # A transformer that is alive sends something every ten seconds.
 _MESSAGE_BYTES = 8 * 1024 * 1024
 _LEAVING = steps_pb2.Step(leaving=True).SerializeToString()
 
 
-class StepsCall:
-    """See the module. `stopping` is set when the process accepts no new calls; `port` is told to the transformer."""
+class TransformerSession:
+    """See the module. It runs from the moment that `connection` is made to its end.
 
-    def __init__(self, repository: ModelRepository, stopping: asyncio.Event, port: int = 0) -> None:
+    It closes the connection when the predictor stops. `stopping` is set when the process accepts no new calls.
+    """
+
+    def __init__(self, repository: ModelRepository, stopping: asyncio.Event) -> None:
         self._repository = repository
         self._stopping = stopping
         self._telemetry = SequenceTelemetry()
         self._loop = asyncio.get_running_loop()
         self._streams: dict[RemoteEngine, EngineStream] = {}
         self._sequences: dict[int, EngineStream] = {}  # In flight, by number.
-        self._pending: deque[bytes] = deque([steps_pb2.Step(port=port).SerializeToString()] if port else ())
+        self._pending: deque[bytes] = deque()
         self._accepted: asyncio.TimerHandle | None = None  # Sends acceptances that no step's message has carried.
         # Sequences that run in isolation from now on: confirmed to the engine once the transformer has been sent the
         # notice.
         self._isolated: list[tuple[EngineStream, int]] = []
-        self._due = asyncio.Event()
-        self._due.set()
+        self._send_is_due = False
         self._loads_due = True
         self._loads_at = 0.0
-        self._sent_at = self._loop.time()
-        self._is_half_closed = False
-        self._failure: HeadraceError | None = None
-        self._is_closed = False
-
-    async def run(
-        self, requests: AsyncIterator[steps_pb2.StepsRequest], write: Callable[[bytes], Awaitable[None]]
-    ) -> None:
-        """Writes serialized steps until the call is over.
-
-        Raises DrainingError when the predictor stops, and the HeadraceError of a request that cannot be read.
-        """
-        reader = asyncio.create_task(self._read(requests), name="steps-requests")
-        stop = asyncio.create_task(self._stopping.wait(), name="steps-stop")
-        stop.add_done_callback(lambda _: self._due.set())
+        self._sent_at = self._heard_at = self._loop.time()
+        self.connection = FrameConnection(self._receive, self.send_soon)
+        self.connection.ended.add_done_callback(self._close)
         self._timer = self._loop.call_later(HEARTBEAT_S, self._beat)
-        self._repository.watchers.add(self._models_changed)
-        try:
-            while not self._is_over():
-                await self._due.wait()
-                self._due.clear()
-                isolated, self._isolated = self._isolated, []
-                if message := self._message():
-                    await write(message)
-                for stream, number in isolated:
-                    stream.engine.report_alone(stream.channel, number)
-            if self._failure is not None:
-                raise self._failure
-        finally:
-            self._repository.watchers.discard(self._models_changed)
-            self._timer.cancel()
-            if self._accepted is not None:
-                self._accepted.cancel()
-            self._close()
-            for task in (reader, stop):
-                task.cancel()
-            await asyncio.gather(reader, stop, return_exceptions=True)
+        repository.watchers.add(self._models_changed)
 
     def put(self, step: bytes) -> None:
         """Adds a serialized step to the next message."""
-        if not self._is_closed:
+        if not self.connection.ended.done():
             self._pending.append(step)
-            self._due.set()
+            self.send_soon()
 
     def announce_isolated(self, stream: EngineStream, number: int) -> None:
         """Confirms to the engine that a sequence runs isolated, once the transformer has been sent the notice."""
@@ -110,31 +81,45 @@ class StepsCall:
     def forget(self, number: int) -> None:
         """The sequence has ended."""
         self._sequences.pop(number, None)
-        if self._is_half_closed or self._stopping.is_set():
-            self._due.set()
+        if self._stopping.is_set():
+            self.send_soon()
 
-    async def _read(self, requests: AsyncIterator[steps_pb2.StepsRequest]) -> None:
-        try:
-            async for request in requests:
-                for submission in request.submissions:
-                    self._submit(submission)
-                for number in request.cancelled:
-                    if (stream := self._sequences.get(number)) is not None:
-                        stream.cancel(number)
-        except HeadraceError as error:
-            self._failure = error
-        except Exception:
-            logger.exception("the requests of a steps call could not be read")
-            self._failure = RequestFailedError("internal error")
-        self._is_half_closed = True
-        self._due.set()
+    def send_soon(self) -> None:
+        """Sends at the end of this turn of the event loop, as one message for all that comes in it; closes the
+        connection if it is over."""
+        if not self._send_is_due:
+            self._send_is_due = True
+            self._loop.call_soon(self._send)
 
-    def _submit(self, message: steps_pb2.Submission) -> None:
+    def _send(self) -> None:
+        self._send_is_due = False
+        if not self.connection.can_send:
+            return
+        isolated, self._isolated = self._isolated, []
+        if message := self._message():
+            self.connection.send(message)
+        for stream, number in isolated:
+            stream.engine.report_alone(stream.channel, number)
+        if self._is_over():
+            self.connection.close()
+
+    def _receive(self, message: bytes) -> None:
+        """Raises InvalidRequestError, or DecodeError, for what ends the connection."""
+        self._heard_at = self._loop.time()
+        request = steps_pb2.StepsRequest.FromString(message)
+        for submission in request.submissions:
+            self._submit(submission)
+        for number in request.cancelled:
+            if (stream := self._sequences.get(number)) is not None:
+                stream.cancel(number)
+
+    def _submit(self, serialized: bytes) -> None:
+        message = steps_pb2.Submission.FromString(serialized)
         if message.number in self._sequences:
             raise InvalidRequestError(f"sequence {message.number} is in flight already")
         call = SequenceCall(message, self._telemetry)
         try:
-            self._begin(call, message)
+            self._begin(call, message, serialized)
         except HeadraceError as error:
             self._refuse(message.number, error)
             call.end(status_of(error))
@@ -144,7 +129,7 @@ class StepsCall:
             self._refuse(message.number, failure)
             call.end(status_of(failure))
 
-    def _begin(self, call: SequenceCall, message: steps_pb2.Submission) -> None:
+    def _begin(self, call: SequenceCall, message: steps_pb2.Submission, serialized: bytes) -> None:
         """Submits a sequence to its engine; raises the HeadraceError of a refusal."""
         serving = self._repository.get(message.model)
         if self._stopping.is_set():
@@ -158,10 +143,9 @@ class StepsCall:
         stream = self._stream(model.engine)
         sequence = StepsSequence(call, serving, model, message, deadline, partial(stream.hand_back, message.number))
         try:
-            request = read_submission(model.loaded, message, deadline)
-            stream.begin(
-                message.number, sequence, partial(model.engine.generate, stream.channel, message.number, request)
-            )
+            # The concatenation of serialized messages is the serialization of their merger.
+            serialized += complete(model.loaded, message, stream.channel, deadline).SerializeToString()
+            stream.begin(message.number, sequence, serialized)
         except HeadraceError as error:
             sequence.release(error)
             raise
@@ -169,7 +153,7 @@ class StepsCall:
         accepted = steps_pb2.Accepted(number=message.number, fingerprint=serving.fingerprint, span=call.traceparent)
         self._pending.append(steps_pb2.Step(accepted=[accepted]).SerializeToString())
         if self._accepted is None:
-            self._accepted = self._loop.call_later(_ACCEPTANCE_S, self._due.set)
+            self._accepted = self._loop.call_later(_ACCEPTANCE_S, self.send_soon)
 
     def _refuse(self, number: int, error: HeadraceError) -> None:
         ended = steps_pb2.Ended(number=number, error=write_error(error, "predictor"))
@@ -184,18 +168,11 @@ class StepsCall:
         return stream
 
     def _is_over(self) -> bool:
-        if self._failure is not None:
-            return True
         if self._pending or self._sequences:
             return False
-        if self._is_half_closed:
-            return True
-        # Hand-over (`stopping`, no drain): the call ends when it has no sequences. Drain: it stays open until the drain
-        # has ended.
-        if self._repository.is_drained or (self._stopping.is_set() and not self._repository.is_draining):
-            self._failure = DrainingError("the predictor is stopping")
-            return True
-        return False
+        # Hand-over (`stopping`, no drain): the connection ends when it has no sequences. Drain: it stays open until the
+        # drain has ended.
+        return self._repository.is_drained or (self._stopping.is_set() and not self._repository.is_draining)
 
     def _message(self) -> bytes:
         """The message to send now; empty if there is none."""
@@ -205,7 +182,7 @@ class StepsCall:
             parts.append(self._pending.popleft())
             size += len(parts[-1])
         if self._pending:
-            self._due.set()
+            self.send_soon()
         if self._accepted is not None:
             self._accepted.cancel()
             self._accepted = None
@@ -237,17 +214,27 @@ class StepsCall:
 
     def _models_changed(self) -> None:
         self._loads_due = True
-        self._due.set()
+        self.send_soon()
 
     def _beat(self) -> None:
-        left_s = self._sent_at + HEARTBEAT_S - self._loop.time()
+        now = self._loop.time()
+        if now - self._heard_at > _SILENCE_S:
+            logger.warning("a transformer has sent nothing for %.0f s: its connection is aborted", _SILENCE_S)
+            self.connection.abort()
+            return
+        left_s = self._sent_at + HEARTBEAT_S - now
         if left_s <= 0:
-            self._due.set()
+            self.send_soon()
         self._timer = self._loop.call_later(left_s if left_s > 0 else HEARTBEAT_S, self._beat)
 
-    def _close(self) -> None:
+    def _close(self, ended: asyncio.Future[None]) -> None:
         """Cancels every sequence."""
-        self._is_closed = True
+        if (error := ended.exception()) is not None:
+            logger.warning("the connection of a transformer broke: %s", str(error) or type(error).__name__)
+        self._repository.watchers.discard(self._models_changed)
+        self._timer.cancel()
+        if self._accepted is not None:
+            self._accepted.cancel()
         self._pending.clear()
         for stream in tuple(self._streams.values()):
             stream.close()
