@@ -271,8 +271,10 @@ class TokenStream:
 
     async def _after(self, error: HeadraceError) -> None:
         """Waits until the next call is due; raises what ends the request."""
-        self._end_call()
         progress = self._progress
+        if self._call is not None and self._call.runs_alone:  # Its end may come with the notice.
+            progress.crashes.isolated()
+        self._end_call()
         progress.ended(error)
         if self._dialect is None and progress.crashes.next_call is NextCall.NONE:
             self._generator.quarantine.add(_fingerprint(self._submission, self._sampling))
