@@ -21,15 +21,6 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class StepsRequest(_message.Message):
-    """One connection for each pair of transformer process and predictor, for as long as both run: frames (headrace/frames.py)
-    to the predictor's port of generations, each a `StepsRequest` one way and a `Step` the other. The transformer submits and
-    cancels sequences, and sends something at least every ten seconds. The predictor sends one `Step` for each step of an
-    engine, with the new tokens of all sequences of this connection, and one without tokens after a second without any:
-    silence means that the predictor is at fault. If the transformer reads slowly, steps merge: a `Step` is valid if it is
-    the concatenation of several. The predictor closes the connection at the end of its drain, or when it has handed its port
-    over and the last sequence has ended.
-    """
-
     DESCRIPTOR: _descriptor.Descriptor
 
     SUBMISSIONS_FIELD_NUMBER: _builtins.int

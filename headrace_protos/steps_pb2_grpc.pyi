@@ -5,9 +5,16 @@ Token generation between a transformer and a predictor: one message for each ste
 
 from collections import abc as _abc
 from grpc import aio as _aio
+from headrace_protos import steps_pb2 as _steps_pb2
 import abc as _abc_1
 import grpc as _grpc
+import sys
 import typing as _typing
+
+if sys.version_info >= (3, 11):
+    from typing import Self as _Self
+else:
+    from typing_extensions import Self as _Self
 
 _T = _typing.TypeVar("_T")
 
@@ -18,3 +25,55 @@ class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ig
 
 GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
+
+class PredictorStepsStub:
+    """One connection for each pair of transformer process and predictor, for as long as both run: frames (headrace/frames.py)
+    to the predictor's port of generations, each a `StepsRequest` one way and a `Step` the other. The transformer submits and
+    cancels sequences, and sends something at least every ten seconds. The predictor sends one `Step` for each step of an
+    engine, with the new tokens of all sequences of this connection, and one without tokens after a second without any:
+    silence means that the predictor is at fault. If the transformer reads slowly, steps merge: a `Step` is valid if it is
+    the concatenation of several. The predictor closes the connection at the end of its drain, or when it has handed its port
+    over and the last sequence has ended.
+    """
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> PredictorStepsAsyncStub: ...
+    Run: _grpc.StreamStreamMultiCallable[_steps_pb2.StepsRequest, _steps_pb2.Step]
+    """No gRPC: the name of each sequence's spans."""
+
+@_typing.type_check_only
+class PredictorStepsAsyncStub(PredictorStepsStub):
+    """One connection for each pair of transformer process and predictor, for as long as both run: frames (headrace/frames.py)
+    to the predictor's port of generations, each a `StepsRequest` one way and a `Step` the other. The transformer submits and
+    cancels sequences, and sends something at least every ten seconds. The predictor sends one `Step` for each step of an
+    engine, with the new tokens of all sequences of this connection, and one without tokens after a second without any:
+    silence means that the predictor is at fault. If the transformer reads slowly, steps merge: a `Step` is valid if it is
+    the concatenation of several. The predictor closes the connection at the end of its drain, or when it has handed its port
+    over and the last sequence has ended.
+    """
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Run: _aio.StreamStreamMultiCallable[_steps_pb2.StepsRequest, _steps_pb2.Step]  # type: ignore[assignment]
+    """No gRPC: the name of each sequence's spans."""
+
+class PredictorStepsServicer(metaclass=_abc_1.ABCMeta):
+    """One connection for each pair of transformer process and predictor, for as long as both run: frames (headrace/frames.py)
+    to the predictor's port of generations, each a `StepsRequest` one way and a `Step` the other. The transformer submits and
+    cancels sequences, and sends something at least every ten seconds. The predictor sends one `Step` for each step of an
+    engine, with the new tokens of all sequences of this connection, and one without tokens after a second without any:
+    silence means that the predictor is at fault. If the transformer reads slowly, steps merge: a `Step` is valid if it is
+    the concatenation of several. The predictor closes the connection at the end of its drain, or when it has handed its port
+    over and the last sequence has ended.
+    """
+
+    @_abc_1.abstractmethod
+    def Run(
+        self,
+        request_iterator: _MaybeAsyncIterator[_steps_pb2.StepsRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_steps_pb2.Step], _abc.AsyncIterator[_steps_pb2.Step]]:
+        """No gRPC: the name of each sequence's spans."""
+
+def add_PredictorStepsServicer_to_server(servicer: PredictorStepsServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

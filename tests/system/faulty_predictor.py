@@ -67,17 +67,17 @@ def prepare() -> None:
     class FaultyRunner(PagedRunner):
         def run(self, rows):
             for row in rows:
-                request, made = row.sequence.request, len(row.sequence.output_ids)
-                if request.id in _OWN:
+                sequence, made = row.sequence, len(row.sequence.output_ids)
+                if sequence.id in _OWN:
                     continue
-                if poison in request.input_ids:
+                if poison in sequence.input_ids:
                     os.kill(os.getpid(), signal.SIGKILL)
-                while hangs in request.input_ids:
+                while hangs in sequence.input_ids:
                     time.sleep(60)
                 wait_while("hold")
-                if made == _HOLDS_AFTER.get(request.sampling.seed):
+                if made == _HOLDS_AFTER.get(sequence.sampling.seed):
                     wait_while("hold_later")
-                if made == _FAILS_AFTER.get(request.sampling.seed):
+                if made == _FAILS_AFTER.get(sequence.sampling.seed):
                     raise RuntimeError("secret")
             return super().run(rows)
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from headrace.endpoints import host_and_port, steps_port
 from headrace.errors import DRAINING
 from headrace.oip.tensors import Tensor, decode_outputs
 from headrace_protos import headrace_pb2, headrace_pb2_grpc
@@ -25,7 +26,6 @@ MODELS = "storyteller=models/storyteller"
 AS_STATUS = ("triton_grpc_error", "true")
 TOKENS = 8
 SAMPLING = {"max_tokens": TOKENS, "seed": 1, "ignore_eos": True}
-ENDS = (grpc.StatusCode.UNAVAILABLE, "the predictor is stopping")
 GATED = "tests.system.gated_predictor"
 
 
@@ -77,7 +77,8 @@ async def test_a_stream_may_move_or_ends_and_health_changes_first(tmp_path, gate
             return answers.pop()
 
         assert await serving()
-        transformer = StepsCaller(own, "storyteller").start()
+        transformer = StepsCaller("storyteller")
+        await transformer.connect(steps_port(host_and_port(predictor.target)[1]))
         transformer.submit(1, [1], SAMPLING)
         make_tokens(3)
         await until(lambda: len(transformer.tokens.get(1, ())) == 3)
@@ -103,22 +104,23 @@ async def test_a_stream_may_move_or_ends_and_health_changes_first(tmp_path, gate
         assert transformer.tokens[1] == await stays.end()
         assert len(transformer.tokens[1]) == TOKENS
         assert transformer.leaving == (drain == "hand-back")
-        assert await transformer.status() == ENDS
+        await transformer.closed()
         assert await predictor.end() == 0
 
 
 async def test_a_stream_that_outlasts_the_drain_is_handed_back(tmp_path, gate):
     path, make_tokens = gate
     environment = {"GATE_SOCKET": path, "MODELS": MODELS, "PREDICTOR_DRAIN_S": "1"}
-    async with predictor_process(tmp_path / "log", GATED, **environment) as predictor, channel(predictor.target) as own:
-        transformer = StepsCaller(own, "storyteller").start()
+    async with predictor_process(tmp_path / "log", GATED, **environment) as predictor:
+        transformer = StepsCaller("storyteller")
+        await transformer.connect(steps_port(host_and_port(predictor.target)[1]))
         transformer.submit(1, [1], SAMPLING)
         make_tokens(3)
         await until(lambda: len(transformer.tokens.get(1, ())) == 3)
         predictor.process.send_signal(signal.SIGTERM)
         assert (await transformer.error_of(1)).class_name == "DrainingError"
         assert len(transformer.tokens[1]) == 3
-        assert await transformer.status() == ENDS
+        await transformer.closed()
         # The engine waits in a step for the sequence that was handed back.
         assert await predictor.end() == 0
 
