@@ -2,11 +2,11 @@
 
 import pytest
 
-from headrace.errors import InvalidRequestError, NotReadyError
+from headrace.errors import InvalidRequestError, NotReadyError, RequestFailedError
 from headrace.frames import Frames
 from headrace_predictor.engine_process.step_frames import StepFrames
 from headrace_protos.engine_pb2 import EngineFrame
-from tests.model.crowd import CROWD, assert_crowd_is_unharmed, submit_crowd
+from tests.model.crowd import CROWD, assert_crowd_is_unharmed, outcome, submit_crowd
 from tests.model.fakes import FakeRunner, Gate, expected, read_all, request
 from tests.waiting import until
 
@@ -85,6 +85,19 @@ async def test_an_isolated_request_that_ends_before_its_caller_is_notified_is_no
     await assert_crowd_is_unharmed(slots)
     assert not any("alone" in names for names in names_of(runner.steps))
     assert engine.load.blocks_in_use == 0
+    assert (await read_all(engine.submit(request("next", alone=True))))[0] == expected((5, 6))
+
+
+async def test_an_isolated_request_that_fails_harms_no_other_and_gives_its_place_back(engine_of):
+    def before(row):
+        if row.sequence.request.id == "alone":
+            raise RuntimeError("poison")
+
+    engine = engine_of(FakeRunner(before), max_running=16, max_waiting=32, step_tokens=16)
+    slots = submit_crowd(engine)
+    assert await outcome(engine.submit(request("alone", prompt=LONG, alone=True))) is RequestFailedError
+    await assert_crowd_is_unharmed(slots)
+    assert (await read_all(engine.submit(request("next", alone=True))))[0] == expected((5, 6))
 
 
 async def test_an_isolated_request_is_computed_after_its_caller_is_notified(engine_of, monkeypatch):

@@ -526,9 +526,9 @@ async def test_the_first_token_has_its_own_deadline_over_all_calls():
 async def test_the_first_tokens_deadline_does_not_apply_to_the_second():
     released = asyncio.Event()
     async with resuming(holds_until(released, after=1)) as r:
-        chunks = r.chunks(first_token_ms=400)
+        chunks = r.chunks(first_token_ms=1500)
         made = [await anext(chunks)]
-        asyncio.get_running_loop().call_later(0.6, released.set)
+        asyncio.get_running_loop().call_later(1.7, released.set)
         made += [chunk async for chunk in chunks]
         check_whole(made)
 
