@@ -17,7 +17,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 from h2 import events
 from h2.errors import ErrorCodes
@@ -25,10 +25,7 @@ from h2.exceptions import NoSuchStreamError, ProtocolError
 from hyperframe.frame import GoAwayFrame
 
 from headrace.rpc.http2.protocol import ProtocolState
-from headrace.rpc.http2.served_call import ServedCall
-
-if TYPE_CHECKING:
-    from headrace.rpc.http2.server import HttpServer
+from headrace.rpc.http2.request import RequestBody
 
 logger = logging.getLogger(__name__)
 
@@ -41,16 +38,41 @@ _ALIVE, _GONE = b"is alive", b"going aw"
 Headers = Sequence[tuple[str, str]]
 
 
+class Stream(Protocol):
+    """A request and its answer: `begin` starts its task, at whose end `HttpConnection.ended` is called."""
+
+    stream_id: int
+    body: RequestBody
+
+    def begin(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def reset(self) -> None: ...
+
+    def cancel(self) -> None: ...
+
+
+class Owner(Protocol):
+    """The server of connections; `opened` is False if there are too many."""
+
+    def opened(self, connection: HttpConnection) -> bool: ...
+
+    def open_stream(self, connection: HttpConnection, stream_id: int, headers: Any) -> Stream: ...
+
+    def closed(self, connection: HttpConnection) -> None: ...
+
+
 class HttpConnection(asyncio.Protocol):
     """Owned by the event loop."""
 
-    def __init__(self, server: HttpServer) -> None:
+    def __init__(self, server: Owner) -> None:
         self._server = server
         self._loop = asyncio.get_running_loop()
         self._http2 = ProtocolState()
         self._transport: asyncio.Transport | None = None  # While it is open.
-        self._calls: dict[int, ServedCall] = {}
-        self._waiting: set[ServedCall] = set()  # For room to write.
+        self._calls: dict[int, Stream] = {}
+        self._waiting: set[Stream] = set()  # For room to write.
         self._unsent = 0  # Bytes of calls since the last flush, about.
         self._flush_is_due = False
         self._is_full = False  # The socket takes no more.
@@ -142,11 +164,11 @@ class HttpConnection(asyncio.Protocol):
             self._http2.acknowledge_received_data(size, stream_id)
             self._flush_soon()
 
-    def wait_for_room(self, call: ServedCall) -> None:
+    def wait_for_room(self, call: Stream) -> None:
         """Has `call.wake` called when there may be room."""
         self._waiting.add(call)
 
-    def ended(self, call: ServedCall) -> None:
+    def ended(self, call: Stream) -> None:
         """The call's task has ended, and with it the call."""
         self._calls.pop(call.stream_id, None)
         self._waiting.discard(call)
@@ -228,7 +250,7 @@ class HttpConnection(asyncio.Protocol):
         if self._is_last:
             self.reset_stream(stream_id, ErrorCodes.REFUSED_STREAM)
             return
-        call = self._server.open_call(self, stream_id, headers)
+        call = self._server.open_stream(self, stream_id, headers)
         self._calls[stream_id] = call
         call.begin()
 

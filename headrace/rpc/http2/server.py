@@ -13,10 +13,9 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 
 from headrace.errors import StartupError
-from headrace.rpc.http2.call import HttpCall, Terms
 from headrace.rpc.http2.connection import HttpConnection
+from headrace.rpc.http2.exchange import HttpExchange, Terms
 from headrace.rpc.http2.methods import ErrorBody, HttpMethod, MethodTable
-from headrace.rpc.http2.served_call import ServedCall
 from headrace.rpc.server.handlers import Interceptor
 from headrace.rpc.server.listeners import reserved
 
@@ -86,9 +85,9 @@ class HttpServer:
 
     # ------------------------------------------------------------------ of the connections
 
-    def open_call(self, connection: HttpConnection, stream_id: int, headers: Headers) -> ServedCall:
-        """The call that a stream begins with its headers."""
-        return HttpCall(connection, stream_id, headers, self._methods, self._terms)
+    def open_stream(self, connection: HttpConnection, stream_id: int, headers: Headers) -> HttpExchange:
+        """What a stream begins with its headers."""
+        return HttpExchange(connection, stream_id, headers, self._methods, self._terms)
 
     def opened(self, connection: HttpConnection) -> bool:
         """Counts one more connection; False if there are too many."""

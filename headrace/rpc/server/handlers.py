@@ -64,7 +64,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
 
 
 class ServedMethod:
-    """A method as it is served; `handler` is what grpc calls, `serve` what an HTTP server does (http2/call.py).
+    """A method as it is served; `handler` is what grpc calls, `serve` what an HTTP server does (http2/exchange.py).
 
     Requests are received and parsed here, within what admission lets in. Left to grpc, what cannot be parsed is
     answered with grpc's insides, and a call that ends without the one message of its method is not answered at all:

@@ -18,7 +18,7 @@ import logging
 import time
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import grpc
 from google.api.httpbody_pb2 import HttpBody
@@ -36,18 +36,17 @@ from headrace.errors import (
     from_metadata,
 )
 from headrace.rpc import Context
+from headrace.rpc.http2.connection import HttpConnection
 from headrace.rpc.http2.methods import ErrorBody, MethodTable
 from headrace.rpc.http2.request import Pairs, RequestBody, read_head
-from headrace.rpc.http2.served_call import ServedCall
 from headrace.telemetry.identity import as_metadata
-
-if TYPE_CHECKING:
-    from headrace.rpc.http2.connection import HttpConnection
 
 logger = logging.getLogger(__name__)
 
 _JSON = "application/json"
 _GRPC_STATUS = "grpc-status"
+# Written within one turn of the event loop at most: many small pieces of one answer must not hold it.
+_AT_ONCE_BYTES = 16 * 1024
 
 
 class Terms(NamedTuple):
@@ -57,7 +56,7 @@ class Terms(NamedTuple):
     error_body: ErrorBody
 
 
-class HttpCall(ServedCall):
+class HttpExchange:
     """One request to one of the `methods`."""
 
     def __init__(
@@ -68,8 +67,14 @@ class HttpCall(ServedCall):
         methods: MethodTable,
         terms: Terms,
     ) -> None:
-        super().__init__(connection, stream_id)
-        self._body = RequestBody(partial(connection.acknowledge, stream_id))
+        self.stream_id = stream_id
+        self._connection = connection
+        self._task: asyncio.Task[Any] | None = None
+        self._ended_by: HeadraceError | None = None  # Why the server has cancelled the task.
+        self._is_reset = False  # By the peer, or with the connection: nothing can be sent.
+        self._room: asyncio.Future[None] | None = None
+        self._unyielded = 0
+        self.body = RequestBody(partial(connection.acknowledge, stream_id))
         self._methods = methods
         self._terms = terms
         self._error_body = terms.error_body
@@ -106,7 +111,7 @@ class HttpCall(ServedCall):
         """The body, or the argument of a method that takes none; raises TooLargeError."""
         if self._argument is not None:
             return self._argument
-        return await self._body.read()
+        return await self.body.read()
 
     async def write(self, body: HttpBody) -> None:
         if self._is_reset:
@@ -125,10 +130,6 @@ class HttpCall(ServedCall):
 
     # ------------------------------------------------------------------ the connection's side
 
-    @property
-    def body(self) -> RequestBody:
-        return self._body
-
     def begin(self) -> None:
         """Starts the task; an unknown path is answered at once."""
         target = self._methods.find(self._request.verb, self._request.path)
@@ -146,7 +147,51 @@ class HttpCall(ServedCall):
             left_s = self._deadline_at - time.monotonic()
             self._timer = loop.call_later(left_s, self._cancel_for, DeadlineError(PASSED))
 
+    def wake(self) -> None:
+        """There may be room to write."""
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)
+
+    def reset(self) -> None:
+        """Cancels the task because the peer has reset the stream or closed the connection; nothing more is sent."""
+        self._is_reset = True
+        if self._task is not None:
+            self._task.cancel()
+
+    def cancel(self) -> None:
+        """Cancels the task because the server stops."""
+        self._cancel_for(NotReadyError("the service stops"))
+
     # ------------------------------------------------------------------
+
+    async def _write_bytes(self, data: bytes) -> None:
+        """Returns when the bytes are in the connection's buffer."""
+        size = len(data)
+        if self._unyielded + size > _AT_ONCE_BYTES or size > self._connection.room(self.stream_id):
+            await self._write_in_pieces(data)
+        elif size:
+            self._unyielded += size
+            self._connection.send_data(self.stream_id, data)
+
+    def _cancel_for(self, error: HeadraceError) -> None:
+        if self._task is not None and not self._task.done():
+            self._ended_by = self._ended_by or error
+            self._task.cancel()
+
+    async def _write_in_pieces(self, data: bytes) -> None:
+        """Writes as the window opens, with a turn of the event loop after each piece."""
+        connection, stream_id, at = self._connection, self.stream_id, 0
+        while at < len(data) and not self._is_reset:
+            room = connection.room(stream_id)
+            if room > 0:
+                connection.send_data(stream_id, data[at : at + room])
+                at += room
+                await asyncio.sleep(0)
+                continue
+            self._room = asyncio.get_running_loop().create_future()
+            connection.wait_for_room(self)
+            await self._room
+        self._unyielded = 0
 
     async def _refuse(self) -> None:
         error = NotFoundError("unknown path or method")
@@ -195,7 +240,7 @@ class HttpCall(ServedCall):
 
     def _send_end(self) -> None:
         connection, stream_id = self._connection, self.stream_id
-        self._body.acknowledge()
+        self.body.acknowledge()
         if not self._has_begun:
             self._send_head("", end=True)
         elif self._code is None or not self._trailing:
@@ -204,5 +249,5 @@ class HttpCall(ServedCall):
             status = (_GRPC_STATUS, str(self._code.value[0]))
             trailers = [(name, as_metadata(value)) for name, value in self._trailing]
             connection.send_headers(stream_id, [status, *trailers], end=True)
-        if not self._body.is_complete:
+        if not self.body.is_complete:
             connection.reset_stream(stream_id, ErrorCodes.NO_ERROR)
