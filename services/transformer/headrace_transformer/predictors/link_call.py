@@ -7,7 +7,8 @@ request's `max_tokens`. Owned by the event loop.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Protocol
 
 from grpc import StatusCode
 
@@ -19,15 +20,24 @@ from headrace_protos import steps_pb2 as pb
 from headrace_transformer.predictors.answers import BrokenAnswerError
 from headrace_transformer.predictors.tokens import TokenChunk
 
-if TYPE_CHECKING:
-    from headrace_transformer.predictors.link import PredictorLink
+
+class Link(Protocol):
+    """What a call needs of its link (link.py)."""
+
+    name: str
+    loads: Mapping[str, pb.EngineLoad]
+
+    @property
+    def is_leaving(self) -> bool: ...
+
+    def cancel(self, call: LinkCall) -> None: ...
 
 
 class LinkCall:
     """See the module. `span` is the call's; it ends with the call."""
 
     def __init__(self, submission: pb.Submission, sampling: SamplingParameters, span: ClientSpan) -> None:
-        self.link: PredictorLink | None = None
+        self.link: Link | None = None
         self.number = 0
         self.submitted_at = 0.0  # By the event loop's clock.
         self.chunk = TokenChunk()  # The tokens that are not read yet; the link adds them.

@@ -13,6 +13,7 @@ from headrace.errors import NotReadyError, OtherWeightsError
 from headrace_protos.steps_pb2 import Submission
 from headrace_transformer.predictors.choosing import Candidate, choose, prefix_key
 from headrace_transformer.predictors.link import PredictorLink
+from headrace_transformer.predictors.link_call import Link
 from headrace_transformer.predictors.resolver import Resolver
 
 _RESOLVE_INTERVAL_S = 1.0
@@ -54,7 +55,7 @@ class Links:
         submission: Submission,
         fingerprint: str,
         cache_salt: str = "",
-        besides: Collection[PredictorLink | None] = (),
+        besides: Collection[Link | None] = (),
     ) -> PredictorLink:
         """Chooses a link for the next call of a generation, whose cached prefixes have the salt.
 

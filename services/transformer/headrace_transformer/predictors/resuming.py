@@ -50,7 +50,7 @@ from headrace_transformer.predictors.client import PredictorClient
 from headrace_transformer.predictors.crashes import CrashCount, NextCall, Quarantine, request_fingerprint
 from headrace_transformer.predictors.descriptions import Dialect
 from headrace_transformer.predictors.link import METHOD, PredictorLink
-from headrace_transformer.predictors.link_call import LinkCall
+from headrace_transformer.predictors.link_call import Link, LinkCall
 from headrace_transformer.predictors.links import Links
 from headrace_transformer.predictors.oip_call import OipCall
 from headrace_transformer.predictors.parallel_call import ParallelCall
@@ -212,7 +212,7 @@ class TokenStream:
         After the death of a predictor, and before its stop, all of its answers need one, and no answer waits for these
         calls. So few of them catch up at a time: the steps of the streams beside them stay short.
         """
-        links = [call.link for call in calls]
+        links: list[Link | None] = [call.link for call in calls]
         model = self._submission.model
         loaded = (link.loads[model].fingerprint for link in links if link and model in link.loads)
         fingerprint = self._progress.fingerprint or next(loaded, "")
@@ -239,7 +239,7 @@ class TokenStream:
             except NotReadyError as error:
                 await self._backoff.wait_for(self._generator.links.changed, progress.last_word(error))
 
-    def _choose(self, fingerprint: str, besides: Collection[PredictorLink | None] = ()) -> PredictorLink:
+    def _choose(self, fingerprint: str, besides: Collection[Link | None] = ()) -> PredictorLink:
         return self._generator.links.choose(self._submission, fingerprint, self._sampling.cache_salt, besides)
 
     def _follow(self, call: Call) -> None:
