@@ -90,7 +90,7 @@ async def test_an_isolated_request_that_ends_before_its_caller_is_notified_is_no
 
 async def test_an_isolated_request_that_fails_harms_no_other_and_gives_its_place_back(engine_of):
     def before(row):
-        if row.sequence.request.id == "alone":
+        if row.sequence.id == "alone":
             raise RuntimeError("poison")
 
     engine = engine_of(FakeRunner(before), max_running=16, max_waiting=32, step_tokens=16)
