@@ -6,7 +6,7 @@ import numpy as np
 
 from headrace import errors
 from headrace.errors import HeadraceError, RequestFailedError
-from headrace.oip.prompt_logprobs import PromptLogprobs
+from headrace.oip.prompt_scores import PromptLogprobs
 from headrace_protos.steps_pb2 import PromptScores, StepsError
 
 _CLASSES = {

@@ -80,7 +80,7 @@ class Submission(_message.Message):
     sampling: _builtins.bytes
     """SamplingParameters as JSON, with seed and max_tokens."""
     prompt_logprobs: _builtins.int
-    """See headrace/oip/prompt_logprobs.py."""
+    """See headrace/oip/prompt_scores.py."""
     timeout_s: _builtins.float
     first_token_timeout_s: _builtins.float
     alone: _builtins.bool

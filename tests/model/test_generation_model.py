@@ -10,7 +10,7 @@ from headrace.clients import Client, Policy
 from headrace.deadline import NO_DEADLINE
 from headrace.errors import InvalidRequestError
 from headrace.oip.parameters import set_parameters
-from headrace.oip.prompt_logprobs import OUTPUTS as PROMPT_OUTPUTS
+from headrace.oip.prompt_scores import OUTPUTS as PROMPT_OUTPUTS
 from headrace.oip.stream_infer import FINAL
 from headrace.oip.tensors import Tensor, add_input, decode_outputs
 from headrace.sampling import SamplingParameters

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from headrace.errors import InvalidRequestError
-from headrace.oip.prompt_logprobs import MAX_NUMBERS, PromptLogprobs, check_size
+from headrace.oip.prompt_scores import MAX_NUMBERS, PromptLogprobs, check_size
 from headrace.sampling import SamplingParameters
 from headrace_predictor.engine.runners.paged import PagedRunner
 from headrace_transformer.predictors.answers import BrokenAnswerError

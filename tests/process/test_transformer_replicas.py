@@ -12,8 +12,7 @@ from headrace_protos import inference_pb2 as pb
 from headrace_transformer.predictors import replicas as module
 from headrace_transformer.predictors import resolver
 from headrace_transformer.predictors.client import PredictorClient
-from headrace_transformer.predictors.replicas import ModelState, Replicas, merged
-from headrace_transformer.predictors.statistics import summed
+from headrace_transformer.predictors.replicas import ModelState, Replicas, merged, summed
 from tests.support.scripted_predictor import MODEL, ScriptedPredictor, serving
 
 

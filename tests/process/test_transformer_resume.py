@@ -25,8 +25,8 @@ from headrace_transformer.predictors.client import PredictorClient
 from headrace_transformer.predictors.descriptions import OURS
 from headrace_transformer.predictors.link import PredictorLink
 from headrace_transformer.predictors.links import Links
+from headrace_transformer.predictors.progress import sampling_json
 from headrace_transformer.predictors.resuming import ResumingGenerator
-from headrace_transformer.predictors.submission import sampling_json
 from tests.support.scripted_predictor import (
     ANSWER,
     MODEL,

@@ -38,7 +38,7 @@ IMPORTS = {
     ),
     "predictor": (
         "headrace_predictor.__main__",
-        "headrace_predictor.engine_process.own_loading",
+        "headrace_predictor.generation.loading",
         "headrace_predictor.engine_process.worker",  # The service forks the host of its engines from itself then.
         "headrace_predictor.engine_process.rehearsal:rehearse",
         "headrace_predictor.repository.repository",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from headrace.oip.prompt_logprobs import PromptLogprobs
+from headrace.oip.prompt_scores import PromptLogprobs
 from headrace.sampling import ContextLimits, SamplingParameters
 from headrace_predictor.counts import RequestCounts
 from headrace_protos.steps_pb2 import Submission

@@ -17,7 +17,7 @@ import numpy as np
 
 from headrace.errors import HeadraceError, RequestFailedError
 from headrace.grammars import no_token_error
-from headrace.oip.prompt_logprobs import PromptLogprobs
+from headrace.oip.prompt_scores import PromptLogprobs
 from headrace_predictor.engine.faults import is_device_error, is_out_of_memory
 from headrace_predictor.engine.grammar import forbidden_tokens
 from headrace_predictor.engine.interface import EngineDeadError, EngineStatistics, Logprobs

@@ -11,6 +11,7 @@ ends when the other end of the control socket closes.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import selectors
@@ -18,12 +19,14 @@ import signal
 import socket
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
 
 from headrace.rpc.limits.byte_budget import give_memory_back
-from headrace_predictor.engine_process.lineage import die_with
-from headrace_predictor.engine_process.resident_code import unmap_idle_code
 
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+_MADV_DONTNEED = 4  # <asm-generic/mman-common.h>
+_LEAST_BYTES = 1 << 20
 _SELF = "headrace_predictor.engine_process.host"
 
 
@@ -37,15 +40,15 @@ def main(control: socket.socket, parent: int) -> NoReturn:
     # Libraries ask for devices while they are imported; the driver itself must not be initialised here.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     from headrace_predictor.engine_process import worker
-    from headrace_predictor.engine_process.own_loading import load_own
     from headrace_predictor.engine_process.rehearsal import rehearse
+    from headrace_predictor.generation.loading import load_own
 
     rehearse()
     # Objects that no collection looks at stay shared with the forks.
     gc.collect()
     gc.freeze()
     give_memory_back()
-    unmap_idle_code()
+    _unmap_idle_code()
     with suppress(ConnectionError):
         connection = _serve(control)
         if connection is not None:
@@ -95,6 +98,37 @@ def _report_ends(control: socket.socket) -> None:
         if not pid:
             return
         control.sendall(b"ended %d %d\n" % (pid, os.waitstatus_to_exitcode(status)))
+
+
+def die_with(parent: int) -> None:
+    """Ends this process by SIGKILL when its parent's thread ends that has started it; on Linux only.
+
+    SIGTERM and SIGINT, which a supervisor or a terminal sends to all processes of a group, are ignored: the parent
+    drains first.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # It ended before the kernel had this registration.
+        os._exit(os.EX_UNAVAILABLE)
+
+
+def _unmap_idle_code() -> None:
+    """Takes the code of libraries out of this process's memory, of which it executed much once, while it imported.
+
+    The pages stay in the system's cache, from which this process and its forks map again what they execute. Only pages
+    that are executable and cannot be written equal their file for certain. On Linux only.
+    """
+    if sys.platform != "linux":
+        return
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, permissions, *_, name = line.split(maxsplit=5)
+        begin, end = (int(address, 16) for address in addresses.split("-"))
+        if permissions == "r-xp" and name.startswith("/") and end - begin >= _LEAST_BYTES:
+            madvise(begin, end - begin, _MADV_DONTNEED)
 
 
 if __name__ == "__main__":

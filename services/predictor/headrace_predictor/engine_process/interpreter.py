@@ -36,7 +36,7 @@ class InterpreterHost:
         """Starts an engine process that serves a socket; returns its process id; raises StartupError."""
         command = (self._python, "-m", self._module, str(connection.fileno()), str(os.getpid()))
         try:
-            # On this thread: the process ends with the thread that has started it, see lineage.py.
+            # On this thread: the process ends with the thread that has started it, see host.py.
             process = subprocess.Popen(  # noqa: ASYNC220  # It returns when the interpreter has been executed.
                 command, stdin=subprocess.DEVNULL, pass_fds=(connection.fileno(),), env=self._environment()
             )

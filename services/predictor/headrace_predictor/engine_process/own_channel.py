@@ -14,7 +14,7 @@ from headrace_protos import engine_pb2, steps_pb2
 
 
 class OwnChannel:
-    """A StepSink that feeds `slots`, by number, with the requests' prompt_logprobs; none of them runs isolated."""
+    """A StepSink that feeds `slots`, by number, each with its number of scores; none of them runs isolated."""
 
     def __init__(self) -> None:
         self.slots: dict[int, tuple[MergingSlot, int]] = {}

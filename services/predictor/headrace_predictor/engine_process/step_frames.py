@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from headrace.errors import HeadraceError
 from headrace.frames import framed
-from headrace.oip.prompt_logprobs import PromptLogprobs
+from headrace.oip.prompt_scores import PromptLogprobs
 from headrace.step_messages import write_error, write_prompt
 from headrace_predictor.engine.interface import EngineLoad, EngineStatistics, Logprobs, Timeline, Usage
 from headrace_predictor.engine.state.slot import Reader

@@ -5,6 +5,7 @@ Blocks for seconds. Problems with the model or its memory are found here and not
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -27,8 +28,9 @@ from headrace_predictor.engine.build import build_engine
 from headrace_predictor.engine.grammar import GrammarCompiler
 from headrace_predictor.generation.loaded_model import LoadedGeneration
 from headrace_predictor.models.fingerprint import fingerprint_of
-from headrace_predictor.models.weights import dtype_name, load_weights
+from headrace_predictor.models.weights import dtype_name, load_weights, prepare_torch
 from headrace_predictor.settings import PredictorSettings
+from headrace_protos import engine_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,16 @@ _MAPPINGS: dict[Any, Any] = {
     AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForMultimodalLM: MODEL_FOR_MULTIMODAL_LM_MAPPING,
 }
+
+
+def load_own(launch: engine_pb2.EngineLaunch, flush: Callable[[], None]) -> LoadedGeneration:
+    """Loads a model with the engine of this package: a Loader, see engine_process/worker.py."""
+    settings = PredictorSettings(**json.loads(launch.settings))
+    device = prepare_torch(settings)
+    if launch.device_memory_elsewhere and device.type == "cuda":
+        elsewhere = launch.device_memory_elsewhere / torch.cuda.mem_get_info(device)[1]
+        settings = settings.model_copy(update={"gpu_memory_share": max(0.0, settings.gpu_memory_share - elsewhere)})
+    return load_generation(launch.model, Path(launch.folder), launch.is_local, settings, device, flush)
 
 
 def load_generation(

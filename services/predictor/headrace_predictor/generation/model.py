@@ -11,7 +11,7 @@ from opentelemetry.metrics import Meter
 from headrace.deadline import Deadline
 from headrace.errors import DrainingError, HeadraceError, StartupError
 from headrace.oip.model_description import FINGERPRINT, INPUT_IDS, OUTPUT_IDS, ModelDescription, TensorSpec
-from headrace.oip.prompt_logprobs import PROMPT_LOGPROBS, PROMPT_TOP_LOGPROB_IDS, PROMPT_TOP_LOGPROBS
+from headrace.oip.prompt_scores import PROMPT_LOGPROBS, PROMPT_TOP_LOGPROB_IDS, PROMPT_TOP_LOGPROBS
 from headrace.oip.stream_infer import FINAL
 from headrace_predictor.engine.interface import Engine, EngineStatistics, OutputSlot
 from headrace_predictor.generation.loaded_model import LoadedModel

@@ -4,7 +4,7 @@ Inputs: `input_ids` INT64 or INT32, [N] or [1, N]; optional `output_ids` of the 
 before. Sampling parameters are in `parameters`. Outputs of each response: `output_ids` INT32 [k]; on request `logprobs`
 FP32 [k] and, for the n likeliest tokens at each position in descending order, `top_logprob_ids` INT32 [k, n] and
 `top_logprobs` FP32 [k, n]. The last response's parameters contain `finish_reason`, `prompt_tokens`, `cached_tokens` and
-`completion_tokens`. For the outputs of the parameter `prompt_logprobs` see headrace/oip/prompt_logprobs.py.
+`completion_tokens`. For the outputs of the parameter `prompt_logprobs` see headrace/oip/prompt_scores.py.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from headrace.deadline import Deadline
 from headrace.errors import InvalidRequestError
 from headrace.oip.model_description import INPUT_IDS, OUTPUT_IDS
 from headrace.oip.parameters import read_sampling, set_parameters
-from headrace.oip.prompt_logprobs import OUTPUTS as PROMPT_OUTPUTS
-from headrace.oip.prompt_logprobs import PROMPT_LOGPROBS, check_size
+from headrace.oip.prompt_scores import OUTPUTS as PROMPT_OUTPUTS
+from headrace.oip.prompt_scores import PROMPT_LOGPROBS, check_size
 from headrace.oip.tensors import Tensor, add_output, checked_shape, decode_inputs
 from headrace.sampling import MAX_TOP_LOGPROBS, SamplingParameters
 from headrace_predictor.engine.interface import Chunk, EngineLimits

@@ -11,7 +11,7 @@ import socket
 import sys
 
 from headrace.frames import framed
-from headrace_predictor.engine_process.lineage import die_with
+from headrace_predictor.engine_process.host import die_with
 from headrace_protos import engine_pb2
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from headrace.errors import HeadraceError, InvalidRequestError, RequestFailedError
-from headrace.oip.prompt_logprobs import PromptLogprobs
+from headrace.oip.prompt_scores import PromptLogprobs
 from headrace_predictor.engine.interface import EngineStatistics, Logprobs
 from headrace_predictor.engine.sampling.sampler import NO_TOKEN
 from headrace_predictor.engine.state.sequence import Row, Sequence

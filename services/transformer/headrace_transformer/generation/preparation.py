@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from headrace.deadline import Deadline
 from headrace.errors import ContextLengthError, InvalidRequestError
 from headrace.grammars import PARAMETER, check_grammar
-from headrace.oip.prompt_logprobs import check_size
+from headrace.oip.prompt_scores import check_size
 from headrace.sampling import ContextLimits, SamplingParameters
 from headrace.structured_outputs import constraint_of, read_structured_outputs
 from headrace_protos.steps_pb2 import Submission
@@ -18,7 +18,7 @@ from headrace_transformer.generation.requests import TextRequest
 from headrace_transformer.models.models import TextModel
 from headrace_transformer.models.work_pool import WorkPool
 from headrace_transformer.predictors.descriptions import Dialect
-from headrace_transformer.predictors.submission import sampling_json
+from headrace_transformer.predictors.progress import sampling_json
 from headrace_transformer.processes.body_processes import BodyProcesses
 from headrace_transformer.text.answer_grammars import after_reasoning, calls_grammar, form_rule
 from headrace_transformer.text.answer_parser import AnswerSyntax, SyntaxSettings

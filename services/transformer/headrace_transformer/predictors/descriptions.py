@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from headrace.models.generation_config import IGNORED_FIELDS
 from headrace.oip.model_description import FINGERPRINT, INPUT_IDS, OUTPUT_IDS
-from headrace.oip.prompt_logprobs import OUTPUTS as PROMPT_OUTPUTS
+from headrace.oip.prompt_scores import OUTPUTS as PROMPT_OUTPUTS
 from headrace.oip.row_outputs import ACTIVATION, EMBEDDING, LABELS, LOGITS, Activation
 from headrace.sampling import LENGTHS
 from headrace_protos import inference_pb2 as pb
@@ -70,7 +70,7 @@ class PredictorModel:
 
     @property
     def scores_prompts(self) -> bool:
-        """It gives log probabilities of prompts, see headrace/oip/prompt_logprobs.py."""
+        """It gives log probabilities of prompts, see headrace/oip/prompt_scores.py."""
         return self.resumes and self.outputs.issuperset(PROMPT_OUTPUTS)
 
     @property

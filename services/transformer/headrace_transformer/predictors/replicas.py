@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from headrace.deadline import Deadline
 from headrace.errors import HeadraceError, HopBrokenError, NotImplementedMethodError, NotReadyError
@@ -28,7 +29,6 @@ from headrace_protos import inference_pb2_grpc
 from headrace_transformer.predictors.client import PROBE_TIMEOUT_S, PredictorClient, probe_errors
 from headrace_transformer.predictors.descriptions import PredictorModel, described
 from headrace_transformer.predictors.resolver import Resolver
-from headrace_transformer.predictors.statistics import summed
 
 if TYPE_CHECKING:
     from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceAsyncStub as Stub
@@ -40,6 +40,9 @@ _CLOSE_S = 5.0  # More than the timeout of a probe.
 READY, LOADING, UNLOADING, UNAVAILABLE = "READY", "LOADING", "UNLOADING", "UNAVAILABLE"
 # The state of a model is the first of these that any replica reports.
 _BEST_FIRST = (READY, LOADING, UNLOADING, UNAVAILABLE)
+
+# Points in time and names, of which the latest is kept; every other number is a count or a duration.
+_LATEST = {"last_inference", "batch_size"}
 
 T = TypeVar("T")
 
@@ -243,3 +246,39 @@ def _best(states: Sequence[ModelState]) -> ModelState:
         reason = f"{lacking} of {len(states)} replicas lack it" + (f": {worst.reason}" if worst.reason else "")
         return ModelState(best.state, reason, best.version)
     return best
+
+
+def summed(answers: Iterable[pb.ModelStatisticsResponse]) -> pb.ModelStatisticsResponse:
+    """ModelStatistics of several replicas as one: the counts of each model and version, added up."""
+    totals: dict[tuple[str, str], pb.ModelStatistics] = {}
+    for answer in answers:
+        for statistics in answer.model_stats:
+            total = totals.setdefault((statistics.name, statistics.version), pb.ModelStatistics())
+            _add(total, statistics)
+    return pb.ModelStatisticsResponse(model_stats=totals.values())
+
+
+def _add(total: Message, one: Message) -> None:
+    for field, value in one.ListFields():
+        if field.name == "batch_stats":
+            _add_batches(getattr(total, field.name), value)
+        elif field.name == "memory_usage":
+            getattr(total, field.name).extend(value)
+        elif field.name == "response_stats":
+            for key in value:
+                _add(getattr(total, field.name)[key], value[key])
+        elif isinstance(value, Message):
+            # Present though it may be empty.
+            getattr(total, field.name).SetInParent()
+            _add(getattr(total, field.name), value)
+        elif isinstance(value, int):
+            own = getattr(total, field.name)
+            setattr(total, field.name, max(own, value) if field.name in _LATEST else own + value)
+        else:
+            setattr(total, field.name, value)
+
+
+def _add_batches(totals: Any, batches: Iterable[pb.InferBatchStatistics]) -> None:
+    for batch in batches:
+        total = next((known for known in totals if known.batch_size == batch.batch_size), None)
+        _add(totals.add() if total is None else total, batch)

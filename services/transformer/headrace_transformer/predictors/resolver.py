@@ -13,10 +13,10 @@ import logging
 import socket
 from collections.abc import Sequence
 from functools import partial
+from itertools import groupby
 
 from headrace.endpoints import host_and_port, is_service
 from headrace.threads import run_in_daemon_thread
-from headrace_transformer.predictors.service_records import service_records
 
 logger = logging.getLogger(__name__)
 
@@ -75,11 +75,40 @@ class Resolver:
 async def _resolve_service(service: str) -> dict[str, int]:
     """Every address of a service with its rank. Raises OSError if no name server answers."""
     found: dict[str, int] = {}
-    for rank, endpoints in enumerate(await service_records(service)):
+    for rank, endpoints in enumerate(await _service_records(service)):
         for endpoint in endpoints:
             for address in await _resolve(endpoint):
                 found.setdefault(address, rank)
     return found
+
+
+async def _service_records(service: str) -> list[list[str]]:
+    """The host:port of each SRV record (RFC 2782), those of one priority together, the lowest priority number first.
+
+    The name servers and search domains are those of /etc/resolv.conf. Weights are not read: the transformer knows the
+    load of each predictor.
+    Empty where there is no such service. Raises OSError if no name server answers within 5 s.
+    """
+    return await run_in_daemon_thread(f"resolve-{service}", partial(_look_up_records, service))
+
+
+def _look_up_records(service: str) -> list[list[str]]:
+    # Only a stack with a service pays for the import.
+    from dns.exception import DNSException
+    from dns.resolver import NXDOMAIN, NoAnswer, Resolver
+
+    try:
+        answer = Resolver().resolve(service, "SRV", search=True)
+    except (NXDOMAIN, NoAnswer):
+        return []
+    except DNSException as error:
+        raise OSError(str(error)) from None
+    records = sorted((record.priority, record.target.to_text(omit_final_dot=True), record.port) for record in answer)
+    present = [record for record in records if record[1] != "."]  # "." means that the service is not offered.
+    return [
+        [f"{host}:{port}" for _, host, port in same_priority]
+        for _, same_priority in groupby(present, lambda record: record[0])
+    ]
 
 
 async def _resolve(endpoint: str) -> list[str]:

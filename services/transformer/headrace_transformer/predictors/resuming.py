@@ -54,9 +54,8 @@ from headrace_transformer.predictors.link_call import Link, LinkCall
 from headrace_transformer.predictors.links import Links
 from headrace_transformer.predictors.oip_call import OipCall
 from headrace_transformer.predictors.parallel_call import ParallelCall
-from headrace_transformer.predictors.progress import Progress
+from headrace_transformer.predictors.progress import Progress, next_submission
 from headrace_transformer.predictors.retries import Backoff
-from headrace_transformer.predictors.submission import next_submission
 from headrace_transformer.predictors.tokens import TokenChunk
 
 logger = logging.getLogger(__name__)

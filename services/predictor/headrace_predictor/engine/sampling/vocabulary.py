@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.oip.prompt_logprobs import PromptLogprobs
+from headrace.oip.prompt_scores import PromptLogprobs
 from headrace.sampling import MAX_TOP_LOGPROBS
 from headrace_predictor.engine.state.sequence import Row
 

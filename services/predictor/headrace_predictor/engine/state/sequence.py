@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from headrace.errors import DeadlineError
 from headrace.models.generation_config import GenerationRules
-from headrace.oip.prompt_logprobs import PromptLogprobs
+from headrace.oip.prompt_scores import PromptLogprobs
 from headrace.sampling import SamplingParameters
 from headrace_predictor.engine.interface import Usage, sampling_of
 from headrace_predictor.engine.state.blocks import block_name, first_name

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from headrace.errors import HeadraceError
-from headrace.oip.prompt_logprobs import PromptLogprobs
+from headrace.oip.prompt_scores import PromptLogprobs
 from headrace.sampling import SamplingParameters
 from headrace_predictor.engine.interface import Chunk, Logprobs, Timeline, Usage
 
