@@ -1,6 +1,6 @@
 """The engine process: loads one generation model and runs its engine until the predictor's front closes the socket.
 
-How the model is loaded is the caller's: generation/loading.py, or vllm_engine/loading.py where the interpreter has vLLM.
+How the model is loaded is the caller's: generation/loading.py, or vllm_engine/loading.py beside vLLM.
 
 Threads: the engine's own and its watchdog; the main thread, which reads commands; and a reporter, which sends the state
 while no step does, so that silence means that the process hangs, and ends the process when the engine has died; and one
