@@ -103,6 +103,7 @@ class Outbox:
         self._max_bytes = max_bytes
         self._newest = segments[-1] if segments else Segment(Path("0"), 0)  # The latter is full.
         self._spare: Segment | None = None
+        self._large: Segment | None = None  # For a frame that is larger than a segment usually is.
         self._wanted = 0  # The size of a frame that found no room.
         self._last = 0  # The number of the last segment.
 
@@ -110,6 +111,11 @@ class Outbox:
     def newest(self) -> int:
         """The number of the segment that is appended to."""
         return self._newest.number
+
+    @property
+    def largest(self) -> int:
+        """The most contents that a frame may have."""
+        return self._max_bytes // 4
 
     @property
     def size(self) -> int:
@@ -137,23 +143,18 @@ class Outbox:
             os.fdatasync(self._newest.file)
 
     def prepare(self, others_bytes: int) -> None:
-        """Creates the segment that follows; `others_bytes` is the size of other outboxes within the maximum."""
-        if self._spare is not None:
-            return
-        wanted = self._wanted
-        least = max(wanted, self.segment_bytes // _SMALLER)
-        if sum(segment.size for segment in tuple(self.segments)) + others_bytes + least > self._max_bytes:
-            self.refusal = FULL
-            return
-        for size in (max(wanted, self.segment_bytes), least):
-            try:
-                self._spare = self._create(size)
-            except OSError as error:
-                logger.debug("a segment of %d bytes: %s", size, error)
-                self.refusal = DISK
-            else:
-                self.refusal, self._wanted = None, 0
-                return
+        """Creates the segments that are missing; `others_bytes` is the size of other outboxes within the maximum."""
+        wanted, self._wanted = self._wanted, 0
+        if self._spare is None:
+            small = max(1, self.segment_bytes // _SMALLER)
+            self._spare = self._create(self.segment_bytes, others_bytes) or self._create(small, others_bytes)
+        if self._spare is not None and wanted <= self._spare.size:
+            self.refusal = None
+        elif wanted:
+            if self._large is None:
+                self._large = self._create(wanted, others_bytes)
+            if self._large is not None:
+                self.refusal = None if wanted <= self._large.size else FULL
 
     def delete_before(self, number: int) -> bool:
         """Deletes the segments before one, except the newest; returns whether there were any."""
@@ -168,44 +169,65 @@ class Outbox:
     def close(self) -> None:
         """Releases the folder; the next process may take it over."""
         self._newest.close()
-        if self._spare is not None:
-            self._spare.close()
-            self._spare.path.unlink(missing_ok=True)
+        for segment in filter(None, (self._spare, self._large)):
+            segment.close()
+            segment.path.unlink(missing_ok=True)
         os.close(self._held)
 
     def remove(self) -> None:
         """Deletes the folder and its contents."""
-        self._newest.close()
-        if self._spare is not None:
-            self._spare.close()
+        for segment in filter(None, (self._newest, self._spare, self._large)):
+            segment.close()
         with _locked(self._folder.parent):
             _remove(self._folder, self._held)
         self.segments.clear()
 
-    def _next_segment(self, size: int) -> mmap.mmap | None:
-        """Goes on in the segment that is prepared; None if there is none, or none for a frame of this size."""
-        if (spare := self._spare) is not None:
-            if self.syncs:
-                self.sync()
-            self._newest.close()
-            self._spare, self._newest = None, spare
-            self.segments.append(spare)
-        if spare is None or size > spare.size:
-            self._wanted = max(self._wanted, size)
+    def _create(self, size: int, others_bytes: int) -> Segment | None:
+        """A new segment; None if there is no room, and `refusal` says why."""
+        waiting = (*self.segments, *filter(None, (self._spare, self._large)))
+        if sum(segment.size for segment in waiting) + others_bytes + size > self._max_bytes:
+            self.refusal = FULL
             return None
-        return spare.mapped
-
-    def _create(self, size: int) -> Segment:
         self._last += 1
         path = self._folder / f"{self._last:020d}.segment"
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            os.posix_fallocate(file, 0, size)
-            return Segment(path, size, file)
-        except OSError:
-            os.close(file)
-            path.unlink()
-            raise
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                os.posix_fallocate(file, 0, size)
+                return Segment(path, size, file)
+            except OSError:
+                os.close(file)
+                path.unlink()
+                raise
+        except OSError as error:
+            logger.debug("a segment of %d bytes: %s", size, error)
+            self.refusal = DISK
+            return None
+
+    def _next_segment(self, size: int) -> mmap.mmap | None:
+        """Goes on in a segment that is prepared; None if there is none for a frame of this size."""
+        spare, large = self._spare, self._large
+        chosen = next((one for one in (spare, large) if one is not None and size <= one.size), None)
+        if chosen is None:
+            self._wanted = max(self._wanted, size)
+            return None
+        old, self._newest = self._newest, chosen
+        if self.syncs and old.file is not None:
+            os.fdatasync(old.file)
+        old.close()
+        # Their numbers are the order in which they are read: an earlier one stays empty.
+        used = sorted(
+            (one for one in (spare, large) if one and one.number <= chosen.number), key=lambda one: one.number
+        )
+        for one in used:
+            self.segments.append(one)
+            if one is not chosen:
+                one.close()
+        if spare in used:  # Otherwise another one may have been prepared meanwhile.
+            self._spare = None
+        if large in used:
+            self._large = None
+        return chosen.mapped
 
 
 def frames(data: bytes, at: int, end: int, is_last: bool = False) -> Iterator[tuple[int, Frame | None]]:

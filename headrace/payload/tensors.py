@@ -1,7 +1,7 @@
 """The tensors of a message for its record: names, datatypes and shapes, and raw contents by reference.
 
 `DeferredTensors` are made on the event loop and cost nothing there: they keep the message, parsed or serialized. The
-writer thread parses only the heads (name, datatype, shape). Raw contents are views of the message's bytes, because a
+thread that writes parses only heads (name, datatype, shape). Raw contents are views of the message's bytes, because a
 parser would copy 60 MB while the event loop waits for the interpreter lock. Typed contents of up to 1 MiB are converted
 to raw ones; of larger ones neither contents nor digests are recorded.
 

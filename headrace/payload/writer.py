@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from headrace.payload.drops import FAILED, TOO_LARGE, Drops
+from headrace.payload.drops import FAILED, FULL, TOO_LARGE, Drops
 from headrace.payload.encoding import INCOMPLETE, Encoder, fitted, shortened, without_contents
 from headrace.payload.outbox import BEGIN, MORE, WHOLE, Outbox
 from headrace.payload.parts import OpenRecord, Write
@@ -164,6 +164,7 @@ class PayloadWriter:
             try:
                 outbox.prepare(self._others_bytes())
                 with self._writing:
+                    self._copy_old(outbox)
                     self._pump(outbox)
             except Exception:
                 self._drops.count(FAILED, exc_info=True)
@@ -208,7 +209,7 @@ class PayloadWriter:
         """Writes or drops; False if it has to wait for room."""
         record = write.record
         if write.encoded is None and not record.dropped:
-            write.encoded = self._encode(write)
+            write.encoded = self._encode(write, outbox.largest)
         if write.end is not None:
             self._encoder.forget(record)
         if record.dropped or not write.encoded:
@@ -223,7 +224,7 @@ class PayloadWriter:
             self._drops.whole()
         return True
 
-    def _encode(self, write: Write) -> bytes:
+    def _encode(self, write: Write, largest: int) -> bytes:
         """What is new of the record; of an ended one all of it."""
         record, encoder = write.record, self._encoder
         parts: list[bytes] = [record.written] if write.end is not None else []
@@ -249,11 +250,17 @@ class PayloadWriter:
             parts.append(INCOMPLETE)
         data = b"".join(parts)
         if end is None:
-            return data if len(record.written) + len(data) <= MAX_RECORD_BYTES else self._lose(record, TOO_LARGE)
+            if len(record.written) + len(data) > min(largest, MAX_RECORD_BYTES):
+                record.dropped = not record.written
+                return self._lose(record, FULL if len(record.written) + len(data) > largest else TOO_LARGE)
+            return data
         if is_callers_own(end.status):
             data = shortened(data)
         if 2 * len(data) > MAX_RECORD_BYTES:  # With the text once more, which the logger joins.
-            return fitted(data, MAX_RECORD_BYTES) or self._lose(record, TOO_LARGE)
+            data = fitted(data, MAX_RECORD_BYTES) or self._lose(record, TOO_LARGE)
+        if len(data) > largest:
+            self._lose(record, FULL)
+            data = fitted(data, largest) or b""
         return data
 
     def _add(self, parts: list[bytes], record: OpenRecord, encode: Callable[[], bytes]) -> bool:
@@ -296,12 +303,15 @@ class PayloadWriter:
 
     def _copy_old(self, outbox: Outbox) -> None:
         """Copies the parts of records that have been open for long."""
-        behind = max(_OLD_SEGMENTS, _COPY_SHARE * self._open_bytes // outbox.segment_bytes)
+        behind = 1  # Without room at once, because they may be all that keeps older segments.
+        if outbox.refusal is None:
+            behind = max(_OLD_SEGMENTS, _COPY_SHARE * self._open_bytes // outbox.segment_bytes)
         for record in list(self._open.values()):
             if outbox.newest - record.segment < behind or not outbox.append(BEGIN, record.id, record.written):
                 break
             self._open[record.id] = self._open.pop(record.id)
             record.segment = outbox.newest
+        outbox.needed = self._first_needed(outbox)
 
     def _refused(self, outbox: Outbox, write: Write, reason: str) -> bool:
         """Drops what finds no room; an end is kept for a retry instead."""

@@ -84,11 +84,17 @@ def test_an_outbox_is_bounded_and_has_room_once_segments_are_deleted(root):
     assert own.refusal == FULL, "the outboxes of ended processes count too"
 
 
-def test_a_frame_may_be_larger_than_a_segment(root):
+def test_a_frame_may_be_larger_than_a_segment_and_one_without_room_takes_none_from_others(root):
     own, _ = open_outboxes(root, 1 << 20)
     assert not own.append(WHOLE, ID, bytes(200_000))
     own.prepare(0)
     assert own.append(WHOLE, ID, bytes(200_000))
+    for _ in range(10):
+        assert not own.append(WHOLE, ID, bytes(900_000))
+        own.prepare(0)
+        assert own.refusal == FULL
+        assert own.append(WHOLE, ID, bytes(30_000))
+    assert len(own.segments) <= 8
 
 
 def test_a_disk_without_room_refuses(root, monkeypatch):
