@@ -38,6 +38,9 @@ async def test_short_and_long_prompts_are_tokenised_equally(storyteller):
     long = await storyteller.encode(text, 100_000)
     assert long == storyteller.backend.encode(text).ids
     assert (await storyteller.encode(text[:100], 100_000)) == long[: len(await storyteller.encode(text[:100], 100_000))]
+    assert (
+        await storyteller.encode("A fox", 10, add_special_tokens=False) == (await storyteller.encode("A fox", 10))[1:]
+    )
 
 
 async def test_a_prompt_that_cannot_fit_is_refused_unread(storyteller):

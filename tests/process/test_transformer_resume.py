@@ -741,6 +741,16 @@ async def test_an_answer_catches_up_at_a_predictor_with_room_even_if_its_prompt_
         check_whole(await reading)
 
 
+async def test_an_answer_of_two_predictors_has_their_time_and_its_own_log_probabilities():
+    async with hedging((), (breaks(3),)) as (r, predictors):
+        chunks = await r.generate(sampling=HEDGED.model_copy(update={"logprobs": True}))
+        values = [value for chunk in chunks for value in chunk.logprobs]
+        assert values == pytest.approx([-position / 10 for position in range(20)])
+        await until(lambda: all(call.ended.is_set() for predictor in predictors for call in predictor.calls))
+        made = [len(call.output_ids) - len(call.request.output_ids) for one in predictors for call in one.calls]
+        assert TOKEN_S * len(ANSWER) <= chunks[-1].engine_s <= TOKEN_S * sum(made)
+
+
 async def test_one_predictor_alone_answers_a_hedged_request_too():
     async with hedging((breaks(4),)) as (r, predictors):
         check_whole(await r.generate(sampling=HEDGED))

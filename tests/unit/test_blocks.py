@@ -34,6 +34,16 @@ def test_names_depend_on_all_ids_before_and_on_the_salt():
     assert names_of([1, 2, 3, 4, 5, 6, 7, 8])[:1] == names_of([1, 2, 3, 4, 9])
 
 
+def test_a_second_block_of_the_same_contents_stays_nameless():
+    blocks = BlockManager(3, 4)
+    [name] = names_of(range(4))
+    first, second = blocks.take(), blocks.take()
+    blocks.name(first, name)
+    blocks.name(second, name)
+    blocks.release([second])
+    assert blocks.find([name]) == ([first], False)
+
+
 def test_only_the_known_beginning_is_found():
     blocks = BlockManager(5, 4)
     first, second, third = names_of(range(12))
