@@ -4,7 +4,7 @@ import json
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headrace_transformer.text.answer_parser import REASONING_FORMATS, AnswerParser, ReasoningParser
@@ -135,6 +135,8 @@ FRAGMENTS += [" ", "\n", "x", "<", " " * 70]
 @pytest.mark.parametrize("reasoning", [None, "think"])
 @pytest.mark.parametrize("tool_format", [*PARSERS, None])
 @given(pieces=st.lists(st.sampled_from(FRAGMENTS), max_size=12), is_open=st.booleans())
+@example(pieces=["[TOOL_CALLS]", " " * 140, "[TOOL_CALLS]", "add", PARIS], is_open=False)
+@example(pieces=["[TOOL_CALLS]", " " * 140, "[", WEATHER, "]"], is_open=False)
 @settings(max_examples=150, deadline=None)
 def test_the_parts_of_any_text_depend_on_the_text_alone(tool_format, reasoning, pieces, is_open):
     text = "".join(pieces)

@@ -279,8 +279,12 @@ class MistralParser(ToolCallParser):
             self._text = self._text[found.end() :]
             self._begin_arguments(self._after_object)
             return True
-        if self._text.startswith(("[", "{"), skipped(self._text, self._head_length)):
-            return super()._after_mark()
+        start = skipped(self._text, self._head_length)
+        if not self.MARK.startswith(self._text[start : start + len(self.MARK)]):
+            if self._text[start] in "[{":
+                return super()._after_mark()
+        elif start + len(self.MARK) > len(self._text):  # White space, and perhaps the beginning of a list or a mark.
+            return self._is_last and self._is_text()
         if self._is_last or not self._BEGINS_NAMED.fullmatch(self._text, self._head_length):
             return self._is_text()
         return False
