@@ -2,10 +2,14 @@
 
 import asyncio
 import json
+import os
 import pickle
 import sqlite3
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing
+from itertools import chain, repeat
+from unittest.mock import DEFAULT, Mock
 
 import orjson
 import pytest
@@ -123,13 +127,36 @@ def test_a_file_comes_back_as_it_was_in_pieces_of_whole_lines(tmp_path):
 def test_a_state_and_its_results_are_kept_together_or_not_at_all(tmp_path, monkeypatch):
     kept, batch = created(tmp_path, line("a"))
     result = objects.Result(1, "a", "r", 200, b"{}")
-    with monkeypatch.context() as patched:
-        patched.setattr(objects.Result, "line", lambda *_: object())
-        with pytest.raises(sqlite3.Error):
-            kept.save(batch.with_results([result]), [result])
-    assert (kept.batch(ALICE, batch.id).completed, kept.done(batch)) == (0, set())
+    for results in ([result], [result] * 2):
+        with monkeypatch.context() as patched:
+            patched.setattr(store, "_save", Mock(side_effect=OSError))
+            with pytest.raises(OSError):  # noqa: PT011
+                kept.save(batch.with_results(results), results)
+        assert (kept.batch(ALICE, batch.id).completed, kept.done(batch)) == (0, set())
     kept.save(batch.with_results([result]), [result])
     assert (kept.batch(ALICE, batch.id).completed, kept.done(batch)) == (1, {"a"})
+    assert b"".join(kept.pieces(batch.output_file_id)) == result.line(batch.id)
+
+
+def test_a_deleted_file_is_downloaded_whole_or_visibly_not(tmp_path):
+    kept = store.Store(tmp_path, LIMITS._replace(max_bytes=2**22))
+    contents = b"a\n" * 300_000
+    deleted, short = (kept.add_file(ALICE, "a", "batch", contents) for _ in range(2))
+    pieces = kept.contents(ALICE, deleted.id)
+    first = next(pieces)
+    kept.delete_file(ALICE, deleted.id)
+    assert first + b"".join(pieces) == contents
+    assert [path.name for path in (tmp_path / "files").iterdir()] == [short.id]
+    os.truncate(tmp_path / "files" / short.id, 300_000)
+    with pytest.raises(NotFoundError):
+        list(kept.contents(ALICE, short.id))
+    kept.delete_file(ALICE, short.id)
+    assert (tmp_path / "batches.db").stat().st_size < 2**16
+    for name, age_s in (("young", 0), ("unknown", 4000)):  # A process that ends may leave one.
+        (tmp_path / "files" / name).touch()
+        os.utime(tmp_path / "files" / name, (time.time() - age_s,) * 2)
+    kept.remove_old()
+    assert [path.name for path in (tmp_path / "files").iterdir()] == ["young"]
 
 
 def test_a_client_sees_its_own_and_an_admin_all(tmp_path):
@@ -325,6 +352,23 @@ async def test_lines_that_cannot_run_now_run_later_and_other_errors_are_results(
     assert found["wrong"]["response"]["body"]["error"]["message"] == "bad"
     counts = kept.batch(ALICE, batch.id).shown()["request_counts"]
     assert counts == {"total": 3, "completed": 1, "failed": 2}
+
+
+async def test_a_batch_outlives_a_database_that_is_locked(tmp_path, monkeypatch):
+    monkeypatch.setattr(running, "_DISK_DELAY_S", 0.01)
+    monkeypatch.setattr(running, "_CANCEL_POLL_S", 0.01)
+    kept, batch = created(tmp_path, line("a"))
+    looks, saves = kept.is_cancelled, kept.save
+    service, locked = Service(held="a"), [OverloadedError("locked")]
+    monkeypatch.setattr(kept, "is_cancelled", Mock(side_effect=chain(locked, repeat(DEFAULT)), wraps=looks))
+    async with taken(kept, batch, service) as run:
+        task = asyncio.create_task(run)
+        await service.waiting.wait()
+        monkeypatch.setattr(kept, "save", Mock(side_effect=chain(locked * 4, repeat(DEFAULT)), wraps=saves))
+        service.go.set()
+        await task
+    assert service.calls == ["a"]
+    assert results_of(kept, batch)["a"]["response"]["status_code"] == 200
 
 
 @pytest.mark.parametrize("state", ["expired", "cancelled"])

@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import islice
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -44,6 +45,7 @@ _UNWRITTEN = 64  # Results that wait for the disk; beyond these, lines wait.
 _WRITE_EVERY_S = 0.05
 _CLOSED_AT_ONCE = 1000  # Lines that get an error in one transaction.
 _DISK_DELAY_S = 5.0  # After a failed write.
+_LAST_TRIES = 12  # Of writes, after the last line.
 _CANCEL_POLL_S = 1.0
 _MODEL_WAIT_S = 5.0
 _EXPIRED = {"code": "batch_expired", "message": "the request was not answered before the completion window ended"}
@@ -173,9 +175,12 @@ class RunningBatch:
             await asyncio.gather(answered, cancelled, return_exceptions=True)
             writing.cancel()  # Then it writes what is there.
             await asyncio.gather(writing, return_exceptions=True)
-        if self._unsent:
-            raise OSError("results could not be written")
-        return status
+        for _ in range(_LAST_TRIES):
+            if not self._unsent:
+                return status
+            await asyncio.sleep(_DISK_DELAY_S)
+            await self._written()
+        raise OSError("results could not be written")
 
     async def _work(self, lines: Iterator[Line]) -> None:
         while True:
@@ -206,8 +211,9 @@ class RunningBatch:
 
     async def _cancel_requested(self) -> None:
         while True:
-            if await self._in_thread(self._shared.store.is_cancelled, self._batch):
-                return
+            with suppress(OverloadedError):  # The disk; the next look may see it.
+                if await self._in_thread(self._shared.store.is_cancelled, self._batch):
+                    return
             await asyncio.sleep(_CANCEL_POLL_S)
 
     # ------------------------------------------------------------------ results

@@ -1,21 +1,28 @@
 """The folder of files and batches. Several processes may share it; every method may block.
 
-    batches.db  files in pieces of whole lines, and batches (SQLite)
+    batches.db  the states of files and batches (SQLite)
+    files/ID    the contents of a file; what is beyond its size in the database was not committed
     running/ID  of an unfinished batch: who runs it holds its flock, which ends with the process
 
-The database keeps a rollback journal rather than a write-ahead log, whose shared memory no network file system has. A
-client sees what is its own, an admin all. Without keys there is one client, whose name is empty.
+Contents are written before the transaction that counts them, and removed before the one that forgets them, so that
+transactions are short and a full disk can be emptied. The database keeps a rollback journal rather than a write-ahead
+log, whose shared memory no network file system has. A client sees what is its own, an admin all. Without keys there is
+one client, whose name is empty.
 """
 
 from __future__ import annotations
 
 import fcntl
+import os
 import sqlite3
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
+
+import orjson
 
 from headrace.clients import Client
 from headrace.errors import InvalidRequestError, OverloadedError, may_pass
@@ -24,11 +31,10 @@ from headrace_transformer.batches.objects import Batch, NoSuchObjectError, Resul
 MAX_FILES = 10_000  # Of one client.
 MAX_BATCHES = 10_000
 _DAY_S = 86_400
+_UNKNOWN_S = 3600  # After which a file that the database does not know goes; one that is being added is younger.
 _BUSY_S = 5.0
-_PIECE_BYTES = 64 * 1024
 _READ_BYTES = 256 * 1024
 _TABLES = """
-PRAGMA auto_vacuum = INCREMENTAL;
 CREATE TABLE IF NOT EXISTS files (
     id TEXT PRIMARY KEY, client TEXT NOT NULL, filename TEXT NOT NULL, purpose TEXT NOT NULL, size INTEGER NOT NULL,
     created_at INTEGER NOT NULL, is_listed INTEGER NOT NULL  -- The results of a batch are, once it is final.
@@ -37,8 +43,6 @@ CREATE TABLE IF NOT EXISTS batches (
     id TEXT PRIMARY KEY, client TEXT NOT NULL, state TEXT NOT NULL, is_final INTEGER NOT NULL, changed_at REAL NOT NULL,
     cancelled_at REAL
 );
-CREATE TABLE IF NOT EXISTS pieces (file TEXT NOT NULL, custom_id TEXT, data BLOB NOT NULL);
-CREATE INDEX IF NOT EXISTS pieces_of_file ON pieces (file);
 """
 _VISIBLE = "(client = :client OR :is_admin)"
 _MAY_PASS = {
@@ -72,10 +76,17 @@ class Store:
     def add_file(self, client: Client, filename: str, purpose: str, contents: bytes) -> StoredFile:
         """Keeps a file; raises OverloadedError where the folder is full."""
         row = (new_id("file-"), client.name, filename, purpose, len(contents), int(self._clock()), True)
-        with self._sql(writes=True) as sql:
+        with self._sql() as sql:
             self._check_room(sql, client, len(contents))
-            sql.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)", row)
-            sql.executemany("INSERT INTO pieces VALUES (?, NULL, ?)", ((row[0], piece) for piece in _pieces(contents)))
+        try:
+            self._write(row[0], 0, [contents])
+            with self._sql(writes=True) as sql:
+                self._check_room(sql, client, len(contents))
+                sql.execute("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+        except BaseException:
+            with suppress(OSError):  # Then it goes later, as unknown.
+                self._path(row[0]).unlink()
+            raise
         return self._stored(row)
 
     def file(self, client: Client, file_id: str) -> StoredFile:
@@ -99,21 +110,21 @@ class Store:
         yield from self.pieces(file_id)
 
     def pieces(self, file_id: str) -> Iterator[bytes]:
-        """A file in pieces that end with a line; between two of them nothing is locked."""
-        query = "SELECT rowid, data FROM pieces WHERE file = ? AND rowid > ? ORDER BY rowid"
-        last = 0
-        while True:
-            read, size = list[bytes](), 0
-            with self._sql() as sql:
-                for rowid, data in sql.execute(query, (file_id, last)):
-                    last = rowid
-                    read.append(data)
-                    size += len(data)
-                    if size >= _READ_BYTES:
-                        break
-            if not read:
-                return
-            yield b"".join(read)
+        """A file in pieces that end with a line, whole even if it is deleted meanwhile; raises NoSuchObjectError."""
+        left = self.size(file_id)
+        with _refusing_when_full():
+            try:
+                file = self._path(file_id).open("rb")
+            except FileNotFoundError:
+                raise _no_file(file_id) from None
+            with file:
+                while left:
+                    piece = file.read(min(_READ_BYTES, left))
+                    piece += file.readline(left - len(piece))
+                    if not piece:
+                        raise _no_file(file_id)
+                    left -= len(piece)
+                    yield piece
 
     def delete_file(self, client: Client, file_id: str) -> None:
         """Deletes a file; raises InvalidRequestError if an unfinished batch needs it."""
@@ -122,7 +133,7 @@ class Store:
             self._file(sql, client, file_id)
             for (batch_id,) in sql.execute(needs, (file_id,)):
                 raise InvalidRequestError(f"the batch {batch_id} needs the file; cancel the batch first")
-            _delete_files(sql, [file_id])
+            self._delete(sql, file_id)
 
     # ------------------------------------------------------------------ batches
 
@@ -188,6 +199,7 @@ class Store:
                 row = sql.execute("SELECT state FROM batches WHERE id = ? AND NOT is_final", (batch_id,)).fetchone()
             if row is not None:
                 return Batch.model_validate_json(row[0]), lock
+            path.unlink(missing_ok=True)  # It was final meanwhile.
         except BlockingIOError:
             pass
         except BaseException:
@@ -198,19 +210,18 @@ class Store:
 
     def save(self, batch: Batch, results: Iterable[Result] = ()) -> None:
         """Replaces the state of a batch, and adds results to its files: all of it, or nothing."""
+        lines = defaultdict[str, list[bytes]](list)
+        for result in results:
+            lines[batch.error_file_id if result.is_error else batch.output_file_id].append(result.line(batch.id))
+        sizes = [(self._write(file_id, self.size(file_id), those), file_id) for file_id, those in lines.items()]
         with self._sql(writes=True) as sql:
             _save(sql, batch, self._clock())
-            for result in results:
-                file_id = batch.error_file_id if result.is_error else batch.output_file_id
-                line = result.line(batch.id)
-                sql.execute("INSERT INTO pieces VALUES (?, ?, ?)", (file_id, result.custom_id, line))
-                sql.execute("UPDATE files SET size = size + ? WHERE id = ?", (len(line), file_id))
+            sql.executemany("UPDATE files SET size = ? WHERE id = ?", sizes)
 
     def done(self, batch: Batch) -> set[str]:
         """The custom_ids of the lines with a result."""
-        with self._sql() as sql:
-            rows = sql.execute("SELECT custom_id FROM pieces WHERE file IN (?, ?)", batch.result_file_ids)
-            return {custom_id for (custom_id,) in rows}
+        pieces = (piece for file_id in batch.result_file_ids if self.size(file_id) for piece in self.pieces(file_id))
+        return {orjson.loads(line)["custom_id"] for piece in pieces for line in piece.split(b"\n") if line}
 
     def finish(self, batch: Batch) -> None:
         """Saves a batch that is final, and makes its results files of the client."""
@@ -242,10 +253,14 @@ class Store:
             " (SELECT json_extract(state, '$.input_file_id') FROM batches WHERE NOT is_final)"
         )
         with self._sql(writes=True) as sql:
+            for (file_id,) in sql.execute(old, (oldest,)).fetchall():
+                self._delete(sql, file_id)
             sql.execute("DELETE FROM batches WHERE is_final AND changed_at < ?", (oldest,))
-            _delete_files(sql, [file_id for (file_id,) in sql.execute(old, (oldest,))])
-        with self._sql() as sql:
-            sql.execute("PRAGMA incremental_vacuum").fetchall()
+            known = {file_id for (file_id,) in sql.execute("SELECT id FROM files")}
+        for path in self._path("").glob("*"):
+            with suppress(FileNotFoundError):  # Others remove them, too.
+                if path.name not in known and path.stat().st_mtime < time.time() - _UNKNOWN_S:
+                    path.unlink()
 
     # ------------------------------------------------------------------
 
@@ -254,7 +269,7 @@ class Store:
         """A connection of its own, with a transaction if it writes, which an exception rolls back."""
         path = self._folder / "batches.db"
         with _refusing_when_full(), closing(sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)) as sql:
-            sql.execute("PRAGMA synchronous = EXTRA")
+            sql.executescript("PRAGMA synchronous = EXTRA; PRAGMA secure_delete = ON")
             if not self._has_tables:
                 sql.executescript(_TABLES)
                 self._has_tables = True
@@ -293,6 +308,33 @@ class Store:
         if _number(sql, "SELECT count(*) FROM files WHERE client = ? AND is_listed", client.name) >= MAX_FILES:
             raise OverloadedError(f"there are {MAX_FILES} files: delete those that are no longer needed")
 
+    def _write(self, file_id: str, size: int, contents: Iterable[bytes]) -> int:
+        """Appends to the first bytes of a file, which may be new, and to the disk; its new size."""
+        path = self._path(file_id)
+        with _refusing_when_full():
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            with path.open("r+b" if size else "wb") as file:
+                file.seek(size)
+                file.writelines(contents)
+                file.truncate()
+                file.flush()
+                os.fsync(file.fileno())
+                written = file.tell()
+            if not size:
+                folder = os.open(path.parent, os.O_RDONLY)
+                try:
+                    os.fsync(folder)  # The name.
+                finally:
+                    os.close(folder)
+        return written
+
+    def _delete(self, sql: sqlite3.Connection, file_id: str) -> None:
+        self._path(file_id).unlink(missing_ok=True)
+        sql.execute("DELETE FROM files WHERE id = ?", (file_id,))
+
+    def _path(self, file_id: str) -> Path:
+        return self._folder / "files" / file_id
+
     def _running(self, batch_id: str) -> Path:
         return self._folder / "running" / batch_id
 
@@ -312,14 +354,6 @@ def _refusing_when_full() -> Iterator[None]:
         raise OverloadedError(f"the disk of the folder of batches: {error}; nothing was kept") from None
 
 
-def _pieces(contents: bytes) -> Iterator[bytes]:
-    start = 0
-    while start < len(contents):
-        end = contents.find(b"\n", start + _PIECE_BYTES) + 1 or len(contents)
-        yield contents[start:end]
-        start = end
-
-
 def _seen_by(client: Client, **others: Any) -> dict[str, Any]:
     """The parameters of _VISIBLE, and others."""
     return {"client": client.name, "is_admin": client.is_admin, **others}
@@ -332,12 +366,6 @@ def _number(sql: sqlite3.Connection, query: str, *values: Any) -> int:
 def _save(sql: sqlite3.Connection, batch: Batch, now: float) -> None:
     values = (batch.model_dump_json(), batch.is_final, now, batch.id)
     sql.execute("UPDATE batches SET state = ?, is_final = ?, changed_at = ? WHERE id = ?", values)
-
-
-def _delete_files(sql: sqlite3.Connection, ids: Iterable[str]) -> None:
-    for file_id in ids:
-        sql.execute("DELETE FROM pieces WHERE file = ?", (file_id,))
-        sql.execute("DELETE FROM files WHERE id = ?", (file_id,))
 
 
 def _shown(state: str, cancelled_at: float | None) -> Batch:
