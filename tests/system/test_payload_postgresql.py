@@ -20,7 +20,7 @@ def server():
         yield server
 
 
-@pytest.mark.full  # The short form: tests/system/test_payload_log.py and tests/process/test_logger_postgresql.py.
+@pytest.mark.full  # The short form: tests/system/test_payload_log.py and tests/process/test_logger_append.py.
 async def test_streams_do_not_need_the_database_and_it_gets_every_record_later(new_stack, server):
     environment = {"logger": {"LOGGER_DATABASE_URL": server.database()}}
     stack = await new_stack(models="storyteller=models/storyteller", environment=environment)
