@@ -75,6 +75,7 @@ class OutboxReader:
                 self._open.pop(frame.record_id, None)
                 return self.segment, frame
             elif self._aborts and frame.kind == BEGIN:
+                self._open.pop(frame.record_id, None)  # A copy: numbers ascend, as acknowledgements count on it.
                 self._open[frame.record_id] = (self.segment, frame.number, bytearray(frame.contents))
             elif self._aborts and (opened := self._open.get(frame.record_id)) is not None:
                 opened[2].extend(frame.contents)
