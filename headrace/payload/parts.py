@@ -128,14 +128,15 @@ class OpenRecord:
 
     __slots__ = (
         *("begin", "dropped", "has_ttft", "held", "held_bytes", "id", "incomplete", "inputs", "is_redacted"),
-        *("is_settled", "segment", "waiting", "written"),
+        *("is_settled", "segment", "waiting", "written", "written_bytes"),
     )
 
     def __init__(self, record_id: bytes, begin: Begin, inputs: Tensors) -> None:
         self.id = record_id
         self.begin = begin
         self.inputs = inputs
-        self.written = b""  # The serialized parts that are on disk.
+        self.written: list[bytes] = []  # The serialized parts that are on disk.
+        self.written_bytes = 0
         self.segment = 0  # The one with the first of them.
         self.is_settled = False  # Whether its begin is on disk or dropped.
         self.waiting: asyncio.Future[None] | None = None  # Of the answer that waits for that.
@@ -156,3 +157,8 @@ class Write:
     chunks: Sequence[Chunk] = ()
     end: End | None = None
     encoded: bytes | None = None
+
+    @property
+    def size(self) -> int:
+        """What is about to be copied; an end has the whole record with it."""
+        return self.cost if self.end is None else self.cost + self.record.written_bytes

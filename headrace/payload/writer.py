@@ -148,10 +148,9 @@ class PayloadWriter:
 
     def _write(self) -> None:
         """On the event loop's thread: writes, or leaves it to the writer's."""
-        is_small = all(write.cost <= _LARGE_BYTES for write in self._puts)
-        if self._is_inline and is_small and self._outbox is not None and self._writing.acquire(blocking=False):
+        if self._is_inline and self._outbox is not None and self._writing.acquire(blocking=False):
             try:
-                self._pump(self._outbox)
+                self._pump(self._outbox, _LARGE_BYTES)
             finally:
                 self._writing.release()
         else:
@@ -169,15 +168,15 @@ class PayloadWriter:
             except Exception:
                 self._drops.count(FAILED, exc_info=True)
 
-    def _pump(self, outbox: Outbox) -> None:
-        """Writes what is put, as far as there is room."""
+    def _pump(self, outbox: Outbox, most_bytes: float = float("inf")) -> None:
+        """Writes what is put, as far as there is room, up to a part of more than `most_bytes`."""
         while self._ends and self._append(outbox, self._ends[0], self._ends[0].encoded or b""):
             self._ends.popleft()
         done: list[Write] = []
         while self._puts:
             write = self._puts[0]
             try:
-                if not self._is_done(outbox, write):
+                if write.size > most_bytes or not self._is_done(outbox, write):
                     self._wake.set()
                     break
             except Exception:
@@ -227,7 +226,7 @@ class PayloadWriter:
     def _encode(self, write: Write, largest: int) -> bytes:
         """What is new of the record; of an ended one all of it."""
         record, encoder = write.record, self._encoder
-        parts: list[bytes] = [record.written] if write.end is not None else []
+        parts: list[bytes] = list(record.written) if write.end is not None else []
         if not record.written:
             try:
                 parts.append(encoder.begin(record))
@@ -250,9 +249,10 @@ class PayloadWriter:
             parts.append(INCOMPLETE)
         data = b"".join(parts)
         if end is None:
-            if len(record.written) + len(data) > min(largest, MAX_RECORD_BYTES):
+            size = record.written_bytes + len(data)
+            if size > min(largest, MAX_RECORD_BYTES):
                 record.dropped = not record.written
-                return self._lose(record, FULL if len(record.written) + len(data) > largest else TOO_LARGE)
+                return self._lose(record, FULL if size > largest else TOO_LARGE)
             return data
         if is_callers_own(end.status):
             data = shortened(data)
@@ -284,7 +284,8 @@ class PayloadWriter:
             if kind == BEGIN:
                 record.segment = outbox.newest
                 self._open[record.id] = record
-            record.written += data
+            record.written.append(data)
+            record.written_bytes += len(data)
             self._open_bytes += len(data)
         if newest != outbox.newest:
             self._wake.set()
@@ -295,8 +296,8 @@ class PayloadWriter:
 
     def _forget(self, record: OpenRecord) -> None:
         if self._open.pop(record.id, None) is not None:
-            self._open_bytes -= len(record.written)
-        record.written = b""
+            self._open_bytes -= record.written_bytes
+        record.written, record.written_bytes = [], 0
 
     def _first_needed(self, outbox: Outbox) -> int:
         return next((record.segment for record in self._open.values()), outbox.newest)
@@ -307,7 +308,10 @@ class PayloadWriter:
         if outbox.refusal is None:
             behind = max(_OLD_SEGMENTS, _COPY_SHARE * self._open_bytes // outbox.segment_bytes)
         for record in list(self._open.values()):
-            if outbox.newest - record.segment < behind or not outbox.append(BEGIN, record.id, record.written):
+            if outbox.newest - record.segment < behind:
+                break
+            record.written = [b"".join(record.written)]
+            if not outbox.append(BEGIN, record.id, record.written[0]):
                 break
             self._open[record.id] = self._open.pop(record.id)
             record.segment = outbox.newest

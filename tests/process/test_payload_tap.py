@@ -5,6 +5,7 @@ import hashlib
 import logging
 import threading
 import uuid
+from collections import deque
 from contextlib import suppress
 
 import numpy as np
@@ -569,6 +570,33 @@ async def test_a_begin_larger_than_a_segment_waits_for_one_of_its_size(taps):
     tap = taps.start()
     assert await begin(tap, prompt="x" * (3 << 20)).flushed()
     assert any(b"x" * (3 << 20) in path.read_bytes() for path in segments(taps.spool))
+
+
+async def test_the_end_of_a_large_record_is_not_for_the_event_loop(taps, ingest):
+    tap = taps.start(ingest.target)
+    large = begin(tap, "large", prompt="x" * 300_000)
+    await until(lambda: tap.queued_bytes == 0)
+    large.chunk("small", [1])
+    tap._writer.write_gathered()
+    assert tap.queued_bytes == 0, "a small part of it is"
+    large.end("OK")
+    begin(tap, "behind it").end("OK")
+    assert tap.spooled == 0
+    assert {record.request_id: record.text for record in await recorded(tap, ingest)} == {
+        "large": "small",
+        "behind it": "",
+    }
+
+
+@pytest.mark.parametrize("rules", [None, REDACTING])
+async def test_a_put_does_not_look_at_the_parts_that_wait(taps, ingest, rules):
+    class Waiting(deque):
+        __iter__ = None  # The other thread may change it meanwhile.
+
+    tap = taps.start(ingest.target, rules)
+    tap._writer._puts = Waiting()
+    begin(tap).end("OK")
+    assert len(await recorded(tap, ingest)) == 1
 
 
 @pytest.mark.parametrize("rules", [None, REDACTING])
