@@ -22,9 +22,12 @@ class ScriptedCall:
             raise self._error
         chunk = self._chunks.pop(0) if self._chunks else None
         is_last = not self._chunks
-        return (
-            None if chunk is None else TokenChunk(list(chunk), finish_reason=self._finish_reason if is_last else None)
-        )
+        if chunk is None:
+            return None
+        self.engine_s += 1.0
+        logprobs, top = [-float(token) for token in chunk], [{token: -float(token)} for token in chunk]
+        reason = self._finish_reason if is_last else None
+        return TokenChunk(list(chunk), logprobs=logprobs, top_logprobs=top, finish_reason=reason)
 
     def close(self):
         self.is_closed = True
@@ -83,6 +86,26 @@ async def test_the_last_call_that_differs_lets_the_answer_resume():
     ids += (await call.read()).token_ids
     with pytest.raises(DrainingError, match="other tokens"):
         await call.read()
+
+
+async def test_tokens_that_the_answer_has_already_are_left_out_with_their_log_probabilities():
+    ids = []
+    first, other = ScriptedCall([1], None, [2, 3]), ScriptedCall([1, 2])
+    call = ParallelCall(first, 2, lambda calls: other if calls == [first] else None, ids)
+    ids += (await call.read()).token_ids
+    chunk = await call.read()
+    assert (chunk.token_ids, chunk.logprobs, chunk.top_logprobs) == ([2], [-2.0], [{2: -2.0}])
+    assert chunk.engine_s == 2.0, "both predictors have worked for it"
+
+
+async def test_a_whole_answer_of_the_replacement_has_moved_and_keeps_the_engine_time_of_both():
+    first, other, ids = ScriptedCall([1, 2], None, [3]), ScriptedCall([3, 4], finish_reason="stop"), []
+    call = ParallelCall(first, 1, lambda calls: other if calls == [first] else None, ids)
+    ids += (await call.read()).token_ids
+    first.is_leaving, other.has_begun = True, False
+    chunk = await call.read()
+    assert (chunk.token_ids, chunk.resumed, chunk.engine_s) == ([3, 4], True, 2.0)
+    assert first.is_closed
 
 
 async def test_calls_that_always_differ_are_not_replaced_for_ever():

@@ -141,6 +141,8 @@ class ParallelCall:
             chunk.logprobs, chunk.top_logprobs = chunk.logprobs[known:], chunk.top_logprobs[known:]
         if not chunk.token_ids and chunk.finish_reason is None:
             return None
+        while self._calls == 1 and runner is not self._runners[0]:
+            self._end(self._runners[0])  # It is about to stop, and this one has begun.
         if self._has_moved:
             chunk.resumed, self._has_moved = True, False
         # All of them work for it.
