@@ -46,6 +46,7 @@ _SEGMENT_NAME = re.compile(r"\d{20}\.segment")
 _MAX_SEGMENT_BYTES = 1 << 20
 _SEGMENTS = 16  # The least in a full outbox: space is freed one segment at a time.
 _SMALLER = 16  # A disk without room for a segment may have some for this fraction of one.
+_OVER = 16  # The fraction of the maximum by which ends may exceed it.
 _ROOT_WAIT_S = 5.0
 
 
@@ -102,9 +103,9 @@ class Outbox:
         self._held = lock
         self._max_bytes = max_bytes
         self._newest = segments[-1] if segments else Segment(Path("0"), 0)  # The latter is full.
-        self._spare: Segment | None = None
-        self._large: Segment | None = None  # For a frame that is larger than a segment usually is.
-        self._wanted = 0  # The size of a frame that found no room.
+        self._spares: deque[Segment] = deque()  # What follows; the last one is kept for ends.
+        self._is_kept = False  # Whether the newest one is, because there is no room for another.
+        self._wanted = (0, False)  # The size of a frame that found no room, and whether it is an end.
         self._last = 0  # The number of the last segment.
 
     @property
@@ -122,12 +123,15 @@ class Outbox:
         """The size of the frames on disk."""
         return sum(segment.used for segment in tuple(self.segments))
 
-    def append(self, kind: int, record_id: bytes, contents: bytes) -> bool:
-        """Appends a frame; False if there is no room: then `refusal` has the reason, or there will be room soon."""
+    def append(self, kind: int, record_id: bytes, contents: bytes, is_end: bool = False) -> bool:
+        """Appends a frame; False if there is no room: then `refusal` has the reason, or there will be room soon.
+
+        `is_end`: of a record that has begun; room is kept for it, also above the maximum and on a full disk.
+        """
         size = _HEADER_BYTES + len(contents)
         mapped = self._newest.mapped
-        if mapped is None or self._newest.used + size > self._newest.size:
-            mapped = self._next_segment(size)
+        if mapped is None or self._newest.used + size > self._newest.size or (self._is_kept and not is_end):
+            mapped = self._next_segment(size, is_end)
         if mapped is None:
             return False
         rest = _REST.pack(len(contents), kind, self.next_number, record_id)
@@ -144,17 +148,11 @@ class Outbox:
 
     def prepare(self, others_bytes: int) -> None:
         """Creates the segments that are missing; `others_bytes` is the size of other outboxes within the maximum."""
-        wanted, self._wanted = self._wanted, 0
-        if self._spare is None:
-            small = max(1, self.segment_bytes // _SMALLER)
-            self._spare = self._create(self.segment_bytes, others_bytes) or self._create(small, others_bytes)
-        if self._spare is not None and wanted <= self._spare.size:
-            self.refusal = None
-        elif wanted:
-            if self._large is None:
-                self._large = self._create(wanted, others_bytes)
-            if self._large is not None:
-                self.refusal = None if wanted <= self._large.size else FULL
+        (wanted, is_end), self._wanted = self._wanted, (0, False)
+        refusal = self._prepare(wanted, is_end, others_bytes)
+        if refusal is not None and wanted:
+            self._prepare(0, False, others_bytes)  # Smaller frames go on.
+        self.refusal = refusal
 
     def delete_before(self, number: int) -> bool:
         """Deletes the segments before one, except the newest; returns whether there were any."""
@@ -169,65 +167,77 @@ class Outbox:
     def close(self) -> None:
         """Releases the folder; the next process may take it over."""
         self._newest.close()
-        for segment in filter(None, (self._spare, self._large)):
+        for segment in self._spares:
             segment.close()
             segment.path.unlink(missing_ok=True)
         os.close(self._held)
 
     def remove(self) -> None:
         """Deletes the folder and its contents."""
-        for segment in filter(None, (self._newest, self._spare, self._large)):
+        for segment in (self._newest, *self._spares):
             segment.close()
         with _locked(self._folder.parent):
             _remove(self._folder, self._held)
         self.segments.clear()
 
-    def _create(self, size: int, others_bytes: int) -> Segment | None:
-        """A new segment; None if there is no room, and `refusal` says why."""
-        waiting = (*self.segments, *filter(None, (self._spare, self._large)))
-        if sum(segment.size for segment in waiting) + others_bytes + size > self._max_bytes:
-            self.refusal = FULL
-            return None
+    def _prepare(self, wanted: int, is_end: bool, others_bytes: int) -> str | None:
+        """Creates a segment for a frame of this size, and another one to keep; returns why it cannot."""
+        while True:
+            spares = tuple(self._spares)
+            at = _fitting(spares, wanted)
+            if at + 1 < len(spares):
+                return None
+            taken = sum(segment.size for segment in (*self.segments, *spares)) + others_bytes
+            needed = wanted if at == len(spares) else 0
+            most = self._max_bytes
+            if is_end or needed <= self.segment_bytes:
+                most += most // _OVER
+            least = max(1, needed, self.segment_bytes // _SMALLER)
+            if taken + least > most or (not needed and spares and taken > self._max_bytes):
+                return FULL
+            if not (self._create(max(least, min(self.segment_bytes, most - taken))) or self._create(least)):
+                return DISK
+
+    def _create(self, size: int) -> bool:
         self._last += 1
         path = self._folder / f"{self._last:020d}.segment"
         try:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             try:
                 os.posix_fallocate(file, 0, size)
-                return Segment(path, size, file)
+                self._spares.append(Segment(path, size, file))
             except OSError:
                 os.close(file)
                 path.unlink()
                 raise
         except OSError as error:
             logger.debug("a segment of %d bytes: %s", size, error)
-            self.refusal = DISK
-            return None
+            return False
+        return True
 
-    def _next_segment(self, size: int) -> mmap.mmap | None:
+    def _next_segment(self, size: int, is_end: bool) -> mmap.mmap | None:
         """Goes on in a segment that is prepared; None if there is none for a frame of this size."""
-        spare, large = self._spare, self._large
-        chosen = next((one for one in (spare, large) if one is not None and size <= one.size), None)
-        if chosen is None:
-            self._wanted = max(self._wanted, size)
+        spares = tuple(self._spares)
+        at = _fitting(spares, size)
+        takes_kept = is_end and self.refusal is not None
+        if at + 1 > len(spares) - (not takes_kept):
+            if is_end or self.refusal is None:
+                self._wanted = max(self._wanted, (size, is_end))
             return None
-        old, self._newest = self._newest, chosen
-        if self.syncs and old.file is not None:
-            os.fdatasync(old.file)
-        old.close()
-        # Their numbers are the order in which they are read: an earlier one stays empty.
-        used = sorted(
-            (one for one in (spare, large) if one and one.number <= chosen.number), key=lambda one: one.number
-        )
-        for one in used:
-            self.segments.append(one)
-            if one is not chosen:
-                one.close()
-        if spare in used:  # Otherwise another one may have been prepared meanwhile.
-            self._spare = None
-        if large in used:
-            self._large = None
-        return chosen.mapped
+        if self.syncs:
+            self.sync()
+        # Their numbers are the order in which they are read: earlier ones stay empty.
+        for _ in range(at + 1):
+            self._newest.close()
+            self._newest = self._spares.popleft()
+            self.segments.append(self._newest)
+        self._is_kept = not self._spares
+        return self._newest.mapped
+
+
+def _fitting(spares: Sequence[Segment], size: int) -> int:
+    """The index of the first segment for a frame of this size; their number if there is none."""
+    return next((at for at, spare in enumerate(spares) if size <= spare.size), len(spares))
 
 
 def frames(data: bytes, at: int, end: int, is_last: bool = False) -> Iterator[tuple[int, Frame | None]]:

@@ -170,7 +170,7 @@ class PayloadWriter:
 
     def _pump(self, outbox: Outbox, most_bytes: float = float("inf")) -> None:
         """Writes what is put, as far as there is room, up to a part of more than `most_bytes`."""
-        while self._ends and self._append(outbox, self._ends[0], self._ends[0].encoded or b""):
+        while self._ends and self._append(outbox, self._ends[0], self._ends[0].encoded or b"", has_begun=True):
             self._ends.popleft()
         done: list[Write] = []
         while self._puts:
@@ -215,7 +215,7 @@ class PayloadWriter:
             if write.end is not None:
                 self._forget(record)
             return True
-        if not self._append(outbox, write, write.encoded):
+        if not self._append(outbox, write, write.encoded, has_begun=bool(record.written)):
             if outbox.refusal is None:
                 return False
             return self._refused(outbox, write, outbox.refusal)
@@ -271,10 +271,10 @@ class PayloadWriter:
             return False
         return True
 
-    def _append(self, outbox: Outbox, write: Write, data: bytes) -> bool:
+    def _append(self, outbox: Outbox, write: Write, data: bytes, *, has_begun: bool) -> bool:
         record, newest = write.record, outbox.newest
         kind = WHOLE if write.end is not None else MORE if record.written else BEGIN
-        if not outbox.append(kind, record.id, data):
+        if not outbox.append(kind, record.id, data, is_end=has_begun and kind == WHOLE):
             return False
         if kind == WHOLE:
             self._forget(record)
@@ -327,7 +327,7 @@ class PayloadWriter:
         if not record.written:
             less = without_contents(write.encoded or b"") + INCOMPLETE
             self._lose(record, reason)
-            self._append(outbox, write, less)
+            self._append(outbox, write, less, has_begun=False)
             return True
         write.encoded = (write.encoded or b"") + (INCOMPLETE if record.incomplete else b"")
         self._ends.append(write)

@@ -38,7 +38,7 @@ REDACTING = PayloadRules(redactions=[Redaction("$.parameters.absent", None)])
 def full(tap, patch):
     """Leaves the outbox of a tap no room on its disk."""
     outbox = tap._boxes[0]
-    patch.setattr(outbox, "append", lambda *_: False)
+    patch.setattr(outbox, "append", lambda *_, **__: False)
     patch.setattr(outbox, "prepare", lambda _: None)
     patch.setattr(outbox, "refusal", DISK)
 
@@ -642,7 +642,7 @@ async def test_a_hanging_disk_delays_one_request_for_a_second_and_the_next_not_a
         allocate(*arguments)
 
     tap = taps.start()
-    await until(lambda: tap._boxes[0]._spare)
+    await until(lambda: len(tap._boxes[0]._spares) == 2)
     monkeypatch.setattr(payload_outbox.os, "posix_fallocate", hanging)
     try:
         large = {"prompt": "x" * (3 << 20)}

@@ -90,6 +90,7 @@ def test_a_frame_may_be_larger_than_a_segment_and_one_without_room_takes_none_fr
     own.prepare(0)
     assert own.append(WHOLE, ID, bytes(200_000))
     for _ in range(10):
+        own.prepare(0)
         assert not own.append(WHOLE, ID, bytes(900_000))
         own.prepare(0)
         assert own.refusal == FULL
@@ -97,10 +98,11 @@ def test_a_frame_may_be_larger_than_a_segment_and_one_without_room_takes_none_fr
     assert len(own.segments) <= 8
 
 
-def test_a_disk_without_room_refuses(root, monkeypatch):
-    def no_room(*_):
-        raise OSError(28, "No space left on device")
+def no_room(*_):
+    raise OSError(28, "No space left on device")
 
+
+def test_a_disk_without_room_refuses(root, monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", no_room)
     own, _ = open_outboxes(root, 1 << 20)
     assert not own.append(WHOLE, ID, b"a")
@@ -108,6 +110,27 @@ def test_a_disk_without_room_refuses(root, monkeypatch):
     monkeypatch.undo()
     own.prepare(0)
     assert own.append(WHOLE, ID, b"a")
+
+
+@pytest.mark.parametrize("reason", [FULL, DISK])
+def test_ends_of_records_that_have_begun_have_room_of_their_own(root, monkeypatch, reason):
+    own, _ = open_outboxes(root, 1 << 20)
+    if reason == DISK:
+        monkeypatch.setattr(os, "posix_fallocate", no_room)
+    while own.append(BEGIN, ID, bytes(5000)) or own.refusal is None:
+        own.prepare(0)
+    assert own.refusal == reason
+    ends = 0
+    while own.append(WHOLE, ID, bytes(5000), is_end=True):
+        assert not own.append(BEGIN, ID, b"a"), "nothing else takes it"
+        own.prepare(0)
+        ends += 1
+    assert ends >= 12
+    assert sum(path.stat().st_size for path in root.glob("*/*.segment")) <= (1 << 20) * 17 // 16
+    monkeypatch.undo()
+    own.delete_before(own.newest)
+    own.prepare(0)
+    assert own.append(BEGIN, ID, b"a")
 
 
 def test_folders_without_an_owner_are_taken_over_once_and_removed_when_they_are_empty(root):
