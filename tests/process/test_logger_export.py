@@ -204,6 +204,20 @@ async def test_records_that_are_committed_during_the_export_are_left_to_the_next
     assert not (tmp_path / "payloads.sqlite3-wal").stat().st_size
 
 
+async def test_no_record_is_missing_because_others_are_deleted_while_it_is_read(store, tmp_path, monkeypatch):
+    await store.append([recorded(number) for number in range(1, 4)])
+    fitting = reading.fitting
+
+    def delete_first(rows, room):
+        with closing(sqlite3.connect(tmp_path / "payloads.sqlite3")) as other, other:
+            other.execute("DELETE FROM records WHERE record_id = ?", (str(uuid.UUID(int=1)),))
+        return min(1, fitting(rows, room))
+
+    monkeypatch.setattr(reading, "fitting", delete_first)
+    with snapshot.Snapshot(tmp_path / "payloads.sqlite3", export._filters(export._parse(("--output", "-")))) as taken:
+        assert [uuid.UUID(record.record_id).int for record in taken.records()] == [1, 2, 3]
+
+
 async def test_the_file_is_private_and_appears_when_it_is_complete(store, run, tmp_path, monkeypatch):
     await store.append([recorded(1)])
     out = tmp_path / "folder" / "out.jsonl"

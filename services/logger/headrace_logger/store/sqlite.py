@@ -202,6 +202,8 @@ def _open_for_reading(path: Path, connections: int) -> sql.Engine:
     url = sql.URL.create("sqlite", database=database, query={"mode": "ro", "uri": "true"})
     engine = sql.create_engine(url, pool_size=connections, max_overflow=0)
     _configure(engine, f"busy_timeout = {BUSY_MS}")
+    # The driver does not begin a transaction by itself before SELECT.
+    sql.event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
     return engine
 
 
