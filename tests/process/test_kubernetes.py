@@ -44,6 +44,7 @@ SERVICES: dict[str, type[ServiceSettings]] = {
 }
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
 OTHERS = re.compile(r"OTEL_|HF_TOKEN$|GATEWAY_TRACE_PERCENT$|OMP_NUM_THREADS$")
+FLUSH_S = 10  # Of the last records and spans, after a drain.
 MAX_ANNOTATION = 262144  # Of a resource; `kubectl apply` writes all of it into one.
 
 
@@ -135,6 +136,19 @@ def test_the_wiring_is_that_of_compose(base):
         if name == "envoy":
             assert float(own.pop("DRAIN_S")) >= float(fixed.pop("DRAIN_S"))
         assert fixed.items() <= own.items()
+
+
+def test_a_pod_has_longer_than_its_drains_to_end(rendered):
+    for documents in rendered.values():
+        for workload in workloads(documents).values():
+            grace = pod(workload)["terminationGracePeriodSeconds"]
+            assert grace >= float(COMPOSE["x-hardened"]["stop_grace_period"].removesuffix("s"))
+            for container in pod(workload)["containers"]:
+                name, own = container["name"], environment(documents, container)
+                wait = float(container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [0])[-1])
+                default = SERVICES[name].model_fields["drain_s"].default if name in SERVICES else 0
+                drain = float(own.get("DRAIN_S" if name == "envoy" else f"{name.upper()}_DRAIN_S", default))
+                assert grace >= wait + drain + FLUSH_S
 
 
 def test_every_pod_is_as_hardened_as_in_compose(rendered):

@@ -52,6 +52,31 @@ def test_policies_allow_the_connections_of_compose_and_no_others(rendered, compo
     assert allowed == {pair for pair in joined if set(pair) <= pods}
 
 
+def test_policies_allow_only_the_ports_that_are_called(rendered):
+    found = set(connections(rendered["observability"]))
+    spans = {(name, "jaeger", 4317) for name in ("gateway", "predictor", "logger")}
+    assert found == spans | {
+        ("gateway", "gateway", 9001),
+        ("gateway", "gateway", 9003),
+        ("gateway", "gateway", 8090),
+        ("gateway", "predictor", 9000),
+        ("gateway", "predictor", 9004),
+        ("gateway", "logger", 9002),
+        ("predictor", "gateway", 8090),
+    }
+    # From outside the namespace: the public port, and Prometheus.
+    scrapes = of_kind(rendered["observability"], "NetworkPolicy")["scrapes"]["spec"]["ingress"]
+    assert {port["port"] for rule in scrapes for port in rule["ports"]} == {9100, 9101, 9102, 8090}
+    (public,) = (
+        each for each in of_kind(rendered["base"], "NetworkPolicy")["gateway"]["spec"]["ingress"] if "from" not in each
+    )
+    assert [each["port"] for each in public["ports"]] == [8080]
+    (tls,) = (
+        each for each in of_kind(rendered["tls"], "NetworkPolicy")["gateway"]["spec"]["ingress"] if "from" not in each
+    )
+    assert [each["port"] for each in tls["ports"]] == [8443]
+
+
 def test_policies_deny_what_they_do_not_allow_and_lead_outside_for_names_alone(rendered):
     """In both directions; the hub needs its component, and metrics theirs."""
     deny = of_kind(rendered["base"], "NetworkPolicy")["default-deny"]["spec"]

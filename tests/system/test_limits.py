@@ -237,6 +237,22 @@ async def test_a_keys_monthly_tokens_are_those_of_the_log(keyed: tuple[Stack, Pa
     await until(is_counted)
 
 
+async def test_requests_in_flight_of_a_key_are_limited(keyed: tuple[Stack, Path]) -> None:
+    stack, _ = keyed
+    request = headrace_pb2.GenerateRequest(model=MODEL, prompt="Once", max_tokens=500, ignore_eos=True)
+    async with channel(stack.gateway) as open_channel:
+        stub, options = TextGenerationStub(open_channel), {"metadata": tuple(bearer("narrow").items()), "timeout": 60}
+        first = stub.Generate(request, **options)
+        await first.read()
+        assert await status_of(lambda: last_of(stub.Generate(request, **options))) == "RESOURCE_EXHAUSTED"
+        first.cancel()
+
+        async def is_free() -> bool:
+            return await status_of(lambda: last_of(stub.Generate(request, **options))) == OK
+
+        await until(is_free)
+
+
 # Each takes up to 40 tokens: the path, the body with `{n}` for how many, and the model.
 WAYS_BY_REST: dict[str, tuple[str, dict[str, Any]]] = {
     "completions": ("/v1/completions", {"prompt": "Once", "max_tokens": 39}),
