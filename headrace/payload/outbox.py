@@ -249,20 +249,24 @@ def frames(data: bytes, at: int, end: int, is_last: bool = False) -> Iterator[tu
     while end - at >= _HEADER_BYTES:
         length, kind, number, record_id = _REST.unpack_from(data, at + _CRC.size)
         following = at + _HEADER_BYTES + length
-        if not kind and not length:
-            return
         checked = data[at + _CRC.size : following] if following <= end else b""
         if checked and zlib.crc32(checked) == _CRC.unpack_from(data, at)[0]:
             yield following, Frame(kind, number, record_id, checked[_REST.size :])
             was_bad = False
-        elif was_bad or following >= end or not any(data[following : following + _HEADER_BYTES]):
-            if not is_last or was_bad:
+        elif _is_zero(data, at, end):
+            return
+        elif was_bad or _is_zero(data, following, following + _HEADER_BYTES):
+            if was_bad or not is_last or following > end or not _is_zero(data, following, end):
                 yield end, None
             return
         else:
             yield following, None
             was_bad = True
         at = following
+
+
+def _is_zero(data: bytes, at: int, end: int) -> bool:
+    return not data[at:end].strip(b"\0")
 
 
 def open_outboxes(root: Path, max_bytes: int) -> tuple[Outbox, list[Outbox]]:
@@ -305,10 +309,20 @@ def _take_over(folder: Path, max_bytes: int) -> Outbox | None:
         os.close(lock)
         return None
     paths = sorted(path for path in folder.iterdir() if _SEGMENT_NAME.fullmatch(path.name))
+    while paths and _is_unused(paths[-1]):
+        paths.pop()
     if segments := [Segment(path, size) for path in paths if (size := path.stat().st_size)]:
         return Outbox(folder, lock, max_bytes, segments)
     _remove(folder, lock)
     return None
+
+
+def _is_unused(path: Path) -> bool:
+    """Whether a segment was only prepared."""
+    try:
+        return not path.read_bytes().strip(b"\0")
+    except OSError:
+        return False  # Its reader counts it.
 
 
 @contextlib.contextmanager

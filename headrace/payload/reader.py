@@ -55,22 +55,20 @@ class OutboxReader:
         except OSError as error:
             logger.warning("%s cannot be read: %s", segment.path, error.strerror)
             self._base, self._data, self._at = segment.used, b"", segment.used
-            self._damaged()
+            self._lose()
         return bool(self._data)
 
     def _next_here(self) -> tuple[int, Frame] | None:
         segment = self._segment
         if segment is None or (self._at == self._base + len(self._data) and not self._load(segment)):
             return None
-        is_last, end = self.segment == self._outbox.newest, len(self._data)
+        is_last, end = self._aborts and self.segment == self._outbox.newest, len(self._data)
         for following, frame in frames(self._data, self._at - self._base, end, is_last):
             following += self._base
             self._at = following
             if frame is None:
                 logger.warning("%s is damaged before byte %d", segment.path, following)
-                self._damaged()
-                for *_, parts in self._open.values():
-                    parts += INCOMPLETE
+                self._lose()
             elif frame.kind == WHOLE:
                 self._open.pop(frame.record_id, None)
                 return self.segment, frame
@@ -81,6 +79,12 @@ class OutboxReader:
                 opened[2].extend(frame.contents)
         self._at = self._base + end
         return None
+
+    def _lose(self) -> None:
+        """Any record that is open may have lost a part."""
+        self._damaged()
+        for *_, parts in self._open.values():
+            parts += INCOMPLETE
 
     def _abort(self) -> tuple[int, Frame]:
         """Ends the first record that has not ended, whose process has."""

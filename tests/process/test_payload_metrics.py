@@ -6,12 +6,12 @@ import threading
 import pytest
 
 from headrace.payload import shipper as payload_shipper
-from headrace.payload.drops import FULL, MEMORY, REASONS
+from headrace.payload.drops import DAMAGED, FULL, MEMORY, REASONS
 from headrace.payload.metrics import REASON, observe_tap
 from headrace.payload.outbox import Outbox
 from headrace.payload.rules import PayloadRules
 from tests.support.measured import Measured
-from tests.support.payload_ingest import away, begin, listening
+from tests.support.payload_ingest import away, begin, listening, segments
 from tests.waiting import until
 
 GAUGES = ("headrace.payload.queued_bytes", "headrace.payload.spool_bytes", "headrace.payload.spool_age")
@@ -87,6 +87,21 @@ async def test_dropped_records_are_counted_by_reason(taps):
     begin(full).end("OK")
     await until(lambda: shown.dropped[FULL] == 1)
     assert shown.value("spooled") == 0
+
+
+async def test_a_damaged_spool_is_counted_and_logged(taps, caplog):
+    tap = taps.start(target := away())
+    for number in range(3):
+        begin(tap, f"r{number}", prompt="prompt").end("OK")
+    await until(lambda: tap.spooled == 3)
+    await taps.close(tap)
+    [path] = segments(taps.spool)
+    path.write_bytes(path.read_bytes().replace(b"r1", b"r0"))
+    shown = Shown(taps.start(target))
+    async with listening(target) as ingest:
+        await ingest.until(lambda: {record.request_id for record in ingest.records} == {"r0", "r2"})
+    assert shown.dropped == dict.fromkeys(REASONS, 0) | {DAMAGED: 1}
+    assert any("is damaged before byte" in record.getMessage() for record in caplog.records)
 
 
 async def test_records_that_wait_for_the_disk_are_counted(taps, monkeypatch):

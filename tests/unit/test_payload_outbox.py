@@ -6,6 +6,7 @@ import uuid
 import pytest
 
 from headrace.errors import StartupError
+from headrace.payload import outbox as payload_outbox
 from headrace.payload.drops import DISK, FULL
 from headrace.payload.outbox import BEGIN, MORE, WHOLE, frames, open_outboxes
 
@@ -148,6 +149,14 @@ def test_folders_without_an_owner_are_taken_over_once_and_removed_when_they_are_
     third.remove()
     assert {path.name for path in root.iterdir()} >= {"lock", "foreign"}
     assert not (root / own.source).exists()
+
+
+def test_a_root_that_stays_locked_is_a_startup_error(root, monkeypatch):
+    own, _ = open_outboxes(root, 1 << 20)
+    monkeypatch.setattr(payload_outbox, "_ROOT_WAIT_S", 0.05)
+    with payload_outbox._locked(root), pytest.raises(StartupError, match="cannot be used"):
+        open_outboxes(root, 1 << 20)
+    own.remove()
 
 
 def test_a_folder_that_cannot_be_used_is_a_startup_error(tmp_path):

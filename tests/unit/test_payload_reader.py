@@ -9,7 +9,7 @@ from headrace.payload.outbox import BEGIN, MORE, WHOLE, open_outboxes
 from headrace.payload.reader import OutboxReader
 from headrace_protos.headrace_pb2 import PayloadChunk, PayloadRecord
 
-A, B, C = (uuid.UUID(int=number).bytes for number in range(1, 4))
+A, B, C, D = (uuid.UUID(int=number).bytes for number in range(1, 5))
 
 
 @pytest.fixture
@@ -29,9 +29,10 @@ def append(outbox, kind, record_id, **fields):
         outbox.prepare(0)
 
 
-def taken_over(root):
+def taken_over(root, before=lambda: None):
     """The records that the next process reads, by their sequences, and how often it found damage."""
     own, [orphan] = open_outboxes(root, 1 << 20)
+    before()
     damage = []
     reader = OutboxReader(orphan, "here", lambda: damage.append(True), aborts=True)
     found = []
@@ -57,3 +58,48 @@ def test_records_without_an_end_are_aborted_under_the_same_ascending_numbers_eac
     _, b, _ = (record for _, record in found)
     assert (b.status, b.failed_hop, b.chunks[0].text, b.duration_ms) == ("ABORTED", "here", "so far", 7)
     assert b.message
+
+
+def test_a_frame_within_which_the_process_was_killed_is_no_damage(own, tmp_path):
+    append(own, BEGIN, A, request_id="a")
+    at = own.size
+    append(own, MORE, A, chunks=[PayloadChunk(text="x" * 100)])
+    own._newest.mapped[at + 60 : own.size] = bytes(own.size - at - 60)
+    kill(own)
+    [(_, record)], damage = taken_over(tmp_path)
+    assert (damage, record.incomplete, len(record.chunks)) == (0, False, 0)
+
+
+@pytest.mark.parametrize("place", [6, 40, None], ids=["length", "contents", "all before it"])
+@pytest.mark.parametrize("is_last", [True, False])
+def test_damage_is_counted_once_and_makes_open_records_incomplete(own, tmp_path, place, is_last):
+    append(own, BEGIN, A, request_id="a")
+    at = own.size
+    append(own, WHOLE, B, request_id="b", status="OK")
+    append(own, WHOLE, C, request_id="c", status="OK", message="m" * 20)
+    segment = own._newest
+    for damaged in range(at, segment.used - 20) if place is None else [at + place]:
+        segment.mapped[damaged] ^= 0x55
+    if not is_last:
+        append(own, WHOLE, D, prompt="p" * 65_300)
+    assert (own.newest == segment.number) == is_last
+    kill(own)
+    found, damage = taken_over(tmp_path)
+    *others, a = (record for _, record in found)
+    assert (damage, a.request_id, a.status, a.incomplete) == (1, "a", "ABORTED", True)
+    assert [record.request_id for record in others] == ["c"] * (place == 40) + [""] * (not is_last)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_follows_an_unreadable_or_missing_segment_is_read(own, tmp_path, is_known):
+    append(own, BEGIN, A, request_id="a")
+    for record_id in (B, C, D):
+        append(own, WHOLE, record_id, prompt="p" * 60_000)
+    assert len(own.segments) == 3
+    unlink = own.segments[1].path.unlink
+    if not is_known:
+        unlink()
+    kill(own)
+    found, damage = taken_over(tmp_path, unlink if is_known else lambda: None)
+    assert [record.record_id[-1] for _, record in found] == ["2", "4", "1"]
+    assert (damage, found[-1][1].incomplete) == (is_known, is_known)
