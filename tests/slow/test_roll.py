@@ -88,6 +88,7 @@ async def story_of(gateway, tokens=TOKENS):
 
 async def test_a_roll_under_load_fails_no_call_and_applies_the_present_settings(new_stack):
     stack = await new_stack(
+        predictors=2,  # They are replaced one by one.
         models="storyteller=models/storyteller",
         commands={"predictor": (sys.executable, "-m", "bench.paced_predictor")},
         environment={"predictor": PACE},
