@@ -16,7 +16,7 @@ once more in raw form. A pattern cannot see the text of token ids: any pattern t
 ids, and an answer loses the ids and log probabilities of its chunks up to the last one that a match touches (ids run
 ahead of their text, never behind it). A match may span chunks: its replacement is in the chunk where it begins.
 
-A record whose prompt or parameters a rule changes has no `prompt_ids` (outbox/frames.py). Paths into `parameters` cover
+A record whose prompt or parameters a rule changes has no `prompt_ids` (encoding.py). Paths into `parameters` cover
 `sampling` too.
 
 Parameters that are no valid JSON, because they were cut off, are redacted whole. Rules are parsed at start-up, from the
