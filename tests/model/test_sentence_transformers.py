@@ -24,7 +24,7 @@ from headrace_predictor.settings import PredictorSettings
 from headrace_protos.inference_pb2 import ModelInferRequest
 from headrace_transformer.inference.rows import RowReader
 from headrace_transformer.models.models import model_of
-from headrace_transformer.predictors.descriptions import described
+from headrace_transformer.predictors.discovery.descriptions import described
 from headrace_transformer.processes.body_processes import BodyProcesses
 from headrace_transformer.text.model_text import read_text
 from tests.random_encoders import FAMILIES, TEXTS, WORDS, save_random_type, save_words_tokenizer

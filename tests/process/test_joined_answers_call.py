@@ -3,7 +3,7 @@
 from headrace.deadline import NO_DEADLINE
 from headrace.oip.joined_answers import JOINS_ANSWERS, joined
 from headrace_protos.inference_pb2 import ModelInferResponse, ModelStreamInferResponse
-from headrace_transformer.predictors.client import PredictorClient
+from headrace_transformer.predictors.oip.client import PredictorClient
 from tests.process.foreign_server import ForeignServer, foreign_server
 
 

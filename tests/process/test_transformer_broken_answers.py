@@ -8,7 +8,7 @@ import pytest
 
 from headrace.oip.tensors import Tensor, add_input, bytes_tensor
 from headrace_protos import inference_pb2 as pb
-from headrace_transformer.predictors.answers import BrokenAnswerError, outputs_of
+from headrace_transformer.predictors.oip.answers import BrokenAnswerError, outputs_of
 from tests.process.foreign_server import ForeignServer, foreign_server
 from tests.support.transformer_fixtures import transformer
 from tests.system.calls import each, text_request

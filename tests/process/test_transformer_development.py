@@ -13,8 +13,8 @@ from headrace.rpc.server.handlers import Interceptor
 from headrace_protos import headrace_pb2 as pb
 from headrace_protos import headrace_pb2_grpc
 from headrace_transformer.frontends.grpc import development
-from headrace_transformer.predictors.client import PredictorClient
-from headrace_transformer.predictors.replicas import Replicas
+from headrace_transformer.predictors.discovery.replicas import Replicas
+from headrace_transformer.predictors.oip.client import PredictorClient
 from tests.process.foreign_server import one_service
 
 REQUEST = pb.KillPredictorRequest(request_id="mine")

@@ -9,12 +9,12 @@ from headrace.errors import NotReadyError, OtherWeightsError
 from headrace.rpc.client.interceptors import ClientSpan
 from headrace.sampling import SamplingParameters
 from headrace_protos import steps_pb2 as pb
-from headrace_transformer.predictors import link as link_module
-from headrace_transformer.predictors import links as links_module
-from headrace_transformer.predictors import resolver
-from headrace_transformer.predictors.crashes import PredictorLostError
-from headrace_transformer.predictors.link_call import LinkCall
-from headrace_transformer.predictors.links import Links
+from headrace_transformer.predictors.discovery import resolver
+from headrace_transformer.predictors.link import link as link_module
+from headrace_transformer.predictors.link import links as links_module
+from headrace_transformer.predictors.link.link_call import LinkCall
+from headrace_transformer.predictors.link.links import Links
+from headrace_transformer.predictors.resume.crashes import PredictorLostError
 from tests.support.scripted_predictor import MODEL, ScriptedPredictor, falls_silent, holds_until, serving
 from tests.waiting import until
 

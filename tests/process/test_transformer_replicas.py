@@ -9,10 +9,10 @@ import pytest
 from headrace.deadline import NO_DEADLINE
 from headrace.errors import HeadraceError, HopBrokenError
 from headrace_protos import inference_pb2 as pb
-from headrace_transformer.predictors import replicas as module
-from headrace_transformer.predictors import resolver
-from headrace_transformer.predictors.client import PredictorClient
-from headrace_transformer.predictors.replicas import ModelState, Replicas, merged, summed
+from headrace_transformer.predictors.discovery import replicas as module
+from headrace_transformer.predictors.discovery import resolver
+from headrace_transformer.predictors.discovery.replicas import ModelState, Replicas, merged, summed
+from headrace_transformer.predictors.oip.client import PredictorClient
 from tests.support.scripted_predictor import MODEL, ScriptedPredictor, serving
 
 

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from headrace_transformer.predictors import resolver as module
-from headrace_transformer.predictors.resolver import Resolver
+from headrace_transformer.predictors.discovery import resolver as module
+from headrace_transformer.predictors.discovery.resolver import Resolver
 
 
 class Names:

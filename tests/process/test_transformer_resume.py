@@ -20,13 +20,13 @@ from headrace.errors import (
 from headrace.rpc.server.call_context import CallContext
 from headrace.sampling import SamplingParameters
 from headrace_protos.steps_pb2 import Submission
-from headrace_transformer.predictors.answers import BrokenAnswerError
-from headrace_transformer.predictors.client import PredictorClient
-from headrace_transformer.predictors.descriptions import OURS
-from headrace_transformer.predictors.link import PredictorLink
-from headrace_transformer.predictors.links import Links
-from headrace_transformer.predictors.progress import sampling_json
-from headrace_transformer.predictors.resuming import ResumingGenerator
+from headrace_transformer.predictors.discovery.descriptions import OURS
+from headrace_transformer.predictors.link.link import PredictorLink
+from headrace_transformer.predictors.link.links import Links
+from headrace_transformer.predictors.oip.answers import BrokenAnswerError
+from headrace_transformer.predictors.oip.client import PredictorClient
+from headrace_transformer.predictors.resume.progress import sampling_json
+from headrace_transformer.predictors.resume.resuming import ResumingGenerator
 from tests.support.scripted_predictor import (
     ANSWER,
     MODEL,

@@ -8,15 +8,15 @@ import pytest
 from headrace.deadline import Deadline
 from headrace.errors import DeadlineError, DrainingError, HopBrokenError, NotReadyError
 from headrace.sampling import SamplingParameters
-from headrace_transformer.predictors import retries as retries_module
-from headrace_transformer.predictors.crashes import (
+from headrace_transformer.predictors.resume import retries as retries_module
+from headrace_transformer.predictors.resume.crashes import (
     CrashCount,
     NextCall,
     PredictorLostError,
     Quarantine,
     request_fingerprint,
 )
-from headrace_transformer.predictors.retries import Backoff
+from headrace_transformer.predictors.resume.retries import Backoff
 
 SHARED, ALONE, NONE = NextCall.SHARED, NextCall.ISOLATED, NextCall.NONE
 AWAY = NotReadyError("no predictor is ready")

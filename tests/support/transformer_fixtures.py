@@ -30,11 +30,11 @@ from headrace_transformer.models.catalogue import Catalogue
 from headrace_transformer.models.processor_sources import parse_processors
 from headrace_transformer.models.processors import RunningProcessor
 from headrace_transformer.models.work_pool import WorkPool
-from headrace_transformer.predictors.client import PredictorClient
-from headrace_transformer.predictors.links import Links
-from headrace_transformer.predictors.relay import Relay
-from headrace_transformer.predictors.replicas import Replicas
-from headrace_transformer.predictors.resuming import ResumingGenerator
+from headrace_transformer.predictors.discovery.replicas import Replicas
+from headrace_transformer.predictors.link.links import Links
+from headrace_transformer.predictors.oip.client import PredictorClient
+from headrace_transformer.predictors.oip.relay import Relay
+from headrace_transformer.predictors.resume.resuming import ResumingGenerator
 from headrace_transformer.processes.body_processes import BodyProcesses
 from headrace_transformer.routing.router import Router
 from headrace_transformer.signing import Signer

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_transformer.predictors.choosing import Candidate, choose, prefix_key
+from headrace_transformer.predictors.link.choosing import Candidate, choose, prefix_key
 
 LONG = list(range(1000))
 

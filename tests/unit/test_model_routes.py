@@ -18,7 +18,7 @@ from headrace.errors import (
 from headrace.files import replace_file
 from headrace.rpc.server.call_context import CallContext, ServedModel
 from headrace_transformer.models.models import RelayedModel, TextModel
-from headrace_transformer.predictors.replicas import LOADING, READY, UNAVAILABLE, ModelState
+from headrace_transformer.predictors.discovery.replicas import LOADING, READY, UNAVAILABLE, ModelState
 from headrace_transformer.routing.router import CHOSEN_MODEL, Router
 from headrace_transformer.routing.routes import parse_routes
 from tests.waiting import until

@@ -3,7 +3,7 @@
 import pytest
 
 from headrace.errors import DrainingError, HopBrokenError
-from headrace_transformer.predictors.parallel_call import ParallelCall
+from headrace_transformer.predictors.link.parallel_call import ParallelCall
 from headrace_transformer.predictors.tokens import TokenChunk
 
 

@@ -12,7 +12,7 @@ from headrace_transformer.generation.preparation import Prepared
 from headrace_transformer.generation.repeating import RecordedTokens
 from headrace_transformer.generation.requests import TextRequest
 from headrace_transformer.generation.resume_ids import ResumePoint, checksum
-from headrace_transformer.predictors.descriptions import Dialect
+from headrace_transformer.predictors.discovery.descriptions import Dialect
 from headrace_transformer.text.answer_parser import AnswerSyntax
 
 IDS, PROMPT, WEIGHTS = [5, 6, 7, 8, 9], [1, 2, 3], "0" * 32

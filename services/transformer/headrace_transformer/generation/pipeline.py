@@ -25,7 +25,7 @@ from headrace_transformer.generation.repeating import RecordedTokens, RepeatedTo
 from headrace_transformer.generation.requests import TextRequest
 from headrace_transformer.generation.telemetry import GenerationTelemetry
 from headrace_transformer.generation.token_quota import Reservation, TokenQuota
-from headrace_transformer.predictors.resuming import ResumingGenerator, TokenStream
+from headrace_transformer.predictors.resume.resuming import ResumingGenerator, TokenStream
 from headrace_transformer.predictors.tokens import TokenChunk
 from headrace_transformer.processes.body_processes import BodyProcesses
 from headrace_transformer.routing.router import Answering, Router

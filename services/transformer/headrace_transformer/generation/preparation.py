@@ -17,8 +17,8 @@ from headrace_transformer.generation.chunks import Origin
 from headrace_transformer.generation.requests import TextRequest
 from headrace_transformer.models.models import TextModel
 from headrace_transformer.models.work_pool import WorkPool
-from headrace_transformer.predictors.descriptions import Dialect
-from headrace_transformer.predictors.progress import sampling_json
+from headrace_transformer.predictors.discovery.descriptions import Dialect
+from headrace_transformer.predictors.resume.progress import sampling_json
 from headrace_transformer.processes.body_processes import BodyProcesses
 from headrace_transformer.text.answer_grammars import after_reasoning, calls_grammar, form_rule
 from headrace_transformer.text.answer_parser import AnswerSyntax, SyntaxSettings

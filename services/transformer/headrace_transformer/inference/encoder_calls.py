@@ -27,8 +27,8 @@ from headrace_transformer.generation.recording import MAX_RECORDED_CHARACTERS, r
 from headrace_transformer.generation.token_quota import TokenQuota
 from headrace_transformer.inference.rows import Row, RowReader, Text
 from headrace_transformer.models.models import Model, RelayedModel, RowModel, TextModel
-from headrace_transformer.predictors.answers import predictor_answers
-from headrace_transformer.predictors.client import PredictorClient
+from headrace_transformer.predictors.oip.answers import predictor_answers
+from headrace_transformer.predictors.oip.client import PredictorClient
 from headrace_transformer.processes.body_processes import BodyProcesses
 from headrace_transformer.routing.router import Router
 

@@ -34,7 +34,7 @@ from headrace_transformer.generation.token_quota import Reservation, TokenQuota
 from headrace_transformer.inference import processed
 from headrace_transformer.inference.request import InferRequest
 from headrace_transformer.models.models import Model, ProcessedModel, RelayedModel, TextModel
-from headrace_transformer.predictors.relay import Relay
+from headrace_transformer.predictors.oip.relay import Relay
 from headrace_transformer.routing.router import Answering, Router
 
 _BESIDE_PROMPT = 1024 * 1024  # An upper bound of a request's bytes besides its prompt.

@@ -24,8 +24,8 @@ from headrace.processor import ProcessorRequest
 from headrace_protos import inference_pb2 as pb
 from headrace_transformer.inference.request import InferRequest
 from headrace_transformer.models.models import ProcessedModel
-from headrace_transformer.predictors.answers import outputs_of, predictor_answers
-from headrace_transformer.predictors.relay import Relay
+from headrace_transformer.predictors.oip.answers import outputs_of, predictor_answers
+from headrace_transformer.predictors.oip.relay import Relay
 
 _PLATFORM = "headrace_processor"
 

@@ -28,9 +28,9 @@ from headrace.telemetry.rpc import suppress_tracing
 from headrace.threads import run_in_daemon_thread
 from headrace_transformer.models.models import Model, ProcessedModel, RelayedModel, TextModel, model_of
 from headrace_transformer.models.processors import RunningProcessor
-from headrace_transformer.predictors.client import PredictorClient
-from headrace_transformer.predictors.descriptions import PredictorModel
-from headrace_transformer.predictors.replicas import LOADING, READY, UNAVAILABLE, ModelState, Replicas
+from headrace_transformer.predictors.discovery.descriptions import PredictorModel
+from headrace_transformer.predictors.discovery.replicas import LOADING, READY, UNAVAILABLE, ModelState, Replicas
+from headrace_transformer.predictors.oip.client import PredictorClient
 from headrace_transformer.processes.body_processes import BodyProcesses
 from headrace_transformer.text.model_text import AdapterBase, BaseNeededError, ModelText, read_text
 

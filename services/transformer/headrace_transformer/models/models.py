@@ -9,7 +9,7 @@ from headrace.models.sentence_files import SentenceFiles
 from headrace.oip.row_outputs import POOLING_MASK, TOKEN_TYPE_IDS, Activation
 from headrace.sampling import ContextLimits, SamplingParameters
 from headrace_transformer.models.processors import RunningProcessor
-from headrace_transformer.predictors.descriptions import OURS, Dialect, PredictorModel
+from headrace_transformer.predictors.discovery.descriptions import OURS, Dialect, PredictorModel
 from headrace_transformer.text.model_text import ModelText
 from headrace_transformer.text.tokenizer import TextTokenizer
 
@@ -32,7 +32,7 @@ class TextModel:
     versions: Sequence[str] = (VERSION,)
     fingerprint: str = ""  # Of its weights; "" if the predictor reports none.
     scores_prompts: bool = False
-    facts: Mapping[str, str] = field(default_factory=dict)  # See predictors/descriptions.py.
+    facts: Mapping[str, str] = field(default_factory=dict)  # See predictors/discovery/descriptions.py.
     base: str = ""  # The name of the model whose adapter it is.
 
 

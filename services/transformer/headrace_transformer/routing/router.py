@@ -33,7 +33,7 @@ from headrace.rpc.server.call_context import IDEMPOTENCY_KEY, CallContext, Serve
 from headrace.telemetry.identity import MODEL, as_metadata
 from headrace_transformer.models.catalogue import Catalogue
 from headrace_transformer.models.models import Model, TextModel
-from headrace_transformer.predictors.replicas import READY, UNAVAILABLE, ModelState
+from headrace_transformer.predictors.discovery.replicas import READY, UNAVAILABLE, ModelState
 from headrace_transformer.routing.routes import Route, Routes, Target, parse_routes
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from headrace.rpc import Context
 from headrace.rpc.server.call_context import DEVELOPMENT, check_development
 from headrace_protos import headrace_pb2 as pb
 from headrace_protos import headrace_pb2_grpc
-from headrace_transformer.predictors.replicas import Replicas
+from headrace_transformer.predictors.discovery.replicas import Replicas
 
 _SERVICE = "headrace.v1.Development"
 _TIMEOUT_S = 2.0  # Of all replicas together.

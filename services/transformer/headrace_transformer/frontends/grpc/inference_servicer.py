@@ -30,9 +30,9 @@ from headrace_transformer.inference.infer import Inference
 from headrace_transformer.inference.request import InferRequest
 from headrace_transformer.models.catalogue import Catalogue
 from headrace_transformer.models.models import Model, ProcessedModel, TextModel
-from headrace_transformer.predictors.answers import predictor_answers
-from headrace_transformer.predictors.client import PROBE_TIMEOUT_S, PredictorClient, probe_errors
-from headrace_transformer.predictors.replicas import READY, Replicas
+from headrace_transformer.predictors.discovery.replicas import READY, Replicas
+from headrace_transformer.predictors.oip.answers import predictor_answers
+from headrace_transformer.predictors.oip.client import PROBE_TIMEOUT_S, PredictorClient, probe_errors
 from headrace_transformer.routing.router import Router
 
 SERVICE = "inference.GRPCInferenceService"

@@ -20,7 +20,7 @@ from headrace.clients import Client
 from headrace.errors import InvalidRequestError, TooLargeError
 from headrace.oip.json_text import load_object
 from headrace_protos import inference_pb2 as pb
-from headrace_transformer.predictors.link import PredictorLink
+from headrace_transformer.predictors.link.link import PredictorLink
 
 MAX_DOCUMENT_BYTES = 64 * 1024  # More than any settings take; parsed on the event loop.
 _FILE = "file:"

@@ -39,7 +39,7 @@ from headrace_transformer.frontends.v2_rest.body_tensors import (
     split_body,
 )
 from headrace_transformer.frontends.v2_rest.json_tensors import fitted_shape, json_of
-from headrace_transformer.predictors.answers import predictor_answers
+from headrace_transformer.predictors.oip.answers import predictor_answers
 
 CONTENT_ENCODING = "content-encoding"
 DEFLATE = "deflate"

@@ -46,7 +46,7 @@ from headrace_transformer.frontends.v2_rest.infer_body import (
 )
 from headrace_transformer.generation.pipeline import Pipeline
 from headrace_transformer.inference.request import InferRequest
-from headrace_transformer.predictors.links import Links
+from headrace_transformer.predictors.link.links import Links
 from headrace_transformer.processes.body_processes import SMALL_BYTES, BodyProcesses
 
 _SERVICE = "headrace.rest.v1.OpenInference"

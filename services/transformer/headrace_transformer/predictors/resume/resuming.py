@@ -45,17 +45,17 @@ from headrace.errors import (
 from headrace.rpc.client.interceptors import ClientSpan, ClientSpans
 from headrace.sampling import SamplingParameters
 from headrace_protos.steps_pb2 import Submission
-from headrace_transformer.predictors.answers import BrokenAnswerError
-from headrace_transformer.predictors.client import PredictorClient
-from headrace_transformer.predictors.crashes import CrashCount, NextCall, Quarantine, request_fingerprint
-from headrace_transformer.predictors.descriptions import Dialect
-from headrace_transformer.predictors.link import METHOD, PredictorLink
-from headrace_transformer.predictors.link_call import Link, LinkCall
-from headrace_transformer.predictors.links import Links
-from headrace_transformer.predictors.oip_call import OipCall
-from headrace_transformer.predictors.parallel_call import ParallelCall
-from headrace_transformer.predictors.progress import Progress, next_submission
-from headrace_transformer.predictors.retries import Backoff
+from headrace_transformer.predictors.discovery.descriptions import Dialect
+from headrace_transformer.predictors.link.link import METHOD, PredictorLink
+from headrace_transformer.predictors.link.link_call import Link, LinkCall
+from headrace_transformer.predictors.link.links import Links
+from headrace_transformer.predictors.link.parallel_call import ParallelCall
+from headrace_transformer.predictors.oip.answers import BrokenAnswerError
+from headrace_transformer.predictors.oip.client import PredictorClient
+from headrace_transformer.predictors.oip.oip_call import OipCall
+from headrace_transformer.predictors.resume.crashes import CrashCount, NextCall, Quarantine, request_fingerprint
+from headrace_transformer.predictors.resume.progress import Progress, next_submission
+from headrace_transformer.predictors.resume.retries import Backoff
 from headrace_transformer.predictors.tokens import TokenChunk
 
 logger = logging.getLogger(__name__)

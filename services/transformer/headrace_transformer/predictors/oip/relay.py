@@ -11,7 +11,7 @@ from contextlib import aclosing
 
 from headrace.deadline import Deadline
 from headrace.errors import NotReadyError
-from headrace_transformer.predictors.client import PredictorClient
+from headrace_transformer.predictors.oip.client import PredictorClient
 
 
 class Relay:

@@ -17,7 +17,7 @@ from headrace.rpc.client.interceptors import ClientSpan
 from headrace.sampling import SamplingParameters
 from headrace.step_messages import read_error, read_prompt
 from headrace_protos import steps_pb2 as pb
-from headrace_transformer.predictors.answers import BrokenAnswerError
+from headrace_transformer.predictors.oip.answers import BrokenAnswerError
 from headrace_transformer.predictors.tokens import TokenChunk
 
 

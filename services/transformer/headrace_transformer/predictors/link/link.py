@@ -23,8 +23,8 @@ from headrace.endpoints import host_and_port, steps_port
 from headrace.errors import NotReadyError
 from headrace.frames import FrameConnection
 from headrace_protos import steps_pb2 as pb
-from headrace_transformer.predictors.crashes import PredictorLostError
-from headrace_transformer.predictors.link_call import LinkCall
+from headrace_transformer.predictors.link.link_call import LinkCall
+from headrace_transformer.predictors.resume.crashes import PredictorLostError
 
 logger = logging.getLogger(__name__)
 

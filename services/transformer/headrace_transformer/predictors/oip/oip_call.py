@@ -19,8 +19,8 @@ from headrace.rpc.client.interceptors import ClientSpan
 from headrace.sampling import RESTRICTIONS, SamplingParameters
 from headrace_protos import inference_pb2, steps_pb2
 from headrace_protos.headrace_pb2 import Usage
-from headrace_transformer.predictors.answers import numbers_of, predictor_answers
-from headrace_transformer.predictors.descriptions import Dialect
+from headrace_transformer.predictors.discovery.descriptions import Dialect
+from headrace_transformer.predictors.oip.answers import numbers_of, predictor_answers
 from headrace_transformer.predictors.tokens import TokenChunk
 
 # Triton's own switch: an error ends the call with its status, not with a text inside the stream.

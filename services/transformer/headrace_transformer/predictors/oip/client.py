@@ -32,9 +32,9 @@ from headrace.rpc.client.interceptors import ClientSpan
 from headrace.rpc.server.server import READY
 from headrace.sampling import SamplingParameters
 from headrace_protos import inference_pb2, inference_pb2_grpc, steps_pb2
-from headrace_transformer.predictors.descriptions import Dialect
-from headrace_transformer.predictors.oip_call import ERRORS_AS_STATUS, OipCall
-from headrace_transformer.predictors.retries import Backoff
+from headrace_transformer.predictors.discovery.descriptions import Dialect
+from headrace_transformer.predictors.oip.oip_call import ERRORS_AS_STATUS, OipCall
+from headrace_transformer.predictors.resume.retries import Backoff
 
 PROBE_TIMEOUT_S = 2.0
 

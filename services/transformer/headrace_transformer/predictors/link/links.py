@@ -11,10 +11,10 @@ from itertools import count
 
 from headrace.errors import NotReadyError, OtherWeightsError
 from headrace_protos.steps_pb2 import Submission
-from headrace_transformer.predictors.choosing import Candidate, choose, prefix_key
-from headrace_transformer.predictors.link import PredictorLink
-from headrace_transformer.predictors.link_call import Link
-from headrace_transformer.predictors.resolver import Resolver
+from headrace_transformer.predictors.discovery.resolver import Resolver
+from headrace_transformer.predictors.link.choosing import Candidate, choose, prefix_key
+from headrace_transformer.predictors.link.link import PredictorLink
+from headrace_transformer.predictors.link.link_call import Link
 
 _RESOLVE_INTERVAL_S = 1.0
 _UNLISTED_S = 10.0  # After which an address that its name has no more is treated as one of a predictor that leaves.

@@ -26,9 +26,9 @@ from headrace.rpc.client.channel import is_serving, open_channel
 from headrace.rpc.server.server import READY as READY_NAME
 from headrace_protos import inference_pb2 as pb
 from headrace_protos import inference_pb2_grpc
-from headrace_transformer.predictors.client import PROBE_TIMEOUT_S, PredictorClient, probe_errors
-from headrace_transformer.predictors.descriptions import PredictorModel, described
-from headrace_transformer.predictors.resolver import Resolver
+from headrace_transformer.predictors.discovery.descriptions import PredictorModel, described
+from headrace_transformer.predictors.discovery.resolver import Resolver
+from headrace_transformer.predictors.oip.client import PROBE_TIMEOUT_S, PredictorClient, probe_errors
 
 if TYPE_CHECKING:
     from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceAsyncStub as Stub

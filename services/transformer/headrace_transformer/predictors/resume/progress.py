@@ -19,7 +19,7 @@ from headrace.errors import (
 from headrace.rpc.client.interceptors import ClientSpan
 from headrace.sampling import RESTRICTIONS, SamplingParameters
 from headrace_protos import steps_pb2 as pb
-from headrace_transformer.predictors.crashes import CrashCount, NextCall
+from headrace_transformer.predictors.resume.crashes import CrashCount, NextCall
 from headrace_transformer.predictors.tokens import TokenChunk
 
 logger = logging.getLogger(__name__)

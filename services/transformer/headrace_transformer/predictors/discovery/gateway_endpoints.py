@@ -16,7 +16,7 @@ from pathlib import Path
 
 from headrace.endpoints import host_and_port
 from headrace.files import replace_file
-from headrace_transformer.predictors.links import Links
+from headrace_transformer.predictors.link.links import Links
 
 logger = logging.getLogger(__name__)
 

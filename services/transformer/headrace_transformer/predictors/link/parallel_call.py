@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.errors import DrainingError, HeadraceError, HopBrokenError, NotFoundError, NotReadyError, OverloadedError
-from headrace_transformer.predictors.link_call import LinkCall
+from headrace_transformer.predictors.link.link_call import LinkCall
 from headrace_transformer.predictors.tokens import TokenChunk
 
 logger = logging.getLogger(__name__)

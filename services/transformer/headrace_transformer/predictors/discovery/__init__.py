@@ -1,0 +1,1 @@
+"""Which predictors there are, and what they serve."""

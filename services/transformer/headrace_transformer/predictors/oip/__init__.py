@@ -1,0 +1,1 @@
+"""Predictors by the Open Inference Protocol."""

@@ -1,0 +1,1 @@
+"""What keeps an answer going when its predictor fails."""
