@@ -200,6 +200,7 @@ class ScriptedPredictor(inference_pb2_grpc.GRPCInferenceServiceServicer):
                         ended.usage.prompt_tokens, ended.usage.completion_tokens = 5, len(call.output_ids)
                         ended.usage.cached_tokens = 100 + len(self.calls)
                     send(connection, step)
+                    await asyncio.sleep(0)  # Messages that are written at once are read at once.
         except Broken:
             connection.abort()
         except HeadraceError as error:
