@@ -136,7 +136,9 @@ class Outbox:
             return False
         rest = _REST.pack(len(contents), kind, self.next_number, record_id)
         at = self._newest.used
-        mapped[at : at + size] = _CRC.pack(zlib.crc32(contents, zlib.crc32(rest))) + rest + contents
+        # Contents first: without its header a frame is not there, should the process die meanwhile.
+        mapped[at + _HEADER_BYTES : at + size] = contents
+        mapped[at : at + _HEADER_BYTES] = _CRC.pack(zlib.crc32(contents, zlib.crc32(rest))) + rest
         self._newest.used = at + size
         self.next_number += 1
         return True
@@ -243,21 +245,22 @@ def _fitting(spares: Sequence[Segment], size: int) -> int:
 def frames(data: bytes, at: int, end: int, is_last: bool = False) -> Iterator[tuple[int, Frame | None]]:
     """The frames between two offsets, each with the offset that follows it; None for damage.
 
-    `is_last`: the process may have died within the last frame, which is no damage.
+    `is_last`: the process may have died before the last frame had its header, which is no damage.
     """
     was_bad = False
     while end - at >= _HEADER_BYTES:
         length, kind, number, record_id = _REST.unpack_from(data, at + _CRC.size)
+        if not kind and not length:
+            if not is_last and not _is_zero(data, at, end):
+                yield end, None
+            return
         following = at + _HEADER_BYTES + length
         checked = data[at + _CRC.size : following] if following <= end else b""
         if checked and zlib.crc32(checked) == _CRC.unpack_from(data, at)[0]:
             yield following, Frame(kind, number, record_id, checked[_REST.size :])
             was_bad = False
-        elif _is_zero(data, at, end):
-            return
         elif was_bad or _is_zero(data, following, following + _HEADER_BYTES):
-            if was_bad or not is_last or following > end or not _is_zero(data, following, end):
-                yield end, None
+            yield end, None
             return
         else:
             yield following, None

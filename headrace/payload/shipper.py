@@ -248,9 +248,8 @@ class SourceShipper:
 
     def _delete(self) -> None:
         """Deletes the segments that hold nothing still needed."""
-        needed = self._reader.needed
-        if self._batch:
-            needed = min(needed, self._batch[0].segment)
+        # Records without an end follow those with one, and may be in earlier segments.
+        needed = min((self._reader.needed, *(one.segment for one in self._batch)))
         try:
             if self.outbox.delete_before(needed):
                 self._freed()

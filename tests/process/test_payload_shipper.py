@@ -15,11 +15,14 @@ import pytest
 
 from headrace.payload import shipper as payload_shipper
 from headrace.payload import writer as payload_writer
-from headrace.payload.drops import DISK, FAILED, FULL, REFUSED
+from headrace.payload.drops import DISK, FAILED, FULL, REFUSED, Drops
+from headrace.payload.outbox import BEGIN, WHOLE, open_outboxes
 from headrace.payload.parts import RecordedTensor
+from headrace.payload.records import as_bytes, as_text
 from headrace.payload.rules import PayloadRules
+from headrace.payload.shipper import SourceShipper
 from headrace_protos import headrace_pb2_grpc
-from headrace_protos.headrace_pb2 import QueryPayloadsRequest
+from headrace_protos.headrace_pb2 import AppendRequest, AppendResponse, PayloadRecord, QueryPayloadsRequest
 from tests.support.logger_process import LoggerProcess
 from tests.support.payload_ingest import Taps, away, begin, folders, listening, segments
 from tests.waiting import until
@@ -239,6 +242,36 @@ async def test_a_stop_with_a_full_spool_loses_no_answer(taps):
         assert await taps.start(target).drain(30)
     ended = [record for record in ingest.records if record.request_id != "other"]
     assert [(record.status, record.text) for record in ended] == [("OK", "answer")] * 10
+
+
+def test_segments_of_records_without_an_end_stay_until_they_are_acknowledged(taps):
+    ids = [as_bytes(number) for number in range(3)]
+    own, _ = open_outboxes(taps.spool, 16 << 20)
+    for kind, record_id, size in ((BEGIN, ids[0], 100), (WHOLE, ids[1], 700_000), (WHOLE, ids[2], 700_000)):
+        record = PayloadRecord(record_id=as_text(record_id), prompt="x" * size)
+        own.prepare(0)
+        assert own.append(kind, record_id, record.SerializeToString())
+    own.close()
+    other, [orphan] = open_outboxes(taps.spool, 16 << 20)
+    assert [segment.number for segment in orphan.segments] == [1, 2]
+
+    class Call:
+        def __init__(self, messages):
+            self.messages = messages
+
+        def __iter__(self):
+            yield AppendResponse(sequence=AppendRequest.FromString(next(self.messages)).sequence)
+            shipper.stop()
+
+        def cancel(self):
+            pass
+
+    shipper = SourceShipper(Call, "there", orphan, Drops(), "here", lambda: None, ends=True)
+    shipper.run()
+    assert shipper.unacknowledged == 2
+    assert [segment.number for segment in orphan.segments] == [1, 2], "the first one has the begin of a record"
+    orphan.remove()
+    other.remove()
 
 
 @pytest.mark.parametrize(("spool_max", "is_kept"), [(20_000, True), (100, False)])

@@ -63,9 +63,9 @@ def test_a_damaged_byte_costs_its_frame_or_the_rest_of_the_segment(root, at, lef
 
 
 def test_a_frame_within_which_the_process_died_is_no_damage(root):
-    path = written(root, b"one", bytes(range(1, 100)))
-    data = path.read_bytes().rstrip(b"\0")
-    path.write_bytes(data[:-10].ljust(1 << 16, b"\0"))
+    path = written(root, b"one", b"contents")
+    data = path.read_bytes()
+    path.write_bytes(data[:36] + bytes(33) + data[69:])  # The header is the last that is copied.
     assert read(path) == [b"one"]
     assert read(path, is_last=False) == [b"one", None]
 
