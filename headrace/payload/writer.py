@@ -157,7 +157,7 @@ class PayloadWriter:
             self._wake.set()
 
     def _run(self, outbox: Outbox) -> None:
-        while not self._stopping.is_set():
+        while not self._stopping.is_set() or self._wake.is_set():  # At the end as long as a segment is missing.
             self._wake.wait(_IDLE_S if outbox.refusal is None else _RETRY_S)
             self._wake.clear()
             try:

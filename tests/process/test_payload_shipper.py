@@ -125,6 +125,14 @@ async def test_it_can_be_closed_at_any_moment(taps, ingest):
     assert {record.request_id for record in ingest.records} == {f"r{moment}" for moment in range(30)}
 
 
+async def test_a_close_writes_what_is_put_whatever_segments_it_takes(taps):
+    tap = taps.start()
+    for _ in range(10):
+        begin(tap, prompt="x" * (3 << 20)).end("OK")
+    await taps.close(tap)
+    assert (tap.spooled, tap.queued_bytes) == (10, 0)
+
+
 async def test_closed_threads_are_gone(taps, ingest):
     import threading
 
