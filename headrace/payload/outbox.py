@@ -8,11 +8,6 @@ Segments have their whole size from the start and are mapped to memory, so an ap
 disk and no call of the system, and what is copied survives the death of the process. Another thread calls `prepare`,
 which creates the next segment before it is needed.
 
-A frame is a header (CRC-32 of what follows it, length of the contents, kind, number, id of the record) and contents: a
-serialized PayloadRecord, or a part of one; protobuf merges concatenated parts. Frames are numbered from 1. Whole
-records are sent to the logger. Begins and more parts of records that have not ended are read only if their process
-dies. A damaged frame is skipped by its length; if two in a row are damaged, the rest of the segment is discarded.
-
 A process appends only to its new folder, and takes over folders without an owner to read them to their end.
 """
 
@@ -24,39 +19,24 @@ import logging
 import mmap
 import os
 import re
-import struct
 import time
 import uuid
-import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from headrace.errors import StartupError
 from headrace.payload.drops import DISK, FULL
+from headrace.payload.frames import HEADER_BYTES, header
 
 logger = logging.getLogger(__name__)
 
-BEGIN, MORE, WHOLE = 1, 2, 3  # Kinds of frames.
-
-_CRC, _REST = struct.Struct("<I"), struct.Struct("<IBQ16s")
-_HEADER_BYTES = _CRC.size + _REST.size
 _SEGMENT_NAME = re.compile(r"\d{20}\.segment")
 _MAX_SEGMENT_BYTES = 1 << 20
 _SEGMENTS = 16  # The least in a full outbox: space is freed one segment at a time.
 _SMALLER = 16  # A disk without room for a segment may have some for this fraction of one.
 _OVER = 16  # The fraction of the maximum by which ends may exceed it.
 _ROOT_WAIT_S = 5.0
-
-
-class Frame(NamedTuple):
-    """See the module."""
-
-    kind: int
-    number: int
-    record_id: bytes
-    contents: bytes
 
 
 class Segment:
@@ -128,17 +108,16 @@ class Outbox:
 
         `is_end`: of a record that has begun; room is kept for it, also above the maximum and on a full disk.
         """
-        size = _HEADER_BYTES + len(contents)
+        size = HEADER_BYTES + len(contents)
         mapped = self._newest.mapped
         if mapped is None or self._newest.used + size > self._newest.size or (self._is_kept and not is_end):
             mapped = self._next_segment(size, is_end)
         if mapped is None:
             return False
-        rest = _REST.pack(len(contents), kind, self.next_number, record_id)
         at = self._newest.used
         # Contents first: without its header a frame is not there, should the process die meanwhile.
-        mapped[at + _HEADER_BYTES : at + size] = contents
-        mapped[at : at + _HEADER_BYTES] = _CRC.pack(zlib.crc32(contents, zlib.crc32(rest))) + rest
+        mapped[at + HEADER_BYTES : at + size] = contents
+        mapped[at : at + HEADER_BYTES] = header(kind, self.next_number, record_id, contents)
         self._newest.used = at + size
         self.next_number += 1
         return True
@@ -240,36 +219,6 @@ class Outbox:
 def _fitting(spares: Sequence[Segment], size: int) -> int:
     """The index of the first segment for a frame of this size; their number if there is none."""
     return next((at for at, spare in enumerate(spares) if size <= spare.size), len(spares))
-
-
-def frames(data: bytes, at: int, end: int, is_last: bool = False) -> Iterator[tuple[int, Frame | None]]:
-    """The frames between two offsets, each with the offset that follows it; None for damage.
-
-    `is_last`: the process may have died before the last frame had its header, which is no damage.
-    """
-    was_bad = False
-    while end - at >= _HEADER_BYTES:
-        length, kind, number, record_id = _REST.unpack_from(data, at + _CRC.size)
-        if not kind and not length:
-            if not is_last and not _is_zero(data, at, end):
-                yield end, None
-            return
-        following = at + _HEADER_BYTES + length
-        checked = data[at + _CRC.size : following] if following <= end else b""
-        if checked and zlib.crc32(checked) == _CRC.unpack_from(data, at)[0]:
-            yield following, Frame(kind, number, record_id, checked[_REST.size :])
-            was_bad = False
-        elif was_bad or _is_zero(data, following, following + _HEADER_BYTES):
-            yield end, None
-            return
-        else:
-            yield following, None
-            was_bad = True
-        at = following
-
-
-def _is_zero(data: bytes, at: int, end: int) -> bool:
-    return not data[at:end].strip(b"\0")
 
 
 def open_outboxes(root: Path, max_bytes: int) -> tuple[Outbox, list[Outbox]]:

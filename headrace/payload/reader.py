@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable
 
 from headrace.payload.encoding import INCOMPLETE
-from headrace.payload.outbox import BEGIN, WHOLE, Frame, Outbox, Segment, frames
+from headrace.payload.frames import BEGIN, WHOLE, Frame, frames
+from headrace.payload.outbox import Outbox, Segment
 from headrace_protos.headrace_pb2 import PayloadRecord
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,8 @@ from functools import partial
 
 from headrace.payload.drops import FAILED, FULL, TOO_LARGE, Drops
 from headrace.payload.encoding import INCOMPLETE, Encoder, fitted, shortened, without_contents
-from headrace.payload.outbox import BEGIN, MORE, WHOLE, Outbox
+from headrace.payload.frames import BEGIN, MORE, WHOLE
+from headrace.payload.outbox import Outbox
 from headrace.payload.parts import OpenRecord, Write
 from headrace.payload.records import is_callers_own
 from headrace.rpc.limits.byte_budget import MAX_MESSAGE_BYTES

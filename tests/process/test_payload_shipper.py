@@ -16,7 +16,8 @@ import pytest
 from headrace.payload import shipper as payload_shipper
 from headrace.payload import writer as payload_writer
 from headrace.payload.drops import DISK, FAILED, FULL, REFUSED, Drops
-from headrace.payload.outbox import BEGIN, WHOLE, open_outboxes
+from headrace.payload.frames import BEGIN, WHOLE
+from headrace.payload.outbox import open_outboxes
 from headrace.payload.parts import RecordedTensor
 from headrace.payload.records import as_bytes, as_text
 from headrace.payload.rules import PayloadRules

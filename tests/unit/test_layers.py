@@ -32,6 +32,7 @@ HEADRACE = (
     ("headrace.payload.redaction",),
     (
         "headrace.payload.drops",
+        "headrace.payload.frames",
         "headrace.payload.records",
         "headrace.payload.parts",
         "headrace.payload.rules",

@@ -8,7 +8,8 @@ import pytest
 from headrace.errors import StartupError
 from headrace.payload import outbox as payload_outbox
 from headrace.payload.drops import DISK, FULL
-from headrace.payload.outbox import BEGIN, MORE, WHOLE, frames, open_outboxes
+from headrace.payload.frames import BEGIN, MORE, WHOLE, frames
+from headrace.payload.outbox import open_outboxes
 
 ID = uuid.UUID(int=1).bytes
 

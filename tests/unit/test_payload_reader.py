@@ -5,7 +5,8 @@ import uuid
 
 import pytest
 
-from headrace.payload.outbox import BEGIN, MORE, WHOLE, open_outboxes
+from headrace.payload.frames import BEGIN, MORE, WHOLE
+from headrace.payload.outbox import open_outboxes
 from headrace.payload.reader import OutboxReader
 from headrace_protos.headrace_pb2 import PayloadChunk, PayloadRecord
 
