@@ -25,7 +25,7 @@ def checkout(tmp_path: Path) -> Path:
 def commands(checkout: Path, *target: str) -> str:
     """The commands that make would run, with an environment without settings."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("TORCH_INDEX", "GATEWAY_PORT")}
-    command = ["make", "--dry-run", "--always-make", *target]
+    command = ["make", "--no-print-directory", "--dry-run", "--always-make", *target]
     done = subprocess.run(command, cwd=checkout, env=inherited, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout
