@@ -13,7 +13,7 @@ end
 
 return function()
   local hold_of_handle = setmetatable({}, { __mode = "k" })
-  local held, held_by, collected_at = 0, {}, os.time()
+  local held, held_by, collected_at = 0, {}, os.time() - 1
   local holds = {}
 
   local function add(caller, size)
