@@ -9,9 +9,10 @@ headrace/clients.py) are other services, and have no bound of their own.
 A call also ends after its own idle timeout.
 
 gRPC holds the parts of a message until it is complete, and does not say how many bytes that is. So while calls from
-outside wait for a message, the growth of the process beyond the requests in flight counts as theirs: above a limit, the
-calls that began to wait last end first. The oldest calls stay, as many as cannot together hold more than that. Growth
-that stays when they have ended is not theirs, and ends no more calls.
+outside wait for a message, the growth of the process beyond the most that requests in flight have used counts as
+theirs: above a limit, their share beyond it ends, those first that began to wait last, but none that a message may just
+be reaching. The oldest calls stay, as many as cannot together hold more than the limit. Growth that stays when they
+have ended is not theirs, and ends no more calls.
 
 Owned by the event loop. Calls are grouped by caller only while there are more calls of a kind than one caller may have:
 until then a waiting call costs only one entry in a dictionary.
@@ -30,7 +31,8 @@ from headrace.errors import DeadlineError, HeadraceError, OverloadedError
 from headrace.rpc.limits.byte_budget import MAX_MESSAGE_BYTES, RETRY_AFTER_MS, ByteBudget, give_memory_back
 
 _SWEEP_S = 1.0
-_LOOK_S = 0.05  # Of memory; a message that has been arriving for a shorter time is most likely almost complete.
+_LOOK_S = 0.05  # Of memory.
+_ARRIVAL_S = 0.5  # A message that has been arriving for a shorter time is most likely almost complete.
 _GROWTH_BYTES = 16 * 1024 * 1024
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -57,6 +59,7 @@ class IdleCalls:
         self._budget = budget
         self._max_unfinished = self._growth_limit = max_unfinished
         self._least: int | None = None  # Resident bytes, since calls from outside wait.
+        self._charged = 0  # The most bytes in use since then: the allocator keeps pages of requests that ended.
         self._evicted = 0  # Calls that ended since memory was last below its limit.
 
     def __len__(self) -> int:
@@ -96,22 +99,25 @@ class IdleCalls:
     def _look_at_memory(self) -> None:
         loop, self._look = asyncio.get_running_loop(), None
         if not any(call.may_arrive for kind in (self._open, self._unsent) for call, _ in kind.items()):
-            self._least, self._growth_limit, self._evicted = None, self._max_unfinished, 0
+            self._least, self._charged, self._growth_limit, self._evicted = None, 0, self._max_unfinished, 0
             return
         resident = resident_bytes()
         self._least = resident if self._least is None else min(self._least, resident)
-        grown = resident - self._least - self._budget.in_use
+        self._charged = max(self._charged, self._budget.in_use)
+        grown = resident - self._least - self._charged
         if grown > self._growth_limit:
-            self._evict(max(1 + grown // MAX_MESSAGE_BYTES, 2 * self._evicted), loop.time() - _LOOK_S)
-            self._growth_limit = grown + _GROWTH_BYTES  # Their memory is not free at once.
-            loop.run_in_executor(None, give_memory_back)
+            self._evict(1 - self._max_unfinished / grown, loop.time() - _ARRIVAL_S)
+            if self._evicted:
+                self._growth_limit = grown + _GROWTH_BYTES  # Their memory is not free at once.
+                loop.run_in_executor(None, give_memory_back)
         elif grown <= self._max_unfinished:
             self._growth_limit, self._evicted = self._max_unfinished, 0
         self._look = loop.call_later(_LOOK_S, self._look_at_memory)
 
-    def _evict(self, count: int, idle_before: float) -> None:
+    def _evict(self, share: float, idle_before: float) -> None:
         suspects = [(since, call) for call, since in self._all() if since <= idle_before and call.may_arrive]
         suspects.sort(key=itemgetter(0), reverse=True)
+        count = max(1 + int(len(suspects) * share), 2 * self._evicted)
         suspects = suspects[: max(0, len(suspects) - self._max_unfinished // MAX_MESSAGE_BYTES)]
         error = OverloadedError(
             "incomplete messages take all the memory that they may; retry later", retry_after_ms=RETRY_AFTER_MS
