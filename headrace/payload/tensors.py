@@ -118,14 +118,6 @@ def _copied(tensor: RecordedTensor, most_bytes: int) -> RecordedTensor:
     return tensor._replace(data=data, size=len(tensor.data))
 
 
-def _without_contents(described: memoryview) -> bytes:
-    """A tensor's description without typed contents."""
-    if len(described) <= _SMALL_BYTES:
-        return bytes(described)
-    head = [described[start:end] for field, start, _, end in islice(fields(described), MAX_FIELDS) if field in _HEAD]
-    return b"".join(head)
-
-
 def _parsed_heads(message: pb.ModelInferRequest | pb.ModelInferResponse) -> Sequence[RecordedTensor]:
     """The heads of a parsed message; the contents are not read, because reading copies them."""
     tensors = message.inputs if isinstance(message, pb.ModelInferRequest) else message.outputs
