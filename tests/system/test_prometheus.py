@@ -4,6 +4,7 @@ import asyncio
 import re
 import shutil
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import AsyncIterator
@@ -73,10 +74,12 @@ async def watched(stacks: StackPool, tmp_path_factory: pytest.TempPathFactory) -
     environment = {
         # On a busy machine a predictor restarts slowly.
         "transformer": exporting | short_queue | {"TRANSFORMER_PREDICTOR_START_WAIT": "120"},
-        "predictor": exporting | short_queue,
+        # Its long answers take seconds: a cancel or a death comes in the middle of them.
+        "predictor": exporting | short_queue | {"SLOW_MS": "5"},
         "logger": exporting | {"LOGGER_SINKS": UNREACHABLE},
     }
-    async with stacks.use(environment=environment) as stack:
+    commands = {"predictor": (sys.executable, "-m", "tests.system.slow_predictor")}
+    async with stacks.use(environment=environment, commands=commands) as stack:
         folder = tmp_path_factory.mktemp("prometheus")
         async with running_prometheus(stack.metrics_pages, folder, EVERY_S) as prometheus:
             begun = time.time()
@@ -120,7 +123,7 @@ def cancelled_by_http(gateway: str) -> None:
 async def predictor_dies_in_the_middle(stack: Stack) -> None:
     """Kills a predictor during a stream, which continues."""
     async with channel(stack.gateway) as open_channel:
-        request = headrace_pb2.GenerateRequest(**LONG | {"max_tokens": 200})
+        request = headrace_pb2.GenerateRequest(**LONG | {"max_tokens": 400})
         call = headrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=150)
         await call.read()
         await stack.kill("predictor-0")
