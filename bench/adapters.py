@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from bench.models import CONFIGS
+from bench.architectures import CONFIGS
 from bench.runs import machine, parser, write
 from headrace.sampling import SamplingParameters
 from headrace_predictor.engine.adapters import linear_shapes

@@ -5,9 +5,9 @@
         load = await callers.measure(5.0)
 
 Events are not parsed: their tokens are counted in the text, which for the benchmark's models has one word `tN` for each
-token (bench/models.py), except for special ones, which have no text and are rare. An answer whose usage is not the
-number of tokens of the request is an error, as is any status except 200; both end the measurement. Times are those of
-time.perf_counter(), in seconds.
+token (bench/architectures.py), except for special ones, which have no text and are rare. An answer whose usage is not
+the number of tokens of the request is an error, as is any status except 200; both end the measurement. Times are those
+of time.perf_counter(), in seconds.
 """
 
 from __future__ import annotations

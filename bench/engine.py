@@ -38,7 +38,7 @@ def main() -> None:
         raise SystemExit(f"no case begins with {' or '.join(options.only)}; there are: {', '.join(_names())}")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     (_STATE / "logs").mkdir(parents=True, exist_ok=True)
-    subprocess.run([sys.executable, "-m", "bench.models", str(_STATE / "models")], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "bench.architectures", str(_STATE / "models")], cwd=ROOT, check=True)
     absent = {name: reason for name in options.contenders if (reason := CONTENDERS[name].install())}
     try:
         _measure_all(chosen, options, absent)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench.models import CONFIGS
+from bench.architectures import CONFIGS
 from bench.runs import machine, parser, write
 from bench.statistics import quantile
 from headrace.sampling import SamplingParameters

@@ -58,7 +58,7 @@ def main() -> None:
     options.add_argument("--only", nargs="+", choices=ROWS, default=tuple(ROWS), metavar="ROW", help=", ".join(ROWS))
     options.add_argument("--seconds", type=int, default=10, help="that each level is measured")
     arguments = options.parse_args()
-    subprocess.run([sys.executable, "-m", "bench.models", str(_MODELS_FOLDER)], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "bench.architectures", str(_MODELS_FOLDER)], cwd=ROOT, check=True)
     asyncio.run(_measure(arguments))
 
 

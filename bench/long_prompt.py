@@ -53,7 +53,7 @@ def main() -> None:
     options.add_argument("--core", type=int, default=1, help="of the engine without a stack")
     arguments = options.parse_args()
     (_STATE / "logs").mkdir(parents=True, exist_ok=True)
-    subprocess.run([sys.executable, "-m", "bench.models", str(_STATE / "models")], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "bench.architectures", str(_STATE / "models")], cwd=ROOT, check=True)
     report = {
         "machine": machine(),
         "model": f"{_MODEL}, {arguments.dtype}",

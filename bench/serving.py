@@ -65,7 +65,7 @@ def main() -> None:
     options.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of the model's weights")
     arguments = options.parse_args()
     (_STATE / "logs").mkdir(parents=True, exist_ok=True)
-    subprocess.run([sys.executable, "-m", "bench.models", str(_STATE / "models")], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "bench.architectures", str(_STATE / "models")], cwd=ROOT, check=True)
     if set(arguments.servers) & _PEERS.keys() and (reason := CONTENDERS[VLLM].install()):
         raise SystemExit(reason)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:

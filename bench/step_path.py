@@ -133,7 +133,7 @@ def main() -> None:
     options.add_argument("--seconds", type=float, default=3.0)
     options.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)), help="default: the last")
     arguments = options.parse_args()
-    subprocess.run([sys.executable, "-m", "bench.models", str(_MODELS_FOLDER)], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "bench.architectures", str(_MODELS_FOLDER)], cwd=ROOT, check=True)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
         samples = loop.run(_measure(arguments))
     report = {str(callers): _figures(found) for callers, found in sorted(samples.items())}

@@ -91,7 +91,7 @@ def main() -> None:
         if shutil.which("py-spy") is None:
             options.error("--flames needs py-spy: pip install py-spy")
         arguments.flames.mkdir(parents=True, exist_ok=True)
-    subprocess.run([sys.executable, "-m", "bench.models", str(_MODELS_FOLDER)], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "bench.architectures", str(_MODELS_FOLDER)], cwd=ROOT, check=True)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
         samples = loop.run(_measure(arguments))
     report = {

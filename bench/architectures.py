@@ -1,5 +1,6 @@
-"""The benchmark's models: published architectures with random weights, created once. `python -m bench.models FOLDER`.
+"""The benchmarks' models: published architectures with random weights, created once.
 
+`python -m bench.architectures FOLDER` creates those of a few million parameters, and `make` any.
 Weights are bfloat16 and seeded, no model has an end token, and each has a tokenizer whose token n is the word `tn`:
 some peers convert a model only together with a tokenizer.
 """
