@@ -1,6 +1,8 @@
 """Engines with fake models, and a host of engine processes."""
 
+import time
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import pytest
 import pytest_asyncio
@@ -13,6 +15,16 @@ from tests.model.fakes import engines
 def engine_of():
     with engines() as make:
         yield make
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The engine's clock, which a test moves. The watchdog of its steps has another."""
+    now = [1000.0]
+    fake = SimpleNamespace(**{**vars(time), "monotonic": lambda: now[0]})
+    for module in ("engine", "publisher", "state.sequence"):
+        monkeypatch.setattr(f"headrace_predictor.engine.{module}.time", fake)
+    return now
 
 
 class SharedHost(EngineHost):
@@ -31,3 +43,9 @@ async def engine_host() -> AsyncIterator[SharedHost]:
     host = SharedHost()
     yield host
     await host.end()
+
+
+@pytest.fixture
+def slow_models(engine_host, monkeypatch):
+    """A step takes 20 ms in engine processes that start now: 200 tokens outlast a test on every machine."""
+    monkeypatch.setattr(engine_host, "prepare", "tests.system.slow_predictor:prepare")

@@ -1,24 +1,10 @@
 """Deadlines of waiting and running requests and of the first token; a request that would be late is refused at once."""
 
-import time
-from types import SimpleNamespace
-
 import pytest
 
 from headrace.errors import DeadlineError, OverloadedError
 from tests.model.fakes import FakeRunner, Gate, expected, read_all, request
 from tests.waiting import until
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """The engine's clock, which a test moves."""
-    now = [1000.0]
-    fake = SimpleNamespace(**{**vars(time), "monotonic": lambda: now[0]})
-    monkeypatch.setattr("headrace_predictor.engine.engine.time", fake)
-    monkeypatch.setattr("headrace_predictor.engine.publisher.time", fake)
-    monkeypatch.setattr("headrace_predictor.engine.state.sequence.time", fake)
-    return now
 
 
 async def test_a_late_first_token_ends_waiting_requests_and_running_prompts(engine_of, clock):

@@ -22,6 +22,9 @@ from tests.random_models import save_random_model
 from tests.support.requests import submission
 from tests.waiting import until
 
+# Longer than any test, on every machine; others may run in its place.
+ENDLESS = {"max_tokens": 200, "pace": 5}
+
 
 def request(prompt=(5, 6, 7), name="r", **fields):
     sampling = {"seed": 3, "max_tokens": 12, "ignore_eos": True}
@@ -104,7 +107,7 @@ async def test_times_and_figures_are_the_engines_own(engine_of):
         assert engine.statistics.steps >= 12
 
 
-async def test_a_refusal_of_the_engine_is_the_slots_error_without_times(engine_of):
+async def test_a_refusal_of_the_engine_is_the_slots_error_without_times(engine_of, slow_models):
     async with engine_of(max_running=1, max_waiting=0, kv_cache_memory="512KiB", max_context=256) as engine:
         slot = engine.submit(request(prompt=[5] * 200, max_tokens=10_000))
         with pytest.raises(InvalidRequestError, match="the cache holds"):
@@ -121,17 +124,17 @@ async def test_a_refusal_of_the_engine_is_the_slots_error_without_times(engine_o
 
 async def test_a_cancel_frees_the_blocks_and_a_deadline_ends_a_request(engine_of):
     async with engine_of() as engine:
-        slot = engine.submit(request(max_tokens=200))
+        slot = engine.submit(request(**ENDLESS))
         await slot.read()
         slot.cancel()
         await until(lambda: engine.statistics.cancelled == 1 and not engine.load.blocks_in_use)
-        late = engine.submit(request(max_tokens=200, deadline=time.monotonic() + 0.01))
+        late = engine.submit(request(**ENDLESS, deadline=time.monotonic() + 0.01))
         with pytest.raises(DeadlineError):
             await read_all(late)
 
 
 @pytest.mark.parametrize("started", [True, False])
-async def test_a_death_blames_running_requests_and_not_waiting_ones(engine_of, started):
+async def test_a_death_blames_running_requests_and_not_waiting_ones(engine_of, slow_models, started):
     async with engine_of(max_running=1) as engine:
         running = engine.submit(request(max_tokens=200))
         await running.read()
@@ -156,7 +159,7 @@ async def test_a_process_without_progress_is_killed(engine_of, monkeypatch):
 
 async def test_a_close_ends_the_process_and_the_requests_in_flight(engine_of, engine_host):
     async with engine_of() as engine:
-        slot = engine.submit(request(max_tokens=200))
+        slot = engine.submit(request(**ENDLESS))
         await slot.read()
         await asyncio.to_thread(engine.close)
         with pytest.raises(NotReadyError):

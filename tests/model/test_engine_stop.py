@@ -139,19 +139,14 @@ async def test_cancel_in_the_middle_of_a_prompt_ends_it_there(engine_of):
     assert len(runner.steps) == 2
 
 
-async def test_a_full_queue_refuses_with_the_time_that_requests_take(engine_of, monkeypatch):
+async def test_a_full_queue_refuses_with_the_time_that_requests_take(engine_of, clock):
     """Requests that each take 50 ms by the engine's own clock, after an hour of nothing to do."""
-    now = [1000.0]
-    clock = SimpleNamespace(**{**vars(time), "monotonic": lambda: now[0]})
-    monkeypatch.setattr("headrace_predictor.engine.engine.time", clock)
-    monkeypatch.setattr("headrace_predictor.engine.publisher.time", clock)
-    monkeypatch.setattr("headrace_predictor.engine.state.sequence.time", clock)
     gate = Gate()
 
     def before(row):
         gate(row)
         if row.sequence.id == "timed":
-            now[0] += 0.05
+            clock[0] += 0.05
 
     runner = FakeRunner(before)
     engine = engine_of(runner, max_running=1, max_waiting=100)
@@ -159,7 +154,7 @@ async def test_a_full_queue_refuses_with_the_time_that_requests_take(engine_of, 
     await read_all(engine.submit(request("before", max_tokens=1)))
     # Else the step, which ends a little after its reader wakes, would have taken that hour.
     await until(lambda: engine._step_under_way is None)
-    now[0] += 3600
+    clock[0] += 3600
     timed = [engine.submit(request("timed", max_tokens=1)) for _ in range(40)]
     gate.open(40)
     for slot in timed:

@@ -64,10 +64,10 @@ def serve(engine_host, folders):
     return start
 
 
-def submit(repository, name, tokens=12, prompt=PROMPT):
+def submit(repository, name, tokens=12, pace=0.0):
     model = repository.get(name).model
-    sampling = SamplingParameters(temperature=0, max_tokens=tokens, ignore_eos=True, seed=0)
-    return model.engine.submit(submission("r", list(prompt), sampling, adapter=model.loaded.adapter))
+    sampling = SamplingParameters(temperature=0, max_tokens=tokens, ignore_eos=True, seed=0, pace=pace)
+    return model.engine.submit(submission("r", list(PROMPT), sampling, adapter=model.loaded.adapter))
 
 
 async def answer(repository, name):
@@ -101,7 +101,7 @@ async def test_an_adapter_is_loaded_again_with_new_files_and_unloaded_while_othe
             await repository.load("changing")
             assert (await answer(repository, "changing"))[0] == folders.expected["changing"]
             assert (await answer(repository, "base"))[0] == folders.expected["base"]
-        slot = submit(repository, "changing", tokens=100)
+        slot = submit(repository, "changing", tokens=40, pace=20)
         await slot.read()
         await repository.unload("changing")
         # A sequence in flight keeps the adapter; the repository would have waited for a call.

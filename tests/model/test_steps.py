@@ -34,6 +34,9 @@ from tests.random_models import save_random_model
 from tests.support.steps_caller import SAMPLING, calling
 from tests.waiting import until
 
+# Longer than any test, on every machine; others may run in its place.
+ENDLESS = {**SAMPLING, "max_tokens": 200, "pace": 5}
+
 
 class Predictor:
     """A repository with one model behind a real port."""
@@ -188,7 +191,7 @@ async def test_a_refused_sequence_ends_alone(predictor, caller, fields, error, t
     assert (await caller.end_of(2)).finish_reason == "length"
 
 
-async def test_a_full_queue_refuses_with_a_retry_delay(predictor_of):
+async def test_a_full_queue_refuses_with_a_retry_delay(predictor_of, slow_models):
     async with (
         predictor_of(max_running=1, max_waiting=1) as predictor,
         calling(predictor.steps_port) as caller,
@@ -203,7 +206,7 @@ async def test_a_full_queue_refuses_with_a_retry_delay(predictor_of):
 
 
 async def test_a_cancel_frees_the_blocks_and_its_neighbour_continues(predictor, caller):
-    caller.submit(1, sampling={**SAMPLING, "max_tokens": 200})
+    caller.submit(1, sampling=ENDLESS)
     caller.submit(2, sampling={**SAMPLING, "max_tokens": 60})
     await until(lambda: 1 in caller.begun and 2 in caller.begun)
     caller.cancel(1)
@@ -215,7 +218,7 @@ async def test_a_cancel_frees_the_blocks_and_its_neighbour_continues(predictor, 
 
 
 async def test_a_broken_connection_cancels_its_sequences(predictor, caller):
-    caller.submit(1, sampling={**SAMPLING, "max_tokens": 100})
+    caller.submit(1, sampling=ENDLESS)
     await until(lambda: 1 in caller.begun)
     caller.connection.abort()
     await until(lambda: predictor.engine.statistics.cancelled == 1)
@@ -224,7 +227,7 @@ async def test_a_broken_connection_cancels_its_sequences(predictor, caller):
 
 
 @pytest.mark.parametrize("started", [True, False])
-async def test_the_death_of_an_engine_ends_its_sequences_and_the_call_continues(predictor_of, started):
+async def test_the_death_of_an_engine_ends_its_sequences_and_the_call_continues(predictor_of, slow_models, started):
     async with predictor_of(max_running=1) as predictor, calling(predictor.steps_port) as caller:
         caller.submit(1, sampling={**SAMPLING, "max_tokens": 200})
         await until(lambda: 1 in caller.begun)
@@ -256,7 +259,7 @@ async def test_loads_are_sent_at_once_and_after_every_second_of_silence(predicto
 async def test_a_transformer_that_sends_nothing_is_taken_for_dead(predictor_of, monkeypatch):
     monkeypatch.setattr(session, "_SILENCE_S", 0.5)
     async with predictor_of() as predictor, calling(predictor.steps_port) as caller:
-        caller.submit(1, sampling={**SAMPLING, "max_tokens": 240, "pace": 5})
+        caller.submit(1, sampling=ENDLESS)
         await until(lambda: 1 in caller.begun)
         await caller.closed()
         await until(lambda: predictor.engine.statistics.cancelled == 1)
@@ -264,7 +267,7 @@ async def test_a_transformer_that_sends_nothing_is_taken_for_dead(predictor_of, 
 
 async def test_an_unloaded_model_ends_its_sequences_and_leaves_the_loads(predictor_of):
     async with predictor_of(drain_s=0.05) as predictor, calling(predictor.steps_port) as caller:
-        caller.submit(1, sampling={**SAMPLING, "max_tokens": 200})
+        caller.submit(1, sampling=ENDLESS)
         await until(lambda: 1 in caller.begun)
         os.kill(pid := predictor.engine.pid, signal.SIGSTOP)
         unloading = asyncio.create_task(predictor.repository.unload("llama"))
@@ -279,7 +282,7 @@ async def test_an_unloaded_model_ends_its_sequences_and_leaves_the_loads(predict
 @pytest.mark.parametrize("drain", ["hand-back", "finish"])
 async def test_a_drain_offers_then_hands_back_then_ends_the_call(predictor_of, drain):
     async with predictor_of(drain=drain) as predictor, calling(predictor.steps_port) as caller:
-        caller.submit(1, sampling={**SAMPLING, "max_tokens": 200})
+        caller.submit(1, sampling=ENDLESS)
         await until(lambda: 1 in caller.begun)
         os.kill(pid := predictor.engine.pid, signal.SIGSTOP)
         draining = asyncio.create_task(predictor.repository.drain(1))
@@ -294,13 +297,13 @@ async def test_a_drain_offers_then_hands_back_then_ends_the_call(predictor_of, d
 
 
 async def test_a_process_that_hands_over_its_port_ends_the_call_after_its_last_sequence(predictor, caller):
-    caller.submit(1, sampling={**SAMPLING, "max_tokens": 100})
+    caller.submit(1, sampling={**SAMPLING, "max_tokens": 30, "pace": 30})
     await until(lambda: 1 in caller.begun)
     predictor.stopping.set()
     caller.submit(2)
     assert (await caller.error_of(2)).class_name == "DrainingError"
     await caller.end_of(1)
-    assert len(caller.tokens[1]) == 100
+    assert len(caller.tokens[1]) == 30
     await caller.closed()
 
 
@@ -330,17 +333,17 @@ async def test_the_first_token_has_the_number_of_cached_prompt_tokens(caller):
 
 async def test_a_handed_back_sequence_keeps_its_tokens_and_a_single_call_continues_it(predictor_of):
     async with predictor_of(max_running=2) as predictor, calling(predictor.steps_port) as caller:
-        own = asyncio.create_task(by_inference(predictor, [5, 6, 7], max_tokens=240))
+        own = asyncio.create_task(by_inference(predictor, [5, 6, 7], max_tokens=40, pace=40))
         await until(lambda: predictor.engine.load.running)
         for number in (1, 2):
-            caller.submit(number, sampling={**SAMPLING, "max_tokens": 240})
+            caller.submit(number, sampling=ENDLESS)
         await until(lambda: 1 in caller.begun and 2 in caller.accepted)
         assert not own.done()
         predictor.repository.get("llama").model.hand_back()
         for number in (1, 2):  # The second one waits.
             assert (await caller.error_of(number)).class_name == "DrainingError"
         ids, _, reason = await own
-        assert (len(ids), reason) == (240, "length")
+        assert (len(ids), reason) == (40, "length")
         assert caller.tokens[1] == ids[: len(caller.tokens[1])]
         caller.submit(3)
         assert (await caller.end_of(3)).finish_reason == "length"
@@ -367,7 +370,7 @@ async def test_one_sequence_at_a_time_is_isolated(predictor, caller):
 
 
 async def test_a_repeated_number_of_a_sequence_in_flight_ends_the_connection(predictor, caller, caplog):
-    caller.submit(1, sampling={**SAMPLING, "max_tokens": 200})
+    caller.submit(1, sampling=ENDLESS)
     await until(lambda: 1 in caller.begun)
     caller.submit(1)
     await caller.closed()
@@ -379,7 +382,7 @@ async def test_sequences_count_as_requests_of_their_model(predictor, caller):
     caller.submit(2, sampling={"temperature": 9})
     await caller.end_of(1)
     await caller.end_of(2)
-    caller.submit(3, sampling={**SAMPLING, "max_tokens": 200})
+    caller.submit(3, sampling=ENDLESS)
     await until(lambda: 3 in caller.begun)
     serving = predictor.repository.get("llama")
     assert serving.request_ids == ["r3"]
@@ -400,7 +403,7 @@ async def test_each_sequence_has_a_span_with_the_phases_of_its_engine(predictor,
         caller.submit(1, traceparent=parent, follows=f"00-{7:032x}-{9:016x}-01")
         await caller.end_of(1)
         for number, end in ((2, lambda: caller.cancel(2)), (3, predictor.repository.get("llama").model.hand_back)):
-            caller.submit(number, traceparent=parent, sampling={**SAMPLING, "max_tokens": 200})
+            caller.submit(number, traceparent=parent, sampling=ENDLESS)
             await until(lambda number=number: number in caller.begun)
             end()
             await until(lambda number=number: len(exporter.get_finished_spans()) == number)

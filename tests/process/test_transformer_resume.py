@@ -148,7 +148,8 @@ async def test_an_undisturbed_generation_is_one_call():
 @pytest.mark.parametrize("end", [breaks, hands_back, falls_silent, dies])
 @pytest.mark.parametrize("after", [0, 1, 7, 19])
 async def test_a_generation_continues_after_its_last_token(end, after):
-    async with resuming(end(after), silence_limit_s=0.3) as r:
+    # The other ends are noticed at once, however busy the machine.
+    async with resuming(end(after), silence_limit_s=0.5 if end is falls_silent else 10) as r:
         check_whole(await r.generate())
         assert r.continued_after == [0, after]
         assert r.resumes == bool(after)
@@ -215,7 +216,7 @@ async def test_messages_without_tokens_keep_a_call_alive():
 
 
 async def test_a_silent_connection_is_ended_before_the_next_begins():
-    async with resuming(falls_silent(4), silence_limit_s=0.3) as r:
+    async with resuming(falls_silent(4), silence_limit_s=0.5) as r:
         check_whole(await r.generate())
         async with asyncio.timeout(10):
             await r.predictor.calls[0].ended.wait()
@@ -320,7 +321,7 @@ async def test_tokens_of_other_weights_are_never_used():
 
 async def test_a_stream_whose_weights_are_gone_ends_with_an_error_about_them():
     refused = [raises(OtherWeightsError("other")) for _ in range(1000)]
-    async with resuming(with_weights("a", breaks(3)), *refused, wait_s=0.2) as r:
+    async with resuming(with_weights("a", breaks(3)), *refused, wait_s=0.5) as r:
         with pytest.raises(HopBrokenError, match="weights have changed"):
             await r.generate()
     async with resuming(with_weights("a", breaks(3)), wait_s=2) as r:
@@ -455,7 +456,7 @@ async def test_an_absent_predictor_is_waited_for():
 
 async def test_a_stream_that_no_predictor_takes_ends_as_broken_and_an_unbegun_one_as_not_ready():
     away = NotReadyError("loading")
-    async with resuming(breaks(3), *(raises(away) for _ in range(1000)), wait_s=0.2) as r:
+    async with resuming(breaks(3), *(raises(away) for _ in range(1000)), wait_s=0.5) as r:
         with pytest.raises(HopBrokenError, match="no other one resumed the answer") as raised:
             await r.generate()
         assert raised.value.hop == "predictor"
@@ -472,7 +473,7 @@ async def test_a_pace_that_limits_nothing_is_not_sent():
 
 async def test_a_predictor_that_falls_silent_after_a_heartbeat_counts_as_dead():
     one_beat = is_accepted(falls_silent())
-    async with resuming(*[one_beat] * 4, alone(one_beat), alone(one_beat), silence_limit_s=0.2) as r:
+    async with resuming(*[one_beat] * 4, alone(one_beat), alone(one_beat), silence_limit_s=0.5) as r:
         with pytest.raises(RequestFailedError):
             await r.generate()
         assert r.were_alone == [False] * 4 + [True] * 2

@@ -1,6 +1,7 @@
 """The predictor with slow models, so that a test can act between two tokens.
 
-It is the real service; only the runners wait, SLOW_MS after each step. While the file AWAY exists it does not start.
+It is the real service; only the runners wait, SLOW_MS (20) after each step. While the file AWAY exists, it does
+not start.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def prepare() -> None:
     from headrace_predictor.engine.runners.paged import PagedRunner
     from headrace_predictor.engine.runners.t5 import T5Runner
 
-    pause_s = float(os.environ["SLOW_MS"]) / 1000
+    pause_s = float(os.environ.get("SLOW_MS", 20)) / 1000
 
     class SlowPagedRunner(PagedRunner):
         def run(self, rows):

@@ -5,10 +5,10 @@ import asyncio
 import pytest
 
 from headrace_protos import headrace_pb2, headrace_pb2_grpc
-from tests.system.calls import channel, generate, leave_http, statistics
+from tests.system.calls import PACE, channel, generate, leave_http, statistics
 from tests.waiting import until
 
-LONG = {"model": "storyteller", "prompt": "Once", "max_tokens": 1000, "ignore_eos": True}
+LONG = {"model": "storyteller", "prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "pace": PACE}
 
 
 async def ended(stack):

@@ -9,7 +9,7 @@ import numpy as np
 from headrace.oip.tensors import Tensor
 from headrace_protos import headrace_pb2, headrace_pb2_grpc
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from tests.system.calls import channel, generate, ids_request, rest
+from tests.system.calls import PACE, channel, generate, ids_request, rest
 from tests.system.payload_log import query
 from tests.waiting import until
 
@@ -68,7 +68,7 @@ async def test_a_caller_that_leaves_is_recorded_once(stack):
     request_id = new_id()
     async with channel(stack.gateway) as open_channel:
         request = headrace_pb2.GenerateRequest(
-            model="storyteller", prompt="Once", max_tokens=1000, ignore_eos=True, request_id=request_id
+            model="storyteller", prompt="Once", max_tokens=1000, ignore_eos=True, pace=PACE, request_id=request_id
         )
         call = headrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request)
         await call.read()

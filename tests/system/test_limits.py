@@ -19,7 +19,7 @@ from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from headrace_runner.stack import Stack
 from tests.random_encoders import save_random_encoder, save_words_tokenizer
 from tests.support.stacks import StackFactory
-from tests.system.calls import STREAMS, TIMEOUT_S, channel, each, ids_request, rest, text_request
+from tests.system.calls import PACE, STREAMS, TIMEOUT_S, channel, each, ids_request, rest, text_request
 from tests.system.keyed_stack import (
     COMPLETION,
     COUNTED,
@@ -85,7 +85,9 @@ async def complete(stack: Stack, who: str) -> int | None:
 
 async def cancel(open_channel: grpc.aio.Channel, who: str) -> int:
     """The tokens that a stream had received when it was cancelled; 0 if the limit refuses it."""
-    request = headrace_pb2.GenerateRequest(model=MODEL, prompt="Once", max_tokens=CANCELLED_OF, ignore_eos=True)
+    request = headrace_pb2.GenerateRequest(
+        model=MODEL, prompt="Once", max_tokens=CANCELLED_OF, ignore_eos=True, pace=100
+    )
     options: dict[str, Any] = {"metadata": tuple(bearer(who).items()), "timeout": TIMEOUT_S}
     responses, received = TextGenerationStub(open_channel).Generate(request, **options), 0
     with suppress(grpc.aio.AioRpcError):
@@ -239,10 +241,11 @@ async def test_a_keys_monthly_tokens_are_those_of_the_log(keyed: tuple[Stack, Pa
 
 async def test_requests_in_flight_of_a_key_are_limited(keyed: tuple[Stack, Path]) -> None:
     stack, _ = keyed
-    request = headrace_pb2.GenerateRequest(model=MODEL, prompt="Once", max_tokens=500, ignore_eos=True)
+    request = headrace_pb2.GenerateRequest(model=MODEL, prompt="Once", max_tokens=4)
+    lasting = headrace_pb2.GenerateRequest(model=MODEL, prompt="Once", max_tokens=500, ignore_eos=True, pace=PACE)
     async with channel(stack.gateway) as open_channel:
         stub, options = TextGenerationStub(open_channel), {"metadata": tuple(bearer("narrow").items()), "timeout": 60}
-        first = stub.Generate(request, **options)
+        first = stub.Generate(lasting, **options)
         await first.read()
         assert await status_of(lambda: last_of(stub.Generate(request, **options))) == "RESOURCE_EXHAUSTED"
         first.cancel()

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from headrace_protos import headrace_pb2, headrace_pb2_grpc
-from tests.system.calls import channel, generate, rest, text_of
+from tests.system.calls import PACE, channel, generate, rest, text_of
 from tests.system.payload_log import query, records
 from tests.waiting import until
 
@@ -46,7 +46,7 @@ async def test_refused_and_cancelled_requests_are_recorded_with_their_status(sta
 
     async with channel(stack.gateway) as open_channel:
         request = headrace_pb2.GenerateRequest(
-            model="storyteller", prompt="Once", max_tokens=1000, ignore_eos=True, request_id="late"
+            model="storyteller", prompt="Once", max_tokens=1000, ignore_eos=True, pace=PACE, request_id="late"
         )
         with pytest.raises(grpc.aio.AioRpcError):
             async for _ in headrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=0.1):
@@ -56,7 +56,7 @@ async def test_refused_and_cancelled_requests_are_recorded_with_their_status(sta
 
     async with channel(stack.gateway) as open_channel:
         request = headrace_pb2.GenerateRequest(
-            model="storyteller", prompt="Once", max_tokens=1000, ignore_eos=True, request_id="cancelled"
+            model="storyteller", prompt="Once", max_tokens=1000, ignore_eos=True, pace=PACE, request_id="cancelled"
         )
         call = headrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request)
         await call.read()

@@ -17,7 +17,7 @@ from headrace.oip.tensors import Tensor, add_input
 from headrace_protos import headrace_pb2, headrace_pb2_grpc
 from headrace_protos import inference_pb2 as pb
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from tests.system.calls import channel, each, generate, infer, rest, text_of
+from tests.system.calls import PACE, channel, each, generate, infer, rest, text_of
 from tests.system.faulty_predictor import FAILS, FAILS_LATER, PYTHON_MODEL
 from tests.system.payload_log import query, records
 from tests.system.request_outcome import Request
@@ -174,7 +174,7 @@ async def test_a_broken_answer_is_recorded_up_to_the_break(stack, name):
 
 async def test_a_request_whose_client_leaves_is_recorded_as_cancelled(stack):
     request = headrace_pb2.GenerateRequest(
-        model="storyteller", prompt="Once", max_tokens=900, ignore_eos=True, request_id="left"
+        model="storyteller", prompt="Once", max_tokens=900, ignore_eos=True, pace=PACE, request_id="left"
     )
     async with channel(stack.gateway) as open_channel:
         call = headrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request)

@@ -67,7 +67,7 @@ async def without_a_seed(gateway: str, number: int) -> object:
 
 async def cancelled(gateway: str, number: int) -> object:
     """A paced answer whose caller leaves after its third message."""
-    fields = {"request_id": f"r{number}", "seed": number, "pace": 50, "ignore_eos": True}
+    fields = {"request_id": f"r{number}", "seed": number, "pace": 10, "ignore_eos": True}
     request = GenerateRequest(**MODEL, prompt=PROMPTS[2], **fields)
     async with channel(gateway) as open_channel:
         call = headrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=60)

@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 
 from tests.support.otlp_receiver import OtlpReceiver
+from tests.system.calls import PACE
 from tests.system.faulty_predictor import FAILS, FAILS_LATER, HOLDS_LATER
 from tests.system.payload_log import records
 from tests.system.traced_ways_in import MODEL, WAYS, TracedRequest, TracedWay
@@ -336,7 +337,7 @@ def check_metrics(way, expected, chunks, after, before):
 
 async def test_many_streams_cancelled_at_once_end_every_span(traced):
     way = WAYS["Generate"]
-    parameters = {"max_tokens": 1000, "ignore_eos": True}
+    parameters = {"max_tokens": 1000, "ignore_eos": True, "pace": PACE}
     requests = [
         TracedRequest(f"mine-{number}", f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01", parameters)
         for number in range(8)

@@ -62,15 +62,26 @@ async def test_a_cancelled_waiter_leaves_its_turn_and_its_bytes_to_others():
 
 
 async def test_memory_goes_back_once_large_requests_have_stopped(monkeypatch):
-    given_back = []
+    given_back, loop = [], asyncio.get_running_loop()
     monkeypatch.setattr(byte_budget, "give_memory_back", lambda: given_back.append(True))
-    monkeypatch.setattr(byte_budget, "_TRIM_DELAY_S", 0.5)
-    budget, size = ByteBudget(1 << 30), 16 << 20
-    for _ in range(70):
-        budget.reserve(size)
-        budget.release(size)
-        await asyncio.sleep(0.01)
-    assert not given_back
+    now = loop.time()
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "time", lambda: now)
+
+        async def after(seconds):
+            nonlocal now
+            now += seconds
+            for _ in range(3):  # What is due then runs.
+                await asyncio.sleep(0)
+
+        budget, size = ByteBudget(1 << 30), 16 << 20
+        for _ in range(70):
+            budget.reserve(size)
+            budget.release(size)
+            await after(0.7 * byte_budget._TRIM_DELAY_S)
+        assert not given_back
+        await after(byte_budget._TRIM_DELAY_S)
+        for _ in range(3):
+            await after(byte_budget._TRIM_DELAY_S)
     await until(lambda: given_back)
-    await asyncio.sleep(0.3)
     assert len(given_back) == 1
