@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from headrace_predictor.engine.runners.reach import find_reaches
@@ -86,3 +87,16 @@ def save_random_model(architecture: str, folder: Path, seed: int = 0) -> Any:
         if (source := ROOT / "models" / "storyteller" / name).is_file():
             shutil.copy(source, folder / name)
     return model
+
+
+def save_portable_model(folder: Path) -> None:
+    """Saves a Qwen 3 with a tokenizer; its weights are the same on every machine, torch's random numbers are not."""
+    model = initialised_model("qwen3")
+    generator = np.random.Generator(np.random.PCG64(0))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            whole = torch.from_numpy(generator.integers(-127, 128, tuple(parameter.shape), np.int8))
+            parameter.copy_(whole / 256 if parameter.dim() == 2 else 1 + whole / 256)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    for name in TOKENIZER_FILES:
+        shutil.copy(ROOT / "models" / "storyteller" / name, folder / name)
