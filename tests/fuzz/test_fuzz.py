@@ -1,6 +1,6 @@
 """Thousands of wrong requests: each is refused with its own status within five seconds, and affects no other call.
 
-100 a protocol, 10,000 with FULL=1. The same FUZZ_SEED makes the same requests; FUZZ_CASE=protocol/number sends one
+50 a protocol, 10,000 with FULL=1. The same FUZZ_SEED makes the same requests; FUZZ_CASE=protocol/number sends one
 of them again and prints it.
 """
 
@@ -28,7 +28,7 @@ from tests.waiting import until
 ROOT = Path(__file__).parents[2]
 SEED = os.environ.get("FUZZ_SEED", "1")
 ONE_CASE = os.environ.get("FUZZ_CASE", "")
-CASES = 10_000 if FULL else 100
+CASES = 10_000 if FULL else 50
 AT_ONCE = 16
 SHOWN = 20  # Printed failures of one protocol.
 

@@ -21,8 +21,8 @@ from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.chaos.memory import peaks
 from tests.support.full import FULL
 
-SECONDS = 60 if FULL else 4
-WARM_UP_S = max(3, SECONDS / 3)
+SECONDS = 60 if FULL else 2
+WARM_UP_S = max(1.5, SECONDS / 3)
 AT_ONCE = 64
 LEAST_TURNS = 2
 CONNECTIONS = 8

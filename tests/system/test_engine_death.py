@@ -6,11 +6,9 @@ The predictor stays, with its port: only the engine's process is replaced.
 import asyncio
 import socket
 import sys
-import time
 from contextlib import suppress
 
 import grpc
-import psutil
 
 from headrace_protos import headrace_pb2, headrace_pb2_grpc
 from tests.system.calls import channel, generate
@@ -48,34 +46,6 @@ async def test_a_stream_survives_the_hanging_step_of_its_engine(new_stack, tmp_p
     undisturbed = await generate(stack.gateway, **fields)
     opening.cancel()
     assert ids == [token for response in undisturbed for token in response.token_ids]
-
-
-async def test_a_stream_survives_the_kill_of_its_engine_and_the_predictor_stays(new_stack):
-    stack = await new_stack(
-        models="storyteller=models/storyteller",
-        commands={"predictor": (sys.executable, "-m", "tests.system.slow_predictor")},
-        environment={"predictor": {"SLOW_MS": "20"}, "transformer": {"TRANSFORMER_PREDICTOR_START_WAIT": "100"}},
-    )
-    fields = {"model": "storyteller", "prompt": "Once", "max_tokens": 60, "ignore_eos": True, "seed": 3}
-    predictor = stack.pid("predictor-0")
-    (host,) = psutil.Process(predictor).children()
-    ids, pause_s, latest = [], 0.0, time.monotonic()
-    async with channel(stack.gateway) as open_channel:
-        request = headrace_pb2.GenerateRequest(**fields)
-        call = headrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=120)
-        while (response := await call.read()) is not grpc.aio.EOF:
-            if not ids:
-                (engine,) = host.children()
-                engine.kill()
-            else:
-                pause_s = max(pause_s, time.monotonic() - latest)
-            latest = time.monotonic()
-            ids += response.token_ids
-    print(f"the engine's death: a pause of {pause_s:.2f} s")
-    undisturbed = await generate(stack.gateway, **fields)
-    assert ids == [token for response in undisturbed for token in response.token_ids]
-    assert stack.pid("predictor-0") == predictor
-    assert host.children() not in ([], [engine])
 
 
 async def _keep_open(gate):

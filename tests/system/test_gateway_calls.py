@@ -75,7 +75,8 @@ async def test_a_caller_that_leaves_is_recorded_once(stack):
         call.cancel()
     record = await the_record(stack, request_id=request_id)
     assert (record.status, record.gateway.response_flags) == ("CANCELLED", "DR")
-    assert record.text
+    assert record.usage.completion_tokens == sum(len(chunk.token_ids) for chunk in record.chunks) > 0
+    assert record.text == "".join(chunk.text for chunk in record.chunks)
 
 
 async def test_a_direct_call_of_the_predictor_is_recorded(stack):
