@@ -101,6 +101,8 @@ class FakeInference(inference_pb2_grpc.GRPCInferenceServiceServicer):
     def __init__(self, name: str) -> None:
         self._name = name
         self._streams: Counter[str] = Counter()
+        self.held = 0  # Calls of ModelMetadata that have arrived.
+        self.release = asyncio.Event()
 
     async def ModelStreamInfer(  # noqa: N802
         self, request_iterator: AsyncIterator[inference_pb2.ModelInferRequest], context: Context
@@ -116,6 +118,16 @@ class FakeInference(inference_pb2_grpc.GRPCInferenceServiceServicer):
                 await context.abort(error.status, error.message, error.trailing_metadata("predictor"))
             response = inference_pb2.ModelInferResponse(id=request.id)
             yield inference_pb2.ModelStreamInferResponse(infer_response=response)
+
+    async def ModelMetadata(  # noqa: N802
+        self, request: inference_pb2.ModelMetadataRequest, context: Context
+    ) -> inference_pb2.ModelMetadataResponse:
+        """Fails with the status that is the model's name, or waits for `release`."""
+        if request.name in grpc.StatusCode.__members__:
+            await context.abort(grpc.StatusCode[request.name], "as asked")
+        self.held += 1
+        await self.release.wait()
+        return inference_pb2.ModelMetadataResponse(name=self._name)
 
     async def ServerMetadata(  # noqa: N802
         self, request: inference_pb2.ServerMetadataRequest, context: Context
@@ -170,6 +182,7 @@ class Gateway:
     health: FakeHealth  # The transformer's.
     management: str
     tls: str = ""  # Empty without GATEWAY_TLS.
+    predictors: tuple[tuple[FakeInference, grpc.aio.Server], ...] = ()
 
     async def request(self, method: str, path: str, body: bytes = b"", **headers: str) -> Answer:
         return await asyncio.to_thread(self._request, method, path, body, headers)
@@ -210,13 +223,12 @@ class FakeHealth(health.aio.HealthServicer):
         return await super().Check(request, context)
 
 
-async def serve(port: int, name: str, openai: FakeOpenAI, servicer: FakeHealth | None = None) -> grpc.aio.Server:
+async def serve(port: int, inference: FakeInference, openai: FakeOpenAI, servicer: FakeHealth) -> grpc.aio.Server:
     server = grpc.aio.server(options=(*SERVER_OPTIONS, ("grpc.so_reuseport", 0)))
-    servicer = servicer or FakeHealth()
     for checked in ("ready", "reads"):
         await servicer.set(checked, health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(FakeInference(name), server)
+    inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(inference, server)
     headrace_pb2_grpc.add_TextGenerationServicer_to_server(FakeTextGeneration(openai), server)
     rest_pb2_grpc.add_OpenInferenceServicer_to_server(FakeOpenInference(), server)
     server.add_insecure_port(f"127.0.0.1:{port}")
@@ -265,13 +277,17 @@ async def running_gateway(
     callers = {"gateway_allowed_origins": ORIGIN, "gateway_hosts": HOST}
     settings = free_settings(folder, **callers | {"otel_exporter_otlp_endpoint": endpoint} | settings_of_test)
     openai = FakeOpenAI()
-    ports = {
-        "transformer": settings.transformer_port,
-        "predictor": settings.predictor_port,
-        "logger": settings.logger_port,
-    }
-    healths = {name: FakeHealth() for name in ports}
-    servers = [await serve(port, name, openai, healths[name]) for name, port in ports.items()]
+    health = FakeHealth()
+    servers = [
+        await serve(settings.transformer_port, FakeInference("transformer"), openai, health),
+        await serve(settings.logger_port, FakeInference("logger"), openai, FakeHealth()),
+    ]
+    inferences = [FakeInference("predictor") for _ in settings.predictor_ports]
+    predictors = [
+        (inference, await serve(port, inference, openai, FakeHealth()))
+        for port, inference in zip(settings.predictor_ports, inferences, strict=True)
+    ]
+    servers += [server for _, server in predictors]
     http_server = await serve_openai(settings.transformer_http_port, openai)
     process = start_envoy(settings, folder, change, environment)
     readiness = Readiness(settings, {})
@@ -281,7 +297,10 @@ async def running_gateway(
     try:
         management = f"127.0.0.1:{settings.management_port}"
         addresses = (management, settings.gateway_with_tls)
-        yield Gateway(settings.gateway, openai, inner, collector, admin, process, healths["transformer"], *addresses)
+        yield Gateway(
+            *(settings.gateway, openai, inner, collector, admin, process, health, *addresses),
+            predictors=tuple(predictors),
+        )
     finally:
         await readiness.close()
         await process.stop()

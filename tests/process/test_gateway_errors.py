@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import http.client
 import json
+import urllib.request
 import zlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -369,6 +370,36 @@ async def stream_one(gateway: Gateway, request_id: str) -> list[str]:
     async with gateway.channel("predictor") as channel:
         stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
         return [answer.infer_response.id async for answer in stub.ModelStreamInfer(requests(), timeout=10)]
+
+
+async def test_all_calls_of_a_dead_predictor_are_retried_and_errors_of_requests_eject_none(tmp_path: Path) -> None:
+    count = 200
+
+    async def ejections(gateway: Gateway) -> int:
+        name = "cluster.predictor.outlier_detection.ejections_enforced_total"
+        page = f"http://{gateway.admin}/stats?filter={name}"
+        text = await asyncio.to_thread(lambda: urllib.request.urlopen(page, timeout=10).read().decode())
+        return int(text.removeprefix(f"{name}: "))
+
+    async with running_gateway(tmp_path, predictors=2) as gateway, gateway.channel("predictor") as channel:
+        stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
+        for status in ("INTERNAL", "DEADLINE_EXCEEDED", "UNKNOWN") * 10:
+            with pytest.raises(grpc.aio.AioRpcError) as failed:
+                await stub.ModelMetadata(inference_pb2.ModelMetadataRequest(name=status), timeout=10)
+            assert failed.value.code().name == status
+        assert await ejections(gateway) == 0
+        request = inference_pb2.ModelMetadataRequest(name="waits")
+        calls = asyncio.gather(*(stub.ModelMetadata(request, timeout=30) for _ in range(count)))
+        (dying, server), (other, _) = gateway.predictors
+        await until(lambda: dying.held + other.held == count)
+        assert min(dying.held, other.held) > count / 4
+        other.release.set()
+        await server.stop(0)
+        await calls
+        assert other.held == count
+        # The next ones that it would get cannot connect.
+        await asyncio.gather(*(stub.ModelMetadata(request, timeout=30) for _ in range(count)))
+        assert await ejections(gateway) == 1
 
 
 @pytest.mark.parametrize(("authority", "hop"), [(None, "transformer"), ("predictor", "predictor")])
