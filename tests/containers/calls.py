@@ -34,10 +34,12 @@ def channel(gateway: str, authority: str = "") -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(gateway, options=_OPTIONS + named)
 
 
-async def generate(channel: grpc.aio.Channel, max_tokens: int = 40, started: asyncio.Event | None = None) -> None:
+async def generate(
+    channel: grpc.aio.Channel, max_tokens: int = 40, started: asyncio.Event | None = None, pace: float = 0.0
+) -> None:
     """A stream, read to its end; sets `started` at the first token."""
     request = headrace_pb2.GenerateRequest(
-        model="storyteller", prompt="Once upon a time", max_tokens=max_tokens, ignore_eos=True
+        model="storyteller", prompt="Once upon a time", max_tokens=max_tokens, ignore_eos=True, pace=pace
     )
     tokens, reason = 0, ""
     async for response in headrace_pb2_grpc.TextGenerationStub(channel).Generate(request, timeout=DEADLINE_S):

@@ -10,7 +10,7 @@ from tests.containers.calls import channel, generate
 from tests.system.calls import rest
 
 STREAMS = 6
-TOKENS = 250
+TOKENS, PACE = 250, 50
 
 
 async def test_streams_end_before_their_containers_and_records_survive(stack):
@@ -24,7 +24,7 @@ async def test_streams_end_before_their_containers_and_records_survive(stack):
     }
     async with channel(stack.gateway) as open_channel:
         started = [asyncio.Event() for _ in range(STREAMS)]
-        streams = [asyncio.create_task(generate(open_channel, TOKENS, event)) for event in started]
+        streams = [asyncio.create_task(generate(open_channel, TOKENS, event, PACE)) for event in started]
         await asyncio.gather(*(event.wait() for event in started))
         with stack.timed(f"stop during {STREAMS} streams"):
             await stack.compose_beside("stop")

@@ -18,7 +18,7 @@ import pytest
 from headrace_protos import headrace_pb2, headrace_pb2_grpc
 from tests.support.full import FULL
 from tests.support.logger_process import free_port
-from tests.system.calls import channel, generate, rest
+from tests.system.calls import PACE, channel, generate, rest
 from tests.waiting import until
 
 REQUESTS = 20_000 if FULL else 300
@@ -159,7 +159,7 @@ async def test_a_killed_transformer_loses_no_request_that_a_client_saw_begin(men
     async def client(name):
         async with channel(stack.gateway) as open_channel:
             request = headrace_pb2.GenerateRequest(
-                model="storyteller", prompt="Once", max_tokens=1000, ignore_eos=True, request_id=name
+                model="storyteller", prompt="Once", max_tokens=1000, ignore_eos=True, pace=PACE, request_id=name
             )
             with suppress(grpc.aio.AioRpcError):
                 async for response in headrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=60):

@@ -5,6 +5,7 @@ The conftest.py of each folder whose tests use stacks imports the fixtures from 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ class StackPool:
         self.running: list[Stack] = []
         self._folders = folders
         self._pooled: dict[str, _Pooled] = {}
+        self._stopping: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
     async def use(self, **settings: Any) -> AsyncIterator[Stack]:
@@ -54,14 +56,19 @@ class StackPool:
             yield pooled.stack
         finally:
             pooled.users -= 1
-            await self.stop_idle(_IDLE)
+            self.stop_idle(_IDLE)
 
-    async def stop_idle(self, keep: int = 0) -> None:
-        """Stops the stacks without a user, except the `keep` that were used most often."""
+    def stop_idle(self, keep: int = 0) -> None:
+        """Stops the stacks without a user, except the `keep` that were used most often, while the next tests run."""
         idle = [key for key, pooled in self._pooled.items() if not pooled.users]
         idle.sort(key=lambda key: self._pooled[key].uses)
         for key in idle[: max(0, len(idle) - keep)]:
-            await self.stop(self._pooled.pop(key).stack)
+            self._stopping.add(asyncio.create_task(self.stop(self._pooled.pop(key).stack)))
+
+    async def close(self) -> None:
+        """Stops the stacks without a user; returns when they have ended."""
+        self.stop_idle()
+        await asyncio.gather(*self._stopping)
 
     async def start(self, settings: dict[str, Any]) -> Stack:
         """A new stack, of which the caller disposes with `stop`. Raises StartupError."""
@@ -82,7 +89,7 @@ async def stacks(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stac
     """The pool: `async with stacks.use(models=…, predictors=2) as stack`."""
     pool = StackPool(tmp_path_factory)
     yield pool
-    await pool.stop_idle()
+    await pool.close()
 
 
 @pytest_asyncio.fixture(scope="module")
