@@ -27,7 +27,7 @@ _ALLOCATOR = {
 }
 # Weights in pages of 2 MiB are read a quarter faster than in pages of 4 KiB.
 _LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-_GPU_MEMORY_SHARE = 0.85
+_GPU_MEMORY_SHARE, _MEMORY_SHARE = 0.85, 0.5
 
 _PAYLOAD_RULES = ("LOG", "SAMPLE", "REDACT", "METADATA", "TENSOR_BYTES", "TENSOR_DIGEST")
 
@@ -182,7 +182,8 @@ def predictor_tuning(settings: StackSettings) -> Environment:
         | {
             # Idle threads of the model sleep instead of spinning on cores that others need.
             "OMP_WAIT_POLICY": "passive",
-            # Replicas share the machine's GPU.
+            # Replicas share the machine's memory and its GPU.
+            "PREDICTOR_MEMORY_SHARE": f"{_MEMORY_SHARE / max(1, settings.predictors):.3f}",
             "PREDICTOR_GPU_MEMORY_SHARE": f"{_GPU_MEMORY_SHARE / max(1, settings.predictors):.3f}",
         }
     )

@@ -80,27 +80,27 @@ async def test_fixed_buffers_of_padded_rows_and_blocks_give_the_same(engine_of, 
 
 
 @pytest.mark.parametrize(
-    ("architecture", "dtype"),
+    ("architecture", "dtype", "count"),
     [
-        ("llama", torch.float32),
-        pytest.param("gpt2", torch.float32, marks=pytest.mark.full),
-        ("t5", torch.float32),
-        pytest.param("llama", torch.bfloat16, marks=needs_bfloat16_processor),
+        ("llama", torch.float32, 70),
+        pytest.param("gpt2", torch.float32, 16, marks=pytest.mark.full),
+        ("t5", torch.float32, 16),
+        pytest.param("llama", torch.bfloat16, 70, marks=needs_bfloat16_processor),
     ],
 )
-async def test_sampling_gives_the_same_alone_in_a_crowd_and_continued(architecture, dtype, engine_of):
+async def test_sampling_gives_the_same_alone_in_a_crowd_and_continued(architecture, dtype, count, engine_of):
     model = random_model(architecture).to(dtype)
     sampling = {"temperature": 0.8, "top_p": 0.95, "top_k": 200, "repetition_penalty": 1.1, "presence_penalty": 0.3}
 
     def sampled(i, **given):
         return request(f"r{i}", PROMPTS[i % 12], 12, **{**sampling, "seed": i, **given})
 
-    alone_engine, engine = engine_of(model, max_running=1), engine_of(model, max_running=16)
-    alone = [await read_all(alone_engine.submit(sampled(i))) for i in range(16)]
-    assert len({tuple(ids) for ids in alone}) == 16
-    slots = [engine.submit(sampled(i)) for i in range(16)]
+    alone_engine, engine = engine_of(model, max_running=1), engine_of(model, 9000, max_running=count, max_waiting=99)
+    alone = [await read_all(alone_engine.submit(sampled(i))) for i in range(count)]
+    assert len({tuple(ids) for ids in alone}) == count
+    slots = [engine.submit(sampled(i)) for i in range(count)]
     assert [await read_all(slot) for slot in slots] == alone
-    slots = [engine.submit(sampled(i, output_ids=alone[i][: 1 + i % 11])) for i in range(16)]
+    slots = [engine.submit(sampled(i, output_ids=alone[i][: 1 + i % 11])) for i in range(count)]
     assert [alone[i][: 1 + i % 11] + await read_all(slot) for i, slot in enumerate(slots)] == alone
 
 

@@ -12,10 +12,14 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from headrace.errors import StartupError
 from headrace.models.sources import ModelSource
+from headrace_predictor.generation import loading
+from headrace_predictor.models import weights
+from headrace_predictor.models.fingerprint import fingerprint_of
 from headrace_predictor.models.weights import choose_device, load_weights
 from headrace_predictor.repository.loading import build, fetch_model
 from headrace_predictor.settings import PredictorSettings
 from tests.hub import GATED, serve_hub
+from tests.random_models import random_model
 
 MODELS = Path(__file__).parents[2] / "models"
 STORYTELLER = MODELS / "storyteller"
@@ -40,7 +44,10 @@ async def refusal(host, location, **settings):
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"kv_cache_memory": "100KiB", "max_context": 512}, "context 512 needs 0.0017 GB, have 0.0001"),
+        (
+            {"dtype": "fp32", "kv_cache_memory": "100KiB", "max_context": 512},
+            "context 512 needs 0.0017 GB, have 0.0001",
+        ),
         ({"max_context": 5000}, "PREDICTOR_MAX_CONTEXT=5000, but its context is 1024"),
     ],
 )
@@ -133,6 +140,44 @@ def test_a_model_loads_without_a_warning_of_its_libraries(caplog, monkeypatch, m
     with caplog.at_level(logging.WARNING):
         load_weights(model, MODELS / model, auto, "auto", torch.device("cpu"))
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("architecture", "stored", "multiplies", "computed"),
+    [
+        ("llama", torch.bfloat16, True, "bfloat16"),
+        ("llama", torch.float16, True, "bfloat16"),
+        ("llama", torch.bfloat16, False, "float32"),
+        ("llama", torch.float32, True, "float32"),
+        ("gemma2", torch.bfloat16, True, "float32"),
+        ("t5", torch.bfloat16, True, "float32"),
+    ],
+)
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="no packed products of bfloat16")
+def test_a_model_of_16_bits_is_computed_in_bfloat16_where_that_is_fast_and_exact(
+    tmp_path, monkeypatch, caplog, architecture, stored, multiplies, computed
+):
+    monkeypatch.setattr(loading, "multiplies_bfloat16", lambda: multiplies)
+    random_model(architecture).to(stored).save_pretrained(tmp_path)
+    settings = PredictorSettings(kv_cache_memory="16MiB", max_context=100)
+    with caplog.at_level(logging.INFO):
+        loaded = loading.load_generation("m", tmp_path, True, settings, torch.device("cpu"))
+    loaded.engine.close()
+    assert loaded.dtype == computed
+    assert loaded.fingerprint == fingerprint_of(tmp_path, computed, True)
+    (line,) = (record.getMessage() for record in caplog.records if record.name == loading.__name__)
+    slots = 32 if architecture == "gemma2" else loaded.engine.description["max_running"]
+    assert f"{computed} on cpu, {torch.get_num_threads()} threads, {slots} sequences at once, context 100 of" in line
+    assert "KV cache of 0.0" in line
+
+
+def test_a_large_model_takes_all_of_a_few_cores_and_nothing_more_than_is_set(monkeypatch):
+    taken = []
+    monkeypatch.setattr(torch, "set_num_threads", taken.append)
+    for cores, set_to, size in [(2, 0, 1 << 20), (2, 0, 1 << 30), (4, 0, 1 << 30), (16, 0, 1 << 30), (2, 1, 1 << 30)]:
+        monkeypatch.setattr(weights, "_default_threads", lambda cores=cores: cores)
+        weights.prepare_torch(PredictorSettings(device="cpu", threads=set_to), size)
+    assert taken == [1, 2, 4, 15, 1]
 
 
 def test_a_missing_device_is_refused():

@@ -37,10 +37,38 @@ def test_no_limit_differs_from_no_memory_left(tmp_path):
     assert container_memory_left(cgroup(tmp_path, "max", 3 * GIB)) is None
 
 
-@pytest.mark.parametrize(("left", "expected"), [(None, GIB), (8 * GIB, GIB), (GIB, GIB // 2)])
-def test_the_default_is_a_gibibyte_or_half_of_a_small_containers_free_memory(monkeypatch, left, expected):
+@pytest.mark.parametrize(
+    ("limit", "available", "expected"),
+    [("max", 64 * GIB, 3 * GIB), (64 * GIB, 64 * GIB, 3 * GIB), (6 * GIB, 64 * GIB, 2 * GIB), ("max", 3 * GIB, GIB)],
+)
+def test_the_default_is_a_whole_context_and_a_gibibyte_within_a_share_of_what_is_free(
+    tmp_path, monkeypatch, limit, available, expected
+):
+    left = container_memory_left(cgroup(tmp_path, limit, 2 * GIB, GIB))
     monkeypatch.setattr(memory, "container_memory_left", lambda: left)
-    assert cache_memory("m", CPU, PredictorSettings()) == expected
+    (tmp_path / "meminfo").write_text(f"MemFree:  1 kB\nMemAvailable:  {available >> 10} kB\n")
+    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
+    settings = PredictorSettings()
+    assert cache_memory("m", CPU, settings, 2 * GIB, GIB) == expected
+    # Two models share the memory: together they have no more than one.
+    settings = settings.model_copy(update={"memory_share": settings.memory_share / 2})
+    assert 2 * cache_memory("m", CPU, settings, 9999 * GIB, GIB) == (memory.memory_left() - GIB) // 2
+
+
+def test_a_machine_that_does_not_state_its_memory_has_a_gibibyte(monkeypatch, tmp_path):
+    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "absent")
+    monkeypatch.setattr(memory, "container_memory_left", lambda: None)
+    assert cache_memory("m", CPU, PredictorSettings(), 2 * GIB) == GIB
+
+
+@pytest.mark.parametrize(("tokens", "running"), [(700, 32), (64 * 256 + 32, 64), (200_000, 256)])
+def test_as_many_run_at_once_as_have_a_useful_context(tokens, running):
+    model = random_model("llama")
+    shape = cache_shape(model)
+    settings = PredictorSettings(kv_cache_memory=str(shape.bytes_per_token * tokens))
+    assert plan_memory("llama", model, shape, settings).max_running == running
+    settings = settings.model_copy(update={"max_running": 5})
+    assert plan_memory("llama", model, shape, settings).max_running == 5
 
 
 def test_a_cache_beyond_the_containers_free_memory_is_refused(monkeypatch):
@@ -66,9 +94,9 @@ def test_an_encoder_decoder_model_needs_room_for_prompt_and_output():
     model = random_model("t5")
     shape = cache_shape(model)
     settings = PredictorSettings(kv_cache_memory=str(shape.bytes_per_token * 700), max_context=300)
-    context, blocks = plan_memory("t5", model, shape, settings)
-    assert context == 300
-    assert blocks >= 600 / 32
+    plan = plan_memory("t5", model, shape, settings)
+    assert plan.context == 300
+    assert plan.blocks >= 600 / 32
     with pytest.raises(StartupError, match="context 400 needs"):
         plan_memory("t5", model, shape, settings.model_copy(update={"max_context": 400}))
 

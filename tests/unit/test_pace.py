@@ -100,6 +100,8 @@ def test_one_stream_does_not_delay_many_prompts():
     alone = machine.seconds(1)
     longest = machine.seconds(1, pace.limit(streams=1, prompts=31))
     assert longest == pytest.approx(32 * alone, rel=0.1)
+    # Nor do hundreds of them stop it.
+    assert pace.limit(streams=1, prompts=255) == pace.limit(streams=1, prompts=32)
 
 
 def test_many_prompts_beside_as_many_streams_take_up_to_a_quarter_of_a_second():

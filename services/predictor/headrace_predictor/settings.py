@@ -77,11 +77,24 @@ class PredictorSettings(RecordingSettings):
         "auto", description="auto uses CUDA if there is a device."
     )
     dtype: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = Field(
-        "auto", description="auto is fp32 on the CPU and the model's own dtype on CUDA."
+        "auto",
+        description=(
+            "auto is the model's own on CUDA; on the CPU bf16 for decoders with weights of 16 bits, where the processor"
+            " multiplies it faster and a row's result does not depend on its batch, else fp32."
+        ),
     )
-    threads: int = Field(0, ge=0, description="CPU threads of the model; 0: all cores but one.")
+    threads: int = Field(
+        0,
+        ge=0,
+        description="CPU threads of a model; 0: all cores but one; of up to four all, if a text model has 128 MiB.",
+    )
     max_running: int = Field(
-        32, ge=1, description="Maximum of sequences or Python requests that run at once, for each model."
+        0,
+        ge=0,
+        description=(
+            "Maximum of sequences or Python requests that run at once, for each model; 0: as many as have 256 tokens"
+            " each in the KV cache, 32 to 256; 32 of models that compute one row at a time and of Python models."
+        ),
     )
     max_waiting: int = Field(256, ge=0, description="Maximum of requests that wait to run; further ones are refused.")
     max_adapters: int = Field(16, ge=0, description="Maximum of adapters (LoRA) that one model has loaded.")
@@ -94,8 +107,17 @@ class PredictorSettings(RecordingSettings):
         None,
         gt=0,
         description=(
-            "Memory for the KV cache of each model, such as 512MiB. Default: 1GiB on the CPU, less in a small"
-            " container, and on CUDA what gpu_memory_share leaves."
+            "Memory for the KV cache of each model, such as 512MiB. Default: on the CPU 1GiB and one whole context,"
+            " within memory_share, and on CUDA what gpu_memory_share leaves."
+        ),
+    )
+    memory_share: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description=(
+            "Maximum fraction of the memory that is free at start for the KV caches on the CPU, which grow as they are"
+            " used; each model of MODELS has an equal part. With N predictors on one machine, 1/N of that."
         ),
     )
     gpu_memory_share: float = Field(

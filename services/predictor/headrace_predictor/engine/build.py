@@ -33,6 +33,8 @@ from headrace_predictor.settings import PredictorSettings
 
 logger = logging.getLogger(__name__)
 
+_ROWS_RUNNING = 32  # Sequences at once, where each step computes them one after the other.
+
 
 def build_engine(
     name: str,
@@ -47,12 +49,13 @@ def build_engine(
     Without `eos_ids` the model's own are the end tokens.
     """
     shape = cache_shape(model)
-    context, blocks = plan_memory(name, model, shape, settings)
+    own_context, context, blocks, max_running = plan_memory(name, model, shape, settings)
     # Before a runner packs the weights in a form of its own.
     size = {
         "parameter_count": str(sum(tensor.numel() for tensor in model.parameters())),
         "weights_bytes": str(sum(tensor.numel() * tensor.itemsize for tensor in model.parameters())),
         "cache_bytes": str(blocks * BLOCK_TOKENS * shape.bytes_per_token),
+        "own_context_length": str(own_context),
     }
     vocabulary = model.get_input_embeddings().num_embeddings
     with torch.inference_mode():
@@ -60,9 +63,11 @@ def build_engine(
         if not model.config.is_encoder_decoder:
             proof.check_generate(name)
         runner, adapters, reason = _choose_runner(name, model, shape, blocks, proof, settings.cuda_graphs)
+    if reason is not None and not settings.max_running:
+        max_running = _ROWS_RUNNING
     scheduler = Scheduler(
         BlockManager(blocks, BLOCK_TOKENS),
-        settings.max_running,
+        max_running,
         settings.max_waiting,
         settings.step_tokens,
         runner.reuses_prefixes,
@@ -79,6 +84,7 @@ def build_engine(
         flush,
         grammars,
     )
+    size["max_running"] = str(max_running)
     engine.description |= size | ({} if reason is None else {"runner_reason": reason})
     engine.adapters = adapters
     return engine
@@ -102,5 +108,4 @@ def _choose_runner(
     else:
         logger.warning("model %s is run one row at a time: %s", name, reason)
         runner = proof.row_runner()
-    logger.info("model %s: runner %s, %d blocks of %d tokens", name, runner.description, blocks, BLOCK_TOKENS)
     return runner, adapters, reason

@@ -30,6 +30,7 @@ _LEAST = 4  # Tokens; fewer would hardly be cheaper.
 _UNKNOWN = 32  # Tokens, until there are measurements.
 _MOST = 1 << 30  # Tokens, where steps seem to take no time.
 _PATIENCE_S = 0.25
+_MOST_PROMPTS = 32  # That count: a stream waits no longer for more of them.
 _LEAST_ALONE = 256  # Tokens.
 _READ = 12  # Tokens whose attention takes as long as reading all keys and values once.
 # The weight of a step relative to the next one. Costs of prompt tokens change within a prompt, and differ at its start.
@@ -207,7 +208,7 @@ class PrefillPace:
 
     def limit(self, streams: int, prompts: int, position: int = 0) -> int:
         """The number of tokens that `prompts` sequences, the first from `position` on, may compute beside streams."""
-        alone_s = self._streams.estimate(streams)
+        alone_s, prompts = self._streams.estimate(streams), min(prompts, _MOST_PROMPTS)
         if not streams:
             return size_below(max(_LEAST_ALONE, self._tokens_in(_PATIENCE_S - alone_s, position)))
         # `alone_s` is 0 until there was a step without prompts: a new engine may be given many of them at once.

@@ -38,8 +38,9 @@ async def launch_engine(
 ) -> LoadedModel:
     """Returns the model, loaded by an engine process of its own; raises StartupError.
 
-    `device_memory`: bytes that the predictor's other engines hold on the device.
+    `device_memory`: bytes that the predictor's other engines hold on the device. The models of MODELS share its memory.
     """
+    settings = settings.model_copy(update={"memory_share": settings.memory_share / max(1, len(settings.models))})
     ours, theirs = socket.socketpair()
     theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     launch = engine_pb2.EngineLaunch(

@@ -93,7 +93,7 @@ def _serve(connection: socket.socket, commands: Iterator[bytes], launch: engine_
 
 
 def _facts(loaded: LoadedGeneration) -> engine_pb2.EngineFacts:
-    limits = loaded.engine.limits
+    limits, caches = loaded.engine.limits, int(loaded.engine.description.get("cache_bytes", 0))
     return engine_pb2.EngineFacts(
         architecture=loaded.architecture,
         device=loaded.device,
@@ -105,7 +105,7 @@ def _facts(loaded: LoadedGeneration) -> engine_pb2.EngineFacts:
         is_encoder_decoder=limits.is_encoder_decoder,
         scores_prompts=limits.scores_prompts,
         description=loaded.engine.description,
-        device_memory=torch.cuda.memory_reserved() if loaded.device == "cuda" else 0,
+        device_memory=torch.cuda.memory_reserved() if loaded.device == "cuda" else caches,
     )
 
 

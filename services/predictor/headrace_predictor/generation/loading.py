@@ -26,14 +26,18 @@ from headrace.models.tokenizer_files import own_eos_id
 from headrace.sampling import defaults_of
 from headrace_predictor.engine.build import build_engine
 from headrace_predictor.engine.grammar import GrammarCompiler
+from headrace_predictor.engine.runners.memory import memory_left
+from headrace_predictor.engine.runners.paged import PagedRunner
 from headrace_predictor.generation.loaded_model import LoadedGeneration
 from headrace_predictor.models.fingerprint import fingerprint_of
-from headrace_predictor.models.weights import dtype_name, load_weights, prepare_torch
+from headrace_predictor.models.weight_files import weight_bytes
+from headrace_predictor.models.weights import dtype_name, load_weights, multiplies_bfloat16, prepare_torch
 from headrace_predictor.settings import PredictorSettings
 from headrace_protos import engine_pb2
 
 logger = logging.getLogger(__name__)
 
+_LEAST_SHARE = 0.1  # Of the free memory, where other engines' caches may take as much: they may have it already.
 _MAPPINGS: dict[Any, Any] = {
     AutoModelForSeq2SeqLM: MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -44,11 +48,15 @@ _MAPPINGS: dict[Any, Any] = {
 def load_own(launch: engine_pb2.EngineLaunch, flush: Callable[[], None]) -> LoadedGeneration:
     """Loads a model with the engine of this package: a Loader, see engine_process/worker.py."""
     settings = PredictorSettings(**json.loads(launch.settings))
-    device = prepare_torch(settings)
-    if launch.device_memory_elsewhere and device.type == "cuda":
-        elsewhere = launch.device_memory_elsewhere / torch.cuda.mem_get_info(device)[1]
-        settings = settings.model_copy(update={"gpu_memory_share": max(0.0, settings.gpu_memory_share - elsewhere)})
-    return load_generation(launch.model, Path(launch.folder), launch.is_local, settings, device, flush)
+    folder, elsewhere = Path(launch.folder), launch.device_memory_elsewhere
+    device = prepare_torch(settings, weight_bytes(folder).total())
+    if elsewhere and device.type == "cuda":
+        share = settings.gpu_memory_share - elsewhere / torch.cuda.mem_get_info(device)[1]
+        settings = settings.model_copy(update={"gpu_memory_share": max(0.0, share)})
+    elif elsewhere:
+        left = max(_LEAST_SHARE, 1 - elsewhere / max(1, memory_left() or 0))
+        settings = settings.model_copy(update={"memory_share": settings.memory_share * left})
+    return load_generation(launch.model, folder, launch.is_local, settings, device, flush)
 
 
 def load_generation(
@@ -63,30 +71,48 @@ def load_generation(
 
     `is_local`: the folder is the user's own, not a snapshot of the hub. For `flush` see engine/engine.py.
     """
-    model = load_weights(name, folder, _auto_class(name, folder), settings.dtype, device)
+    auto = _auto_class(name, folder)
+    loaded = None
+    if settings.dtype == "auto" and device.type == "cpu" and auto is not AutoModelForSeq2SeqLM:
+        sizes = weight_bytes(folder)
+        if 2 * (sizes["BF16"] + sizes["F16"]) > sizes.total() and multiplies_bfloat16():
+            loaded = _load(name, folder, is_local, auto, settings.model_copy(update={"dtype": "bf16"}), device, flush)
+            if loaded.engine.description["runner"] != PagedRunner.description:
+                # Its products are not packed: slower than float32's, and others in another batch.
+                loaded.engine.close()
+                loaded = None
+    loaded = loaded or _load(name, folder, is_local, auto, settings, device, flush)
+    facts, context = loaded.engine.description, loaded.engine.limits.context_length
+    logger.log(
+        logging.INFO if context == (settings.max_context or int(facts["own_context_length"])) else logging.WARNING,
+        "model %s: %s, %.1fM parameters, %s, %s on %s, %d threads, %s sequences at once, context %d of its %s, "
+        "KV cache of %.2g GB; PREDICTOR_DTYPE, _THREADS, _MAX_RUNNING, _MAX_CONTEXT and _KV_CACHE_MEMORY set others",
+        *(name, loaded.architecture, int(facts["parameter_count"]) / 1e6, facts["runner"], loaded.dtype, loaded.device),
+        *(torch.get_num_threads(), facts["max_running"], context, facts["own_context_length"]),
+        int(facts["cache_bytes"]) / 1e9,
+    )
+    return loaded
+
+
+def _load(
+    name: str,
+    folder: Path,
+    is_local: bool,
+    auto: Any,
+    settings: PredictorSettings,
+    device: torch.device,
+    flush: Callable[[], None],
+) -> LoadedGeneration:
+    model = load_weights(name, folder, auto, settings.dtype, device)
     fingerprint = fingerprint_of(folder, dtype_name(model), is_local)
-    parameters = model.num_parameters()  # After packing, weights are no longer parameters.
     generation = read_generation(folder)
     eos_ids = eos_ids_of(generation, folder, own_eos_id(folder))
     engine = build_engine(name, model, settings, flush, GrammarCompiler(folder), eos_ids)
     engine.limits = engine.limits.with_defaults(generation)
     engine.rules = rules_of(generation, engine.limits.is_encoder_decoder, engine.limits.vocabulary_size)
     engine.description |= describe(name, generation)
-    loaded = LoadedGeneration(
-        name,
-        type(model).__name__,
-        device.type,
-        dtype_name(model),
-        defaults_of(generation, engine.limits.is_encoder_decoder),
-        engine,
-        fingerprint,
-    )
-    logger.info(
-        "model %s: %s, %.1fM parameters, %s on %s, context %d",
-        *(loaded.name, loaded.architecture, parameters / 1e6, loaded.dtype, loaded.device),
-        engine.limits.context_length,
-    )
-    return loaded
+    defaults = defaults_of(generation, engine.limits.is_encoder_decoder)
+    return LoadedGeneration(name, type(model).__name__, device.type, dtype_name(model), defaults, engine, fingerprint)
 
 
 def _auto_class(name: str, folder: Path) -> Any:

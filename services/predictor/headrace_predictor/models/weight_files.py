@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import IO, Any
 
@@ -44,6 +45,18 @@ def read_header(file: IO[bytes]) -> tuple[dict[str, Any], int]:
     if not isinstance(header, dict):
         raise ValueError("the header of a safetensors file is no object")
     return header, 8 + length
+
+
+def weight_bytes(folder: Path) -> Counter[str]:
+    """The bytes of a model's weights by their dtype, in safetensors' notation, such as BF16."""
+    sizes: Counter[str] = Counter()
+    for path in folder.glob(_WEIGHTS):
+        with path.open("rb") as file:
+            header, _ = read_header(file)
+        for name in header.keys() - {"__metadata__"}:
+            begin, end = header[name]["data_offsets"]
+            sizes[header[name]["dtype"]] += end - begin
+    return sizes
 
 
 def _check_weights(path: Path) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from timeit import timeit
 from typing import Any
 
 import torch
 from transformers.utils.logging import disable_progress_bar
 
 from headrace.errors import StartupError
+from headrace_predictor.engine.cpu.packed_linear import PackedLinear
 from headrace_predictor.settings import PredictorSettings
 
 # These modules log long tables of missing weights, which Headrace logs in one line, and warnings on tensor parallelism,
@@ -19,12 +21,21 @@ from headrace_predictor.settings import PredictorSettings
 _QUIET_LOGGERS = ("transformers.modeling_utils", "transformers.distributed.tensor_parallel")
 
 _NAMED = 3
+# Smaller models are faster without a helper on the core that the services need. More cores than a few do not make the
+# reading of weights faster.
+_LARGE_BYTES, _FEW_CORES = 128 << 20, 4
+_WIDTH, _TRIALS = 512, 9  # Of the products that are timed.
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
-def prepare_torch(settings: PredictorSettings) -> torch.device:
-    """Sets the number of this process's threads; returns the device of its models; raises StartupError."""
-    torch.set_num_threads(settings.threads or max(1, _default_threads() - 1))
+def prepare_torch(settings: PredictorSettings, weights_bytes: int = 0) -> torch.device:
+    """Sets the number of this process's threads; returns the device of its models; raises StartupError.
+
+    `weights_bytes`: of the only model of this process, 0 in a process that does other work too.
+    """
+    cores = _default_threads()
+    takes_all = weights_bytes >= _LARGE_BYTES and cores <= _FEW_CORES
+    torch.set_num_threads(settings.threads or (cores if takes_all else max(1, cores - 1)))
     return choose_device(settings.device)
 
 
@@ -40,6 +51,29 @@ def choose_device(setting: str) -> torch.device:
     if setting == "cuda" and not available:
         raise StartupError("DEVICE=cuda, but torch finds no CUDA device; install its CUDA build or set DEVICE=cpu")
     return torch.device("cuda" if setting != "cpu" and available else "cpu")
+
+
+@cache
+def multiplies_bfloat16() -> bool:
+    """Whether bfloat16 products of few and of many rows are faster here than float32's, and rows equal in both.
+
+    Takes some milliseconds. Where bfloat16 is emulated, products of more than one row take more than twice as long.
+    """
+    weight, many = torch.randn(_WIDTH, _WIDTH), torch.randn(64, _WIDTH).bfloat16()
+    few, threads = many[:4], torch.get_num_threads()
+    torch.set_num_threads(1)  # Their start would take longer than the product.
+    try:
+        half, single = PackedLinear(weight.bfloat16(), None), PackedLinear(weight, None)
+        for x in few, many:
+            pairs = ((half, x), (single, x.float()))
+            times = [[timeit(partial(layer.forward, rows), number=1) for layer, rows in pairs] for _ in range(_TRIALS)]
+            if min(half_s for half_s, _ in times) > min(single_s for _, single_s in times):
+                return False
+        return torch.equal(half.forward(few), half.forward(many)[: len(few)])
+    except RuntimeError:  # The processor lacks the instructions.
+        return False
+    finally:
+        torch.set_num_threads(threads)
 
 
 def load_weights(name: str, folder: Path, auto: Any, dtype: str, device: torch.device, optional: str = "-") -> Any:

@@ -33,6 +33,7 @@ from headrace_predictor.settings import PredictorSettings
 from headrace_predictor.tensor_models.python_model import PythonModel
 
 _VLLM_ENGINE = "headrace_predictor.vllm_engine"
+_PYTHON_RUNNING = 32  # Requests at once; a model's code may hold much memory for each.
 _FILES = ("*.json", "*.safetensors", "*.model", "*.spm", "*.txt")
 
 
@@ -100,7 +101,7 @@ def build_here(source: ModelSource, fetched: FetchedModel, settings: PredictorSe
     with as_startup_error(source.name):
         if fetched.kind is ModelKind.PYTHON:
             report("loading model.py")
-            limits = (settings.max_running, settings.max_waiting, settings.python_timeout)
+            limits = (settings.max_running or _PYTHON_RUNNING, settings.max_waiting, settings.python_timeout)
             return PythonModel(source.name, fetched.folder, *limits)
         report("loading the weights")
         # Imports the libraries of models, which takes seconds.

@@ -14,6 +14,7 @@ from headrace.errors import StartupError
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _CPU_CACHE_BYTES = 1 << 30
+_MAX_RUNNING = 256
 # Arguments that follow from MODELS, what concerns forms of answers, and code of a model's author, which no engine runs.
 _RESERVED = frozenset(
     {
@@ -59,10 +60,11 @@ def engine_arguments(
         raise StartupError(f"PREDICTOR_DEVICE={settings.device}: this vLLM is built for {device}")
     if settings.dtype == "fp64":
         raise StartupError("PREDICTOR_DTYPE=fp64: vLLM does not compute with it")
+    running = settings.max_running or _MAX_RUNNING
     arguments: dict[str, Any] = {
         "dtype": _DTYPES.get(settings.dtype, "float32" if device == "cpu" else "auto"),
-        "max_num_seqs": settings.max_running,
-        "max_num_batched_tokens": max(settings.step_tokens, settings.max_running),
+        "max_num_seqs": running,
+        "max_num_batched_tokens": max(settings.step_tokens, running),
         "gpu_memory_utilization": max(0.0, settings.gpu_memory_share - memory_elsewhere),
         "disable_log_stats": True,
         "use_tqdm_on_load": False,

@@ -1,8 +1,8 @@
 """The numbers of tokens that steps with prompts compute.
 
 oneDNN compiles its products anew for each number of rows, which takes up to 10 ms and 3 MB for a model of a few layers.
-With few sizes all are compiled soon; a step with another number of tokens is padded to the next size. Steps without
-prompts have few sizes anyway.
+With few sizes all are compiled soon; a step with another number of tokens is padded to the next size, but one of a few
+rows without prompts.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
 """The size of the KV cache, and the context that fits it.
 
-In a container the container's limit applies, not the machine's memory. On CUDA the cache gets what is left of
-`gpu_memory_share` after the weights: with N predictors on one GPU each gets its share, whatever the order in which they
-start.
+On the CPU the cache may hold one whole context and `_ROOM`, within the model's share of the memory that the weights
+leave free, of the machine or below the container's limit. On CUDA the cache gets what is left of `gpu_memory_share`
+after the weights: with N predictors on one GPU each gets its share, whatever the order in which they start.
 """
 
 from __future__ import annotations
 
-import logging
 import math
+import re
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,11 +20,10 @@ from headrace_predictor.engine.state.blocks import RESERVED
 from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape
 from headrace_predictor.settings import PredictorSettings
 
-logger = logging.getLogger(__name__)
-
-_CPU_DEFAULT = 1 << 30
+_ROOM = 1 << 30
 _CGROUP = Path("/sys/fs/cgroup")
-_CONTAINER_SHARE = 0.5  # Of the free memory of a container: copies of weights and activations need the rest.
+_MEMINFO = Path("/proc/meminfo")
+_LEAST_RUNNING, _MOST_RUNNING, _TOKENS_OF_ONE = 32, 256, 256
 _UNSTATED_CONTEXT = 512  # For models without a position table, such as T5's, whose configuration names no length.
 _LEAST_CONTEXT = 256
 _ALREADY_SCALED = ("longrope", "llama3")  # Kinds of scalings whose configurations state the scaled context.
@@ -52,17 +52,29 @@ def _first(config: Any, *names: str) -> int | None:
     return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
 
 
-def plan_memory(name: str, model: Any, shape: CacheShape, settings: PredictorSettings) -> tuple[int, int]:
-    """Returns the served context length and the number of blocks with the reserved one; raises StartupError."""
-    memory = cache_memory(name, model.device, settings)
-    tokens = max(0, memory // (shape.bytes_per_token * BLOCK_TOKENS) - RESERVED) * BLOCK_TOKENS
-    # An encoder-decoder model stores the prompt as well as the output, and the decoder's start token.
-    copies = 2 if model.config.is_encoder_decoder else 1
-    fits = max(0, tokens // copies - (copies - 1))
+class MemoryPlan(NamedTuple):
+    """Of a model: its own context length and the served one, its blocks with the reserved one, sequences at once."""
+
+    own_context: int
+    context: int
+    blocks: int
+    max_running: int
+
+
+def plan_memory(name: str, model: Any, shape: CacheShape, settings: PredictorSettings) -> MemoryPlan:
+    """Plans the memory of a loaded model, whose weights are not packed yet; raises StartupError."""
     stated = stated_context(model.config.get_text_config(decoder=True))
     if stated is not None and settings.max_context > stated:
         raise StartupError(f"model {name}: PREDICTOR_MAX_CONTEXT={settings.max_context}, but its context is {stated}")
     own = stated or _UNSTATED_CONTEXT
+    # An encoder-decoder model stores the prompt as well as the output, and the decoder's start token.
+    copies = 2 if model.config.is_encoder_decoder else 1
+    whole = ((settings.max_context or own) + 2 * BLOCK_TOKENS) * copies * shape.bytes_per_token
+    # Weights that are still pages of their files count as free, until packing copies them.
+    weights = sum(tensor.numel() * tensor.itemsize for tensor in model.parameters())
+    memory = cache_memory(name, model.device, settings, whole, weights)
+    tokens = max(0, memory // (shape.bytes_per_token * BLOCK_TOKENS) - RESERVED) * BLOCK_TOKENS
+    fits = max(0, tokens // copies - (copies - 1))
     needed = settings.max_context or min(own, _LEAST_CONTEXT)
     if fits < needed:
         bytes_needed = (needed + BLOCK_TOKENS) * copies * shape.bytes_per_token
@@ -72,11 +84,10 @@ def plan_memory(name: str, model: Any, shape: CacheShape, settings: PredictorSet
             f"have {memory / 1e9:.2g}; raise PREDICTOR_KV_CACHE_MEMORY or lower PREDICTOR_MAX_CONTEXT"
         )
     context = settings.max_context or min(own, fits)
-    if context < own:
-        logger.warning("model %s: context %d of its %d; PREDICTOR_KV_CACHE_MEMORY sets more", name, context, own)
+    running = settings.max_running or min(_MOST_RUNNING, max(_LEAST_RUNNING, tokens // copies // _TOKENS_OF_ONE))
     # Limited to the blocks that whole contexts of all running requests can fill.
-    useful = settings.max_running * 2 * copies * (context + BLOCK_TOKENS) // BLOCK_TOKENS
-    return context, min(tokens // BLOCK_TOKENS, useful) + RESERVED
+    useful = running * 2 * copies * (context + BLOCK_TOKENS) // BLOCK_TOKENS
+    return MemoryPlan(own, context, min(tokens // BLOCK_TOKENS, useful) + RESERVED, running)
 
 
 def stated_context(config: Any) -> int | None:
@@ -92,8 +103,13 @@ def stated_context(config: Any) -> int | None:
     return max(stated, int(original * factor))
 
 
-def cache_memory(name: str, device: torch.device, settings: PredictorSettings) -> int:
-    """Bytes for keys and values; raises StartupError if a setting asks for more than there is."""
+def cache_memory(
+    name: str, device: torch.device, settings: PredictorSettings, whole_context: int = 0, weights: int = 0
+) -> int:
+    """Bytes for keys and values; raises StartupError if a setting asks for more than there is.
+
+    `whole_context`: the bytes for one; `weights`: bytes that will be taken from the free memory yet.
+    """
     size = settings.kv_cache_memory
     most: int | None
     if device.type == "cuda":
@@ -105,13 +121,23 @@ def cache_memory(name: str, device: torch.device, settings: PredictorSettings) -
     else:
         most = container_memory_left()
         if size is None:
-            return _CPU_DEFAULT if most is None else min(_CPU_DEFAULT, int(most * _CONTAINER_SHARE))
+            left = memory_left()
+            share = _ROOM if left is None else int((left - weights) * settings.memory_share)
+            return max(0, min(_ROOM + whole_context, share))
     if most is not None and size > most:
         raise StartupFault(
             f"model {name}: PREDICTOR_KV_CACHE_MEMORY is {size / 1e9:.2g} GB, "
             f"but only {max(0, most) / 1e9:.2g} are left"
         )
     return int(size)
+
+
+def memory_left() -> int | None:
+    """Bytes that this process may still take: below its container's limit, and free on the machine."""
+    found = [container_memory_left()]
+    with suppress(OSError):
+        found += [int(kib) << 10 for kib in re.findall(r"MemAvailable: +(\d+)", _MEMINFO.read_text())]
+    return min((left for left in found if left is not None), default=None)
 
 
 def container_memory_left(cgroup: Path = _CGROUP) -> int | None:

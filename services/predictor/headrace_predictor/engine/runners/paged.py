@@ -30,6 +30,7 @@ from headrace_predictor.engine.state.sequence import Row, detached_sequence
 # Their pass is nothing but embedding, layers, norm and head.
 _MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 
+_UNPADDED = 32  # Rows of a step without prompts; sizes below have products of their own.
 _PADDING = 8  # Maximum of tokens in a row of padding: a model may have few positions.
 
 
@@ -105,10 +106,11 @@ class PagedRunner:
 
     def run(self, rows: Rows[Row]) -> Tensor:
         numbers = self._adapter_numbers(rows)
-        if not all(row.count == 1 and row.samples for row in rows):
-            rows = [*rows, *self._padding(sum(row.count for row in rows))]
-        elif not numbers:
+        decodes = all(row.count == 1 and row.samples for row in rows)
+        padding = [] if decodes and len(rows) <= _UNPADDED else self._padding(sum(row.count for row in rows))
+        if decodes and not (padding or numbers):
             return self._decode(rows)
+        rows = [*rows, *padding]
         # The planner takes rows with one id first, and the tokens of an adapter are computed together; the returned
         # logits are in the caller's order.
         order = sorted(range(len(rows)), key=lambda i: (rows[i].count > 1, numbers.get(i, 0)))
