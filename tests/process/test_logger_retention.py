@@ -299,11 +299,11 @@ async def test_delete_returns_the_number_of_records(store, payload_log):
     assert (await payload_log.Delete(DeletePayloadsRequest(client="c"))).deleted == 0
 
 
-@pytest.mark.parametrize("key", [{}, {"record_id": ""}, {"request_id": ""}, {"client": ""}], ids=str)
-async def test_delete_without_a_key_deletes_nothing(store, payload_log, key):
+async def test_delete_without_a_key_deletes_nothing(store, payload_log):
     await store.append([append_request(1)])
-    with pytest.raises(InvalidRequestError, match="give a record_id, a request_id or a client"):
-        await payload_log.Delete(DeletePayloadsRequest(**key))
+    for key in ({}, {"record_id": ""}, {"request_id": ""}, {"client": ""}):
+        with pytest.raises(InvalidRequestError, match="give a record_id, a request_id or a client"):
+            await payload_log.Delete(DeletePayloadsRequest(**key))
     assert await numbers(store) == [1]
 
 
@@ -463,10 +463,10 @@ async def test_nan_times_count_as_zero(store):
     assert (group["requests"], group["seconds"]) == (5, 10**9 + 1)
 
 
-@pytest.mark.parametrize("group", ["client,clients", "model,model", "hour", "client;DROP TABLE usage"])
-async def test_unknown_groups_are_refused(payload_log, group):
-    with pytest.raises(InvalidRequestError, match="client, model, day"):
-        await payload_log.Usage(UsageRequest(group=group))
+async def test_unknown_groups_are_refused(payload_log):
+    for group in ("client,clients", "model,model", "hour", "client;DROP TABLE usage"):
+        with pytest.raises(InvalidRequestError, match="client, model, day"):
+            await payload_log.Usage(UsageRequest(group=group))
 
 
 async def test_too_many_groups_are_refused_and_never_truncated(store, monkeypatch):
