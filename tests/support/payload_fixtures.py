@@ -34,7 +34,7 @@ def postgresql():
 async def store(request, tmp_path):
     """A store in SQLite; of tests that `on_both_databases` parametrizes, in PostgreSQL too."""
     is_sqlite = getattr(request, "param", "sqlite") == "sqlite"
-    database = tmp_path / "payloads.sqlite3" if is_sqlite else request.getfixturevalue("postgresql").database()
+    database = tmp_path / "payloads.sqlite3" if is_sqlite else request.getfixturevalue("postgresql").emptied()
     store = Store(database if is_sqlite else SecretStr(database))
     yield store
     await store.close()
