@@ -224,7 +224,8 @@ def moody_like(tokenizer, template):
     return tokenizer
 
 
-@pytest.mark.parametrize("bomb", [LOOP, "{{ 9 ** (9 ** n) }}", "{{ 'a' * 10 ** n }}", "{{ '%099999999999d' % n }}"])
+# An endless loop: the next test.
+@pytest.mark.parametrize("bomb", ["{{ 9 ** (9 ** n) }}", "{{ 'a' * 10 ** n }}", "{{ '%099999999999d' % n }}"])
 async def test_a_hostile_chat_template_delays_neither_the_event_loop_nor_other_models(looping, moody, bodies, bomb):
     hostile = moody_like(
         looping, "{% set n = messages|length + 9 %}{% if messages[0].content == 'loop' %}" + bomb + "{% endif %}fine"
