@@ -118,3 +118,18 @@ def _key(text: str) -> tuple[str, str]:
 
 def _slowest(requests: list[SlowRequest]) -> list[SlowRequest]:
     return sorted(requests, key=lambda request: request.order, reverse=True)[:_SLOWEST]
+
+
+def verdicts(total: Figures, least_share: float) -> dict[str, tuple[bool, str]]:
+    """Of `--check`: row → whether enough of its requests were good, and the figures in words."""
+    result = {}
+    for row in total.rows:
+        requests = total.count(REQUESTS, [row])
+        share = total.good_share([row]) or 0.0
+        words = [f"{100 * share:.1f} % of {requests} requests good, {total.count(FAILED, [row])} failed"]
+        for measure in (TTFT, GAP, WHOLE, CANCEL):
+            quantiles = total.of(measure, [row]).quantiles((0.5, 0.99))
+            if quantiles:
+                words.append(f"{measure} p50 {quantiles['p50']:.1f} ms, p99 {quantiles['p99']:.1f} ms")
+        result[row] = (requests > 0 and share >= least_share, "; ".join(words))
+    return result

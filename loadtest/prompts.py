@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +108,14 @@ def _prompt(item: Mapping[str, Any]) -> Prompt | None:
         return Prompt(turns[0]["value"], max(1, round(_TOKENS_A_WORD * len(turns[1]["value"].split()))))
     text = item.get("prompt") or "\n".join(message["content"] for message in item.get("messages", ()))
     return Prompt(text, item.get("max_tokens")) if text else None
+
+
+def replayed(records: Iterable[Mapping[str, Any]]) -> list[tuple[float, Prompt]]:
+    """Arrivals of records as REST gives them: seconds since the oldest, prompt and the answer's length."""
+    asked = [record for record in records if record.get("prompt")]
+    asked.sort(key=lambda record: record["time"])
+    times = [datetime.fromisoformat(record["time"]).timestamp() for record in asked]
+    return [
+        (at - times[0], Prompt(record["prompt"], record.get("usage", {}).get("completion_tokens")))
+        for at, record in zip(times, asked, strict=True)
+    ]

@@ -23,8 +23,7 @@ from loadtest.gateway import Gateway, GatewayError, parse_address
 from loadtest.measures import Measures
 from loadtest.options import Options, parse
 from loadtest.predictors import INTERVAL_S, PredictorHistory
-from loadtest.prompts import Prompt
-from loadtest.replay import replayed
+from loadtest.prompts import Prompt, replayed
 
 _log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from locust import events
 from locust.runners import WorkerRunner
 
 from loadtest import options, streams_tab
-from loadtest.check import verdicts
+from loadtest.figures import verdicts
 from loadtest.gateway import GatewayError, parse_address
 from loadtest.session import Session, session_of
 

@@ -6,8 +6,7 @@ import random
 import pytest
 
 from loadtest import figures
-from loadtest.check import verdicts
-from loadtest.figures import Figures, SlowRequest
+from loadtest.figures import Figures, SlowRequest, verdicts
 from loadtest.histogram import Histogram
 from loadtest.knee.level import measured
 from loadtest.measures import KEPT_S, Measures

@@ -8,8 +8,7 @@ import pytest
 from loadtest.gateway import GatewayError, Model, TensorDescription, parse_address
 from loadtest.options import add_fields, parse
 from loadtest.predictors import State, states_of
-from loadtest.prompts import Lengths, Prompt, Workload, read_prompts
-from loadtest.replay import replayed
+from loadtest.prompts import Lengths, Prompt, Workload, read_prompts, replayed
 from loadtest.tensors import with_inputs
 
 
