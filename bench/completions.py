@@ -4,10 +4,11 @@
         await callers.measure(1.0)  # Not counted: it warms up.
         load = await callers.measure(5.0)
 
-Events are not parsed: their tokens are counted in the text, which for the benchmark's models has one word `tN` for each
-token (bench/architectures.py), except for special ones, which have no text and are rare. An answer whose usage is not
-the number of tokens of the request is an error, as is any status except 200; both end the measurement. Times are those
-of time.perf_counter(), in seconds.
+Events are not parsed: their tokens are counted in the text, which for the benchmarks' small models has one word `tN`
+for each token (bench/architectures.py), except for special ones, which have no text and are rare; with another
+vocabulary (`words` is False) each event with a text counts as one. An answer whose usage is not the number of tokens of
+the request is an error, as is any status except 200; both end the measurement. Times are those of time.perf_counter(),
+in seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from bench.cases import PROMPT_IDS
 
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens": ?([0-9]+)')
 _TEXT = re.compile(rb'"text": ?"([^"]*)"')
-_ANSWER_TIMEOUT_S = 120.0
+_ANSWER_TIMEOUT_S = 300.0
 _CONNECT_TIMEOUT_S = 10.0
 
 # Takes the time of arrival and the number of tokens of one piece of an answer.
@@ -41,6 +42,7 @@ class Connection(asyncio.Protocol):
     """A connection that is kept; one request at a time."""
 
     def __init__(self) -> None:
+        self.words = True
         self._transport: asyncio.Transport | None = None
         self._buffer = b""
         self._in_body = False
@@ -51,10 +53,11 @@ class Connection(asyncio.Protocol):
         self._ended: asyncio.Future[int] | None = None
 
     @classmethod
-    async def open(cls, address: str) -> Self:
+    async def open(cls, address: str, words: bool = True) -> Self:
         host, _, port = address.rpartition(":")
         async with asyncio.timeout(_CONNECT_TIMEOUT_S):
             _, connection = await asyncio.get_running_loop().create_connection(cls, host, int(port))
+        connection.words = words
         return connection
 
     def close(self) -> None:
@@ -134,11 +137,12 @@ class Connection(asyncio.Protocol):
         events, end, self._event = (self._event + data).rpartition(b"\n\n")
         if not end:
             return
-        if b'"error"' in events:
+        if b'"error":' in events:
             raise CompletionError(events[:300].decode(errors="replace"))
         if usage := _COMPLETION_TOKENS.findall(events):
             self._usage = int(usage[-1])
-        tokens = sum(text.count(b"t") for text in _TEXT.findall(events))
+        texts = _TEXT.findall(events)
+        tokens = sum(text.count(b"t") if self.words else bool(text) for text in texts)
         if tokens:
             self._on_tokens(now, tokens)
 
@@ -169,9 +173,10 @@ class Load:
 
 
 class Stream:
-    """One request: counts what arrives in the load that `current` returns."""
+    """One request: counts what arrives in the load that `current` returns, and keeps each piece's time and tokens."""
 
     def __init__(self, prompt: Sequence[int], new_tokens: int, model: str, current: Callable[[], Load]) -> None:
+        self.arrivals: list[tuple[float, int]] = []
         self._current = current
         self._new_tokens = new_tokens
         self._latest: float | None = None
@@ -196,6 +201,7 @@ class Stream:
             raise CompletionError(f"{tokens} tokens came instead of {self._new_tokens}")
 
     def _take(self, at: float, tokens: int) -> None:
+        self.arrivals.append((at, tokens))
         load = self._current()
         load.tokens += tokens
         if self._latest is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -31,11 +31,17 @@ class VllmServer(NamedTuple):
 
 @asynccontextmanager
 async def vllm_server(
-    model: Path, name: str, log: Path, *arguments: str, dtype: str = "bfloat16"
+    model: Path,
+    name: str,
+    log: Path,
+    *arguments: str,
+    dtype: str = "bfloat16",
+    environment: Mapping[str, str] | None = None,
 ) -> AsyncIterator[VllmServer]:
     """Starts the server of a model, and ends it with all its processes; output goes to `log`.
 
-    Raises RuntimeError if it ends or does not answer in time. `arguments` are added to the command.
+    Raises RuntimeError if it ends or does not answer in time. `arguments` are added to the command, and
+    `environment` to its environment.
     """
     port = free_port()
     command = (
@@ -44,6 +50,6 @@ async def vllm_server(
         *("--model", str(model), "--served-model-name", name, "--host", LOOPBACK, "--port", str(port)),
         *("--dtype", dtype, "--max-model-len", "2048", *arguments),
     )
-    async with server_process("vLLM's server", command, log, _ENVIRONMENT) as process:
+    async with server_process("vLLM's server", command, log, _ENVIRONMENT | dict(environment or {})) as process:
         await until(lambda: answers(port, "/health"), process, _START_TIMEOUT_S)
         yield VllmServer(f"{LOOPBACK}:{port}", process.pid)

@@ -1,0 +1,145 @@
+"""The servers that bench/models.py compares: ours in several settings, llama.cpp's with several formats, and vLLM's.
+
+`default` is our stack as `make up` starts it without any setting but the model; the others have both cores. llama.cpp
+has two threads, vLLM both cores and compiled graphs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from bench.architectures import make, parameters
+from bench.cases import VLLM
+from bench.contenders import CONTENDERS, ROOT
+from bench.llama_cpp import gguf_file, llama_server, make_model, weight_bytes
+from bench.processes import roles
+from bench.runs import running_stack
+from bench.vllm_server import vllm_server
+from headrace_predictor.settings import PredictorSettings
+
+STATE = ROOT / ".run" / "bench"
+SMALL = "llama-10M"
+DEFAULT = "default"
+_BOTH_CORES = {"PREDICTOR_THREADS": "2"}
+OURS: dict[str, dict[str, str]] = {
+    DEFAULT: {},
+    "bf16": {"PREDICTOR_DTYPE": "bf16", **_BOTH_CORES},
+    "int8": {"PREDICTOR_WEIGHTS": "int8", **_BOTH_CORES},
+    "int4": {"PREDICTOR_WEIGHTS": "int4", **_BOTH_CORES},
+}
+LLAMA_CPP = {f"llama.cpp-{weights}": weights for weights in ("bf16", "q8_0", "q4_k_m")}
+NAMES = (*OURS, *LLAMA_CPP, VLLM)
+_BYTES_A_WEIGHT = {"bf16": 2.0, "int8": 1.0, "int4": 0.5 + 2 / 32, VLLM: 2.0}  # A group of 32 has a scale of 2 bytes.
+_VLLM_CONTEXT = 4096
+
+
+class Server(NamedTuple):
+    """A running server: its address, its processes and its model."""
+
+    address: str
+    roots: Mapping[str, int]
+    model: str
+
+
+class Place(NamedTuple):
+    """A model's folder, that of what a start keeps for the next, and that of llama.cpp's source, if there is one."""
+
+    model: Path
+    cache: Path
+    llama_cpp: Any
+
+
+def absent_reasons(names: Sequence[str], llama_cpp: Path | None) -> dict[str, str]:
+    """Why contenders cannot be measured; installs vLLM if it is missing."""
+    absent = {}
+    for name in names:
+        if "PREDICTOR_WEIGHTS" in OURS.get(name, {}) and "weights" not in PredictorSettings.model_fields:
+            absent[name] = "this version has no PREDICTOR_WEIGHTS"
+        elif name in LLAMA_CPP and not llama_cpp:
+            absent[name] = "no --llama-cpp"
+        elif name == VLLM and (reason := CONTENDERS[VLLM].install()):
+            absent[name] = reason
+    return absent
+
+
+def make_files(model: Path, names: Sequence[str], llama_cpp: Path | None) -> None:
+    """Makes a model, and the files of it that contenders need, where they are missing."""
+    if model.name == SMALL:
+        if not model.is_dir():
+            make(SMALL, model)
+        return
+    if llama_cpp:
+        make_model(model.name, model, llama_cpp)
+        for name in LLAMA_CPP.keys() & set(names):
+            gguf_file(model, LLAMA_CPP[name], llama_cpp)
+    elif not model.is_dir():
+        raise SystemExit(f"{model} is missing; --llama-cpp has the vocabulary to make it")
+
+
+@asynccontextmanager
+async def start_server(name: str, place: Place) -> AsyncIterator[Server]:
+    """A contender's server, from its start to its end."""
+    model, log = place.model.name, STATE / "logs" / f"models-{name}.log"
+    if name in OURS:
+        environment = {"predictor": {**OURS[name], "XDG_CACHE_HOME": str(place.cache)}}
+        async with running_stack(models=f"{model}={place.model}", environment=environment) as stack:
+            yield Server(stack.gateway, {process: stack.pid(process) for process in stack.names}, model)
+    elif name == VLLM:
+        environment = {"VLLM_CACHE_ROOT": str(place.cache), "TORCHINDUCTOR_CACHE_DIR": str(place.cache / "inductor")}
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{(os.cpu_count() or 2) - 1}"
+        context = ("--max-model-len", str(_VLLM_CONTEXT))
+        async with vllm_server(place.model, model, log, *context, environment=environment) as server:
+            yield Server(server.address, {name: server.pid}, model)
+    else:
+        file = gguf_file(place.model, LLAMA_CPP[name], place.llama_cpp)
+        async with llama_server(file, model, log, place.llama_cpp) as (address, pid):
+            yield Server(address, {name: pid}, model)
+
+
+class Servers:
+    """Started servers, as many as there is memory for; `warm_up` is called with each after its start."""
+
+    def __init__(self, place: Place, spare_gb: float, warm_up: Callable[[Server], Awaitable[Any]]) -> None:
+        self._place, self._spare, self._warm_up = place, 1e9 * spare_gb, warm_up
+        self._running: dict[str, tuple[AsyncExitStack, Server]] = {}  # That used last is last.
+
+    async def get(self, name: str) -> Server:
+        if name not in self._running:
+            while self._running and psutil.virtual_memory().available < self._spare:
+                await self._stop(next(iter(self._running)))
+            opened = AsyncExitStack()
+            server = await opened.enter_async_context(start_server(name, self._place))
+            self._running[name] = (opened, server)
+            await self._warm_up(server)
+        self._running[name] = self._running.pop(name)
+        return self._running[name][1]
+
+    async def stop(self) -> None:
+        for name in list(self._running):
+            await self._stop(name)
+
+    async def _stop(self, name: str) -> None:
+        opened, _ = self._running.pop(name)
+        await opened.aclose()
+
+
+def memory_gb(server: Server) -> float:
+    """The proportional set size of all processes of a server."""
+    total = 0
+    for pid in roles(server.roots):
+        with suppress(psutil.Error):
+            total += psutil.Process(pid).memory_full_info().pss
+    return total / 1e9
+
+
+def weight_bytes_a_token(name: str, place: Place) -> float:
+    """The bytes of weights that a token reads; 0 if that is not known."""
+    if name in LLAMA_CPP:
+        return weight_bytes(place.model, LLAMA_CPP[name], place.llama_cpp)
+    return parameters(place.model.name) * _BYTES_A_WEIGHT.get(name, 0.0)
