@@ -31,6 +31,9 @@ def instant_runner() -> type[Any]:
             logits[_TOKEN_ID] = 10.0
             self._logits_of = cache(lambda rows: logits.repeat(rows, 1))
 
+        def is_exact(self) -> bool:
+            return False  # One token of a stream in each step.
+
         def run(self, rows: Any) -> Any:
             time.sleep(pause_s)
             return self._logits_of(sum(row.samples for row in rows))

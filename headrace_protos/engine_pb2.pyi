@@ -418,6 +418,8 @@ class EngineCounters(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     PREEMPTED_FIELD_NUMBER: _builtins.int
+    PROPOSED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     steps: _builtins.int
     succeeded: _builtins.int
     failed: _builtins.int
@@ -432,6 +434,8 @@ class EngineCounters(_message.Message):
     prompt_tokens: _builtins.int
     cached_tokens: _builtins.int
     preempted: _builtins.int
+    proposed_tokens: _builtins.int
+    accepted_tokens: _builtins.int
     def __init__(
         self,
         *,
@@ -449,10 +453,12 @@ class EngineCounters(_message.Message):
         prompt_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         preempted: _builtins.int = ...,
+        proposed_tokens: _builtins.int = ...,
+        accepted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "cancelled", b"cancelled", "compute_ns", b"compute_ns", "failed", b"failed", "forward_ns", b"forward_ns", "mean_compute_s", b"mean_compute_s", "preempted", b"preempted", "prompt_tokens", b"prompt_tokens", "queue_ns", b"queue_ns", "step_ns", b"step_ns", "steps", b"steps", "succeeded", b"succeeded", "tokens", b"tokens", "tokens_after_cancel", b"tokens_after_cancel"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "cached_tokens", b"cached_tokens", "cancelled", b"cancelled", "compute_ns", b"compute_ns", "failed", b"failed", "forward_ns", b"forward_ns", "mean_compute_s", b"mean_compute_s", "preempted", b"preempted", "prompt_tokens", b"prompt_tokens", "proposed_tokens", b"proposed_tokens", "queue_ns", b"queue_ns", "step_ns", b"step_ns", "steps", b"steps", "succeeded", b"succeeded", "tokens", b"tokens", "tokens_after_cancel", b"tokens_after_cancel"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -202,7 +202,7 @@ async def test_the_load_is_reported_by_model(model_of, metrics):
     gate.open(100)
     await asyncio.gather(*readers)
     assert metrics.values_by(MODEL, "headrace.tokens") == {"busy": 36, "idle": 0}
-    for name in ("sequences.preempted", "tokens_after_cancel"):
+    for name in ("sequences.preempted", "tokens_after_cancel", "lookup.proposed", "lookup.accepted"):
         assert metrics.values_by(MODEL, f"headrace.{name}") == {"busy": 0, "idle": 0}
 
 

@@ -123,6 +123,13 @@ class PredictorSettings(RecordingSettings):
     gpu_memory_share: float = Field(
         0.85, gt=0, le=1, description="Maximum fraction of the GPU's memory; with N predictors on one GPU, 1/N of that."
     )
+    prompt_lookup: bool = Field(
+        True,
+        description=(
+            "Compute several tokens of a stream in one step where its text repeats an earlier part of prompt or answer"
+            " and that is faster. The answer is the same."
+        ),
+    )
     cuda_graphs: bool = Field(False, description="Record decode steps on CUDA and replay them.")
     step_tokens: int = Field(
         2048, ge=16, description="Maximum of tokens that one forward pass computes, of prompts and outputs together."

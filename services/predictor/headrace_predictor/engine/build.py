@@ -19,6 +19,7 @@ from headrace_predictor.engine.engine import ContinuousBatchingEngine
 from headrace_predictor.engine.grammar import GrammarCompiler
 from headrace_predictor.engine.interface import EngineLimits
 from headrace_predictor.engine.load import PrefillPace
+from headrace_predictor.engine.lookup import PromptLookup
 from headrace_predictor.engine.runners.adapters import Adapters
 from headrace_predictor.engine.runners.decode_graphs import record_cuda_graph
 from headrace_predictor.engine.runners.fused_layers import fuse_layers
@@ -63,10 +64,12 @@ def build_engine(
         if not model.config.is_encoder_decoder:
             proof.check_generate(name)
         runner, adapters, reason = _choose_runner(name, model, shape, blocks, proof, settings.cuda_graphs)
+        looks_up = settings.prompt_lookup and isinstance(runner, PagedRunner) and runner.is_exact()
     if reason is not None and not settings.max_running:
         max_running = _ROWS_RUNNING
+    manager = BlockManager(blocks, BLOCK_TOKENS)
     scheduler = Scheduler(
-        BlockManager(blocks, BLOCK_TOKENS),
+        manager,
         max_running,
         settings.max_waiting,
         settings.step_tokens,
@@ -83,6 +86,7 @@ def build_engine(
         settings.step_timeout,
         flush,
         grammars,
+        PromptLookup(manager) if looks_up else None,
     )
     size["max_running"] = str(max_running)
     engine.description |= size | ({} if reason is None else {"runner_reason": reason})

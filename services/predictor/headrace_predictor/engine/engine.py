@@ -41,6 +41,7 @@ from headrace_predictor.engine.interface import (
     sampling_of,
 )
 from headrace_predictor.engine.load import LoadMeter, PrefillPace, ProgressWatch, QueueEstimate
+from headrace_predictor.engine.lookup import PromptLookup
 from headrace_predictor.engine.publisher import Publisher
 from headrace_predictor.engine.runners.interface import ModelRunner
 from headrace_predictor.engine.scheduler import Scheduler
@@ -74,6 +75,7 @@ class ContinuousBatchingEngine:
         step_timeout_s: float,
         flush: Callable[[], None] = lambda: None,
         grammars: GrammarCompiler | None = None,
+        lookup: PromptLookup | None = None,
     ) -> None:
         self.limits = limits
         self.statistics = EngineStatistics()
@@ -103,6 +105,7 @@ class ContinuousBatchingEngine:
         self._progress = ProgressWatch(step_timeout_s)
         self._step_timeout_s = step_timeout_s
         self._grammars = grammars
+        self._lookup = lookup
         self._passes = count()
         self._step_under_way: int | None = None  # The number of the current pass.
         self._compute = self._computation(runner)
@@ -247,16 +250,20 @@ class ContinuousBatchingEngine:
             chunks = [(row.start, row.count) for row in rows if row.count > 1 and not row.sequence.decodes]
             started = time.perf_counter()
             results, failed = self._compute(rows)
-            self._meter.end(rows, time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            self._meter.end(rows, seconds)
             self._publisher.publish(results)
             for sequence, error in failed:
                 self._publisher.end(sequence, "failed", error, forget=True)
             served = {result.row.sequence for result in results}
             self._scheduler.regain()
             elapsed = time.perf_counter() - started
-            self._pace.observe(len(rows) - len(chunks), chunks, elapsed)
-            if not chunks:
-                self._estimate.stepped(elapsed)
+            if self._lookup is not None and not chunks:
+                self._lookup.observe(rows, seconds)
+            if not any(row.proposed for row in rows):
+                self._pace.observe(len(rows) - len(chunks), chunks, elapsed)
+                if not chunks:
+                    self._estimate.stepped(elapsed)
             self.statistics.steps += 1
             self.statistics.step_ns += int(elapsed * 1e9)
         self._look_for_stuck(served)
@@ -281,6 +288,8 @@ class ContinuousBatchingEngine:
             prompts = self._scheduler.prompts(streams)
             prefill = self._pace.limit(streams, prompts, self._scheduler.prefill_start) if prompts else 0
             rows = self._scheduler.schedule(prefill, now)
+            if self._lookup is not None and not prompts:
+                rows = self._lookup.extend(rows)
             self.statistics.preempted = self._scheduler.preempted
             if not rows:
                 self._changed.wait(self._scheduler.pause_s)

@@ -112,16 +112,23 @@ class EngineStatistics(RequestCounts):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     preempted: int = 0
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class EngineTotals(NamedTuple):
-    """Totals since the engine started; `tokens_after_cancel` were generated after the caller had gone."""
+    """Totals since the engine started; `tokens_after_cancel` were generated after the caller had gone.
+
+    Prompt lookup's are `proposed_tokens` and, of these, `accepted_tokens`.
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     tokens: int = 0
     tokens_after_cancel: int = 0
     preempted: int = 0
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True)

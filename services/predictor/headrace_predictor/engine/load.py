@@ -93,6 +93,8 @@ class LoadMeter:
                 tokens=counted.tokens,
                 tokens_after_cancel=counted.tokens_after_cancel,
                 preempted=self._scheduler.preempted,
+                proposed_tokens=counted.proposed_tokens,
+                accepted_tokens=counted.accepted_tokens,
             ),
             waiting_tokens=sum(prompts),
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -116,14 +116,35 @@ class StepRunner:
         scoring = [row for row in rows if row.scores]
         results = [Result(row, NO_TOKEN, None) for row in rows if not row.samples] if len(sampling) < len(rows) else []
         if sampling:
-            last = logits[: len(sampling)] if scoring else logits
-            masks = forbidden_tokens(sampling, last.shape[1])
-            sampled = sample(last, [row.sequence.row for row in sampling], masks)
-            results += map(Result, sampling, sampled.token_ids, sampled.logprobs)
+            parts, inputs = sampling, [row.sequence.row for row in sampling]
+            if any(row.proposed for row in sampling):
+                both = [part for row in sampling for part in row.parts()]
+                parts, inputs = [part for part, _ in both], [row for _, row in both]
+            last = logits[: len(parts)] if scoring else logits
+            sampled = sample(last, inputs, forbidden_tokens(parts, last.shape[1]))
+            found = map(Result, parts, sampled.token_ids, sampled.logprobs)
+            results += found if parts is sampling else self._verified(sampling, found)
         if scoring:
-            scores = dict(zip(scoring, score(logits[len(sampling) :], scoring), strict=True))
+            first = len(logits) - sum(len(row.scores) for row in scoring)
+            scores = dict(zip(scoring, score(logits[first:], scoring), strict=True))
             results = [result._replace(scores=scores.get(result.row)) for result in results]
         return results
+
+    def _verified(self, rows: list[Row], results: Iterator[Result]) -> Iterator[Result]:
+        """The results of rows whose ids are the sequence's: up to the first token that is not the proposed one."""
+        for row in rows:
+            first = next(results)
+            yield first
+            token_id, stands = first.token_id, True
+            for proposed in row.proposed:
+                result = next(results)
+                # Without numbers the sequence fails in the next step, after the tokens that it has.
+                stands = stands and token_id == proposed and result.token_id != NO_TOKEN
+                if stands:
+                    yield result
+                    token_id = result.token_id
+                    self._statistics.accepted_tokens += 1
+            self._statistics.proposed_tokens += len(row.proposed)
 
     def _replay(self, rows: list[Row], error: Exception) -> Outcome:
         """Runs each row alone, so that only the culprit fails."""

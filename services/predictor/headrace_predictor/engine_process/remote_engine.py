@@ -108,6 +108,8 @@ class RemoteEngine:
                 tokens=counted.tokens,
                 tokens_after_cancel=counted.tokens_after_cancel,
                 preempted=counted.preempted,
+                proposed_tokens=counted.proposed_tokens,
+                accepted_tokens=counted.accepted_tokens,
             ),
             waiting_tokens=state.waiting_tokens,
         )

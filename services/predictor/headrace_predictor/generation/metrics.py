@@ -47,6 +47,8 @@ _COUNTERS: tuple[tuple[str, str, str, Callable[[EngineTotals], int]], ...] = (
         lambda totals: totals.tokens_after_cancel,
     ),
     ("headrace.tokens", "{token}", "Generated tokens.", lambda totals: totals.tokens),
+    ("headrace.lookup.proposed", "{token}", "Tokens proposed by prompt lookup.", lambda totals: totals.proposed_tokens),
+    ("headrace.lookup.accepted", "{token}", "Proposed tokens that were right.", lambda totals: totals.accepted_tokens),
 )
 
 

@@ -37,7 +37,8 @@ class ModelRunner(Protocol):
     def run(self, rows: Rows[Row]) -> Tensor:
         """Computes the rows' ids; returns the last logits [rows that sample, vocabulary] of rows that sample, in order.
 
-        After them, in the same order, come the logits of all positions that rows score. It may raise, and may then be
+        Rows with proposals, which only the runner of a `PromptLookup` has, have those of each proposed id too. After
+        them, in the same order, come the logits of all positions that rows score. It may raise, and may then be
         called again with the same rows or some of them.
         """
 

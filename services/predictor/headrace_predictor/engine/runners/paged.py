@@ -117,22 +117,18 @@ class PagedRunner:
         packed = [rows[i] for i in order]
         ids: list[int] = []
         positions: list[int] = []
-        last: list[int] = []
-        scored: dict[int, list[int]] = {}
+        sampled: dict[int, Rows[int]] = {}
+        scored: dict[int, Rows[int]] = {}
         for i, row in zip(order, packed, strict=True):
-            end = row.start + row.count
             if scores := row.scores:
                 scored[i] = [len(ids) + position - row.start for position in scores]
-            ids += row.sequence.ids[row.start : end]
-            positions += range(row.start, end)
+            ids += row.ids
+            positions += range(row.start, row.start + row.count)
             if row.samples:
-                last.append(len(ids) - 1)
-        sampled = [i for i in order if rows[i].samples]
-        if sampled != sorted(sampled):
-            last = [place for _, place in sorted(zip(sampled, last, strict=True))]
+                sampled[i] = range(len(ids) - 1 - len(row.proposed), len(ids))
         plan = self._planner.plan(packed, adapted_tokens(packed) if numbers else ())
         tensors = self._tensor([ids]), self._tensor([positions])
-        places = [*last, *(place for i in sorted(scored) for place in scored[i])]
+        places = [place for wanted in (sampled, scored) for i in sorted(wanted) for place in wanted[i]]
         return self._forward_rows(packed, *tensors, plan, self._tensor(places))
 
     def _adapter_numbers(self, rows: Rows[Row]) -> dict[int, int]:
@@ -190,6 +186,20 @@ class PagedRunner:
 
     def clear(self, blocks: Rows[int]) -> None:
         self._cache.clear(blocks)
+
+    def is_exact(self) -> bool:
+        """Whether logits are the same for an id of its own and for one among others of its sequence."""
+        if self._cache.device.type != "cpu" or self.scaling is not None:
+            return False
+        ids = [i % self._model.get_input_embeddings().num_embeddings for i in range(_PADDING)]
+        sequence = detached_sequence(ids[:1])
+        sequence.blocks = [0]
+        together = self.run([Row(sequence, 0, _PADDING, ids[1:])])
+        for position in reversed(range(_PADDING)):
+            sequence.ids = ids[: position + 1]
+            if not torch.equal(together[position], self.run([Row(sequence, position, 1)])[0]):
+                return False
+        return True
 
     def probe(self) -> None:
         sequence = detached_sequence([0])

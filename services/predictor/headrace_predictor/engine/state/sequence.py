@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -88,6 +89,7 @@ class Sequence:
         self.constraint: Constraint | None = None  # Set before it is queued.
         self.adapter_number = submission.adapter
         self.adapter: Any = None  # See engine/adapters.py; set before it is queued.
+        self.proposals: Any = None  # See engine/lookup.py.
         self.alone = submission.alone  # Until its next token.
         self.alone_is_announced = False
         self.due_at = 0.0  # When its pace allows the next token.
@@ -97,7 +99,7 @@ class Sequence:
         self.to_score = 0 if self.prompt_logprobs is None else len(self.input_ids) - 1
         self.scored = 0  # Scored positions of the prompt; a preemption does not reset it.
         self._paced_after = submission.paced_after
-        self._end_ids = sampling.end_ids(end_ids)
+        self.end_ids = sampling.end_ids(end_ids)
         has_limit = submission.HasField("first_token_timeout_s")
         self._first_token_timeout_s = submission.first_token_timeout_s if has_limit else None
         self._deadline = self.deadline  # The next of its deadlines.
@@ -143,7 +145,7 @@ class Sequence:
             return "stop"
         if not self.output_ids:
             return None
-        return self.sampling.finish_reason(self.output_ids[-1], len(self.output_ids) - 1, self._end_ids)
+        return self.sampling.finish_reason(self.output_ids[-1], len(self.output_ids) - 1, self.end_ids)
 
     @property
     def first_token_deadline(self) -> float | None:
@@ -205,7 +207,7 @@ class Sequence:
 
     def append(self, token_id: int) -> str | None:
         """Appends the next token; returns the finish reason if the sequence ends with it."""
-        reason = self.sampling.finish_reason(token_id, len(self.output_ids), self._end_ids)
+        reason = self.sampling.finish_reason(token_id, len(self.output_ids), self.end_ids)
         if self.constraint is not None and reason != "stop":
             self.constraint.take(token_id)
             reason = "stop" if self.constraint.is_complete else reason
@@ -227,7 +229,7 @@ class Sequence:
         if self.constraint is None or sampling.logprobs or sampling.pace or self.row.restrictions or self.row.rules:
             return None
         token_id = self.constraint.forced()
-        return None if token_id is None or token_id >= vocabulary or token_id in self._end_ids else token_id
+        return None if token_id is None or token_id >= vocabulary or token_id in self.end_ids else token_id
 
     def append_forced(self, token_id: int) -> str | None:
         """Appends a token that needs no forward pass of its own; returns the finish reason."""
@@ -239,18 +241,36 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """The part of a sequence that one step computes: `count` of its ids from `start` on. It is not changed.
+    """The part of a sequence that one step computes: `count` ids from `start` on. It is not changed.
 
-    `samples`: it includes the last id, so that the next token can be sampled.
+    `proposed` are the last of them, if any: they follow the sequence's last id, and may be its next ones. `samples`: it
+    includes the last id, so that the next token can be sampled, and one after each proposed id.
     """
 
     sequence: Sequence
     start: int
     count: int
+    proposed: Ids[int] = ()
     samples: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.samples = self.start + self.count == len(self.sequence.ids)
+        self.samples = self.start + self.count - len(self.proposed) == len(self.sequence.ids)
+
+    @property
+    def ids(self) -> list[int]:
+        return [*self.sequence.ids[self.start : self.start + self.count], *self.proposed]
+
+    def parts(self) -> Iterator[tuple[Row, SamplingRow]]:
+        """The part for each token that is sampled, with the sampler's input; a row with proposals has one other id."""
+        if not self.proposed:
+            yield self, self.sequence.row
+            return
+        for number in range(self.count):
+            part, sampling = Row(self.sequence, self.start + number, 1), self.sequence.row
+            part.samples = True
+            if number and not sampling.takes_likeliest:
+                sampling = sampling._replace(output_ids=[*self.sequence.output_ids, *self.proposed[:number]])
+            yield part, sampling
 
     @property
     def scores(self) -> range:
