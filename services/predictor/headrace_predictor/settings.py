@@ -78,23 +78,15 @@ class PredictorSettings(RecordingSettings):
     )
     dtype: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = Field(
         "auto",
-        description=(
-            "auto is the model's own on CUDA; on the CPU bf16 for decoders with weights of 16 bits, where the processor"
-            " multiplies it faster and a row's result does not depend on its batch, else fp32."
-        ),
+        description="auto is the model's own on CUDA; on the CPU bf16 where that is faster and exact, else fp32.",
     )
     threads: int = Field(
-        0,
-        ge=0,
-        description="CPU threads of a model; 0: all cores but one; of up to four all, if a text model has 128 MiB.",
+        0, ge=0, description="CPU threads of a model; 0: all cores but one; of up to four all for a large text model."
     )
     max_running: int = Field(
         0,
         ge=0,
-        description=(
-            "Maximum of sequences or Python requests that run at once, for each model; 0: as many as have 256 tokens"
-            " each in the KV cache, 32 to 256; 32 of models that compute one row at a time and of Python models."
-        ),
+        description="Maximum of sequences or Python requests at once of a model; 0: 32 to 256 by memory, Python 32.",
     )
     max_waiting: int = Field(256, ge=0, description="Maximum of requests that wait to run; further ones are refused.")
     max_adapters: int = Field(16, ge=0, description="Maximum of adapters (LoRA) that one model has loaded.")
@@ -115,10 +107,7 @@ class PredictorSettings(RecordingSettings):
         0.5,
         gt=0,
         le=1,
-        description=(
-            "Maximum fraction of the memory that is free at start for the KV caches on the CPU, which grow as they are"
-            " used; each model of MODELS has an equal part. With N predictors on one machine, 1/N of that."
-        ),
+        description="Maximum of the free memory for KV caches on the CPU; with N predictors 1/N of that.",
     )
     gpu_memory_share: float = Field(
         0.85, gt=0, le=1, description="Maximum fraction of the GPU's memory; with N predictors on one GPU, 1/N of that."
