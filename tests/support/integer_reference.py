@@ -111,12 +111,10 @@ class Linear:
         total = np.zeros((len(x), self.q.shape[-1]), np.float32)
         for g, scale in enumerate(scales):
             if self.four_bits:
-                parts = enumerate(np.split(q[g], 4, axis=-1), 4 * g)
-                p = [(part @ self.q[j]) * self.scales[:, j] for j, part in parts]
-                product = ((p[0] + p[1]) + p[2]) + p[3]
+                for j, part in enumerate(np.split(q[g], 4, axis=-1), 4 * g):
+                    total = total + ((part @ self.q[j]) * self.scales[:, j]) * scale[:, None]
             else:
-                product = q[g] @ self.q[g]
-            total = total + product * scale[:, None]
+                total = total + (q[g] @ self.q[g]) * scale[:, None]
         if not self.four_bits:
             total = total * self.scales
         return total if self.bias is None else total + self.bias
