@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from headrace_protos import steps_pb2 as headrace__protos_dot_steps__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -22,3 +23,97 @@ if _version_not_supported:
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
+
+
+class PredictorStepsStub:
+    """One connection for each pair of transformer process and predictor, for as long as both run: frames (headrace/frames.py)
+    to the predictor's port of generations, each a `StepsRequest` one way and a `Step` the other. The transformer submits and
+    cancels sequences, and sends something at least every ten seconds. The predictor sends one `Step` for each step of an
+    engine, with the new tokens of all sequences of this connection, and one without tokens after a second without any:
+    silence means that the predictor is at fault. If the transformer reads slowly, steps merge: a `Step` is valid if it is
+    the concatenation of several. The predictor closes the connection at the end of its drain, or when it has handed its port
+    over and the last sequence has ended.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Run = channel.stream_stream(
+                '/headrace.v1.PredictorSteps/Run',
+                request_serializer=headrace__protos_dot_steps__pb2.StepsRequest.SerializeToString,
+                response_deserializer=headrace__protos_dot_steps__pb2.Step.FromString,
+                _registered_method=True)
+
+
+class PredictorStepsServicer:
+    """One connection for each pair of transformer process and predictor, for as long as both run: frames (headrace/frames.py)
+    to the predictor's port of generations, each a `StepsRequest` one way and a `Step` the other. The transformer submits and
+    cancels sequences, and sends something at least every ten seconds. The predictor sends one `Step` for each step of an
+    engine, with the new tokens of all sequences of this connection, and one without tokens after a second without any:
+    silence means that the predictor is at fault. If the transformer reads slowly, steps merge: a `Step` is valid if it is
+    the concatenation of several. The predictor closes the connection at the end of its drain, or when it has handed its port
+    over and the last sequence has ended.
+    """
+
+    def Run(self, request_iterator, context):
+        """No gRPC: the name of each sequence's spans.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_PredictorStepsServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Run': grpc.stream_stream_rpc_method_handler(
+                    servicer.Run,
+                    request_deserializer=headrace__protos_dot_steps__pb2.StepsRequest.FromString,
+                    response_serializer=headrace__protos_dot_steps__pb2.Step.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'headrace.v1.PredictorSteps', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('headrace.v1.PredictorSteps', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class PredictorSteps:
+    """One connection for each pair of transformer process and predictor, for as long as both run: frames (headrace/frames.py)
+    to the predictor's port of generations, each a `StepsRequest` one way and a `Step` the other. The transformer submits and
+    cancels sequences, and sends something at least every ten seconds. The predictor sends one `Step` for each step of an
+    engine, with the new tokens of all sequences of this connection, and one without tokens after a second without any:
+    silence means that the predictor is at fault. If the transformer reads slowly, steps merge: a `Step` is valid if it is
+    the concatenation of several. The predictor closes the connection at the end of its drain, or when it has handed its port
+    over and the last sequence has ended.
+    """
+
+    @staticmethod
+    def Run(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/headrace.v1.PredictorSteps/Run',
+            headrace__protos_dot_steps__pb2.StepsRequest.SerializeToString,
+            headrace__protos_dot_steps__pb2.Step.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
