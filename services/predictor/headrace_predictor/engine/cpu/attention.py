@@ -62,7 +62,7 @@ def _turn(source: Any, cosines: Any, sines: Any, factor: Any, target: Any) -> No
 
 
 @njit(**_EXACT)  # type: ignore[untyped-decorator]
-def _write(
+def write_tokens(
     packed: Any,
     cosines: Any,
     sines: Any,
@@ -87,8 +87,8 @@ def _write(
             _turn(packed[i, query_heads + h], cosines[row], sines[row], _ONE, key)
             value = packed[i, query_heads + heads + h]
             for d in range(size):
-                block_keys[h, d, offset] = narrow(key[d], value[d])
-                block_values[h, offset, d] = value[d]
+                block_keys[h, d, offset] = narrow(key[d], block_keys[h, d, offset])
+                block_values[h, offset, d] = narrow(widen(value[d]), block_values[h, offset, d])
 
 
 @njit(**_EXACT)  # type: ignore[untyped-decorator]
@@ -161,7 +161,7 @@ def _sum(
 
 
 @njit(**_EXACT)  # type: ignore[untyped-decorator]
-def _attend_tile(
+def attend_tile(
     packed: Any,
     cosines: Any,
     sines: Any,
@@ -207,25 +207,26 @@ def _attend_tile(
 
 
 @njit(**_OPTIONS)  # type: ignore[untyped-decorator]
-def _parts(owners: Any, query_heads: Any, heads: Any) -> Any:
+def parts(owners: Any, query_heads: Any, heads: Any, divided: Any = False) -> Any:
     """The parts [n, 4] of the work: first and end of neighbouring tokens with one owner, first and end of key heads.
 
-    A token without neighbours is one part, a tile of several tokens one for each key head. Tiles with the same head
+    A token without neighbours is one part, or `divided` into one for each key head, as a tile of several tokens is. Tiles with the same head
     follow each other, because they read the same keys and values.
     """
     tile = max(1, _TILE_ROWS * heads // query_heads)
-    parts = np.empty((len(owners) * heads, 4), np.int64)
+    found = np.empty((len(owners) * heads, 4), np.int64)
     count = 0
     for h in range(heads):
         first = 0
         for i in range(1, len(owners) + 1):
             if i < len(owners) and owners[i] == owners[first] and i - first < tile:
                 continue
-            if i - first > 1 or h == 0:
-                parts[count] = first, i, h, h + 1 if i - first > 1 else heads
+            alone = i - first == 1 and not divided
+            if h == 0 or not alone:
+                found[count] = first, i, h, heads if alone else h + 1
                 count += 1
             first = i
-    return parts[:count]
+    return found[:count]
 
 
 @njit(**_OPTIONS)  # type: ignore[untyped-decorator]
@@ -246,14 +247,14 @@ def _attend_in_turn(
     out: Any,
 ) -> None:
     packed = array_at(address, (len(out), all_heads, out.shape[2]), out)
-    _write(packed, cosines, sines, keys, values, layer, table, owners, ends, out.shape[1])
-    parts = _parts(owners, out.shape[1], keys.shape[3])
-    for n in range(len(parts)):
-        i, j = parts[n, 0], parts[n, 1]
+    write_tokens(packed, cosines, sines, keys, values, layer, table, owners, ends, out.shape[1])
+    work = parts(owners, out.shape[1], keys.shape[3])
+    for n in range(len(work)):
+        i, j = work[n, 0], work[n, 1]
         turning = slice(i, j) if len(cosines) else slice(0, 1)
-        _attend_tile(
+        attend_tile(
             *(packed[i:j], cosines[turning], sines[turning], keys, values, layer, table[owners[i]]),
-            *(firsts[i:j], ends[i:j], bias, scale, out[i:j], parts[n, 2:]),
+            *(firsts[i:j], ends[i:j], bias, scale, out[i:j], work[n, 2:]),
         )
 
 
@@ -275,14 +276,14 @@ def _attend_in_parallel(
     out: Any,
 ) -> None:
     packed = array_at(address, (len(out), all_heads, out.shape[2]), out)
-    _write(packed, cosines, sines, keys, values, layer, table, owners, ends, out.shape[1])
-    parts = _parts(owners, out.shape[1], keys.shape[3])
-    for n in prange(len(parts)):
-        i, j = parts[n, 0], parts[n, 1]
+    write_tokens(packed, cosines, sines, keys, values, layer, table, owners, ends, out.shape[1])
+    work = parts(owners, out.shape[1], keys.shape[3])
+    for n in prange(len(work)):
+        i, j = work[n, 0], work[n, 1]
         turning = slice(i, j) if len(cosines) else slice(0, 1)
-        _attend_tile(
+        attend_tile(
             *(packed[i:j], cosines[turning], sines[turning], keys, values, layer, table[owners[i]]),
-            *(firsts[i:j], ends[i:j], bias, scale, out[i:j], parts[n, 2:]),
+            *(firsts[i:j], ends[i:j], bias, scale, out[i:j], work[n, 2:]),
         )
 
 

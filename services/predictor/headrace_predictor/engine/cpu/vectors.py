@@ -99,6 +99,45 @@ def exponentiate(typing_context: Any, scores: Any) -> Any:
     return types.float32(scores), generate
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def add_squares(typing_context: Any, numbers: Any) -> Any:
+    """The sum of the squares of float32 numbers [n], contiguous: 16 sums, then their halves. n is a multiple of 16."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        count = cgutils.unpack_tuple(builder, array.shape)[0]
+        total = cgutils.alloca_once_value(builder, ir.Constant(ir.VectorType(_FLOAT, _LANES), [0.0] * _LANES))
+        with cgutils.for_range_slice(builder, _SIZE(0), count, _SIZE(_LANES), _SIZE) as (at, _):
+            some = _load(builder, array.data, at, _LANES)
+            builder.store(builder.fadd(builder.load(total), builder.fmul(some, some)), total)
+        return _reduce(builder, builder.load(total), builder.fadd)
+
+    return types.float32(numbers), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def swish_times(typing_context: Any, gates: Any, ups: Any, out: Any) -> Any:
+    """Writes gates / (1 + e^-gates) * ups; all float32 [n], contiguous. n is a multiple of 16."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        gates, ups, out = (
+            context.make_array(kind)(context, builder, array)
+            for kind, array in zip(signature.args, arguments, strict=True)
+        )
+        count = cgutils.unpack_tuple(builder, out.shape)[0]
+        numbers = ir.VectorType(_FLOAT, _LANES)
+        zero, one = (ir.Constant(numbers, [number] * _LANES) for number in (0.0, 1.0))
+        with cgutils.for_range_slice(builder, _SIZE(0), count, _SIZE(_LANES), _SIZE) as (at, _):
+            gate, up = (_load(builder, array.data, at, _LANES) for array in (gates, ups))
+            negative = builder.fsub(zero, gate)
+            power = _exp(builder, builder.select(builder.fcmp_ordered("<", gate, negative), gate, negative))
+            scaled = builder.select(builder.fcmp_ordered("<", gate, zero), builder.fmul(gate, power), gate)
+            _store(builder, builder.fmul(builder.fdiv(scaled, builder.fadd(one, power)), up), out.data, at)
+        return context.get_dummy_value()
+
+    return types.void(gates, ups, out), generate
+
+
 def _exp(builder: Any, x: Any) -> Any:
     """e^x for a vector x <= 0."""
 

@@ -1,0 +1,347 @@
+"""A pass of a gated decoder (Llama, Mistral, Qwen) over streamed weights, as one compiled program for several threads.
+
+A pass is a row of phases, each of which is divided into chunks. Every thread takes the next chunk of the first phase
+that is not done; a phase begins when the one before it is done. So a thread that comes late or is held up by another
+process costs no more than its chunk. A chunk's numbers depend neither on the thread nor on the division.
+
+`state`, int64, is what the threads share: the number of the latest pass, whether another one may come soon, and the
+slots of the latest passes. A slot has the number of threads inside, the kind of the pass, its parameters and, for each
+phase, the number of chunks that were taken and that are done, each on a cache line of its own.
+
+Hidden states, and all numbers between the products, are float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from headrace_predictor.engine.cpu.atomics import add_to, give_way, pause, publish, read, subtract_from
+from headrace_predictor.engine.cpu.attention import attend_tile, write_tokens
+from headrace_predictor.engine.cpu.formats import convert_row, is_bf16
+from headrace_predictor.engine.cpu.products import BLOCK, GROUP, PANEL, ROWS, is_int4, multiply
+from headrace_predictor.engine.cpu.vectors import add_squares, array_at, swish_times
+
+_LINE = 8  # Numbers of a cache line.
+_LATEST, _OPEN, _SLOTS = 0, _LINE, 2 * _LINE
+_SLOT_COUNT = 4
+_INSIDE, _KIND, _PARAMETERS, _COUNTERS = 0, _LINE, 2 * _LINE, 8 * _LINE
+DECODER, LINEAR = 0, 1  # Kinds of passes: all layers; one product.
+
+# Phases: ten of each layer, the two that end a decoder's pass, and those of one product.
+_LAYER_PHASES = 10
+_NORM, _PROJECT, _WRITE, _ATTEND, _CONVERT_HEADS, _PUT_OUT, _NORM_AGAIN, _OPEN_GATE, _CONVERT_INNER, _CLOSE = range(10)
+_LAST_NORM, _HEAD, _CONVERT, _MULTIPLY = range(_LAYER_PHASES, _LAYER_PHASES + 4)
+
+# Parameters of a pass: numbers, then addresses.
+TOKENS, SAMPLED, PARTS, SEQUENCES, WIDTH = range(5)
+HIDDEN, PACKED, ATTENDED, INNER, INPUTS, SCALES, SUMS, COSINES, SINES = range(5, 14)
+TABLE, OWNERS, ENDS, PLACES, LOGITS, PARTITION, PRODUCT, FIRSTS = range(14, 22)
+REACHES = 8  # Addresses from FIRSTS on: one for each reach that layers have.
+
+# Numbers of a layer: four products, addresses of norms' weights (0: none), index and reach. The last layer is the final
+# norm, as the first norm, and the head, as the first product.
+_PRODUCT_NUMBERS = 8
+WEIGHTS, CHANNEL_SCALES, BIAS, PANELS, BLOCKS, PANEL_BYTES, OUTPUTS, ROW = range(_PRODUCT_NUMBERS)
+QKV, OUTPUT, GATE_UP, DOWN = range(0, 4 * _PRODUCT_NUMBERS, _PRODUCT_NUMBERS)
+FIRST_NORM, SECOND_NORM, QUERY_NORM, KEY_NORM, LAYER, REACH, LAYER_NUMBERS = range(32, 39)
+
+EPSILON, SCORE_SCALE = 0, 1  # Numbers of the model, float32.
+MODEL_SIZE, QUERY_HEADS, KEY_HEADS, HEAD_SIZE, THREADS = range(5)  # Sizes of the model, int64.
+
+_FEW_TOKENS, _ROWS_OF_CHUNK = 16, 8  # More tokens are prepared by so many in a chunk.
+_TOKENS_OF_CHUNK = 64  # Of a product.
+_BLOCKS_AT_ONCE = 16  # The part of a panel that stays in the cache while rows are computed.
+_CHUNK_BYTES = 1 << 16
+_CHUNKS_OF_THREAD = 4
+_PAUSES = 256
+
+_F, _I, _L, _B = np.empty(0, np.float32), np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.uint8)
+_OPTIONS = {"nogil": True, "error_model": "numpy", "cache": True}
+
+
+def state_of(layers: int) -> Any:
+    """The memory that threads share for a model of so many layers."""
+    slot = _COUNTERS + 2 * _LINE * (_LAYER_PHASES * layers + 2)
+    return np.zeros(_SLOTS + _SLOT_COUNT * slot, np.int64)
+
+
+@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+def run_pass(kind: Any, parameters: Any, state: Any, model: Any) -> None:
+    """Runs a pass with the threads that join it, for one caller at a time.
+
+    `model`: layers [layers + 1, LAYER_NUMBERS], sizes, numbers, an empty array of the format's type, and the cache's
+    keys and values.
+    """
+    number = state[_LATEST] + 1
+    slot = _slot(state, number)
+    _wait(slot, _INSIDE, 0)
+    slot[_COUNTERS:] = 0
+    slot[_KIND] = kind
+    slot[_PARAMETERS : _PARAMETERS + len(parameters)] = parameters
+    publish(state, _LATEST, number)
+    _work(slot, model)
+
+
+@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+def open_passes(state: Any, is_open: Any) -> None:
+    """Says whether passes come soon, so that threads wait for them without sleeping."""
+    publish(state, _OPEN, is_open)
+
+
+@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+def assist(state: Any, model: Any) -> None:
+    """Joins passes until `open_passes` says that none comes soon."""
+    done = np.int64(0)
+    while read(state, _OPEN):
+        number = read(state, _LATEST)
+        if number == done:
+            pause()
+            continue
+        slot = _slot(state, number)
+        add_to(slot, _INSIDE)
+        # If it is not the latest any more, its slot may have been given away before this thread was inside.
+        if read(state, _LATEST) == number:
+            _work(slot, model)
+            done = number
+        subtract_from(slot, _INSIDE)
+
+
+@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+def _slot(state: Any, number: Any) -> Any:
+    size = (len(state) - _SLOTS) // _SLOT_COUNT
+    first = _SLOTS + number % _SLOT_COUNT * size
+    return state[first : first + size]
+
+
+@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+def _work(slot: Any, model: Any) -> None:
+    layers = model[0]
+    counter = _COUNTERS
+    if slot[_KIND] == LINEAR:
+        for phase in (_CONVERT, _MULTIPLY):
+            counter = _take(slot, counter, phase, layers[0], model)
+        return
+    for layer in range(len(layers) - 1):
+        for phase in range(_LAYER_PHASES):
+            counter = _take(slot, counter, phase, layers[layer], model)
+    for phase in (_LAST_NORM, _HEAD):
+        counter = _take(slot, counter, phase, layers[-1], model)
+
+
+@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+def _wait(slot: Any, counter: Any, wanted: Any) -> None:
+    turns = 0
+    while read(slot, counter) != wanted:
+        pause()
+        turns += 1
+        if turns % _PAUSES == 0:
+            give_way()
+
+
+@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+def _take(slot: Any, counter: Any, phase: Any, layer: Any, model: Any) -> Any:
+    """Computes chunks of a phase while there are any, and waits for other threads'; returns the next phase's counter."""
+    parameters, threads = slot[_PARAMETERS:_COUNTERS], model[1][THREADS]
+    tokens = parameters[SAMPLED] if phase == _LAST_NORM or phase == _HEAD else parameters[TOKENS]
+    product = _product(phase, parameters, layer)
+    divisions = together = 1
+    if phase == _ATTEND:
+        chunks = parameters[PARTS]
+    elif _is_product(phase):
+        together = _panels_of_chunk(product, tokens, threads, phase == _OPEN_GATE)
+        divisions = (tokens + _TOKENS_OF_CHUNK - 1) // _TOKENS_OF_CHUNK
+        chunks = (product[PANELS] + together - 1) // together * divisions
+    else:
+        together = 1 if tokens <= _FEW_TOKENS else _ROWS_OF_CHUNK
+        chunks = (tokens + together - 1) // together
+    while read(slot, counter) < chunks:
+        chunk = add_to(slot, counter)
+        if chunk >= chunks:
+            break
+        if phase == _ATTEND:
+            _attend(chunk, parameters, layer, model)
+        elif _is_product(phase):
+            panel, token = chunk // divisions * together, chunk % divisions * _TOKENS_OF_CHUNK
+            panels, tokens_end = min(panel + together, product[PANELS]), min(token + _TOKENS_OF_CHUNK, tokens)
+            for p in range(panel, panels, 2 if phase == _OPEN_GATE else 1):
+                _multiply(phase, product, p, token, tokens_end, parameters, model)
+        else:
+            for token in range(chunk * together, min((chunk + 1) * together, tokens)):
+                if phase == _WRITE:
+                    _write(token, parameters, layer, model)
+                else:
+                    _prepare(phase, token, tokens, product, parameters, layer, model)
+        add_to(slot, counter + _LINE)
+    _wait(slot, counter + _LINE, chunks)
+    return counter + 2 * _LINE
+
+
+@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+def _is_product(phase: Any) -> Any:
+    return phase in (_PROJECT, _PUT_OUT, _OPEN_GATE, _CLOSE, _HEAD, _MULTIPLY)
+
+
+@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+def _product(phase: Any, parameters: Any, layer: Any) -> Any:
+    """The numbers of the product that a phase computes or prepares."""
+    if phase == _CONVERT or phase == _MULTIPLY:
+        return array_at(parameters[PRODUCT], (_PRODUCT_NUMBERS,), _L)
+    first = QKV
+    if phase == _CONVERT_HEADS or phase == _PUT_OUT:
+        first = OUTPUT
+    elif phase == _NORM_AGAIN or phase == _OPEN_GATE:
+        first = GATE_UP
+    elif phase == _CONVERT_INNER or phase == _CLOSE:
+        first = DOWN
+    return layer[first : first + _PRODUCT_NUMBERS]
+
+
+@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+def _panels_of_chunk(product: Any, tokens: Any, threads: Any, in_pairs: Any) -> Any:
+    """Enough to be worth the claim, and few enough that every thread has some."""
+    most = _CHUNK_BYTES // product[PANEL_BYTES] if tokens <= _TOKENS_OF_CHUNK else 1
+    together = max(1, min(most, product[PANELS] // (_CHUNKS_OF_THREAD * threads)))
+    return together + together % 2 if in_pairs else together
+
+
+@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+def _prepare(phase: Any, token: Any, tokens: Any, product: Any, parameters: Any, layer: Any, model: Any) -> None:
+    """Norms a token's numbers, if the phase does, and converts them to the inputs of its product."""
+    numbers, marker = model[2], model[3]
+    size, blocks = product[ROW], product[BLOCKS]
+    if phase == _CONVERT_HEADS:
+        row = array_at(parameters[ATTENDED] + token * size * 4, (size,), _F)
+    elif phase == _CONVERT_INNER:
+        row = array_at(parameters[INNER] + token * size * 4, (size,), _F)
+    elif phase == _CONVERT:
+        row = array_at(parameters[HIDDEN] + token * size * 4, (size,), _F)
+    else:
+        place = array_at(parameters[PLACES], (tokens,), _L)[token] if phase == _LAST_NORM else token
+        row = np.empty(size, np.float32)
+        weight = array_at(layer[SECOND_NORM] if phase == _NORM_AGAIN else layer[FIRST_NORM], (size,), _F)
+        norm_row(array_at(parameters[HIDDEN] + place * size * 4, (size,), _F), weight, numbers[EPSILON], row)
+    inputs, sums = _strides(marker, blocks)
+    convert_row(
+        marker,
+        row,
+        array_at(parameters[INPUTS] + token * inputs, (inputs,), _B),
+        array_at(parameters[SCALES] + token * blocks * 4, (blocks,), _F),
+        array_at(parameters[SUMS] + token * sums, (sums // 4,), _I),
+    )
+
+
+@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+def _strides(marker: Any, blocks: Any) -> Any:
+    """The bytes of a row's inputs and of its sums."""
+    inputs = blocks * BLOCK * (2 if is_bf16(marker) else 1)
+    return inputs, blocks * 4 * (BLOCK // GROUP if is_int4(marker) else 1)
+
+
+@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+def norm_row(x: Any, weight: Any, epsilon: Any, out: Any) -> None:
+    """The root mean square norm of x [n] times weight [n] to out [n], which may be x; float32, n a multiple of 16."""
+    inverse = np.float32(1) / np.sqrt(add_squares(x) / np.float32(len(x)) + epsilon)
+    for d in range(len(x)):
+        out[d] = x[d] * inverse * weight[d]
+
+
+@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+def _multiply(
+    phase: Any, product: Any, panel: Any, first: Any, end: Any, parameters: Any, model: Any
+) -> None:
+    """Multiplies tokens `first` to `end` with a panel, or with those of a gate and of what passes it."""
+    marker = model[3]
+    blocks, outputs = product[BLOCKS], product[OUTPUTS]
+    inputs, sums = _strides(marker, blocks)
+    pair = 2 if phase == _OPEN_GATE else 1
+    results = np.zeros((pair, end - first, PANEL), np.float32)
+    for own in range(pair):
+        weights = product[WEIGHTS] + (panel + own) * product[PANEL_BYTES]
+        for block in range(0, blocks, _BLOCKS_AT_ONCE):
+            count = min(_BLOCKS_AT_ONCE, blocks - block)
+            for token in range(first, end, ROWS):
+                multiply(
+                    marker,
+                    min(ROWS, end - token),
+                    weights + block * (product[PANEL_BYTES] // blocks),
+                    parameters[INPUTS] + token * inputs + block * (inputs // blocks),
+                    inputs,
+                    parameters[SCALES] + (token * blocks + block) * 4,
+                    parameters[SUMS] + token * sums + block * (sums // blocks),
+                    sums,
+                    count,
+                    results.ctypes.data + (own * (end - first) + token - first) * PANEL * 4,
+                )
+        if product[CHANNEL_SCALES]:
+            scales = array_at(product[CHANNEL_SCALES] + (panel + own) * PANEL * 4, (PANEL,), _F)
+            for i in range(end - first):
+                for n in range(PANEL):
+                    results[own, i, n] *= scales[n]
+    column = panel // pair * PANEL
+    width = min(PANEL, outputs - column)
+    if product[BIAS]:
+        bias = array_at(product[BIAS] + column * 4, (width,), _F)
+        for i in range(end - first):
+            for n in range(width):
+                results[0, i, n] += bias[n]
+    adds = phase == _PUT_OUT or phase == _CLOSE
+    target = parameters[HIDDEN] if adds else parameters[LOGITS] if phase == _HEAD else parameters[PACKED]
+    if phase == _OPEN_GATE:
+        target = parameters[INNER]
+    for i in range(end - first):
+        out = array_at(target + ((first + i) * outputs + column) * 4, (width,), _F)
+        if phase == _OPEN_GATE:
+            swish_times(results[0, i], results[1, i], results[0, i])
+        if adds:
+            for n in range(width):
+                out[n] = results[0, i, n] + out[n]
+        else:
+            out[:] = results[0, i, :width]
+
+
+@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+def _write(token: Any, parameters: Any, layer: Any, model: Any) -> None:
+    """Norms a token's heads, if the model does, and writes its keys and values to the cache."""
+    _, sizes, numbers, _, keys, values = model
+    query_heads, size = sizes[QUERY_HEADS], sizes[HEAD_SIZE]
+    heads = query_heads + 2 * sizes[KEY_HEADS]
+    packed = array_at(parameters[PACKED] + token * heads * size * 4, (1, heads, size), _F)
+    for h in range(query_heads + sizes[KEY_HEADS]):
+        norm = layer[QUERY_NORM] if h < query_heads else layer[KEY_NORM]
+        if norm:
+            norm_row(packed[0, h], array_at(norm, (size,), _F), numbers[EPSILON], packed[0, h])
+    cosines = array_at(parameters[COSINES] + token * size * 4, (1, size), _F)
+    sines = array_at(parameters[SINES] + token * size * 4, (1, size), _F)
+    table = array_at(parameters[TABLE], (parameters[SEQUENCES], parameters[WIDTH]), _I)
+    owners = array_at(parameters[OWNERS] + token * 4, (1,), _I)
+    ends = array_at(parameters[ENDS] + token * 4, (1,), _I)
+    write_tokens(packed, cosines, sines, keys, values, layer[LAYER], table, owners, ends, query_heads)
+
+
+@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+def _attend(chunk: Any, parameters: Any, layer: Any, model: Any) -> None:
+    """Attends for a part of the step's tokens and heads: see `parts` in attention.py."""
+    _, sizes, numbers, _, keys, values = model
+    query_heads, size = sizes[QUERY_HEADS], sizes[HEAD_SIZE]
+    heads = query_heads + 2 * sizes[KEY_HEADS]
+    part = array_at(parameters[PARTITION] + chunk * 4 * 8, (4,), _L)
+    first, count = part[0], part[1] - part[0]
+    owner = array_at(parameters[OWNERS], (parameters[TOKENS],), _I)[first]
+    attend_tile(
+        array_at(parameters[PACKED] + first * heads * size * 4, (count, heads, size), _F),
+        array_at(parameters[COSINES] + first * size * 4, (count, size), _F),
+        array_at(parameters[SINES] + first * size * 4, (count, size), _F),
+        keys,
+        values,
+        layer[LAYER],
+        array_at(parameters[TABLE] + owner * parameters[WIDTH] * 4, (parameters[WIDTH],), _I),
+        array_at(parameters[FIRSTS + layer[REACH]] + first * 4, (count,), _I),
+        array_at(parameters[ENDS] + first * 4, (count,), _I),
+        np.empty((query_heads, 0), np.float32),
+        numbers[SCORE_SCALE],
+        array_at(parameters[ATTENDED] + first * query_heads * size * 4, (count, query_heads, size), _F),
+        part[2:],
+    )

@@ -1,0 +1,236 @@
+"""The formats of streamed weights: how a matrix is divided, quantised and laid out for products.py.
+
+Weights [outputs, inputs] are padded with zeros to panels of PANEL outputs and blocks of BLOCK inputs. A panel is read in
+one go, block by block:
+
+- bf16, uint16 [panel, input / 2, PANEL, 2];
+- int8, uint8 [panel, input / 4, PANEL, 4], a weight plus 128; one scale for each output;
+- int4, int8 [panel, block, 72 x PANEL]: first [group, input / 8, PANEL, 4], where a byte has the weights plus 8 of
+  inputs 8 t + j and 8 t + 4 + j of its group, in its low and high half; then the groups' scales [group, PANEL], bfloat16.
+
+Inputs become bfloat16, or 8 bits with one scale for each row and block. Rounding is to the nearest, then even.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from headrace_predictor.engine.cpu.products import BLOCK, GROUP, PANEL
+from headrace_predictor.engine.cpu.vectors import narrow, widen
+from headrace_predictor.engine.state.cache import Array, array_of
+
+Format = Literal["bf16", "int8", "int4"]
+MARKERS: dict[Format, Array] = {
+    "bf16": np.empty(0, np.uint16),
+    "int8": np.empty(0, np.uint8),
+    "int4": np.empty(0, np.int8),
+}
+_BYTES_OF_BLOCK: dict[Format, int] = {"bf16": 2 * BLOCK, "int8": BLOCK, "int4": BLOCK // 2 + 2 * BLOCK // GROUP}
+_ALIGNMENT = 64
+_CANDIDATES = (1.0, 0.95, 0.9, 0.85)  # Of a 4-bit scale: a smaller one cuts the largest weight off, which may be better.
+
+# Without contraction or reordering: the quantised weights are the same everywhere.
+_OPTIONS = {"nogil": True, "error_model": "numpy", "cache": True}
+
+
+class Packed(NamedTuple):
+    """A matrix [outputs, inputs] in a format; `scales` float32 [padded outputs], empty but for int8."""
+
+    format: Format
+    outputs: int
+    inputs: int
+    weights: Array  # uint8 [panels, bytes of a panel], aligned.
+    scales: Array
+
+    @property
+    def panels(self) -> int:
+        return -(-self.outputs // PANEL)
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.inputs // BLOCK)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows [n, inputs] of the matrix as float32, for ids [n]."""
+        out = np.empty((len(ids), self.blocks * BLOCK), np.float32)
+        _read_rows(MARKERS[self.format], self.weights, self.scales, ids.numpy(), out)
+        return torch.from_numpy(out)[:, : self.inputs].contiguous()
+
+
+def panel_bytes(format_: Format, inputs: int) -> int:
+    return PANEL * _BYTES_OF_BLOCK[format_] * -(-inputs // BLOCK)
+
+
+def pack(format_: Format, *matrices: Tensor, interleave: bool = False) -> Packed:
+    """Packs weights [outputs, inputs] one below the other; or panel by panel in turn, padded to panels each."""
+    inputs, sizes = matrices[0].shape[1], [len(matrix) for matrix in matrices]
+    if interleave:
+        sizes = [-(-size // PANEL) * PANEL for size in sizes]
+    outputs = sum(sizes)
+    panels = -(-outputs // PANEL)
+    memory = aligned(panels * panel_bytes(format_, inputs)).reshape(panels, -1)
+    scales = np.zeros(panels * PANEL if format_ == "int8" else 0, np.float32)
+    rows = [array_of(matrix) for matrix in matrices]
+    marker = MARKERS[format_]
+    part = np.zeros((PANEL, -(-inputs // BLOCK) * BLOCK), rows[0].dtype)
+    at = [(m, row) for m, matrix in enumerate(rows) for row in range(0, len(matrix), PANEL)] if interleave else []
+    at.sort(key=lambda place: (place[1], place[0]))
+    whole = None if interleave else (rows[0] if len(rows) == 1 else np.concatenate(rows))
+    for panel in range(panels):
+        part[:] = 0
+        m, row = at[panel] if interleave else (0, panel * PANEL)
+        some = (rows[m] if whole is None else whole)[row : row + PANEL]
+        part[: len(some), :inputs] = some
+        _pack_panel(marker, part, memory[panel], scales[panel * PANEL : (panel + 1) * PANEL])
+    return Packed(format_, outputs, inputs, memory, scales)
+
+
+def aligned(size: int) -> Array:
+    """Bytes [size] at an address for vectors."""
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % _ALIGNMENT
+    return memory[first : first + size]
+
+
+@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+def _pack_panel(marker: Any, part: Any, memory: Any, scales: Any) -> None:
+    """Packs weights [PANEL, inputs] of whole blocks to a panel's bytes."""
+    row = np.empty(part.shape[1], np.float32)
+    for n in range(PANEL):
+        for k in range(len(row)):
+            row[k] = widen(part[n, k])
+        if marker.itemsize == 2:
+            _pack_bf16(row, n, memory.view(np.uint16))
+        elif len(scales):
+            scales[n] = _pack_int8(row, n, memory)
+        else:
+            _pack_int4(row, n, memory)
+
+
+@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+def _pack_bf16(row: Any, n: Any, words: Any) -> None:
+    for k in range(len(row)):
+        words[(k // 2 * PANEL + n) * 2 + k % 2] = narrow(row[k], words[0])
+
+
+@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+def _pack_int8(row: Any, n: Any, memory: Any) -> Any:
+    largest = np.float32(0)
+    for k in range(len(row)):
+        largest = max(largest, abs(row[k]))
+    scale = largest / np.float32(127)
+    for k in range(len(row)):
+        number = 0 if scale == 0 else int(round_even(row[k] / scale))
+        memory[(k // 4 * PANEL + n) * 4 + k % 4] = min(max(number, -127), 127) + 128
+    return scale
+
+
+@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+def _pack_int4(row: Any, n: Any, memory: Any) -> None:
+    block_bytes = PANEL * (BLOCK // 2 + 2 * BLOCK // GROUP)
+    for group in range(len(row) // GROUP):
+        numbers = row[group * GROUP : (group + 1) * GROUP]
+        block, own = group // (BLOCK // GROUP), group % (BLOCK // GROUP)
+        start = block * block_bytes
+        scale = _scale_of(numbers)
+        words = memory[start + PANEL * BLOCK // 2 : start + block_bytes].view(np.uint16)
+        words[own * PANEL + n] = narrow(scale, words[0])
+        for t in range(GROUP // 8):
+            for j in range(4):
+                low, high = _nibble(numbers[8 * t + j], scale), _nibble(numbers[8 * t + 4 + j], scale)
+                memory[start + ((own * (GROUP // 8) + t) * PANEL + n) * 4 + j] = low + 8 + 16 * (high + 8)
+
+
+@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+def _scale_of(numbers: Any) -> Any:
+    """The candidate with the least sum of squared errors."""
+    extreme = np.float32(0)
+    for k in range(len(numbers)):
+        if abs(numbers[k]) > abs(extreme):
+            extreme = numbers[k]
+    word = np.empty(1, np.uint16)
+    best, least = np.float32(0), np.float32(np.inf)
+    for candidate in _CANDIDATES:
+        scale = widen(narrow(extreme / np.float32(-8) * np.float32(candidate), word[0]))
+        error = np.float32(0)
+        for k in range(len(numbers)):
+            difference = numbers[k] - np.float32(_nibble(numbers[k], scale)) * scale
+            error += difference * difference
+        if error < least:
+            best, least = scale, error
+    return best
+
+
+@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+def _nibble(number: Any, scale: Any) -> Any:
+    return 0 if scale == 0 else min(max(int(round_even(number / scale)), -8), 7)
+
+
+@njit(inline="always", **_OPTIONS)  # type: ignore[untyped-decorator]
+def round_even(number: Any) -> Any:
+    """The nearest integer, of two the even one, of a float32 below 2^22 in size."""
+    return (number + np.float32(12582912)) - np.float32(12582912)
+
+
+@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+def _read_rows(marker: Any, weights: Any, scales: Any, ids: Any, out: Any) -> None:
+    block_bytes = PANEL * (BLOCK // 2 + 2 * BLOCK // GROUP)
+    for i in range(len(ids)):
+        panel, n = weights[ids[i] // PANEL], ids[i] % PANEL
+        for k in range(out.shape[1]):
+            if marker.itemsize == 2:
+                out[i, k] = widen(panel.view(np.uint16)[(k // 2 * PANEL + n) * 2 + k % 2])
+            elif len(scales):
+                whole = np.float32(np.int32(panel[(k // 4 * PANEL + n) * 4 + k % 4]) - 128)
+                out[i, k] = whole * scales[ids[i]]
+            else:
+                start, group, t = k // BLOCK * block_bytes, k % BLOCK // GROUP, k % GROUP // 8
+                byte = np.int32(panel[start + ((group * (GROUP // 8) + t) * PANEL + n) * 4 + k % 4])
+                words = panel[start + PANEL * BLOCK // 2 : start + block_bytes].view(np.uint16)
+                whole = np.float32((byte >> 4 if k % 8 >= 4 else byte & 15) - 8)
+                out[i, k] = whole * widen(words[group * PANEL + n])
+
+
+@njit(inline="always", **_OPTIONS)  # type: ignore[untyped-decorator]
+def is_bf16(marker: Any) -> Any:
+    return marker.itemsize == 2
+
+
+@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+def convert_row(marker: Any, numbers: Any, row: Any, scales: Any, sums: Any) -> None:
+    """Converts a row of inputs, float32 [n], to the format's `row` of whole blocks, uint16 or int8.
+
+    Of an integer format: `scales` float32 [blocks], and `sums` int32 of the converted numbers, times what was added to
+    the weights and negative: by block for int8, by group for int4.
+    """
+    count = len(numbers)
+    if marker.itemsize == 2:
+        words = row.view(np.uint16)
+        for k in range(count):
+            words[k] = narrow(numbers[k], words[0])
+        words[count:] = 0
+        return
+    by = len(row) // len(sums)
+    offset = np.int32(-128 if by == BLOCK else -8)
+    bits, bytes_ = numbers.view(np.int32), row.view(np.int8)
+    for block in range(len(scales)):
+        first, end = block * BLOCK, min(count, (block + 1) * BLOCK)
+        largest = np.int32(0)
+        for k in range(first, end):
+            largest = max(largest, bits[k] & np.int32(0x7FFFFFFF))
+        size = np.array([largest], np.int32).view(np.float32)[0] if largest < 0x7F800000 else np.float32(np.nan)
+        inverse = np.float32(127) / size if size > 0 else np.float32(0)
+        scales[block] = size / np.float32(127)
+        for k in range(first, end):
+            bytes_[k] = np.int8(round_even(numbers[k] * inverse)) if size == size else np.int8(0)
+        bytes_[end : (block + 1) * BLOCK] = 0
+        for part in range(BLOCK // by):
+            total = np.int32(0)
+            for k in range(first + part * by, first + (part + 1) * by):
+                total += np.int32(bytes_[k])
+            sums[block * (BLOCK // by) + part] = offset * total

@@ -1,0 +1,241 @@
+"""The innermost products of the streamed formats: some rows of inputs with one panel of 64 output channels.
+
+The format is told by the type of the weights: bfloat16's bits are uint16, 8 bits uint8 (a weight plus 128), 4 bits int8
+(two weights plus 8 in each byte). formats.py has the layouts. A sum of integer products is exact in any order. The rest
+of an integer format is additions and multiplications that are rounded one by one, in an order that depends on nothing
+but the number of inputs: so a result is the same for any number of rows, any threads and on any processor. A bfloat16
+sum has one order too, that of the processor's instruction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
+from numba import types
+from numba.core import cgutils, config
+from numba.extending import intrinsic
+
+PANEL = 64  # Output channels that are computed together.
+BLOCK = 128  # Inputs of one step; those that share a scale in the integer formats.
+GROUP = 32  # Inputs that share a scale of 4-bit weights.
+ROWS = 4  # Rows that read the weights together.
+
+_VECTORS, _LANES = 4, 16  # A panel in vectors of 32-bit numbers.
+_LINE = 64  # Bytes of a vector.
+_AHEAD = 1024  # Bytes of 4-bit weights that are fetched ahead: their unpacking leaves the memory waiting else.
+
+_SIZE, _BYTE, _HALF, _WORD = (ir.IntType(bits) for bits in (64, 8, 16, 32))
+_FLOAT = ir.FloatType()
+_INTS, _FLOATS = ir.VectorType(_WORD, _LANES), ir.VectorType(_FLOAT, _LANES)
+
+
+def _features() -> set[str]:
+    """What the processor has that code is compiled for, as Numba chooses it."""
+    if config.CPU_FEATURES is not None:
+        return {word[1:] for word in config.CPU_FEATURES.split(",") if word.startswith("+")}
+    return {name for name, has in get_host_cpu_features().items() if has}
+
+
+_HAS = _features()
+HAS_BF16 = "avx512bf16" in _HAS
+_HAS_VNNI = "avx512vnni" in _HAS
+
+
+class _BFloat(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite lacks."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def multiply(
+    typing_context: Any, weights: Any, rows: Any, at: Any, inputs: Any, stride: Any, scales: Any, sums: Any, sums_stride: Any,
+    blocks: Any, out: Any,
+) -> Any:
+    """Adds the products of up to ROWS rows of inputs, over `blocks` blocks, to float32 `out` [rows, PANEL].
+
+    `weights` is an empty array of the format's type. Addresses: `at` of the panel's first block, `inputs` of the first
+    row, `scales` float32 and `sums` int32 of its first block; `stride` and `sums_stride` are the bytes from one row to
+    the next, of inputs (a row's scales are BLOCK times less of int8 inputs) and of sums.
+    """
+    emit = {types.uint16: _bfloat16, types.uint8: _bits_8, types.int8: _bits_4}[weights.dtype]
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, count, *rest = arguments
+        for n in range(1, ROWS + 1):
+            with builder.if_then(builder.icmp_signed("==", count, _SIZE(n))):
+                _tile(builder, emit, n, *rest)
+        return context.get_dummy_value()
+
+    sizes = (types.int64,) * 9
+    return types.void(weights, *sizes), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def is_int4(typing_context: Any, weights: Any) -> Any:
+    """Whether an empty array has the type of 4-bit weights."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return ir.Constant(ir.IntType(1), int(weights.dtype == types.int8))
+
+    return types.boolean(weights), generate
+
+
+def _tile(
+    builder: Any, emit: Callable[..., None], rows: int, at: Any, inputs: Any, stride: Any, scales: Any, sums: Any,
+    sums_stride: Any, blocks: Any, out: Any,
+) -> None:
+    places = [builder.add(out, _SIZE(_LINE * i)) for i in range(rows * _VECTORS)]
+    totals = [
+        [cgutils.alloca_once(builder, _FLOATS) for _ in range(_VECTORS)] for _ in range(rows)
+    ]
+    flat = [total for row in totals for total in row]
+    for place, total in zip(places, flat, strict=True):
+        builder.store(_load(builder, place, 0, _FLOATS, 4), total)
+    own = [builder.add(inputs, builder.mul(stride, _SIZE(r))) for r in range(rows)]
+    own_scales = [builder.add(scales, builder.mul(builder.udiv(stride, _SIZE(BLOCK // 4)), _SIZE(r))) for r in range(rows)]
+    own_sums = [builder.add(sums, builder.mul(sums_stride, _SIZE(r))) for r in range(rows)]
+    with cgutils.for_range_slice(builder, _SIZE(0), blocks, _SIZE(1), _SIZE) as (block, _):
+        emit(builder, at, own, own_scales, own_sums, block, totals)
+    for place, total in zip(places, flat, strict=True):
+        builder.store(builder.load(total), _pointer(builder, place, 0, _FLOATS), align=4)
+
+
+def _bfloat16(builder: Any, at: Any, inputs: Any, scales: Any, sums: Any, block: Any, totals: Any) -> None:
+    weights = builder.add(at, builder.mul(block, _SIZE(2 * BLOCK * PANEL)))
+    inputs = [builder.add(row, builder.mul(block, _SIZE(2 * BLOCK))) for row in inputs]
+    for k in range(BLOCK // 2):
+        panel = _panel(builder, weights, k)
+        for row, own in zip(inputs, totals, strict=True):
+            pair = _splat(builder, _load(builder, row, 4 * k, _WORD, 4), _INTS)
+            for vector, total in zip(panel, own, strict=True):
+                builder.store(_add_pairs(builder, builder.load(total), vector, pair), total)
+
+
+def _bits_8(builder: Any, at: Any, inputs: Any, scales: Any, sums: Any, block: Any, totals: Any) -> None:
+    weights = builder.add(at, builder.mul(block, _SIZE(BLOCK * PANEL)))
+    inputs = [builder.add(row, builder.mul(block, _SIZE(BLOCK))) for row in inputs]
+    own = [_splat(builder, _load(builder, builder.add(row, builder.mul(block, _SIZE(4))), 0, _WORD, 4), _INTS) for row in sums]
+    exact = [[start] * _VECTORS for start in own]
+    for k in range(BLOCK // 4):
+        panel = _panel(builder, weights, k)
+        for row, numbers in zip(inputs, exact, strict=True):
+            quad = _splat(builder, _load(builder, row, 4 * k, _WORD, 4), _INTS)
+            for v, vector in enumerate(panel):
+                numbers[v] = _add_quads(builder, numbers[v], vector, quad)
+    for scale, numbers, row in zip(scales, exact, totals, strict=True):
+        floats = [builder.sitofp(number, _FLOATS) for number in numbers]
+        _add_scaled(builder, floats, scale, block, row)
+
+
+def _bits_4(builder: Any, at: Any, inputs: Any, scales: Any, sums: Any, block: Any, totals: Any) -> None:
+    groups, nibbles = BLOCK // GROUP, BLOCK * PANEL // 2
+    weights = builder.add(at, builder.mul(block, _SIZE(nibbles + 2 * groups * PANEL)))
+    inputs = [builder.add(row, builder.mul(block, _SIZE(BLOCK))) for row in inputs]
+    sums = [builder.add(row, builder.mul(block, _SIZE(4 * groups))) for row in sums]
+    low, four = _all(_INTS, 0x0F0F0F0F), _all(_INTS, 4)
+    parts: list[list[Any]] = [[None] * _VECTORS for _ in inputs]
+    for group in range(groups):
+        exact = [[_splat(builder, _load(builder, row, 4 * group, _WORD, 4), _INTS)] * _VECTORS for row in sums]
+        for k in range(GROUP // 8):
+            packed = _panel(builder, weights, GROUP // 8 * group + k)
+            for v in range(_VECTORS):
+                _fetch(builder, weights, _AHEAD + _LINE * (_VECTORS * (GROUP // 8 * group + k) + v))
+            highs = [builder.lshr(vector, four) for vector in packed]
+            for half, panel in enumerate((packed, highs)):
+                panel = [builder.and_(vector, low) for vector in panel]
+                for row, numbers in zip(inputs, exact, strict=True):
+                    quad = _splat(builder, _load(builder, row, GROUP * group + 8 * k + 4 * half, _WORD, 4), _INTS)
+                    for v, vector in enumerate(panel):
+                        numbers[v] = _add_quads(builder, numbers[v], vector, quad)
+        for v in range(_VECTORS):
+            stored = _load(builder, weights, nibbles + 2 * PANEL * group + 2 * _LANES * v, ir.VectorType(_HALF, _LANES), 32)
+            scale = builder.bitcast(builder.shl(builder.zext(stored, _INTS), _all(_INTS, 16)), _FLOATS)
+            for numbers, row in zip(exact, parts, strict=True):
+                product = builder.fmul(builder.sitofp(numbers[v], _FLOATS), scale)
+                row[v] = builder.fadd(row[v], product) if group else product
+    for scale, floats, row in zip(scales, parts, totals, strict=True):
+        _add_scaled(builder, floats, scale, block, row)
+
+
+def _add_scaled(builder: Any, floats: list[Any], scales: Any, block: Any, totals: list[Any]) -> None:
+    """Adds a block's sums, times the scale of the row's inputs, to the totals."""
+    scale = _load(builder, builder.add(scales, builder.mul(block, _SIZE(4))), 0, _FLOAT, 4)
+    scale = _splat(builder, scale, _FLOATS)
+    for number, total in zip(floats, totals, strict=True):
+        builder.store(builder.fadd(builder.load(total), builder.fmul(number, scale)), total)
+
+
+def _add_quads(builder: Any, total: Any, weights: Any, inputs: Any) -> Any:
+    """Adds, in each lane, four products of unsigned and signed bytes."""
+    if _HAS_VNNI:
+        quads = ir.VectorType(_BYTE, 4 * _LANES)
+        return _call(builder, "llvm.x86.avx512.vpdpbusd.512", total, weights, inputs, quads)
+    words, pairs = ir.VectorType(_HALF, 2 * _LANES), ir.VectorType(_WORD, 2 * _LANES)
+    weights, inputs, eight = builder.bitcast(weights, words), builder.bitcast(inputs, words), _all(words, 8)
+    even = builder.and_(weights, _all(words, 0xFF)), builder.ashr(builder.shl(inputs, eight), eight)
+    odd = builder.lshr(weights, eight), builder.ashr(inputs, eight)
+    for own, other in (even, odd):  # In a form that LLVM knows as one instruction.
+        products = builder.mul(builder.sext(own, pairs), builder.sext(other, pairs))
+        halves = [
+            builder.shuffle_vector(products, products, ir.Constant(_INTS, [*range(first, 2 * _LANES, 2)]))
+            for first in (0, 1)
+        ]
+        total = builder.add(total, builder.add(*halves))
+    return total
+
+
+def _add_pairs(builder: Any, total: Any, weights: Any, inputs: Any) -> Any:
+    """Adds, in each lane, two products of bfloat16 numbers."""
+    if HAS_BF16:
+        pairs = ir.VectorType(_BFloat(), 2 * _LANES)
+        return _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", total, weights, inputs, pairs)
+    for widen in (lambda x: builder.shl(x, _all(_INTS, 16)), lambda x: builder.and_(x, _all(_INTS, 0xFFFF0000))):
+        own, other = (builder.bitcast(widen(x), _FLOATS) for x in (weights, inputs))
+        total = builder.fadd(total, builder.fmul(own, other, flags=("contract",)), flags=("contract",))
+    return total
+
+
+def _call(builder: Any, name: str, total: Any, weights: Any, inputs: Any, parts: Any) -> Any:
+    kind = ir.FunctionType(total.type, [total.type, parts, parts])
+    function = cgutils.get_or_insert_function(builder.module, kind, name)
+    return builder.call(function, [total, builder.bitcast(weights, parts), builder.bitcast(inputs, parts)])
+
+
+def _panel(builder: Any, weights: Any, index: int) -> list[Any]:
+    """The vectors of a panel at one place of the inputs."""
+    return [_load(builder, weights, _LINE * (_VECTORS * index + v), _INTS, _LINE) for v in range(_VECTORS)]
+
+
+def _fetch(builder: Any, address: Any, offset: int) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [_BYTE.as_pointer(), _WORD, _WORD, _WORD])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(function, [_pointer(builder, address, offset, _BYTE), _WORD(0), _WORD(3), _WORD(1)])
+
+
+def _pointer(builder: Any, address: Any, offset: int, kind: Any) -> Any:
+    return builder.inttoptr(builder.add(address, _SIZE(offset)), kind.as_pointer())
+
+
+def _load(builder: Any, address: Any, offset: int, kind: Any, align: int) -> Any:
+    return builder.load(_pointer(builder, address, offset, kind), align=align)
+
+
+def _splat(builder: Any, number: Any, kind: Any) -> Any:
+    undefined = ir.Constant(kind, ir.Undefined)
+    first = builder.insert_element(undefined, number, _WORD(0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(_INTS, [0] * _LANES))
+
+
+def _all(kind: Any, number: int) -> Any:
+    return ir.Constant(kind, [number] * kind.count)

@@ -1,0 +1,45 @@
+"""The threads that run passes together: the caller's and helpers that sleep while no pass comes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from headrace_predictor.engine.cpu.decode import assist, open_passes, run_pass, state_of
+from headrace_predictor.engine.state.cache import Array
+
+
+class Team:
+    """`threads` threads for a model of so many layers. Helpers are daemons: they end with the process."""
+
+    def __init__(self, threads: int, layers: int) -> None:
+        self._state = state_of(layers)
+        self._model: Any = None
+        self._wakes = [threading.Event() for _ in range(threads - 1)]
+        for number, wake in enumerate(self._wakes, 1):
+            threading.Thread(target=self._help, args=(wake,), name=f"compute-{number}", daemon=True).start()
+
+    @contextmanager
+    def awake(self, model: Any) -> Iterator[None]:
+        """Wakes the helpers for the passes of a model in this block: see `run_pass`."""
+        self._model = model
+        if self._wakes:
+            open_passes(self._state, 1)
+            for wake in self._wakes:
+                wake.set()
+        try:
+            yield
+        finally:
+            open_passes(self._state, 0)
+
+    def run(self, kind: int, parameters: Array) -> None:
+        """Runs a pass, inside `awake`."""
+        run_pass(kind, parameters, self._state, self._model)
+
+    def _help(self, wake: threading.Event) -> None:
+        while True:
+            wake.wait()
+            wake.clear()
+            assist(self._state, self._model)
