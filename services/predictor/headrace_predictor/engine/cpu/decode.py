@@ -54,8 +54,8 @@ MODEL_SIZE, QUERY_HEADS, KEY_HEADS, HEAD_SIZE, THREADS = range(5)  # Sizes of th
 _FEW_TOKENS, _ROWS_OF_CHUNK = 16, 8  # More tokens are prepared by so many in a chunk.
 _TOKENS_OF_CHUNK = 64  # Of a product.
 _BLOCKS_AT_ONCE = 16  # The part of a panel that stays in the cache while rows are computed.
-_CHUNK_BYTES = 1 << 16
-_CHUNKS_OF_THREAD = 4
+_CHUNK_BYTES = 1 << 20
+_CHUNKS_OF_THREAD = 2
 _PAUSES = 256
 
 _F, _I, _L, _B = np.empty(0, np.float32), np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.uint8)
@@ -166,8 +166,7 @@ def _take(slot: Any, counter: Any, phase: Any, layer: Any, model: Any) -> Any:
         elif _is_product(phase):
             panel, token = chunk // divisions * together, chunk % divisions * _TOKENS_OF_CHUNK
             panels, tokens_end = min(panel + together, product[PANELS]), min(token + _TOKENS_OF_CHUNK, tokens)
-            for p in range(panel, panels, 2 if phase == _OPEN_GATE else 1):
-                _multiply(phase, product, p, token, tokens_end, parameters, model)
+            _multiply(phase, product, panel, panels, token, tokens_end, parameters, model)
         else:
             for token in range(chunk * together, min((chunk + 1) * together, tokens)):
                 if phase == _WRITE:
@@ -250,56 +249,60 @@ def norm_row(x: Any, weight: Any, epsilon: Any, out: Any) -> None:
 
 @njit(**_OPTIONS)  # type: ignore[untyped-decorator]
 def _multiply(
-    phase: Any, product: Any, panel: Any, first: Any, end: Any, parameters: Any, model: Any
+    phase: Any, product: Any, panel: Any, panels: Any, first: Any, end: Any, parameters: Any, model: Any
 ) -> None:
-    """Multiplies tokens `first` to `end` with a panel, or with those of a gate and of what passes it."""
+    """Multiplies tokens `first` to `end` with panels `panel` to `panels`, and puts the results where they belong."""
     marker = model[3]
-    blocks, outputs = product[BLOCKS], product[OUTPUTS]
+    blocks = product[BLOCKS]
     inputs, sums = _strides(marker, blocks)
-    pair = 2 if phase == _OPEN_GATE else 1
-    results = np.zeros((pair, end - first, PANEL), np.float32)
-    for own in range(pair):
-        weights = product[WEIGHTS] + (panel + own) * product[PANEL_BYTES]
+    results = np.zeros((panels - panel, end - first, PANEL), np.float32)
+    # Nothing interrupts the reading of the weights.
+    for p in range(panel, panels):
         for block in range(0, blocks, _BLOCKS_AT_ONCE):
-            count = min(_BLOCKS_AT_ONCE, blocks - block)
             for token in range(first, end, ROWS):
                 multiply(
                     marker,
                     min(ROWS, end - token),
-                    weights + block * (product[PANEL_BYTES] // blocks),
+                    product[WEIGHTS] + p * product[PANEL_BYTES] + block * (product[PANEL_BYTES] // blocks),
                     parameters[INPUTS] + token * inputs + block * (inputs // blocks),
                     inputs,
                     parameters[SCALES] + (token * blocks + block) * 4,
                     parameters[SUMS] + token * sums + block * (sums // blocks),
                     sums,
-                    count,
-                    results.ctypes.data + (own * (end - first) + token - first) * PANEL * 4,
+                    min(_BLOCKS_AT_ONCE, blocks - block),
+                    results.ctypes.data + ((p - panel) * (end - first) + token - first) * PANEL * 4,
                 )
+    for p in range(panel, panels):
         if product[CHANNEL_SCALES]:
-            scales = array_at(product[CHANNEL_SCALES] + (panel + own) * PANEL * 4, (PANEL,), _F)
+            scales = array_at(product[CHANNEL_SCALES] + p * PANEL * 4, (PANEL,), _F)
             for i in range(end - first):
                 for n in range(PANEL):
-                    results[own, i, n] *= scales[n]
-    column = panel // pair * PANEL
+                    results[p - panel, i, n] *= scales[n]
+        if phase != _OPEN_GATE:
+            _put(phase, product, p * PANEL, first, results[p - panel], parameters)
+        elif p % 2:
+            for i in range(end - first):
+                swish_times(results[p - panel - 1, i], results[p - panel, i], results[p - panel, i])
+            _put(phase, product, p // 2 * PANEL, first, results[p - panel], parameters)
+
+
+@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+def _put(phase: Any, product: Any, column: Any, first: Any, results: Any, parameters: Any) -> None:
+    """Adds the bias to results [tokens, PANEL], and puts them at a column of the target, or adds them to it."""
+    outputs = product[OUTPUTS]
     width = min(PANEL, outputs - column)
-    if product[BIAS]:
-        bias = array_at(product[BIAS] + column * 4, (width,), _F)
-        for i in range(end - first):
-            for n in range(width):
-                results[0, i, n] += bias[n]
     adds = phase == _PUT_OUT or phase == _CLOSE
     target = parameters[HIDDEN] if adds else parameters[LOGITS] if phase == _HEAD else parameters[PACKED]
     if phase == _OPEN_GATE:
         target = parameters[INNER]
-    for i in range(end - first):
-        out = array_at(target + ((first + i) * outputs + column) * 4, (width,), _F)
-        if phase == _OPEN_GATE:
-            swish_times(results[0, i], results[1, i], results[0, i])
-        if adds:
+    for i in range(len(results)):
+        if product[BIAS]:
+            bias = array_at(product[BIAS] + column * 4, (width,), _F)
             for n in range(width):
-                out[n] = results[0, i, n] + out[n]
-        else:
-            out[:] = results[0, i, :width]
+                results[i, n] += bias[n]
+        out = array_at(target + ((first + i) * outputs + column) * 4, (width,), _F)
+        for n in range(width):
+            out[n] = results[i, n] + out[n] if adds else results[i, n]
 
 
 @njit(**_OPTIONS)  # type: ignore[untyped-decorator]

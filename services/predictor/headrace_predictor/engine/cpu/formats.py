@@ -5,8 +5,8 @@ one go, block by block:
 
 - bf16, uint16 [panel, input / 2, PANEL, 2];
 - int8, uint8 [panel, input / 4, PANEL, 4], a weight plus 128; one scale for each output;
-- int4, int8 [panel, block, 72 x PANEL]: first [group, input / 8, PANEL, 4], where a byte has the weights plus 8 of
-  inputs 8 t + j and 8 t + 4 + j of its group, in its low and high half; then the groups' scales [group, PANEL], bfloat16.
+- int4, int8 [panel, group, GROUP_BYTES]: the group's scales [PANEL], bfloat16; then [input / 8, PANEL, 4], where byte j
+  has the weights plus 8 of inputs 8 t + j and 8 t + 4 + j, in its low and high half.
 
 Inputs become bfloat16, or 8 bits with one scale for each row and block. Rounding is to the nearest, then even.
 """
@@ -20,7 +20,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from headrace_predictor.engine.cpu.products import BLOCK, GROUP, PANEL
+from headrace_predictor.engine.cpu.products import BLOCK, GROUP, GROUP_BYTES, PANEL
 from headrace_predictor.engine.cpu.vectors import narrow, widen
 from headrace_predictor.engine.state.cache import Array, array_of
 
@@ -30,7 +30,7 @@ MARKERS: dict[Format, Array] = {
     "int8": np.empty(0, np.uint8),
     "int4": np.empty(0, np.int8),
 }
-_BYTES_OF_BLOCK: dict[Format, int] = {"bf16": 2 * BLOCK, "int8": BLOCK, "int4": BLOCK // 2 + 2 * BLOCK // GROUP}
+_BYTES_OF_BLOCK: dict[Format, int] = {"bf16": 2 * BLOCK, "int8": BLOCK, "int4": GROUP_BYTES // PANEL * BLOCK // GROUP}
 _ALIGNMENT = 64
 _CANDIDATES = (1.0, 0.95, 0.9, 0.85)  # Of a 4-bit scale: a smaller one cuts the largest weight off, which may be better.
 
@@ -132,18 +132,16 @@ def _pack_int8(row: Any, n: Any, memory: Any) -> Any:
 
 @njit(**_OPTIONS)  # type: ignore[untyped-decorator]
 def _pack_int4(row: Any, n: Any, memory: Any) -> None:
-    block_bytes = PANEL * (BLOCK // 2 + 2 * BLOCK // GROUP)
     for group in range(len(row) // GROUP):
         numbers = row[group * GROUP : (group + 1) * GROUP]
-        block, own = group // (BLOCK // GROUP), group % (BLOCK // GROUP)
-        start = block * block_bytes
+        own = memory[group * GROUP_BYTES : (group + 1) * GROUP_BYTES]
         scale = _scale_of(numbers)
-        words = memory[start + PANEL * BLOCK // 2 : start + block_bytes].view(np.uint16)
-        words[own * PANEL + n] = narrow(scale, words[0])
+        words = own[: 2 * PANEL].view(np.uint16)
+        words[n] = narrow(scale, words[0])
         for t in range(GROUP // 8):
             for j in range(4):
                 low, high = _nibble(numbers[8 * t + j], scale), _nibble(numbers[8 * t + 4 + j], scale)
-                memory[start + ((own * (GROUP // 8) + t) * PANEL + n) * 4 + j] = low + 8 + 16 * (high + 8)
+                own[2 * PANEL + (t * PANEL + n) * 4 + j] = low + 8 + 16 * (high + 8)
 
 
 @njit(**_OPTIONS)  # type: ignore[untyped-decorator]
@@ -179,7 +177,6 @@ def round_even(number: Any) -> Any:
 
 @njit(**_OPTIONS)  # type: ignore[untyped-decorator]
 def _read_rows(marker: Any, weights: Any, scales: Any, ids: Any, out: Any) -> None:
-    block_bytes = PANEL * (BLOCK // 2 + 2 * BLOCK // GROUP)
     for i in range(len(ids)):
         panel, n = weights[ids[i] // PANEL], ids[i] % PANEL
         for k in range(out.shape[1]):
@@ -189,11 +186,10 @@ def _read_rows(marker: Any, weights: Any, scales: Any, ids: Any, out: Any) -> No
                 whole = np.float32(np.int32(panel[(k // 4 * PANEL + n) * 4 + k % 4]) - 128)
                 out[i, k] = whole * scales[ids[i]]
             else:
-                start, group, t = k // BLOCK * block_bytes, k % BLOCK // GROUP, k % GROUP // 8
-                byte = np.int32(panel[start + ((group * (GROUP // 8) + t) * PANEL + n) * 4 + k % 4])
-                words = panel[start + PANEL * BLOCK // 2 : start + block_bytes].view(np.uint16)
+                own = panel[k // GROUP * GROUP_BYTES : (k // GROUP + 1) * GROUP_BYTES]
+                byte = np.int32(own[2 * PANEL + (k % GROUP // 8 * PANEL + n) * 4 + k % 4])
                 whole = np.float32((byte >> 4 if k % 8 >= 4 else byte & 15) - 8)
-                out[i, k] = whole * widen(words[group * PANEL + n])
+                out[i, k] = whole * widen(own[: 2 * PANEL].view(np.uint16)[n])
 
 
 @njit(inline="always", **_OPTIONS)  # type: ignore[untyped-decorator]
