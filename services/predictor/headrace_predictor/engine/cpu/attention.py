@@ -44,7 +44,7 @@ _ZERO, _ONE, _LOWEST = np.float32(0), np.float32(1), np.float32(-3e38)
 # Without Python's checks: the caller constructs the shapes, so no exception can occur.
 _OPTIONS = {"nogil": True, "error_model": "numpy", "cache": True}
 # Sums in the order written here, for every caller: so results are the same everywhere.
-_EXACT = {"fastmath": {"contract", "nsz"}, **_OPTIONS}
+_EXACT = _OPTIONS
 
 
 @njit(**_EXACT)  # type: ignore[untyped-decorator]

@@ -69,12 +69,8 @@ def state_of(layers: int) -> Any:
 
 
 @njit(**_OPTIONS)  # type: ignore[untyped-decorator]
-def run_pass(kind: Any, parameters: Any, state: Any, model: Any) -> None:
-    """Runs a pass with the threads that join it, for one caller at a time.
-
-    `model`: layers [layers + 1, LAYER_NUMBERS], sizes, numbers, an empty array of the format's type, and the cache's
-    keys and values.
-    """
+def begin_pass(state: Any, kind: Any, parameters: Any) -> Any:
+    """Lets threads join a pass; returns its number. For one caller at a time."""
     number = state[_LATEST] + 1
     slot = _slot(state, number)
     _wait(slot, _INSIDE, 0)
@@ -82,7 +78,7 @@ def run_pass(kind: Any, parameters: Any, state: Any, model: Any) -> None:
     slot[_KIND] = kind
     slot[_PARAMETERS : _PARAMETERS + len(parameters)] = parameters
     publish(state, _LATEST, number)
-    _work(slot, model)
+    return number
 
 
 @njit(**_OPTIONS)  # type: ignore[untyped-decorator]
@@ -92,21 +88,33 @@ def open_passes(state: Any, is_open: Any) -> None:
 
 
 @njit(**_OPTIONS)  # type: ignore[untyped-decorator]
-def assist(state: Any, model: Any) -> None:
-    """Joins passes until `open_passes` says that none comes soon."""
-    done = np.int64(0)
-    while read(state, _OPEN):
-        number = read(state, _LATEST)
-        if number == done:
+def take_part(state: Any, number: Any, model: Any) -> None:
+    """Computes in the pass of this number until it is done; with number 0 in every pass until none comes soon.
+
+    `model`: layers [layers + 1, LAYER_NUMBERS], sizes, numbers, an empty array of the format's type, and the cache's
+    keys and values.
+    """
+    layers, done = model[0], np.int64(0)
+    while number or read(state, _OPEN):
+        own = number or read(state, _LATEST)
+        if own == done:
             pause()
             continue
-        slot = _slot(state, number)
+        slot = _slot(state, own)
         add_to(slot, _INSIDE)
         # If it is not the latest any more, its slot may have been given away before this thread was inside.
-        if read(state, _LATEST) == number:
-            _work(slot, model)
-            done = number
+        if read(state, _LATEST) == own:
+            done, counter = own, _COUNTERS
+            if slot[_KIND] == DECODER:
+                for layer in range(len(layers) - 1):
+                    for phase in range(_LAYER_PHASES):
+                        counter = _take(slot, counter, phase, layers[layer], model)
+            first = _LAST_NORM if slot[_KIND] == DECODER else _CONVERT
+            for phase in range(first, first + 2):
+                counter = _take(slot, counter, phase, layers[-1], model)
         subtract_from(slot, _INSIDE)
+        if number:
+            break
 
 
 @njit(**_OPTIONS)  # type: ignore[untyped-decorator]
@@ -114,21 +122,6 @@ def _slot(state: Any, number: Any) -> Any:
     size = (len(state) - _SLOTS) // _SLOT_COUNT
     first = _SLOTS + number % _SLOT_COUNT * size
     return state[first : first + size]
-
-
-@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
-def _work(slot: Any, model: Any) -> None:
-    layers = model[0]
-    counter = _COUNTERS
-    if slot[_KIND] == LINEAR:
-        for phase in (_CONVERT, _MULTIPLY):
-            counter = _take(slot, counter, phase, layers[0], model)
-        return
-    for layer in range(len(layers) - 1):
-        for phase in range(_LAYER_PHASES):
-            counter = _take(slot, counter, phase, layers[layer], model)
-    for phase in (_LAST_NORM, _HEAD):
-        counter = _take(slot, counter, phase, layers[-1], model)
 
 
 @njit(**_OPTIONS)  # type: ignore[untyped-decorator]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from headrace_predictor.engine.cpu.decode import assist, open_passes, run_pass, state_of
+from headrace_predictor.engine.cpu.decode import begin_pass, open_passes, state_of, take_part
 from headrace_predictor.engine.state.cache import Array
 
 
@@ -23,7 +23,7 @@ class Team:
 
     @contextmanager
     def awake(self, model: Any) -> Iterator[None]:
-        """Wakes the helpers for the passes of a model in this block: see `run_pass`."""
+        """Wakes the helpers for the passes of a model in this block: see `take_part`."""
         self._model = model
         if self._wakes:
             open_passes(self._state, 1)
@@ -36,10 +36,10 @@ class Team:
 
     def run(self, kind: int, parameters: Array) -> None:
         """Runs a pass, inside `awake`."""
-        run_pass(kind, parameters, self._state, self._model)
+        take_part(self._state, begin_pass(self._state, kind, parameters), self._model)
 
     def _help(self, wake: threading.Event) -> None:
         while True:
             wake.wait()
             wake.clear()
-            assist(self._state, self._model)
+            take_part(self._state, 0, self._model)

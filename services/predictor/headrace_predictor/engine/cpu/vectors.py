@@ -30,7 +30,6 @@ _AT_ONCE = 2  # Rows that are added at once, to sums of their own: a single sum 
 _TOGETHER = 4  # Queries at once: each row is loaded once for them.
 _SHAPE_TOGETHER = (16 if get_host_cpu_features().get("avx512f") else 8, 1)
 _SHAPE_ALONE = (_LANES, 2)
-_CONTRACT = ("contract",)  # A product and a sum may become one instruction.
 
 _SIZE = ir.IntType(64)
 _WORD = ir.IntType(32)
@@ -151,8 +150,8 @@ def _exp(builder: Any, x: Any) -> Any:
     rest = builder.fsub(power, builder.sitofp(whole, x.type))
     series = all_lanes(_COEFFICIENTS[0])
     for coefficient in _COEFFICIENTS[1:]:
-        product = builder.fmul(series, rest, flags=_CONTRACT)
-        series = builder.fadd(product, all_lanes(coefficient), flags=_CONTRACT)
+        product = builder.fmul(series, rest)
+        series = builder.fadd(product, all_lanes(coefficient))
     exponent = builder.shl(builder.add(whole, ir.Constant(words, [127] * _LANES)), ir.Constant(words, [23] * _LANES))
     result = builder.fmul(series, builder.bitcast(exponent, x.type))
     too_small = builder.fcmp_ordered("<", unbounded, all_lanes(_SMALLEST_EXPONENT))
@@ -246,8 +245,8 @@ def _sum_columns(
         for (weights, _), totals in zip(own, all_totals, strict=True):
             weight = _splat(builder, builder.load(builder.gep(weights, [row])), lanes)
             for numbers, total in zip(loaded, totals[parity], strict=True):
-                product = builder.fmul(weight, numbers, flags=_CONTRACT)
-                builder.store(builder.fadd(builder.load(total), product, flags=_CONTRACT), total)
+                product = builder.fmul(weight, numbers)
+                builder.store(builder.fadd(builder.load(total), product), total)
 
     with cgutils.for_range_slice(builder, first, end, _SIZE(lanes * vectors), _SIZE) as (column, _):
         all_totals = [
