@@ -80,6 +80,13 @@ class PredictorSettings(RecordingSettings):
         "auto",
         description="auto is the model's own on CUDA; on the CPU bf16 where that is faster and exact, else fp32.",
     )
+    weights: Literal["auto", "int8", "int4"] = Field(
+        "auto",
+        description=(
+            "Format of the weights of Llama, Mistral, Qwen2 and Qwen3 models on the CPU: int8 or int4 are computed in"
+            " integers, the same on every machine; auto is that of dtype. See docs/models.md."
+        ),
+    )
     threads: int = Field(
         0, ge=0, description="CPU threads of a model; 0: all cores but one; of up to four all for a large text model."
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from headrace.errors import StartupError
 from headrace.sampling import end_ids_of
 from headrace_predictor.engine.cpu.packed_linear import pack_linears
 from headrace_predictor.engine.engine import ContinuousBatchingEngine
@@ -27,6 +28,7 @@ from headrace_predictor.engine.runners.interface import ModelRunner
 from headrace_predictor.engine.runners.memory import cache_shape, plan_memory
 from headrace_predictor.engine.runners.paged import PagedRunner
 from headrace_predictor.engine.runners.proof import Proof
+from headrace_predictor.engine.runners.streamed import StreamedDecoder, weight_format
 from headrace_predictor.engine.scheduler import Scheduler
 from headrace_predictor.engine.state.blocks import BlockManager
 from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape
@@ -63,7 +65,7 @@ def build_engine(
         proof = Proof(model, shape, vocabulary, context, 2 * settings.step_tokens)
         if not model.config.is_encoder_decoder:
             proof.check_generate(name)
-        runner, adapters, reason = _choose_runner(name, model, shape, blocks, proof, settings.cuda_graphs)
+        runner, adapters, reason = _choose_runner(name, model, shape, blocks, proof, settings)
         looks_up = settings.prompt_lookup and isinstance(runner, PagedRunner) and runner.is_exact()
     if reason is not None and not settings.max_running:
         max_running = _ROWS_RUNNING
@@ -89,26 +91,39 @@ def build_engine(
         PromptLookup(manager) if looks_up else None,
     )
     size["max_running"] = str(max_running)
+    streamed = runner.streamed if isinstance(runner, PagedRunner) else None
+    size["weights"] = streamed.format if streamed else str(model.dtype).removeprefix("torch.")
+    if streamed:
+        size["weights_bytes"] = str(streamed.weights_bytes)
     engine.description |= size | ({} if reason is None else {"runner_reason": reason})
     engine.adapters = adapters
     return engine
 
 
 def _choose_runner(
-    name: str, model: Any, shape: CacheShape, blocks: int, proof: Proof, cuda_graphs: bool
+    name: str, model: Any, shape: CacheShape, blocks: int, proof: Proof, settings: PredictorSettings
 ) -> tuple[ModelRunner, Adapters | None, str | None]:
     """The runner, the adapters that it can compute, and why it is not a faster one."""
     runner: ModelRunner
     adapters: Adapters | None = None
     reason: str | None = None
+    if model.config.is_encoder_decoder and settings.weights != "auto":
+        raise StartupError(f"model {name}: PREDICTOR_WEIGHTS={settings.weights} is for decoders only")
     if model.config.is_encoder_decoder:
         runner, reason = proof.encoder_decoder_runner(blocks)
     elif (reason := proof.of_paged()) is None:
-        adapters = Adapters(model)  # Before the layers are replaced.
-        fuse_layers(model)
-        pack_linears(model)
-        records = cuda_graphs and model.device.type == "cuda"
-        runner = PagedRunner(model, shape, blocks, record_cuda_graph if records else None, adapters, proof.rotary)
+        format_ = weight_format(name, model, settings.weights)
+        adapters = Adapters(model, torch.float32 if format_ else None)  # Before the layers are replaced.
+        streamed = None
+        if format_:
+            streamed = StreamedDecoder(model, format_, torch.get_num_threads())
+        else:
+            fuse_layers(model)
+            pack_linears(model)
+        record = record_cuda_graph if settings.cuda_graphs and model.device.type == "cuda" else None
+        runner = PagedRunner(model, shape, blocks, record, adapters, proof.rotary, streamed)
+    elif settings.weights != "auto":
+        raise StartupError(f"model {name}: PREDICTOR_WEIGHTS={settings.weights} is not for it: {reason}")
     else:
         logger.warning("model %s is run one row at a time: %s", name, reason)
         runner = proof.row_runner()

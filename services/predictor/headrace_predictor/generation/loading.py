@@ -75,7 +75,9 @@ def load_generation(
     loaded = None
     if settings.dtype == "auto" and device.type == "cpu" and auto is not AutoModelForSeq2SeqLM:
         sizes = weight_bytes(folder)
-        if 2 * (sizes["BF16"] + sizes["F16"]) > sizes.total() and multiplies_bfloat16():
+        if settings.weights != "auto" and 2 * sizes["BF16"] > sizes.total():
+            settings = settings.model_copy(update={"dtype": "bf16"})
+        elif settings.weights == "auto" and 2 * (sizes["BF16"] + sizes["F16"]) > sizes.total() and multiplies_bfloat16():
             loaded = _load(name, folder, is_local, auto, settings.model_copy(update={"dtype": "bf16"}), device, flush)
             if loaded.engine.description["runner"] != PagedRunner.description:
                 # Its products are not packed: slower than float32's, and others in another batch.
@@ -104,10 +106,11 @@ def _load(
     flush: Callable[[], None],
 ) -> LoadedGeneration:
     model = load_weights(name, folder, auto, settings.dtype, device)
-    fingerprint = fingerprint_of(folder, dtype_name(model), is_local)
     generation = read_generation(folder)
     eos_ids = eos_ids_of(generation, folder, own_eos_id(folder))
     engine = build_engine(name, model, settings, flush, GrammarCompiler(folder), eos_ids)
+    dtype, weights = dtype_name(model), engine.description["weights"]
+    fingerprint = fingerprint_of(folder, dtype if weights == dtype else f"{dtype} {weights}", is_local)
     engine.limits = engine.limits.with_defaults(generation)
     engine.rules = rules_of(generation, engine.limits.is_encoder_decoder, engine.limits.vocabulary_size)
     engine.description |= describe(name, generation)

@@ -28,7 +28,8 @@ _LINE = 8  # Numbers of a cache line.
 _LATEST, _OPEN, _SLOTS = 0, _LINE, 2 * _LINE
 _SLOT_COUNT = 4
 _INSIDE, _KIND, _PARAMETERS, _COUNTERS = 0, _LINE, 2 * _LINE, 8 * _LINE
-DECODER, LINEAR = 0, 1  # Kinds of passes: all layers; one product.
+# Kinds of passes, by their first phase: all layers; one product; a layer's attention; the final norm and the head.
+DECODER, LINEAR, HEADS, LAST = -1, 12, 2, 10
 
 # Phases: ten of each layer, the two that end a decoder's pass, and those of one product.
 _LAYER_PHASES = 10
@@ -109,9 +110,10 @@ def take_part(state: Any, number: Any, model: Any) -> None:
                 for layer in range(len(layers) - 1):
                     for phase in range(_LAYER_PHASES):
                         counter = _take(slot, counter, phase, layers[layer], model)
-            first = _LAST_NORM if slot[_KIND] == DECODER else _CONVERT
+            first = LAST if slot[_KIND] == DECODER else slot[_KIND]
+            layer = slot[_PARAMETERS + PRODUCT] if first == HEADS else len(layers) - 1
             for phase in range(first, first + 2):
-                counter = _take(slot, counter, phase, layers[-1], model)
+                counter = _take(slot, counter, phase, layers[layer], model)
         subtract_from(slot, _INSIDE)
         if number:
             break
@@ -238,6 +240,20 @@ def norm_row(x: Any, weight: Any, epsilon: Any, out: Any) -> None:
     inverse = np.float32(1) / np.sqrt(add_squares(x) / np.float32(len(x)) + epsilon)
     for d in range(len(x)):
         out[d] = x[d] * inverse * weight[d]
+
+
+@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+def norm_rows(x: Any, weight: Any, epsilon: Any, out: Any) -> None:
+    """`norm_row` for rows [T, n]; `weight` is an address."""
+    for i in range(len(x)):
+        norm_row(x[i], array_at(weight, (x.shape[1],), _F), epsilon, out[i])
+
+
+@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+def swish_rows(gates: Any, ups: Any, out: Any) -> None:
+    """`swish_times` for rows [T, n]."""
+    for i in range(len(out)):
+        swish_times(gates[i], ups[i], out[i])
 
 
 @njit(**_OPTIONS)  # type: ignore[untyped-decorator]

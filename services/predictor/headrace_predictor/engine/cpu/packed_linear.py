@@ -101,17 +101,17 @@ def _twice(x: Tensor) -> Tensor:
     return x.expand(*x.shape[:-2], 2, x.shape[-1]).contiguous()
 
 
-def packs(model: Any) -> bool:
-    """Whether oneDNN has packed products for the model's device and dtype."""
-    if model.device.type != "cpu" or model.dtype not in _DTYPES or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+def packs(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether oneDNN has packed products for a device and dtype."""
+    if device.type != "cpu" or dtype not in _DTYPES or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     # oneDNN's bfloat16 kernels need vectors of 512 bits.
-    return model.dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def pack_linears(model: Any) -> None:
     """Replaces the linear layers of a model for inference, where they can be packed."""
-    if not packs(model):
+    if not packs(model.device, model.dtype):
         return
     for module in list(model.modules()):
         for name, child in list(module.named_children()):

@@ -25,8 +25,10 @@ class Adapters:
     Loads and unloads on any thread, one at a time. A sequence keeps its adapter until it ends, even after an unload.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, dtype: torch.dtype | None = None) -> None:
+        """`dtype`: that of the layers' inputs, by default the model's."""
         self._model = model
+        self._dtype = dtype or model.dtype
         self._shapes = linear_shapes(model)
         self._loaded: dict[int, Adapter] = {}
         self.is_used = False  # Becomes true with the first adapter.
@@ -34,8 +36,8 @@ class Adapters:
     def load(self, number: int, folder: Path) -> None:
         """Raises ValueError, or safetensors' own errors."""
         with torch.inference_mode():
-            weights = read_adapter(folder, self._shapes, self._model.dtype, self._model.device)
-            packed = packs(self._model)
+            weights = read_adapter(folder, self._shapes, self._dtype, self._model.device)
+            packed = packs(self._model.device, self._dtype)
             layers: dict[nn.Module, object] = {}
             for path, layer in self._model.named_modules():
                 if isinstance(layer, FUSED):

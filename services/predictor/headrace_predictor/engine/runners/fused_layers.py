@@ -253,7 +253,7 @@ FUSED = (GatedLayer, OPTLayer)
 
 def fuse_layers(model: Any) -> None:
     """Replaces the decoder layers of a paged model that are of a supported kind; after `find_reaches`."""
-    if not packs(model):
+    if not packs(model.device, model.dtype):
         return
     for layers in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
         for index, layer in enumerate(layers):

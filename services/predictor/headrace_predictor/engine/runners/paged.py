@@ -24,6 +24,7 @@ from headrace_predictor.engine.runners.decode_graphs import DecodeGraphs, Record
 from headrace_predictor.engine.runners.fused_layers import GatedLayer
 from headrace_predictor.engine.runners.rotary import SequenceRotary
 from headrace_predictor.engine.runners.step_plan import StepPlan, StepPlanner, adapted_tokens
+from headrace_predictor.engine.runners.streamed import StreamedDecoder
 from headrace_predictor.engine.state.cache import CacheShape, KeyValueCache
 from headrace_predictor.engine.state.sequence import Row, detached_sequence
 
@@ -88,13 +89,15 @@ class PagedRunner:
         record: Record | None = None,
         adapters: Adapters | None = None,
         rotary: SequenceRotary | None = None,
+        streamed: StreamedDecoder | None = None,
     ) -> None:
         """After `find_reaches`. With `record`, decode-only steps without adapters are recorded and replayed."""
         self._adapters = adapters
         self._model = model
         self._cache = KeyValueCache(shape, blocks, model.device)
         self._planner = StepPlanner(self._cache)
-        self._flat = FlatDecoder(model) if FlatDecoder.takes(model) else None
+        self.streamed = streamed
+        self._flat = streamed or (FlatDecoder(model) if FlatDecoder.takes(model) else None)
         self._rotary = rotary
         self.scaling = None if rotary is None else rotary.scaling
         # A recorded pass would repeat the factors of its first rows.

@@ -1,4 +1,9 @@
-"""The forward pass of gated decoders whose weights are streamed: see cpu/decode.py and cpu/formats.py."""
+"""The forward pass of gated decoders (Llama, Mistral, Qwen2, Qwen3) whose weights are streamed.
+
+See cpu/decode.py for the computation and cpu/formats.py for the weights. Keys and values have the dtype of the cache,
+all other numbers between products are float32. A step with adapters (LoRA) computes the same numbers for tokens without
+one: its products, norms and attention are the same code, called one by one.
+"""
 
 from __future__ import annotations
 
@@ -6,62 +11,102 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers.activations import SiLUActivation
 
-from headrace_predictor.engine.cpu import decode
-from headrace_predictor.engine.cpu.attention import parts
-from headrace_predictor.engine.cpu.formats import MARKERS, Format, Packed, pack, panel_bytes
-from headrace_predictor.engine.cpu.products import BLOCK, GROUP
-from headrace_predictor.engine.cpu.team import Team
+from headrace.errors import StartupError
+from headrace_predictor.engine.adapters import Part
+from headrace_predictor.engine.cpu.angles import cosines_and_sines, inverse_frequencies
 from headrace_predictor.engine.runners.reach import Reach
 from headrace_predictor.engine.runners.step_plan import StepPlan
 from headrace_predictor.engine.state.cache import Array
 
-_FEW_TOKENS = 8  # Their heads are divided among threads.
+try:
+    from headrace_predictor.engine.cpu import decode, formats, products
+    from headrace_predictor.engine.cpu.attention import parts
+    from headrace_predictor.engine.cpu.team import Team
+except ImportError:  # Numba is optional.
+    decode = None  # type: ignore[assignment]
+
+_MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+_SWISH = (nn.SiLU, SiLUActivation)
+_STATIC_ANGLES = ("default", "linear", "llama3", "yarn")
+_LANES = 16
+_FEW_TOKENS = 8  # The heads of so few are divided among threads.
+
+
+def weight_format(name: str, model: Any, wanted: str) -> str | None:
+    """The format in which a paged model's weights are streamed; None: they are not.
+
+    `wanted`: auto, int8 or int4. bfloat16 is streamed where the processor multiplies its vectors but has no matrix unit
+    (AMX), which oneDNN uses. Raises StartupError for an integer format that cannot be computed.
+    """
+    reason = _reason_against(model)
+    if wanted != "auto":
+        if reason is not None:
+            raise StartupError(f"model {name}: PREDICTOR_WEIGHTS={wanted} is not for it: {reason}")
+        return wanted
+    streams = reason is None and model.dtype == torch.bfloat16 and products.HAS_BF16
+    return "bf16" if streams and not torch.cpu._is_amx_tile_supported() else None
+
+
+def _reason_against(model: Any) -> str | None:
+    if decode is None:
+        return "Numba is not installed"
+    if model.device.type != "cpu" or model.dtype not in (torch.float32, torch.bfloat16):
+        return "it is computed on the CPU in fp32 or bf16 only"
+    if type(model) not in _MODELS:
+        return f"{type(model).__name__} is none of {', '.join(kind.__name__ for kind in _MODELS)}"
+    config, layer = model.config, model.model.layers[0]
+    sizes = config.hidden_size, config.intermediate_size, layer.self_attn.head_dim
+    if any(size % _LANES for size in sizes):
+        return f"its sizes {sizes} are not all multiples of {_LANES}"
+    if not isinstance(layer.mlp.act_fn, _SWISH) or layer.mlp.up_proj.bias is not None:
+        return "its feed-forward part has another activation, or a bias"
+    if 2 * len(model.model.rotary_emb.inv_freq) != layer.self_attn.head_dim:
+        return "it rotates only a part of a head"
+    return None
 
 
 class StreamedDecoder:
-    """Logits of a decoder, whose own weights it replaces."""
+    """Logits of a decoder, whose own weights it packs and frees."""
 
-    def __init__(self, model: Any, format_: Format, threads: int) -> None:
+    def __init__(self, model: Any, format_: str, threads: int) -> None:
         decoder = model.model
-        self._format = format_
-        self._rotary = decoder.rotary_emb
+        self.format = format_
+        self.weights_bytes = 0
         self._kept: list[Any] = []  # What the addresses in the layers point to.
         self._reaches: list[Reach] = []
         first = decoder.layers[0].self_attn
+        self._head_size: int = first.head_dim
         self._heads = first.q_proj.out_features // first.head_dim
         self._key_heads = first.k_proj.out_features // first.head_dim
-        self._head_size: int = first.head_dim
-        self._size: int = decoder.embed_tokens.weight.shape[1]
+        self._size: int = decoder.embed_tokens.embedding_dim
         self._inner: int = decoder.layers[0].mlp.up_proj.out_features
         self._vocabulary: int = model.lm_head.out_features
+        self._angles = _Angles(decoder.rotary_emb, self._head_size)
         self._layers = np.zeros((len(decoder.layers) + 1, decode.LAYER_NUMBERS), np.int64)
         for numbers, layer in zip(self._layers, decoder.layers, strict=False):
             self._set_layer(numbers, layer)
-        tied = model.lm_head.weight is decoder.embed_tokens.weight
-        head = pack(format_, model.lm_head.weight.detach())
-        self._embedding = head if tied else pack(format_, decoder.embed_tokens.weight.detach())
-        self._set_product(self._layers[-1], decode.QKV, head, None)
+        head, embedding = model.lm_head, decoder.embed_tokens
+        tied = head.weight is embedding.weight
+        packed_head = self._set_product(self._layers[-1], decode.QKV, head)
+        self._embedding = packed_head if tied else self._pack(embedding)
+        _free(embedding)
         self._layers[-1][decode.FIRST_NORM] = self._address(decoder.norm.weight)
         sizes = np.array([self._size, self._heads, self._key_heads, self._head_size, threads], np.int64)
         numbers = np.array([decoder.norm.variance_epsilon, first.scaling], np.float32)
-        self._model = (self._layers, sizes, numbers, MARKERS[format_])
+        self._model = (self._layers, sizes, numbers, formats.MARKERS[format_])
         self._team = Team(threads, len(decoder.layers))
 
     def _set_layer(self, numbers: Array, layer: Any) -> None:
         attention, feed_forward = layer.self_attn, layer.mlp
-        linears = attention.q_proj, attention.k_proj, attention.v_proj
-        weights = [linear.weight.detach() for linear in linears]
-        bias = None if linears[0].bias is None else torch.cat([linear.bias.detach() for linear in linears])
-        self._set_product(numbers, decode.QKV, pack(self._format, *weights), bias)
-        for at, linear in ((decode.OUTPUT, attention.o_proj), (decode.DOWN, feed_forward.down_proj)):
-            self._set_product(numbers, at, pack(self._format, linear.weight.detach()), linear.bias)
-        gate_up = pack(
-            self._format, feed_forward.gate_proj.weight.detach(), feed_forward.up_proj.weight.detach(), interleave=True
-        )
-        self._set_product(numbers, decode.GATE_UP, gate_up, None)
-        numbers[decode.GATE_UP + decode.OUTPUTS] = feed_forward.up_proj.out_features
+        self._set_product(numbers, decode.QKV, attention.q_proj, attention.k_proj, attention.v_proj)
+        self._set_product(numbers, decode.OUTPUT, attention.o_proj)
+        self._set_product(numbers, decode.GATE_UP, feed_forward.gate_proj, feed_forward.up_proj, interleave=True)
+        numbers[decode.GATE_UP + decode.OUTPUTS] = self._inner
+        self._set_product(numbers, decode.DOWN, feed_forward.down_proj)
         numbers[decode.FIRST_NORM] = self._address(layer.input_layernorm.weight)
         numbers[decode.SECOND_NORM] = self._address(layer.post_attention_layernorm.weight)
         for at, name in ((decode.QUERY_NORM, "q_norm"), (decode.KEY_NORM, "k_norm")):
@@ -72,18 +117,29 @@ class StreamedDecoder:
             self._reaches.append(attention.reach)
         numbers[decode.REACH] = self._reaches.index(attention.reach)
 
-    def _set_product(self, numbers: Array, at: int, packed: Packed, bias: Tensor | None) -> None:
-        self._kept.append(packed)
+    def _set_product(self, numbers: Array, at: int, *linears: Any, interleave: bool = False) -> formats.Packed:
+        packed = self._pack(*linears, interleave=interleave)
+        biases = [linear.bias for linear in linears]
         numbers[at : at + 8] = [
             packed.weights.ctypes.data,
             packed.scales.ctypes.data if len(packed.scales) else 0,
-            0 if bias is None else self._address(bias),
+            0 if biases[0] is None else self._address(torch.cat(biases)),
             packed.panels,
             packed.blocks,
-            panel_bytes(packed.format, packed.inputs),
+            packed.weights.shape[1],
             packed.outputs,
             packed.inputs,
         ]
+        return packed
+
+    def _pack(self, *modules: Any, interleave: bool = False) -> formats.Packed:
+        packed = formats.pack(self.format, *(module.weight.detach() for module in modules), interleave=interleave)
+        for module in modules:
+            if isinstance(module, nn.Linear):
+                _free(module)
+        self._kept.append(packed)
+        self.weights_bytes += packed.weights.nbytes + packed.scales.nbytes
+        return packed
 
     def _address(self, tensor: Tensor) -> int:
         self._kept.append(own := tensor.detach().float().contiguous())
@@ -92,37 +148,137 @@ class StreamedDecoder:
     def __call__(self, ids: Tensor, positions: Tensor, plan: StepPlan, places: Tensor | None = None) -> Tensor:
         """Logits of the tokens at `places`, by default of all, for ids and positions [1, T]."""
         hidden = self._embedding.rows(ids[0])
-        cosines, sines = (part[0].contiguous() for part in self._rotary(hidden, position_ids=positions))
         tokens = len(hidden)
-        if places is None:
-            places = torch.arange(tokens)
+        places = torch.arange(tokens) if places is None else places
         logits = torch.empty(len(places), self._vocabulary)
-        widest = -(-max(self._size, self._inner, self._heads * self._head_size) // BLOCK)
-        heads = self._heads + 2 * self._key_heads
-        owners = plan.owners.numpy()
-        partition = parts(owners, self._heads, self._key_heads, tokens <= _FEW_TOKENS)
-        parameters = np.zeros(decode.FIRSTS + decode.REACHES, np.int64)
-        buffers = {
-            decode.HIDDEN: hidden,
-            decode.PACKED: torch.empty(tokens, heads * self._head_size),
-            decode.ATTENDED: torch.empty(tokens, self._heads * self._head_size),
-            decode.INNER: torch.empty(tokens, self._inner),
-            decode.INPUTS: torch.empty(tokens, 2 * BLOCK * widest, dtype=torch.uint8),
-            decode.SCALES: torch.empty(tokens, widest),
-            decode.SUMS: torch.empty(tokens, widest * BLOCK // GROUP, dtype=torch.int32),
-            decode.COSINES: cosines,
-            decode.SINES: sines,
-            decode.TABLE: plan.table,
-            decode.OWNERS: plan.owners,
-            decode.ENDS: plan.ends,
-            decode.PLACES: places,
-            decode.LOGITS: logits,
-        } | {decode.FIRSTS + i: plan.firsts(reach).int() for i, reach in enumerate(self._reaches)}
-        for at, tensor in buffers.items():
-            parameters[at] = tensor.data_ptr()
-        parameters[decode.PARTITION] = partition.ctypes.data
-        parameters[: decode.WIDTH + 1] = [tokens, len(places), len(partition), *plan.table.shape]
+        step = _Step(self, hidden, self._angles(hidden, positions), plan)
+        step.set({decode.LOGITS: logits, decode.PLACES: places})
+        step.parameters[decode.SAMPLED] = len(places)
         cache = plan.cache.arrays[0]
         with self._team.awake((*self._model, cache.keys, cache.values)):
-            self._team.run(decode.DECODER, parameters)
+            if plan.adapted:
+                for index in range(len(self._layers) - 1):
+                    self._compute_adapted(step, index, plan)
+                self._team.run(decode.LAST, step.parameters)
+            else:
+                self._team.run(decode.DECODER, step.parameters)
         return logits
+
+    def _compute_adapted(self, step: _Step, index: int, plan: StepPlan) -> None:
+        """Computes a layer of a step with adapters: their products are added to those of the layer."""
+        numbers, epsilon = self._layers[index], self._model[2][decode.EPSILON]
+        prefix = f"model.layers.{index}."
+
+        def add(x: Tensor, output: Tensor, first: int, name: str) -> None:
+            for adapter, begin, end in plan.adapted:
+                if (product := adapter.modules.get(prefix + name)) is not None:
+                    added = product(x[begin:end])
+                    output[begin:end, first : first + added.shape[1]] += added
+
+        def normed(at: int) -> Tensor:
+            out = torch.empty_like(step.hidden)
+            decode.norm_rows(step.hidden.numpy(), numbers[at], epsilon, out.numpy())
+            return out
+
+        x, size = normed(decode.FIRST_NORM), self._head_size
+        self._linear(step, numbers, decode.QKV, x, step.packed)
+        for first, name in ((0, "q"), (self._heads, "k"), (self._heads + self._key_heads, "v")):
+            add(x, step.packed, first * size, f"self_attn.{name}_proj")
+        step.parameters[decode.PRODUCT] = index
+        self._team.run(decode.HEADS, step.parameters)
+        output = torch.empty_like(step.hidden)
+        self._linear(step, numbers, decode.OUTPUT, step.attended, output)
+        step.hidden.copy_(output + step.hidden)
+        add(step.attended, step.hidden, 0, "self_attn.o_proj")
+        x = normed(decode.SECOND_NORM)
+        panels = int(numbers[decode.GATE_UP + decode.PANELS])
+        both = torch.empty(len(x), panels * products.PANEL)
+        self._linear(step, numbers, decode.GATE_UP, x, both, both.shape[1])
+        gate, up = both.view(len(x), panels // 2, 2, products.PANEL).unbind(2)
+        gate, up = (part.reshape(len(x), -1)[:, : self._inner].contiguous() for part in (gate, up))
+        add(x, gate, 0, "mlp.gate_proj")
+        add(x, up, 0, "mlp.up_proj")
+        decode.swish_rows(gate.numpy(), up.numpy(), step.inner.numpy())
+        self._linear(step, numbers, decode.DOWN, step.inner, output)
+        step.hidden.copy_(output + step.hidden)
+        add(step.inner, step.hidden, 0, "mlp.down_proj")
+
+    def _linear(self, step: _Step, numbers: Array, at: int, x: Tensor, out: Tensor, width: int = 0) -> None:
+        """Writes one product of inputs [T, in] to an output [T, out]; `width`: its width if it is not the product's."""
+        product = numbers[at : at + 8].copy()
+        product[decode.OUTPUTS] = width or product[decode.OUTPUTS]
+        parameters = step.parameters.copy()
+        parameters[decode.PRODUCT] = product.ctypes.data
+        parameters[decode.HIDDEN], parameters[decode.PACKED] = x.data_ptr(), out.data_ptr()
+        self._team.run(decode.LINEAR, parameters)
+
+
+class _Step:
+    """The memory and the parameters of a step: see cpu/decode.py."""
+
+    def __init__(self, decoder: StreamedDecoder, hidden: Tensor, angles: tuple[Tensor, Tensor], plan: StepPlan) -> None:
+        tokens, (heads, key_heads, size) = len(hidden), (decoder._heads, decoder._key_heads, decoder._head_size)
+        blocks = -(-max(decoder._size, decoder._inner, heads * size) // products.BLOCK)
+        self.hidden = hidden
+        self.packed = torch.empty(tokens, (heads + 2 * key_heads) * size)
+        self.attended = torch.empty(tokens, heads * size)
+        self.inner = torch.empty(tokens, decoder._inner)
+        self.parameters = np.zeros(decode.FIRSTS + decode.REACHES, np.int64)
+        self._kept: list[Any] = []
+        partition = parts(plan.owners.numpy(), heads, key_heads, tokens <= _FEW_TOKENS)
+        self.parameters[[decode.TOKENS, decode.PARTS, decode.SEQUENCES, decode.WIDTH]] = [
+            *(tokens, len(partition)),
+            *plan.table.shape,
+        ]
+        self.set(
+            {
+                decode.HIDDEN: hidden,
+                decode.PACKED: self.packed,
+                decode.ATTENDED: self.attended,
+                decode.INNER: self.inner,
+                decode.INPUTS: torch.empty(tokens, 2 * blocks * products.BLOCK, dtype=torch.uint8),
+                decode.SCALES: torch.empty(tokens, blocks),
+                decode.SUMS: torch.empty(tokens, blocks * products.BLOCK // products.GROUP, dtype=torch.int32),
+                decode.COSINES: angles[0],
+                decode.SINES: angles[1],
+                decode.TABLE: plan.table,
+                decode.OWNERS: plan.owners,
+                decode.ENDS: plan.ends,
+                decode.PARTITION: torch.from_numpy(partition),
+            }
+            | {decode.FIRSTS + i: plan.firsts(reach).int() for i, reach in enumerate(decoder._reaches)}
+        )
+
+    def set(self, tensors: dict[int, Tensor]) -> None:
+        """Sets the addresses of tensors, which it keeps."""
+        for at, tensor in tensors.items():
+            self._kept.append(tensor)
+            self.parameters[at] = tensor.data_ptr()
+
+
+class _Angles:
+    """Cosines and sines [T, head size] for positions: from a table, or from a module whose factors change."""
+
+    def __init__(self, rotary: Any, size: int) -> None:
+        self._rotary = rotary
+        self._frequencies: Array = rotary.inv_freq.float().numpy()
+        self._is_static = rotary.rope_type in _STATIC_ANGLES
+        if rotary.rope_type == "default":
+            self._frequencies = inverse_frequencies(rotary.config.rope_parameters["rope_theta"], size)
+        self._table = (torch.empty(0, size), torch.empty(0, size))
+
+    def __call__(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        if not self._is_static:
+            cosines, sines = (part[0].float().contiguous() for part in self._rotary(hidden, position_ids=positions))
+            return cosines, sines
+        if (end := int(positions.max()) + 1) > len(self._table[0]):
+            end = max(2 * len(self._table[0]), end, 1024)
+            halves = cosines_and_sines(np.arange(end), self._frequencies, self._rotary.attention_scaling)
+            cosines, sines = (torch.from_numpy(np.concatenate([half, half], 1)) for half in halves)
+            self._table = cosines, sines
+        cosines, sines = (part[positions[0]] for part in self._table)
+        return cosines, sines
+
+
+def _free(module: Any) -> None:
+    module.weight = nn.Parameter(module.weight.new_empty(0), requires_grad=False)
