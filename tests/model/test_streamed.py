@@ -1,0 +1,168 @@
+"""Streamed weights: bfloat16, int8 and int4, bit for bit the same in any batch, and of integers on any machine."""
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from headrace.errors import StartupError
+from headrace_predictor.engine.cpu.formats import pack
+from headrace_predictor.engine.cpu.products import HAS_BF16
+from headrace_predictor.engine.runners.memory import cache_shape
+from headrace_predictor.engine.runners.paged import PagedRunner
+from headrace_predictor.engine.runners.reach import find_reaches
+from headrace_predictor.engine.runners.streamed import StreamedDecoder, weight_format
+from headrace_predictor.engine.state.sequence import Row, detached_sequence
+from tests.model.random_crowd import LENGTHS, PROMPTS, crowd, random_engines, read_all, request
+from tests.random_models import random_model, save_portable_model
+from tests.support.integer_reference import IntegerModel, hash_of_tokens
+
+ROOT = Path(__file__).parents[2]
+PROMPT = [(7 * i * i + 3 * i) % 200 + 4 for i in range(60)]
+# The relative error of the last logits of a random model, whose weights are as hard to round as any.
+ERRORS = {"bf16": 0.02, "int8": 0.06, "int4": 0.5}
+ANSWERS, TOKENS = 20, 500
+_PORTABLE = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma,+f16c,+sse4.2"}
+
+
+def streamed_runner(model, format_, threads=2):
+    find_reaches(model, 512)
+    return PagedRunner(model, cache_shape(model), 80, streamed=StreamedDecoder(model, format_, threads))
+
+
+def last_logits(runner, ids, ends):
+    """The logits at each of `ends`, where a chunk of the prompt ends."""
+    sequence = detached_sequence(ids)
+    sequence.blocks = list(range(1, 9))
+    found, start = [], 0
+    with torch.inference_mode():
+        for end in ends:
+            sequence.ids = ids[:end]
+            found.append(runner.run([Row(sequence, start, end - start)])[0].clone())
+            start = end
+    return found
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("format_", ERRORS)
+def test_logits_are_near_transformers_and_the_same_in_any_chunks_and_threads(architecture, format_):
+    model = random_model(architecture)
+    ids = [(7 * i * i + 3 * i) % 50 + 4 for i in range(60)]
+    with torch.inference_mode():
+        expected = model(input_ids=torch.tensor([ids])).logits[0, -1]
+    runner = streamed_runner(copy.deepcopy(model), format_)
+    (whole,) = last_logits(runner, ids, [60])
+    assert (whole - expected).abs().max() <= ERRORS[format_] * expected.abs().max()
+    for threads in (1, 2):
+        runner = streamed_runner(copy.deepcopy(model), format_, threads)
+        for ends in ([7, 8, 9, 33, 59, 60], [5, 60]):
+            assert torch.equal(last_logits(runner, ids, ends)[-1], whole)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+async def test_answers_are_the_same_alone_in_a_crowd_and_continued(weights):
+    model = random_model("qwen3")
+    with random_engines() as engine_of:
+        engine = engine_of(model, weights=weights)
+        alone = [
+            await read_all(engine.submit(request(str(i), prompt, length)))
+            for i, (prompt, length) in enumerate(zip(PROMPTS, LENGTHS, strict=True))
+        ]
+        assert await crowd(engine) == alone
+        # With memory for a part of it, so that sequences are preempted.
+        assert await crowd(engine_of(model, cache_tokens=400, weights=weights)) == alone
+        rest = await read_all(engine.submit(request("rest", PROMPTS[0], LENGTHS[0], alone[0][:11])))
+        assert alone[0][:11] + rest == alone[0]
+
+
+def answers_of(runner, count, tokens):
+    """Greedy answers of the runner for prompts of a few ids, all in each step."""
+    sequences = [detached_sequence([i + 1, i + 2, 7]) for i in range(count)]
+    with torch.inference_mode():
+        for i, sequence in enumerate(sequences):
+            width = -(-(tokens + 4) // 32)
+            sequence.blocks = list(range(1 + i * width, 1 + (i + 1) * width))
+        rows = [Row(sequence, 0, 3) for sequence in sequences]
+        for step in range(tokens):
+            for sequence, best in zip(sequences, runner.run(rows).argmax(-1).tolist(), strict=True):
+                sequence.ids = [*sequence.ids, best]
+            rows = [Row(sequence, 3 + step, 1) for sequence in sequences]
+    return [sequence.ids[3:] for sequence in sequences]
+
+
+def hash_of(folder, format_, dtype="float32", count=4, tokens=60):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    find_reaches(model, 1024)
+    blocks = 1 + count * -(-(tokens + 4) // 32)
+    runner = PagedRunner(model, cache_shape(model), blocks, streamed=StreamedDecoder(model, format_, 2))
+    return hash_of_tokens(answers_of(runner, count, tokens))
+
+
+@pytest.mark.parametrize(
+    ("count", "tokens"), [(4, 60), pytest.param(ANSWERS, TOKENS, marks=pytest.mark.full, id="10,000 tokens")]
+)
+@pytest.mark.parametrize(("format_", "dtype", "cache"), [("int8", "bfloat16", "bf16"), ("int4", "float32", "fp32")])
+def test_the_reference_gives_the_same(count, tokens, format_, dtype, cache, tmp_path):
+    save_portable_model(tmp_path)
+    reference = IntegerModel(tmp_path, format_, cache)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=getattr(torch, dtype))
+    (logits,) = last_logits(streamed_runner(model, format_), PROMPT, [60])
+    assert logits.numpy().tobytes() == reference.logits(PROMPT)[-1].tobytes()
+    prompts = [[i + 1, i + 2, 7] for i in range(count)]
+    expected = hash_of_tokens(reference.generate_all(prompts, tokens))
+    assert hash_of(tmp_path, format_, dtype, count, tokens) == expected
+
+
+@pytest.mark.full  # It compiles the kernels for another processor.
+@pytest.mark.parametrize("format_", ["int8", "int4"])
+def test_kernels_without_integer_dot_products_give_the_same(format_, tmp_path):
+    save_portable_model(tmp_path)
+    program = f"from tests.model.test_streamed import hash_of; print(hash_of({str(tmp_path)!r}, {format_!r}))"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | _PORTABLE | {"NUMBA_CACHE_DIR": str(tmp_path / "cache")},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.stdout.strip() == hash_of(tmp_path, format_), done.stderr
+
+
+@pytest.mark.parametrize("format_", ERRORS)
+@pytest.mark.parametrize("interleave", [False, True])
+def test_packed_rows_are_those_of_the_matrix(format_, interleave):
+    matrices = [torch.randn(n, 200, generator=torch.Generator().manual_seed(n)) * 0.02 for n in (70, 130)]
+    packed = pack(format_, *matrices, interleave=interleave)
+    places = torch.arange(70 + 130)
+    if interleave:  # 128 and 192 rows in panels of 64: the first matrix' panels are 0 and 2.
+        places = torch.cat([torch.arange(64), torch.arange(128, 134), torch.arange(64, 128), torch.arange(192, 256)])
+        matrices[1] = matrices[1][:128]
+    error = (packed.rows(places) - torch.cat(matrices)).norm() / torch.cat(matrices).norm()
+    assert error < {"bf16": 0.003, "int8": 0.01, "int4": 0.1}[format_]
+
+
+@pytest.mark.parametrize(("architecture", "reason"), [("gemma3", "none of LlamaForCausalLM"), ("gpt2", "none of")])
+def test_what_cannot_be_computed_is_refused_by_name(architecture, reason):
+    with pytest.raises(StartupError, match=reason):
+        weight_format("chat", random_model(architecture), "int8")
+
+
+def test_bfloat16_is_streamed_where_the_processor_multiplies_it():
+    model = random_model("llama").to(torch.bfloat16)
+    streams = HAS_BF16 and not torch.cpu._is_amx_tile_supported()
+    assert weight_format("chat", model, "auto") == ("bf16" if streams else None)
+    assert weight_format("chat", model.float(), "auto") is None
+
+
+def test_numbers_that_are_none_are_not_hidden():
+    model = random_model("llama")
+    model.model.embed_tokens.weight.data[5, 3] = float("inf")
+    for format_ in ERRORS:
+        (logits,) = last_logits(streamed_runner(copy.deepcopy(model), format_), [5, 6, 7], [3])
+        assert not torch.isfinite(logits).all()
