@@ -17,6 +17,7 @@ from headrace_predictor.engine.runners.adapters import Adapters
 from headrace_predictor.engine.runners.fused_layers import fuse_layers
 from headrace_predictor.engine.runners.memory import cache_shape
 from headrace_predictor.engine.runners.paged import PagedRunner
+from headrace_predictor.engine.runners.streamed import StreamedDecoder
 from headrace_predictor.engine.state.sequence import Row, detached_sequence
 from headrace_transformer.text.model_text import AdapterBase, BaseNeededError, read_text
 from tests.model.bfloat16 import PACKED_DTYPES
@@ -34,11 +35,13 @@ TARGETS = {
 }
 
 
-def runner_of(model, record=None):
-    adapters = Adapters(model)
-    fuse_layers(model)
-    pack_linears(model)
-    runner = PagedRunner(model, cache_shape(model), 64, record, adapters)
+def runner_of(model, record=None, format_=None):
+    adapters = Adapters(model, torch.float32 if format_ else None)
+    streamed = StreamedDecoder(model, format_, 2) if format_ else None
+    if not format_:
+        fuse_layers(model)
+        pack_linears(model)
+    runner = PagedRunner(model, cache_shape(model), 64, record, adapters, streamed=streamed)
     runner.adapters = adapters
     return runner
 
@@ -105,6 +108,32 @@ def test_rows_equal_merged_models_and_do_not_depend_on_their_neighbours(architec
             assert (got - wanted).abs().max() <= tolerance * wanted.abs().max()
             base = logits(runner, [0] * len(numbers), [place])[place]
             assert number == 0 or (got - base).abs().max() > 0.1 * base.abs().max()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("format_", ["bf16", "int8", "int4"])
+def test_beside_streamed_weights_rows_do_not_depend_on_their_neighbours(architecture, format_, tmp_path):
+    model = random_model(architecture)
+    for number, targets in TARGETS.items():
+        save_random_adapter(tmp_path / str(number), model, "base", number, 3 + number, targets)
+    runner = runner_of(copy.deepcopy(model), format_=format_)
+    alone = logits(runner, [0, 0, 0], places=[1])
+    for number in TARGETS:
+        runner.adapters.load(number, tmp_path / str(number))
+    numbers = [1, 0, 2, 1, 3, 0]
+    together = logits(runner, numbers)
+    assert torch.equal(together[1], alone[1])
+    for place in range(len(numbers)):
+        assert torch.equal(logits(runner, numbers, [place])[place], together[place])
+    # What an adapter adds is what it adds to the model in float32, but for the rounding of the weights.
+    exact = runner_of(model)
+    for number in TARGETS:
+        exact.adapters.load(number, tmp_path / str(number))
+    expected, base = logits(exact, numbers), logits(exact, [0] * len(numbers))
+    for place in range(len(numbers)):
+        tolerance = {"bf16": 0.05, "int8": 0.1, "int4": 0.9}[format_]
+        assert (together[place] - expected[place]).norm() <= tolerance * expected[place].norm()
+        assert not numbers[place] or (expected[place] - base[place]).norm() > 0.1 * base[place].norm()
 
 
 def test_unloaded_adapters_leave_nothing(tmp_path):

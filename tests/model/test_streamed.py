@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from headrace.errors import StartupError
 from headrace_predictor.engine.cpu.formats import pack
+from headrace_predictor.engine.cpu.packed_linear import has_matrix_unit
 from headrace_predictor.engine.cpu.products import HAS_BF16
 from headrace_predictor.engine.runners.memory import cache_shape
 from headrace_predictor.engine.runners.paged import PagedRunner
@@ -25,7 +26,7 @@ from tests.support.integer_reference import IntegerModel, hash_of_tokens
 ROOT = Path(__file__).parents[2]
 PROMPT = [(7 * i * i + 3 * i) % 200 + 4 for i in range(60)]
 # The relative error of the last logits of a random model, whose weights are as hard to round as any.
-ERRORS = {"bf16": 0.02, "int8": 0.06, "int4": 0.5}
+ERRORS = {"bf16": 0.03, "int8": 0.08, "int4": 0.8}
 ANSWERS, TOKENS = 20, 500
 _PORTABLE = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma,+f16c,+sse4.2"}
 
@@ -57,7 +58,7 @@ def test_logits_are_near_transformers_and_the_same_in_any_chunks_and_threads(arc
         expected = model(input_ids=torch.tensor([ids])).logits[0, -1]
     runner = streamed_runner(copy.deepcopy(model), format_)
     (whole,) = last_logits(runner, ids, [60])
-    assert (whole - expected).abs().max() <= ERRORS[format_] * expected.abs().max()
+    assert (whole - expected).norm() <= ERRORS[format_] * expected.norm()
     for threads in (1, 2):
         runner = streamed_runner(copy.deepcopy(model), format_, threads)
         for ends in ([7, 8, 9, 33, 59, 60], [5, 60]):
@@ -155,13 +156,13 @@ def test_what_cannot_be_computed_is_refused_by_name(architecture, reason):
 
 def test_bfloat16_is_streamed_where_the_processor_multiplies_it():
     model = random_model("llama").to(torch.bfloat16)
-    streams = HAS_BF16 and not torch.cpu._is_amx_tile_supported()
+    streams = HAS_BF16 and not has_matrix_unit()
     assert weight_format("chat", model, "auto") == ("bf16" if streams else None)
     assert weight_format("chat", model.float(), "auto") is None
 
 
 def test_numbers_that_are_none_are_not_hidden():
-    model = random_model("llama")
+    model = copy.deepcopy(random_model("llama"))
     model.model.embed_tokens.weight.data[5, 3] = float("inf")
     for format_ in ERRORS:
         (logits,) = last_logits(streamed_runner(copy.deepcopy(model), format_), [5, 6, 7], [3])

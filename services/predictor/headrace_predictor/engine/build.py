@@ -122,6 +122,8 @@ def _choose_runner(
             pack_linears(model)
         record = record_cuda_graph if settings.cuda_graphs and model.device.type == "cuda" else None
         runner = PagedRunner(model, shape, blocks, record, adapters, proof.rotary, streamed)
+        if streamed:
+            runner.probe()  # Compiles what is not in Numba's cache.
     elif settings.weights != "auto":
         raise StartupError(f"model {name}: PREDICTOR_WEIGHTS={settings.weights} is not for it: {reason}")
     else:

@@ -77,7 +77,9 @@ def load_generation(
         sizes = weight_bytes(folder)
         if settings.weights != "auto" and 2 * sizes["BF16"] > sizes.total():
             settings = settings.model_copy(update={"dtype": "bf16"})
-        elif settings.weights == "auto" and 2 * (sizes["BF16"] + sizes["F16"]) > sizes.total() and multiplies_bfloat16():
+        elif (
+            settings.weights == "auto" and 2 * (sizes["BF16"] + sizes["F16"]) > sizes.total() and multiplies_bfloat16()
+        ):
             loaded = _load(name, folder, is_local, auto, settings.model_copy(update={"dtype": "bf16"}), device, flush)
             if loaded.engine.description["runner"] != PagedRunner.description:
                 # Its products are not packed: slower than float32's, and others in another batch.

@@ -140,7 +140,7 @@ def _wait(slot: Any, counter: Any, wanted: Any) -> None:
 def _take(slot: Any, counter: Any, phase: Any, layer: Any, model: Any) -> Any:
     """Computes chunks of a phase while there are any, and waits for other threads'; returns the next phase's counter."""
     parameters, threads = slot[_PARAMETERS:_COUNTERS], model[1][THREADS]
-    tokens = parameters[SAMPLED] if phase == _LAST_NORM or phase == _HEAD else parameters[TOKENS]
+    tokens = parameters[SAMPLED] if phase in (_LAST_NORM, _HEAD) else parameters[TOKENS]
     product = _product(phase, parameters, layer)
     divisions = together = 1
     if phase == _ATTEND:
@@ -181,14 +181,14 @@ def _is_product(phase: Any) -> Any:
 @njit(**_OPTIONS)  # type: ignore[untyped-decorator]
 def _product(phase: Any, parameters: Any, layer: Any) -> Any:
     """The numbers of the product that a phase computes or prepares."""
-    if phase == _CONVERT or phase == _MULTIPLY:
+    if phase in (_CONVERT, _MULTIPLY):
         return array_at(parameters[PRODUCT], (_PRODUCT_NUMBERS,), _L)
     first = QKV
-    if phase == _CONVERT_HEADS or phase == _PUT_OUT:
+    if phase in (_CONVERT_HEADS, _PUT_OUT):
         first = OUTPUT
-    elif phase == _NORM_AGAIN or phase == _OPEN_GATE:
+    elif phase in (_NORM_AGAIN, _OPEN_GATE):
         first = GATE_UP
-    elif phase == _CONVERT_INNER or phase == _CLOSE:
+    elif phase in (_CONVERT_INNER, _CLOSE):
         first = DOWN
     return layer[first : first + _PRODUCT_NUMBERS]
 
@@ -300,7 +300,7 @@ def _put(phase: Any, product: Any, column: Any, first: Any, results: Any, parame
     """Adds the bias to results [tokens, PANEL], and puts them at a column of the target, or adds them to it."""
     outputs = product[OUTPUTS]
     width = min(PANEL, outputs - column)
-    adds = phase == _PUT_OUT or phase == _CLOSE
+    adds = phase in (_PUT_OUT, _CLOSE)
     target = parameters[HIDDEN] if adds else parameters[LOGITS] if phase == _HEAD else parameters[PACKED]
     if phase == _OPEN_GATE:
         target = parameters[INNER]

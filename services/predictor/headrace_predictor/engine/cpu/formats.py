@@ -1,7 +1,7 @@
 """The formats of streamed weights: how a matrix is divided, quantised and laid out for products.py.
 
-Weights [outputs, inputs] are padded with zeros to panels of PANEL outputs and blocks of BLOCK inputs. A panel is read in
-one go, block by block:
+Weights [outputs, inputs] are padded with zeros to panels of PANEL outputs and blocks of BLOCK inputs. A panel is one
+range of memory, which is read from its begin to its end:
 
 - bf16, uint16 [panel, input / 2, PANEL, 2];
 - int8, uint8 [panel, input / 4, PANEL, 4], a weight plus 128; one scale for each output;
@@ -13,7 +13,7 @@ Inputs become bfloat16, or 8 bits with one scale for each row and block. Roundin
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,15 +24,19 @@ from headrace_predictor.engine.cpu.products import BLOCK, GROUP, GROUP_BYTES, PA
 from headrace_predictor.engine.cpu.vectors import narrow, widen
 from headrace_predictor.engine.state.cache import Array, array_of
 
-Format = Literal["bf16", "int8", "int4"]
-MARKERS: dict[Format, Array] = {
+MARKERS: dict[str, Array] = {
     "bf16": np.empty(0, np.uint16),
     "int8": np.empty(0, np.uint8),
     "int4": np.empty(0, np.int8),
 }
-_BYTES_OF_BLOCK: dict[Format, int] = {"bf16": 2 * BLOCK, "int8": BLOCK, "int4": GROUP_BYTES // PANEL * BLOCK // GROUP}
+_BYTES_OF_BLOCK: dict[str, int] = {"bf16": 2 * BLOCK, "int8": BLOCK, "int4": GROUP_BYTES // PANEL * BLOCK // GROUP}
 _ALIGNMENT = 64
-_CANDIDATES = (1.0, 0.95, 0.9, 0.85)  # Of a 4-bit scale: a smaller one cuts the largest weight off, which may be better.
+_CANDIDATES = (
+    1.0,
+    0.95,
+    0.9,
+    0.85,
+)  # Of a 4-bit scale: a smaller one cuts the largest weight off, which may be better.
 
 # Without contraction or reordering: the quantised weights are the same everywhere.
 _OPTIONS = {"nogil": True, "error_model": "numpy", "cache": True}
@@ -41,7 +45,7 @@ _OPTIONS = {"nogil": True, "error_model": "numpy", "cache": True}
 class Packed(NamedTuple):
     """A matrix [outputs, inputs] in a format; `scales` float32 [padded outputs], empty but for int8."""
 
-    format: Format
+    format: str
     outputs: int
     inputs: int
     weights: Array  # uint8 [panels, bytes of a panel], aligned.
@@ -62,11 +66,11 @@ class Packed(NamedTuple):
         return torch.from_numpy(out)[:, : self.inputs].contiguous()
 
 
-def panel_bytes(format_: Format, inputs: int) -> int:
+def panel_bytes(format_: str, inputs: int) -> int:
     return PANEL * _BYTES_OF_BLOCK[format_] * -(-inputs // BLOCK)
 
 
-def pack(format_: Format, *matrices: Tensor, interleave: bool = False) -> Packed:
+def pack(format_: str, *matrices: Tensor, interleave: bool = False) -> Packed:
     """Packs weights [outputs, inputs] one below the other; or panel by panel in turn, padded to panels each."""
     inputs, sizes = matrices[0].shape[1], [len(matrix) for matrix in matrices]
     if interleave:
@@ -122,10 +126,13 @@ def _pack_bf16(row: Any, n: Any, words: Any) -> None:
 def _pack_int8(row: Any, n: Any, memory: Any) -> Any:
     largest = np.float32(0)
     for k in range(len(row)):
-        largest = max(largest, abs(row[k]))
+        if not is_finite(row[k]):
+            largest = np.float32(np.nan)
+        elif abs(row[k]) > largest:
+            largest = abs(row[k])
     scale = largest / np.float32(127)
     for k in range(len(row)):
-        number = 0 if scale == 0 else int(round_even(row[k] / scale))
+        number = int(round_even(row[k] / scale)) if scale > 0 else 0
         memory[(k // 4 * PANEL + n) * 4 + k % 4] = min(max(number, -127), 127) + 128
     return scale
 
@@ -149,6 +156,8 @@ def _scale_of(numbers: Any) -> Any:
     """The candidate with the least sum of squared errors."""
     extreme = np.float32(0)
     for k in range(len(numbers)):
+        if not is_finite(numbers[k]):
+            return np.float32(np.nan)
         if abs(numbers[k]) > abs(extreme):
             extreme = numbers[k]
     word = np.empty(1, np.uint16)
@@ -166,7 +175,12 @@ def _scale_of(numbers: Any) -> Any:
 
 @njit(**_OPTIONS)  # type: ignore[untyped-decorator]
 def _nibble(number: Any, scale: Any) -> Any:
-    return 0 if scale == 0 else min(max(int(round_even(number / scale)), -8), 7)
+    return min(max(int(round_even(number / scale)), -8), 7) if abs(scale) > 0 else 0
+
+
+@njit(inline="always", **_OPTIONS)  # type: ignore[untyped-decorator]
+def is_finite(number: Any) -> Any:
+    return number - number == 0
 
 
 @njit(inline="always", **_OPTIONS)  # type: ignore[untyped-decorator]
@@ -194,6 +208,7 @@ def _read_rows(marker: Any, weights: Any, scales: Any, ids: Any, out: Any) -> No
 
 @njit(inline="always", **_OPTIONS)  # type: ignore[untyped-decorator]
 def is_bf16(marker: Any) -> Any:
+    """Whether an empty array has the type of bfloat16 weights."""
     return marker.itemsize == 2
 
 

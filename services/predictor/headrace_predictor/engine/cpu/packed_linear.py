@@ -39,7 +39,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _ROWS)
         self._bias = None if bias is None else bias.detach()
-        has_amx = weight.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+        has_amx = weight.dtype == torch.bfloat16 and has_matrix_unit()
         self._is_sliced = has_amx and weight.shape[1] >= _SLICED_INPUTS
         rows = 2 * max(1, min(_TRIAL_NUMBERS // weight.shape[0], _TRIAL_ROWS)) if has_amx else 2
         trial = torch.randn(rows, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
@@ -99,6 +99,11 @@ def _in_slices(compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
 def _twice(x: Tensor) -> Tensor:
     return x.expand(*x.shape[:-2], 2, x.shape[-1]).contiguous()
+
+
+def has_matrix_unit() -> bool:
+    """Whether the processor multiplies matrices of bfloat16 (AMX)."""
+    return torch.cpu._is_amx_tile_supported()
 
 
 def packs(device: torch.device, dtype: torch.dtype) -> bool:

@@ -60,8 +60,17 @@ class _BFloat(ir.Type):  # type: ignore[misc]
 
 @intrinsic  # type: ignore[untyped-decorator]
 def multiply(
-    typing_context: Any, weights: Any, rows: Any, at: Any, inputs: Any, stride: Any, scales: Any, sums: Any, sums_stride: Any,
-    blocks: Any, out: Any,
+    typing_context: Any,
+    weights: Any,
+    rows: Any,
+    at: Any,
+    inputs: Any,
+    stride: Any,
+    scales: Any,
+    sums: Any,
+    sums_stride: Any,
+    blocks: Any,
+    out: Any,
 ) -> Any:
     """Adds the products of up to ROWS rows of inputs, over `blocks` blocks, to float32 `out` [rows, PANEL].
 
@@ -93,18 +102,27 @@ def is_int4(typing_context: Any, weights: Any) -> Any:
 
 
 def _tile(
-    builder: Any, emit: Callable[..., None], rows: int, at: Any, inputs: Any, stride: Any, scales: Any, sums: Any,
-    sums_stride: Any, blocks: Any, out: Any,
+    builder: Any,
+    emit: Callable[..., None],
+    rows: int,
+    at: Any,
+    inputs: Any,
+    stride: Any,
+    scales: Any,
+    sums: Any,
+    sums_stride: Any,
+    blocks: Any,
+    out: Any,
 ) -> None:
     places = [builder.add(out, _SIZE(_LINE * i)) for i in range(rows * _VECTORS)]
-    totals = [
-        [cgutils.alloca_once(builder, _FLOATS) for _ in range(_VECTORS)] for _ in range(rows)
-    ]
+    totals = [[cgutils.alloca_once(builder, _FLOATS) for _ in range(_VECTORS)] for _ in range(rows)]
     flat = [total for row in totals for total in row]
     for place, total in zip(places, flat, strict=True):
         builder.store(_load(builder, place, 0, _FLOATS, 4), total)
     own = [builder.add(inputs, builder.mul(stride, _SIZE(r))) for r in range(rows)]
-    own_scales = [builder.add(scales, builder.mul(builder.udiv(stride, _SIZE(BLOCK // 4)), _SIZE(r))) for r in range(rows)]
+    own_scales = [
+        builder.add(scales, builder.mul(builder.udiv(stride, _SIZE(BLOCK // 4)), _SIZE(r))) for r in range(rows)
+    ]
     own_sums = [builder.add(sums, builder.mul(sums_stride, _SIZE(r))) for r in range(rows)]
     with cgutils.for_range_slice(builder, _SIZE(0), blocks, _SIZE(1), _SIZE) as (block, _):
         emit(builder, at, own, own_scales, own_sums, block, totals)
@@ -210,9 +228,12 @@ def _add_pairs(builder: Any, total: Any, weights: Any, inputs: Any) -> Any:
     if HAS_BF16:
         pairs = ir.VectorType(_BFloat(), 2 * _LANES)
         return _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", total, weights, inputs, pairs)
-    for widen in (lambda x: builder.shl(x, _all(_INTS, 16)), lambda x: builder.and_(x, _all(_INTS, 0xFFFF0000))):
-        own, other = (builder.bitcast(widen(x), _FLOATS) for x in (weights, inputs))
-        total = builder.fadd(total, builder.fmul(own, other, flags=("contract",)), flags=("contract",))
+    low, high = (
+        (builder.shl(part, _all(_INTS, 16)), builder.and_(part, _all(_INTS, 0xFFFF0000))) for part in (weights, inputs)
+    )
+    for own, other in zip(low, high, strict=True):
+        product = builder.fmul(builder.bitcast(own, _FLOATS), builder.bitcast(other, _FLOATS), flags=("contract",))
+        total = builder.fadd(total, product, flags=("contract",))
     return total
 
 

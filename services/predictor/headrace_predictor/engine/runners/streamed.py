@@ -16,8 +16,8 @@ from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM,
 from transformers.activations import SiLUActivation
 
 from headrace.errors import StartupError
-from headrace_predictor.engine.adapters import Part
 from headrace_predictor.engine.cpu.angles import cosines_and_sines, inverse_frequencies
+from headrace_predictor.engine.cpu.packed_linear import has_matrix_unit
 from headrace_predictor.engine.runners.reach import Reach
 from headrace_predictor.engine.runners.step_plan import StepPlan
 from headrace_predictor.engine.state.cache import Array
@@ -26,8 +26,10 @@ try:
     from headrace_predictor.engine.cpu import decode, formats, products
     from headrace_predictor.engine.cpu.attention import parts
     from headrace_predictor.engine.cpu.team import Team
+
+    _IS_COMPILED = True
 except ImportError:  # Numba is optional.
-    decode = None  # type: ignore[assignment]
+    _IS_COMPILED = False
 
 _MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 _SWISH = (nn.SiLU, SiLUActivation)
@@ -48,11 +50,11 @@ def weight_format(name: str, model: Any, wanted: str) -> str | None:
             raise StartupError(f"model {name}: PREDICTOR_WEIGHTS={wanted} is not for it: {reason}")
         return wanted
     streams = reason is None and model.dtype == torch.bfloat16 and products.HAS_BF16
-    return "bf16" if streams and not torch.cpu._is_amx_tile_supported() else None
+    return "bf16" if streams and not has_matrix_unit() else None
 
 
 def _reason_against(model: Any) -> str | None:
-    if decode is None:
+    if not _IS_COMPILED:
         return "Numba is not installed"
     if model.device.type != "cpu" or model.dtype not in (torch.float32, torch.bfloat16):
         return "it is computed on the CPU in fp32 or bf16 only"
