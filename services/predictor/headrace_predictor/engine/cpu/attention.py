@@ -210,8 +210,8 @@ def attend_tile(
 def parts(owners: Any, query_heads: Any, heads: Any, divided: Any = False) -> Any:
     """The parts [n, 4] of the work: first and end of neighbouring tokens with one owner, first and end of key heads.
 
-    A token without neighbours is one part, or `divided` into one for each key head, as a tile of several tokens is. Tiles with the same head
-    follow each other, because they read the same keys and values.
+    A token without neighbours is one part, or `divided` into one for each key head, as a tile of several tokens is.
+    Tiles with the same head follow each other, because they read the same keys and values.
     """
     tile = max(1, _TILE_ROWS * heads // query_heads)
     found = np.empty((len(owners) * heads, 4), np.int64)

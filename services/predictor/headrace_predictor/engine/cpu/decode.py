@@ -4,6 +4,8 @@ A pass is a row of phases, each of which is divided into chunks. Every thread ta
 that is not done; a phase begins when the one before it is done. So a thread that comes late or is held up by another
 process costs no more than its chunk. A chunk's numbers depend neither on the thread nor on the division.
 
+A thread may be late by some passes. It then reads only what a slot has itself: all that addresses point to may be gone.
+
 `state`, int64, is what the threads share: the number of the latest pass, whether another one may come soon, and the
 slots of the latest passes. A slot has the number of threads inside, the kind of the pass, its parameters and, for each
 phase, the number of chunks that were taken and that are done, each on a cache line of its own.
@@ -39,7 +41,9 @@ _LAST_NORM, _HEAD, _CONVERT, _MULTIPLY = range(_LAYER_PHASES, _LAYER_PHASES + 4)
 # Parameters of a pass: numbers, then addresses.
 TOKENS, SAMPLED, PARTS, SEQUENCES, WIDTH = range(5)
 HIDDEN, PACKED, ATTENDED, INNER, INPUTS, SCALES, SUMS, COSINES, SINES = range(5, 14)
-TABLE, OWNERS, ENDS, PLACES, LOGITS, PARTITION, PRODUCT, FIRSTS = range(14, 22)
+TABLE, OWNERS, ENDS, PLACES, LOGITS, PARTITION = range(14, 20)
+PRODUCT = 20  # The numbers of a LINEAR pass's product, or the index of a HEADS pass's layer.
+FIRSTS = 28
 REACHES = 8  # Addresses from FIRSTS on: one for each reach that layers have.
 
 # Numbers of a layer: four products, addresses of norms' weights (0: none), index and reach. The last layer is the final
@@ -138,7 +142,7 @@ def _wait(slot: Any, counter: Any, wanted: Any) -> None:
 
 @njit(**_OPTIONS)  # type: ignore[untyped-decorator]
 def _take(slot: Any, counter: Any, phase: Any, layer: Any, model: Any) -> Any:
-    """Computes chunks of a phase while there are any, and waits for other threads'; returns the next phase's counter."""
+    """Computes chunks of a phase while there are any, waits for other threads'; returns the next phase's counter."""
     parameters, threads = slot[_PARAMETERS:_COUNTERS], model[1][THREADS]
     tokens = parameters[SAMPLED] if phase in (_LAST_NORM, _HEAD) else parameters[TOKENS]
     product = _product(phase, parameters, layer)
@@ -182,7 +186,7 @@ def _is_product(phase: Any) -> Any:
 def _product(phase: Any, parameters: Any, layer: Any) -> Any:
     """The numbers of the product that a phase computes or prepares."""
     if phase in (_CONVERT, _MULTIPLY):
-        return array_at(parameters[PRODUCT], (_PRODUCT_NUMBERS,), _L)
+        return parameters[PRODUCT : PRODUCT + _PRODUCT_NUMBERS]
     first = QKV
     if phase in (_CONVERT_HEADS, _PUT_OUT):
         first = OUTPUT

@@ -207,10 +207,10 @@ class StreamedDecoder:
 
     def _linear(self, step: _Step, numbers: Array, at: int, x: Tensor, out: Tensor, width: int = 0) -> None:
         """Writes one product of inputs [T, in] to an output [T, out]; `width`: its width if it is not the product's."""
-        product = numbers[at : at + 8].copy()
-        product[decode.OUTPUTS] = width or product[decode.OUTPUTS]
         parameters = step.parameters.copy()
-        parameters[decode.PRODUCT] = product.ctypes.data
+        parameters[decode.PRODUCT : decode.FIRSTS] = numbers[at : at + 8]
+        if width:
+            parameters[decode.PRODUCT + decode.OUTPUTS] = width
         parameters[decode.HIDDEN], parameters[decode.PACKED] = x.data_ptr(), out.data_ptr()
         self._team.run(decode.LINEAR, parameters)
 
