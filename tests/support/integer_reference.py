@@ -134,23 +134,13 @@ def quantised_to_8_bits(weight: Floats) -> tuple[Floats, Floats]:
 
 
 def quantised_to_4_bits(weight: Floats) -> tuple[Floats, Floats]:
-    """Integers [outputs, padded inputs], as floats, and scales [outputs, groups]: the candidates with least error."""
+    """Integers [outputs, padded inputs], as floats, and scales [outputs, groups]."""
     groups = padded(weight, GROUP).reshape(len(weight), -1, SMALL_GROUP)
-    extremes = np.take_along_axis(groups, np.abs(groups).argmax(-1)[..., None], -1)[..., 0] / np.float32(-8)
-    for factor in (1, 0.95, 0.9, 0.85):
-        scales = round_to_bfloat16(extremes * np.float32(factor))
-        divisors = np.where(scales == 0, np.float32(1), scales)[..., None]
-        q = np.clip(np.rint(groups / divisors), -8, 7) * (scales != 0)[..., None]
-        differences = groups - q * scales[..., None]
-        error = np.zeros_like(scales)
-        for k in range(SMALL_GROUP):
-            error = error + differences[..., k] * differences[..., k]
-        if factor == 1:
-            best, best_error, best_scales = q, error, scales
-        better = error < best_error
-        best = np.where(better[..., None], q, best)
-        best_error, best_scales = np.where(better, error, best_error), np.where(better, scales, best_scales)
-    return best.reshape(len(weight), -1).astype(np.float32), best_scales
+    extremes = np.take_along_axis(groups, np.abs(groups).argmax(-1)[..., None], -1)[..., 0]
+    scales = round_to_bfloat16(extremes / np.float32(-8))
+    divisors = np.where(scales == 0, np.float32(1), scales)[..., None]
+    q = np.clip(np.rint(groups / divisors), -8, 7) * (scales != 0)[..., None]
+    return q.reshape(len(weight), -1).astype(np.float32), scales
 
 
 class Layer:
@@ -241,9 +231,9 @@ class IntegerModel:
         tensors = {name: x for path in Path(folder).glob("*.safetensors") for name, x in tensors_of(path)}
         four_bits = {"int8": False, "int4": True}[weights]
         self.layers = [Layer(config, tensors, i, four_bits) for i in range(config["num_hidden_layers"])]
-        self.embedding = Linear(tensors["model.embed_tokens.weight"], None, four_bits)
+        self.embedding = Linear(tensors["model.embed_tokens.weight"], None, False)  # As the head, 8 bits in any case.
         head = tensors.get("lm_head.weight")
-        self.head = self.embedding if head is None else Linear(head, None, four_bits)
+        self.head = self.embedding if head is None else Linear(head, None, False)
         self.norm, self.epsilon = tensors["model.norm.weight"], np.float32(config["rms_norm_eps"])
         self.dtype, self.key_heads = cache, config["num_key_value_heads"]
         theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]

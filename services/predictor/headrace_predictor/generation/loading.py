@@ -87,11 +87,12 @@ def load_generation(
                 loaded = None
     loaded = loaded or _load(name, folder, is_local, auto, settings, device, flush)
     facts, context = loaded.engine.description, loaded.engine.limits.context_length
+    dtype = loaded.dtype if settings.weights == "auto" else f"{facts['weights']} weights, {loaded.dtype} cache"
     logger.log(
         logging.INFO if context == (settings.max_context or int(facts["own_context_length"])) else logging.WARNING,
         "model %s: %s, %.1fM parameters, %s, %s on %s, %d threads, %s sequences at once, context %d of its %s, "
-        "KV cache of %.2g GB; PREDICTOR_DTYPE, _THREADS, _MAX_RUNNING, _MAX_CONTEXT and _KV_CACHE_MEMORY set others",
-        *(name, loaded.architecture, int(facts["parameter_count"]) / 1e6, facts["runner"], loaded.dtype, loaded.device),
+        "KV cache of %.2g GB; PREDICTOR_DTYPE, _WEIGHTS, _THREADS, _MAX_RUNNING, _MAX_CONTEXT, _KV_CACHE_MEMORY change it",
+        *(name, loaded.architecture, int(facts["parameter_count"]) / 1e6, facts["runner"], dtype, loaded.device),
         *(torch.get_num_threads(), facts["max_running"], context, facts["own_context_length"]),
         int(facts["cache_bytes"]) / 1e9,
     )

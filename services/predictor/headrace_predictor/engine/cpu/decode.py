@@ -221,7 +221,7 @@ def _prepare(phase: Any, token: Any, tokens: Any, product: Any, parameters: Any,
         row = np.empty(size, np.float32)
         weight = array_at(layer[SECOND_NORM] if phase == _NORM_AGAIN else layer[FIRST_NORM], (size,), _F)
         norm_row(array_at(parameters[HIDDEN] + place * size * 4, (size,), _F), weight, numbers[EPSILON], row)
-    inputs, sums = _strides(marker, blocks)
+    inputs, sums = _strides(marker, product)
     convert_row(
         marker,
         row,
@@ -232,10 +232,11 @@ def _prepare(phase: Any, token: Any, tokens: Any, product: Any, parameters: Any,
 
 
 @njit(**_OPTIONS)  # type: ignore[untyped-decorator]
-def _strides(marker: Any, blocks: Any) -> Any:
+def _strides(marker: Any, product: Any) -> Any:
     """The bytes of a row's inputs and of its sums."""
-    inputs = blocks * BLOCK * (2 if is_bf16(marker) else 1)
-    return inputs, blocks * 4 * (BLOCK // GROUP if is_int4(marker) else 1)
+    has_groups = is_int4(marker) and product[CHANNEL_SCALES] == 0
+    inputs = product[BLOCKS] * BLOCK * (2 if is_bf16(marker) else 1)
+    return inputs, product[BLOCKS] * 4 * (BLOCK // GROUP if has_groups else 1)
 
 
 @njit(**_OPTIONS)  # type: ignore[untyped-decorator]
@@ -267,7 +268,7 @@ def _multiply(
     """Multiplies tokens `first` to `end` with panels `panel` to `panels`, and puts the results where they belong."""
     marker = model[3]
     blocks = product[BLOCKS]
-    inputs, sums = _strides(marker, blocks)
+    inputs, sums = _strides(marker, product)
     results = np.zeros((panels - panel, end - first, PANEL), np.float32)
     # Nothing interrupts the reading of the weights.
     for p in range(panel, panels):
@@ -275,6 +276,7 @@ def _multiply(
             for token in range(first, end, ROWS):
                 multiply(
                     marker,
+                    np.int64(product[CHANNEL_SCALES] != 0),
                     min(ROWS, end - token),
                     product[WEIGHTS] + p * product[PANEL_BYTES] + block * (product[PANEL_BYTES] // blocks),
                     parameters[INPUTS] + token * inputs + block * (inputs // blocks),

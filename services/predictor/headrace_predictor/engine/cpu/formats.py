@@ -153,24 +153,14 @@ def _pack_int4(row: Any, n: Any, memory: Any) -> None:
 
 @njit(**_OPTIONS)  # type: ignore[untyped-decorator]
 def _scale_of(numbers: Any) -> Any:
-    """The candidate with the least sum of squared errors."""
+    """The number of the largest size is -8 times the scale."""
     extreme = np.float32(0)
     for k in range(len(numbers)):
         if not is_finite(numbers[k]):
             return np.float32(np.nan)
         if abs(numbers[k]) > abs(extreme):
             extreme = numbers[k]
-    word = np.empty(1, np.uint16)
-    best, least = np.float32(0), np.float32(np.inf)
-    for candidate in _CANDIDATES:
-        scale = widen(narrow(extreme / np.float32(-8) * np.float32(candidate), word[0]))
-        error = np.float32(0)
-        for k in range(len(numbers)):
-            difference = numbers[k] - np.float32(_nibble(numbers[k], scale)) * scale
-            error += difference * difference
-        if error < least:
-            best, least = scale, error
-    return best
+    return widen(narrow(extreme / np.float32(-8), np.uint16(0)))
 
 
 @njit(**_OPTIONS)  # type: ignore[untyped-decorator]

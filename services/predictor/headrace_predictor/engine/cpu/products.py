@@ -62,6 +62,7 @@ class _BFloat(ir.Type):  # type: ignore[misc]
 def multiply(
     typing_context: Any,
     weights: Any,
+    has_8_bits: Any,
     rows: Any,
     at: Any,
     inputs: Any,
@@ -74,21 +75,24 @@ def multiply(
 ) -> Any:
     """Adds the products of up to ROWS rows of inputs, over `blocks` blocks, to float32 `out` [rows, PANEL].
 
-    `weights` is an empty array of the format's type. Addresses: `at` of the panel's first block, `inputs` of the first
-    row, `scales` float32 and `sums` int32 of its first block; `stride` and `sums_stride` are the bytes from one row to
-    the next, of inputs (a row's scales are BLOCK times less of int8 inputs) and of sums.
+    `weights` is an empty array of the format's type; `has_8_bits`: in a model of 4-bit weights, this product has 8.
+    Addresses: `at` of the panel's first block, `inputs` of the first row, `scales` float32 and `sums` int32 of the first
+    block; `stride` and `sums_stride` are the bytes from one row to the next, of inputs (a row's scales are BLOCK times
+    less of int8 inputs) and of sums.
     """
-    emit = {types.uint16: _bfloat16, types.uint8: _bits_8, types.int8: _bits_4}[weights.dtype]
+    own = {types.uint16: _bfloat16, types.uint8: _bits_8, types.int8: _bits_4}[weights.dtype]
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _, count, *rest = arguments
-        for n in range(1, ROWS + 1):
-            with builder.if_then(builder.icmp_signed("==", count, _SIZE(n))):
-                _tile(builder, emit, n, *rest)
+        _, other, count, *rest = arguments
+        kinds = {0: own, 1: _bits_8} if own is _bits_4 else {0: own}
+        for flag, emit in kinds.items():
+            wanted = builder.icmp_signed("==", other, _SIZE(flag)) if len(kinds) > 1 else ir.Constant(ir.IntType(1), 1)
+            for n in range(1, ROWS + 1):
+                with builder.if_then(builder.and_(wanted, builder.icmp_signed("==", count, _SIZE(n)))):
+                    _tile(builder, emit, n, *rest)
         return context.get_dummy_value()
 
-    sizes = (types.int64,) * 9
-    return types.void(weights, *sizes), generate
+    return types.void(weights, *(types.int64,) * 10), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -34,6 +34,8 @@ except ImportError:  # Numba is optional.
 _MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 _SWISH = (nn.SiLU, SiLUActivation)
 _STATIC_ANGLES = ("default", "linear", "llama3", "yarn")
+# The embedding and the head of 4-bit weights have 8: with 4, they alone would cost as much quality as all layers.
+_FORMAT_OF_HEADS = {"int4": "int8"}
 _LANES = 16
 _FEW_TOKENS = 8  # The heads of so few are divided among threads.
 
@@ -93,8 +95,9 @@ class StreamedDecoder:
             self._set_layer(numbers, layer)
         head, embedding = model.lm_head, decoder.embed_tokens
         tied = head.weight is embedding.weight
-        packed_head = self._set_product(self._layers[-1], decode.QKV, head)
-        self._embedding = packed_head if tied else self._pack(embedding)
+        outer = _FORMAT_OF_HEADS.get(format_, format_)
+        packed_head = self._set_product(self._layers[-1], decode.QKV, head, format_=outer)
+        self._embedding = packed_head if tied else self._pack(embedding, format_=outer)
         _free(embedding)
         self._layers[-1][decode.FIRST_NORM] = self._address(decoder.norm.weight)
         sizes = np.array([self._size, self._heads, self._key_heads, self._head_size, threads], np.int64)
@@ -119,8 +122,8 @@ class StreamedDecoder:
             self._reaches.append(attention.reach)
         numbers[decode.REACH] = self._reaches.index(attention.reach)
 
-    def _set_product(self, numbers: Array, at: int, *linears: Any, interleave: bool = False) -> formats.Packed:
-        packed = self._pack(*linears, interleave=interleave)
+    def _set_product(self, numbers: Array, at: int, *linears: Any, **packing: Any) -> formats.Packed:
+        packed = self._pack(*linears, **packing)
         biases = [linear.bias for linear in linears]
         numbers[at : at + 8] = [
             packed.weights.ctypes.data,
@@ -134,8 +137,9 @@ class StreamedDecoder:
         ]
         return packed
 
-    def _pack(self, *modules: Any, interleave: bool = False) -> formats.Packed:
-        packed = formats.pack(self.format, *(module.weight.detach() for module in modules), interleave=interleave)
+    def _pack(self, *modules: Any, format_: str = "", interleave: bool = False) -> formats.Packed:
+        matrices = [module.weight.detach() for module in modules]
+        packed = formats.pack(format_ or self.format, *matrices, interleave=interleave)
         for module in modules:
             if isinstance(module, nn.Linear):
                 _free(module)
