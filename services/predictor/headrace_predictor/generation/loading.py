@@ -91,7 +91,7 @@ def load_generation(
     logger.log(
         logging.INFO if context == (settings.max_context or int(facts["own_context_length"])) else logging.WARNING,
         "model %s: %s, %.1fM parameters, %s, %s on %s, %d threads, %s sequences at once, context %d of its %s, "
-        "KV cache of %.2g GB; PREDICTOR_DTYPE, _WEIGHTS, _THREADS, _MAX_RUNNING, _MAX_CONTEXT, _KV_CACHE_MEMORY change it",
+        "KV cache of %.2g GB; PREDICTOR_DTYPE, _WEIGHTS, _THREADS, _MAX_RUNNING, _MAX_CONTEXT, _KV_CACHE_MEMORY set it",
         *(name, loaded.architecture, int(facts["parameter_count"]) / 1e6, facts["runner"], dtype, loaded.device),
         *(torch.get_num_threads(), facts["max_running"], context, facts["own_context_length"]),
         int(facts["cache_bytes"]) / 1e9,

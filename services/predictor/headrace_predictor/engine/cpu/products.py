@@ -76,7 +76,7 @@ def multiply(
     """Adds the products of up to ROWS rows of inputs, over `blocks` blocks, to float32 `out` [rows, PANEL].
 
     `weights` is an empty array of the format's type; `has_8_bits`: in a model of 4-bit weights, this product has 8.
-    Addresses: `at` of the panel's first block, `inputs` of the first row, `scales` float32 and `sums` int32 of the first
+    Addresses: `at` of a panel's first block, `inputs` of the first row, `scales` float32 and `sums` int32 of its first
     block; `stride` and `sums_stride` are the bytes from one row to the next, of inputs (a row's scales are BLOCK times
     less of int8 inputs) and of sums.
     """
