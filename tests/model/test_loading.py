@@ -164,7 +164,9 @@ def test_a_model_of_16_bits_is_computed_in_bfloat16_where_that_is_fast_and_exact
         loaded = loading.load_generation("m", tmp_path, True, settings, torch.device("cpu"))
     loaded.engine.close()
     assert loaded.dtype == computed
-    assert loaded.fingerprint == fingerprint_of(tmp_path, computed, True)
+    weights = loaded.engine.description["weights"]
+    assert weights in (computed, "bf16")
+    assert loaded.fingerprint == fingerprint_of(tmp_path, " ".join(dict.fromkeys([computed, weights])), True)
     (line,) = (record.getMessage() for record in caplog.records if record.name == loading.__name__)
     slots = 32 if architecture == "gemma2" else loaded.engine.description["max_running"]
     assert f"{computed} on cpu, {torch.get_num_threads()} threads, {slots} sequences at once, context 100 of" in line
@@ -183,3 +185,27 @@ def test_a_large_model_takes_all_of_a_few_cores_and_nothing_more_than_is_set(mon
 def test_a_missing_device_is_refused():
     with pytest.raises(StartupError, match="DEVICE=cuda, but torch finds no CUDA device; install its CUDA build"):
         choose_device("cuda")
+
+
+@pytest.mark.parametrize(("stored", "cache"), [(torch.bfloat16, "bfloat16"), (torch.float32, "float32")])
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_integer_weights_have_a_fingerprint_of_their_own_and_less_memory(tmp_path, caplog, stored, cache, weights):
+    model = random_model("qwen3").to(stored)
+    model.save_pretrained(tmp_path)
+    settings = PredictorSettings(kv_cache_memory="16MiB", max_context=100, weights=weights)
+    with caplog.at_level(logging.INFO):
+        loaded = loading.load_generation("m", tmp_path, True, settings, torch.device("cpu"))
+    loaded.engine.close()
+    assert (loaded.dtype, loaded.engine.description["weights"]) == (cache, weights)
+    assert (
+        loaded.fingerprint
+        == fingerprint_of(tmp_path, f"{cache} {weights}", True)
+        != fingerprint_of(tmp_path, cache, True)
+    )
+    assert any(f"{weights} weights, {cache} cache on cpu" in record.getMessage() for record in caplog.records)
+
+
+def test_integer_weights_of_an_encoder_decoder_are_refused(tmp_path):
+    random_model("t5").save_pretrained(tmp_path)
+    with pytest.raises(StartupError, match="PREDICTOR_WEIGHTS=int8 is for decoders only"):
+        loading.load_generation("m", tmp_path, True, PredictorSettings(weights="int8"), torch.device("cpu"))
