@@ -512,7 +512,7 @@ class EngineFacts(_message.Message):
     is_encoder_decoder: _builtins.bool
     scores_prompts: _builtins.bool
     device_memory: _builtins.int
-    """Bytes that it holds on a GPU."""
+    """Bytes that it holds on a GPU, or its cache may have."""
     @_builtins.property
     def description(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     def __init__(

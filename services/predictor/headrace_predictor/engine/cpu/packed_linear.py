@@ -39,9 +39,9 @@ class PackedLinear(nn.Module):
         super().__init__()
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _ROWS)
         self._bias = None if bias is None else bias.detach()
-        has_amx = weight.dtype == torch.bfloat16 and has_matrix_unit()
-        self._is_sliced = has_amx and weight.shape[1] >= _SLICED_INPUTS
-        rows = 2 * max(1, min(_TRIAL_NUMBERS // weight.shape[0], _TRIAL_ROWS)) if has_amx else 2
+        is_half = weight.dtype == torch.bfloat16
+        self._is_sliced = is_half and has_matrix_unit() and weight.shape[1] >= _SLICED_INPUTS
+        rows = 2 * max(1, min(_TRIAL_NUMBERS // weight.shape[0], _TRIAL_ROWS)) if is_half else 2
         trial = torch.randn(rows, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
         self._needs_two_rows = any(
             not torch.equal(self._product(two)[:1], self._product(two[:1])) for two in trial.tensor_split(rows // 2)
