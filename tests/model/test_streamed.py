@@ -6,11 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from headrace.errors import StartupError
+from headrace_predictor.engine.cpu.angles import inverse_frequencies, scaled
 from headrace_predictor.engine.cpu.formats import pack
 from headrace_predictor.engine.cpu.packed_linear import has_matrix_unit
 from headrace_predictor.engine.cpu.products import HAS_BF16
@@ -133,6 +136,26 @@ def test_kernels_without_integer_dot_products_give_the_same(format_, tmp_path):
         timeout=600,
     )
     assert done.stdout.strip() == hash_of(tmp_path, format_), done.stderr
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {
+            "rope_type": "llama3",
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    ],
+    ids=lambda scaling: scaling["rope_type"],
+)
+def test_scaled_frequencies_are_those_of_transformers(scaling):
+    config = LlamaConfig(hidden_size=256, num_attention_heads=4, rope_parameters={"rope_theta": 5e5, **scaling})
+    expected = LlamaRotaryEmbedding(config).inv_freq.numpy()
+    np.testing.assert_allclose(scaled(inverse_frequencies(5e5, 64), config.rope_parameters), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("format_", ERRORS)

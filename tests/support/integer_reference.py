@@ -87,6 +87,7 @@ def quantised_activations(x: Floats) -> tuple[Floats, Floats]:
     """Integers [groups, rows, GROUP] as floats, and scales [groups, rows], of x [rows, inputs]."""
     groups = np.ascontiguousarray(padded(x, GROUP).reshape(len(x), -1, GROUP).swapaxes(0, 1))
     largest = np.abs(groups).max(-1)
+    largest = np.where(largest < 2.0**-120, np.float32(0), largest)
     with np.errstate(divide="ignore", invalid="ignore"):
         scaled = groups * (np.float32(127) / largest)[..., None]
     rounded = (scaled + ROUNDING) - ROUNDING

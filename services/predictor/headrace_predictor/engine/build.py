@@ -94,7 +94,7 @@ def build_engine(
     streamed = runner.streamed if isinstance(runner, PagedRunner) else None
     size["weights"] = streamed.format if streamed else str(model.dtype).removeprefix("torch.")
     if streamed:
-        size["weights_bytes"] = str(streamed.weights_bytes)
+        size |= {"weights_bytes": str(streamed.weights_bytes), "angles": streamed.origin}
     engine.description |= size | ({} if reason is None else {"runner_reason": reason})
     engine.adapters = adapters
     return engine

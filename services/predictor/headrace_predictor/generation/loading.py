@@ -113,7 +113,8 @@ def _load(
     eos_ids = eos_ids_of(generation, folder, own_eos_id(folder))
     engine = build_engine(name, model, settings, flush, GrammarCompiler(folder), eos_ids)
     dtype, weights = dtype_name(model), engine.description["weights"]
-    fingerprint = fingerprint_of(folder, dtype if weights == dtype else f"{dtype} {weights}", is_local)
+    numbers = dtype if weights == dtype else f"{dtype} {weights}{engine.description['angles']}"
+    fingerprint = fingerprint_of(folder, numbers, is_local)
     engine.limits = engine.limits.with_defaults(generation)
     engine.rules = rules_of(generation, engine.limits.is_encoder_decoder, engine.limits.vocabulary_size)
     engine.description |= describe(name, generation)

@@ -13,7 +13,8 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from headrace.errors import StartupError
-from headrace_predictor.engine.cpu.packed_linear import PackedLinear
+from headrace_predictor.engine.cpu.packed_linear import PackedLinear, packs
+from headrace_predictor.models.weight_files import weight_bytes
 from headrace_predictor.settings import PredictorSettings
 
 # These modules log long tables of missing weights, which Headrace logs in one line, and warnings on tensor parallelism,
@@ -25,6 +26,7 @@ _NAMED = 3
 # reading of weights faster.
 _LARGE_BYTES, _FEW_CORES = 128 << 20, 4
 _WIDTH, _TRIALS = 512, 9  # Of the products that are timed.
+_STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
@@ -59,6 +61,8 @@ def multiplies_bfloat16() -> bool:
 
     Takes some milliseconds. Where bfloat16 is emulated, products of more than one row take more than twice as long.
     """
+    if not all(packs(torch.device("cpu"), dtype) for dtype in (torch.bfloat16, torch.float32)):
+        return False
     weight, many = torch.randn(_WIDTH, _WIDTH), torch.randn(64, _WIDTH).bfloat16()
     few, threads = many[:4], torch.get_num_threads()
     torch.set_num_threads(1)  # Their start would take longer than the product.
@@ -105,6 +109,8 @@ def load_weights(name: str, folder: Path, auto: Any, dtype: str, device: torch.d
             "would change; set attention_type to original_full in config.json"
         )
     model = model.to(device).eval()
+    # Weights that were converted have memory of their own already.
+    model.are_pages_of_files = weight_bytes(folder)[_STORED.get(model.dtype, "")] > 0
     _check_devices(name, model, device)
     return model
 

@@ -7,6 +7,7 @@ are within one unit in the last place of float32 for angles from 0 to 2^20. The 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from decimal import Context, Decimal
 from typing import Any
 
@@ -31,6 +32,25 @@ def inverse_frequencies(theta: float, size: int) -> NDArray[np.float32]:
     context, base = Context(prec=40), Decimal(theta)
     exponents = (context.divide(Decimal(-2 * i), Decimal(size)) for i in range(size // 2))
     return np.array([float(context.power(base, exponent)) for exponent in exponents], np.float32)
+
+
+def scaled(frequencies: NDArray[np.float32], parameters: Mapping[str, Any]) -> NDArray[np.float32] | None:
+    """Inverse frequencies for a configuration's `rope_parameters`; None for kinds with other formulas.
+
+    Sources: transformers' modeling_rope_utils, `_compute_linear_scaling_rope_parameters` and
+    `_compute_llama3_parameters`.
+    """
+    kind, factor = parameters["rope_type"], np.float32(parameters.get("factor") or 1)
+    if kind in ("default", "linear"):
+        return frequencies / factor
+    if kind != "llama3":
+        return None
+    low, high = (np.float32(parameters[f"{end}_freq_factor"]) for end in ("low", "high"))
+    length = np.float32(parameters["original_max_position_embeddings"])
+    waves = np.float32(2 * np.pi) / frequencies
+    share = (length / waves - low) / (high - low)
+    between = (1 - share) * frequencies / factor + share * frequencies
+    return np.where(waves > length / low, frequencies / factor, np.where(waves < length / high, frequencies, between))
 
 
 def cosines_and_sines(

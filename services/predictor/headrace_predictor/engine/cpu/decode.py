@@ -99,11 +99,14 @@ def take_part(state: Any, number: Any, model: Any) -> None:
     `model`: layers [layers + 1, LAYER_NUMBERS], sizes, numbers, an empty array of the format's type, and the cache's
     keys and values.
     """
-    layers, done = model[0], np.int64(0)
+    layers, done, turns = model[0], np.int64(0), 0
     while number or read(state, _OPEN):
         own = number or read(state, _LATEST)
         if own == done:
             pause()
+            turns += 1
+            if turns % _PAUSES == 0:
+                give_way()
             continue
         slot = _slot(state, own)
         add_to(slot, _INSIDE)

@@ -31,6 +31,7 @@ MARKERS: dict[str, Array] = {
 }
 _BYTES_OF_BLOCK: dict[str, int] = {"bf16": 2 * BLOCK, "int8": BLOCK, "int4": GROUP_BYTES // PANEL * BLOCK // GROUP}
 _ALIGNMENT = 64
+_LEAST = np.float32(2.0**-120)  # Of inputs: 127 divided by less may be infinite.
 _CANDIDATES = (
     1.0,
     0.95,
@@ -225,6 +226,8 @@ def convert_row(marker: Any, numbers: Any, row: Any, scales: Any, sums: Any) -> 
         for k in range(first, end):
             largest = max(largest, bits[k] & np.int32(0x7FFFFFFF))
         size = np.array([largest], np.int32).view(np.float32)[0] if largest < 0x7F800000 else np.float32(np.nan)
+        if size < _LEAST:
+            size = np.float32(0)
         inverse = np.float32(127) / size if size > 0 else np.float32(0)
         scales[block] = size / np.float32(127)
         for k in range(first, end):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +11,8 @@ from typing import Any
 
 from headrace_predictor.engine.cpu.decode import begin_pass, open_passes, state_of, take_part
 from headrace_predictor.engine.state.cache import Array
+
+logger = logging.getLogger(__name__)
 
 
 class Team:
@@ -33,13 +37,23 @@ class Team:
             yield
         finally:
             open_passes(self._state, 0)
+            self._model = None
 
     def run(self, kind: int, parameters: Array) -> None:
         """Runs a pass, inside `awake`."""
-        take_part(self._state, begin_pass(self._state, kind, parameters), self._model)
+        self._take_part(begin_pass(self._state, kind, parameters), self._model)
 
     def _help(self, wake: threading.Event) -> None:
         while True:
             wake.wait()
             wake.clear()
-            take_part(self._state, 0, self._model)
+            if (model := self._model) is not None:
+                self._take_part(0, model)
+
+    def _take_part(self, number: int, model: Any) -> None:
+        """Ends the process if it fails, for lack of memory: the other threads would wait for this one's chunk."""
+        try:
+            take_part(self._state, number, model)
+        except BaseException:
+            logger.critical("a thread of the model failed", exc_info=True)
+            os._exit(os.EX_SOFTWARE)

@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM,
 from transformers.activations import SiLUActivation
 
 from headrace.errors import StartupError
-from headrace_predictor.engine.cpu.angles import cosines_and_sines, inverse_frequencies
+from headrace_predictor.engine.cpu.angles import cosines_and_sines, inverse_frequencies, scaled
 from headrace_predictor.engine.cpu.packed_linear import has_matrix_unit
 from headrace_predictor.engine.runners.reach import Reach
 from headrace_predictor.engine.runners.step_plan import StepPlan
@@ -33,7 +33,7 @@ except ImportError:  # Numba is optional.
 
 _MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 _SWISH = (nn.SiLU, SiLUActivation)
-_STATIC_ANGLES = ("default", "linear", "llama3", "yarn")
+_ROWS_AT_ONCE = 1024  # Of the table of angles; they take some 20 ms.
 # The embedding and the head of 4-bit weights have 8: with 4, they alone would cost as much quality as all layers.
 _FORMAT_OF_HEADS = {"int4": "int8"}
 _LANES = 16
@@ -90,6 +90,7 @@ class StreamedDecoder:
         self._inner: int = decoder.layers[0].mlp.up_proj.out_features
         self._vocabulary: int = model.lm_head.out_features
         self._angles = _Angles(decoder.rotary_emb, self._head_size)
+        self.origin = self._angles.origin
         self._layers = np.zeros((len(decoder.layers) + 1, decode.LAYER_NUMBERS), np.int64)
         for numbers, layer in zip(self._layers, decoder.layers, strict=False):
             self._set_layer(numbers, layer)
@@ -104,6 +105,10 @@ class StreamedDecoder:
         numbers = np.array([decoder.norm.variance_epsilon, first.scaling], np.float32)
         self._model = (self._layers, sizes, numbers, formats.MARKERS[format_])
         self._team = Team(threads, len(decoder.layers))
+        # What only steps with adapters call is compiled here, while nobody waits.
+        row = np.zeros((1, _LANES), np.float32)
+        decode.norm_rows(row, torch.zeros(_LANES).data_ptr(), numbers[decode.EPSILON], row.copy())
+        decode.swish_rows(row, row, row.copy())
 
     def _set_layer(self, numbers: Array, layer: Any) -> None:
         attention, feed_forward = layer.self_attn, layer.mlp
@@ -263,27 +268,42 @@ class _Step:
 
 
 class _Angles:
-    """Cosines and sines [T, head size] for positions: from a table, or from a module whose factors change."""
+    """Cosines and sines [T, head size] for positions: from a table that grows, or from a module whose factors change.
+
+    `origin` tells what computed them, if that may differ from machine to machine.
+    """
 
     def __init__(self, rotary: Any, size: int) -> None:
-        self._rotary = rotary
-        self._frequencies: Array = rotary.inv_freq.float().numpy()
-        self._is_static = rotary.rope_type in _STATIC_ANGLES
-        if rotary.rope_type == "default":
-            self._frequencies = inverse_frequencies(rotary.config.rope_parameters["rope_theta"], size)
-        self._table = (torch.empty(0, size), torch.empty(0, size))
+        self._rotary, self._size, self._made = rotary, size, 0
+        self._table = torch.empty(2, 0, size)
+        parameters = rotary.config.rope_parameters
+        frequencies = scaled(inverse_frequencies(parameters["rope_theta"], size), parameters)
+        self._frequencies: Array | None = frequencies
+        self.origin = ""
+        if frequencies is None:
+            self._frequencies = rotary.inv_freq.float().numpy() if rotary.rope_type == "yarn" else None
+            self.origin = f" {rotary.rope_type} {torch.backends.cpu.get_cpu_capability()}"
 
     def __call__(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        if not self._is_static:
+        if self._frequencies is None:
             cosines, sines = (part[0].float().contiguous() for part in self._rotary(hidden, position_ids=positions))
             return cosines, sines
-        if (end := int(positions.max()) + 1) > len(self._table[0]):
-            end = max(2 * len(self._table[0]), end, 1024)
-            halves = cosines_and_sines(np.arange(end), self._frequencies, self._rotary.attention_scaling)
-            cosines, sines = (torch.from_numpy(np.concatenate([half, half], 1)) for half in halves)
-            self._table = cosines, sines
+        if (end := int(positions.max()) + 1) > self._made:
+            self._make(end, self._frequencies)
         cosines, sines = (part[positions[0]] for part in self._table)
         return cosines, sines
+
+    def _make(self, end: int, frequencies: Array) -> None:
+        """Computes some more rows than up to `end`: all at once would hold up every stream."""
+        end = -(-end // _ROWS_AT_ONCE) * _ROWS_AT_ONCE
+        if end > self._table.shape[1]:
+            larger = torch.empty(2, 2 * end, self._size)  # What is not written takes no memory.
+            larger[:, : self._made] = self._table[:, : self._made]
+            self._table = larger
+        halves = cosines_and_sines(np.arange(self._made, end), frequencies, self._rotary.attention_scaling)
+        for table, half in zip(self._table, halves, strict=True):
+            table[self._made : end] = torch.from_numpy(np.concatenate([half, half], 1))
+        self._made = end
 
 
 def _free(module: Any) -> None:
