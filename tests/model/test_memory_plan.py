@@ -1,11 +1,12 @@
 """The cache takes free memory only, and the error message says if that is too little."""
 
+import copy
 import types
 
 import pytest
 import torch
 
-from headrace.errors import StartupError
+from headrace.errors import StartupError, StartupFault
 from headrace_predictor.engine.runners import memory
 from headrace_predictor.engine.runners.memory import (
     cache_memory,
@@ -59,6 +60,17 @@ def test_a_machine_that_does_not_state_its_memory_has_a_gibibyte(monkeypatch, tm
     monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "absent")
     monkeypatch.setattr(memory, "container_memory_left", lambda: None)
     assert cache_memory("m", CPU, PredictorSettings(), 2 * GIB) == GIB
+
+
+def test_only_weights_that_are_still_pages_of_files_are_subtracted(monkeypatch):
+    """Converted weights have memory of their own, which is not free any more."""
+    model = copy.deepcopy(random_model("llama"))
+    size = sum(tensor.numel() * tensor.itemsize for tensor in model.parameters())
+    monkeypatch.setattr(memory, "memory_left", lambda: size)
+    with pytest.raises(StartupFault, match="needs"):
+        plan_memory("llama", model, cache_shape(model), PredictorSettings())
+    model.are_pages_of_files = False
+    assert plan_memory("llama", model, cache_shape(model), PredictorSettings()).context > 0
 
 
 @pytest.mark.parametrize(("tokens", "running"), [(700, 32), (64 * 256 + 32, 64), (200_000, 256)])
