@@ -178,7 +178,7 @@ async def test_a_model_with_tools_and_a_form_calls_or_answers_in_the_form(stack)
         return answer.headers.get("x-ignored-fields"), answer.json["choices"][0]
 
     begin = (await post(stack, "/tokenize", {"model": "caller", "prompt": "<tool_call>"})).json["tokens"][1]
-    asked = [ask(number, logit_bias=bias) for bias in ({}, {begin: 100}) for number in range(6)]
+    asked = [ask(number, logit_bias=bias) for bias in ({}, {begin: 100}) for number in range(24)]
     reasons = set()
     for ignored, choice in await asyncio.gather(*asked):
         assert ignored == "tools.f.uniqueItems"

@@ -253,6 +253,12 @@ def test_no_call_is_lost_in_any_spelling(tool_format):
         assert simple(parts_of(pieces_of(text, generator), tool_format)) == expected, text
 
 
+@pytest.mark.parametrize("end", ["", "\n", "\n<", "\n</tool_c", "</tool_call"])
+def test_the_end_of_a_call_that_an_answer_cuts_off_is_no_text(end):
+    text = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}'
+    assert simple(parts_of(text + end, "hermes")) == simple(parts_of(text + "\n</tool_call>", "hermes"))
+
+
 def test_only_the_first_call_is_kept_on_request():
     text = f"<tool_call>{WEATHER}</tool_call>\n<tool_call>{OTHER}</tool_call>"
     assert simple(parts_of(text, "hermes", max_calls=1)) == [("weather", PARIS)]

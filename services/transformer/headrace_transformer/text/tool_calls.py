@@ -207,7 +207,9 @@ class ToolCallParser:
         layout = len(self._text) - len(text)
         if layout > MAX_LAYOUT:
             self._state = self._in_content
-        elif not self._is_last and self.END.startswith(text):
+        elif self.END.startswith(text):
+            if self._is_last:  # An answer that ended at its maximum length, within the end of a call.
+                self._text = ""
             return False
         elif text.startswith(self.END):
             self._text, self._state = text[len(self.END) :], self._in_content
