@@ -109,7 +109,7 @@ def _pack_panel(marker: Any, part: Any, memory: Any, scales: Any) -> None:
     for n in range(PANEL):
         for k in range(len(row)):
             row[k] = widen(part[n, k])
-        if marker.itemsize == 2:
+        if is_bf16(marker):
             _pack_bf16(row, n, memory.view(np.uint16))
         elif len(scales):
             scales[n] = _pack_int8(row, n, memory)
@@ -185,7 +185,7 @@ def _read_rows(marker: Any, weights: Any, scales: Any, ids: Any, out: Any) -> No
     for i in range(len(ids)):
         panel, n = weights[ids[i] // PANEL], ids[i] % PANEL
         for k in range(out.shape[1]):
-            if marker.itemsize == 2:
+            if is_bf16(marker):
                 out[i, k] = widen(panel.view(np.uint16)[(k // 2 * PANEL + n) * 2 + k % 2])
             elif len(scales):
                 whole = np.float32(np.int32(panel[(k // 4 * PANEL + n) * 4 + k % 4]) - 128)
@@ -211,7 +211,7 @@ def convert_row(marker: Any, numbers: Any, row: Any, scales: Any, sums: Any) -> 
     the weights and negative: by block for int8, by group for int4.
     """
     count = len(numbers)
-    if marker.itemsize == 2:
+    if is_bf16(marker):
         words = row.view(np.uint16)
         for k in range(count):
             words[k] = narrow(numbers[k], words[0])

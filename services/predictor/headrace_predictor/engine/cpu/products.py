@@ -19,6 +19,8 @@ from numba import types
 from numba.core import cgutils, config
 from numba.extending import intrinsic
 
+from headrace_predictor.engine.cpu.vectors import splat
+
 PANEL = 64  # Output channels that are computed together.
 BLOCK = 128  # Inputs of one step; those that share a scale in the integer formats.
 GROUP = 32  # Inputs that share a scale of 4-bit weights.
@@ -142,7 +144,7 @@ def _bfloat16(builder: Any, at: Any, inputs: Any, scales: Any, sums: Any, block:
         for k in range(pairs):
             panel = _panel(builder, weights, k)
             for row, row_totals in zip(own, totals, strict=True):
-                pair = _splat(builder, _load(builder, row, 4 * k, _WORD, 4), _INTS)
+                pair = splat(builder, _load(builder, row, 4 * k, _WORD, 4), _LANES)
                 for vector, total in zip(panel, row_totals, strict=True):
                     builder.store(_add_pairs(builder, builder.load(total), vector, pair), total)
 
@@ -152,14 +154,14 @@ def _bits_8(builder: Any, at: Any, inputs: Any, scales: Any, sums: Any, block: A
     exact = [[cgutils.alloca_once(builder, _INTS) for _ in range(_VECTORS)] for _ in inputs]
     for start, numbers in zip(starts, exact, strict=True):
         for number in numbers:
-            builder.store(_splat(builder, start, _INTS), number)
+            builder.store(splat(builder, start, _LANES), number)
     with _groups(builder, block) as group:
         weights = builder.add(at, builder.mul(group, _SIZE(GROUP * PANEL)))
         own = [builder.add(row, builder.mul(group, _SIZE(GROUP))) for row in inputs]
         for k in range(GROUP // 4):
             panel = _panel(builder, weights, k)
             for row, numbers in zip(own, exact, strict=True):
-                quad = _splat(builder, _load(builder, row, 4 * k, _WORD, 4), _INTS)
+                quad = splat(builder, _load(builder, row, 4 * k, _WORD, 4), _LANES)
                 for vector, number in zip(panel, numbers, strict=True):
                     builder.store(_add_quads(builder, builder.load(number), vector, quad), number)
     for scale, numbers, row in zip(scales, exact, totals, strict=True):
@@ -172,14 +174,14 @@ def _bits_4(builder: Any, at: Any, inputs: Any, scales: Any, sums: Any, block: A
         weights = builder.add(at, builder.mul(group, _SIZE(GROUP_BYTES)))
         own = [builder.add(row, builder.mul(group, _SIZE(GROUP))) for row in inputs]
         starts = [_load(builder, builder.add(row, builder.mul(group, _SIZE(4))), 0, _WORD, 4) for row in sums]
-        exact = [[_splat(builder, start, _INTS)] * _VECTORS for start in starts]
+        exact = [[splat(builder, start, _LANES)] * _VECTORS for start in starts]
         for k in range(GROUP // 8):
             packed = _panel(builder, builder.add(weights, _SIZE(2 * PANEL)), k)
             highs = [builder.lshr(vector, four) for vector in packed]
             for half, panel in enumerate((packed, highs)):
                 panel = [builder.and_(vector, low) for vector in panel]
                 for row, numbers in zip(own, exact, strict=True):
-                    quad = _splat(builder, _load(builder, row, 8 * k + 4 * half, _WORD, 4), _INTS)
+                    quad = splat(builder, _load(builder, row, 8 * k + 4 * half, _WORD, 4), _LANES)
                     for v, vector in enumerate(panel):
                         numbers[v] = _add_quads(builder, numbers[v], vector, quad)
         for v in range(_VECTORS):
@@ -203,7 +205,7 @@ def _groups(builder: Any, block: Any) -> Iterator[Any]:
 def _add_scaled(builder: Any, floats: list[Any], scales: Any, block: Any, totals: list[Any]) -> None:
     """Adds a block's sums, times the scale of the row's inputs, to the totals."""
     scale = _load(builder, builder.add(scales, builder.mul(block, _SIZE(4))), 0, _FLOAT, 4)
-    scale = _splat(builder, scale, _FLOATS)
+    scale = splat(builder, scale, _LANES)
     for number, total in zip(floats, totals, strict=True):
         builder.store(builder.fadd(builder.load(total), builder.fmul(number, scale)), total)
 
@@ -258,12 +260,6 @@ def _pointer(builder: Any, address: Any, offset: int, kind: Any) -> Any:
 
 def _load(builder: Any, address: Any, offset: int, kind: Any, align: int) -> Any:
     return builder.load(_pointer(builder, address, offset, kind), align=align)
-
-
-def _splat(builder: Any, number: Any, kind: Any) -> Any:
-    undefined = ir.Constant(kind, ir.Undefined)
-    first = builder.insert_element(undefined, number, _WORD(0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(_INTS, [0] * _LANES))
 
 
 def _all(kind: Any, number: int) -> Any:

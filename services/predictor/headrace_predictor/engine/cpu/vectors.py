@@ -87,7 +87,7 @@ def exponentiate(typing_context: Any, scores: Any) -> Any:
         with cgutils.for_range_slice(builder, _SIZE(0), count, _SIZE(_LANES), _SIZE) as (at, _):
             larger = _larger(builder, builder.load(highest), _load(builder, array.data, at, _LANES))
             builder.store(larger, highest)
-        largest = _splat(builder, _reduce(builder, builder.load(highest), partial(_larger, builder)), _LANES)
+        largest = splat(builder, _reduce(builder, builder.load(highest), partial(_larger, builder)), _LANES)
         total = cgutils.alloca_once_value(builder, ir.Constant(numbers, [0.0] * _LANES))
         with cgutils.for_range_slice(builder, _SIZE(0), count, _SIZE(_LANES), _SIZE) as (at, _):
             powers = _exp(builder, builder.fsub(_load(builder, array.data, at, _LANES), largest))
@@ -243,7 +243,7 @@ def _sum_columns(
         first = builder.add(builder.mul(row, width), column)
         loaded = [_load(builder, rows, builder.add(first, _SIZE(v * lanes)), lanes) for v in range(vectors)]
         for (weights, _), totals in zip(own, all_totals, strict=True):
-            weight = _splat(builder, builder.load(builder.gep(weights, [row])), lanes)
+            weight = splat(builder, builder.load(builder.gep(weights, [row])), lanes)
             for numbers, total in zip(loaded, totals[parity], strict=True):
                 product = builder.fmul(weight, numbers)
                 builder.store(builder.fadd(builder.load(total), product), total)
@@ -284,7 +284,7 @@ def _store(builder: Any, vector: Any, numbers: Any, at: Any) -> None:
     builder.store(vector, builder.bitcast(builder.gep(numbers, [at]), vector.type.as_pointer()), align=4)
 
 
-def _splat(builder: Any, number: Any, lanes: int) -> Any:
+def splat(builder: Any, number: Any, lanes: int) -> Any:
     """A vector with one number in all lanes."""
     undefined = ir.Constant(ir.VectorType(number.type, lanes), ir.Undefined)
     first = builder.insert_element(undefined, number, _WORD(0))

@@ -35,7 +35,7 @@ from headrace_predictor.engine.runners.step_plan import StepPlan
 from headrace_predictor.engine.state.cache import Array, array_of
 
 _GATED = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
-_SWISH = (nn.SiLU, SiLUActivation)
+SWISH = (nn.SiLU, SiLUActivation)
 
 
 class Workspace(NamedTuple):
@@ -133,7 +133,7 @@ class GatedLayer(nn.Module):
 
     @staticmethod
     def takes(layer: Any) -> bool:
-        return isinstance(layer.mlp.act_fn, _SWISH)
+        return isinstance(layer.mlp.act_fn, SWISH)
 
     def forward(
         self, hidden: Tensor, *, step_plan: StepPlan, position_embeddings: tuple[Tensor, Tensor], **_: Any

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from headrace_predictor.engine.cpu import kernel
 from headrace_predictor.engine.cpu.packed_linear import PackedLinear
@@ -24,12 +23,9 @@ from headrace_predictor.engine.runners.decode_graphs import DecodeGraphs, Record
 from headrace_predictor.engine.runners.fused_layers import GatedLayer
 from headrace_predictor.engine.runners.rotary import SequenceRotary
 from headrace_predictor.engine.runners.step_plan import StepPlan, StepPlanner, adapted_tokens
-from headrace_predictor.engine.runners.streamed import StreamedDecoder
+from headrace_predictor.engine.runners.streamed import GATED_MODELS, StreamedDecoder
 from headrace_predictor.engine.state.cache import CacheShape, KeyValueCache
 from headrace_predictor.engine.state.sequence import Row, detached_sequence
-
-# Their pass is nothing but embedding, layers, norm and head.
-_MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 
 _UNPADDED = 32  # Rows of a step without prompts; sizes below have products of their own.
 _PADDING = 8  # Maximum of tokens in a row of padding: a model may have few positions.
@@ -54,7 +50,7 @@ class FlatDecoder:
     def takes(model: Any) -> bool:
         # Exactly the class: a subclass may compute something else.
         return (
-            type(model) in _MODELS
+            type(model) in GATED_MODELS
             and all(type(layer) is GatedLayer for layer in model.model.layers)
             and type(model.model.embed_tokens) is nn.Embedding
             and type(model.lm_head) is PackedLinear

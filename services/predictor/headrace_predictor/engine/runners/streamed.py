@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
-from transformers.activations import SiLUActivation
 
 from headrace.errors import StartupError
 from headrace_predictor.engine.cpu.angles import cosines_and_sines, inverse_frequencies, scaled
 from headrace_predictor.engine.cpu.packed_linear import has_matrix_unit
+from headrace_predictor.engine.runners.fused_layers import SWISH
 from headrace_predictor.engine.runners.reach import Reach
 from headrace_predictor.engine.runners.step_plan import StepPlan
 from headrace_predictor.engine.state.cache import Array
@@ -31,8 +31,8 @@ try:
 except ImportError:  # Numba is optional.
     _IS_COMPILED = False
 
-_MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
-_SWISH = (nn.SiLU, SiLUActivation)
+# Their pass is nothing but embedding, layers, norm and head.
+GATED_MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 _ROWS_AT_ONCE = 1024  # Of the table of angles; they take some 20 ms.
 # The embedding and the head of 4-bit weights have 8: with 4, they alone would cost as much quality as all layers.
 _FORMAT_OF_HEADS = {"int4": "int8"}
@@ -60,13 +60,13 @@ def _reason_against(model: Any) -> str | None:
         return "Numba is not installed"
     if model.device.type != "cpu" or model.dtype not in (torch.float32, torch.bfloat16):
         return "it is computed on the CPU in fp32 or bf16 only"
-    if type(model) not in _MODELS:
-        return f"{type(model).__name__} is none of {', '.join(kind.__name__ for kind in _MODELS)}"
+    if type(model) not in GATED_MODELS:
+        return f"{type(model).__name__} is none of {', '.join(kind.__name__ for kind in GATED_MODELS)}"
     config, layer = model.config, model.model.layers[0]
     sizes = config.hidden_size, config.intermediate_size, layer.self_attn.head_dim
     if any(size % _LANES for size in sizes):
         return f"its sizes {sizes} are not all multiples of {_LANES}"
-    if not isinstance(layer.mlp.act_fn, _SWISH) or layer.mlp.up_proj.bias is not None:
+    if not isinstance(layer.mlp.act_fn, SWISH) or layer.mlp.up_proj.bias is not None:
         return "its feed-forward part has another activation, or a bias"
     if 2 * len(model.model.rotary_emb.inv_freq) != layer.self_attn.head_dim:
         return "it rotates only a part of a head"
