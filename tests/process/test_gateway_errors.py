@@ -373,7 +373,7 @@ async def stream_one(gateway: Gateway, request_id: str) -> list[str]:
 
 
 async def test_all_calls_of_a_dead_predictor_are_retried_and_errors_of_requests_eject_none(tmp_path: Path) -> None:
-    count = 200
+    count = 600
 
     async def ejections(gateway: Gateway) -> int:
         name = "cluster.predictor.outlier_detection.ejections_enforced_total"
