@@ -32,7 +32,7 @@ _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _OTHERS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _NORMAL = 1  # The gguf format's type of a token that has a text.
 _START_TIMEOUT_S = 300.0
-_CONTEXT = 8192  # Of all sequences together.
+_SLOTS, _CONTEXT = 16, 16 * 2560  # Of all slots together.
 
 
 def make_model(name: str, folder: Path, source: Path) -> None:
@@ -76,7 +76,7 @@ async def llama_server(file: Path, name: str, log: Path, source: Path) -> AsyncI
     command = (
         *(str(source / "build" / "bin" / "llama-server"), "--model", str(file), "--alias", name),
         *("--host", LOOPBACK, "--port", str(port), "--ctx-size", str(_CONTEXT)),
-        *("-t", "2", "-fa", "on", "-np", "16", "-kvu", "--cache-ram", "0"),
+        *("-t", "2", "-fa", "on", "-np", str(_SLOTS), "--no-kv-unified", "--cache-ram", "0"),
     )
     async with server_process("llama.cpp's server", command, log) as process:
         await until(lambda: answers(port, "/health"), process, _START_TIMEOUT_S)

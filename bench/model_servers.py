@@ -7,14 +7,14 @@ has two threads, vLLM both cores and compiled graphs.
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 
-from bench.architectures import make, parameters
+from bench.architectures import SHAPES, make, parameters
 from bench.cases import VLLM
 from bench.contenders import CONTENDERS, ROOT
 from bench.llama_cpp import gguf_file, llama_server, make_model, weight_bytes
@@ -35,7 +35,8 @@ OURS: dict[str, dict[str, str]] = {
 }
 LLAMA_CPP = {f"llama.cpp-{weights}": weights for weights in ("bf16", "q8_0", "q4_k_m")}
 NAMES = (*OURS, *LLAMA_CPP, VLLM)
-_BYTES_A_WEIGHT = {"bf16": 2.0, "int8": 1.0, "int4": 0.5 + 2 / 32, VLLM: 2.0}  # A group of 32 has a scale of 2 bytes.
+# Of layers and of heads; a group of 32 has a scale of 2 bytes.
+_BYTES_A_WEIGHT = {"bf16": (2.0, 2.0), "int8": (1.0, 1.0), "int4": (0.5 + 2 / 32, 1.0), VLLM: (2.0, 2.0)}
 _VLLM_CONTEXT = 4096
 
 
@@ -87,7 +88,7 @@ async def start_server(name: str, place: Place) -> AsyncIterator[Server]:
     """A contender's server, from its start to its end."""
     model, log = place.model.name, STATE / "logs" / f"models-{name}.log"
     if name in OURS:
-        environment = {"predictor": {**OURS[name], "XDG_CACHE_HOME": str(place.cache)}}
+        environment = {"predictor": {**OURS[name], "PREDICTOR_WEIGHTS_CACHE": str(place.cache)}}
         async with running_stack(models=f"{model}={place.model}", environment=environment) as stack:
             yield Server(stack.gateway, {process: stack.pid(process) for process in stack.names}, model)
     elif name == VLLM:
@@ -100,33 +101,6 @@ async def start_server(name: str, place: Place) -> AsyncIterator[Server]:
         file = gguf_file(place.model, LLAMA_CPP[name], place.llama_cpp)
         async with llama_server(file, model, log, place.llama_cpp) as (address, pid):
             yield Server(address, {name: pid}, model)
-
-
-class Servers:
-    """Started servers, as many as there is memory for; `warm_up` is called with each after its start."""
-
-    def __init__(self, place: Place, spare_gb: float, warm_up: Callable[[Server], Awaitable[Any]]) -> None:
-        self._place, self._spare, self._warm_up = place, 1e9 * spare_gb, warm_up
-        self._running: dict[str, tuple[AsyncExitStack, Server]] = {}  # That used last is last.
-
-    async def get(self, name: str) -> Server:
-        if name not in self._running:
-            while self._running and psutil.virtual_memory().available < self._spare:
-                await self._stop(next(iter(self._running)))
-            opened = AsyncExitStack()
-            server = await opened.enter_async_context(start_server(name, self._place))
-            self._running[name] = (opened, server)
-            await self._warm_up(server)
-        self._running[name] = self._running.pop(name)
-        return self._running[name][1]
-
-    async def stop(self) -> None:
-        for name in list(self._running):
-            await self._stop(name)
-
-    async def _stop(self, name: str) -> None:
-        opened, _ = self._running.pop(name)
-        await opened.aclose()
 
 
 def memory_gb(server: Server) -> float:
@@ -142,4 +116,7 @@ def weight_bytes_a_token(name: str, place: Place) -> float:
     """The bytes of weights that a token reads; 0 if that is not known."""
     if name in LLAMA_CPP:
         return weight_bytes(place.model, LLAMA_CPP[name], place.llama_cpp)
-    return parameters(place.model.name) * _BYTES_A_WEIGHT.get(name, 0.0)
+    config: Any = SHAPES[place.model.name]
+    of_layer, of_head = _BYTES_A_WEIGHT.get(name, (0.0, 0.0))
+    head = config.vocab_size * config.hidden_size
+    return (parameters(place.model.name) - head) * of_layer + head * of_head

@@ -11,10 +11,10 @@ llama-10M, which llama.cpp does not get. bench/model_servers.py has the servers.
 - prompt: seconds to the first token of a prompt of 2,048 tokens.
 - crowd: the median time to the first token of 64 callers with two requests each, 32 tokens in, 32 out.
 
-Only one server computes at a time. In each round every server is measured once, in random order; those for which there
-is memory stay started, and idle, and of the others the one used longest ago ends. Figures are medians with the lowest
-and the highest; ratios are of pairs (bench/statistics.py). A round of all parts but `start` takes about a minute for
-each server of a shape, a start of vLLM 2 minutes and the files of both shapes 10, once (7 GB).
+Only one server runs at a time: on few cores even idle ones slow the measured one, above all llama.cpp's, whose threads
+wait for each other at each operation. In each round every server is started and measured once, in random order. Figures
+are medians with the lowest and the highest; ratios are of pairs (bench/statistics.py). A round of all parts but `start`
+takes about a minute for each server of a shape, and 2 more for vLLM, and the files of both shapes 10, once (7 GB).
 
 `python -m bench.models --llama-cpp FOLDER` writes bench/results/models.json. docs/benchmarks.md has llama.cpp's build.
 """
@@ -30,7 +30,6 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -51,7 +50,6 @@ from bench.model_servers import (
     STATE,
     Place,
     Server,
-    Servers,
     absent_reasons,
     make_files,
     memory_gb,
@@ -61,8 +59,13 @@ from bench.model_servers import (
 from bench.runs import machine, parser, write
 from bench.statistics import estimate, paired_ratios, quantile
 
-# With which peer tokens/s are compared; all times are compared with vLLM's.
-_PEERS = {DEFAULT: "llama.cpp-bf16", "bf16": VLLM, "int8": "llama.cpp-q8_0", "int4": "llama.cpp-q4_k_m"}
+# With which peers figures are compared.
+_PEERS = {
+    DEFAULT: ("llama.cpp-bf16", VLLM),
+    "bf16": ("llama.cpp-bf16", VLLM),
+    "int8": ("llama.cpp-q8_0", VLLM),
+    "int4": ("llama.cpp-q4_k_m", VLLM),
+}
 
 _PARTS = ("start", "decode", "prompt", "crowd")
 _PROMPT_TOKENS, _LONG_PROMPT_TOKENS = 32, 2048
@@ -86,7 +89,6 @@ def main() -> None:
     options.add_argument("--streams", type=int, nargs="+", default=(1, 4, 16))
     options.add_argument("--models", type=Path, default=STATE / "models", help="folder of the models' files")
     options.add_argument("--llama-cpp", type=Path, default=os.environ.get("LLAMA_CPP"), help="default: LLAMA_CPP")
-    options.add_argument("--spare", type=float, default=7.0, help="GB of memory that a start must find")
     arguments = options.parse_args()
     for folder in (STATE / "logs", arguments.models):
         folder.mkdir(parents=True, exist_ok=True)
@@ -117,17 +119,15 @@ async def _measure(shape: str, names: Sequence[str], arguments: argparse.Namespa
     if set(arguments.parts) == {"start"}:
         return
     data = np.ones(_READ_BYTES // 8, np.int64)
-    async with AsyncExitStack() as opened:
-        place = Place(arguments.models / shape, STATE / "cache", arguments.llama_cpp)
-        servers = Servers(place, arguments.spare, lambda server: _answers(server, _LOADED_STREAMS, 4))
-        opened.push_async_callback(servers.stop)
-        for number in range(arguments.rounds):
-            print(f"{shape}, round {number + 1}", flush=True)
-            for name in random.sample(names, len(names)):
-                server = await servers.get(name)
+    place = Place(arguments.models / shape, STATE / "cache", arguments.llama_cpp)
+    for number in range(arguments.rounds):
+        print(f"{shape}, round {number + 1}", flush=True)
+        for name in random.sample(names, len(names)):
+            async with start_server(name, place) as server:
+                await _answers(server, _LOADED_STREAMS, 4)
                 bandwidth = _bandwidth(data)
                 try:
-                    figures = await _figures(server, arguments)
+                    figures = await _figures(server, arguments, name)
                 except Exception as error:
                     error.add_note(f"of {name}")
                     raise
@@ -157,7 +157,7 @@ async def _starts(name: str, model: Path, llama_cpp: Path) -> dict[str, float]:
     return figures
 
 
-async def _figures(server: Server, arguments: argparse.Namespace) -> dict[str, float]:
+async def _figures(server: Server, arguments: argparse.Namespace, name: str) -> dict[str, float]:
     figures = {}
     if "decode" in arguments.parts:
         for count in arguments.streams:
@@ -165,7 +165,7 @@ async def _figures(server: Server, arguments: argparse.Namespace) -> dict[str, f
     if "prompt" in arguments.parts:
         (prompt,) = await _answers(server, 1, 1, _LONG_PROMPT_TOKENS)
         figures["prompt_s"] = prompt.first_token_s
-    if "crowd" in arguments.parts:
+    if "crowd" in arguments.parts and name not in LLAMA_CPP:  # It accepts few connections at once, and closes others.
         crowd = await _answers(server, _CROWD, _CROWD_NEW_TOKENS, answers=_CROWD_ANSWERS)
         figures["crowd_s"] = quantile([answer.first_token_s for answer in crowd], 0.5)
     return figures
@@ -248,9 +248,8 @@ def _report(measured: Rounds) -> dict[str, Any]:
         for name, figures in measured.items()
     }
     ratios: dict[str, Any] = {}
-    for ours in OURS:
+    for ours, peer in ((name, peer) for name in OURS for peer in _PEERS[name]):
         for figure, values in measured.get(ours, {}).items():
-            peer = _PEERS[ours] if figure.startswith("tokens_per_s") else VLLM
             theirs = measured.get(peer, {}).get(figure, [])
             if len(theirs) == len(values) and not figure.startswith("bandwidth"):
                 ratio = estimate(paired_ratios(values, theirs))

@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from headrace.errors import StartupError
 from headrace_predictor.engine.cpu.angles import inverse_frequencies, scaled
 from headrace_predictor.engine.cpu.formats import pack
+from headrace_predictor.engine.cpu.packed_file import PackedFile
 from headrace_predictor.engine.cpu.packed_linear import has_matrix_unit
 from headrace_predictor.engine.cpu.products import HAS_BF16
 from headrace_predictor.engine.runners.memory import cache_shape
@@ -162,7 +163,7 @@ def test_scaled_frequencies_are_those_of_transformers(scaling):
 @pytest.mark.parametrize("interleave", [False, True])
 def test_packed_rows_are_those_of_the_matrix(format_, interleave):
     matrices = [torch.randn(n, 200, generator=torch.Generator().manual_seed(n)) * 0.02 for n in (70, 130)]
-    packed = pack(format_, *matrices, interleave=interleave)
+    packed = pack(format_, *matrices, file=PackedFile(), interleave=interleave)
     places = torch.arange(70 + 130)
     if interleave:  # 128 and 192 rows in panels of 64: the first matrix' panels are 0 and 2.
         places = torch.cat([torch.arange(64), torch.arange(128, 134), torch.arange(64, 128), torch.arange(192, 256)])

@@ -87,6 +87,15 @@ class PredictorSettings(RecordingSettings):
             " integers, the same on every machine; auto is that of dtype. See docs/models.md."
         ),
     )
+    weights_cache: Path = Field(
+        Path("~/.cache/headrace/weights"),
+        description="Folder that keeps the weights of these models as they are computed, for the next start.",
+    )
+    weights_cache_size: ByteSize = Field(
+        ByteSize(32 << 30),
+        ge=0,
+        description="Maximum of its files; those used longest ago are deleted. 0: none are kept.",
+    )
     threads: int = Field(
         0, ge=0, description="CPU threads of a model; 0: all cores but one; of up to four all for a large text model."
     )

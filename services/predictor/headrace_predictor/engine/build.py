@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from headrace_predictor.engine.runners.interface import ModelRunner
 from headrace_predictor.engine.runners.memory import cache_shape, plan_memory
 from headrace_predictor.engine.runners.paged import PagedRunner
 from headrace_predictor.engine.runners.proof import Proof
-from headrace_predictor.engine.runners.streamed import StreamedDecoder, weight_format
+from headrace_predictor.engine.runners.streamed import StreamedDecoder, packed_file, weight_format
 from headrace_predictor.engine.scheduler import Scheduler
 from headrace_predictor.engine.state.blocks import BlockManager
 from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape
@@ -46,10 +47,12 @@ def build_engine(
     flush: Callable[[], None] = lambda: None,
     grammars: GrammarCompiler | None = None,
     eos_ids: frozenset[int] | None = None,
+    kept_at: Path | None = None,
 ) -> ContinuousBatchingEngine:
     """Builds and starts the engine of a generation model; raises StartupError. For the rest see engine.py.
 
-    Without `eos_ids` the model's own are the end tokens.
+    Without `eos_ids` the model's own are the end tokens. For `kept_at` see
+    `packed_file`.
     """
     shape = cache_shape(model)
     own_context, context, blocks, max_running = plan_memory(name, model, shape, settings)
@@ -65,8 +68,9 @@ def build_engine(
         proof = Proof(model, shape, vocabulary, context, 2 * settings.step_tokens)
         if not model.config.is_encoder_decoder:
             proof.check_generate(name)
-        runner, adapters, reason = _choose_runner(name, model, shape, blocks, proof, settings)
-        looks_up = settings.prompt_lookup and isinstance(runner, PagedRunner) and runner.is_exact()
+        runner, adapters, reason = _choose_runner(name, model, shape, blocks, proof, settings, kept_at)
+        looks_up = settings.prompt_lookup and isinstance(runner, PagedRunner)
+        looks_up = looks_up and (runner.streamed is not None or runner.is_exact())
     if reason is not None and not settings.max_running:
         max_running = _ROWS_RUNNING
     manager = BlockManager(blocks, BLOCK_TOKENS)
@@ -101,7 +105,13 @@ def build_engine(
 
 
 def _choose_runner(
-    name: str, model: Any, shape: CacheShape, blocks: int, proof: Proof, settings: PredictorSettings
+    name: str,
+    model: Any,
+    shape: CacheShape,
+    blocks: int,
+    proof: Proof,
+    settings: PredictorSettings,
+    kept_at: Path | None,
 ) -> tuple[ModelRunner, Adapters | None, str | None]:
     """The runner, the adapters that it can compute, and why it is not a faster one."""
     runner: ModelRunner
@@ -116,7 +126,8 @@ def _choose_runner(
         adapters = Adapters(model, torch.float32 if format_ else None)  # Before the layers are replaced.
         streamed = None
         if format_:
-            streamed = StreamedDecoder(model, format_, torch.get_num_threads())
+            file = packed_file(model, format_, kept_at, settings.weights_cache_size)
+            streamed = StreamedDecoder(model, format_, torch.get_num_threads(), file)
         else:
             fuse_layers(model)
             pack_linears(model)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,8 @@ def _load(
     model = load_weights(name, folder, auto, settings.dtype, device)
     generation = read_generation(folder)
     eos_ids = eos_ids_of(generation, folder, own_eos_id(folder))
-    engine = build_engine(name, model, settings, flush, GrammarCompiler(folder), eos_ids)
+    kept_at = settings.weights_cache.expanduser() / _state(folder, is_local, dtype_name(model))
+    engine = build_engine(name, model, settings, flush, GrammarCompiler(folder), eos_ids, kept_at)
     dtype, weights = dtype_name(model), engine.description["weights"]
     numbers = dtype if weights == dtype else f"{dtype} {weights}{engine.description['angles']}"
     fingerprint = fingerprint_of(folder, numbers, is_local)
@@ -120,6 +122,12 @@ def _load(
     engine.description |= describe(name, generation)
     defaults = defaults_of(generation, engine.limits.is_encoder_decoder)
     return LoadedGeneration(name, type(model).__name__, device.type, dtype_name(model), defaults, engine, fingerprint)
+
+
+def _state(folder: Path, is_local: bool, dtype: str) -> str:
+    """A digest of the fingerprint, which leaves out parts of large tensors, and of when the files were changed."""
+    changed = [path.stat().st_mtime_ns for path in sorted(folder.rglob("*.safetensors"))]
+    return sha256(f"{fingerprint_of(folder, dtype, is_local)} {changed}".encode()).hexdigest()[:32]
 
 
 def _auto_class(name: str, folder: Path) -> Any:

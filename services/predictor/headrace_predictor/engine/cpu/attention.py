@@ -29,6 +29,7 @@ import numba
 import numpy as np
 from numba import njit, prange
 
+from headrace_predictor.engine.cpu.compiled import OPTIONS
 from headrace_predictor.engine.cpu.vectors import add_weighted_rows, array_at, exponentiate, narrow, widen
 from headrace_predictor.engine.state.cache import BLOCK_TOKENS
 
@@ -41,13 +42,8 @@ numba.config.THREADING_LAYER = "workqueue"  # The only layer without a system li
 
 _ZERO, _ONE, _LOWEST = np.float32(0), np.float32(1), np.float32(-3e38)
 
-# Without Python's checks: the caller constructs the shapes, so no exception can occur.
-_OPTIONS = {"nogil": True, "error_model": "numpy", "cache": True}
-# Sums in the order written here, for every caller: so results are the same everywhere.
-_EXACT = _OPTIONS
 
-
-@njit(**_EXACT)  # type: ignore[untyped-decorator]
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _turn(source: Any, cosines: Any, sines: Any, factor: Any, target: Any) -> None:
     """Multiplies a head [head size] by a factor and, if there are cosines, rotates it; float32."""
     if len(cosines) == 0:
@@ -61,7 +57,7 @@ def _turn(source: Any, cosines: Any, sines: Any, factor: Any, target: Any) -> No
         target[d + half] = (far * widen(cosines[d + half]) + near * widen(sines[d + half])) * factor
 
 
-@njit(**_EXACT)  # type: ignore[untyped-decorator]
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def write_tokens(
     packed: Any,
     cosines: Any,
@@ -91,14 +87,14 @@ def write_tokens(
                 block_values[h, offset, d] = narrow(widen(value[d]), block_values[h, offset, d])
 
 
-@njit(**_EXACT)  # type: ignore[untyped-decorator]
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _widen_rows(stored: Any, rows: Any) -> None:
     for i in range(rows.shape[0]):
         for j in range(rows.shape[1]):
             rows[i, j] = widen(stored[i, j])
 
 
-@njit(**_EXACT)  # type: ignore[untyped-decorator]
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _reaching(firsts: Any, ends: Any, start: Any) -> Any:
     """The range of those tokens that attend to any position of the block from `start` on."""
     near, far = 0, len(ends)
@@ -109,7 +105,7 @@ def _reaching(firsts: Any, ends: Any, start: Any) -> Any:
     return near, far
 
 
-@njit(**_EXACT)  # type: ignore[untyped-decorator]
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _score(
     queries: Any, keys: Any, layer: Any, blocks: Any, firsts: Any, ends: Any, h: Any, key: Any, scores: Any
 ) -> None:
@@ -126,7 +122,7 @@ def _score(
             add_weighted_rows(queries[rows], key, scores[rows, positions])
 
 
-@njit(**_EXACT)  # type: ignore[untyped-decorator]
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _weigh(scores: Any, first: Any, end: Any, bias: Any) -> Any:
     """Turns scores into weights over [first, end), zeros elsewhere in its blocks; returns the inverse of their sum."""
     furthest = len(bias) - 1
@@ -142,7 +138,7 @@ def _weigh(scores: Any, first: Any, end: Any, bias: Any) -> Any:
     return _ONE / exponentiate(scores[start:stop])
 
 
-@njit(**_EXACT)  # type: ignore[untyped-decorator]
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _sum(
     weights: Any, values: Any, layer: Any, blocks: Any, firsts: Any, ends: Any, h: Any, value: Any, sums: Any
 ) -> None:
@@ -160,7 +156,7 @@ def _sum(
             add_weighted_rows(weights[rows, positions], value[:used], sums[rows])
 
 
-@njit(**_EXACT)  # type: ignore[untyped-decorator]
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def attend_tile(
     packed: Any,
     cosines: Any,
@@ -206,7 +202,7 @@ def attend_tile(
                     out[i, a, d] = narrow(sums[row, d] * inverses[row], out[i, a, d])
 
 
-@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def parts(owners: Any, query_heads: Any, heads: Any, divided: Any = False) -> Any:
     """The parts [n, 4] of the work: first and end of neighbouring tokens with one owner, first and end of key heads.
 
@@ -229,7 +225,7 @@ def parts(owners: Any, query_heads: Any, heads: Any, divided: Any = False) -> An
     return found[:count]
 
 
-@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _attend_in_turn(
     address: Any,
     all_heads: Any,
@@ -258,7 +254,7 @@ def _attend_in_turn(
         )
 
 
-@njit(parallel=True, **_OPTIONS)  # type: ignore[untyped-decorator]
+@njit(parallel=True, **OPTIONS)  # type: ignore[untyped-decorator]
 def _attend_in_parallel(
     address: Any,
     all_heads: Any,

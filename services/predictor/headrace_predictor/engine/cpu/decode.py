@@ -22,6 +22,7 @@ from numba import njit
 
 from headrace_predictor.engine.cpu.atomics import add_to, give_way, pause, publish, read, subtract_from
 from headrace_predictor.engine.cpu.attention import attend_tile, write_tokens
+from headrace_predictor.engine.cpu.compiled import OPTIONS
 from headrace_predictor.engine.cpu.formats import convert_row, is_bf16
 from headrace_predictor.engine.cpu.products import BLOCK, GROUP, PANEL, ROWS, is_int4, multiply
 from headrace_predictor.engine.cpu.vectors import add_squares, array_at, swish_times
@@ -64,7 +65,6 @@ _CHUNKS_OF_THREAD = 2
 _PAUSES = 256
 
 _F, _I, _L, _B = np.empty(0, np.float32), np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.uint8)
-_OPTIONS = {"nogil": True, "error_model": "numpy", "cache": True}
 
 
 def state_of(layers: int) -> Any:
@@ -73,7 +73,7 @@ def state_of(layers: int) -> Any:
     return np.zeros(_SLOTS + _SLOT_COUNT * slot, np.int64)
 
 
-@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def begin_pass(state: Any, kind: Any, parameters: Any) -> Any:
     """Lets threads join a pass; returns its number. For one caller at a time."""
     number = state[_LATEST] + 1
@@ -86,13 +86,13 @@ def begin_pass(state: Any, kind: Any, parameters: Any) -> Any:
     return number
 
 
-@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def open_passes(state: Any, is_open: Any) -> None:
     """Says whether passes come soon, so that threads wait for them without sleeping."""
     publish(state, _OPEN, is_open)
 
 
-@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def take_part(state: Any, number: Any, model: Any) -> None:
     """Computes in the pass of this number until it is done; with number 0 in every pass until none comes soon.
 
@@ -126,14 +126,14 @@ def take_part(state: Any, number: Any, model: Any) -> None:
             break
 
 
-@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _slot(state: Any, number: Any) -> Any:
     size = (len(state) - _SLOTS) // _SLOT_COUNT
     first = _SLOTS + number % _SLOT_COUNT * size
     return state[first : first + size]
 
 
-@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _wait(slot: Any, counter: Any, wanted: Any) -> None:
     turns = 0
     while read(slot, counter) != wanted:
@@ -143,7 +143,7 @@ def _wait(slot: Any, counter: Any, wanted: Any) -> None:
             give_way()
 
 
-@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _take(slot: Any, counter: Any, phase: Any, layer: Any, model: Any) -> Any:
     """Computes chunks of a phase while there are any, waits for other threads'; returns the next phase's counter."""
     parameters, threads = slot[_PARAMETERS:_COUNTERS], model[1][THREADS]
@@ -180,12 +180,12 @@ def _take(slot: Any, counter: Any, phase: Any, layer: Any, model: Any) -> Any:
     return counter + 2 * _LINE
 
 
-@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _is_product(phase: Any) -> Any:
     return phase in (_PROJECT, _PUT_OUT, _OPEN_GATE, _CLOSE, _HEAD, _MULTIPLY)
 
 
-@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _product(phase: Any, parameters: Any, layer: Any) -> Any:
     """The numbers of the product that a phase computes or prepares."""
     if phase in (_CONVERT, _MULTIPLY):
@@ -200,7 +200,7 @@ def _product(phase: Any, parameters: Any, layer: Any) -> Any:
     return layer[first : first + _PRODUCT_NUMBERS]
 
 
-@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _panels_of_chunk(product: Any, tokens: Any, threads: Any, in_pairs: Any) -> Any:
     """Enough to be worth the claim, and few enough that every thread has some."""
     most = _CHUNK_BYTES // product[PANEL_BYTES] if tokens <= _TOKENS_OF_CHUNK else 1
@@ -208,7 +208,7 @@ def _panels_of_chunk(product: Any, tokens: Any, threads: Any, in_pairs: Any) -> 
     return together + together % 2 if in_pairs else together
 
 
-@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _prepare(phase: Any, token: Any, tokens: Any, product: Any, parameters: Any, layer: Any, model: Any) -> None:
     """Norms a token's numbers, if the phase does, and converts them to the inputs of its product."""
     numbers, marker = model[2], model[3]
@@ -234,7 +234,7 @@ def _prepare(phase: Any, token: Any, tokens: Any, product: Any, parameters: Any,
     )
 
 
-@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _strides(marker: Any, product: Any) -> Any:
     """The bytes of a row's inputs and of its sums."""
     has_groups = is_int4(marker) and product[CHANNEL_SCALES] == 0
@@ -242,7 +242,7 @@ def _strides(marker: Any, product: Any) -> Any:
     return inputs, product[BLOCKS] * 4 * (BLOCK // GROUP if has_groups else 1)
 
 
-@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def norm_row(x: Any, weight: Any, epsilon: Any, out: Any) -> None:
     """The root mean square norm of x [n] times weight [n] to out [n], which may be x; float32, n a multiple of 16."""
     inverse = np.float32(1) / np.sqrt(add_squares(x) / np.float32(len(x)) + epsilon)
@@ -250,21 +250,21 @@ def norm_row(x: Any, weight: Any, epsilon: Any, out: Any) -> None:
         out[d] = x[d] * inverse * weight[d]
 
 
-@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def norm_rows(x: Any, weight: Any, epsilon: Any, out: Any) -> None:
     """`norm_row` for rows [T, n]; `weight` is an address."""
     for i in range(len(x)):
         norm_row(x[i], array_at(weight, (x.shape[1],), _F), epsilon, out[i])
 
 
-@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def swish_rows(gates: Any, ups: Any, out: Any) -> None:
     """`swish_times` for rows [T, n]."""
     for i in range(len(out)):
         swish_times(gates[i], ups[i], out[i])
 
 
-@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _multiply(
     phase: Any, product: Any, panel: Any, panels: Any, first: Any, end: Any, parameters: Any, model: Any
 ) -> None:
@@ -304,7 +304,7 @@ def _multiply(
             _put(phase, product, p // 2 * PANEL, first, results[p - panel], parameters)
 
 
-@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _put(phase: Any, product: Any, column: Any, first: Any, results: Any, parameters: Any) -> None:
     """Adds the bias to results [tokens, PANEL], and puts them at a column of the target, or adds them to it."""
     outputs = product[OUTPUTS]
@@ -323,7 +323,7 @@ def _put(phase: Any, product: Any, column: Any, first: Any, results: Any, parame
             out[n] = results[i, n] + out[n] if adds else results[i, n]
 
 
-@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _write(token: Any, parameters: Any, layer: Any, model: Any) -> None:
     """Norms a token's heads, if the model does, and writes its keys and values to the cache."""
     _, sizes, numbers, _, keys, values = model
@@ -342,7 +342,7 @@ def _write(token: Any, parameters: Any, layer: Any, model: Any) -> None:
     write_tokens(packed, cosines, sines, keys, values, layer[LAYER], table, owners, ends, query_heads)
 
 
-@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _attend(chunk: Any, parameters: Any, layer: Any, model: Any) -> None:
     """Attends for a part of the step's tokens and heads: see `parts` in attention.py."""
     _, sizes, numbers, _, keys, values = model

@@ -20,6 +20,8 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from headrace_predictor.engine.cpu.compiled import OPTIONS
+from headrace_predictor.engine.cpu.packed_file import PackedFile
 from headrace_predictor.engine.cpu.products import BLOCK, GROUP, GROUP_BYTES, PANEL
 from headrace_predictor.engine.cpu.vectors import narrow, widen
 from headrace_predictor.engine.state.cache import Array, array_of
@@ -30,17 +32,7 @@ MARKERS: dict[str, Array] = {
     "int4": np.empty(0, np.int8),
 }
 _BYTES_OF_BLOCK: dict[str, int] = {"bf16": 2 * BLOCK, "int8": BLOCK, "int4": GROUP_BYTES // PANEL * BLOCK // GROUP}
-_ALIGNMENT = 64
 _LEAST = np.float32(2.0**-120)  # Of inputs: 127 divided by less may be infinite.
-_CANDIDATES = (
-    1.0,
-    0.95,
-    0.9,
-    0.85,
-)  # Of a 4-bit scale: a smaller one cuts the largest weight off, which may be better.
-
-# Without contraction or reordering: the quantised weights are the same everywhere.
-_OPTIONS = {"nogil": True, "error_model": "numpy", "cache": True}
 
 
 class Packed(NamedTuple):
@@ -71,15 +63,20 @@ def panel_bytes(format_: str, inputs: int) -> int:
     return PANEL * _BYTES_OF_BLOCK[format_] * -(-inputs // BLOCK)
 
 
-def pack(format_: str, *matrices: Tensor, interleave: bool = False) -> Packed:
-    """Packs weights [outputs, inputs] one below the other; or panel by panel in turn, padded to panels each."""
+def pack(format_: str, *matrices: Tensor, file: PackedFile, interleave: bool = False) -> Packed:
+    """Packs weights [outputs, inputs] one below the other; or panel by panel in turn, padded to panels each.
+
+    `file` has them already, or gets them."""
     inputs, sizes = matrices[0].shape[1], [len(matrix) for matrix in matrices]
     if interleave:
         sizes = [-(-size // PANEL) * PANEL for size in sizes]
     outputs = sum(sizes)
     panels = -(-outputs // PANEL)
-    memory = aligned(panels * panel_bytes(format_, inputs)).reshape(panels, -1)
-    scales = np.zeros(panels * PANEL if format_ == "int8" else 0, np.float32)
+    memory = file.take(panels * panel_bytes(format_, inputs)).reshape(panels, -1)
+    scales = file.take(4 * panels * PANEL if format_ == "int8" else 0).view(np.float32)
+    packed = Packed(format_, outputs, inputs, memory, scales)
+    if file.is_packed:
+        return packed
     rows = [array_of(matrix) for matrix in matrices]
     marker = MARKERS[format_]
     part = np.zeros((PANEL, -(-inputs // BLOCK) * BLOCK), rows[0].dtype)
@@ -92,17 +89,10 @@ def pack(format_: str, *matrices: Tensor, interleave: bool = False) -> Packed:
         some = (rows[m] if whole is None else whole)[row : row + PANEL]
         part[: len(some), :inputs] = some
         _pack_panel(marker, part, memory[panel], scales[panel * PANEL : (panel + 1) * PANEL])
-    return Packed(format_, outputs, inputs, memory, scales)
+    return packed
 
 
-def aligned(size: int) -> Array:
-    """Bytes [size] at an address for vectors."""
-    memory = np.empty(size + _ALIGNMENT, np.uint8)
-    first = -memory.ctypes.data % _ALIGNMENT
-    return memory[first : first + size]
-
-
-@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _pack_panel(marker: Any, part: Any, memory: Any, scales: Any) -> None:
     """Packs weights [PANEL, inputs] of whole blocks to a panel's bytes."""
     row = np.empty(part.shape[1], np.float32)
@@ -117,13 +107,13 @@ def _pack_panel(marker: Any, part: Any, memory: Any, scales: Any) -> None:
             _pack_int4(row, n, memory)
 
 
-@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _pack_bf16(row: Any, n: Any, words: Any) -> None:
     for k in range(len(row)):
         words[(k // 2 * PANEL + n) * 2 + k % 2] = narrow(row[k], words[0])
 
 
-@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _pack_int8(row: Any, n: Any, memory: Any) -> Any:
     largest = np.float32(0)
     for k in range(len(row)):
@@ -138,7 +128,7 @@ def _pack_int8(row: Any, n: Any, memory: Any) -> Any:
     return scale
 
 
-@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _pack_int4(row: Any, n: Any, memory: Any) -> None:
     for group in range(len(row) // GROUP):
         numbers = row[group * GROUP : (group + 1) * GROUP]
@@ -152,7 +142,7 @@ def _pack_int4(row: Any, n: Any, memory: Any) -> None:
                 own[2 * PANEL + (t * PANEL + n) * 4 + j] = low + 8 + 16 * (high + 8)
 
 
-@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _scale_of(numbers: Any) -> Any:
     """The number of the largest size is -8 times the scale."""
     extreme = np.float32(0)
@@ -164,23 +154,23 @@ def _scale_of(numbers: Any) -> Any:
     return widen(narrow(extreme / np.float32(-8), np.uint16(0)))
 
 
-@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _nibble(number: Any, scale: Any) -> Any:
     return min(max(int(round_even(number / scale)), -8), 7) if abs(scale) > 0 else 0
 
 
-@njit(inline="always", **_OPTIONS)  # type: ignore[untyped-decorator]
+@njit(inline="always", **OPTIONS)  # type: ignore[untyped-decorator]
 def is_finite(number: Any) -> Any:
     return number - number == 0
 
 
-@njit(inline="always", **_OPTIONS)  # type: ignore[untyped-decorator]
+@njit(inline="always", **OPTIONS)  # type: ignore[untyped-decorator]
 def round_even(number: Any) -> Any:
     """The nearest integer, of two the even one, of a float32 below 2^22 in size."""
     return (number + np.float32(12582912)) - np.float32(12582912)
 
 
-@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _read_rows(marker: Any, weights: Any, scales: Any, ids: Any, out: Any) -> None:
     for i in range(len(ids)):
         panel, n = weights[ids[i] // PANEL], ids[i] % PANEL
@@ -197,13 +187,13 @@ def _read_rows(marker: Any, weights: Any, scales: Any, ids: Any, out: Any) -> No
                 out[i, k] = whole * widen(own[: 2 * PANEL].view(np.uint16)[n])
 
 
-@njit(inline="always", **_OPTIONS)  # type: ignore[untyped-decorator]
+@njit(inline="always", **OPTIONS)  # type: ignore[untyped-decorator]
 def is_bf16(marker: Any) -> Any:
     """Whether an empty array has the type of bfloat16 weights."""
     return marker.itemsize == 2
 
 
-@njit(**_OPTIONS)  # type: ignore[untyped-decorator]
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def convert_row(marker: Any, numbers: Any, row: Any, scales: Any, sums: Any) -> None:
     """Converts a row of inputs, float32 [n], to the format's `row` of whole blocks, uint16 or int8.
 

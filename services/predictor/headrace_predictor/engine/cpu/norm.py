@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from headrace_predictor.engine.cpu.compiled import OPTIONS
 from headrace_predictor.engine.cpu.vectors import array_at, narrow, widen
 
 _ONE = np.float32(1)
 # Lanes may reorder the sum: the order then depends only on the row's length.
-_OPTIONS = {"nogil": True, "error_model": "numpy", "cache": True, "fastmath": {"reassoc", "contract", "nsz"}}
+_OPTIONS = {**OPTIONS, "fastmath": {"reassoc", "contract", "nsz"}}
 
 
 @njit(**_OPTIONS)  # type: ignore[untyped-decorator]

@@ -28,6 +28,7 @@ from headrace_predictor.engine.runners.paged import PagedRunner
 from headrace_predictor.engine.runners.reach import find_reaches
 from headrace_predictor.engine.runners.rotary import SequenceRotary
 from headrace_predictor.engine.runners.row import CachelessRunner, CausalRunner, EncoderDecoderRunner, decoder_start
+from headrace_predictor.engine.runners.streamed import GATED_MODELS
 from headrace_predictor.engine.runners.t5 import T5Runner
 from headrace_predictor.engine.state.blocks import RESERVED
 from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 _PIECES = (5, 9, 20, 39, 40)  # Where the chunks of the prompt end.
 _SPECIAL = 4  # Ids below are often those of padding, which some models leave out.
 _OUTPUT = 12  # Ids of an encoder-decoder model's answer.
+_LAYERS = 2  # Of each kind, where a model has nothing but equal layers.
 _STEPS = 3  # Ids of `generate`.
 _PROMPT = 7  # The prompt of the sequence beside it, which decodes an id in each further step.
 # Differences by rounding only, relative to the largest logit; wrong attention differs by tens of percent.
@@ -93,13 +95,14 @@ class Proof:
             return _largest(torch.cat(answer.logits), [*whole[len(ids) - 1 : -1]]) / 3
 
         try:
-            if self._excess(difference):
-                raise StartupError(
-                    f"model {name}: the forward pass of {type(model).__name__} is not what transformers' generate "
-                    "computes"
-                )
+            with self._few_layers():
+                excess = self._excess(difference)
         finally:
             model.generation_config = own
+        if excess:
+            raise StartupError(
+                f"model {name}: the forward pass of {type(model).__name__} is not what transformers' generate computes"
+            )
 
     def of_paged(self) -> str | None:
         """Why `PagedRunner` cannot run the model; None if it can: then the attention modules have their reach."""
@@ -115,11 +118,10 @@ class Proof:
             return self._difference(lambda: PagedRunner(model, self._shape, 6, rotary=self.rotary))
 
         try:
-            with self._near_limits() as changed:
+            with self._few_layers(), self._near_limits() as changed:
                 self._find_reaches(len(self._ids) if changed else self._context)
                 excess = self._excess(difference)
-            if changed:
-                self._find_reaches(self._context)
+            self._find_reaches(self._context)
         except Exception as error:
             logger.debug("paged attention failed in the proof", exc_info=True)
             kind = "its layers compute with their masks" if self._hides_masks else "its attention is of another kind"
@@ -226,6 +228,24 @@ class Proof:
         self._hides_masks = True
         find_reaches(self._model, context)
         self._hides_masks = False
+
+    @contextmanager
+    def _few_layers(self) -> Iterator[None]:
+        """Leaves out those layers of a gated decoder that repeat earlier ones: after the second of each kind.
+
+        Rounding adds up over the layers, so float32 would be asked about most deep models of bfloat16.
+        """
+        model = self._model
+        if type(model) not in GATED_MODELS:
+            yield
+            return
+        decoder, whole = model.model, model.model.layers
+        kinds = getattr(model.config, "layer_types", None) or [""] * len(whole)
+        decoder.layers = whole[: max(i + 1 for i, kind in enumerate(kinds) if kinds[:i].count(kind) < _LAYERS)]
+        try:
+            yield
+        finally:
+            decoder.layers = whole
 
     @contextmanager
     def _near_limits(self) -> Iterator[bool]:

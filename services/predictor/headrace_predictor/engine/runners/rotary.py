@@ -1,8 +1,8 @@
-"""Rotary positions whose factors depend on the length of a sequence, for tokens of many sequences in one row.
+"""Rotary positions for tokens of many sequences in one row.
 
-transformers derives the factors from the largest position of a forward pass. Here the model's own rotary module runs
-once for each stage (`Scaling`) in the row, with a further position that is the stage's last. Used only by the
-engine's thread.
+Where factors depend on the length of a sequence, transformers derives them from the largest position of a forward pass.
+Here the model's own rotary module runs once for each stage (`Scaling`) in the row, with a further position that is the
+stage's last. Used only by the engine's thread.
 """
 
 from __future__ import annotations
@@ -13,12 +13,17 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from headrace_predictor.engine.cpu.angles import cosines_and_sines, inverse_frequencies, scaled
+from headrace_predictor.engine.state.cache import Array
 from headrace_predictor.engine.state.in_flight import Scaling
 from headrace_predictor.engine.state.sequence import Row
+
+_ROWS_AT_ONCE = 1024  # Of the table of angles; they take some 20 ms.
 
 _Rotary = Callable[..., Any]
 
@@ -121,3 +126,42 @@ def _recomputes(model: Any, limit: int) -> bool:
     ids = torch.zeros((1, limit + 1), dtype=torch.long, device=model.device)
     inputs = model.prepare_inputs_for_generation(ids, past_key_values=cache, attention_mask=torch.ones_like(ids))
     return inputs.get("past_key_values") is None
+
+
+class RotaryAngles:
+    """Cosines and sines [T, head size] of a rotary module: from a table that grows, or its own if its factors change.
+
+    `origin` tells what computed them, if that may differ from machine to machine.
+    """
+
+    def __init__(self, rotary: Any, size: int) -> None:
+        self._rotary, self._size, self._made = rotary, size, 0
+        self._table = torch.empty(2, 0, size)
+        parameters = rotary.config.rope_parameters
+        frequencies = scaled(inverse_frequencies(parameters["rope_theta"], size), parameters)
+        self._frequencies: Array | None = frequencies
+        self.origin = ""
+        if frequencies is None:
+            self._frequencies = rotary.inv_freq.float().numpy() if rotary.rope_type == "yarn" else None
+            self.origin = f" {rotary.rope_type} {torch.backends.cpu.get_cpu_capability()}"
+
+    def __call__(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        if self._frequencies is None:
+            cosines, sines = (part[0].float().contiguous() for part in self._rotary(hidden, position_ids=positions))
+            return cosines, sines
+        if (end := int(positions.max()) + 1) > self._made:
+            self._make(end, self._frequencies)
+        cosines, sines = (part[positions[0]] for part in self._table)
+        return cosines, sines
+
+    def _make(self, end: int, frequencies: Array) -> None:
+        """Computes some more rows than up to `end`: all at once would hold up every stream."""
+        end = -(-end // _ROWS_AT_ONCE) * _ROWS_AT_ONCE
+        if end > self._table.shape[1]:
+            larger = torch.empty(2, 2 * end, self._size)  # What is not written takes no memory.
+            larger[:, : self._made] = self._table[:, : self._made]
+            self._table = larger
+        halves = cosines_and_sines(np.arange(self._made, end), frequencies, self._rotary.attention_scaling)
+        for table, half in zip(self._table, halves, strict=True):
+            table[self._made : end] = torch.from_numpy(np.concatenate([half, half], 1))
+        self._made = end

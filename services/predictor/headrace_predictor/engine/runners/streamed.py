@@ -7,6 +7,8 @@ one: its products, norms and attention are the same code, called one by one.
 
 from __future__ import annotations
 
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,16 +17,18 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from headrace.errors import StartupError
-from headrace_predictor.engine.cpu.angles import cosines_and_sines, inverse_frequencies, scaled
+from headrace_predictor.engine.cpu.packed_file import SUFFIX, PackedFile
 from headrace_predictor.engine.cpu.packed_linear import has_matrix_unit
 from headrace_predictor.engine.runners.fused_layers import SWISH
 from headrace_predictor.engine.runners.reach import Reach
+from headrace_predictor.engine.runners.rotary import RotaryAngles
 from headrace_predictor.engine.runners.step_plan import StepPlan
 from headrace_predictor.engine.state.cache import Array
 
 try:
     from headrace_predictor.engine.cpu import decode, formats, products
     from headrace_predictor.engine.cpu.attention import parts
+    from headrace_predictor.engine.cpu.compiled import CODE
     from headrace_predictor.engine.cpu.team import Team
 
     _IS_COMPILED = True
@@ -33,10 +37,10 @@ except ImportError:  # Numba is optional.
 
 # Their pass is nothing but embedding, layers, norm and head.
 GATED_MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
-_ROWS_AT_ONCE = 1024  # Of the table of angles; they take some 20 ms.
 # The embedding and the head of 4-bit weights have 8: with 4, they alone would cost as much quality as all layers.
 _FORMAT_OF_HEADS = {"int4": "int8"}
 _LANES = 16
+_LEAST_KEPT_BYTES = 64 << 20  # Smaller models are packed in no time.
 _FEW_TOKENS = 8  # The heads of so few are divided among threads.
 
 
@@ -73,12 +77,30 @@ def _reason_against(model: Any) -> str | None:
     return None
 
 
+def packed_file(model: Any, format_: str, kept_at: Path | None, most: int) -> PackedFile:
+    """The file of a model's packed weights. For `most` see PackedFile.
+
+    `kept_at`: folder and name of the model; the code that packs and the format are added.
+    """
+    size = 0
+    for name, weight in model.named_parameters():
+        if weight.dim() == 2:
+            one = format_ if ".layers." in name else _FORMAT_OF_HEADS.get(format_, format_)
+            panels = len(weight) // products.PANEL + 2  # Each of several matrices in one may have a part of a panel.
+            size += panels * (formats.panel_bytes(one, weight.shape[1]) + 4 * products.PANEL)
+    if kept_at is None or size < _LEAST_KEPT_BYTES:
+        return PackedFile()
+    code = sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+    return PackedFile(kept_at.with_name(f"{kept_at.name}-{CODE}-{code}-{format_}{SUFFIX}"), size, most)
+
+
 class StreamedDecoder:
     """Logits of a decoder, whose own weights it packs and frees."""
 
-    def __init__(self, model: Any, format_: str, threads: int) -> None:
+    def __init__(self, model: Any, format_: str, threads: int, file: PackedFile | None = None) -> None:
         decoder = model.model
         self.format = format_
+        self._file = file or PackedFile()
         self.weights_bytes = 0
         self._kept: list[Any] = []  # What the addresses in the layers point to.
         self._reaches: list[Reach] = []
@@ -89,7 +111,7 @@ class StreamedDecoder:
         self._size: int = decoder.embed_tokens.embedding_dim
         self._inner: int = decoder.layers[0].mlp.up_proj.out_features
         self._vocabulary: int = model.lm_head.out_features
-        self._angles = _Angles(decoder.rotary_emb, self._head_size)
+        self._angles = RotaryAngles(decoder.rotary_emb, self._head_size)
         self.origin = self._angles.origin
         self._layers = np.zeros((len(decoder.layers) + 1, decode.LAYER_NUMBERS), np.int64)
         for numbers, layer in zip(self._layers, decoder.layers, strict=False):
@@ -109,6 +131,9 @@ class StreamedDecoder:
         row = np.zeros((1, _LANES), np.float32)
         decode.norm_rows(row, torch.zeros(_LANES).data_ptr(), numbers[decode.EPSILON], row.copy())
         decode.swish_rows(row, row, row.copy())
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()  # The file of the model's own weights is mapped no more.
+        self._file.keep()
 
     def _set_layer(self, numbers: Array, layer: Any) -> None:
         attention, feed_forward = layer.self_attn, layer.mlp
@@ -144,7 +169,7 @@ class StreamedDecoder:
 
     def _pack(self, *modules: Any, format_: str = "", interleave: bool = False) -> formats.Packed:
         matrices = [module.weight.detach() for module in modules]
-        packed = formats.pack(format_ or self.format, *matrices, interleave=interleave)
+        packed = formats.pack(format_ or self.format, *matrices, file=self._file, interleave=interleave)
         for module in modules:
             if isinstance(module, nn.Linear):
                 _free(module)
@@ -153,7 +178,7 @@ class StreamedDecoder:
         return packed
 
     def _address(self, tensor: Tensor) -> int:
-        self._kept.append(own := tensor.detach().float().contiguous())
+        self._kept.append(own := tensor.detach().to(torch.float32, copy=True).contiguous())
         return own.data_ptr()
 
     def __call__(self, ids: Tensor, positions: Tensor, plan: StepPlan, places: Tensor | None = None) -> Tensor:
@@ -265,45 +290,6 @@ class _Step:
         for at, tensor in tensors.items():
             self._kept.append(tensor)
             self.parameters[at] = tensor.data_ptr()
-
-
-class _Angles:
-    """Cosines and sines [T, head size] for positions: from a table that grows, or from a module whose factors change.
-
-    `origin` tells what computed them, if that may differ from machine to machine.
-    """
-
-    def __init__(self, rotary: Any, size: int) -> None:
-        self._rotary, self._size, self._made = rotary, size, 0
-        self._table = torch.empty(2, 0, size)
-        parameters = rotary.config.rope_parameters
-        frequencies = scaled(inverse_frequencies(parameters["rope_theta"], size), parameters)
-        self._frequencies: Array | None = frequencies
-        self.origin = ""
-        if frequencies is None:
-            self._frequencies = rotary.inv_freq.float().numpy() if rotary.rope_type == "yarn" else None
-            self.origin = f" {rotary.rope_type} {torch.backends.cpu.get_cpu_capability()}"
-
-    def __call__(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        if self._frequencies is None:
-            cosines, sines = (part[0].float().contiguous() for part in self._rotary(hidden, position_ids=positions))
-            return cosines, sines
-        if (end := int(positions.max()) + 1) > self._made:
-            self._make(end, self._frequencies)
-        cosines, sines = (part[positions[0]] for part in self._table)
-        return cosines, sines
-
-    def _make(self, end: int, frequencies: Array) -> None:
-        """Computes some more rows than up to `end`: all at once would hold up every stream."""
-        end = -(-end // _ROWS_AT_ONCE) * _ROWS_AT_ONCE
-        if end > self._table.shape[1]:
-            larger = torch.empty(2, 2 * end, self._size)  # What is not written takes no memory.
-            larger[:, : self._made] = self._table[:, : self._made]
-            self._table = larger
-        halves = cosines_and_sines(np.arange(self._made, end), frequencies, self._rotary.attention_scaling)
-        for table, half in zip(self._table, halves, strict=True):
-            table[self._made : end] = torch.from_numpy(np.concatenate([half, half], 1))
-        self._made = end
 
 
 def _free(module: Any) -> None:
