@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -217,6 +218,24 @@ def test_the_proof_leaves_the_limits_as_they_are():
             model.set_attn_implementation(before.config._attn_implementation)
             assert model.config.to_dict() == before.config.to_dict()
             assert torch.equal(model(ids).logits, before(ids).logits)
+
+
+def test_the_proof_of_a_deep_decoder_computes_two_layers_of_each_kind(monkeypatch):
+    (family,) = (family for family in FAMILIES if family.name == "Qwen 2 with a window")
+    deep = replace(family, given=family.given | {"num_hidden_layers": 12, "max_window_layers": 3})
+    computed = Counter()
+    model = deep.model(0).to(torch.bfloat16)
+    for index, layer in enumerate(model.model.layers):
+        layer.register_forward_hook(lambda *_, index=index: computed.update([index]))
+    with torch.inference_mode():
+        proof = proof_of(model)
+        proof.check_generate("m")
+        assert proof.of_paged() is None
+        assert [bool(layer.self_attn.reach.window) for layer in model.model.layers] == [False] * 3 + [True] * 9
+        assert [computed[index] for index in range(5, 12)] == [1] * 7  # Their reach was found.
+        assert min(computed[index] for index in range(5)) > 10
+        monkeypatch.setattr(StepPlan, "firsts", unlimited)
+        assert "differ" in (proof_of(deep.model(0)).of_paged() or "")
 
 
 def test_the_proof_finds_a_model_whose_attention_is_not_replaced():

@@ -49,8 +49,9 @@ async def files(folder, count=1):
     return sorted(folder.glob("*.weights"))
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
-@pytest.mark.parametrize("format_", ERRORS)
+@pytest.mark.parametrize(
+    ("architecture", "format_"), [("llama", "bf16"), ("mistral", "int4"), ("qwen2", "int8"), ("qwen3", "int4")]
+)
 async def test_a_later_engine_maps_what_the_first_one_packed(architecture, format_, tmp_path):
     model = random_model(architecture)
     own = logits(copy.deepcopy(model), format_, None)
@@ -137,7 +138,7 @@ def test_without_room_weights_are_in_memory_only(room, tmp_path, monkeypatch, ca
 
 async def test_files_used_longest_ago_are_deleted_beyond_the_limit(tmp_path):
     def keep(name):
-        file = PackedFile(tmp_path / f"{name}.weights", 2000, 3300)
+        file = PackedFile(tmp_path / f"{name}.weights", 1200, 3500)
         file.take(1000)[:] = 1
         file.keep()
 
@@ -145,7 +146,7 @@ async def test_files_used_longest_ago_are_deleted_beyond_the_limit(tmp_path):
         keep(name)
         await files(tmp_path, number + 1)
         os.utime(tmp_path / f"{name}.weights", (at := time.time() - 100 + number, at))
-    assert PackedFile(tmp_path / "a.weights", 2000, 3300).is_packed  # Used just now.
+    assert PackedFile(tmp_path / "a.weights", 1200, 3500).is_packed  # Used just now.
     keep("d")
     await until(lambda: [path.stem for path in sorted(tmp_path.iterdir())] == ["a", "c", "d"])
     os.utime(tmp_path / "a.weights", (0, 0))

@@ -96,6 +96,7 @@ class PackedFile:
     def _create(self, size: int) -> None:
         folder = self._path.parent
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._prune(size)
         if shutil.disk_usage(folder).free < 2 * size:
             raise OSError(f"{folder} has less than {2 * size / 1e9:.2g} GB free")
         self._file = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
@@ -110,21 +111,20 @@ class PackedFile:
             # Only with a folder's descriptor, which an absolute path does not use, is the link followed.
             with suppress(FileExistsError):  # Another engine was faster.
                 os.link(f"/proc/self/fd/{self._file}", self._path.absolute(), src_dir_fd=self._file)
-            self._prune()
         except OSError as error:
             self._give_up(error)
         finally:
             os.close(self._file)
 
-    def _prune(self) -> None:
-        """Deletes what was not used for long, and what was used longest ago beyond `most` bytes, but this file."""
+    def _prune(self, size: int) -> None:
+        """Deletes what was not used for long, and what was used longest ago where it leaves no room for `size` bytes."""
         files = self._path.parent.glob(f"*{SUFFIX}")
         found = sorted((status.st_mtime, status.st_size, path) for path in files if (status := path.stat()))
-        total = sum(size for _, size, _ in found)
-        for used, size, path in found:
-            if path != self._path and (total > self._most or used < time.time() - _UNUSED_S):
+        total = size + sum(other for _, other, _ in found)
+        for used, other, path in found:
+            if total > self._most or used < time.time() - _UNUSED_S:
                 path.unlink(missing_ok=True)
-                total -= size
+                total -= other
 
     def _give_up(self, error: OSError) -> None:
         logger.warning("packed weights are not kept for the next start: %s", error)
