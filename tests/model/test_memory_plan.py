@@ -25,7 +25,8 @@ GIB = 1 << 30
 def cgroup(folder, limit, used, file_pages=0):
     (folder / "memory.max").write_text(f"{limit}\n")
     (folder / "memory.current").write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"anon 5\ninactive_file {file_pages}\n")
+    active = min(1, file_pages)
+    (folder / "memory.stat").write_text(f"anon 5\ninactive_file {file_pages - active}\nactive_file {active}\n")
     return folder
 
 

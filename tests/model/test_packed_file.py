@@ -2,6 +2,7 @@
 
 import copy
 import errno
+import fcntl
 import gc
 import logging
 import os
@@ -56,7 +57,7 @@ async def test_a_later_engine_maps_what_the_first_one_packed(architecture, forma
     model = random_model(architecture)
     own = logits(copy.deepcopy(model), format_, None)
     first, second = (packed_file(model, format_, tmp_path / "m", MOST) for _ in range(2))
-    assert not first.is_packed
+    assert (first.is_packed, first.is_mapped, second.is_mapped) == (False, True, False)
     assert torch.equal(logits(copy.deepcopy(model), format_, first), own)
     (path,) = await files(tmp_path)
     assert torch.equal(logits(copy.deepcopy(model), format_, second), own)  # Packed at the same time.
@@ -76,6 +77,7 @@ def test_a_killed_process_leaves_nothing(tmp_path):
 from pathlib import Path
 from headrace_predictor.engine.cpu.packed_file import PackedFile
 file = PackedFile(Path({str(tmp_path)!r}, "m.weights"), 2 << 20, 1 << 30)
+assert file.is_mapped
 file.take(1 << 20)[:] = 1
 print("written", flush=True)
 input()
@@ -112,16 +114,26 @@ async def test_a_file_of_another_model_ends_the_start(tmp_path):
     assert not path.exists()
 
 
-@pytest.mark.parametrize("room", ["disk", "limit", "folder", "none"])
+async def test_a_file_of_a_larger_model_ends_the_start(tmp_path):
+    path = tmp_path / "m.weights"
+    file = PackedFile(path, 1 << 20, MOST)
+    file.take(200)
+    file.keep()
+    await files(tmp_path)
+    file = PackedFile(path, 1 << 20, MOST)
+    file.take(100)
+    with pytest.raises(StartupFault, match="does not fit its model"):
+        file.keep()
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("room", ["disk", "limit", "folder", "none", "locked"])
 def test_without_room_weights_are_in_memory_only(room, tmp_path, monkeypatch, caplog):
     model = random_model("qwen3")
     own = logits(copy.deepcopy(model), "bf16", None)
-    calls = []
 
     def allocate(*_):
-        calls.append(1)
-        if len(calls) > 3:
-            raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     folder = tmp_path
     if room == "disk":
@@ -130,29 +142,42 @@ def test_without_room_weights_are_in_memory_only(room, tmp_path, monkeypatch, ca
         (folder := tmp_path / "file").touch()
     elif room == "none":
         monkeypatch.delattr(os, "O_TMPFILE")
+    elif room == "locked":
+        descriptor = os.open(folder, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
     file = packed_file(model, "bf16", folder / "m", 1000 if room == "limit" else MOST)
     assert torch.equal(logits(model, "bf16", file), own)
     assert not list(tmp_path.glob("**/*.weights"))
-    assert ("packed weights are not kept" in caplog.text) == (room in ("disk", "folder"))
+    assert ("packed weights are not kept" in caplog.text) == (room in ("disk", "limit", "folder"))
 
 
 async def test_files_used_longest_ago_are_deleted_beyond_the_limit(tmp_path):
+    def path(name):
+        return tmp_path / f"{name * 32}-x.weights"
+
     def keep(name):
-        file = PackedFile(tmp_path / f"{name}.weights", 1200, 3500)
+        file = PackedFile(path(name), 1200, 3500)
         file.take(1000)[:] = 1
         file.keep()
 
+    def kept():
+        return sorted(file.name[0] for file in tmp_path.glob("*-x.weights"))
+
+    other = tmp_path / "yolo.weights"
+    other.write_bytes(bytes(5000))
+    os.utime(other, (0, 0))
     for number, name in enumerate("abc"):
         keep(name)
-        await files(tmp_path, number + 1)
-        os.utime(tmp_path / f"{name}.weights", (at := time.time() - 100 + number, at))
-    assert PackedFile(tmp_path / "a.weights", 1200, 3500).is_packed  # Used just now.
+        await until(path(name).exists)
+        os.utime(path(name), (at := time.time() - 100 + number, at))
+    assert PackedFile(path("a"), 1200, 3500).is_packed  # Used just now.
     keep("d")
-    await until(lambda: [path.stem for path in sorted(tmp_path.iterdir())] == ["a", "c", "d"])
-    os.utime(tmp_path / "a.weights", (0, 0))
-    (tmp_path / "c.weights").unlink()
+    await until(lambda: kept() == ["a", "c", "d"])
+    os.utime(path("a"), (0, 0))
+    path("c").unlink()
     keep("e")
-    await until(lambda: [path.stem for path in sorted(tmp_path.iterdir())] == ["d", "e"])
+    await until(lambda: kept() == ["d", "e"])
+    assert other.exists()
 
 
 async def test_changed_weights_have_a_file_of_their_own_and_the_models_are_not_mapped(tmp_path, caplog):
@@ -175,9 +200,9 @@ async def test_changed_weights_have_a_file_of_their_own_and_the_models_are_not_m
     assert len(await files(cache)) == 1
     with torch.no_grad():
         # Of a tensor that is hashed in part, what is left out: only the time of the change tells.
-        model.model.embed_tokens.weight[7, 3] += 1
+        model.model.embed_tokens.weight[62] += 1
     model.save_pretrained(folder)
-    load()
+    assert load() == first
     assert len(await files(cache, 2)) == 2
 
 
@@ -194,4 +219,4 @@ def test_any_sizes_fit_the_file(sizes, format_, tmp_path):
     file = packed_file(model, format_, tmp_path / "m", MOST)
     with torch.inference_mode():
         logits(model, format_, file)
-    assert file._map is not None
+    assert file.is_mapped

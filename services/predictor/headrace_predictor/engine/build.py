@@ -51,8 +51,7 @@ def build_engine(
 ) -> ContinuousBatchingEngine:
     """Builds and starts the engine of a generation model; raises StartupError. For the rest see engine.py.
 
-    Without `eos_ids` the model's own are the end tokens. For `kept_at` see
-    `packed_file`.
+    Without `eos_ids` the model's own are the end tokens. For `kept_at` see `packed_file`.
     """
     shape = cache_shape(model)
     own_context, context, blocks, max_running = plan_memory(name, model, shape, settings)
@@ -69,8 +68,7 @@ def build_engine(
         if not model.config.is_encoder_decoder:
             proof.check_generate(name)
         runner, adapters, reason = _choose_runner(name, model, shape, blocks, proof, settings, kept_at)
-        looks_up = settings.prompt_lookup and isinstance(runner, PagedRunner)
-        looks_up = looks_up and (runner.streamed is not None or runner.is_exact())
+        looks_up = settings.prompt_lookup and isinstance(runner, PagedRunner) and runner.is_exact()
     if reason is not None and not settings.max_running:
         max_running = _ROWS_RUNNING
     manager = BlockManager(blocks, BLOCK_TOKENS)
@@ -99,6 +97,7 @@ def build_engine(
     size["weights"] = streamed.format if streamed else str(model.dtype).removeprefix("torch.")
     if streamed:
         size |= {"weights_bytes": str(streamed.weights_bytes), "angles": streamed.origin}
+        size |= {"mapped_bytes": str(streamed.mapped_bytes)}
     engine.description |= size | ({} if reason is None else {"runner_reason": reason})
     engine.adapters = adapters
     return engine
@@ -133,8 +132,7 @@ def _choose_runner(
             pack_linears(model)
         record = record_cuda_graph if settings.cuda_graphs and model.device.type == "cuda" else None
         runner = PagedRunner(model, shape, blocks, record, adapters, proof.rotary, streamed)
-        if streamed:
-            runner.probe()  # Compiles what is not in Numba's cache.
+        runner.probe()  # All layers; compiles what is not in Numba's cache.
     elif settings.weights != "auto":
         raise StartupError(f"model {name}: PREDICTOR_WEIGHTS={settings.weights} is not for it: {reason}")
     else:

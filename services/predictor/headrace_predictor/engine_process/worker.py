@@ -93,7 +93,9 @@ def _serve(connection: socket.socket, commands: Iterator[bytes], launch: engine_
 
 
 def _facts(loaded: LoadedGeneration) -> engine_pb2.EngineFacts:
-    limits, caches = loaded.engine.limits, int(loaded.engine.description.get("cache_bytes", 0))
+    limits, description = loaded.engine.limits, loaded.engine.description
+    # What grows, and what the kernel could take back: both look free.
+    memory = sum(int(description.get(name, 0)) for name in ("cache_bytes", "mapped_bytes"))
     return engine_pb2.EngineFacts(
         architecture=loaded.architecture,
         device=loaded.device,
@@ -105,7 +107,7 @@ def _facts(loaded: LoadedGeneration) -> engine_pb2.EngineFacts:
         is_encoder_decoder=limits.is_encoder_decoder,
         scores_prompts=limits.scores_prompts,
         description=loaded.engine.description,
-        device_memory=torch.cuda.memory_reserved() if loaded.device == "cuda" else caches,
+        device_memory=torch.cuda.memory_reserved() if loaded.device == "cuda" else memory,
     )
 
 

@@ -9,6 +9,7 @@ import json
 import logging
 from collections.abc import Callable
 from hashlib import sha256
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -109,10 +110,11 @@ def _load(
     device: torch.device,
     flush: Callable[[], None],
 ) -> LoadedGeneration:
+    # Before they are read: files may be replaced meanwhile.
+    kept_at = Path(expanduser(settings.weights_cache)) / _digest(folder, is_local)
     model = load_weights(name, folder, auto, settings.dtype, device)
     generation = read_generation(folder)
     eos_ids = eos_ids_of(generation, folder, own_eos_id(folder))
-    kept_at = settings.weights_cache.expanduser() / _state(folder, is_local, dtype_name(model))
     engine = build_engine(name, model, settings, flush, GrammarCompiler(folder), eos_ids, kept_at)
     dtype, weights = dtype_name(model), engine.description["weights"]
     numbers = dtype if weights == dtype else f"{dtype} {weights}{engine.description['angles']}"
@@ -124,10 +126,10 @@ def _load(
     return LoadedGeneration(name, type(model).__name__, device.type, dtype_name(model), defaults, engine, fingerprint)
 
 
-def _state(folder: Path, is_local: bool, dtype: str) -> str:
+def _digest(folder: Path, is_local: bool) -> str:
     """A digest of the fingerprint, which leaves out parts of large tensors, and of when the files were changed."""
     changed = [path.stat().st_mtime_ns for path in sorted(folder.rglob("*.safetensors"))]
-    return sha256(f"{fingerprint_of(folder, dtype, is_local)} {changed}".encode()).hexdigest()[:32]
+    return sha256(f"{fingerprint_of(folder, '', is_local)} {changed}".encode()).hexdigest()[:32]
 
 
 def _auto_class(name: str, folder: Path) -> Any:

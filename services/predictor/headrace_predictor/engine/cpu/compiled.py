@@ -1,12 +1,13 @@
 """Numba's options and its cache of compiled kernels, both set before the first kernel is defined.
 
-Numba's own cache of a kernel does not notice a change of the functions that it calls, so each state of this folder's
-code has a cache of its own, in NUMBA_CACHE_DIR or ~/.cache/headrace/kernels.
+Numba's own cache of a kernel does not notice a change of the functions and numbers that it takes from elsewhere, so
+each state of the code has a cache of its own, in NUMBA_CACHE_DIR or ~/.cache/headrace/kernels.
 """
 
 from __future__ import annotations
 
 from hashlib import sha256
+from os.path import expanduser
 from pathlib import Path
 
 from numba.core import config
@@ -17,9 +18,10 @@ OPTIONS = {"nogil": True, "error_model": "numpy", "cache": True}
 
 
 def _digest() -> str:
-    files = sorted(Path(__file__).parent.glob("*.py"))
+    folder = Path(__file__).parent
+    files = [*sorted(folder.glob("*.py")), folder.parent / "state" / "cache.py"]
     return sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
 CODE = _digest()
-config.CACHE_DIR = str(Path(config.CACHE_DIR or Path.home() / ".cache/headrace/kernels") / CODE)
+config.CACHE_DIR = str(Path(config.CACHE_DIR or expanduser("~/.cache/headrace/kernels")) / CODE)

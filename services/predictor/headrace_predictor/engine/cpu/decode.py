@@ -57,7 +57,7 @@ FIRST_NORM, SECOND_NORM, QUERY_NORM, KEY_NORM, LAYER, REACH, LAYER_NUMBERS = ran
 EPSILON, SCORE_SCALE = 0, 1  # Numbers of the model, float32.
 MODEL_SIZE, QUERY_HEADS, KEY_HEADS, HEAD_SIZE, THREADS = range(5)  # Sizes of the model, int64.
 
-_FEW_TOKENS, _ROWS_OF_CHUNK = 16, 8  # More tokens are prepared by so many in a chunk.
+_FEW_TOKENS, _ROWS_OF_CHUNK = 16, 32  # More tokens are prepared by so many in a chunk.
 _TOKENS_OF_CHUNK = 64  # Of a product.
 _BLOCKS_AT_ONCE = 16  # The part of a panel that stays in the cache while rows are computed.
 _CHUNK_BYTES = 1 << 20

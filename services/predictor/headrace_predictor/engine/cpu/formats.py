@@ -32,6 +32,7 @@ MARKERS: dict[str, Array] = {
     "int4": np.empty(0, np.int8),
 }
 _BYTES_OF_BLOCK: dict[str, int] = {"bf16": 2 * BLOCK, "int8": BLOCK, "int4": GROUP_BYTES // PANEL * BLOCK // GROUP}
+_SHIFT = np.float32(12582912)  # 1.5 * 2^23: the low bits of a sum with it are the nearest integer.
 _LEAST = np.float32(2.0**-120)  # Of inputs: 127 divided by less may be infinite.
 
 
@@ -167,7 +168,7 @@ def is_finite(number: Any) -> Any:
 @njit(inline="always", **OPTIONS)  # type: ignore[untyped-decorator]
 def round_even(number: Any) -> Any:
     """The nearest integer, of two the even one, of a float32 below 2^22 in size."""
-    return (number + np.float32(12582912)) - np.float32(12582912)
+    return (number + _SHIFT) - _SHIFT
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
@@ -209,22 +210,29 @@ def convert_row(marker: Any, numbers: Any, row: Any, scales: Any, sums: Any) -> 
         return
     by = len(row) // len(sums)
     offset = np.int32(-128 if by == BLOCK else -8)
-    bits, bytes_ = numbers.view(np.int32), row.view(np.int8)
-    for block in range(len(scales)):
-        first, end = block * BLOCK, min(count, (block + 1) * BLOCK)
-        largest = np.int32(0)
-        for k in range(first, end):
-            largest = max(largest, bits[k] & np.int32(0x7FFFFFFF))
-        size = np.array([largest], np.int32).view(np.float32)[0] if largest < 0x7F800000 else np.float32(np.nan)
-        if size < _LEAST:
+    bits, bytes_ = numbers.view(np.uint32), row.view(np.int8)
+    shifted = np.empty(BLOCK, np.float32)
+    words = shifted.view(np.int32)
+    for block in range(len(scales)):  # The loops below are simple enough to be compiled to vectors.
+        first, some = block * BLOCK, min(BLOCK, count - block * BLOCK)
+        largest = np.uint32(0)
+        for k in range(some):
+            twice = np.uint32(bits[first + k] << np.uint32(1))  # Without the sign.
+            largest = twice if twice > largest else largest
+        size = np.array([largest >> np.uint32(1)], np.uint32).view(np.float32)[0]
+        if not is_finite(size):
+            size = np.float32(np.nan)
+        elif size < _LEAST:
             size = np.float32(0)
         inverse = np.float32(127) / size if size > 0 else np.float32(0)
         scales[block] = size / np.float32(127)
-        for k in range(first, end):
-            bytes_[k] = np.int8(round_even(numbers[k] * inverse)) if size == size else np.int8(0)
-        bytes_[end : (block + 1) * BLOCK] = 0
+        for k in range(some):
+            shifted[k] = numbers[first + k] * inverse + _SHIFT
+        for k in range(some):
+            bytes_[first + k] = np.int8(words[k])
+        bytes_[first + some : first + BLOCK] = 0
         for part in range(BLOCK // by):
             total = np.int32(0)
             for k in range(first + part * by, first + (part + 1) * by):
-                total += np.int32(bytes_[k])
+                total = np.int32(total + np.int32(bytes_[k]))
             sums[block * (BLOCK // by) + part] = offset * total

@@ -6,8 +6,6 @@ memory (235 instead of 80 ns for 64 rows of 32 bfloat16) and computes exp number
 one). So the order of their sums is fixed here and not by the compiler.
 
 exp is 2^n times a polynomial of degree 6 (Cody and Waite's reduction), within 2e-7 of the true value.
-
-Numba's cache of a kernel depends on the file of the kernel, not on this one: delete `*.nbi` after a change here.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ _AT_ONCE = 2  # Rows that are added at once, to sums of their own: a single sum 
 # For several queries at once, and for one: the lanes of a vector, and the vectors of a row that are added at once. All
 # sums must fit into the registers. Neither changes the order of a sum.
 _TOGETHER = 4  # Queries at once: each row is loaded once for them.
-_SHAPE_TOGETHER = (16 if get_host_cpu_features().get("avx512f") else 8, 1)
+_SHAPE_TOGETHER = (16, 2) if get_host_cpu_features().get("avx512f") else (8, 1)
 _SHAPE_ALONE = (_LANES, 2)
 
 _SIZE = ir.IntType(64)

@@ -153,4 +153,5 @@ def container_memory_left(cgroup: Path = _CGROUP) -> int | None:
     if limit == "max":
         return None
     # Cached pages of files, such as the weights', are reclaimed when memory is short.
-    return int(limit) - used + int(statistics.get("inactive_file", 0))
+    cached = sum(int(statistics.get(name, 0)) for name in ("inactive_file", "active_file"))
+    return int(limit) - used + cached

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
@@ -80,7 +81,7 @@ def _reason_against(model: Any) -> str | None:
 def packed_file(model: Any, format_: str, kept_at: Path | None, most: int) -> PackedFile:
     """The file of a model's packed weights. For `most` see PackedFile.
 
-    `kept_at`: folder and name of the model; the code that packs and the format are added.
+    `kept_at`: the folder, and a digest of the model; code, dtype and format are added.
     """
     size = 0
     for name, weight in model.named_parameters():
@@ -90,8 +91,9 @@ def packed_file(model: Any, format_: str, kept_at: Path | None, most: int) -> Pa
             size += panels * (formats.panel_bytes(one, weight.shape[1]) + 4 * products.PANEL)
     if kept_at is None or size < _LEAST_KEPT_BYTES:
         return PackedFile()
-    code = sha256(Path(__file__).read_bytes()).hexdigest()[:16]
-    return PackedFile(kept_at.with_name(f"{kept_at.name}-{CODE}-{code}-{format_}{SUFFIX}"), size, most)
+    code = sha256(Path(__file__).read_bytes() + transformers.__version__.encode()).hexdigest()[:16]
+    dtype = str(model.dtype).removeprefix("torch.")
+    return PackedFile(kept_at.with_name(f"{kept_at.name}-{CODE}-{code}-{dtype}-{format_}{SUFFIX}"), size, most)
 
 
 class StreamedDecoder:
@@ -180,6 +182,11 @@ class StreamedDecoder:
     def _address(self, tensor: Tensor) -> int:
         self._kept.append(own := tensor.detach().to(torch.float32, copy=True).contiguous())
         return own.data_ptr()
+
+    @property
+    def mapped_bytes(self) -> int:
+        """The bytes of weights that are pages of a file."""
+        return self.weights_bytes if self._file.is_mapped else 0
 
     def __call__(self, ids: Tensor, positions: Tensor, plan: StepPlan, places: Tensor | None = None) -> Tensor:
         """Logits of the tokens at `places`, by default of all, for ids and positions [1, T]."""
