@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import random
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
+from pathlib import Path
 
 import pytest
 from h2.errors import ErrorCodes
@@ -16,10 +17,12 @@ from headrace.rpc.http2 import connection as http2_connection
 from headrace.rpc.http2 import request as http2_request
 from headrace.rpc.http2.protocol import STREAM_WINDOW_BYTES
 from headrace.rpc.limits.admission import Admission
-from headrace.rpc.limits.byte_budget import ByteBudget, give_memory_back
+from headrace.rpc.limits.byte_budget import ByteBudget
 from tests.process.http2_service import COUNT, ECHO, HANG, HOST, KIB, NAME, Served
 from tests.support.http2_client import connected
 from tests.waiting import until
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -87,15 +90,25 @@ async def test_an_unread_body_sends_no_more_than_a_window(served: Served) -> Non
 
 
 async def test_bodies_that_never_end_take_bounded_memory() -> None:
-    most = 32 * KIB * KIB
-    body = b"x" * 8 * KIB * KIB + b"y"  # One for all: a body that was sent would free what the server takes.
-    gc.collect()
-    give_memory_back()  # The bound is of growth, and bodies first take what earlier tests left free.
-    served = await Served(Admission(max_unfinished=most)).start()
+    """The bound is of the growth of the server's process, in which nothing else grows or shrinks."""
+    program = """
+import asyncio, sys
+from headrace.rpc.limits.admission import Admission
+from tests.process.http2_service import KIB, Served
+async def main():
+    print((await Served(Admission(max_unfinished=32 * KIB * KIB)).start()).port, flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+asyncio.run(main())
+"""
+    pipe = asyncio.subprocess.PIPE
+    server = await asyncio.create_subprocess_exec(sys.executable, "-c", program, cwd=ROOT, stdin=pipe, stdout=pipe)
+    assert server.stdout
+    port = int(await server.stdout.readline())
+    body = b"x" * 8 * KIB * KIB
     async with AsyncExitStack() as opened:
         streams = []
         for _ in range(12):
-            client = await opened.enter_async_context(connected(served.port))
+            client = await opened.enter_async_context(connected(port))
             streams.append(await client.request(ECHO, end=False))
         sending = [asyncio.create_task(stream.send_all(body, end=False)) for stream in streams]
         await until(lambda: sum(stream.is_ended for stream in streams) >= 4, timeout_s=30)
@@ -105,7 +118,8 @@ async def test_bodies_that_never_end_take_bounded_memory() -> None:
         for task in sending:
             task.cancel()
         await asyncio.gather(*sending, return_exceptions=True)
-    await served.server.stop(0)
+    server.kill()
+    await server.communicate()
 
 
 @pytest.mark.parametrize("kind", ["pings", pytest.param("settings", marks=pytest.mark.full)])

@@ -579,9 +579,17 @@ async def test_the_end_of_a_large_record_is_not_for_the_event_loop(taps, ingest)
     large.chunk("small", [1])
     tap._writer.write_gathered()
     assert tap.queued_bytes == 0, "a small part of it is"
+    append, writers = tap._writer._append, []
+
+    def observed(*arguments, **named):
+        writers.append(threading.current_thread().name)
+        return append(*arguments, **named)
+
+    tap._writer._append = observed
     large.end("OK")
     begin(tap, "behind it").end("OK")
-    assert tap.spooled == 0
+    await until(lambda: tap.spooled == 2)
+    assert set(writers) == {"payload-writer"}
     assert {record.request_id: record.text for record in await recorded(tap, ingest)} == {
         "large": "small",
         "behind it": "",

@@ -58,7 +58,7 @@ def blocks(language: str) -> list[str]:
 
 # The settings of the fixture's `make up`.
 REDACTION = dict([shlex.split(next(block for block in blocks("sh") if "PAYLOAD_REDACT=" in block))[0].split("=", 1)])
-STREAMED = 3  # Messages or events, at least, of an answer that comes as it is made.
+STREAMED = 2  # Messages or events, at least, of an answer that comes as it is made, on a machine as busy as any.
 COMMANDS = [block for block in blocks("sh") if not block.startswith(NOT_RUN)]
 
 
