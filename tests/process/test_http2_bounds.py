@@ -18,6 +18,7 @@ from headrace.rpc.http2 import request as http2_request
 from headrace.rpc.http2.protocol import STREAM_WINDOW_BYTES
 from headrace.rpc.limits.admission import Admission
 from headrace.rpc.limits.byte_budget import ByteBudget
+from headrace.rpc.limits.idle_calls import resident_bytes
 from tests.process.http2_service import COUNT, ECHO, HANG, HOST, KIB, NAME, Served
 from tests.support.http2_client import connected
 from tests.waiting import until
@@ -90,36 +91,35 @@ async def test_an_unread_body_sends_no_more_than_a_window(served: Served) -> Non
 
 
 async def test_bodies_that_never_end_take_bounded_memory() -> None:
-    """The bound is of the growth of the server's process, in which nothing else grows or shrinks."""
-    program = """
-import asyncio, sys
-from headrace.rpc.limits.admission import Admission
-from tests.process.http2_service import KIB, Served
-async def main():
-    print((await Served(Admission(max_unfinished=32 * KIB * KIB)).start()).port, flush=True)
-    await asyncio.to_thread(sys.stdin.read)
-asyncio.run(main())
-"""
-    pipe = asyncio.subprocess.PIPE
-    server = await asyncio.create_subprocess_exec(sys.executable, "-c", program, cwd=ROOT, stdin=pipe, stdout=pipe)
-    assert server.stdout
-    port = int(await server.stdout.readline())
-    body = b"x" * 8 * KIB * KIB
+    """In a process of its own: the bound is of the growth of one in which nothing else grows or shrinks."""
+    program = f"import asyncio; from {__name__} import send_bodies_that_never_end as send; asyncio.run(send())"
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, cwd=ROOT)
+    assert await process.wait() == 0
+
+
+async def send_bodies_that_never_end() -> None:
+    served = await Served(Admission(max_unfinished=32 * KIB * KIB)).start()
+    body = b"x" * 8 * KIB * KIB  # One for all: a body that was sent would free what the server takes.
+    before = resident_bytes()
     async with AsyncExitStack() as opened:
         streams = []
         for _ in range(12):
-            client = await opened.enter_async_context(connected(port))
+            client = await opened.enter_async_context(connected(served.port))
             streams.append(await client.request(ECHO, end=False))
         sending = [asyncio.create_task(stream.send_all(body, end=False)) for stream in streams]
-        await until(lambda: sum(stream.is_ended for stream in streams) >= 4, timeout_s=30)
+        try:
+            await until(lambda: sum(stream.is_ended for stream in streams) >= 4, timeout_s=30)
+        except AssertionError as error:
+            states = [(stream.is_ended, task.done()) for stream, task in zip(streams, sending, strict=True)]
+            error.add_note(f"grown by {(resident_bytes() - before) / 1e6:.0f} MB; ended, sent: {states}")
+            raise
         ended = [stream for stream in streams if stream.is_ended]
         assert {(stream.status, stream.headers["retry-after-ms"]) for stream in ended} == {(429, "1000")}
         assert len(ended) < len(streams), "those that began first stay"
         for task in sending:
             task.cancel()
         await asyncio.gather(*sending, return_exceptions=True)
-    server.kill()
-    await server.communicate()
+    await served.server.stop(0)
 
 
 @pytest.mark.parametrize("kind", ["pings", pytest.param("settings", marks=pytest.mark.full)])

@@ -147,3 +147,17 @@ async def test_growth_ends_the_calls_that_began_last_and_growth_that_stays_ends_
     more = opened(calls, "dave", 3)
     await asyncio.sleep(0.3)
     assert not ended(more)
+
+
+async def test_growth_of_calls_that_are_too_recent_ends_them_once_they_are_not(monkeypatch):
+    """Else those few that are old enough would end alone, and what the others hold would count as growth that stays."""
+    resident = [100 << 20]
+    monkeypatch.setattr(idle_calls, "resident_bytes", lambda: resident[0])
+    calls = IdleCalls(MOST, MOST_OF_ONE, max_unfinished=128 << 20, budget=ByteBudget())
+    old = opened(calls, "alice", 3)
+    await until(lambda: calls._least is not None)
+    await asyncio.sleep(idle_calls._ARRIVAL_S)
+    recent = [call for caller in ("bob", "carol") for call in opened(calls, caller, 3)]
+    resident[0] += 400 << 20
+    await until(lambda: len(ended([*old, *recent])) >= 6)
+    assert ended(recent)

@@ -60,6 +60,7 @@ class IdleCalls:
         self._max_unfinished = self._growth_limit = max_unfinished
         self._least: int | None = None  # Resident bytes, since calls from outside wait.
         self._charged = 0  # The most bytes in use since then: the allocator keeps pages of requests that ended.
+        self._missing = 0  # Calls that are to end once they are old enough.
         self._evicted = 0  # Calls that ended since memory was last below its limit.
 
     def __len__(self) -> int:
@@ -99,7 +100,8 @@ class IdleCalls:
     def _look_at_memory(self) -> None:
         loop, self._look = asyncio.get_running_loop(), None
         if not any(call.may_arrive for kind in (self._open, self._unsent) for call, _ in kind.items()):
-            self._least, self._charged, self._growth_limit, self._evicted = None, 0, self._max_unfinished, 0
+            self._least, self._charged, self._growth_limit = None, 0, self._max_unfinished
+            self._evicted = self._missing = 0
             return
         resident = resident_bytes()
         self._least = resident if self._least is None else min(self._least, resident)
@@ -108,23 +110,26 @@ class IdleCalls:
         if grown > self._growth_limit:
             self._evict(1 - self._max_unfinished / grown, loop.time() - _ARRIVAL_S)
             if self._evicted:
-                self._growth_limit = grown + _GROWTH_BYTES  # Their memory is not free at once.
+                if not self._missing:
+                    self._growth_limit = grown + _GROWTH_BYTES  # Their memory is not free at once.
                 loop.run_in_executor(None, give_memory_back)
         elif grown <= self._max_unfinished:
-            self._growth_limit, self._evicted = self._max_unfinished, 0
+            self._growth_limit, self._evicted, self._missing = self._max_unfinished, 0, 0
         self._look = loop.call_later(_LOOK_S, self._look_at_memory)
 
     def _evict(self, share: float, idle_before: float) -> None:
-        suspects = [(since, call) for call, since in self._all() if since <= idle_before and call.may_arrive]
-        suspects.sort(key=itemgetter(0), reverse=True)
-        count = max(1 + int(len(suspects) * share), 2 * self._evicted)
-        suspects = suspects[: max(0, len(suspects) - self._max_unfinished // MAX_MESSAGE_BYTES)]
+        """Ends a share of the calls, as far as they have waited since before; the rest of it is for the next look."""
+        arriving = sorted(((since, call) for call, since in self._all() if call.may_arrive), key=itemgetter(0))
+        count = self._missing or max(1 + int(len(arriving) * share), 2 * self._evicted)
+        old = [call for since, call in arriving if since <= idle_before]
+        suspects = old[self._max_unfinished // MAX_MESSAGE_BYTES :][::-1]
         error = OverloadedError(
             "incomplete messages take all the memory that they may; retry later", retry_after_ms=RETRY_AFTER_MS
         )
-        for _, call in suspects[:count]:
+        for call in suspects[:count]:
             call.end(error)
         self._evicted = min(count, len(suspects))
+        self._missing = count - self._evicted if self._evicted and count > len(old) else 0
 
 
 def resident_bytes() -> int:
