@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from bench.architectures import SHAPES, make, parameters
+from bench.architectures import CONFIGS, SHAPES, make, parameters
 from bench.cases import VLLM
 from bench.contenders import CONTENDERS, ROOT
 from bench.llama_cpp import gguf_file, llama_server, make_model, weight_bytes
@@ -116,7 +116,7 @@ def weight_bytes_a_token(name: str, place: Place) -> float:
     """The bytes of weights that a token reads; 0 if that is not known."""
     if name in LLAMA_CPP:
         return weight_bytes(place.model, LLAMA_CPP[name], place.llama_cpp)
-    config: Any = SHAPES[place.model.name]
+    config = (CONFIGS | SHAPES)[place.model.name]
     of_layer, of_head = _BYTES_A_WEIGHT.get(name, (0.0, 0.0))
     head = config.vocab_size * config.hidden_size
     return (parameters(place.model.name) - head) * of_layer + head * of_head

@@ -102,28 +102,19 @@ async def test_a_damaged_file_is_made_again(tmp_path, caplog):
     await until(lambda: path.exists() and path.read_bytes() == whole)
 
 
-async def test_a_file_of_another_model_ends_the_start(tmp_path):
+@pytest.mark.parametrize(("kept", "wanted"), [(100, 200), (200, 100)])
+async def test_a_file_of_a_smaller_or_larger_model_ends_the_start(kept, wanted, tmp_path):
     path = tmp_path / "m.weights"
-    file = PackedFile(path, 1 << 20, MOST)
-    file.take(100)
-    file.keep()
-    await files(tmp_path)
-    file = PackedFile(path, 1 << 20, MOST)
-    with pytest.raises(StartupFault, match="does not fit its model"):
-        file.take(200)
-    assert not path.exists()
 
-
-async def test_a_file_of_a_larger_model_ends_the_start(tmp_path):
-    path = tmp_path / "m.weights"
-    file = PackedFile(path, 1 << 20, MOST)
-    file.take(200)
-    file.keep()
-    await files(tmp_path)
-    file = PackedFile(path, 1 << 20, MOST)
-    file.take(100)
-    with pytest.raises(StartupFault, match="does not fit its model"):
+    def start(size):
+        file = PackedFile(path, 1 << 20, MOST)
+        file.take(size)
         file.keep()
+
+    start(kept)
+    await files(tmp_path)
+    with pytest.raises(StartupFault, match="does not fit its model"):
+        start(wanted)
     assert not path.exists()
 
 
