@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, ByteSize, Field, SecretStr, ValidationErro
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from headrace.errors import StartupError
-from headrace.models.sources import DEFAULT_MODELS, ModelSource, parse_models
+from headrace.models.sources import DEFAULT_MODELS, ModelSource, parse_own_models
 from headrace.telemetry.logs import LogFormat
 from headrace.validation import first_fault, unknown_setting
 
@@ -29,7 +29,7 @@ def read_by(parse: Callable[[str], Any]) -> BeforeValidator:
     return BeforeValidator(lambda value: parse(value) if isinstance(value, str) else value)
 
 
-Models = Annotated[tuple[ModelSource, ...], NoDecode, read_by(parse_models)]
+Models = Annotated[tuple[ModelSource, ...], NoDecode, read_by(parse_own_models)]
 
 
 class ServiceSettings(BaseSettings):
@@ -92,9 +92,12 @@ class ServiceSettings(BaseSettings):
 def models_field() -> Any:
     """The setting `MODELS`, which is without a prefix because two services share it."""
     return Field(
-        parse_models(DEFAULT_MODELS),
+        parse_own_models(DEFAULT_MODELS),
         validation_alias="MODELS",
-        description="Comma list of name=folder-or-hub-id[@revision].",
+        description=(
+            "Comma list of name=folder-or-hub-id[@revision], or name=http://host:port/v1#served-name for a model at an"
+            " engine that speaks OpenAI's API (docs/engines.md)."
+        ),
     )
 
 

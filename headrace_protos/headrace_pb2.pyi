@@ -724,6 +724,7 @@ class PayloadRecord(_message.Message):
     PROMPT_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     PROMPT_KIND_FIELD_NUMBER: _builtins.int
+    CONTINUITY_FIELD_NUMBER: _builtins.int
     record_id: _builtins.str
     """UUIDv7: the key, and the order of arrival."""
     request_id: _builtins.str
@@ -770,6 +771,8 @@ class PayloadRecord(_message.Message):
     """server chose too (seed, max_tokens, the model's defaults), as JSON.
     How `prompt` is written: "text", or as JSON "messages" or "ids".
     """
+    continuity: _builtins.str
+    """How an answer of an engine went on after a failure: "exact", "approximate" or "restarted"; empty without one."""
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
@@ -838,10 +841,11 @@ class PayloadRecord(_message.Message):
         prompt_ids: _abc.Iterable[_builtins.int] | None = ...,
         sampling: _builtins.str = ...,
         prompt_kind: _builtins.str = ...,
+        continuity: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_engine_ms", b"_engine_ms", "_error", b"_error", "_gateway", b"_gateway", "_ttft_ms", b"_ttft_ms", "engine_ms", b"engine_ms", "error", b"error", "gateway", b"gateway", "time", b"time", "ttft_ms", b"ttft_ms", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_engine_ms", b"_engine_ms", "_error", b"_error", "_gateway", b"_gateway", "_ttft_ms", b"_ttft_ms", "call_id", b"call_id", "chunks", b"chunks", "client", b"client", "duration_ms", b"duration_ms", "engine_ms", b"engine_ms", "error", b"error", "failed_hop", b"failed_hop", "fingerprint", b"fingerprint", "finish_reason", b"finish_reason", "gateway", b"gateway", "incomplete", b"incomplete", "inputs", b"inputs", "message", b"message", "metadata", b"metadata", "model", b"model", "outputs", b"outputs", "page_token", b"page_token", "parameters", b"parameters", "predictors", b"predictors", "prompt", b"prompt", "prompt_ids", b"prompt_ids", "prompt_kind", b"prompt_kind", "protocol", b"protocol", "record_id", b"record_id", "request_id", b"request_id", "resumes", b"resumes", "sampling", b"sampling", "served_model", b"served_model", "span_id", b"span_id", "status", b"status", "text", b"text", "time", b"time", "trace_id", b"trace_id", "ttft_ms", b"ttft_ms", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_engine_ms", b"_engine_ms", "_error", b"_error", "_gateway", b"_gateway", "_ttft_ms", b"_ttft_ms", "call_id", b"call_id", "chunks", b"chunks", "client", b"client", "continuity", b"continuity", "duration_ms", b"duration_ms", "engine_ms", b"engine_ms", "error", b"error", "failed_hop", b"failed_hop", "fingerprint", b"fingerprint", "finish_reason", b"finish_reason", "gateway", b"gateway", "incomplete", b"incomplete", "inputs", b"inputs", "message", b"message", "metadata", b"metadata", "model", b"model", "outputs", b"outputs", "page_token", b"page_token", "parameters", b"parameters", "predictors", b"predictors", "prompt", b"prompt", "prompt_ids", b"prompt_ids", "prompt_kind", b"prompt_kind", "protocol", b"protocol", "record_id", b"record_id", "request_id", b"request_id", "resumes", b"resumes", "sampling", b"sampling", "served_model", b"served_model", "span_id", b"span_id", "status", b"status", "text", b"text", "time", b"time", "trace_id", b"trace_id", "ttft_ms", b"ttft_ms", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__engine_ms: _TypeAlias = _typing.Literal["engine_ms"]  # noqa: Y015
     _WhichOneofArgType__engine_ms: _TypeAlias = _typing.Literal["_engine_ms", b"_engine_ms"]  # noqa: Y015

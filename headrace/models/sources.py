@@ -1,4 +1,7 @@
-"""Where models come from: `MODELS`, a comma list of `name=folder-or-hub-id[@revision]`."""
+"""Where models come from: `MODELS`, a comma list of `name=folder-or-hub-id[@revision]`.
+
+An item can be a model at engines instead, see engine_sources.py.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from headrace.models.engine_sources import EngineSource, is_engine, parse_engine
 
 DEFAULT_MODELS = "storyteller=models/storyteller,normalizer=models/normalizer"
 
@@ -50,7 +55,7 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
     return value
 
 
-def parse_models(text: str) -> tuple[ModelSource, ...]:
+def parse_models(text: str) -> tuple[ModelSource | EngineSource, ...]:
     """The sources in `MODELS`; raises ValueError with what is malformed."""
     sources = tuple(_parse_one(item.strip()) for item in text.split(",") if item.strip())
     if not sources:
@@ -60,6 +65,16 @@ def parse_models(text: str) -> tuple[ModelSource, ...]:
         if names.count(name) > 1:
             raise ValueError(f"names the model {name!r} twice")
     return sources
+
+
+def parse_own_models(text: str) -> tuple[ModelSource, ...]:
+    """Those of them that predictors of ours load."""
+    return tuple(source for source in parse_models(text) if isinstance(source, ModelSource))
+
+
+def parse_engine_models(text: str) -> tuple[EngineSource, ...]:
+    """Those of them that engines serve."""
+    return tuple(source for source in parse_models(text) if isinstance(source, EngineSource))
 
 
 def is_name(text: str) -> bool:
@@ -89,8 +104,10 @@ def parse_location(name: str, location: str) -> ModelSource:
     return ModelSource(name, hub_id, revision or None)
 
 
-def _parse_one(item: str) -> ModelSource:
+def _parse_one(item: str) -> ModelSource | EngineSource:
     name, equals, location = item.partition("=")
+    if is_engine(location) and _NAME.fullmatch(name):
+        return parse_engine(name, location)
     if not equals or not _NAME.fullmatch(name) or not location:
         raise ValueError(f"{item!r} is not name=folder-or-hub-id[@revision]")
     return parse_location(name, location)

@@ -220,7 +220,7 @@ def _end_fields(end: End) -> dict[str, Any]:
     for name in ("usage", "ttft_ms", "engine_ms"):
         if (value := getattr(end, name)) is not None:
             named[name] = value
-    for name in ("resumes", "incomplete", "sampling", "prompt_kind"):
+    for name in ("resumes", "incomplete", "sampling", "prompt_kind", "continuity"):
         if value := getattr(end, name):
             named[name] = value
     if end.predictors:

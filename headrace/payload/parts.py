@@ -121,6 +121,7 @@ class End:
     prompt_ids: Sequence[int] = ()
     sampling: str = ""
     prompt_kind: str = ""
+    continuity: str = ""
 
 
 class OpenRecord:

@@ -66,6 +66,7 @@ class Recording:
         self.prompt_ids: Sequence[int] = ()
         self.sampling = ""
         self.prompt_kind = ""
+        self.continuity = ""
         self.engine_s: float | None = None
         self.completion_tokens = 0
         record_id = as_bytes(number)
@@ -195,6 +196,7 @@ class Recording:
             prompt_ids=prompt_ids,
             sampling=self.sampling if self._keeps_request else "",
             prompt_kind=self.prompt_kind if self._keeps_request else "",
+            continuity=self.continuity,
         )
         # Put even beyond the memory: there is one end for each open request, and a record needs its end.
         self._write(end, cost)

@@ -139,7 +139,8 @@ def hops(record: pb.PayloadRecord) -> dict[str, str]:
         pause = max((after - before for before, after in pairwise(offsets)), default=0.0)
         found["chunks"] = f"{len(offsets)}, the longest pause {pause:.1f} ms"
     if record.resumes:
-        found["resumed"] = f"{record.resumes} times at another predictor"
+        how = f", {record.continuity}" if record.continuity else ""
+        found["resumed"] = f"{record.resumes} times at another predictor{how}"
     if record.message or record.failed_hop:
         found["error"] = f"{record.failed_hop or 'unknown hop'}: {record.message}"
     return found

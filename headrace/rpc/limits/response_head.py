@@ -29,6 +29,10 @@ class ResponseHead:
         names = {name for name, _ in metadata}
         self._metadata = (*(pair for pair in self._metadata if pair[0] not in names), *metadata)
 
+    def value(self, name: str) -> str:
+        """What was added by a name; "" for nothing."""
+        return next((value for known, value in self._metadata if known == name), "")
+
     async def send(self, context: Context, even_empty: bool = False) -> None:
         """Sends the head once; an empty one only if `even_empty`."""
         if self.is_sent:

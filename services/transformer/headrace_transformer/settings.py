@@ -10,6 +10,9 @@ from pydantic import AfterValidator, ByteSize, Field, SecretStr, ValidationInfo,
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from headrace.endpoints import is_service, parse_endpoints
+from headrace.errors import StartupError
+from headrace.models.engine_sources import EngineSource, read_engines
+from headrace.models.sources import parse_engine_models
 from headrace.payload.settings import RecordingSettings
 from headrace.settings import Models, Port, models_field, read_by
 from headrace_transformer.models.processor_sources import ProcessorSource, parse_processors
@@ -19,6 +22,7 @@ from headrace_transformer.text.tool_calls import PARSERS
 Addresses = Annotated[tuple[str, ...], NoDecode, read_by(parse_endpoints)]
 ToolFormats = Annotated[dict[str, str], NoDecode, read_by(partial(parse_formats, known=tuple(PARSERS)))]
 ReasoningFormats = Annotated[dict[str, str], NoDecode, read_by(partial(parse_formats, known=tuple(REASONING_FORMATS)))]
+EngineModels = Annotated[tuple[EngineSource, ...], NoDecode, read_by(parse_engine_models)]
 _LEAST_SIGNING_KEY = 16
 Processors = Annotated[tuple[ProcessorSource, ...], NoDecode, read_by(parse_processors)]
 
@@ -36,6 +40,14 @@ class TransformerSettings(RecordingSettings):
     http_port: Port = Field(9003, description="Port of OpenAI's API by HTTP/2 without TLS, for the gateway.")
     metrics_port: Port = Field(9101, description="Port of the Prometheus page, /metrics. 0: none.")
     models: Models = models_field()
+    engine_models: EngineModels = Field((), validation_alias="MODELS", description="Those of them at engines.")
+    engines: Path | None = Field(
+        None,
+        description=(
+            "YAML file of further models at engines: with a key, a kind or many addresses each (docs/engines.md)."
+            " Empty: there are none."
+        ),
+    )
     predictor: str = Field(
         "127.0.0.1:8090",
         description=(
@@ -208,7 +220,17 @@ class TransformerSettings(RecordingSettings):
         return path
 
     @property
+    def all_engines(self) -> tuple[EngineSource, ...]:
+        """The models at engines; raises StartupError."""
+        sources = (*self.engine_models, *(() if self.engines is None else read_engines(self.engines)))
+        names = [*(model.name for model in self.models), *(source.name for source in sources)]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise StartupError(f"TRANSFORMER_ENGINES and MODELS name the model {twice!r} twice")
+        return sources
+
+    @property
     def unknown_logged_models(self) -> list[str]:
         """Models with their own log mode that are not configured; they may be loaded later, or be misspelt."""
-        known = {model.name for model in self.models} | {processor.name for processor in self.processors}
+        known = {model.name for model in self.models} | {source.name for source in self.all_engines}
+        known |= {processor.name for processor in self.processors}
         return [name for name in self.payload_log.models if name not in known]

@@ -26,6 +26,7 @@ from headrace_transformer.frontends.grpc.text_generation_servicer import (
 )
 from headrace_transformer.frontends.openai.http_methods import error_body, http_methods
 from headrace_transformer.frontends.openai.servicer import OpenAIServicer
+from headrace_transformer.frontends.passing import Passing
 from headrace_transformer.frontends.responses.servicer import ResponsesServicer
 from headrace_transformer.frontends.v2_rest.servicer import OpenInferenceServicer
 from headrace_transformer.generation.pipeline import Pipeline
@@ -39,6 +40,7 @@ from headrace_transformer.models.processors import RunningProcessor
 from headrace_transformer.models.work_pool import WorkPool
 from headrace_transformer.predictors.discovery.gateway_endpoints import list_endpoints
 from headrace_transformer.predictors.discovery.replicas import Replicas
+from headrace_transformer.predictors.engines.pools import Engines
 from headrace_transformer.predictors.link.links import Links
 from headrace_transformer.predictors.oip.client import PredictorClient
 from headrace_transformer.predictors.oip.relay import Relay
@@ -75,10 +77,17 @@ class Transformer:
         self._predictor = PredictorClient(settings.predictor, settings.predictor_wait, settings.predictor_start_wait)
         self._replicas = Replicas(settings.predictor_replicas, self._predictor)
         self._links = Links(settings.predictor_replicas or (settings.predictor,), settings.silence_limit)
+        self._engines = Engines(settings.all_engines, settings.silence_limit)
         self._catalogue = Catalogue(
-            settings.models, self._predictor, self._replicas, self._tokenizing, self._bodies, self._processors
+            settings.models,
+            self._predictor,
+            self._replicas,
+            self._tokenizing,
+            self._bodies,
+            self._processors,
+            self._engines,
         )
-        self._router = Router(self._catalogue, settings.model_routes, lambda model: self._links.can_resume(model, ""))
+        self._router = Router(self._catalogue, settings.model_routes, self._can_begin)
         self._quota = TokenQuota(MonthBudget(used_by_log(self._log_stub)))
         self._pipeline = self._made_pipeline()
         public = (*_OWN, _PAYLOAD_LOG, *development.services(settings.development))
@@ -144,7 +153,16 @@ class Transformer:
         settings, pipeline, bodies, router = self._settings, self._pipeline, self._bodies, self._router
         http = HttpServer(self._server.interceptor, error_body, shares_port=settings.listen != "alone")
         encoders = EncoderCalls(router, self._predictor, self._tap, bodies, self._quota)
-        openai = OpenAIServicer(pipeline, router, encoders, bodies, settings.sse_keep_alive)
+        passing = Passing(
+            router,
+            self._predictor,
+            self._tap,
+            self._quota,
+            pipeline,
+            bool(self._engines.pools),
+            settings.sse_keep_alive,
+        )
+        openai = OpenAIServicer(pipeline, router, encoders, bodies, passing, settings.sse_keep_alive)
         responses = ResponsesServicer(pipeline, router, bodies, self._log_stub, settings.sse_keep_alive)
         anthropic = AnthropicServicer(pipeline, router, bodies, settings.sse_keep_alive)
         batches = BatchService(settings, openai, responses, router)
@@ -159,6 +177,7 @@ class Transformer:
         settings, server = self._settings, self._server
         server.own("chat-templates", start_rendering(self._bodies))
         server.own("links", self._links.run())
+        server.own("engines", self._engines.run())
         if settings.direct_models is not None:
             server.own("direct-models", list_direct_models(settings.direct_models, self._router))
         if settings.gateway_endpoints is not None:
@@ -169,6 +188,10 @@ class Transformer:
             server.own("keys", keys.follow())
         report = partial(server.set_serving, _PAYLOAD_LOG)
         server.own("payload-log-health", watch_serving(self._log, _PAYLOAD_LOG, report))
+
+    def _can_begin(self, model: str) -> bool:
+        """Whether a predictor, or an engine, could begin a generation now."""
+        return self._links.can_resume(model, "") or self._engines.serve(model)
 
     async def _report_ready(self, is_ready: bool) -> None:
         await self._server.set_serving(READY, is_ready)

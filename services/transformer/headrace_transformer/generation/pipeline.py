@@ -16,6 +16,7 @@ from typing import NamedTuple
 from headrace.errors import HeadraceError
 from headrace.payload.call import begin
 from headrace.payload.tap import PayloadTap
+from headrace.rpc.limits.admission import head_of_call
 from headrace.rpc.server.call_context import CallContext
 from headrace_transformer.generation.admission import Admission, AdmittedGeneration
 from headrace_transformer.generation.chunks import Assembler, TextChunk
@@ -25,8 +26,9 @@ from headrace_transformer.generation.repeating import RecordedTokens, RepeatedTo
 from headrace_transformer.generation.requests import TextRequest
 from headrace_transformer.generation.telemetry import GenerationTelemetry
 from headrace_transformer.generation.token_quota import Reservation, TokenQuota
+from headrace_transformer.models.models import TextModel
 from headrace_transformer.predictors.resume.resuming import ResumingGenerator, TokenStream
-from headrace_transformer.predictors.tokens import TokenChunk
+from headrace_transformer.predictors.tokens import CONTINUITY, EXACT, TokenChunk, worse
 from headrace_transformer.processes.body_processes import BodyProcesses
 from headrace_transformer.routing.router import Answering, Router
 from headrace_transformer.signing import Signer
@@ -78,6 +80,8 @@ class Pipeline:
             tokens = begun.first
             while True:
                 chunk = begun.chunk(tokens, request)
+                if begun.prepared.origin.model.pool is not None:
+                    report_continuity(tokens.continuity)
                 recorded.chunk(chunk)
                 if tokens is begun.first:
                     await recorded.flushed()
@@ -107,6 +111,11 @@ class Pipeline:
             return [Content(text)]
         prompt_end = prompt_end_of(model.tokenizer, prompt_ids)
         return self._preparation.syntax(model).parts_of(text, prompt_end, tools, seed)
+
+    def reads_tools(self, model: TextModel) -> bool:
+        """Whether the model's calls of functions can be read."""
+        syntax = self._preparation.syntax(model)
+        return syntax.takes_tools and bool(syntax.tools)
 
     async def _begun(self, request: TextRequest, lease: Lease) -> Begun:
         """Waits for the first tokens: of the model that the request names, or of one that its route falls back to."""
@@ -150,6 +159,8 @@ class Pipeline:
             call.deadline,
             call.first_token,
             dialect=prepared.dialect,
+            pool=model.pool,
+            further_fields=request.engine_fields,
             start_wait_s=answering.wait_s,
             fingerprint="" if resume is None else resume.fingerprint,
             output_ids=() if known is None else known.token_ids,
@@ -184,6 +195,12 @@ class Pipeline:
         includes_stop = request.include_stop_str_in_output
         detokenizer = Detokenizer(decoder, follows, request.stop, sampling.min_tokens, kept, includes_stop)
         return Assembler(detokenizer, origin, sampling.stop_token_ids, parser, includes_stop, end_ids)
+
+
+def report_continuity(continuity: str) -> None:
+    """Names it in the head of the call's answer, until that is sent; the worst of several choices'."""
+    head = head_of_call()
+    head.add((CONTINUITY, worse(head.value(CONTINUITY), continuity or EXACT)))
 
 
 class Lease(ExitStack):

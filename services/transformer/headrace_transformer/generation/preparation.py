@@ -70,6 +70,7 @@ class Preparation:
         if request.cuts_max_tokens and sampling.max_tokens is not None:
             sampling = sampling.changed({"max_tokens": min(sampling.max_tokens, max(room, 1))})
         default_max_tokens = request.default_max_tokens or model.limits.default_tokens(len(prompt_ids))
+        is_seeded = sampling.seed is not None
         sampling = sampling.resolved(room, default_max_tokens, request.default_seed)
         submission = Submission(
             model=model.name,
@@ -84,6 +85,8 @@ class Preparation:
         submission.MergeFrom(request.asked)
         if submission.HasField("prompt_logprobs"):
             check_size(len(prompt_ids), submission.prompt_logprobs, request.choices)
+        if model.pool is not None and not (is_seeded or sampling.structured_outputs):
+            sampling = sampling.model_copy(update={"seed": None})  # The engine draws, as it does for others.
         dialect = None if model.resumes else model.dialect
         return Prepared(submission, Origin(model, prompt_ids), sampling, syntax, prompt_end, dialect)
 

@@ -22,6 +22,7 @@ from headrace.sampling import MAX_STOP_TOKEN_IDS
 from headrace_transformer.generation.chunks import TextChunk
 from headrace_transformer.generation.preparation import Prepared
 from headrace_transformer.generation.requests import TextRequest
+from headrace_transformer.predictors.tokens import worse
 
 MAX_RECORDED_CHARACTERS = 1024 * 1024
 _MAX_IDS = 128 * 1024
@@ -66,6 +67,8 @@ class RecordedGeneration:
         recording, tokens = self._recording, chunk.tokens
         if tokens.resumed:
             recording.resumes += 1
+        if tokens.continuity:
+            recording.continuity = worse(recording.continuity, tokens.continuity)
         if tokens.predictor:
             recording.answered_by(tokens.predictor)
         recording.fingerprint = tokens.fingerprint

@@ -52,7 +52,8 @@ class TextRequest:
     `truncate_prompt_tokens` are used, with -1 as many as leave room for the answer. `further_parameters` are for the
     record only. `tools` are the functions that the model may call. With `cuts_max_tokens` a maximum beyond the room in
     the context is that room; with `drops_messages` the oldest messages of a conversation that is too long are left out;
-    with `has_parts` the chunks have calls and reasoning apart from the text.
+    with `has_parts` the chunks have calls and reasoning apart from the text. `engine_fields` are none of ours: only an
+    engine of another kind reads them.
     """
 
     call: CallContext
@@ -82,6 +83,7 @@ class TextRequest:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
+    engine_fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def prompt_kind(self) -> str:

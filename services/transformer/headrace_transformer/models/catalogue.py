@@ -26,10 +26,19 @@ from headrace.errors import HeadraceError, InvalidRequestError, NotFoundError, N
 from headrace.models.sources import ModelSource, parse_location
 from headrace.telemetry.rpc import suppress_tracing
 from headrace.threads import run_in_daemon_thread
-from headrace_transformer.models.models import Model, ProcessedModel, RelayedModel, TextModel, model_of
+from headrace_transformer.models.models import (
+    Model,
+    PassedModel,
+    ProcessedModel,
+    RelayedModel,
+    TextModel,
+    engine_model,
+    model_of,
+)
 from headrace_transformer.models.processors import RunningProcessor
 from headrace_transformer.predictors.discovery.descriptions import PredictorModel
 from headrace_transformer.predictors.discovery.replicas import LOADING, READY, UNAVAILABLE, ModelState, Replicas
+from headrace_transformer.predictors.engines.pools import Engines
 from headrace_transformer.predictors.oip.client import PredictorClient
 from headrace_transformer.processes.body_processes import BodyProcesses
 from headrace_transformer.text.model_text import AdapterBase, BaseNeededError, ModelText, read_text
@@ -51,7 +60,9 @@ class Catalogue:
         pool: ThreadPoolExecutor,
         bodies: BodyProcesses,
         processors: Mapping[str, RunningProcessor] | None = None,
+        engines: Engines | None = None,
     ) -> None:
+        self._pools = {} if engines is None else engines.pools
         self._sources = {source.name: source for source in sources}
         self._predictor = predictor
         self._replicas = replicas
@@ -63,7 +74,7 @@ class Catalogue:
         self._states: Mapping[str, ModelState] = {name: ModelState(LOADING) for name in self._sources}
         self._is_known = False  # Becomes true when the predictor has listed its models.
         self._is_complete = True  # False: the predictor has no index, and may serve other models too.
-        self._models: dict[str, TextModel | RelayedModel] = {}
+        self._models: dict[str, TextModel | RelayedModel | PassedModel] = {}
         self._described: set[str] = set()  # The models in `_models` whose description is current.
         self._describing: dict[str, asyncio.Task[None]] = {}
         self._troubles: dict[str, str] = {}  # The last logged error of a model that cannot be added.
@@ -96,6 +107,10 @@ class Catalogue:
     def as_text(self, model: Model) -> TextModel:
         """The model, if it takes text; raises InvalidRequestError."""
         if not isinstance(model, TextModel):
+            if isinstance(model, PassedModel):
+                raise InvalidRequestError(
+                    f"model {model.name!r} passes requests of OpenAI's API only: its tokenizer is not here"
+                )
             reason = self._unreadable.get(model.name, "call it by ModelInfer")
             raise InvalidRequestError(f"model {model.name!r} takes tensors, not text; {reason}")
         return model
@@ -127,7 +142,7 @@ class Catalogue:
             except NotReadyError as error:
                 await backoff.wait_for(self.changed, error)
 
-    def _called(self, name: str) -> TextModel | RelayedModel:
+    def _called(self, name: str) -> TextModel | RelayedModel | PassedModel:
         state_of_model = self._state(name)
         if state_of_model.state == UNAVAILABLE:
             if not self._is_known:
@@ -208,12 +223,18 @@ class Catalogue:
         try:
             # In this order: what was ready before it was listed is listed as ready.
             is_ready = await self._replicas.ready()
-            self._states = await self._index()
+            states = await self._index()
             self._is_known = True
         except HeadraceError:
             # It may return with other models; until then calls get its errors.
-            self._described.clear()
-            return False
+            self._described.intersection_update(self._pools)
+            if not self._pools:
+                return False
+            states = {name: state for name, state in self._states.items() if name not in self._pools}
+            is_ready, self._is_known = False, self._is_known or not self._sources
+        engines = {name: pool.state for name, pool in self._pools.items()}
+        self._states = {**states, **engines}
+        is_ready = is_ready or any(state.state == READY for state in engines.values())
         for name in (*self._models, *self._describing):
             if self._state(name).state != READY:
                 self._forget(name)
@@ -253,11 +274,13 @@ class Catalogue:
     async def _describe(self, name: str) -> None:
         """Adds a model that the predictor serves; if that fails, the next update tries again."""
         try:
-            described = await self._replicas.describe(name)
+            pool = self._pools.get(name)
+            described = await self._replicas.describe(name) if pool is None else pool.description
             known = self._models.get(name)
             if known is not None and known.fingerprint != described.fingerprint:
                 self._texts.pop(name, None)  # Other files may have another tokenizer.
-            model = model_of(name, described, await self._text_of(name, described))
+            text = await self._text_of(name, described)
+            model = model_of(name, described, text) if pool is None else engine_model(pool, described, text)
             if isinstance(model, TextModel):
                 await model.tokenizer.try_template(self._bodies)
             self._models[name] = model

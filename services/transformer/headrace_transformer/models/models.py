@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from headrace.models.sentence_files import SentenceFiles
 from headrace.oip.row_outputs import POOLING_MASK, TOKEN_TYPE_IDS, Activation
 from headrace.sampling import ContextLimits, SamplingParameters
 from headrace_transformer.models.processors import RunningProcessor
 from headrace_transformer.predictors.discovery.descriptions import OURS, Dialect, PredictorModel
+from headrace_transformer.predictors.engines.pools import EnginePool
 from headrace_transformer.text.model_text import ModelText
 from headrace_transformer.text.tokenizer import TextTokenizer
 
@@ -34,6 +35,7 @@ class TextModel:
     scores_prompts: bool = False
     facts: Mapping[str, str] = field(default_factory=dict)  # See predictors/discovery/descriptions.py.
     base: str = ""  # The name of the model whose adapter it is.
+    pool: EnginePool | None = None  # The engines that generate, None for predictors.
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,30 @@ class ProcessedModel:
     versions: Sequence[str] = (VERSION,)
 
 
-Model = TextModel | RelayedModel | ProcessedModel
+@dataclass(frozen=True)
+class PassedModel:
+    """A model at engines whose requests pass as they are: its tokenizer is not here, or its engine takes no ids."""
+
+    name: str
+    pool: EnginePool
+    versions: Sequence[str] = (VERSION,)
+    fingerprint: str = ""
+
+
+Model = TextModel | RelayedModel | ProcessedModel | PassedModel
+
+
+def engine_model(pool: EnginePool, described: PredictorModel, text: ModelText) -> TextModel | PassedModel:
+    """The model that engines serve, with the text side that its files give.
+
+    Without max_tokens an answer has what the context has left, as engines have it.
+    """
+    name, limits = described.name, _limits_of(described, text)
+    if text.tokenizer is None or limits is None or not described.generates:
+        return PassedModel(name, pool)
+    pool.token_bytes = text.tokenizer.token_bytes
+    limits = replace(limits, max_new_tokens=limits.max_new_tokens or limits.context_length, max_length=None)
+    return TextModel(name, text.tokenizer, text.defaults, limits, resumes=True, facts=described.facts, pool=pool)
 
 
 def model_of(name: str, described: PredictorModel, text: ModelText) -> TextModel | RelayedModel:

@@ -7,6 +7,17 @@ from dataclasses import dataclass, field
 from headrace.oip.prompt_scores import PromptLogprobs
 from headrace_protos.headrace_pb2 import Usage
 
+# How an answer went on after its engine failed, the best first: the same answer as without the failure, one that began
+# again before anything was shown, or one that goes on from its tokens or its text as well as the engine can.
+EXACT, RESTARTED, APPROXIMATE = "exact", "restarted", "approximate"
+CONTINUITY = "x-headrace-continuity"
+_WORST_LAST = ("", EXACT, RESTARTED, APPROXIMATE)
+
+
+def worse(one: str, other: str) -> str:
+    """The worse of two of them; "" is no failure."""
+    return max(one, other, key=_WORST_LAST.index)
+
 
 @dataclass(slots=True)
 class TokenChunk:
@@ -16,7 +27,8 @@ class TokenChunk:
     chunk with tokens, if requested. `fingerprint` is that of the weights. `resumed` marks the first chunk after another
     call has resumed the answer; this one and the very first have the name of their `predictor`. `engine_s` is how long
     engines have worked for the answer so far, None if unknown. `repeated`: the client has it, see
-    services/transformer/headrace_transformer/generation/repeating.py.
+    services/transformer/headrace_transformer/generation/repeating.py. `continuity`: in the first chunk
+    after an engine's failure, how the answer went on.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -31,3 +43,4 @@ class TokenChunk:
     predictor: str = ""
     engine_s: float | None = None
     repeated: bool = False
+    continuity: str = ""

@@ -37,6 +37,16 @@ class TokenBytes:
             return bytes.fromhex(fallback[1])
         return self._decode([self._before, token_id])[len(self._text_before) :].encode()
 
+    def id_of(self, data: bytes) -> int | None:
+        """The token that has exactly these bytes, which need not be a whole character; None if there is none."""
+        token = ""
+        if self._is_byte_level:
+            token = "".join(map(_characters_of_bytes().__getitem__, data))
+        elif len(data) == 1:
+            token = f"<0x{data[0]:02X}>"
+        found: int | None = self._backend.token_to_id(token) if token else None
+        return found
+
     def _ordinary_id(self) -> int:
         """The first token that is a letter, behind which others are read."""
         for token_id in range(self._backend.get_vocab_size()):
@@ -55,3 +65,8 @@ def _bytes_of_characters() -> dict[str, int]:
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's: others are written from U+0100 on.
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+@cache
+def _characters_of_bytes() -> dict[int, str]:
+    return {byte: character for character, byte in _bytes_of_characters().items()}

@@ -21,7 +21,7 @@ from headrace_transformer.generation.chunks import TextChunk, joined
 from headrace_transformer.generation.pipeline import Pipeline
 from headrace_transformer.generation.requests import TextRequest
 from headrace_transformer.generation.resume_ids import AnswerIdentity, ResumeIds, Stage
-from headrace_transformer.predictors.tokens import TokenChunk
+from headrace_transformer.predictors.tokens import CONTINUITY, TokenChunk
 
 _DONE = b"data: [DONE]\n\n"
 # Numbers of a scored prompt that are written at once; more of them take longer than others should wait.
@@ -104,7 +104,15 @@ class _Events:
         self._plain: dict[int, tuple[bytes, bytes]] = {}  # By choice: what is before and after the text.
 
     def of(self, index: int, chunk: TextChunk) -> bytes:
-        """The event of a chunk; empty for one whose text is held back, or that the client has."""
+        """The event of a chunk; empty for one whose text is held back, or that the client has.
+
+        A comment before it says how the answer went on after its engine failed: clients ignore comments.
+        """
+        if chunk.tokens.continuity:
+            return b": %s: %s\n\n" % (CONTINUITY.encode(), chunk.tokens.continuity.encode()) + self._of(index, chunk)
+        return self._of(index, chunk)
+
+    def _of(self, index: int, chunk: TextChunk) -> bytes:
         tokens, is_first = chunk.tokens, index not in self._latest
         self._latest[index] = chunk
         if self._ids is not None:

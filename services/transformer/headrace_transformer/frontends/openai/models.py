@@ -26,7 +26,7 @@ from headrace_transformer.frontends.openai.requests import (
     parse_large,
 )
 from headrace_transformer.generation.pipeline import Pipeline
-from headrace_transformer.models.models import RelayedModel, TextModel
+from headrace_transformer.models.models import PassedModel, RelayedModel, TextModel
 from headrace_transformer.processes.body_processes import SMALL_BYTES, BodyProcesses
 from headrace_transformer.routing.router import Router
 
@@ -60,6 +60,8 @@ class OpenAIModels:
         elif isinstance(model, RelayedModel) and model.rows is not None:
             kind = "embedding" if model.rows.output == EMBEDDING else "classification"
             length = model.rows.context_length
+        elif isinstance(model, PassedModel):
+            kind, length = "generation", model.pool.context_length
         else:
             raise NotFoundError(f"model {name!r} takes tensors; OpenAI's API does not serve it")
         card = {"id": name, "object": "model", "created": self._started, "owned_by": "headrace", "kind": kind}
@@ -83,7 +85,7 @@ class OpenAIModels:
         InvalidRequestError."""
         if name:
             return name
-        loaded = [card["id"] for card in self.cards(client) if card["kind"] in kinds]
+        loaded = [card["id"] for card in self.cards(client) if not kinds or card["kind"] in kinds]
         names = loaded or [name for name in self._router.names if client.may_use(name)]
         if len(names) != 1:
             raise InvalidRequestError(f"name a model; there are {', '.join(names) or 'none'}", param="model")

@@ -73,9 +73,15 @@ class OpenAIRequest(BaseModel):
         """The fields that the class does not declare."""
         return self.model_extra or {}
 
+    @property
+    def unknown_fields(self) -> dict[str, Any]:
+        """The fields that are neither read nor refused."""
+        known = self.READ.union(self.UNSUPPORTED)
+        return {name: value for name, value in self.extra.items() if name not in known}
+
     def ignored_fields(self) -> list[str]:
         """The names of fields that have no effect, fit for a header: what is longer or more is cut."""
-        names = [name for name in self.extra if name not in self.READ and name not in self.UNSUPPORTED]
+        names = list(self.unknown_fields)
         names += dict.fromkeys(self._ignored)
         for name in self.__class__.model_fields:
             nested = getattr(self, name)
@@ -271,6 +277,7 @@ class SampledRequest(OpenAIRequest):
             stop=self.stop,
             bad_words=self.bad_words,
             ignored_fields=self.ignored_fields(),
+            engine_fields=self.unknown_fields,
             **own,
         )
 

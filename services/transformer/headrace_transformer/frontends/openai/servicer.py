@@ -40,6 +40,7 @@ from headrace_transformer.frontends.openai.text_requests import (
     TokenizeRequest,
 )
 from headrace_transformer.frontends.openai.tokenizing import detokenize, tokenize, tokenizer_of
+from headrace_transformer.frontends.passing import Passing
 from headrace_transformer.generation.pipeline import Pipeline
 from headrace_transformer.generation.resume_ids import identity_of
 from headrace_transformer.inference.encoder_calls import EncoderCalls
@@ -59,9 +60,11 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
         router: Router,
         encoders: EncoderCalls,
         bodies: BodyProcesses,
+        passing: Passing,
         keep_alive_s: float = 15.0,
     ) -> None:
         self._bodies = bodies
+        self._passing = passing
         self._keep_alive_s = keep_alive_s
         self._pipeline = pipeline
         self._router = router
@@ -92,22 +95,30 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
     @rest_errors(openai_error)
     async def Completions(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
         call = call_context(context, "headrace.rest.v1.OpenAI/Completions")
-        parsed = await self._read(CompletionRequest, request, call, "generation")
-        async with aclosing(self._answer(parsed, CompletionFormat(parsed), request.data, call)) as bodies:
+        if (answer := await self._passed(request, "/completions", call)) is None:
+            parsed = await self._read(CompletionRequest, request, call, "generation")
+            answer = self._answer(parsed, CompletionFormat(parsed), request.data, call)
+        async with aclosing(answer) as bodies:
             async for body in bodies:
                 yield body
 
     @rest_errors(openai_error)
     async def ChatCompletions(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
         call = call_context(context, "headrace.rest.v1.OpenAI/ChatCompletions")
-        parsed = await self._read(ChatCompletionRequest, request, call, "generation")
-        async with aclosing(self._answer(parsed, ChatFormat(parsed), request.data, call)) as bodies:
+        if (answer := await self._passed(request, "/chat/completions", call)) is None:
+            parsed = await self._read(ChatCompletionRequest, request, call, "generation")
+            answer = self._answer(parsed, ChatFormat(parsed), request.data, call)
+        async with aclosing(answer) as bodies:
             async for body in bodies:
                 yield body
 
     @rest_errors(openai_error)
     async def Embeddings(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
         call = call_context(context, "headrace.rest.v1.OpenAI/Embeddings")
+        if (answer := await self._passed(request, "/embeddings", call)) is not None:
+            async for body in answer:
+                yield body
+            return
         parsed = await self._read(EmbeddingsRequest, request, call, "embedding")
         for piece in await embed(parsed, self._encoders, call):
             yield HttpBody(content_type=JSON, data=piece)
@@ -121,12 +132,20 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
     @rest_errors(openai_error)
     async def Score(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
         call = call_context(context, "headrace.rest.v1.OpenAI/Score")
+        if (answer := await self._passed(request, "/score", call)) is not None:
+            async for body in answer:
+                yield body
+            return
         parsed = await self._read(ScoreRequest, request, call, "classification", "embedding")
         yield json_body(await score(parsed, self._encoders, call))
 
     @rest_errors(openai_error)
     async def Rerank(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
         call = call_context(context, "headrace.rest.v1.OpenAI/Rerank")
+        if (answer := await self._passed(request, "/rerank", call)) is not None:
+            async for body in answer:
+                yield body
+            return
         parsed = await self._read(RerankRequest, request, call, "classification", "embedding")
         yield json_body(await rerank(parsed, self._encoders, call))
 
@@ -149,6 +168,10 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
         call = call_context(context, "headrace.rest.v1.OpenAI/TokenizerInfo")
         tokenizer, context_length = await self._tokenizer_for(request.model, call)
         yield json_body(tokenizer.description | {"model_max_length": context_length})
+
+    async def _passed(self, request: HttpBody, path: str, call: CallContext) -> AsyncGenerator[Body, None] | None:
+        """The answer to a request that an engine gets as it is, None for any other."""
+        return await self._passing.found(request, path, call, lambda name: self._models.resolve(name, call.client))
 
     async def _tokenizer_for(self, name: str, call: CallContext) -> tuple[TextTokenizer, int | None]:
         """The tokenizer of a model, of the only one that generates where none is named, and the model's context."""

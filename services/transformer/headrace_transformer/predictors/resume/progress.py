@@ -38,6 +38,7 @@ class Progress:
     ) -> None:
         self._request_id = request_id
         self._resumes = resumes
+        self.isolates = resumes  # A call can run in isolation.
         self.crashes = crashes
         self.output_ids = list(output_ids)
         # Of the weights that have given the ids so far, or that must give them; "" for any, or if none is reported.
@@ -87,7 +88,7 @@ class Progress:
         if isinstance(error, OverloadedError) and not (self.output_ids or self.was_moved):
             raise error
         self.crashes.call_ended(error)
-        if not self._resumes and self.crashes.next_call is not NextCall.SHARED:
+        if not self.isolates and self.crashes.next_call is not NextCall.SHARED:
             raise error  # It cannot run in isolation, so the cause of the crashes cannot be found.
         if isinstance(error, (HopBrokenError, DrainingError)):
             self.moves(error)

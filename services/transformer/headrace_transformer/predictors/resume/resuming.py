@@ -28,8 +28,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Sequence
-from typing import TypeAlias
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 from headrace.deadline import PASSED, Deadline
 from headrace.errors import (
@@ -46,6 +46,9 @@ from headrace.rpc.client.interceptors import ClientSpan, ClientSpans
 from headrace.sampling import SamplingParameters
 from headrace_protos.steps_pb2 import Submission
 from headrace_transformer.predictors.discovery.descriptions import Dialect
+from headrace_transformer.predictors.engines.fair_places import Place
+from headrace_transformer.predictors.engines.pools import EnginePool
+from headrace_transformer.predictors.engines.token_call import TokenCall
 from headrace_transformer.predictors.link.link import METHOD, PredictorLink
 from headrace_transformer.predictors.link.link_call import Link, LinkCall
 from headrace_transformer.predictors.link.links import Links
@@ -56,13 +59,21 @@ from headrace_transformer.predictors.oip.oip_call import OipCall
 from headrace_transformer.predictors.resume.crashes import CrashCount, NextCall, Quarantine, request_fingerprint
 from headrace_transformer.predictors.resume.progress import Progress, next_submission
 from headrace_transformer.predictors.resume.retries import Backoff
-from headrace_transformer.predictors.tokens import TokenChunk
+from headrace_transformer.predictors.tokens import RESTARTED, TokenChunk
 
 logger = logging.getLogger(__name__)
 
-Call: TypeAlias = LinkCall | ParallelCall | OipCall
+Call: TypeAlias = LinkCall | ParallelCall | OipCall | TokenCall
 
+ENGINE_METHOD = "/openai.Engine/Completions"  # In spans.
 _REFUSED = "this request has crashed its predictor repeatedly; it is refused for ten minutes"
+
+
+class EngineModel(NamedTuple):
+    """A model at engines, and the fields that its requests have beside those that are ours."""
+
+    pool: EnginePool
+    further_fields: Mapping[str, Any]
 
 
 class ResumingGenerator:
@@ -84,14 +95,17 @@ class ResumingGenerator:
         first_token: Deadline,
         *,
         dialect: Dialect | None = None,
+        pool: EnginePool | None = None,
         start_wait_s: float | None = None,
         fingerprint: str = "",
         output_ids: Sequence[int] = (),
+        further_fields: Mapping[str, Any] | None = None,
     ) -> TokenStream:
         """The tokens of a generation; the submission has its `sampling`.
 
-        `dialect`: of a server that is not ours, None for a predictor that resumes; `start_wait_s`: the longest wait for
-        a predictor to begin it, None for the default; `fingerprint`: of the weights that must generate it, "" for any;
+        `dialect`: of a server that is not ours, None for a predictor that resumes; `pool`: the engines that generate in
+        place of predictors, with the `further_fields` of their requests; `start_wait_s`: the longest wait for a
+        predictor to begin it, None for the default; `fingerprint`: of the weights that must generate it, "" for any;
         `output_ids`: tokens that they have generated already, after which the answer continues.
 
         Raises RequestFailedError if the request is in quarantine.
@@ -101,7 +115,9 @@ class ResumingGenerator:
         backoff = self.predictor.backoff(deadline, start_wait_s)
         crashes = CrashCount(self._resume_limit)
         progress = Progress(submission.request_id, dialect is None, crashes, fingerprint, output_ids)
-        return TokenStream(self, submission, sampling, dialect, progress, backoff, first_token)
+        progress.isolates = dialect is None and pool is None
+        elsewhere = dialect if pool is None else EngineModel(pool, further_fields or {})
+        return TokenStream(self, submission, sampling, elsewhere, progress, backoff, first_token)
 
 
 class TokenStream:
@@ -112,7 +128,7 @@ class TokenStream:
         generator: ResumingGenerator,
         submission: Submission,
         sampling: SamplingParameters,
-        dialect: Dialect | None,
+        elsewhere: Dialect | EngineModel | None,
         progress: Progress,
         backoff: Backoff,
         first_token: Deadline,
@@ -120,13 +136,14 @@ class TokenStream:
         self._generator = generator
         self._submission = submission
         self._sampling = sampling
-        self._dialect = dialect
+        self._elsewhere = elsewhere
         self._progress = progress
         self._backoff = backoff
         self._first_token = first_token
         self._call: Call | None = None
         self._is_resume = False  # The next tokens are the first after a resume.
         self._is_isolated = False  # The call holds the lock of isolated ones.
+        self._place: Place | None = None  # At engines.
         self._timer: asyncio.TimerHandle | None = None
         if (left_s := backoff.deadline.left()) is not None:
             self._timer = asyncio.get_running_loop().call_later(left_s, self._deadline_passed)
@@ -161,6 +178,8 @@ class TokenStream:
         if self._timer is not None:
             self._timer.cancel()
         self._end_call()
+        if self._place is not None:
+            self._place.close()
 
     async def _next_call(self) -> Call:
         """Begins the call that continues where the last one ended; waits while no predictor is ready.
@@ -169,7 +188,9 @@ class TokenStream:
         """
         progress, backoff = self._progress, self._backoff
         self._is_resume = bool(progress.output_ids)
-        if (dialect := self._dialect) is not None:
+        if isinstance(self._elsewhere, EngineModel):
+            return await self._at_engine(self._elsewhere)
+        if (dialect := self._elsewhere) is not None:
             span, predictor = progress.next_span(), self._generator.predictor
             return predictor.generate(self._submission, self._sampling, dialect, backoff.deadline, span)
         is_isolated = progress.crashes.next_call is NextCall.ISOLATED
@@ -182,6 +203,19 @@ class TokenStream:
         if self._sampling.hedge > 1 and not is_isolated:
             return self._in_parallel(call, self._sampling.hedge)
         return call
+
+    async def _at_engine(self, model: EngineModel) -> TokenCall:
+        """Begins a request at an engine, once one answers."""
+        progress, pool = self._progress, model.pool
+        while not pool.ready:
+            error = NotReadyError(f"no engine of model {pool.source.name!r} answers", hop="engine")
+            await self._backoff.wait_for(pool.changed, progress.last_word(error))
+        if self._place is None:
+            async with self._backoff.deadline.scope():
+                self._place = await pool.places.take(self._submission.client, self._submission.weight)
+        span = progress.next_span()
+        self._generator.spans.begin(ENGINE_METHOD, self._backoff.deadline.left(), span)
+        return pool.call(self._submission, progress.output_ids, self._sampling, model.further_fields, span)
 
     def _move(self, call: LinkCall) -> None:
         """Leaves a predictor that is about to stop; raises DrainingError where that is a new call."""
@@ -254,6 +288,8 @@ class TokenStream:
         if self._call is not None:
             self._follow(self._call)
             chunk.resumed |= self._is_resume
+            if isinstance(self._call, TokenCall) and (chunk.resumed or not progress.output_ids):
+                chunk.continuity = self._call.continuity or (RESTARTED if progress.was_moved else "")
             if chunk.resumed or not progress.output_ids:
                 chunk.predictor = self._call.predictor
         self._end_isolation()  # It has run in isolation without a crash.
@@ -275,7 +311,7 @@ class TokenStream:
             progress.crashes.isolated()
         self._end_call()
         progress.ended(error)
-        if self._dialect is None and progress.crashes.next_call is NextCall.NONE:
+        if progress.isolates and progress.crashes.next_call is NextCall.NONE:
             self._generator.quarantine.add(_fingerprint(self._submission, self._sampling))
             logger.error(
                 "request %s has crashed its predictor in isolation and is quarantined", self._submission.request_id
@@ -296,7 +332,7 @@ class TokenStream:
 
     def _deadline_passed(self) -> None:
         """Ends the running call; between two calls the backoff notices it."""
-        if isinstance(self._call, LinkCall | ParallelCall):
+        if isinstance(self._call, LinkCall | ParallelCall | TokenCall):
             self._call.fail(DeadlineError(PASSED))
 
 

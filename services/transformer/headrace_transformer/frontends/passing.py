@@ -1,0 +1,275 @@
+"""Requests that pass to engines as they are, with what is ours around them: keys, limits, deadlines, records, retries.
+
+So do all requests for a model whose tokenizer is not here, and those for others at engines that have more than text:
+images, audio, or calls in a format that is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, closing, suppress
+from typing import Any
+
+import orjson
+from google.api.httpbody_pb2 import HttpBody
+
+from headrace.errors import HeadraceError, HopBrokenError, NotReadyError
+from headrace.payload.call import recorded
+from headrace.payload.recording import Recording
+from headrace.payload.tap import PayloadTap
+from headrace.rpc.client.interceptors import ClientSpan, ClientSpans
+from headrace.rpc.server.call_context import CallContext
+from headrace_protos.headrace_pb2 import Usage
+from headrace_transformer.frontends.http import EVENTS, JSON, Body, Events, one_line
+from headrace_transformer.generation.pipeline import Pipeline, report_continuity
+from headrace_transformer.generation.recording import MAX_RECORDED_CHARACTERS
+from headrace_transformer.generation.token_quota import TokenQuota
+from headrace_transformer.models.models import Model, PassedModel, TextModel
+from headrace_transformer.predictors.engines.engine import Engine
+from headrace_transformer.predictors.engines.events import EventStream
+from headrace_transformer.predictors.engines.passed_stream import PassedAnswer, RepetitionError
+from headrace_transformer.predictors.engines.pools import EnginePool
+from headrace_transformer.predictors.oip.client import PredictorClient
+from headrace_transformer.predictors.resume.resuming import ENGINE_METHOD
+from headrace_transformer.predictors.resume.retries import Backoff
+from headrace_transformer.predictors.tokens import CONTINUITY, RESTARTED, worse
+from headrace_transformer.routing.router import Answering, Router
+
+_MAX_LOST = 4  # Engines in a row that one request may lose, without a new piece of its answer.
+_PROMPTS = ("messages", "prompt", "input", "query")
+_TEXT_PARTS = ("text", "refusal", "input_text", "output_text", "tool_use", "tool_result", "thinking")
+
+
+class Passing:
+    """Owned by the event loop; one for all front ends."""
+
+    def __init__(
+        self,
+        router: Router,
+        predictor: PredictorClient,
+        tap: PayloadTap,
+        quota: TokenQuota,
+        pipeline: Pipeline,
+        is_on: bool,
+        keep_alive_s: float,
+    ) -> None:
+        self._router = router
+        self._predictor = predictor
+        self._tap = tap
+        self._quota = quota
+        self._pipeline = pipeline
+        self._is_on = is_on
+        self._keep_alive_s = keep_alive_s
+
+    async def found(
+        self, request: HttpBody, path: str, call: CallContext, name_of: Callable[[str], str]
+    ) -> AsyncGenerator[Body, None] | None:
+        """The answer to a request that passes as it is; None for any other. `name_of` names the model of ""."""
+        if not self._is_on:
+            return None
+        try:
+            body = orjson.loads(request.data)
+            name = name_of(body.get("model") or "")
+        except (orjson.JSONDecodeError, AttributeError, HeadraceError):
+            return None  # It is refused by whoever reads it.
+        answering = await self._router.wait_for(name, "", call)
+        pool = self._pool_for(answering.model, body)
+        return None if pool is None else self._answer(answering, pool, body, path, call)
+
+    def _pool_for(self, model: Model, body: dict[str, Any]) -> EnginePool | None:
+        """The engines that get the request as it is, None if none does."""
+        if isinstance(model, PassedModel):
+            return model.pool
+        if not isinstance(model, TextModel) or model.pool is None:
+            return None
+        is_beyond = _has_media(body) or (bool(body.get("tools")) and not self._pipeline.reads_tools(model))
+        return model.pool if is_beyond else None
+
+    async def _answer(
+        self, answering: Answering, pool: EnginePool, body: dict[str, Any], path: str, call: CallContext
+    ) -> AsyncGenerator[Body, None]:
+        prompt, parameters = _recorded(body)
+        with recorded(self._tap, call, answering.name, prompt=prompt, parameters=parameters) as recording:
+            recording.served_model = answering.served
+            asked = body.get("max_tokens") or body.get("max_completion_tokens")
+            account = call.account
+            async with call.deadline.scope():
+                place = await pool.places.take(account.name, account.policy.weight)
+            passed = _PassedCall(answering.name, pool, body, path, recording, self._predictor.backoff(call.deadline))
+            limit = asked if isinstance(asked, int) else 0
+            with closing(place), await self._quota.charged(call.client, 0, limit) as reserved:
+                if body.get("stream"):
+                    yield Events(self._keep_alive_s)
+                    async with aclosing(passed.events()) as written:
+                        async for events in written:
+                            reserved.generated = passed.completion_tokens
+                            yield HttpBody(content_type=EVENTS, data=events)
+                else:
+                    data = await passed.whole()
+                    reserved.generated = passed.completion_tokens
+                    yield HttpBody(content_type=JSON, data=data)
+            self._router.answered(answering)
+
+
+class _PassedCall:
+    """One request, at as many engines as it takes."""
+
+    def __init__(
+        self, model: str, pool: EnginePool, body: dict[str, Any], path: str, record: Recording, backoff: Backoff
+    ) -> None:
+        self.completion_tokens = 0
+        self._model = model
+        self._pool = pool
+        self._body = body
+        self._path = path
+        self._record = record
+        self._backoff = backoff
+        self._spans = ClientSpans()
+        self._lost = self._lost_in_a_row = 0
+
+    async def whole(self) -> bytes:
+        """The body of the answer; raises HeadraceError."""
+        while True:
+            try:
+                with closing(self._stream(await self._engine(), self._body)) as stream:
+                    data = await stream.whole()
+                break
+            except (HopBrokenError, NotReadyError) as error:
+                await self._after(error)
+        how = RESTARTED if self._lost else ""
+        report_continuity(how)
+        self._record.continuity, value = how, _object(data)
+        self._record.chunk(_text_of(value))
+        self._end(_reason_of(value), value.get("usage"))
+        await self._record.flushed()
+        return orjson.dumps(value | {"model": self._model}) if value.get("model") else data
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The events of the answer; raises HeadraceError."""
+        answer = PassedAnswer(self._body, self._model)
+        while not answer.is_whole():
+            try:
+                engine = await self._engine()
+                body, how = answer.continuing(engine.kind) if self._lost else (self._body, "")
+                with closing(self._stream(engine, body)) as stream:
+                    while not answer.is_whole():
+                        written = await self._next(stream, answer)
+                        if written and how:
+                            written = f": {CONTINUITY}: {how}\n\n".encode() + written
+                        if written:
+                            await self._reported(how)
+                            how = ""
+                            yield written
+            except (HopBrokenError, NotReadyError) as error:
+                await self._after(error)
+        self._end(answer.finish_reason, answer.usage)
+        yield b"data: [DONE]\n\n"
+
+    async def _next(self, stream: EventStream, answer: PassedAnswer) -> bytes:
+        """What comes next, as events for the client; b"" where it has all of it."""
+        events = await stream.read()
+        if not events:
+            raise HopBrokenError("the engine ended the answer before its end", hop="engine")
+        pieces = [answer.take(event) for event in events]
+        if answer.is_whole():
+            pieces += [answer.take(event) for event in await stream.rest()]
+        written = b"".join(b"data: " + one_line(data) + b"\n\n" for data, _ in pieces if data)
+        if written:
+            self.completion_tokens += sum(bool(text) for _, text in pieces)  # Nearly: an event is a token or more.
+            self._record.chunk("".join(text for _, text in pieces))
+        return written
+
+    async def _reported(self, how: str) -> None:
+        """Names the continuity of the next piece, before it goes to the client."""
+        is_first = self._lost_in_a_row == self._lost == 0 and self.completion_tokens <= 1
+        report_continuity(how)
+        if how:
+            self._record.continuity = worse(self._record.continuity, how)
+            self._record.resumes += how != RESTARTED
+        if how or is_first:
+            await self._record.flushed()
+        self._lost_in_a_row = 0
+
+    async def _engine(self) -> Engine:
+        """The engine for the next attempt, once one answers."""
+        while True:
+            try:
+                return self._pool.choose(None)
+            except NotReadyError as error:
+                await self._backoff.wait_for(self._pool.changed, error)
+
+    def _stream(self, engine: Engine, body: dict[str, Any]) -> EventStream:
+        span = ClientSpan()
+        self._spans.begin(ENGINE_METHOD, None, span)
+        self._record.answered_by(engine.name)
+        traced = {"traceparent": span.traceparent} if span.traceparent else {}
+        return EventStream(engine, self._path, {**body, "model": engine.served}, traced, span)
+
+    async def _after(self, error: HeadraceError) -> None:
+        """Waits until the next attempt is due; raises the error where there is none."""
+        self._lost += 1
+        self._lost_in_a_row += isinstance(error, HopBrokenError)
+        if isinstance(error, RepetitionError) or self._lost_in_a_row > _MAX_LOST:
+            raise error
+        await self._backoff.pause(error, error.retry_after_ms)
+
+    def _end(self, reason: str, usage: Any) -> None:
+        stated = _usage(usage)
+        if stated is not None:
+            self.completion_tokens = stated.completion_tokens
+        self._record.end("OK", finish_reason=reason, usage=stated)
+
+
+def _has_media(body: dict[str, Any]) -> bool:
+    """Whether a message has a part that is no text."""
+    with suppress(AttributeError, TypeError):
+        for message in body.get("messages") or ():
+            content = message.get("content")
+            if isinstance(content, list) and any(part.get("type") not in _TEXT_PARTS for part in content):
+                return True
+    return bool(body.get("audio") or (body.get("modalities") or ["text"]) != ["text"])
+
+
+def _recorded(body: dict[str, Any]) -> tuple[str, str]:
+    """The prompt and the parameters for the record."""
+    prompts = {name: body[name] for name in _PROMPTS if name in body}
+    (prompt,) = prompts.values() if len(prompts) == 1 else (prompts,)
+    text = prompt if isinstance(prompt, str) else orjson.dumps(prompt).decode()
+    parameters = {name: value for name, value in body.items() if name not in prompts and name != "model"}
+    return text[:MAX_RECORDED_CHARACTERS], orjson.dumps(parameters).decode()[:MAX_RECORDED_CHARACTERS]
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    with suppress(orjson.JSONDecodeError):
+        value = orjson.loads(data)
+        if isinstance(value, dict):
+            return value
+    return {}
+
+
+def _text_of(value: dict[str, Any]) -> str:
+    """The text of an answer that is whole, or its JSON where it has other things."""
+    with suppress(KeyError, TypeError, AttributeError):
+        (choice,) = value["choices"]
+        message = choice.get("message") or choice
+        text = message.get("content", message.get("text"))
+        if isinstance(text, str) and not message.get("tool_calls"):
+            return text
+    if "choices" in value:
+        return orjson.dumps(value["choices"]).decode()
+    return ""
+
+
+def _reason_of(value: dict[str, Any]) -> str:
+    with suppress(KeyError, TypeError, AttributeError, IndexError):
+        return str(value["choices"][0]["finish_reason"] or "")
+    return ""
+
+
+def _usage(stated: Any) -> Usage | None:
+    """The usage that an engine states, None where it states none."""
+    if not isinstance(stated, dict):
+        return None
+    counts = [stated.get(name) for name in ("prompt_tokens", "completion_tokens")]
+    prompt, completion = (count if isinstance(count, int) and 0 <= count < 1 << 31 else 0 for count in counts)
+    return Usage(prompt_tokens=prompt, completion_tokens=completion) if prompt or completion else None

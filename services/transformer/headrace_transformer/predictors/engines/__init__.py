@@ -1,0 +1,1 @@
+"""Engines that speak OpenAI's API, at addresses of their own."""

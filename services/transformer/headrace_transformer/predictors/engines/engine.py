@@ -1,0 +1,242 @@
+"""One engine at one address: what it is, whether it answers, and the requests to it.
+
+What it is, it says itself: `GET /models` names its kind, its model and its context. Whether it answers, only a real
+answer shows: after its start, and after each failure, it must generate a token before it gets requests. One that has
+been silent while requests wait must generate one too, or it counts as hung and its answers go on elsewhere.
+
+Owned by the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import aiohttp
+import orjson
+
+from headrace.errors import (
+    HeadraceError,
+    HopBrokenError,
+    InvalidRequestError,
+    NotReadyError,
+    OverloadedError,
+    RequestFailedError,
+)
+from headrace.models.engine_sources import EngineSource
+from headrace_transformer.predictors.resume.crashes import PredictorLostError
+
+logger = logging.getLogger(__name__)
+
+HOP = "engine"
+TOKEN_ID_KINDS = ("vllm", "llamacpp", "headrace")  # They take and give token ids.
+_LOOK_S = 2.0
+_PLACES = 256  # vLLM's default of requests at a time.
+_MAX_ERROR = 64 * 1024
+_FAILURES = 3  # In a row: server errors after which an engine must prove itself.
+_OWNERS = ("vllm", "sglang", "llamacpp", "headrace")  # Kinds that name themselves in the list of models.
+
+
+class Running(Protocol):
+    """A request at an engine."""
+
+    def fail(self, error: HeadraceError) -> None:
+        """Ends it with an error, at once."""
+
+
+class Engine:
+    """See the module. `address` is the base of its paths, with the host as an address; `host` is its name."""
+
+    def __init__(
+        self, source: EngineSource, address: str, host: str, session: aiohttp.ClientSession, silence_limit_s: float
+    ) -> None:
+        self.source = source
+        self.address = address
+        self.name = address.partition("://")[2].partition("/")[0]
+        self.running: set[Running] = set()
+        self.kind = source.kind
+        self.served = source.served
+        self.context_length: int | None = None
+        self.folder = ""
+        self.generates = True
+        self.places = source.max_running or _PLACES
+        self.ready = False
+        self.heard = time.monotonic()
+        self._host = host
+        self._session = session
+        self._silence_limit_s = silence_limit_s
+        self._failures = 0
+        self._trouble = ""
+
+    async def look(self) -> None:
+        """Finds out what the engine is, and whether it answers."""
+        try:
+            await self._describe()
+            if not self.ready:
+                await self._prove()
+                self.ready, self._failures, self._trouble = True, 0, ""
+                logger.info("engine %s answers: %s, model %s", self.address, self.kind, self.served)
+            elif self.running and time.monotonic() - self.heard > self._silence_limit_s:
+                await self._prove()
+                self.heard = time.monotonic()
+        except HeadraceError as error:
+            self.lost(error)
+
+    def lost(self, error: HeadraceError) -> None:
+        """The engine gets no request until it has answered one; those that it has go on elsewhere."""
+        if self.ready or self._trouble != error.message:
+            logger.warning("engine %s does not answer: %s", self.address, error.message)
+        self.ready, self._trouble = False, error.message
+        for running in tuple(self.running):
+            running.fail(PredictorLostError(f"engine {self.name} does not answer", hop=HOP))
+
+    async def get(self, path: str) -> dict[str, Any]:
+        """The JSON object at a path, within 2 s; raises HeadraceError."""
+        try:
+            async with asyncio.timeout(_LOOK_S), self._session.get(path, headers=self._headers()) as response:
+                return _object(response, await _read(response, _MAX_ERROR))
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise _lost(error) from None
+
+    async def post(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] = {}) -> aiohttp.ClientResponse:
+        """The answer to a request, of which the head has come; raises HeadraceError for any but 200.
+
+        Whoever closes the response before its end closes the connection, by which engines cancel.
+        """
+        data, headers = orjson.dumps(body), {**self._headers(), **headers}
+        try:
+            response = await self._session.post(self.address + path, data=data, headers=headers)
+        except (aiohttp.ClientError, OSError) as error:
+            lost = _lost(error)
+            self.lost(lost)
+            raise lost from None
+        if response.status == 200:
+            self._failures = 0
+            self.heard = time.monotonic()
+            return response
+        async with response:
+            raise self._refusal(response, await _read(response, _MAX_ERROR))
+
+    def _headers(self) -> dict[str, str]:
+        headers = {"host": self._host, "content-type": "application/json"}
+        try:
+            key = self.source.key
+        except OSError as error:
+            raise NotReadyError(f"the engines' key cannot be read: {error}", hop="transformer") from None
+        return headers | ({"authorization": f"Bearer {key}"} if key else {})
+
+    def _refusal(self, response: aiohttp.ClientResponse, data: bytes) -> HeadraceError:
+        status, message = response.status, error_message(data) or f"status {response.status}"
+        if status in (401, 403):
+            return RequestFailedError(f"the engine refuses the transformer's key: {message}", hop=HOP)
+        if status == 429:
+            return OverloadedError(message, hop=HOP, retry_after_ms=_retry_after_ms(response))
+        if 400 <= status < 500:
+            return InvalidRequestError(message, hop=HOP)
+        self._failures += 1
+        if status in (502, 503, 504) or self._failures >= _FAILURES:
+            self.lost(NotReadyError(message, hop=HOP))
+        return NotReadyError(message, hop=HOP) if status in (502, 503, 504) else HopBrokenError(message, hop=HOP)
+
+    async def _describe(self) -> None:
+        """Reads the engine's list of models; raises HeadraceError."""
+        listed = (await self.get(f"{self.address}/models")).get("data")
+        cards = [card for card in listed if isinstance(card, dict)] if isinstance(listed, list) else []
+        names = [str(card.get("id")) for card in cards]
+        wanted = self.source.served or (names[0] if len(names) == 1 else self.source.name)
+        card = next((card for card in cards if card.get("id") == wanted), None)
+        if card is None:
+            raise NotReadyError(f"it serves {', '.join(names[:8]) or 'nothing'}, not {wanted!r}", hop=HOP)
+        self.served, owner = wanted, str(card.get("owned_by"))
+        self.kind = self.source.kind or (owner if owner in _OWNERS else "openai")
+        self.generates = card.get("kind", "generation") == "generation"
+        self.folder = str(card.get("root") or "")
+        length = card.get("max_model_len")
+        if self.kind == "llamacpp" and not self.ready:
+            root = self.address.removesuffix("/v1")
+            properties = await self.get(f"{root}/props")
+            settings, slots = properties.get("default_generation_settings"), properties.get("total_slots")
+            self.places = self.source.max_running or (slots if isinstance(slots, int) else _PLACES)
+            length = settings.get("n_ctx") if isinstance(settings, dict) else None
+        if isinstance(length, int) and length > 0:
+            self.context_length = length
+
+    async def _prove(self) -> None:
+        """Has the engine generate one token; raises HeadraceError. A refusal is an answer too: of an encoder."""
+        body = {"model": self.served, "prompt": "a", "max_tokens": 1}
+        try:
+            async with asyncio.timeout(self._silence_limit_s):
+                response = await self._session.post(
+                    f"{self.address}/completions", data=orjson.dumps(body), headers=self._headers()
+                )
+                async with response:
+                    data = await _read(response, _MAX_ERROR)
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise _lost(error) from None
+        if response.status >= 500 or response.status in (401, 403):
+            raise NotReadyError(error_message(data) or f"status {response.status}", hop=HOP)
+        if response.status == 200 and not isinstance(_json(data), dict):
+            raise HopBrokenError("its answer is not JSON", hop=HOP)
+
+
+def error_message(data: bytes) -> str:
+    """The message in the body of an error, as OpenAI's API and others have it; "" for none."""
+    value = _json(data)
+    for name in ("error", "message", "detail"):
+        if isinstance(value, dict) and value.get(name):
+            value = value[name]
+    return value if isinstance(value, str) else ""
+
+
+def error_of_event(value: Mapping[str, Any]) -> HeadraceError | None:
+    """The error that a 200 carries, if it does."""
+    error = value.get("error")
+    if not error or value.get("choices"):
+        return None
+    code = error.get("code") if isinstance(error, dict) else None
+    message = error_message(orjson.dumps({"error": error})) or "an error without a message"
+    if isinstance(code, int) and 400 <= code < 500:
+        return InvalidRequestError(message, hop=HOP)
+    return HopBrokenError(f"the engine reports an error: {message}", hop=HOP)
+
+
+def _lost(error: BaseException) -> PredictorLostError:
+    text = "no answer in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
+    return PredictorLostError(f"the connection to the engine failed: {text}", hop=HOP)
+
+
+async def _read(response: aiohttp.ClientResponse, most: int) -> bytes:
+    """The body; raises HopBrokenError for one that is longer than `most`, or not complete."""
+    data = bytearray()
+    try:
+        async for piece in response.content.iter_any():
+            data += piece
+            if len(data) > most:
+                raise HopBrokenError(f"the engine's answer has more than {most} bytes", hop=HOP)
+    except (aiohttp.ClientError, OSError) as error:
+        raise _lost(error) from None
+    return bytes(data)
+
+
+def _object(response: aiohttp.ClientResponse, data: bytes) -> dict[str, Any]:
+    value = _json(data)
+    if response.status != 200 or not isinstance(value, dict):
+        raise NotReadyError(
+            f"{response.url.path}: status {response.status}, {error_message(data) or 'no JSON'}", hop=HOP
+        )
+    return value
+
+
+def _json(data: bytes) -> Any:
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return None
+
+
+def _retry_after_ms(response: aiohttp.ClientResponse) -> int | None:
+    seconds = response.headers.get("retry-after", "")
+    return 1000 * int(seconds) if seconds.isascii() and seconds.isdecimal() and len(seconds) < 6 else None

@@ -1,0 +1,147 @@
+"""Server-sent events from an engine: whole events only, within bounds.
+
+An answer that ends, breaks or falls silent before its end raises; a part of an event is dropped with it.
+Source: WHATWG HTML, "Server-sent events".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from typing import Any
+
+import aiohttp
+import orjson
+from grpc import StatusCode
+
+from headrace.errors import HeadraceError, HopBrokenError
+from headrace.rpc.client.interceptors import ClientSpan
+from headrace_transformer.predictors.engines.engine import HOP, Engine, error_of_event
+from headrace_transformer.predictors.resume.crashes import PredictorLostError
+
+DONE = b"[DONE]"
+_END = re.compile(rb"\r?\n\r?\n|\r\r")
+_MAX_EVENT, _MAX_WHOLE = 16 << 20, 64 << 20
+_END_S = 1.0  # For what may follow an answer's last token.
+
+
+class EventStream:
+    """The events of one request to an engine; one task reads them, any other may `fail` it."""
+
+    def __init__(
+        self, engine: Engine, path: str, body: dict[str, Any], headers: dict[str, str], span: ClientSpan
+    ) -> None:
+        self.engine = engine
+        self._span = span
+        self.ended = False
+        self._request = (path, body, headers)
+        self._response: aiohttp.ClientResponse | None = None
+        self._scope: asyncio.Timeout | None = None
+        self._error: HeadraceError | None = None
+        self._buffer = b""
+        engine.running.add(self)
+
+    async def read(self) -> list[bytes]:
+        """The data of the next events, at least one; none after the end. Raises HeadraceError."""
+        while not self.ended:
+            data = await self._piece()
+            if not data:
+                self.close()
+                if _END.sub(b"", self._buffer):
+                    raise PredictorLostError("the engine's answer ends inside of an event", hop=HOP)
+                break
+            *events, self._buffer = _END.split(self._buffer + data)
+            if len(self._buffer) > _MAX_EVENT:
+                raise HopBrokenError(f"the engine sends an event of more than {_MAX_EVENT} bytes", hop=HOP)
+            found = [value for event in events if (value := _data(event))]
+            if DONE in found:
+                self._ended()
+                found.remove(DONE)
+            if found:
+                return found
+        return []
+
+    async def whole(self) -> bytes:
+        """The body of an answer that is no stream; raises HeadraceError."""
+        data = bytearray()
+        while piece := await self._piece():
+            data += piece
+            if len(data) > _MAX_WHOLE:
+                raise HopBrokenError(f"the engine's answer has more than {_MAX_WHOLE} bytes", hop=HOP)
+        self._ended()
+        return bytes(data)
+
+    async def rest(self) -> list[bytes]:
+        """The events that follow an answer's end; what does not come at once is dropped."""
+        found: list[bytes] = []
+        try:
+            async with asyncio.timeout(_END_S):
+                while events := await self.read():
+                    found += events
+        except (TimeoutError, HeadraceError):
+            self.close()
+        return found
+
+    def fail(self, error: HeadraceError) -> None:
+        """Ends it with an error, at once, also while it is read."""
+        self._error = self._error or error
+        self._span.end(error.status)
+        if self._scope is not None:
+            self._scope.reschedule(0)
+        self._close()
+
+    def close(self) -> None:
+        """Ends the request; the engine cancels what it would still generate."""
+        self.engine.running.discard(self)
+        self._span.end(StatusCode.CANCELLED)
+        self._close()
+
+    def _ended(self) -> None:
+        self.ended = True
+        self._span.end(StatusCode.OK)
+
+    def _close(self) -> None:
+        if self._response is not None and not self.ended:
+            self._response.close()  # With its connection.
+        elif self._response is not None:
+            self._response.release()
+
+    async def _piece(self) -> bytes:
+        """More of the answer, empty at its end."""
+        if self._error is not None:
+            raise self._error
+        try:
+            async with asyncio.timeout(None) as self._scope:
+                if self._response is None:
+                    self._response = await self.engine.post(*self._request)
+                data = await self._response.content.readany()
+        except TimeoutError:
+            raise self._error or PredictorLostError("the engine is silent", hop=HOP) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._error or PredictorLostError(f"the engine's answer breaks off: {error}", hop=HOP) from None
+        finally:
+            self._scope = None
+        if self._error is not None:
+            raise self._error
+        self.engine.heard = time.monotonic()
+        self._span.message()
+        return data
+
+
+def parsed(data: bytes) -> dict[str, Any]:
+    """The object of an event; raises HeadraceError, also the one that it carries."""
+    try:
+        value = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        value = None
+    if not isinstance(value, dict):
+        raise HopBrokenError("the engine sends an event that is no JSON object", hop=HOP)
+    if (error := error_of_event(value)) is not None:
+        raise error
+    return value
+
+
+def _data(event: bytes) -> bytes:
+    lines = [line[5:].removeprefix(b" ") for line in event.splitlines() if line.startswith(b"data:")]
+    return b"\n".join(lines)

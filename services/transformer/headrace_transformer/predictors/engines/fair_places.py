@@ -1,0 +1,86 @@
+"""Fair shares of engines between clients: who waits here gets the next place by weight, and not by arrival.
+
+An engine serves whatever it has in the order of its own, so it gets no more requests than it can run at a time; the
+others wait here. Of the clients that wait, the next place is for the one with the fewest requests at the engines by its
+weight. Owned by the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+
+from headrace.errors import OverloadedError
+
+_MAX_WAITING = 2048
+_RETRY_AFTER_MS = 1000
+
+
+class FairPlaces:
+    """`limit` is how many requests the engines run at a time; it may change."""
+
+    def __init__(self) -> None:
+        self.limit = 0
+        self._running: Counter[str] = Counter()
+        self._weights: dict[str, float] = {}
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+
+    async def take(self, client: str, weight: float) -> Place:
+        """A place for a request, once there is one; raises OverloadedError where too many wait."""
+        self._weights[client] = weight or 1.0
+        if self._running.total() >= self.limit or self._waiting:
+            if sum(map(len, self._waiting.values())) >= _MAX_WAITING:
+                raise OverloadedError("too many requests wait for an engine", retry_after_ms=_RETRY_AFTER_MS)
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.setdefault(client, deque()).append(turn)
+            self.serve()
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self._running[client] -= 1
+                self._forget(client, turn)
+                self.serve()
+                raise
+        else:
+            self._running[client] += 1
+        return Place(self, client)
+
+    def serve(self) -> None:
+        """Gives free places to those that wait."""
+        while self._waiting and self._running.total() < self.limit:
+            client = min(self._waiting, key=lambda name: self._running[name] / self._weights[name])
+            turn = self._waiting[client].popleft()
+            if not self._waiting[client]:
+                del self._waiting[client]
+            if not turn.done():
+                self._running[client] += 1
+                turn.set_result(None)
+
+    def give_back(self, client: str) -> None:
+        self._running[client] -= 1
+        if not self._running[client]:
+            del self._running[client]
+            if client not in self._waiting:
+                self._weights.pop(client, None)
+        self.serve()
+
+    def _forget(self, client: str, turn: asyncio.Future[None]) -> None:
+        turns = self._waiting.get(client)
+        if turns is not None and turn in turns:
+            turns.remove(turn)
+            if not turns:
+                del self._waiting[client]
+
+
+class Place:
+    """The place of one request, until it is closed."""
+
+    def __init__(self, places: FairPlaces, client: str) -> None:
+        self._places: FairPlaces | None = places
+        self._client = client
+
+    def close(self) -> None:
+        places, self._places = self._places, None
+        if places is not None:
+            places.give_back(self._client)

@@ -1,0 +1,151 @@
+"""A generation as one request at an engine that takes token ids and gives them.
+
+A request that continues an answer either has the ids so far behind its prompt, which is exact where the next token
+depends on them alone; or it repeats the answer from its beginning, with the same seed, and the ids that are there
+already are compared and left out. So does each answer that has a form: an engine's grammar begins with its request.
+Where an engine does not repeat itself, an answer without a form goes on from its ids, as an approximation.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from headrace.errors import HeadraceError, HopBrokenError
+from headrace.rpc.client.interceptors import ClientSpan
+from headrace.sampling import SamplingParameters
+from headrace_protos.headrace_pb2 import Usage
+from headrace_transformer.predictors.engines.engine import HOP, Engine
+from headrace_transformer.predictors.engines.events import EventStream, parsed
+from headrace_transformer.predictors.engines.token_formats import TokenFormat
+from headrace_transformer.predictors.tokens import APPROXIMATE, EXACT, TokenChunk
+
+
+class TokenCall:
+    """See the module; one task reads it. `continuity` is how it continues the ids, "" for a new answer."""
+
+    is_accepted = runs_alone = False
+    fingerprint = ""
+
+    def __init__(
+        self,
+        engine: Engine,
+        new_format: Callable[[], TokenFormat],
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        sampling: SamplingParameters,
+        further_fields: Mapping[str, Any],
+        span: ClientSpan,
+    ) -> None:
+        self.predictor = engine.name
+        self.continuity = "" if not output_ids else EXACT if is_exact(sampling) else APPROXIMATE
+        self._engine = engine
+        self._new_format = new_format
+        self._prompt_ids, self._output_ids = prompt_ids, list(output_ids)
+        self._sampling = sampling
+        self._further_fields = further_fields
+        self._span = span
+        self._error: HeadraceError | None = None
+        self._produced = 0
+        self._cached_tokens: int | None = None
+        self._repeated: deque[int] = deque()
+        self._begin(repeats=bool(output_ids) and not continues(sampling))
+
+    async def read(self) -> TokenChunk:
+        """The next tokens, or none where all were there already; raises HeadraceError."""
+        if self._error is not None:
+            raise self._error
+        if self._output_ids and len(self._output_ids) >= (self._sampling.max_tokens or 0):
+            return self._end(TokenChunk(finish_reason="length"))
+        events = await self._events.read()
+        if not events:
+            raise HopBrokenError("the engine ended the answer before its last token", hop=HOP)
+        chunk = self._chunk(events)
+        if chunk.finish_reason is not None and self._format.has_more:
+            self._take(await self._events.rest(), TokenChunk())
+        self._leave_out(chunk)
+        return chunk if chunk.finish_reason is None else self._end(chunk)
+
+    def fail(self, error: HeadraceError) -> None:
+        """Ends the call with an error, at once."""
+        self._error = error
+        self._events.fail(error)
+
+    def close(self) -> None:
+        """Ends the request unless it has ended."""
+        self._events.close()
+
+    def _begin(self, repeats: bool) -> None:
+        self._format = self._new_format()
+        produced = 0 if repeats else len(self._output_ids)
+        ids = self._prompt_ids if repeats else [*self._prompt_ids, *self._output_ids]
+        self._repeated = deque(self._output_ids if repeats else ())
+        body = {**self._further_fields, **self._format.body(self._engine.served, ids, self._sampling, produced)}
+        traced = {"traceparent": self._span.traceparent} if self._span.traceparent else {}
+        path = self._format.path
+        self._events = EventStream(self._engine, path, body, traced, self._span)
+
+    def _chunk(self, events: Sequence[bytes]) -> TokenChunk:
+        chunk = TokenChunk()
+        self._take(events, chunk)
+        return chunk
+
+    def _take(self, events: Sequence[bytes], chunk: TokenChunk) -> None:
+        for data in events:
+            event = parsed(data)
+            try:
+                self._format.take(event, chunk)
+            except (AttributeError, KeyError, IndexError, TypeError, ValueError):
+                raise HopBrokenError("the engine sends an event that is none of its kind", hop=HOP) from None
+        if chunk.cached_tokens is not None:
+            self._cached_tokens = chunk.cached_tokens
+        chunk.cached_tokens = self._cached_tokens
+
+    def _leave_out(self, chunk: TokenChunk) -> None:
+        """Drops the ids that are there already; raises HopBrokenError where an answer with a form is another one."""
+        same = 0
+        for token_id in chunk.token_ids:
+            if not self._repeated:
+                break
+            if token_id != self._repeated.popleft():
+                self._differs(chunk)
+                return
+            same += 1
+        if chunk.finish_reason is not None and self._repeated:
+            self._differs(chunk)
+            return
+        for values in (chunk.token_ids, chunk.logprobs, chunk.top_logprobs):
+            del values[:same]
+        self._produced += len(chunk.token_ids)
+
+    def _differs(self, chunk: TokenChunk) -> None:
+        if self._sampling.structured_outputs:
+            raise HopBrokenError("the engine does not repeat the answer's beginning", hop=HOP)
+        self._events.close()
+        chunk.finish_reason = None
+        for values in (chunk.token_ids, chunk.logprobs, chunk.top_logprobs):
+            values.clear()
+        self.continuity = APPROXIMATE
+        self._begin(repeats=False)
+
+    def _end(self, chunk: TokenChunk) -> TokenChunk:
+        self._events.close()
+        completion = len(self._output_ids) + self._produced
+        chunk.usage = Usage(
+            prompt_tokens=len(self._prompt_ids), cached_tokens=self._cached_tokens or 0, completion_tokens=completion
+        )
+        return chunk
+
+
+def continues(sampling: SamplingParameters) -> bool:
+    """Whether an answer goes on from its ids: the next token depends on them alone, or nothing would repeat them."""
+    if sampling.structured_outputs:
+        return False
+    counts_output = sampling.presence_penalty or sampling.frequency_penalty
+    return not counts_output if sampling.is_greedy else sampling.seed is None
+
+
+def is_exact(sampling: SamplingParameters) -> bool:
+    """Whether an answer continues exactly, by its ids or by its repetition."""
+    return sampling.is_greedy or not continues(sampling)

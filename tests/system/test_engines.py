@@ -1,0 +1,314 @@
+"""Models at engines of other makers: what passes, what is ours, and answers that survive their engine."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import pytest
+import pytest_asyncio
+
+from tests.support.scripted_engine import CLOSE, END, ERROR, HALF, JUNK, NO_DONE, STALL, ScriptedEngine, answers
+from tests.system.calls import rest
+from tests.system.payload_log import records
+from tests.waiting import until
+
+FOLDER = "models/storyteller"
+TOKENS = 12
+MESSAGES = [{"role": "user", "content": "Tell me of the fox."}]
+CHAT = {"model": "chat", "messages": MESSAGES, "max_tokens": TOKENS, "temperature": 0, "stream": True}
+COMPLETION = {"model": "chat", "prompt": "Once", "max_tokens": TOKENS, "temperature": 0, "stream": True}
+PASSED = {**CHAT, "model": "passed"}
+SETTINGS = {"TRANSFORMER_SILENCE_LIMIT": "2", "TRANSFORMER_PREDICTOR_START_WAIT": "4"}
+
+
+@pytest_asyncio.fixture(scope="module")
+async def engines():
+    """Two that give token ids, and two that do not; each pair gives the same answers."""
+    made = [
+        ScriptedEngine(FOLDER),
+        ScriptedEngine(FOLDER),
+        ScriptedEngine(FOLDER, "other"),
+        ScriptedEngine(FOLDER, "other"),
+    ]
+    for engine in made:
+        await engine.start()
+    yield made
+    for engine in made:
+        await engine.stop()
+
+
+@pytest_asyncio.fixture(scope="module")
+async def stack(stacks, engines):
+    one, other, plain, further = (engine.address for engine in engines)
+    models = f"chat={one}|{other}#served;tokenizer={FOLDER},passed={plain}|{further},normalizer=models/normalizer"
+    async with stacks.use(models=models, environment={"transformer": SETTINGS}) as started:
+        await until(lambda: names_of(started), lambda names: {"chat", "passed"} <= names)
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def well(engines):
+    for engine in engines:
+        engine.fails, engine.refuses, engine.delay_s = answers, None, 0.0
+        engine.requests.clear()
+
+
+async def names_of(stack):
+    answer = await rest(stack.gateway, "GET", "/v1/models")
+    return {card["id"] for card in answer.json["data"]}
+
+
+async def asked(stack, body, **headers):
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    return await rest(stack.gateway, "POST", path, body, **headers)
+
+
+def events_of(answer):
+    """The events of a stream, each of them whole, and the comments on its continuity."""
+    assert answer.status == 200, answer.body
+    assert answer.headers["x-headrace-continuity"] in ("exact", "restarted"), answer.headers
+    blocks = answer.body.decode().split("\n\n")
+    assert blocks.pop() == ""
+    comments = [block.removeprefix(": x-headrace-continuity: ") for block in blocks if block.startswith(": x-")]
+    data = [block.removeprefix("data: ") for block in blocks if block.startswith("data: ")]
+    assert len(comments) + len(data) == len(blocks)
+    assert data.pop() == "[DONE]"
+    return [json.loads(one) for one in data], comments
+
+
+def texts_of(events):
+    """The text of each choice."""
+    found = {}
+    for event in events:
+        for choice in event["choices"]:
+            delta = choice.get("delta") or choice
+            calls = delta.get("tool_calls") or ()
+            text = (delta.get("content") or delta.get("text") or "") + "".join(
+                call["function"].get("arguments", "") for call in calls
+            )
+            found[choice["index"]] = found.get(choice["index"], "") + text
+    return found
+
+
+def fails_once(engines, at, how=CLOSE):
+    """The first request that reaches `at` tokens fails, wherever it is."""
+    done = []
+
+    def fails(count):
+        if count == at and not done:
+            done.append(count)
+            return how
+        return ""
+
+    for engine in engines:
+        engine.fails = fails
+    return done
+
+
+@asynccontextmanager
+async def ready_again(stack, model):
+    """After the block the model's engines answer again: a request to each of them does."""
+    yield
+    await until(lambda: asked(stack, {**CHAT, "model": model, "stream": False}), lambda answer: answer.status == 200)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        CHAT,
+        COMPLETION,
+        {**COMPLETION, "logprobs": 1},
+        {**COMPLETION, "n": 2},
+        {**CHAT, "presence_penalty": 0.5},
+        {**CHAT, "temperature": 1, "seed": 3},
+        {**COMPLETION, "structured_outputs": {"regex": "[a-z]*"}},
+        {**CHAT, "tools": [{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]},
+    ],
+    ids=["chat", "completion", "logprobs", "two", "penalty", "seed", "form", "tools"],
+)
+async def test_an_answer_goes_on_exactly_after_any_token(stack, engines, body):
+    undisturbed = await asked(stack, body)
+    whole, comments = events_of(undisturbed)
+    assert not comments
+    for at in range(TOKENS + 1):
+        done = fails_once(engines, at)
+        async with ready_again(stack, "chat"):
+            disturbed, comments = events_of(await asked(stack, body))
+        assert texts_of(disturbed) == texts_of(whole)
+        assert done or at == TOKENS
+        assert set(comments) == ({"exact"} if 0 < at < TOKENS else {"restarted"} if at == 0 else set()), at
+        for one in ("logprobs", "finish_reason"):
+            given = [[choice.get(one) for event in some for choice in event["choices"]] for some in (whole, disturbed)]
+            assert [x for x in given[0] if x] == [x for x in given[1] if x]
+
+
+@pytest.mark.parametrize("how", [CLOSE, HALF, ERROR, END, JUNK])
+async def test_every_way_to_fail_is_seen(stack, engines, how):
+    whole, _ = events_of(await asked(stack, CHAT))
+    assert fails_once(engines, 5, how) == []
+    disturbed, comments = events_of(await asked(stack, CHAT))
+    assert (texts_of(disturbed), comments) == (texts_of(whole), ["exact"])
+
+
+async def test_an_answer_without_done_is_whole(stack, engines):
+    whole, _ = events_of(await asked(stack, CHAT))
+    fails_once(engines, TOKENS, NO_DONE)
+    assert texts_of(events_of(await asked(stack, CHAT))[0]) == texts_of(whole)
+
+
+async def test_an_engine_that_hangs_is_left(stack, engines):
+    whole, _ = events_of(await asked(stack, CHAT))
+    hung = []
+
+    def fails(engine):
+        def stalls(count):
+            if hung in ([], [engine]) and count == 4:
+                hung[:] = [engine]
+            return STALL if hung == [engine] else ""
+
+        return stalls
+
+    for engine in engines[:2]:
+        engine.fails = fails(engine)
+    for _ in range(1):
+        disturbed, comments = events_of(await asked(stack, CHAT))
+    assert (texts_of(disturbed), comments) == (texts_of(whole), ["exact"])
+
+
+async def test_a_sample_without_a_seed_goes_on_as_an_approximation(stack, engines):
+    body = {**CHAT, "temperature": 1}
+    whole, _ = events_of(await asked(stack, body))
+    assert "seed" not in engines[0].requests[0][1] if engines[0].requests else True
+    fails_once(engines, 5)
+    disturbed, comments = events_of(await asked(stack, body, x_request_id="approximate"))
+    assert (texts_of(disturbed), comments) == (texts_of(whole), ["approximate"])
+    (record,) = await records(stack.gateway, request_id="approximate")
+    assert (record.continuity, record.resumes, record.status) == ("approximate", 1, "OK")
+    assert record.text == texts_of(whole)[0]
+
+
+async def test_the_usage_is_counted_here(stack):
+    body = {**CHAT, "stream_options": {"include_usage": True}}
+    events, _ = events_of(await asked(stack, body))
+    usage = events[-1]["usage"]
+    assert usage["completion_tokens"] == TOKENS
+    assert usage["prompt_tokens"] < 100
+
+
+async def test_only_what_the_request_states_is_sent(stack, engines):
+    await asked(stack, {"model": "chat", "messages": MESSAGES, "vllm_xargs": {"a": 1}, "top_p": 0.5, "max_tokens": 3})
+    ((path, body, headers),) = engines[0].requests + engines[1].requests
+    assert path == "/v1/completions"
+    given = {name: value for name, value in body.items() if name not in ("prompt", "stream", "stream_options")}
+    own = {"model": "served", "max_tokens": 3, "return_token_ids": True, "skip_special_tokens": False}
+    assert given == own | {"top_p": 0.5, "vllm_xargs": {"a": 1}}
+    assert headers["traceparent"]
+
+
+async def test_a_refusal_has_the_engines_words(stack, engines):
+    for engine in engines:
+        engine.refuses = (400, {"error": {"message": "top_n_sigma must be positive", "code": 400}})
+    for model in ("chat", "passed"):
+        answer = await asked(stack, {**CHAT, "model": model})
+        assert answer.status == 400
+        assert answer.json["error"]["message"] == "top_n_sigma must be positive"
+        assert answer.headers["x-failed-hop"] == "engine"
+
+
+async def test_cancels_reach_the_engine(stack, engines):
+    for engine in engines:
+        engine.delay_s = 0.2
+    for model in ("chat", "passed"):
+        calls = [asyncio.create_task(cut_off(stack, {**CHAT, "model": model, "max_tokens": 900})) for _ in range(20)]
+        await asyncio.gather(*calls)
+        await until(lambda: sum(engine.running for engine in engines), lambda running: running == 0)
+
+
+async def cut_off(stack, body):
+    """Sends a request, and leaves after the first event."""
+    reader, writer = await asyncio.open_connection(*stack.gateway.split(":"))
+    data = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
+    writer.write(head.encode() + data)
+    async with asyncio.timeout(10):
+        while b"data: " not in await reader.readline():
+            pass
+    writer.transport.abort()
+
+
+async def test_a_model_without_its_tokenizer_passes_as_it_is(stack, engines):
+    body = {**PASSED, "stream": False, "response_format": {"type": "json_object"}, "anything": [1]}
+    answer = await asked(stack, body, x_request_id="passed")
+    assert answer.json["model"] == "passed"
+    ((path, given, _),) = engines[2].requests + engines[3].requests
+    assert (path, given) == ("/v1/chat/completions", body | {"model": "served"})
+    (record,) = await records(stack.gateway, request_id="passed")
+    assert (record.text, record.status) == (answer.json["choices"][0]["message"]["content"], "OK")
+
+
+async def test_a_passed_stream_goes_on_from_its_text(stack, engines):
+    whole, _ = events_of(await asked(stack, PASSED))
+    for at in range(TOKENS + 1):
+        done = fails_once(engines, at)
+        async with ready_again(stack, "passed"):
+            disturbed, comments = events_of(await asked(stack, PASSED))
+        assert len({event["id"] for event in disturbed}) == 1
+        text, expected = texts_of(disturbed)[0], texts_of(whole)[0]
+        assert text.startswith(expected[: expected.index(">") * at]) or at == 0
+        assert text.count("<") == text.count(">") == TOKENS
+        assert set(comments) == ({"approximate"} if 0 < at < TOKENS else {"restarted"} if at == 0 else set()), (
+            at,
+            done,
+        )
+
+
+@pytest.mark.parametrize(
+    "further",
+    [{"n": 2}, {"tools": [{"type": "function", "function": {"name": "find"}}]}, {"response_format": {"type": "json"}}],
+    ids=["two", "tools", "form"],
+)
+async def test_a_passed_answer_with_more_than_text_is_repeated(stack, engines, further):
+    body = PASSED | further
+    whole, _ = events_of(await asked(stack, body))
+    for at in (1, 5, TOKENS - 1):
+        fails_once(engines, at)
+        async with ready_again(stack, "passed"):
+            disturbed, comments = events_of(await asked(stack, body))
+        assert (texts_of(disturbed), set(comments)) == (texts_of(whole), {"exact"})
+        ids = [call.get("id") for event in disturbed for call in event["choices"][0]["delta"].get("tool_calls") or ()]
+        assert len({one for one in ids if one}) <= 1
+
+
+async def test_another_answer_ends_with_an_error(stack, engines):
+    fails_once(engines, 5)
+    engines[2]._salt, engines[3]._salt = "one", "other"
+    try:
+        answer = await asked(stack, PASSED | {"tools": [{"type": "function", "function": {"name": "find"}}]})
+    finally:
+        engines[2]._salt = engines[3]._salt = ""
+    assert "does not repeat the answer's beginning" in answer.body.decode()
+    assert not answer.body.endswith(b"data: [DONE]\n\n")
+
+
+async def test_requests_with_images_pass(stack, engines):
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    body = {**CHAT, "messages": [{"role": "user", "content": [part]}]}
+    events_of(await asked(stack, body))
+    ((path, given, _),) = engines[0].requests + engines[1].requests
+    assert (path, given) == ("/v1/chat/completions", body | {"model": "served"})
+
+
+async def test_embeddings_pass(stack):
+    answer = await rest(stack.gateway, "POST", "/v1/embeddings", {"model": "passed", "input": "a"})
+    assert (answer.status, answer.json["data"]) == (200, [{"embedding": [0.5]}])
+
+
+async def test_requests_wait_for_an_engine_that_starts_again(stack, engines):
+    for engine in engines[:2]:
+        await engine.stop()
+    waiting = asyncio.create_task(asked(stack, CHAT))
+    await asyncio.sleep(0.5)
+    assert not waiting.done()
+    for engine in engines[:2]:
+        await engine.start()
+    events_of(await waiting)
