@@ -2,7 +2,8 @@
 
 llama-10M in bfloat16 or in `--dtype` (see token_cost.py), prompts of 32 tokens, 64 tokens out, greedy, with 1, 8 and 32
 callers, each of which sends its next request when an answer is complete. `headrace` is the stack as `make up` starts
-it, everything on by default; `vllm` its CPU server with compiled graphs, the default, and `vllm-eager` without. All
+it, everything on by default; `vllm` its CPU server with compiled graphs, the default, and `vllm-eager` without;
+`fronted` the stack before that server, everything on, and `built-in` the stack with vLLM as its predictor's engine. All
 servers run all the time; in a round each is measured once with each number of callers, in random order, so other load
 on the machine affects all. Figures are medians over the rounds, ratios those of pairs (bench/statistics.py).
 
@@ -37,6 +38,7 @@ from bench.vllm_server import vllm_server
 _STATE = ROOT / ".run" / "bench"
 _MODEL = "llama-10M"
 _VLLM_EAGER = "vllm-eager"
+_FRONTED, _BUILT_IN = "fronted", "built-in"
 _PEERS: dict[str, tuple[str, ...]] = {VLLM: (), _VLLM_EAGER: ("--enforce-eager",)}
 _NEW_TOKENS = 64
 _WARM_UP_S = 1.0
@@ -61,7 +63,8 @@ def main() -> None:
         "--seconds", type=float, default=5.0, help="of a measurement, after a second that is not counted"
     )
     options.add_argument("--callers", type=int, nargs="+", default=(1, 8, 32))
-    options.add_argument("--servers", nargs="+", choices=(HEADRACE, *_PEERS), default=(HEADRACE, *_PEERS))
+    own = (HEADRACE, *_PEERS)
+    options.add_argument("--servers", nargs="+", choices=(*own, _FRONTED, _BUILT_IN), default=own)
     options.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of the model's weights")
     arguments = options.parse_args()
     (_STATE / "logs").mkdir(parents=True, exist_ok=True)
@@ -85,7 +88,9 @@ def main() -> None:
 async def _measure(arguments: argparse.Namespace) -> Rounds:
     measured: Rounds = defaultdict(lambda: defaultdict(list))
     async with AsyncExitStack() as opened:
-        servers = {name: await _start(opened, name, arguments.dtype) for name in arguments.servers}
+        servers: dict[str, Server] = {}
+        for name in sorted(arguments.servers, key=(_FRONTED).__eq__):  # After the server that it fronts.
+            servers[name] = await _start(opened, name, arguments.dtype, servers.get(VLLM))
         cases = [(name, callers) for name in servers for callers in arguments.callers]
         for number in range(-1, arguments.rounds):
             for name, callers in random.sample(cases, len(cases)):
@@ -100,15 +105,22 @@ async def _measure(arguments: argparse.Namespace) -> Rounds:
     return measured
 
 
-async def _start(opened: AsyncExitStack, name: str, dtype: str) -> Server:
+async def _start(opened: AsyncExitStack, name: str, dtype: str, engine: Server | None) -> Server:
     folder = _STATE / "models" / _MODEL
     if name in _PEERS:
         log = _STATE / "logs" / f"serving-{name}.log"
         server = await opened.enter_async_context(vllm_server(folder, _MODEL, log, *_PEERS[name], dtype=_DTYPES[dtype]))
         return Server(server.address, {name: server.pid})
-    environment = {"predictor": {"PREDICTOR_DTYPE": dtype}}
-    stack = await opened.enter_async_context(running_stack(models=f"{_MODEL}={folder}", environment=environment))
-    return Server(stack.gateway, {process: stack.pid(process) for process in stack.names})
+    predictor, models = {"PREDICTOR_DTYPE": dtype}, f"{_MODEL}={folder}"
+    if name == _BUILT_IN:
+        predictor |= {"PREDICTOR_ENGINE": "vllm", "PREDICTOR_VLLM_PYTHON": CONTENDERS[VLLM].python}
+    roots = {}
+    if name == _FRONTED:
+        if engine is None:
+            raise SystemExit(f"{_FRONTED} needs {VLLM}")
+        models, roots = f"{_MODEL}=http://{engine.address}/v1#{_MODEL};tokenizer={folder}", dict(engine.roots)
+    stack = await opened.enter_async_context(running_stack(models=models, environment={"predictor": predictor}))
+    return Server(stack.gateway, roots | {process: stack.pid(process) for process in stack.names})
 
 
 async def _figures(server: Server, callers: int, seconds: float) -> Mapping[str, float]:
@@ -139,10 +151,9 @@ def _report(measured: Rounds, callers: int, servers: Sequence[str]) -> dict[str,
         report[name]["each_round"] = {
             figure: [round(value, 2) for value in values] for figure, values in figures.items()
         }
-        if name != HEADRACE and HEADRACE in servers:
-            ours = measured[HEADRACE, callers]["tokens_per_s"]
-            ratio = estimate(paired_ratios(ours, figures["tokens_per_s"]))
-            report[name]["headrace_tokens_per_s_ratio"] = {key: round(value, 3) for key, value in asdict(ratio).items()}
+        for ours in set(servers) & {HEADRACE, _FRONTED} - {name}:
+            ratio = estimate(paired_ratios(measured[ours, callers]["tokens_per_s"], figures["tokens_per_s"]))
+            report[name][f"{ours}_tokens_per_s_ratio"] = {key: round(value, 3) for key, value in asdict(ratio).items()}
     return report
 
 
@@ -156,11 +167,13 @@ def _table(levels: Mapping[str, Mapping[str, Any]]) -> str:
         "tokens_a_piece": "tokens/read",
         "server_us_a_token": "µs/token",
     }
-    lines = [f"{'callers':<10}{'server':<14}" + "".join(f"{name:>14}" for name in figures.values()) + "   ratio"]
+    lines = [f"{'callers':<10}{'server':<14}" + "".join(f"{name:>14}" for name in figures.values()) + "   ratios"]
     for callers, servers in levels.items():
         for name, row in servers.items():
-            ratio = row.get("headrace_tokens_per_s_ratio")
-            text = f"   {ratio['median']} ({ratio['low']} to {ratio['high']})" if ratio else ""
+            ratios = {ours: row.get(f"{ours}_tokens_per_s_ratio") for ours in (HEADRACE, _FRONTED)}
+            text = "".join(
+                f"   {ours} {one['median']} ({one['low']} to {one['high']})" for ours, one in ratios.items() if one
+            )
             lines.append(f"{callers:<10}{name:<14}" + "".join(f"{row[key]:>14.1f}" for key in figures) + text)
     return "\n".join(lines)
 

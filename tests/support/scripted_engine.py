@@ -37,7 +37,7 @@ class ScriptedEngine:
         self.delay_s = 0.0
         self.port = 0
         self._kind = kind
-        self._salt = salt
+        self.salt = salt
         self._tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
         # Letters, and bytes of characters of several tokens.
         self._ids = ids or [*range(100, 400)]
@@ -75,7 +75,7 @@ class ScriptedEngine:
         """The next tokens of an answer."""
         made = list(ids)
         for _ in range(count):
-            digest = hashlib.blake2b(f"{self._salt}{made[-8:]}".encode(), digest_size=4).digest()
+            digest = hashlib.blake2b(f"{self.salt}{made[-8:]}".encode(), digest_size=4).digest()
             made.append(self._ids[int.from_bytes(digest, "big") % len(self._ids)])
         return made[len(ids) :]
 
@@ -109,6 +109,8 @@ class ScriptedEngine:
         ids = self.ids_after(begun, count)
         usage = {"prompt_tokens": 99999, "completion_tokens": len(ids), "total_tokens": 1}  # Wrong on purpose.
         if not body.get("stream"):
+            if self.fails(0) == STALL:
+                await asyncio.sleep(3600)
             if not is_probe and self.fails(0):
                 request.transport.close()
             choices = [self._choice(body, index, ids, is_chat, whole=True) for index in range(body.get("n") or 1)]

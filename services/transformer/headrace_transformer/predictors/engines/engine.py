@@ -36,12 +36,15 @@ TOKEN_ID_KINDS = ("vllm", "llamacpp", "headrace")  # They take and give token id
 _LOOK_S = 2.0
 _PLACES = 256  # vLLM's default of requests at a time.
 _MAX_ERROR = 64 * 1024
+_STALLS = 6  # Times the limit of silence: an answer that has begun, beside others that go on.
 _FAILURES = 3  # In a row: server errors after which an engine must prove itself.
 _OWNERS = ("vllm", "sglang", "llamacpp", "headrace")  # Kinds that name themselves in the list of models.
 
 
 class Running(Protocol):
-    """A request at an engine."""
+    """A request at an engine; `heard` is when the latest piece of its answer came, None before the first."""
+
+    heard: float | None
 
     def fail(self, error: HeadraceError) -> None:
         """Ends it with an error, at once."""
@@ -84,6 +87,9 @@ class Engine:
                 self.heard = time.monotonic()
         except HeadraceError as error:
             self.lost(error)
+        for running in tuple(self.running):  # A connection may be lost without a notice.
+            if running.heard is not None and time.monotonic() - running.heard > _STALLS * self._silence_limit_s:
+                running.fail(PredictorLostError(f"engine {self.name} goes on with others, and not with this", hop=HOP))
 
     def lost(self, error: HeadraceError) -> None:
         """The engine gets no request until it has answered one; those that it has go on elsewhere."""

@@ -35,6 +35,7 @@ class EventStream:
         self.engine = engine
         self._span = span
         self.ended = False
+        self.heard: float | None = None
         self._request = (path, body, headers)
         self._response: aiohttp.ClientResponse | None = None
         self._scope: asyncio.Timeout | None = None
@@ -124,7 +125,7 @@ class EventStream:
             self._scope = None
         if self._error is not None:
             raise self._error
-        self.engine.heard = time.monotonic()
+        self.heard = self.engine.heard = time.monotonic()
         self._span.message()
         return data
 

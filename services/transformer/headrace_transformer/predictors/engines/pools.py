@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from headrace.clients import WITHOUT_KEY
 from headrace.errors import NotReadyError
 from headrace.models.engine_sources import EngineSource
 from headrace.oip.model_description import INPUT_IDS, OUTPUT_IDS
@@ -38,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 1.0
 _CONNECT_S = 2.0
+_KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))  # Seconds, count.
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
@@ -105,7 +108,7 @@ class EnginePool:
         Raises NotReadyError, InvalidRequestError.
         """
         prompt, name = submission.prompt_ids, self.source.name
-        if submission.client:  # Its cached prefixes are its own.
+        if submission.client and not submission.client.startswith(WITHOUT_KEY):  # Its cached prefixes are its own.
             sampling = sampling.model_copy(update={"cache_salt": f"{submission.client}\n{sampling.cache_salt}"})
         engine = self.choose(prefix_key(name, sampling.cache_salt, prompt, submission.client))
         new_format: Callable[[], TokenFormat] = OpenAIFormat
@@ -170,11 +173,21 @@ class Engines:
         if not self.pools:
             return
         timeouts = aiohttp.ClientTimeout(total=None, connect=_CONNECT_S)
-        connector = aiohttp.TCPConnector(limit=0)
+        connector = aiohttp.TCPConnector(limit=0, socket_factory=_socket)
         settings: dict[str, Any] = {"connector": connector, "timeout": timeouts, "auto_decompress": True}
         async with aiohttp.ClientSession(**settings) as session, asyncio.TaskGroup() as group:
             for name, pool in self.pools.items():
                 group.create_task(_follow(pool, session), name=f"engines-{name}")
+
+
+def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """A socket that notices within half a minute that the other end is gone."""
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    for option, value in _KEEP_ALIVE:
+        made.setsockopt(socket.IPPROTO_TCP, option, value)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    return made
 
 
 async def _follow(pool: EnginePool, session: aiohttp.ClientSession) -> None:
