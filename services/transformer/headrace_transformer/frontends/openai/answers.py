@@ -19,7 +19,7 @@ from headrace_transformer.frontends.openai.generation_requests import (
     CompletionRequest,
     GenerationRequest,
 )
-from headrace_transformer.frontends.openai.token_scores import finite, prompt_scores, token_scores, token_text
+from headrace_transformer.frontends.openai.token_scores import finite, prompt_scores, token_name, token_scores
 from headrace_transformer.generation.chunks import TextChunk
 from headrace_transformer.text.answer_parts import CallArguments, CallStart, Content, Part, Reasoning
 
@@ -33,6 +33,7 @@ class Format(ABC):
 
     def __init__(self, request: GenerationRequest) -> None:
         self._returns_ids = request.return_token_ids
+        self._names_ids = request.return_tokens_as_token_ids
         self._scores_prompt = request.prompt_logprobs is not None
 
     @abstractmethod
@@ -114,7 +115,8 @@ class CompletionFormat(Format):
             if number >= prompt_tokens or not tokenizer.decoder.skips(token_id):
                 length += sum(byte & 0xC0 != 0x80 for byte in piece)  # Bytes that begin a character of UTF-8.
         self._lengths[index] = length
-        texts = list(map(token_text, pieces))
+        names_ids = self._names_ids
+        texts = [token_name(token_id, piece, names_ids) for token_id, piece in zip(ids, pieces, strict=True)]
         return {
             "tokens": texts,
             "token_logprobs": [None if value is None else finite(value) for value in values],
@@ -122,7 +124,8 @@ class CompletionFormat(Format):
             "top_logprobs": [
                 None
                 if value is None
-                else {token_text(written.of(other)): finite(logprob) for other, logprob in top} | {text: finite(value)}
+                else {token_name(other, written.of(other), names_ids): finite(logprob) for other, logprob in top}
+                | {text: finite(value)}
                 for top, text, value in zip(tops, texts, values, strict=True)
             ],
             "text_offset": offsets,
@@ -161,7 +164,7 @@ class ChatFormat(Format):
         return fields
 
     def _choice(self, index: int, chunk: TextChunk) -> dict[str, Any]:
-        logprobs = {"content": token_scores(chunk), "refusal": None} if self._has_scores else None
+        logprobs = {"content": token_scores(chunk, self._names_ids), "refusal": None} if self._has_scores else None
         if chunk.answer is not None and has_call(chunk.parts):
             self._calling.add(index)
         end = self._end(chunk)

@@ -73,7 +73,6 @@ class GenerationRequest(SampledRequest):
     UNSUPPORTED: ClassVar[Mapping[str, Sequence[Any]]] = {
         "length_penalty": (1, 1.0),
         "logits_processors": ([],),
-        "return_tokens_as_token_ids": (False,),
         "spaces_between_special_tokens": (True,),  # It has a meaning for slow tokenizers only.
         "truncation_side": ("left",),
         "use_beam_search": (False,),
@@ -89,6 +88,7 @@ class GenerationRequest(SampledRequest):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
 
     @property

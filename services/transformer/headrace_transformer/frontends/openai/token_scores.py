@@ -15,13 +15,13 @@ from headrace_transformer.text.token_bytes import TokenBytes
 _LOWEST = -9999.0
 
 
-def token_scores(chunk: TextChunk) -> list[dict[str, Any]]:
-    """The log probabilities of a chunk's tokens, and of the likeliest ones in their places."""
+def token_scores(chunk: TextChunk, as_ids: bool = False) -> list[dict[str, Any]]:
+    """The log probabilities of a chunk's tokens, and of the likeliest ones there; `as_ids` as in `token_name`."""
     made, written = chunk.tokens, chunk.origin.model.tokenizer.token_bytes
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         data = written.of(token_id)
-        return {"token": token_text(data), "logprob": finite(logprob), "bytes": list(data)}
+        return {"token": token_name(token_id, data, as_ids), "logprob": finite(logprob), "bytes": list(data)}
 
     tops = made.top_logprobs or [[] for _ in made.token_ids]
     return [
@@ -56,6 +56,11 @@ def _place(tokens: TokenBytes, own: int, value: float, top: Iterable[tuple[int, 
         }
         for token_id, (value, rank) in ranked.items()
     }
+
+
+def token_name(token_id: int, data: bytes, as_id: bool) -> str:
+    """A token's text, or vLLM's way of naming it by its id."""
+    return f"token_id:{token_id}" if as_id else token_text(data)
 
 
 def token_text(data: bytes) -> str:

@@ -44,6 +44,9 @@ class OpenAIFormat:
 
     path, has_more = "/completions", True
 
+    def __init__(self) -> None:
+        self._top = 0
+
     def body(self, served: str, ids: Sequence[int], sampling: SamplingParameters, produced: int) -> dict[str, Any]:
         if sampling.bad_token_ids:
             raise InvalidRequestError("bad words are not supported by the model's engine", param="bad_words")
@@ -64,6 +67,7 @@ class OpenAIFormat:
             body["logit_bias"] = {str(token_id): bias for token_id, bias in sampling.logit_bias.items()}
         if sampling.cache_salt:
             body["cache_salt"] = sampling.cache_salt
+        self._top = sampling.top_logprobs
         if sampling.logprobs:
             body |= {"logprobs": sampling.top_logprobs, "return_tokens_as_token_ids": True}
         if sampling.structured_outputs:
@@ -79,8 +83,8 @@ class OpenAIFormat:
             scores = choice.get("logprobs")
             if scores and ids:
                 chunk.logprobs += map(_number, scores["token_logprobs"][: len(ids)])
-                tops = scores.get("top_logprobs") or [{} for _ in ids]
-                chunk.top_logprobs += [_ranked(top or {}) for top in tops[: len(ids)]]
+                if self._top:  # The token itself may be one more.
+                    chunk.top_logprobs += [_ranked(top)[: self._top] for top in scores["top_logprobs"][: len(ids)]]
             if (reason := choice.get("finish_reason")) is not None:
                 chunk.finish_reason = _reason(reason)
 
@@ -97,7 +101,7 @@ class LlamaFormat:
 
     def __init__(self, vocabulary: TokenBytes) -> None:
         self._vocabulary = vocabulary
-        self._produced = 0
+        self._produced = self._top = 0
         self._silent: list[int] = []
         self._stop_ids: frozenset[int] = frozenset()
 
@@ -105,7 +109,7 @@ class LlamaFormat:
         for name in ("min_tokens", "bad_token_ids", "allowed_token_ids"):
             if getattr(sampling, name):
                 raise InvalidRequestError("not supported by the model's engine, llama.cpp", param=name)
-        self._stop_ids = frozenset(sampling.stop_token_ids)
+        self._stop_ids, self._top = frozenset(sampling.stop_token_ids), sampling.top_logprobs
         body = _given(sampling, _SAME) | {
             "prompt": list(ids),
             "n_predict": (sampling.max_tokens or 0) - produced,
@@ -145,7 +149,8 @@ class LlamaFormat:
             # llama.cpp has none of the tokens that it left out.
             scores = [scores[0]] * (len(ids) - len(scores)) + scores
             chunk.logprobs += [_number(score["logprob"]) for score in scores]
-            chunk.top_logprobs += [_llama_top(score) for score in scores]
+            if self._top:
+                chunk.top_logprobs += [_llama_top(score)[: self._top] for score in scores]
         if self._stop_ids.intersection(ids):
             chunk.finish_reason = "stop"
 
