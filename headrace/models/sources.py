@@ -72,11 +72,6 @@ def parse_own_models(text: str) -> tuple[ModelSource, ...]:
     return tuple(source for source in parse_models(text) if isinstance(source, ModelSource))
 
 
-def parse_engine_models(text: str) -> tuple[EngineSource, ...]:
-    """Those of them that engines serve."""
-    return tuple(source for source in parse_models(text) if isinstance(source, EngineSource))
-
-
 def is_name(text: str) -> bool:
     """Whether a local model can be called so: one part of a path at most, and never a hidden one."""
     return len(text) <= _MAX_NAME and _NAME.fullmatch(text) is not None

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from headrace.errors import HeadraceError, HopBrokenError, InvalidRequestError, StartupError
 from headrace.models.engine_sources import EngineSource, read_engines
-from headrace.models.sources import parse_engine_models, parse_models, parse_own_models
+from headrace.models.sources import parse_models, parse_own_models
 from headrace.sampling import SamplingParameters
 from headrace_transformer.predictors.engines.events import parsed
 from headrace_transformer.predictors.engines.fair_places import FairPlaces
@@ -24,11 +24,11 @@ BOTH = "own=org/name,chat=http://a:8000/v1|https://b/v1/#served;tokenizer=models
 
 def test_models_name_engines_beside_predictors_own():
     assert [source.name for source in parse_own_models(BOTH)] == ["own"]
-    assert parse_engine_models(BOTH) == (
+    assert parse_models(BOTH)[1:] == (
         EngineSource("chat", ("http://a:8000/v1", "https://b/v1"), "served", "models/x"),
         EngineSource("plain", ("http://c:1/v1",)),
     )
-    assert parse_engine_models("a=http://c:1/v1;tokenizer=x") == (EngineSource("a", ("http://c:1/v1",), "", "x"),)
+    assert parse_models("a=http://c:1/v1;tokenizer=x") == (EngineSource("a", ("http://c:1/v1",), "", "x"),)
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ HEADRACE = (
     ("headrace.json_schemas",),
     ("headrace.errors", "headrace.processes", "headrace.structured_outputs"),
     ("headrace.clients", "headrace.deadline", "headrace.grammars", "headrace.sampling"),
+    ("headrace.validation",),
     ("headrace.models",),
     ("headrace.telemetry",),
-    ("headrace.validation",),
     ("headrace.files", "headrace.settings"),
     ("headrace.rpc",),
     ("headrace.rpc.limits",),
@@ -63,7 +63,7 @@ PREDICTOR = (
 )
 TRANSFORMER = (
     ("headrace_transformer.calls", "headrace_transformer.keys", "headrace_transformer.processes"),
-    ("headrace_transformer.signing",),
+    ("headrace_transformer.signing", "headrace_transformer.text.token_bytes"),
     ("headrace_transformer.predictors",),
     ("headrace_transformer.text",),
     ("headrace_transformer.models",),
@@ -71,6 +71,7 @@ TRANSFORMER = (
     ("headrace_transformer.supervisor", "headrace_transformer.generation"),
     ("headrace_transformer.inference",),
     ("headrace_transformer.frontends.http",),
+    ("headrace_transformer.frontends.passing",),
     ("headrace_transformer.frontends.grpc", "headrace_transformer.frontends.openai"),
     (
         "headrace_transformer.frontends.anthropic",

@@ -12,9 +12,9 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 from headrace.endpoints import is_service, parse_endpoints
 from headrace.errors import StartupError
 from headrace.models.engine_sources import EngineSource, read_engines
-from headrace.models.sources import parse_engine_models
+from headrace.models.sources import ModelSource, parse_models
 from headrace.payload.settings import RecordingSettings
-from headrace.settings import Models, Port, models_field, read_by
+from headrace.settings import Port, models_field, read_by
 from headrace_transformer.models.processor_sources import ProcessorSource, parse_processors
 from headrace_transformer.text.answer_parser import REASONING_FORMATS, parse_formats
 from headrace_transformer.text.tool_calls import PARSERS
@@ -22,7 +22,7 @@ from headrace_transformer.text.tool_calls import PARSERS
 Addresses = Annotated[tuple[str, ...], NoDecode, read_by(parse_endpoints)]
 ToolFormats = Annotated[dict[str, str], NoDecode, read_by(partial(parse_formats, known=tuple(PARSERS)))]
 ReasoningFormats = Annotated[dict[str, str], NoDecode, read_by(partial(parse_formats, known=tuple(REASONING_FORMATS)))]
-EngineModels = Annotated[tuple[EngineSource, ...], NoDecode, read_by(parse_engine_models)]
+AllModels = Annotated[tuple[ModelSource | EngineSource, ...], NoDecode, read_by(parse_models)]
 _LEAST_SIGNING_KEY = 16
 Processors = Annotated[tuple[ProcessorSource, ...], NoDecode, read_by(parse_processors)]
 
@@ -39,8 +39,7 @@ class TransformerSettings(RecordingSettings):
     port: Port = Field(9001, description="gRPC port.")
     http_port: Port = Field(9003, description="Port of OpenAI's API by HTTP/2 without TLS, for the gateway.")
     metrics_port: Port = Field(9101, description="Port of the Prometheus page, /metrics. 0: none.")
-    models: Models = models_field()
-    engine_models: EngineModels = Field((), validation_alias="MODELS", description="Those of them at engines.")
+    models: AllModels = models_field()
     engines: Path | None = Field(
         None,
         description=(
@@ -220,10 +219,16 @@ class TransformerSettings(RecordingSettings):
         return path
 
     @property
+    def own_models(self) -> tuple[ModelSource, ...]:
+        """The models of predictors."""
+        return tuple(model for model in self.models if isinstance(model, ModelSource))
+
+    @property
     def all_engines(self) -> tuple[EngineSource, ...]:
         """The models at engines; raises StartupError."""
-        sources = (*self.engine_models, *(() if self.engines is None else read_engines(self.engines)))
-        names = [*(model.name for model in self.models), *(source.name for source in sources)]
+        sources = tuple(model for model in self.models if isinstance(model, EngineSource))
+        sources += () if self.engines is None else read_engines(self.engines)
+        names = [*(model.name for model in self.own_models), *(source.name for source in sources)]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise StartupError(f"TRANSFORMER_ENGINES and MODELS name the model {twice!r} twice")
         return sources

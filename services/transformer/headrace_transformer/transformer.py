@@ -79,7 +79,7 @@ class Transformer:
         self._links = Links(settings.predictor_replicas or (settings.predictor,), settings.silence_limit)
         self._engines = Engines(settings.all_engines, settings.silence_limit)
         self._catalogue = Catalogue(
-            settings.models,
+            settings.own_models,
             self._predictor,
             self._replicas,
             self._tokenizing,
