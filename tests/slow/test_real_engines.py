@@ -141,7 +141,10 @@ def vllm_port(folder, log):
     needs = needs_vllm.args[0]
     if needs:
         pytest.skip("no interpreter with vLLM")
-    return _port_of(vllm_server(folder, "chat", log, "--enforce-eager", "--max-model-len", "1024", dtype="float32"))
+    # The model would never end JSON's whitespace.
+    form = ("--structured-outputs-config", '{"backend": "guidance", "disable_any_whitespace": true}')
+    arguments = ("--enforce-eager", "--max-model-len", "1024", *form)
+    return _port_of(vllm_server(folder, "chat", log, *arguments, dtype="float32"))
 
 
 class _port_of:  # noqa: N801

@@ -72,6 +72,7 @@ class OpenAIFormat:
             body |= {"logprobs": sampling.top_logprobs, "return_tokens_as_token_ids": True}
         if sampling.structured_outputs:
             body["structured_outputs"] = _structured_outputs(sampling.structured_outputs)
+            body.pop("ignore_eos", None)  # The end of the form is the answer's.
         return body
 
     def take(self, event: Mapping[str, Any], chunk: TokenChunk) -> None:
