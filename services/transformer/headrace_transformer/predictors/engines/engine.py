@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 HOP = "engine"
 TOKEN_ID_KINDS = ("vllm", "llamacpp", "headrace")  # They take and give token ids.
 _LOOK_S = 2.0
+_AT_ROOT = ("/completion", "/props")  # llama.cpp's own paths.
 _PLACES = 256  # vLLM's default of requests at a time.
 _MAX_ERROR = 64 * 1024
 _STALLS = 6  # Times the limit of silence: an answer that has begun, beside others that go on.
@@ -102,7 +103,10 @@ class Engine:
     async def get(self, path: str) -> dict[str, Any]:
         """The JSON object at a path, within 2 s; raises HeadraceError."""
         try:
-            async with asyncio.timeout(_LOOK_S), self._session.get(path, headers=self._headers()) as response:
+            async with (
+                asyncio.timeout(_LOOK_S),
+                self._session.get(self._url(path), headers=self._headers()) as response,
+            ):
                 return _object(response, await _read(response, _MAX_ERROR))
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise _lost(error) from None
@@ -114,7 +118,7 @@ class Engine:
         """
         data, headers = orjson.dumps(body), {**self._headers(), **headers}
         try:
-            response = await self._session.post(self.address + path, data=data, headers=headers)
+            response = await self._session.post(self._url(path), data=data, headers=headers)
         except (aiohttp.ClientError, OSError) as error:
             lost = _lost(error)
             self.lost(lost)
@@ -125,6 +129,9 @@ class Engine:
             return response
         async with response:
             raise self._refusal(response, await _read(response, _MAX_ERROR))
+
+    def _url(self, path: str) -> str:
+        return (self.address.removesuffix("/v1") if path in _AT_ROOT else self.address) + path
 
     def _headers(self) -> dict[str, str]:
         headers = {"host": self._host, "content-type": "application/json"}
@@ -149,7 +156,7 @@ class Engine:
 
     async def _describe(self) -> None:
         """Reads the engine's list of models; raises HeadraceError."""
-        listed = (await self.get(f"{self.address}/models")).get("data")
+        listed = (await self.get("/models")).get("data")
         cards = [card for card in listed if isinstance(card, dict)] if isinstance(listed, list) else []
         names = [str(card.get("id")) for card in cards]
         wanted = self.source.served or (names[0] if len(names) == 1 else self.source.name)
@@ -162,8 +169,7 @@ class Engine:
         self.folder = str(card.get("root") or "")
         length = card.get("max_model_len")
         if self.kind == "llamacpp" and not self.ready:
-            root = self.address.removesuffix("/v1")
-            properties = await self.get(f"{root}/props")
+            properties = await self.get("/props")
             settings, slots = properties.get("default_generation_settings"), properties.get("total_slots")
             self.places = self.source.max_running or (slots if isinstance(slots, int) else _PLACES)
             length = settings.get("n_ctx") if isinstance(settings, dict) else None

@@ -72,7 +72,6 @@ class OpenAIFormat:
             body |= {"logprobs": sampling.top_logprobs, "return_tokens_as_token_ids": True}
         if sampling.structured_outputs:
             body["structured_outputs"] = _structured_outputs(sampling.structured_outputs)
-            body.pop("ignore_eos", None)  # The end of the form is the answer's.
         return body
 
     def take(self, event: Mapping[str, Any], chunk: TokenChunk) -> None:
@@ -171,6 +170,8 @@ class LlamaFormat:
 def _given(sampling: SamplingParameters, *names: str | Sequence[str]) -> dict[str, Any]:
     """The parameters that are stated, temperature and seed among them."""
     flat = [name for each in names for name in ((each,) if isinstance(each, str) else each)]
+    if sampling.structured_outputs:
+        flat.remove("ignore_eos")  # The end of the form is the answer's; vLLM's engine dies beyond it.
     given = {name: getattr(sampling, name) for name in flat if name in sampling.model_fields_set}
     if "temperature" in sampling.model_fields_set:
         given["temperature"] = 0.0 if sampling.is_greedy else sampling.temperature
