@@ -6,13 +6,15 @@ images, audio, or calls in a format that is not known here.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing, closing, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from google.api.httpbody_pb2 import HttpBody
 
+from headrace.clients import Client
+from headrace.deadline import Deadline
 from headrace.errors import HeadraceError, HopBrokenError, NotReadyError
 from headrace.payload.call import recorded
 from headrace.payload.recording import Recording
@@ -27,7 +29,7 @@ from headrace_transformer.generation.token_quota import TokenQuota
 from headrace_transformer.models.models import Model, PassedModel, TextModel
 from headrace_transformer.predictors.engines.engine import Engine
 from headrace_transformer.predictors.engines.events import EventStream
-from headrace_transformer.predictors.engines.passed_stream import PassedAnswer, RepetitionError
+from headrace_transformer.predictors.engines.passed_stream import PassedAnswer, RepetitionError, renamed
 from headrace_transformer.predictors.engines.pools import EnginePool
 from headrace_transformer.predictors.oip.client import PredictorClient
 from headrace_transformer.predictors.resume.resuming import ENGINE_METHOD
@@ -35,6 +37,9 @@ from headrace_transformer.predictors.resume.retries import Backoff
 from headrace_transformer.predictors.tokens import CONTINUITY, RESTARTED, worse
 from headrace_transformer.routing.router import Answering, Router
 
+T = TypeVar("T")
+
+_COMPLETIONS = ("/completions", "/chat/completions")
 _MAX_LOST = 4  # Engines in a row that one request may lose, without a new piece of its answer.
 _PROMPTS = ("messages", "prompt", "input", "query")
 _TEXT_PARTS = ("text", "refusal", "input_text", "output_text", "tool_use", "tool_result", "thinking")
@@ -62,14 +67,17 @@ class Passing:
         self._keep_alive_s = keep_alive_s
 
     async def found(
-        self, request: HttpBody, path: str, call: CallContext, name_of: Callable[[str], str]
+        self, request: HttpBody, path: str, call: CallContext, resolve: Callable[[str, Client], str]
     ) -> AsyncGenerator[Body, None] | None:
-        """The answer to a request that passes as it is; None for any other. `name_of` names the model of ""."""
+        """The answer to a request that passes as it is; None for any other.
+
+        `resolve` makes the model's name of the one in the request.
+        """
         if not self._is_on:
             return None
         try:
             body = orjson.loads(request.data)
-            name = name_of(body.get("model") or "")
+            name = resolve(body.get("model") or "", call.client)
         except (orjson.JSONDecodeError, AttributeError, HeadraceError):
             return None  # It is refused by whoever reads it.
         answering = await self._router.wait_for(name, "", call)
@@ -95,12 +103,14 @@ class Passing:
             account = call.account
             async with call.deadline.scope():
                 place = await pool.places.take(account.name, account.policy.weight)
-            passed = _PassedCall(answering.name, pool, body, path, recording, self._predictor.backoff(call.deadline))
+            backoff = self._predictor.backoff(call.deadline)
+            passed = _PassedCall(answering.name, pool, body, path, recording, backoff, call.first_token)
             limit = asked if isinstance(asked, int) else 0
             with closing(place), await self._quota.charged(call.client, 0, limit) as reserved:
                 if body.get("stream"):
                     yield Events(self._keep_alive_s)
-                    async with aclosing(passed.events()) as written:
+                    events_of = passed.events if path in _COMPLETIONS else passed.raw_events
+                    async with aclosing(events_of()) as written:
                         async for events in written:
                             reserved.generated = passed.completion_tokens
                             yield HttpBody(content_type=EVENTS, data=events)
@@ -115,7 +125,14 @@ class _PassedCall:
     """One request, at as many engines as it takes."""
 
     def __init__(
-        self, model: str, pool: EnginePool, body: dict[str, Any], path: str, record: Recording, backoff: Backoff
+        self,
+        model: str,
+        pool: EnginePool,
+        body: dict[str, Any],
+        path: str,
+        record: Recording,
+        backoff: Backoff,
+        first_token: Deadline,
     ) -> None:
         self.completion_tokens = 0
         self._model = model
@@ -124,6 +141,8 @@ class _PassedCall:
         self._path = path
         self._record = record
         self._backoff = backoff
+        self._first_token = first_token
+        self._has_shown = False
         self._spans = ClientSpans()
         self._lost = self._lost_in_a_row = 0
 
@@ -165,9 +184,33 @@ class _PassedCall:
         self._end(answer.finish_reason, answer.usage)
         yield b"data: [DONE]\n\n"
 
+    async def raw_events(self) -> AsyncGenerator[bytes, None]:
+        """The events of an API that only the engine knows: none can go on after a failure."""
+        while True:
+            try:
+                engine = await self._engine()
+                with closing(self._stream(engine, self._body)) as stream:
+                    while data := await self._in_time(stream.raw()):
+                        self._record.chunk(data.decode(errors="replace"))
+                        await self._reported("" if self._has_shown or not self._lost else RESTARTED)
+                        yield renamed(data, engine.served, self._model)
+                break
+            except (HopBrokenError, NotReadyError) as error:
+                if self._has_shown:
+                    raise
+                await self._after(error)
+        self._record.end("OK")
+
+    async def _in_time(self, reading: Coroutine[Any, Any, T]) -> T:
+        """The result, before anything was shown within the deadline of the first token."""
+        if self._has_shown:
+            return await reading
+        async with self._first_token.scope():
+            return await reading
+
     async def _next(self, stream: EventStream, answer: PassedAnswer) -> bytes:
         """What comes next, as events for the client; b"" where it has all of it."""
-        events = await stream.read()
+        events = await self._in_time(stream.read())
         if not events:
             raise HopBrokenError("the engine ended the answer before its end", hop="engine")
         pieces = [answer.take(event) for event in events]
@@ -181,7 +224,7 @@ class _PassedCall:
 
     async def _reported(self, how: str) -> None:
         """Names the continuity of the next piece, before it goes to the client."""
-        is_first = self._lost_in_a_row == self._lost == 0 and self.completion_tokens <= 1
+        is_first, self._has_shown = not self._has_shown, True
         report_continuity(how)
         if how:
             self._record.continuity = worse(self._record.continuity, how)

@@ -23,6 +23,7 @@ from headrace_transformer.frontends.anthropic.requests import ConversationReques
 from headrace_transformer.frontends.http import Body, Events, json_body, named_event, rest_errors
 from headrace_transformer.frontends.openai.models import OpenAIModels, RequestReader, name_ignored
 from headrace_transformer.frontends.openai.tokenizing import chat_text, tokenizer_of
+from headrace_transformer.frontends.passing import Passing
 from headrace_transformer.generation.pipeline import Pipeline
 from headrace_transformer.generation.resume_ids import identity_of
 from headrace_transformer.processes.body_processes import BodyProcesses
@@ -32,8 +33,16 @@ from headrace_transformer.routing.router import Router
 class AnthropicServicer(rest_pb2_grpc.AnthropicServicer):
     """`keep_alive_s` of silence are filled with a comment in streams of events; 0: are not."""
 
-    def __init__(self, pipeline: Pipeline, router: Router, bodies: BodyProcesses, keep_alive_s: float = 15.0) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        router: Router,
+        bodies: BodyProcesses,
+        passing: Passing,
+        keep_alive_s: float = 15.0,
+    ) -> None:
         self._pipeline = pipeline
+        self._passing = passing
         self._router = router
         self._bodies = bodies
         self._keep_alive_s = keep_alive_s
@@ -52,6 +61,10 @@ class AnthropicServicer(rest_pb2_grpc.AnthropicServicer):
     @rest_errors(anthropic_error)
     async def Messages(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
         call = call_context(context, "headrace.rest.v1.Anthropic/Messages")
+        if (passed := await self._passing.found(request, "/messages", call, self._models.resolve)) is not None:
+            async for body in passed:
+                yield body
+            return
         parsed = await self._reader.read(MessagesRequest, request, call, "generation")
         with self._pipeline.recording_refusals(call, parsed.model):
             identity = await identity_of(call, request.data, signer=self._pipeline.signer, has_ids=False)

@@ -171,7 +171,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
 
     async def _passed(self, request: HttpBody, path: str, call: CallContext) -> AsyncGenerator[Body, None] | None:
         """The answer to a request that an engine gets as it is, None for any other."""
-        return await self._passing.found(request, path, call, lambda name: self._models.resolve(name, call.client))
+        return await self._passing.found(request, path, call, self._models.resolve)
 
     async def _tokenizer_for(self, name: str, call: CallContext) -> tuple[TextTokenizer, int | None]:
         """The tokenizer of a model, of the only one that generates where none is named, and the model's context."""

@@ -21,6 +21,7 @@ from headrace_transformer.frontends.http import Body, Events, json_body, rest_er
 from headrace_transformer.frontends.openai.errors import openai_error
 from headrace_transformer.frontends.openai.models import OpenAIModels, RequestReader
 from headrace_transformer.frontends.openai.tools import TemplateMessage
+from headrace_transformer.frontends.passing import Passing
 from headrace_transformer.frontends.responses.answers import ResponseAnswer
 from headrace_transformer.frontends.responses.requests import ResponsesRequest
 from headrace_transformer.frontends.responses.stored import (
@@ -51,16 +52,28 @@ class ResponsesServicer(rest_pb2_grpc.ResponsesServicer):
     """`log` is a PayloadLogStub; `keep_alive_s` of silence are filled with a comment in streams, 0: are not."""
 
     def __init__(
-        self, pipeline: Pipeline, router: Router, bodies: BodyProcesses, log: Any, keep_alive_s: float = 15.0
+        self,
+        pipeline: Pipeline,
+        router: Router,
+        bodies: BodyProcesses,
+        log: Any,
+        passing: Passing,
+        keep_alive_s: float = 15.0,
     ) -> None:
         self._pipeline = pipeline
         self._stored = StoredResponses(log, pipeline.signer)
         self._keep_alive_s = keep_alive_s
-        self._reader = RequestReader(pipeline, bodies, OpenAIModels(router))
+        self._passing = passing
+        self._models = OpenAIModels(router)
+        self._reader = RequestReader(pipeline, bodies, self._models)
 
     @rest_errors(openai_error)
     async def Create(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
         call = call_context(context, "headrace.rest.v1.Responses/Create")
+        if (passed := await self._passing.found(request, "/responses", call, self._models.resolve)) is not None:
+            async for body in passed:
+                yield body
+            return
         parsed = await self._reader.read(ResponsesRequest, request, call, "generation")
         with self._pipeline.recording_refusals(call, parsed.model):
             identity = await identity_of(call, request.data, signer=self._pipeline.signer, has_ids=False)

@@ -63,6 +63,13 @@ class EventStream:
                 return found
         return []
 
+    async def raw(self) -> bytes:
+        """The next bytes, of an API that is not known here; empty at the end. Raises HeadraceError."""
+        data = b"" if self.ended else await self._piece()
+        if not data:
+            self._ended()
+        return data
+
     async def whole(self) -> bytes:
         """The body of an answer that is no stream; raises HeadraceError."""
         data = bytearray()

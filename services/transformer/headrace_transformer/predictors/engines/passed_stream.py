@@ -97,7 +97,7 @@ class PassedAnswer:
                 return b"", ""
             data = orjson.dumps({**event, **self._head, "model": self._model})
         elif "model" in event and event["model"] != self._model:
-            data = _renamed(data, event["model"], self._model)
+            data = renamed(data, event["model"], self._model)
         return data, "".join(texts)
 
     def _unshown(self, index: int, choice: dict[str, Any]) -> Iterator[str]:
@@ -168,13 +168,13 @@ def _heads(choice: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"head of call {call.get('index', 0)}", call
 
 
-def _renamed(data: bytes, served: str, model: str) -> bytes:
-    """The event with another name of the model, changed where it stands or written anew."""
+def renamed(data: bytes, served: str, model: str) -> bytes:
+    """The events with another name of the model, where they have it first: it may be in a text too."""
     for space in (b"", b" "):
         old = b'"model":' + space + orjson.dumps(served)
-        if data.count(old) == 1:
-            return data.replace(old, b'"model":' + space + orjson.dumps(model))
-    return orjson.dumps(orjson.loads(data) | {"model": model})
+        if old in data:
+            return data.replace(old, b'"model":' + space + orjson.dumps(model), 1)
+    return data
 
 
 def _differs() -> HopBrokenError:
