@@ -51,7 +51,7 @@ class ScriptedEngine:
         """Listens, on the port that it had before where it had one."""
         app = web.Application(client_max_size=64 << 20)
         app.router.add_get("/v1/models", self._models)
-        for path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings"):
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/responses", "/v1/messages"):
             app.router.add_post(path, self._answer)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
@@ -95,9 +95,25 @@ class ScriptedEngine:
                 return web.json_response(error, status=status)
             if request.path.endswith("embeddings"):
                 return web.json_response({"object": "list", "model": "served", "data": [{"embedding": [0.5]}]})
+            if request.path.endswith(("responses", "messages")):
+                return await self._other(request, body)
             return await self._completion(request, body, is_probe)
         finally:
             self.running -= 1
+
+    async def _other(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        """An API of which the transformer knows nothing."""
+        if not body.get("stream"):
+            return web.json_response({"id": "r", "model": "served", "output": ["a"]})
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for at in range(4):
+            if self.fails(at):
+                request.transport.close()
+                return response
+            event = {"type": "piece", "model": "served", "at": at}
+            await response.write(b"event: piece\ndata: " + json.dumps(event).encode() + b"\n\n")
+        return response
 
     async def _completion(self, request: web.Request, body: dict[str, Any], is_probe: bool) -> web.StreamResponse:
         is_chat = request.path.endswith("chat/completions")

@@ -296,6 +296,30 @@ async def test_embeddings_pass(stack):
     assert (answer.status, answer.json["data"]) == (200, [{"embedding": [0.5]}])
 
 
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+async def test_apis_that_the_engine_has_pass(stack, engines, path):
+    body = {"model": "passed", "input": "a", "messages": MESSAGES, "max_tokens": 4}
+    answer = await rest(stack.gateway, "POST", path, body)
+    assert (answer.status, answer.json) == (200, {"id": "r", "model": "passed", "output": ["a"]})
+    fails_once(engines, 0)
+    answer = await rest(stack.gateway, "POST", path, body | {"stream": True})
+    pieces = [json.loads(line[6:]) for line in answer.body.decode().splitlines() if line.startswith("data: ")]
+    assert [piece["at"] for piece in pieces] == [0, 1, 2, 3]
+    assert {piece["model"] for piece in pieces} == {"passed"}
+    fails_once(engines, 2)
+    answer = await rest(stack.gateway, "POST", path, body | {"stream": True})
+    assert b"error" in answer.body
+    assert b'"at": 2' not in answer.body
+
+
+async def test_the_first_token_has_a_deadline(stack, engines):
+    for engine in engines:
+        engine.delay_s = 5
+    for model in ("chat", "passed"):
+        answer = await asked(stack, {**CHAT, "model": model}, x_first_token_timeout_ms="300")
+        assert answer.status == 504 or b"no token within 300 ms" in answer.body, answer.body
+
+
 async def test_requests_wait_for_an_engine_that_starts_again(stack, engines):
     for engine in engines[:2]:
         await engine.stop()

@@ -213,7 +213,14 @@ class _PassedCall:
         events = await self._in_time(stream.read())
         if not events:
             raise HopBrokenError("the engine ended the answer before its end", hop="engine")
-        pieces = [answer.take(event) for event in events]
+        pieces: list[tuple[bytes, str]] = []
+        try:
+            for event in events:
+                pieces.append(answer.take(event))
+        except HeadraceError as error:
+            if not pieces:
+                raise
+            stream.fail(error)  # Once these have been read.
         if answer.is_whole():
             pieces += [answer.take(event) for event in await stream.rest()]
         written = b"".join(b"data: " + one_line(data) + b"\n\n" for data, _ in pieces if data)

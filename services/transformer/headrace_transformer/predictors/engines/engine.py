@@ -118,10 +118,15 @@ class Engine:
         """
         data, headers = orjson.dumps(body), {**self._headers(), **headers}
         try:
-            response = await self._session.post(self._url(path), data=data, headers=headers)
+            try:
+                response = await self._session.post(self._url(path), data=data, headers=headers)
+            except (aiohttp.ServerDisconnectedError, ConnectionResetError):
+                # It has closed a connection that was kept, or died: a new connection shows which.
+                response = await self._session.post(self._url(path), data=data, headers=headers)
         except (aiohttp.ClientError, OSError) as error:
             lost = _lost(error)
-            self.lost(lost)
+            if isinstance(error, aiohttp.ClientConnectorError):
+                self.lost(lost)
             raise lost from None
         if response.status == 200:
             self._failures = 0

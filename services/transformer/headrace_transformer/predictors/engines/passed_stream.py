@@ -169,11 +169,11 @@ def _heads(choice: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def renamed(data: bytes, served: str, model: str) -> bytes:
-    """The events with another name of the model, where they have it first: it may be in a text too."""
+    """The events with another name of the model; in a text the quotation marks are escaped."""
     for space in (b"", b" "):
         old = b'"model":' + space + orjson.dumps(served)
         if old in data:
-            return data.replace(old, b'"model":' + space + orjson.dumps(model), 1)
+            return data.replace(old, b'"model":' + space + orjson.dumps(model))
     return data
 
 

@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 1.0
 _CONNECT_S = 2.0
+_KEPT_S = 4.0  # Idle connections; vLLM's server closes them after 5.
 _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))  # Seconds, count.
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
@@ -173,7 +174,7 @@ class Engines:
         if not self.pools:
             return
         timeouts = aiohttp.ClientTimeout(total=None, connect=_CONNECT_S)
-        connector = aiohttp.TCPConnector(limit=0, socket_factory=_socket)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_S, socket_factory=_socket)
         settings: dict[str, Any] = {"connector": connector, "timeout": timeouts, "auto_decompress": True}
         async with aiohttp.ClientSession(**settings) as session, asyncio.TaskGroup() as group:
             for name, pool in self.pools.items():

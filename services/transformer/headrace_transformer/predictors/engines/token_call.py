@@ -87,8 +87,14 @@ class TokenCall:
         self._events = EventStream(self._engine, path, body, traced, self._span)
 
     def _chunk(self, events: Sequence[bytes]) -> TokenChunk:
+        """The tokens of events; an error behind them is raised when they have been read."""
         chunk = TokenChunk()
-        self._take(events, chunk)
+        try:
+            self._take(events, chunk)
+        except HeadraceError as error:
+            if not chunk.token_ids:
+                raise
+            self._error = error
         return chunk
 
     def _take(self, events: Sequence[bytes], chunk: TokenChunk) -> None:
