@@ -3,9 +3,9 @@
 llama-10M in bfloat16 or in `--dtype` (see token_cost.py), prompts of 32 tokens, 64 tokens out, greedy, with 1, 8 and 32
 callers, each of which sends its next request when an answer is complete. `headrace` is the stack as `make up` starts
 it, everything on by default; `vllm` its CPU server with compiled graphs, the default, and `vllm-eager` without;
-`fronted` the stack before that server, everything on, and `built-in` the stack with vLLM as its predictor's engine. All
-servers run all the time; in a round each is measured once with each number of callers, in random order, so other load
-on the machine affects all. Figures are medians over the rounds, ratios those of pairs (bench/statistics.py).
+and `fronted` the stack before that server, everything on. All servers run all the time; in a round each is measured
+once with each number of callers, in random order, so other load on the machine affects all. Figures are medians over
+the rounds, ratios those of pairs (bench/statistics.py).
 
 The first run installs vLLM into its own environment: 2 to 5 minutes, 3 GB. `python -m bench.serving` writes
 bench/results/serving.json; 8 minutes.
@@ -38,7 +38,7 @@ from bench.vllm_server import vllm_server
 _STATE = ROOT / ".run" / "bench"
 _MODEL = "llama-10M"
 _VLLM_EAGER = "vllm-eager"
-_FRONTED, _BUILT_IN = "fronted", "built-in"
+_FRONTED = "fronted"
 _PEERS: dict[str, tuple[str, ...]] = {VLLM: (), _VLLM_EAGER: ("--enforce-eager",)}
 _NEW_TOKENS = 64
 _WARM_UP_S = 1.0
@@ -64,7 +64,7 @@ def main() -> None:
     )
     options.add_argument("--callers", type=int, nargs="+", default=(1, 8, 32))
     own = (HEADRACE, *_PEERS)
-    options.add_argument("--servers", nargs="+", choices=(*own, _FRONTED, _BUILT_IN), default=own)
+    options.add_argument("--servers", nargs="+", choices=(*own, _FRONTED), default=own)
     options.add_argument("--dtype", choices=_DTYPES, default="bf16", help="of the model's weights")
     arguments = options.parse_args()
     (_STATE / "logs").mkdir(parents=True, exist_ok=True)
@@ -111,15 +111,14 @@ async def _start(opened: AsyncExitStack, name: str, dtype: str, engine: Server |
         log = _STATE / "logs" / f"serving-{name}.log"
         server = await opened.enter_async_context(vllm_server(folder, _MODEL, log, *_PEERS[name], dtype=_DTYPES[dtype]))
         return Server(server.address, {name: server.pid})
-    predictor, models = {"PREDICTOR_DTYPE": dtype}, f"{_MODEL}={folder}"
-    if name == _BUILT_IN:
-        predictor |= {"PREDICTOR_ENGINE": "vllm", "PREDICTOR_VLLM_PYTHON": CONTENDERS[VLLM].python}
-    roots = {}
+    models, roots = f"{_MODEL}={folder}", {}
     if name == _FRONTED:
         if engine is None:
             raise SystemExit(f"{_FRONTED} needs {VLLM}")
         models, roots = f"{_MODEL}=http://{engine.address}/v1#{_MODEL};tokenizer={folder}", dict(engine.roots)
-    stack = await opened.enter_async_context(running_stack(models=models, environment={"predictor": predictor}))
+    stack = await opened.enter_async_context(
+        running_stack(models=models, environment={"predictor": {"PREDICTOR_DTYPE": dtype}})
+    )
     return Server(stack.gateway, roots | {process: stack.pid(process) for process in stack.names})
 
 

@@ -110,12 +110,11 @@ def rules_of(generation: Mapping[str, Any], is_encoder_decoder: bool, vocabulary
     return rules if stated else None
 
 
-def describe(name: str, generation: Mapping[str, Any], honours_rules: bool = True) -> dict[str, str]:
+def describe(name: str, generation: Mapping[str, Any]) -> dict[str, str]:
     """What ModelConfig shows of the fields; logs those that would change an answer and do not."""
     shown = {field: str(generation[field]) for field in LENGTHS if generation.get(field)}
     names = [field for neutral, fields in _IGNORED.items() for field in fields if generation.get(field) != neutral]
     names += _OF_BEAMS if "num_beams" in names else ()
-    names += () if honours_rules else GenerationRules.model_fields
     if ignored := [
         f"{field}={json.dumps(generation[field])}" for field in names if generation.get(field) not in (None, [])
     ]:

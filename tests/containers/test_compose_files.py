@@ -35,10 +35,18 @@ def test_compose_accepts_each_combination(compose, files):
     devices = services["predictor"].get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices", [])
     assert [device["capabilities"] for device in devices] == ([["gpu"]] if on_gpu else [])
     with_vllm = "deploy/compose/vllm.yaml" in files
-    assert services["predictor"]["build"]["target"] == ("vllm" if with_vllm else "predictor")
-    assert services["predictor"]["image"].endswith("-vllm") == with_vllm
-    # Without a value it would be removed from the image's.
-    assert services["predictor"]["environment"]["PREDICTOR_ENGINE"] == ("vllm" if with_vllm else None)
+    assert ("vllm" in services) == with_vllm
+    at_vllm = "chat=http://vllm:8000/v1#chat;tokenizer=Qwen/Qwen3-0.6B"
+    for name in ("transformer", "predictor"):
+        assert (services[name]["environment"]["MODELS"] == at_vllm) == with_vllm
+    assert set(services["predictor"]["networks"]) == {"models"}
+    assert set(services["transformer"]["networks"]) == {"models", "records", *(["outer"] if with_vllm else [])}
+    if with_vllm:
+        assert services["vllm"]["command"] == ["--model", "Qwen/Qwen3-0.6B", "--served-model-name", "chat"]
+        assert set(services["vllm"]["networks"]) == {"outer"}
+        (device,) = services["vllm"]["deploy"]["resources"]["reservations"]["devices"]
+        assert device["capabilities"] == ["gpu"]
+        assert "ports" not in services["vllm"]
     with_metrics = "deploy/compose/observability.yaml" in files
     assert (
         services.keys() >= {"prometheus", "grafana"}

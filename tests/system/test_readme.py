@@ -29,8 +29,6 @@ NOT_RUN = (
     "HTTPS_PROXY=",
     "PIP_NO_INDEX=",
     "python3.11 -m pip",
-    "PREDICTOR_ENGINE=",
-    "make .venv-bench-vllm",
     "make certs",
     "make key",
     "make knee",

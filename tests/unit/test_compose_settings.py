@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from headrace.models.sources import parse_models
 from headrace.settings import ServiceSettings
 from headrace_logger.settings import LoggerSettings
 from headrace_predictor.settings import PredictorSettings
@@ -22,12 +23,11 @@ OVERLAYS = sorted(ROOT.glob("deploy/compose/*.yaml"))
 OBSERVABILITY = yaml.safe_load((ROOT / "deploy/compose/observability.yaml").read_text())
 SCRAPED = yaml.safe_load((ROOT / "deploy" / "observability" / "prometheus.yaml").read_text())["scrape_configs"]
 EXAMPLE = (ROOT / ".env.example").read_text()
-IMAGE = (ROOT / "services/Dockerfile").read_text()
 LINES = dict(re.findall(r"^([A-Z_]+)=(.*)$", EXAMPLE, re.MULTILINE))
 # A setting of containers alone; `make up` reads the same line.
 EMPTY_IN_EXAMPLE = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "GATEWAY_TLS"}
-# deploy/compose/vllm.yaml repeats the defaults of its image, which other stacks do not have.
-OF_THE_IMAGE = {"PREDICTOR_ENGINE", "PREDICTOR_VLLM_PYTHON", "PREDICTOR_VLLM_ARGUMENTS"}
+# deploy/compose/vllm.yaml serves another model, whose name is a variable too.
+OF_VLLM = "chat=http://vllm:8000/v1#chat;tokenizer=${VLLM_MODEL:-Qwen/Qwen3-0.6B}"
 # Rarely used settings of `make up`: docs/settings.md names them.
 NOT_IN_EXAMPLE = {"OTEL_EXPORTER_OTLP_ENDPOINT", "ROLL_PATIENCE_S", "RUN_FOLDER"}
 
@@ -45,12 +45,11 @@ def test_every_setting_can_be_given_to_a_container(settings: type[ServiceSetting
 
 def test_every_variable_of_the_compose_files_has_the_default_of_the_example() -> None:
     texts = [path.read_text() for path in (ROOT / "compose.yaml", *OVERLAYS)]
+    assert sum(text.count(OF_VLLM) for text in texts) == 1
+    texts = [text.replace(f"${{MODELS:-{OF_VLLM}}}", "${VLLM_MODEL:-Qwen/Qwen3-0.6B}") for text in texts]
     used = [found for text in texts for found in re.findall(r"\$\{([A-Z_]+):?-([^}]*)\}", text)]
     assert len(used) > 20
     for name, default in used:
-        if name in OF_THE_IMAGE:
-            assert f"{name}={default}" in IMAGE.replace("'", "")
-            continue
         assert LINES[name] == ("" if name in EMPTY_IN_EXAMPLE else default)
     # Each has a default, so that a fresh clone needs no .env.
     assert sum(len(re.findall(r"(?<!\$)\$\{?[A-Z_]", text)) for text in texts) == len(used)
@@ -138,6 +137,28 @@ def test_the_database_of_the_overlay_is_hardened_and_reached_by_the_logger_alone
         "logger",
         "postgres",
     ]
+
+
+def test_vllms_server_is_hardened_and_reached_by_the_transformer_without_a_published_port():
+    overlay = yaml.safe_load((ROOT / "deploy/compose/vllm.yaml").read_text())
+    vllm, transformer = overlay["services"]["vllm"], overlay["services"]["transformer"]
+    # It compiles in memory, and has a thread for every core.
+    changed = {"tmpfs": None, "pids_limit": None}
+    assert {**COMPOSE["x-hardened"], **changed}.items() <= {**vllm, **changed}.items()
+    assert "mem_limit" in vllm
+    assert "ports" not in vllm
+    assert re.search(r":v\d+\.\d+\.\d+$", LINES["VLLM_IMAGE"])
+    assert vllm["networks"] == transformer["networks"] == ["outer"]
+    assert "networks" not in overlay["services"]["predictor"]
+    assert {volume.split(":")[0] for volume in vllm["volumes"]} == overlay["volumes"].keys()
+    served = vllm["command"][vllm["command"].index("--served-model-name") + 1]
+    models = OF_VLLM.replace("${VLLM_MODEL:-Qwen/Qwen3-0.6B}", LINES["VLLM_MODEL"])
+    (engine,) = parse_models(models)
+    assert (engine.name, engine.addresses) == ("chat", ("http://vllm:8000/v1",))
+    assert (engine.served, engine.tokenizer) == (served, LINES["VLLM_MODEL"])
+    assert {overlay["services"][name]["environment"]["MODELS"] for name in ("transformer", "predictor")} == {
+        f"${{MODELS:-{OF_VLLM}}}"
+    }
 
 
 def test_no_page_of_metrics_is_published():

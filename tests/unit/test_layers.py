@@ -56,7 +56,6 @@ PREDICTOR = (
     ("headrace_predictor.models", "headrace_predictor.telemetry"),
     ("headrace_predictor.generation", "headrace_predictor.tensor_models"),
     ("headrace_predictor.engine_process",),
-    ("headrace_predictor.vllm_engine",),
     ("headrace_predictor.repository",),
     ("headrace_predictor.development", "headrace_predictor.servicer", "headrace_predictor.steps"),
     ("headrace_predictor.__main__",),
@@ -189,7 +188,7 @@ def test_pure_logic_loads_no_library_of_models(module):
     assert not libraries & loaded_with(module)
 
 
-@pytest.mark.parametrize("extra", ["", "transformer", "predictor,vllm", "logger,postgres", "runner"])
+@pytest.mark.parametrize("extra", ["", "transformer", "predictor", "logger,postgres", "runner"])
 def test_a_part_requires_what_it_loads(extra):
     """Without an extra: the command."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

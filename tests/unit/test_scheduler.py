@@ -325,15 +325,6 @@ def test_many_paced_sequences_leave_slots_to_others_and_are_bounded():
     assert [one in scheduler.running for one in paced] == [True] * 8 + [False] * 32
 
 
-def test_a_runner_that_keeps_what_is_held_counts_its_slot():
-    scheduler = Scheduler(BlockManager(26, SIZE), 2, 8, 16, held_need_slots=True)
-    paced, other, waiting = added(scheduler, sequence(), sequence(), sequence())
-    step(scheduler)
-    paced.due_at = 10.0
-    assert [row.sequence for row in scheduler.schedule(64, now=9.0)] == [other]
-    assert waiting not in scheduler.running
-
-
 def test_a_preempted_paced_sequence_is_computed_again_up_to_its_next_token():
     scheduler = scheduler_of()
     (paced,) = added(scheduler, sequence(prompt=6))

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, ByteSize, DirectoryPath, Field
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from headrace.payload.settings import RecordingSettings
 from headrace.settings import Models, Port, models_field, read_by
-
-EngineName = Literal["headrace", "vllm"]
 
 _PATTERN = re.compile(r"[\w.*?-]+(/[\w.*?-]+)?")
 
@@ -27,52 +23,12 @@ def _parse_patterns(text: str) -> tuple[str, ...]:
     return patterns
 
 
-@dataclass(frozen=True)
-class Engines:
-    """Which engine a generation model has: that of its name, or the usual one, which vllm is for decoders only."""
-
-    usual: EngineName
-    by_model: Mapping[str, EngineName] = field(default_factory=dict)
-
-    def of(self, model: str, is_encoder_decoder: bool = False) -> EngineName:
-        return self.by_model.get(model, "headrace" if is_encoder_decoder else self.usual)
-
-    def __str__(self) -> str:
-        return ",".join([self.usual, *(f"{model}={engine}" for model, engine in self.by_model.items())])
-
-
-def _parse_engines(text: str) -> Engines:
-    usual: EngineName = "headrace"
-    by_model: dict[str, EngineName] = {}
-    for item in (item.strip() for item in text.split(",") if item.strip()):
-        model, _, name = item.rpartition("=")
-        engine: EngineName | None = next((known for known in get_args(EngineName) if known == name.strip()), None)
-        if engine is None:
-            raise ValueError(f"{item!r} names no engine; headrace and vllm are known")
-        if model:
-            by_model[model.strip()] = engine
-        else:
-            usual = engine
-    return Engines(usual, by_model)
-
-
 class PredictorSettings(RecordingSettings):
     model_config = SettingsConfigDict(env_prefix="PREDICTOR_", frozen=True, env_ignore_empty=True)
 
     port: Port = Field(9000, description="gRPC port. Generations have the fourth after it.")
     metrics_port: Port = Field(9100, description="Port of the Prometheus page, /metrics. 0: none.")
     models: Models = models_field()
-    engine: Annotated[Engines, NoDecode, read_by(_parse_engines)] = Field(
-        Engines("headrace"),
-        description=(
-            "Engine of generation models: headrace, or vllm for decoders; then a comma list of models that have"
-            " another one, such as headrace,chat=vllm. See docs/engines.md."
-        ),
-    )
-    vllm_python: Path | None = Field(None, description="Interpreter that has vLLM; default: the predictor's own.")
-    vllm_arguments: dict[str, Any] = Field(
-        {}, description='Arguments of vLLM\'s EngineArgs, as JSON, such as {"tensor_parallel_size": 2}.'
-    )
     device: Annotated[Literal["auto", "cpu", "cuda"], BeforeValidator(str.lower)] = Field(
         "auto", description="auto uses CUDA if there is a device."
     )

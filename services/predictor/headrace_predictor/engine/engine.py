@@ -21,9 +21,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,6 +29,7 @@ from headrace.errors import HeadraceError, HopBrokenError, InvalidRequestError, 
 from headrace.grammars import PARAMETER
 from headrace.models.generation_config import GenerationRules
 from headrace.rpc.server.watchdog import Watchdog, dump_tracebacks
+from headrace_predictor.engine.adapters import Adapter
 from headrace_predictor.engine.faults import Isolation
 from headrace_predictor.engine.grammar import GrammarCompiler
 from headrace_predictor.engine.interface import (
@@ -43,16 +42,13 @@ from headrace_predictor.engine.interface import (
 from headrace_predictor.engine.load import LoadMeter, PrefillPace, ProgressWatch, QueueEstimate
 from headrace_predictor.engine.lookup import PromptLookup
 from headrace_predictor.engine.publisher import Publisher
+from headrace_predictor.engine.runners.adapters import Adapters
 from headrace_predictor.engine.runners.interface import ModelRunner
 from headrace_predictor.engine.scheduler import Scheduler
 from headrace_predictor.engine.state.in_flight import queue_full
 from headrace_predictor.engine.state.sequence import Row, Sequence
 from headrace_predictor.engine.state.slot import MergingSlot, SequenceOutput
-from headrace_predictor.engine.step import Outcome, StepComputer, StepRunner
-
-if TYPE_CHECKING:  # vLLM's environment may not have what they import.
-    from headrace_predictor.engine.adapters import Adapter
-    from headrace_predictor.engine.runners.adapters import Adapters
+from headrace_predictor.engine.step import StepRunner
 from headrace_protos.steps_pb2 import Submission
 
 logger = logging.getLogger(__name__)
@@ -67,7 +63,7 @@ class ContinuousBatchingEngine:
     def __init__(
         self,
         name: str,
-        runner: ModelRunner | StepComputer,
+        runner: ModelRunner,
         scheduler: Scheduler,
         pace: PrefillPace,
         limits: EngineLimits,
@@ -108,7 +104,7 @@ class ContinuousBatchingEngine:
         self._lookup = lookup
         self._passes = count()
         self._step_under_way: int | None = None  # The number of the current pass.
-        self._compute = self._computation(runner)
+        self._steps = StepRunner(runner, self.statistics, self._make_room, self._begin_pass)
         self._thread = threading.Thread(target=self._run, name=f"engine-{name}", daemon=True)
         self._watchdog = Watchdog(f"watchdog-{name}", step_timeout_s, lambda: self._step_under_way, self._hang)
         self._thread.start()
@@ -181,11 +177,6 @@ class ContinuousBatchingEngine:
         if self._grammars is not None:
             self._grammars.close()
 
-    def _computation(self, runner: ModelRunner | StepComputer) -> Callable[[list[Row]], Outcome]:
-        if isinstance(runner, StepComputer):
-            return partial(runner.compute, statistics=self.statistics)
-        return StepRunner(runner, self.statistics, self._make_room, self._begin_pass).run
-
     def _queue(self, sequence: Sequence) -> None:
         """Queues a sequence, unless it would miss a deadline in the queue or while it runs."""
         if self._estimate.is_late(sequence, self._scheduler.queue_before(sequence), time.monotonic()):
@@ -249,7 +240,7 @@ class ContinuousBatchingEngine:
         if rows:
             chunks = [(row.start, row.count) for row in rows if row.count > 1 and not row.sequence.decodes]
             started = time.perf_counter()
-            results, failed = self._compute(rows)
+            results, failed = self._steps.run(rows)
             seconds = time.perf_counter() - started
             self._meter.end(rows, seconds)
             self._publisher.publish(results)

@@ -15,18 +15,18 @@ from headrace_predictor.engine.runners.interface import ModelRunner
 from headrace_predictor.engine.scheduler import Scheduler
 from headrace_predictor.engine.state.sequence import Sequence
 from headrace_predictor.engine.state.slot import Reader, wake
-from headrace_predictor.engine.step import Result, StepComputer
+from headrace_predictor.engine.step import Result
 
 
 class Publisher:
     """Publishes and ends the sequences of one engine; `guard` guards its scheduler.
 
-    `vocabulary` is the number of the model's logits. What computes steps itself generates every token: none is forced.
+    `vocabulary` is the number of the model's logits.
     """
 
     def __init__(
         self,
-        runner: ModelRunner | StepComputer,
+        runner: ModelRunner,
         scheduler: Scheduler,
         guard: threading.Condition,
         statistics: EngineStatistics,
@@ -41,7 +41,6 @@ class Publisher:
         self._estimate = estimate
         self._isolation = isolation
         self._vocabulary = vocabulary
-        self._forces = not isinstance(runner, StepComputer)
 
     def publish(self, results: Iterable[Result]) -> None:
         """Records what a step computed, and wakes the readers of its tokens."""
@@ -105,7 +104,7 @@ class Publisher:
         prompt = sequence.take_prompt()
         finish = self._count(sequence, sequence.append(token_id))
         reader = sequence.slot.publish(token_id, logprobs, finish, prompt)
-        while self._forces and finish is None and (forced := sequence.forced(self._vocabulary)) is not None:
+        while finish is None and (forced := sequence.forced(self._vocabulary)) is not None:
             finish = self._count(sequence, sequence.append_forced(forced))
             reader = sequence.slot.publish(forced, None, finish) or reader
         return reader

@@ -15,8 +15,8 @@ its next token, or its end, it has every step to itself: the others keep their b
 sequences the others have a step.
 
 A sequence with a pace (`SamplingParameters.pace`) has its next token at `due_at` at the earliest. Until then it keeps
-its blocks, and steps leave it out. It takes no slot meanwhile, but with `held_need_slots`: others run in its place, and
-where more are due than there are slots, steps take turns with them.
+its blocks, and steps leave it out. It takes no slot meanwhile: others run in its place, and where more are due than
+there are slots, steps take turns with them.
 """
 
 from __future__ import annotations
@@ -45,10 +45,8 @@ class Scheduler(InFlight):
         step_tokens: int,
         reuses_prefixes: bool = True,
         scaling: Scaling | None = None,
-        held_need_slots: bool = False,
     ) -> None:
         super().__init__(blocks, max_running, max_waiting, step_tokens, reuses_prefixes, scaling)
-        self._held_need_slots = held_need_slots
         self._without_slot = 0  # Running sequences that their pace holds in this step.
         self._turn = 0  # Of the sequences that are due, where there are more than slots.
         self._gave_way = False  # Whether the latest step was that of an isolated sequence.
@@ -114,7 +112,7 @@ class Scheduler(InFlight):
     def schedule(self, prefill_tokens: int, now: float = 0.0) -> list[Row]:
         """The rows of the next step: an isolated sequence, or all that decode and up to `prefill_tokens` of prompts."""
         self._now = now
-        held = 0 if self._held_need_slots else sum(sequence.due_at > now for sequence in self.running)
+        held = sum(sequence.due_at > now for sequence in self.running)
         self._without_slot = min(held, _HELD * self.max_running)
         rows: dict[Sequence, Row] = {}
         self._scores_left = _MAX_SCORED
@@ -129,7 +127,7 @@ class Scheduler(InFlight):
             self._left_out = bool(resting) and self._compose(prefill_tokens, rows, resting)
             if not self._left_out:
                 self._compose(prefill_tokens, rows)
-        self._shares.charge(rows.values(), self._held() if rows and self._held_need_slots else ())
+        self._shares.charge(rows.values())
         return list(rows.values())
 
     def make_room(self, rows: list[Row]) -> Sequence | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -43,25 +43,6 @@ class Outcome(NamedTuple):
 
     results: list[Result]
     failed: list[tuple[Sequence, HeadraceError]]
-
-
-@runtime_checkable
-class StepComputer(Protocol):
-    """Computes steps and samples their tokens itself, in place of a ModelRunner. Used only by the engine's thread."""
-
-    @property
-    def description(self) -> str:
-        """Its kind in a word or two, for the log and ModelConfig."""
-
-    @property
-    def start_ids(self) -> tuple[int, ...]:
-        """See ModelRunner."""
-
-    def compute(self, rows: list[Row], statistics: EngineStatistics) -> Outcome:
-        """Computes the rows; a row may have several results or none. Raises errors for which no request is to blame."""
-
-    def clear(self, blocks: list[int]) -> None:
-        """See ModelRunner."""
 
 
 class StepRunner:

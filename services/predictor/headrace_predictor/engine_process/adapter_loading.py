@@ -48,7 +48,7 @@ class AdapterLoading:
         folder = Path(adapter.folder)
         adapters.load(adapter.number, folder)
         logger.info("model %s: an adapter of %s", adapter.name, base.name)
-        return fingerprint_of(folder, base.dtype, adapter.is_local, sampler=f"adapter of {base.fingerprint}")
+        return fingerprint_of(folder, base.dtype, adapter.is_local, base.fingerprint)
 
     def _unload(self, number: int) -> None:
         if self._base.engine.adapters is not None:

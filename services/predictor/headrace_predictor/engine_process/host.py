@@ -36,12 +36,11 @@ def command(control: int, parent: int) -> tuple[str, ...]:
 
 
 def main(control: socket.socket, parent: int) -> NoReturn:
-    die_with(parent)
+    _die_with(parent)
     # Libraries ask for devices while they are imported; the driver itself must not be initialised here.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     from headrace_predictor.engine_process import worker
     from headrace_predictor.engine_process.rehearsal import rehearse
-    from headrace_predictor.generation.loading import load_own
 
     rehearse()
     # Objects that no collection looks at stay shared with the forks.
@@ -52,7 +51,7 @@ def main(control: socket.socket, parent: int) -> NoReturn:
     with suppress(ConnectionError):
         connection = _serve(control)
         if connection is not None:
-            worker.run(connection, load_own)
+            worker.run(connection)
     os._exit(os.EX_OK)
 
 
@@ -83,7 +82,7 @@ def _serve(control: socket.socket) -> socket.socket | None:
                     control.close()
                     for fd in (woken, wake):
                         os.close(fd)
-                    die_with(host)
+                    _die_with(host)
                     return socket.socket(fileno=fds[0])
                 os.close(fds[0])
                 control.sendall(b"started %d\n" % pid)
@@ -100,7 +99,7 @@ def _report_ends(control: socket.socket) -> None:
         control.sendall(b"ended %d %d\n" % (pid, os.waitstatus_to_exitcode(status)))
 
 
-def die_with(parent: int) -> None:
+def _die_with(parent: int) -> None:
     """Ends this process by SIGKILL when its parent's thread ends that has started it; on Linux only.
 
     SIGTERM and SIGINT, which a supervisor or a terminal sends to all processes of a group, are ignored: the parent

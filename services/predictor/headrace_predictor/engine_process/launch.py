@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import socket
 from pathlib import Path
-from typing import Protocol
 
 from headrace.errors import StartupError, StartupFault
 from headrace.frames import FrameConnection
 from headrace.sampling import SamplingParameters
+from headrace_predictor.engine_process.engine_host import EngineHost
 from headrace_predictor.engine_process.remote_engine import RemoteEngine
 from headrace_predictor.generation.loaded_model import LoadedModel
 from headrace_predictor.settings import PredictorSettings
 from headrace_protos import engine_pb2
 
 # Of the settings.
-_NOT_OF_ENGINES = {"engine", "vllm_python", "models", "model_repository", "hub_allow"} | {
+_NOT_OF_ENGINES = {"models", "model_repository", "hub_allow"} | {
     name for name in PredictorSettings.model_fields if name.startswith("payload_")
 }
 _LOAD_S = 3600.0  # The longest that loading weights takes.
@@ -24,17 +24,8 @@ _SILENCE_S = 10.0  # A process that is alive sends a frame every half second.
 _SEND_BUFFER_BYTES = 4 * 1024 * 1024  # Or what the system allows.
 
 
-class EngineStarter(Protocol):
-    """Starts engine processes."""
-
-    prepare: str  # A `module:function` that each of them calls before it loads its model, or nothing.
-
-    async def start_engine(self, connection: socket.socket) -> int:
-        """Starts an engine process that serves a socket; returns its process id; raises StartupError."""
-
-
 async def launch_engine(
-    host: EngineStarter, name: str, folder: Path, is_local: bool, settings: PredictorSettings, device_memory: int = 0
+    host: EngineHost, name: str, folder: Path, is_local: bool, settings: PredictorSettings, device_memory: int = 0
 ) -> LoadedModel:
     """Returns the model, loaded by an engine process of its own; raises StartupError.
 

@@ -1,7 +1,5 @@
 """The engine process: loads one generation model and runs its engine until the predictor's front closes the socket.
 
-How the model is loaded is the caller's: generation/loading.py, or vllm_engine/loading.py beside vLLM.
-
 Threads: the engine's own and its watchdog; the main thread, which reads commands; and a reporter, which sends the state
 while no step does, so that silence means that the process hangs, and ends the process when the engine has died; and one
 that loads adapters. The first frame from here is `ready` or `startup_error`.
@@ -16,8 +14,8 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from typing import NoReturn, Protocol
+from collections.abc import Iterator
+from typing import NoReturn
 
 import torch
 
@@ -29,6 +27,7 @@ from headrace_predictor.engine.engine import ContinuousBatchingEngine
 from headrace_predictor.engine_process.adapter_loading import AdapterLoading
 from headrace_predictor.engine_process.step_frames import StepFrames, state_message
 from headrace_predictor.generation.loaded_model import LoadedGeneration
+from headrace_predictor.generation.loading import load_launched
 from headrace_predictor.models.startup_errors import as_startup_error
 from headrace_protos import engine_pb2
 from headrace_protos.steps_pb2 import Submission
@@ -38,20 +37,13 @@ logger = logging.getLogger(__name__)
 REPORT_S = 0.5  # The longest time between two frames.
 
 
-class Loader(Protocol):
-    """Loads a model and starts its engine."""
-
-    def __call__(self, launch: engine_pb2.EngineLaunch, flush: Callable[[], None]) -> LoadedGeneration:
-        """Raises any error; for `flush` see engine/engine.py."""
-
-
-def run(connection: socket.socket, load: Loader) -> NoReturn:
+def run(connection: socket.socket) -> NoReturn:
     """Serves the engine's socket; ends the process."""
     status = os.EX_SOFTWARE
     try:
         frames = messages(connection)
         launch = engine_pb2.EngineLaunch.FromString(next(frames))
-        _serve(connection, frames, launch, load)
+        _serve(connection, frames, launch)
         status = os.EX_OK
     except StartupError as error:
         _send(
@@ -68,7 +60,7 @@ def run(connection: socket.socket, load: Loader) -> NoReturn:
         os._exit(status)
 
 
-def _serve(connection: socket.socket, commands: Iterator[bytes], launch: engine_pb2.EngineLaunch, load: Loader) -> None:
+def _serve(connection: socket.socket, commands: Iterator[bytes], launch: engine_pb2.EngineLaunch) -> None:
     settings = json.loads(launch.settings)
     set_up_logging("predictor", settings["log_level"], settings["log_format"])
     frames = StepFrames(lambda frame: _send(connection, frame))
@@ -76,7 +68,7 @@ def _serve(connection: socket.socket, commands: Iterator[bytes], launch: engine_
         module, _, function = launch.prepare.partition(":")
         getattr(importlib.import_module(module), function)()
     with as_startup_error(launch.model):
-        loaded = load(launch, frames.flush)
+        loaded = load_launched(launch, frames.flush)
     # What was loaded stays: a collection that looks at all of it would hold up every stream.
     gc.collect()
     gc.freeze()

@@ -47,8 +47,8 @@ _MAPPINGS: dict[Any, Any] = {
 }
 
 
-def load_own(launch: engine_pb2.EngineLaunch, flush: Callable[[], None]) -> LoadedGeneration:
-    """Loads a model with the engine of this package: a Loader, see engine_process/worker.py."""
+def load_launched(launch: engine_pb2.EngineLaunch, flush: Callable[[], None]) -> LoadedGeneration:
+    """Loads the model of an engine process and starts its engine; for the rest see `load_generation`."""
     settings = PredictorSettings(**json.loads(launch.settings))
     folder, elsewhere = Path(launch.folder), launch.device_memory_elsewhere
     device = prepare_torch(settings, weight_bytes(folder).total())

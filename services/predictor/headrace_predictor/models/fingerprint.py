@@ -1,8 +1,8 @@
 """The fingerprint of a model. Equal fingerprints: one predictor can resume another's answer token for token.
 
 It is a digest of the weights, of every JSON file beside them (configuration, tokenizer), of the dtype of the
-computation and of the sampler's version, or of another engine's name, version and arguments. For a model of the hub its
-revision, a commit, replaces the files.
+computation and of the sampler's version; for an adapter, of its files and of its base's fingerprint. For a model of the
+hub its revision, a commit, replaces the files.
 
 Weights are not read twice: of a tensor up to 64 KiB all bytes are hashed, of a larger one 16 evenly spread blocks of 4
 KiB, each with the tensor's name, dtype and shape. So two trainings, fine-tunes or quantisations differ, and so does any
@@ -28,9 +28,10 @@ _CHARACTERS = 32
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
-def fingerprint_of(folder: Path, dtype: str, is_local: bool, sampler: str = "") -> str:
-    """Returns 32 hexadecimal digits. `sampler`: another engine, its version and arguments."""
-    digest = hashlib.sha256(f"{sampler or SAMPLER_VERSION}\n{dtype}\n".encode())
+def fingerprint_of(folder: Path, dtype: str, is_local: bool, base: str = "") -> str:
+    """Returns 32 hexadecimal digits. `base`: the fingerprint of an adapter's base."""
+    basis = f"adapter of {base}" if base else SAMPLER_VERSION
+    digest = hashlib.sha256(f"{basis}\n{dtype}\n".encode())
     if not is_local and _COMMIT.fullmatch(folder.name):
         digest.update(folder.name.encode())
     else:

@@ -18,12 +18,11 @@ from pathlib import Path
 from headrace.errors import StartupError
 from headrace.models.hub import Report, fetch
 from headrace.models.kinds import ModelKind, kind_of
-from headrace.models.sources import ModelSource, read_config
+from headrace.models.sources import ModelSource
 from headrace.rpc.limits.byte_budget import give_memory_back
 from headrace.threads import run_in_daemon_thread
 from headrace_predictor.engine_process.engine_host import EngineHost
-from headrace_predictor.engine_process.interpreter import InterpreterHost
-from headrace_predictor.engine_process.launch import EngineStarter, launch_engine
+from headrace_predictor.engine_process.launch import launch_engine
 from headrace_predictor.generation.model import GenerationModel
 from headrace_predictor.models.served_model import ServedModel
 from headrace_predictor.models.startup_errors import as_startup_error
@@ -32,7 +31,6 @@ from headrace_predictor.repository.lease import Serving
 from headrace_predictor.settings import PredictorSettings
 from headrace_predictor.tensor_models.python_model import PythonModel
 
-_VLLM_ENGINE = "headrace_predictor.vllm_engine"
 _PYTHON_RUNNING = 32  # Requests at once; a model's code may hold much memory for each.
 _FILES = ("*.json", "*.safetensors", "*.model", "*.spm", "*.txt")
 
@@ -81,19 +79,10 @@ async def build(
     """Returns the running model; raises StartupError. For `device_memory` see engine_process/launch.py."""
     if fetched.kind is ModelKind.GENERATION:
         report("loading the weights")
-        starter = starter_of(source.name, fetched.folder, settings, host)
-        launched = await launch_engine(starter, source.name, fetched.folder, source.is_local, settings, device_memory)
+        launched = await launch_engine(host, source.name, fetched.folder, source.is_local, settings, device_memory)
         return GenerationModel(launched)
     building = partial(build_here, source, fetched, settings, report)
     return await run_in_daemon_thread(f"load-{source.name}", building)
-
-
-def starter_of(model: str, folder: Path, settings: PredictorSettings, host: EngineHost) -> EngineStarter:
-    """What starts the engine process of a generation model."""
-    is_encoder_decoder = bool(read_config(folder, "config.json").get("is_encoder_decoder"))
-    if settings.engine.of(model, is_encoder_decoder) == "vllm":
-        return InterpreterHost(settings.vllm_python, _VLLM_ENGINE, settings.threads, host.prepare)
-    return host
 
 
 def build_here(source: ModelSource, fetched: FetchedModel, settings: PredictorSettings, report: Report) -> ServedModel:

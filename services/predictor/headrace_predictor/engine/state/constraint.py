@@ -110,15 +110,6 @@ class Constraint:
         """Whether there is no next token."""
         return self.is_complete or self.error is not None
 
-    @property
-    def may_end(self) -> bool:
-        """Whether the answer so far is one of the grammar's."""
-        return self._matcher.is_accepting()
-
-    def allows(self, token_id: int) -> bool:
-        """Whether the answer can go on with this token."""
-        return not self.has_ended and self._matcher.validate_tokens([token_id]) == 1
-
     def replay(self, output_ids: Ids[int]) -> None:
         """Takes the tokens of an answer's beginning; raises InvalidRequestError for those that it cannot have."""
         for token_id in output_ids:

@@ -100,19 +100,13 @@ class Shares:
         if len(self._debts) > _DEBTS_KEPT:
             del self._debts[min(self._debts, key=self._debts.__getitem__)]
 
-    def charge(self, rows: Iterable[Row], held: Iterable[Sequence] = ()) -> None:
-        """Adds the tokens of a step to the service of their clients, where there is more than one to compare.
-
-        One of `held`, whose pace holds it in a slot, costs a token for each step.
-        """
+    def charge(self, rows: Iterable[Row]) -> None:
+        """Adds the tokens of a step to the service of their clients, where there is more than one to compare."""
         if not self.competing and not self._debts:
             return
         for row in rows:
             account = self._accounts[row.sequence.client]
             account.served += row.count / account.weight
-        for sequence in held:
-            account = self._accounts[sequence.client]
-            account.served += 1 / account.weight
         if self._debts:
             self._settle()
 
