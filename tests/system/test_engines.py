@@ -296,6 +296,31 @@ async def test_embeddings_pass(stack):
     assert (answer.status, answer.json["data"]) == (200, [{"embedding": [0.5]}])
 
 
+async def test_refused_requests_cut_no_other_answer(stack, engines):
+    for engine in engines:
+        engine.delay_s = 0.1
+    beside = [asyncio.create_task(asked(stack, {**CHAT, "model": model})) for model in ("chat", "passed")]
+    await until(lambda: len([one for engine in engines for one in engine.requests]) == 2)
+    for engine in engines:
+        engine.refuses = (500, {"error": {"message": "no such grammar"}})
+    refused = await asked(stack, {**CHAT, "model": "passed"}, x_timeout_ms="3000")
+    assert refused.status in (502, 503, 504)
+    for answer in beside:
+        assert events_of(await answer)[1] == []
+
+
+@pytest.mark.parametrize("body", [{"model": {}}, {"model": 5, "messages": MESSAGES}, {"messages": 1}, [1], {}])
+async def test_malformed_requests_are_refused_at_once(stack, body):
+    answer = await rest(stack.gateway, "POST", "/v1/chat/completions", body)
+    assert answer.status == 400, answer.body
+
+
+@pytest.mark.parametrize("n", ["abc", -1, 0, 1.5])
+async def test_a_number_of_choices_that_is_none_is_the_engines_to_refuse(stack, n):
+    answer = await asked(stack, {**PASSED, "n": n})
+    assert answer.status in (200, 400, 500, 502), answer.body
+
+
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
 async def test_apis_that_the_engine_has_pass(stack, engines, path):
     body = {"model": "passed", "input": "a", "messages": MESSAGES, "max_tokens": 4}

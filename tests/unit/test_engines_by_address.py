@@ -93,6 +93,15 @@ async def test_places_go_to_the_client_with_the_least_of_its_weight():
     assert len(again) == 3
 
 
+async def test_without_an_engine_nobody_waits_for_a_place():
+    places = FairPlaces()
+    async with asyncio.timeout(1):
+        taken = [await places.take(f"client {number}", 1) for number in range(3)]
+    for place in taken:
+        place.close()
+    assert (dict(places._running), places._weights) == ({}, {})
+
+
 @pytest.fixture(scope="module")
 def vocabulary():
     return TokenBytes(Tokenizer.from_file("models/storyteller/tokenizer.json"))
@@ -124,6 +133,25 @@ def test_the_id_that_ends_an_answer_of_llama_cpp_waits_for_the_end(vocabulary):
     assert (chunk.token_ids, chunk.finish_reason) == ([], None)
     reader.take({"content": "", "tokens": [], "stop": True, "stop_type": "eos", "timings": {"cache_n": 3}}, chunk)
     assert (chunk.token_ids, chunk.finish_reason, chunk.cached_tokens) == ([2], "stop", 3)
+
+
+def test_log_probabilities_are_as_many_as_tokens(vocabulary):
+    reader, chunk = LlamaFormat(vocabulary), TokenChunk()
+    reader.body("m", [1], SamplingParameters(max_tokens=99, logprobs=True, top_logprobs=1), 0)
+    score = {"id": 5, "logprob": -1.0, "top_logprobs": [{"id": 5, "logprob": -1.0}]}
+    reader.take({"content": "a", "tokens": [5], "tokens_predicted": 1, "completion_probabilities": [score]}, chunk)
+    reader.take({"content": "", "tokens": [2], "tokens_predicted": 2, "completion_probabilities": [score]}, chunk)
+    reader.take({"content": "", "tokens": [], "stop": True, "stop_type": "eos"}, chunk)
+    assert (chunk.token_ids, chunk.logprobs) == ([5, 2], [-1.0, float("-inf")])
+    assert chunk.top_logprobs == [[(5, -1.0)], []]
+
+
+def test_text_without_token_ids_is_no_answer():
+    reader = OpenAIFormat()
+    reader.take({"choices": [{"text": "", "token_ids": [3]}]}, TokenChunk())
+    reader.take({"choices": [{"text": "held back before"}]}, TokenChunk())
+    with pytest.raises(HopBrokenError, match="token ids"):
+        OpenAIFormat().take({"choices": [{"text": "hello", "finish_reason": "stop"}]}, TokenChunk())
 
 
 def test_only_stated_parameters_are_sent(vocabulary):

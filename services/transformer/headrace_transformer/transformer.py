@@ -153,8 +153,8 @@ class Transformer:
         settings, pipeline, bodies, router = self._settings, self._pipeline, self._bodies, self._router
         http = HttpServer(self._server.interceptor, error_body, shares_port=settings.listen != "alone")
         encoders = EncoderCalls(router, self._predictor, self._tap, bodies, self._quota)
-        has_engines, keep_alive_s = bool(self._engines.pools), settings.sse_keep_alive
-        passing = Passing(router, self._predictor, self._tap, self._quota, pipeline, has_engines, keep_alive_s)
+        models, keep_alive_s = self._engines.pools.keys(), settings.sse_keep_alive
+        passing = Passing(router, self._predictor, self._tap, self._quota, pipeline, models, keep_alive_s)
         openai = OpenAIServicer(pipeline, router, encoders, bodies, passing, keep_alive_s)
         responses = ResponsesServicer(pipeline, router, bodies, self._log_stub, passing, keep_alive_s)
         anthropic = AnthropicServicer(pipeline, router, bodies, passing, keep_alive_s)

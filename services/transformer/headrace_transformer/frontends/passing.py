@@ -6,7 +6,8 @@ images, audio, or calls in a format that is not known here.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Coroutine
+import re
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine
 from contextlib import aclosing, closing, suppress
 from typing import Any, TypeVar
 
@@ -27,7 +28,7 @@ from headrace_transformer.generation.pipeline import Pipeline, report_continuity
 from headrace_transformer.generation.recording import MAX_RECORDED_CHARACTERS
 from headrace_transformer.generation.token_quota import TokenQuota
 from headrace_transformer.models.models import Model, PassedModel, TextModel
-from headrace_transformer.predictors.engines.engine import Engine
+from headrace_transformer.predictors.engines.engine import Engine, error_of_event
 from headrace_transformer.predictors.engines.events import EventStream
 from headrace_transformer.predictors.engines.passed_stream import PassedAnswer, RepetitionError, renamed
 from headrace_transformer.predictors.engines.pools import EnginePool
@@ -39,6 +40,10 @@ from headrace_transformer.routing.router import Answering, Router
 
 T = TypeVar("T")
 
+_MODEL = re.compile(rb'"model"\s*:\s*"([^"]*)"')
+_IN = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*([0-9]{1,9})')
+_OUT = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*([0-9]{1,9})')
+
 _COMPLETIONS = ("/completions", "/chat/completions")
 _MAX_LOST = 4  # Engines in a row that one request may lose, without a new piece of its answer.
 _PROMPTS = ("messages", "prompt", "input", "query")
@@ -46,7 +51,7 @@ _TEXT_PARTS = ("text", "refusal", "input_text", "output_text", "tool_use", "tool
 
 
 class Passing:
-    """Owned by the event loop; one for all front ends."""
+    """Owned by the event loop; one for all front ends; `models` are those at engines."""
 
     def __init__(
         self,
@@ -55,7 +60,7 @@ class Passing:
         tap: PayloadTap,
         quota: TokenQuota,
         pipeline: Pipeline,
-        is_on: bool,
+        models: Collection[str],
         keep_alive_s: float,
     ) -> None:
         self._router = router
@@ -63,7 +68,7 @@ class Passing:
         self._tap = tap
         self._quota = quota
         self._pipeline = pipeline
-        self._is_on = is_on
+        self._models = models
         self._keep_alive_s = keep_alive_s
 
     async def found(
@@ -73,14 +78,20 @@ class Passing:
 
         `resolve` makes the model's name of the one in the request.
         """
-        if not self._is_on:
+        if not self._models:
+            return None
+        named = {name.decode(errors="replace") for name in _MODEL.findall(request.data)} or {""}
+        if not any(not name or self._router.may_reach(name, self._models) for name in named):
             return None
         try:
             body = orjson.loads(request.data)
             name = resolve(body.get("model") or "", call.client)
-        except (orjson.JSONDecodeError, AttributeError, HeadraceError):
+            if not self._router.may_reach(name, self._models):
+                return None
+        except (orjson.JSONDecodeError, AttributeError, TypeError, HeadraceError):
             return None  # It is refused by whoever reads it.
-        answering = await self._router.wait_for(name, "", call)
+        with self._pipeline.recording_refusals(call, name):
+            answering = await self._router.wait_for(name, "", call)
         pool = self._pool_for(answering.model, body)
         return None if pool is None else self._answer(answering, pool, body, path, call)
 
@@ -99,24 +110,24 @@ class Passing:
         prompt, parameters = _recorded(body)
         with recorded(self._tap, call, answering.name, prompt=prompt, parameters=parameters) as recording:
             recording.served_model = answering.served
-            asked = body.get("max_tokens") or body.get("max_completion_tokens")
+            asked, n = body.get("max_tokens") or body.get("max_completion_tokens"), body.get("n")
             account = call.account
-            async with call.deadline.scope():
+            async with call.deadline.scope(), call.first_token.scope():
                 place = await pool.places.take(account.name, account.policy.weight)
             backoff = self._predictor.backoff(call.deadline)
             passed = _PassedCall(answering.name, pool, body, path, recording, backoff, call.first_token)
-            limit = asked if isinstance(asked, int) else 0
+            limit = max(0, asked) * max(1, n if type(n) is int else 1) if type(asked) is int else 0
             with closing(place), await self._quota.charged(call.client, 0, limit) as reserved:
                 if body.get("stream"):
                     yield Events(self._keep_alive_s)
                     events_of = passed.events if path in _COMPLETIONS else passed.raw_events
                     async with aclosing(events_of()) as written:
                         async for events in written:
-                            reserved.generated = passed.completion_tokens
+                            reserved.generated = passed.tokens
                             yield HttpBody(content_type=EVENTS, data=events)
                 else:
                     data = await passed.whole()
-                    reserved.generated = passed.completion_tokens
+                    reserved.generated = passed.tokens
                     yield HttpBody(content_type=JSON, data=data)
             self._router.answered(answering)
 
@@ -134,7 +145,7 @@ class _PassedCall:
         backoff: Backoff,
         first_token: Deadline,
     ) -> None:
-        self.completion_tokens = 0
+        self.tokens = 0  # As the engine says at the end, until then those that were shown.
         self._model = model
         self._pool = pool
         self._body = body
@@ -150,14 +161,17 @@ class _PassedCall:
         """The body of the answer; raises HeadraceError."""
         while True:
             try:
-                with closing(self._stream(await self._engine(), self._body)) as stream:
-                    data = await stream.whole()
+                with closing(self._stream(await self._in_time(self._engine()), self._body)) as stream:
+                    data = await self._in_time(stream.whole())
+                value = _object(data)
+                if (error := error_of_event(value)) is not None:
+                    raise error
                 break
             except (HopBrokenError, NotReadyError) as error:
                 await self._after(error)
         how = RESTARTED if self._lost else ""
         report_continuity(how)
-        self._record.continuity, value = how, _object(data)
+        self._record.continuity = how
         self._record.chunk(_text_of(value))
         self._end(_reason_of(value), value.get("usage"))
         await self._record.flushed()
@@ -168,7 +182,7 @@ class _PassedCall:
         answer = PassedAnswer(self._body, self._model)
         while not answer.is_whole():
             try:
-                engine = await self._engine()
+                engine = await self._in_time(self._engine())
                 body, how = answer.continuing(engine.kind) if self._lost else (self._body, "")
                 with closing(self._stream(engine, body)) as stream:
                     while not answer.is_whole():
@@ -188,10 +202,12 @@ class _PassedCall:
         """The events of an API that only the engine knows: none can go on after a failure."""
         while True:
             try:
-                engine = await self._engine()
+                engine = await self._in_time(self._engine())
                 with closing(self._stream(engine, self._body)) as stream:
                     while data := await self._in_time(stream.raw()):
                         self._record.chunk(data.decode(errors="replace"))
+                        counts = [max(map(int, found), default=0) for found in (_IN.findall(data), _OUT.findall(data))]
+                        self.tokens = max(self.tokens + data.count(b"data:"), sum(counts))
                         await self._reported("" if self._has_shown or not self._lost else RESTARTED)
                         yield renamed(data, engine.served, self._model)
                 break
@@ -222,10 +238,12 @@ class _PassedCall:
                 raise
             stream.fail(error)  # Once these have been read.
         if answer.is_whole():
-            pieces += [answer.take(event) for event in await stream.rest()]
+            rest = await stream.rest()
+            with suppress(HeadraceError):  # The answer is whole.
+                pieces += [answer.take(event) for event in rest]
         written = b"".join(b"data: " + one_line(data) + b"\n\n" for data, _ in pieces if data)
         if written:
-            self.completion_tokens += sum(bool(text) for _, text in pieces)  # Nearly: an event is a token or more.
+            self.tokens += sum(bool(text) for _, text in pieces)  # Nearly: an event is a token or more.
             self._record.chunk("".join(text for _, text in pieces))
         return written
 
@@ -266,7 +284,7 @@ class _PassedCall:
     def _end(self, reason: str, usage: Any) -> None:
         stated = _usage(usage)
         if stated is not None:
-            self.completion_tokens = stated.completion_tokens
+            self.tokens = stated.prompt_tokens + stated.completion_tokens
         self._record.end("OK", finish_reason=reason, usage=stated)
 
 
@@ -320,6 +338,7 @@ def _usage(stated: Any) -> Usage | None:
     """The usage that an engine states, None where it states none."""
     if not isinstance(stated, dict):
         return None
-    counts = [stated.get(name) for name in ("prompt_tokens", "completion_tokens")]
+    names = (("prompt_tokens", "input_tokens"), ("completion_tokens", "output_tokens"))
+    counts = [stated.get(one, stated.get(other)) for one, other in names]
     prompt, completion = (count if isinstance(count, int) and 0 <= count < 1 << 31 else 0 for count in counts)
     return Usage(prompt_tokens=prompt, completion_tokens=completion) if prompt or completion else None

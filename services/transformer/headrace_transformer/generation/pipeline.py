@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Container, Iterator, Mappi
 from contextlib import ExitStack, closing, contextmanager
 from typing import NamedTuple
 
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, HopBrokenError
 from headrace.payload.call import begin
 from headrace.payload.tap import PayloadTap
 from headrace.rpc.limits.admission import head_of_call
@@ -147,6 +147,8 @@ class Pipeline:
         """The tokens of a prepared generation, those among them that the client has already, up to the first ones."""
         call, resume, model = request.call, request.resume, prepared.origin.model
         assembler = self._assembler(request, prepared)
+        if model.pool is not None and resume is not None and resume.fingerprint:
+            raise HopBrokenError("the model's weights have changed, and no predictor has the old ones", hop="engine")
         counts_prompt = model.name not in request.shared.charged
         prompt_tokens = len(prepared.origin.prompt_ids) if counts_prompt else 0
         reservation = await self._quota.charged(call.client, prompt_tokens, prepared.sampling.max_tokens or 0)

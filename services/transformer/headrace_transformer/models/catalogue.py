@@ -63,6 +63,8 @@ class Catalogue:
         engines: Engines | None = None,
     ) -> None:
         self._pools = {} if engines is None else engines.pools
+        self._natures: dict[str, object] = {}  # What the engines of described models were.
+        self._is_predictor_ready = False
         self._sources = {source.name: source for source in sources}
         self._predictor = predictor
         self._replicas = replicas
@@ -213,6 +215,11 @@ class Catalogue:
             if ready:
                 self._first_ready.set()
 
+    def can_answer(self, name: str) -> bool:
+        """Whether who serves the model answers now: its engines, or a predictor."""
+        pool = self._pools.get(name)
+        return self.ready and (bool(pool.ready) if pool is not None else self._is_predictor_ready or not self._pools)
+
     def notify(self) -> None:
         """Wakes waiting requests: a name may now lead to another model."""
         self.changed.set()
@@ -222,7 +229,7 @@ class Catalogue:
         """Updates the models from the predictor; returns whether they can be called."""
         try:
             # In this order: what was ready before it was listed is listed as ready.
-            is_ready = await self._replicas.ready()
+            is_ready = self._is_predictor_ready = await self._replicas.ready()
             states = await self._index()
             self._is_known = True
         except HeadraceError:
@@ -231,9 +238,14 @@ class Catalogue:
             if not self._pools:
                 return False
             states = {name: state for name, state in self._states.items() if name not in self._pools}
-            is_ready, self._is_known = False, self._is_known or not self._sources
+            self._is_known = self._is_known or not self._sources
+            is_ready = self._is_predictor_ready = False
         engines = {name: pool.state for name, pool in self._pools.items()}
         self._states = {**states, **engines}
+        for name, pool in self._pools.items():
+            if pool.ready and self._natures.setdefault(name, pool.nature) != pool.nature:
+                self._natures[name] = pool.nature
+                self._described.discard(name)
         is_ready = is_ready or any(state.state == READY for state in engines.values())
         for name in (*self._models, *self._describing):
             if self._state(name).state != READY:
@@ -244,8 +256,9 @@ class Catalogue:
         for name in ready:
             if name not in self._described and name not in self._describing and self._tasks is not None:
                 self._describing[name] = self._tasks.create_task(self._describe(name), name=f"describe-{name}")
-        # Other models stay ready while a new one is added.
-        if not (self.ready or self._described.issuperset(ready)):
+        # Other models stay ready while a new one is added; while predictors are away, engines answer for themselves.
+        expected = [name for name in ready if self._is_predictor_ready or not self._pools or name in self._pools]
+        if not (self.ready or self._described.issuperset(expected)):
             return False
         if is_ready:
             return True

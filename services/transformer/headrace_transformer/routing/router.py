@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from headrace.rpc.limits.admission import head_of_call
 from headrace.rpc.server.call_context import IDEMPOTENCY_KEY, CallContext, ServedModel
 from headrace.telemetry.identity import MODEL, as_metadata
 from headrace_transformer.models.catalogue import Catalogue
-from headrace_transformer.models.models import Model, TextModel
+from headrace_transformer.models.models import Model, ProcessedModel, TextModel
 from headrace_transformer.predictors.discovery.replicas import READY, UNAVAILABLE, ModelState
 from headrace_transformer.routing.routes import Route, Routes, Target, parse_routes
 
@@ -109,6 +109,8 @@ class Router:
         """
         call.client.check_model(name)
         routed, route = call.routed.get(name, ()), self._routes.get(name)
+        if serves is not None and route is not None:
+            routed = [served for served in route.targets if serves(served.model)][:1] or routed
         if routed:
             candidates = routed[:1]
         elif route is None:
@@ -226,10 +228,15 @@ class Router:
     def is_ready(self, name: str, version: str = "") -> bool:
         """Whether the model can be called now."""
         try:
-            self.find(name, version)
+            model = self.find(name, version)
         except HeadraceError:
             return False
-        return self.ready
+        return self._catalogue.can_answer(model.processor.model if isinstance(model, ProcessedModel) else model.name)
+
+    def may_reach(self, name: str, models: Container[str]) -> bool:
+        """Whether the name may lead to one of the models."""
+        route = self._routes.get(name)
+        return name in models if route is None else any(target.model in models for target in route.targets)
 
     def lists(self, name: str) -> bool:
         """Whether the name is known; for other names each call asks the predictor."""

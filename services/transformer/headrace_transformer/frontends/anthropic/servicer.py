@@ -62,8 +62,9 @@ class AnthropicServicer(rest_pb2_grpc.AnthropicServicer):
     async def Messages(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
         call = call_context(context, "headrace.rest.v1.Anthropic/Messages")
         if (passed := await self._passing.found(request, "/messages", call, self._models.resolve)) is not None:
-            async for body in passed:
-                yield body
+            async with aclosing(passed) as bodies:
+                async for body in bodies:
+                    yield body
             return
         parsed = await self._reader.read(MessagesRequest, request, call, "generation")
         with self._pipeline.recording_refusals(call, parsed.model):

@@ -116,8 +116,9 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
     async def Embeddings(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
         call = call_context(context, "headrace.rest.v1.OpenAI/Embeddings")
         if (answer := await self._passed(request, "/embeddings", call)) is not None:
-            async for body in answer:
-                yield body
+            async with aclosing(answer) as bodies:
+                async for body in bodies:
+                    yield body
             return
         parsed = await self._read(EmbeddingsRequest, request, call, "embedding")
         for piece in await embed(parsed, self._encoders, call):
@@ -133,8 +134,9 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
     async def Score(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
         call = call_context(context, "headrace.rest.v1.OpenAI/Score")
         if (answer := await self._passed(request, "/score", call)) is not None:
-            async for body in answer:
-                yield body
+            async with aclosing(answer) as bodies:
+                async for body in bodies:
+                    yield body
             return
         parsed = await self._read(ScoreRequest, request, call, "classification", "embedding")
         yield json_body(await score(parsed, self._encoders, call))
@@ -143,8 +145,9 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
     async def Rerank(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
         call = call_context(context, "headrace.rest.v1.OpenAI/Rerank")
         if (answer := await self._passed(request, "/rerank", call)) is not None:
-            async for body in answer:
-                yield body
+            async with aclosing(answer) as bodies:
+                async for body in bodies:
+                    yield body
             return
         parsed = await self._read(RerankRequest, request, call, "classification", "embedding")
         yield json_body(await rerank(parsed, self._encoders, call))

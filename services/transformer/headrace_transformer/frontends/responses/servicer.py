@@ -71,8 +71,9 @@ class ResponsesServicer(rest_pb2_grpc.ResponsesServicer):
     async def Create(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
         call = call_context(context, "headrace.rest.v1.Responses/Create")
         if (passed := await self._passing.found(request, "/responses", call, self._models.resolve)) is not None:
-            async for body in passed:
-                yield body
+            async with aclosing(passed) as bodies:
+                async for body in bodies:
+                    yield body
             return
         parsed = await self._reader.read(ResponsesRequest, request, call, "generation")
         with self._pipeline.recording_refusals(call, parsed.model):

@@ -1,8 +1,9 @@
 """One engine at one address: what it is, whether it answers, and the requests to it.
 
 What it is, it says itself: `GET /models` names its kind, its model and its context. Whether it answers, only a real
-answer shows: after its start, and after each failure, it must generate a token before it gets requests. One that has
-been silent while requests wait must generate one too, or it counts as hung and its answers go on elsewhere.
+answer shows: after its start, and after failures, it must generate a token before it gets requests. One that has been
+silent while requests wait must generate one too, or it counts as hung and its answers go on elsewhere; not one whose
+places are all taken, nor one of an unknown kind, where that token might only wait for its turn.
 
 Owned by the event loop.
 """
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 HOP = "engine"
 TOKEN_ID_KINDS = ("vllm", "llamacpp", "headrace")  # They take and give token ids.
 _LOOK_S = 2.0
+_PROVABLE = ("vllm", "sglang", "llamacpp", "headrace")
 _AT_ROOT = ("/completion", "/props")  # llama.cpp's own paths.
 _PLACES = 256  # vLLM's default of requests at a time.
 _MAX_ERROR = 64 * 1024
@@ -46,6 +48,14 @@ class Running(Protocol):
     """A request at an engine; `heard` is when the latest piece of its answer came, None before the first."""
 
     heard: float | None
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether somebody waits for the next piece."""
+
+    @property
+    def is_stranded(self) -> bool:
+        """Whether its connection is gone, before the end: nothing more can come."""
 
     def fail(self, error: HeadraceError) -> None:
         """Ends it with an error, at once."""
@@ -83,14 +93,31 @@ class Engine:
                 await self._prove()
                 self.ready, self._failures, self._trouble = True, 0, ""
                 logger.info("engine %s answers: %s, model %s", self.address, self.kind, self.served)
-            elif self.running and time.monotonic() - self.heard > self._silence_limit_s:
+            elif self.running and self._can_be_hung() and self._is_silent():
                 await self._prove()
                 self.heard = time.monotonic()
         except HeadraceError as error:
-            self.lost(error)
-        for running in tuple(self.running):  # A connection may be lost without a notice.
-            if running.heard is not None and time.monotonic() - running.heard > _STALLS * self._silence_limit_s:
+            if not (self.ready and self.running) or self._is_silent():  # One slow answer to a look is no death.
+                self.lost(error)
+        for running in tuple(self.running):
+            if running.is_reading and (running.is_stranded or self._stands_still(running)):
                 running.fail(PredictorLostError(f"engine {self.name} goes on with others, and not with this", hop=HOP))
+
+    def begins(self, running: Running) -> None:
+        """Notes a request that begins now."""
+        if not self.running:
+            self.heard = time.monotonic()
+        self.running.add(running)
+
+    def _is_silent(self) -> bool:
+        return time.monotonic() - self.heard > self._silence_limit_s
+
+    def _can_be_hung(self) -> bool:
+        return self.kind in _PROVABLE and len(self.running) < self.places
+
+    def _stands_still(self, running: Running) -> bool:
+        """Whether an answer that has begun gets nothing; a connection may be lost without a notice."""
+        return running.heard is not None and time.monotonic() - running.heard > _STALLS * self._silence_limit_s
 
     def lost(self, error: HeadraceError) -> None:
         """The engine gets no request until it has answered one; those that it has go on elsewhere."""
@@ -119,10 +146,10 @@ class Engine:
         data, headers = orjson.dumps(body), {**self._headers(), **headers}
         try:
             try:
-                response = await self._session.post(self._url(path), data=data, headers=headers)
+                response = await self._session.post(self._url(path), data=data, headers=headers, allow_redirects=False)
             except (aiohttp.ServerDisconnectedError, ConnectionResetError):
                 # It has closed a connection that was kept, or died: a new connection shows which.
-                response = await self._session.post(self._url(path), data=data, headers=headers)
+                response = await self._session.post(self._url(path), data=data, headers=headers, allow_redirects=False)
         except (aiohttp.ClientError, OSError) as error:
             lost = _lost(error)
             if isinstance(error, aiohttp.ClientConnectorError):
@@ -133,7 +160,7 @@ class Engine:
             self.heard = time.monotonic()
             return response
         async with response:
-            raise self._refusal(response, await _read(response, _MAX_ERROR))
+            raise self._refusal(response, await _read(response, _MAX_ERROR, cut=True))
 
     def _url(self, path: str) -> str:
         return (self.address.removesuffix("/v1") if path in _AT_ROOT else self.address) + path
@@ -142,21 +169,24 @@ class Engine:
         headers = {"host": self._host, "content-type": "application/json"}
         try:
             key = self.source.key
-        except OSError as error:
-            raise NotReadyError(f"the engines' key cannot be read: {error}", hop="transformer") from None
+        except (OSError, ValueError):
+            key = "\n"
+        if not key.isprintable():
+            raise NotReadyError(f"{self.source.key_file}: there is no key of engines in it", hop="transformer")
         return headers | ({"authorization": f"Bearer {key}"} if key else {})
 
     def _refusal(self, response: aiohttp.ClientResponse, data: bytes) -> HeadraceError:
         status, message = response.status, error_message(data) or f"status {response.status}"
         if status in (401, 403):
-            return RequestFailedError(f"the engine refuses the transformer's key: {message}", hop=HOP)
+            logger.error("engine %s refuses the key: %s", self.address, message)
+            return RequestFailedError("the engine refuses the transformer's key", hop=HOP)
         if status == 429:
             return OverloadedError(message, hop=HOP, retry_after_ms=_retry_after_ms(response))
-        if 400 <= status < 500:
+        if 400 <= status < 500 or status == 501:
             return InvalidRequestError(message, hop=HOP)
         self._failures += 1
         if status in (502, 503, 504) or self._failures >= _FAILURES:
-            self.lost(NotReadyError(message, hop=HOP))
+            self.ready = False  # Until it has proved itself; the answers that it gives go on.
         return NotReadyError(message, hop=HOP) if status in (502, 503, 504) else HopBrokenError(message, hop=HOP)
 
     async def _describe(self) -> None:
@@ -225,12 +255,14 @@ def _lost(error: BaseException) -> PredictorLostError:
     return PredictorLostError(f"the connection to the engine failed: {text}", hop=HOP)
 
 
-async def _read(response: aiohttp.ClientResponse, most: int) -> bytes:
-    """The body; raises HopBrokenError for one that is longer than `most`, or not complete."""
+async def _read(response: aiohttp.ClientResponse, most: int, cut: bool = False) -> bytes:
+    """The body, or its beginning with `cut`; raises HopBrokenError for one longer than `most`, or not complete."""
     data = bytearray()
     try:
         async for piece in response.content.iter_any():
             data += piece
+            if len(data) > most and cut:
+                return bytes(data)
             if len(data) > most:
                 raise HopBrokenError(f"the engine's answer has more than {most} bytes", hop=HOP)
     except (aiohttp.ClientError, OSError) as error:

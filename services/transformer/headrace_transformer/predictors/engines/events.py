@@ -41,7 +41,18 @@ class EventStream:
         self._scope: asyncio.Timeout | None = None
         self._error: HeadraceError | None = None
         self._buffer = b""
-        engine.running.add(self)
+        engine.begins(self)
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether somebody waits for the next piece."""
+        return self._scope is not None
+
+    @property
+    def is_stranded(self) -> bool:
+        """Whether the connection is gone, before the end."""
+        response = self._response
+        return response is not None and response.connection is None and not response.content.at_eof()
 
     async def read(self) -> list[bytes]:
         """The data of the next events, at least one; none after the end. Raises HeadraceError."""
@@ -92,8 +103,10 @@ class EventStream:
         return found
 
     def fail(self, error: HeadraceError) -> None:
-        """Ends it with an error, at once, also while it is read."""
-        self._error = self._error or error
+        """Ends it with an error, at once, also while it is read; only the first one has an effect."""
+        if self._error is not None:
+            return
+        self._error = error
         self._span.end(error.status)
         if self._scope is not None:
             self._scope.reschedule(0)
@@ -119,6 +132,8 @@ class EventStream:
         """More of the answer, empty at its end."""
         if self._error is not None:
             raise self._error
+        if self.heard is not None:
+            self.heard = time.monotonic()  # A reader that is slow is not the engine's silence.
         try:
             async with asyncio.timeout(None) as self._scope:
                 if self._response is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
+from math import inf
 
 from headrace.errors import OverloadedError
 
@@ -17,7 +18,10 @@ _RETRY_AFTER_MS = 1000
 
 
 class FairPlaces:
-    """`limit` is how many requests the engines run at a time; it may change."""
+    """`limit` is how many requests the engines run at a time; it may change.
+
+    With 0 no engine answers, and nobody waits here.
+    """
 
     def __init__(self) -> None:
         self.limit = 0
@@ -27,28 +31,30 @@ class FairPlaces:
 
     async def take(self, client: str, weight: float) -> Place:
         """A place for a request, once there is one; raises OverloadedError where too many wait."""
-        self._weights[client] = weight or 1.0
-        if self._running.total() >= self.limit or self._waiting:
+        if self._running.total() >= (self.limit or inf) or self._waiting:
             if sum(map(len, self._waiting.values())) >= _MAX_WAITING:
                 raise OverloadedError("too many requests wait for an engine", retry_after_ms=_RETRY_AFTER_MS)
+            self._weights[client] = weight or 1.0
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.setdefault(client, deque()).append(turn)
             self.serve()
             try:
                 await turn
             except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():
-                    self._running[client] -= 1
                 self._forget(client, turn)
-                self.serve()
+                if turn.done() and not turn.cancelled():
+                    self.give_back(client)
+                else:
+                    self._clean_up(client)
                 raise
         else:
+            self._weights[client] = weight or 1.0
             self._running[client] += 1
         return Place(self, client)
 
     def serve(self) -> None:
         """Gives free places to those that wait."""
-        while self._waiting and self._running.total() < self.limit:
+        while self._waiting and self._running.total() < (self.limit or inf):
             client = min(self._waiting, key=lambda name: self._running[name] / self._weights[name])
             turn = self._waiting[client].popleft()
             if not self._waiting[client]:
@@ -59,11 +65,14 @@ class FairPlaces:
 
     def give_back(self, client: str) -> None:
         self._running[client] -= 1
+        self._clean_up(client)
+        self.serve()
+
+    def _clean_up(self, client: str) -> None:
         if not self._running[client]:
             del self._running[client]
             if client not in self._waiting:
                 self._weights.pop(client, None)
-        self.serve()
 
     def _forget(self, client: str, turn: asyncio.Future[None]) -> None:
         turns = self._waiting.get(client)

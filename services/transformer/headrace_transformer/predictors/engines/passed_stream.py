@@ -50,12 +50,13 @@ class PassedAnswer:
 
     def is_whole(self) -> bool:
         """Every choice has ended."""
-        return len(self._ended) >= int(self._body.get("n") or 1) * self._prompts
+        return len(self._ended) >= self._choices
 
     @property
-    def _prompts(self) -> int:
-        prompt = self._body.get("prompt")
-        return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+    def _choices(self) -> int:
+        prompt, n = self._body.get("prompt"), self._body.get("n")
+        prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+        return prompts * (n if type(n) is int and n > 0 else 1)
 
     def continuing(self, kind: str) -> tuple[dict[str, Any], str]:
         """The request that the next engine gets, and how it continues the answer."""
@@ -128,7 +129,7 @@ class PassedAnswer:
         places = [place for _, place in self._shown]
         if any(body.get(name) for name in further) or not set(places) <= {"content", "text"} or len(places) != 1:
             return None
-        return self._shown[next(iter(self._shown))] if int(body.get("n") or 1) * self._prompts == 1 else None
+        return self._shown[next(iter(self._shown))] if self._choices == 1 else None
 
     def _after(self, text: str, kind: str) -> dict[str, Any]:
         body = copy.copy(dict(self._body))

@@ -68,6 +68,11 @@ class EnginePool:
         return [engine for engine in self._engines.values() if engine.ready]
 
     @property
+    def nature(self) -> frozenset[tuple[str, int | None, str]]:
+        """What the engines that answer are; if it changes, the model is another one."""
+        return frozenset((engine.kind, engine.context_length, engine.folder) for engine in self.ready)
+
+    @property
     def context_length(self) -> int | None:
         """Of the engines that answer, None if none says it."""
         return next((engine.context_length for engine in self.ready), None)
@@ -111,7 +116,10 @@ class EnginePool:
         prompt, name = submission.prompt_ids, self.source.name
         if submission.client and not submission.client.startswith(WITHOUT_KEY):  # Its cached prefixes are its own.
             sampling = sampling.model_copy(update={"cache_salt": f"{submission.client}\n{sampling.cache_salt}"})
-        engine = self.choose(prefix_key(name, sampling.cache_salt, prompt, submission.client))
+        key = prefix_key(name, sampling.cache_salt, prompt, submission.client)
+        engine = self.choose(key, [engine for engine in self.ready if engine.kind not in TOKEN_ID_KINDS])
+        if engine.kind not in TOKEN_ID_KINDS:
+            raise NotReadyError(f"no engine of model {name!r} takes token ids", hop=HOP)
         new_format: Callable[[], TokenFormat] = OpenAIFormat
         if engine.kind == "llamacpp" and self.token_bytes is not None:
             new_format = partial(LlamaFormat, self.token_bytes)
@@ -126,12 +134,12 @@ class EnginePool:
             if address not in self._engines:
                 self._engines[address] = Engine(self.source, address, host, session, self._silence_limit_s)
         for address in [address for address in self._engines if address not in wanted]:
-            gone = self._engines[address]
-            gone.ready = False
-            if not gone.running:
+            if not self._engines[address].running:
                 del self._engines[address]
         before = {engine.address for engine in self.ready}
-        await asyncio.gather(*(engine.look() for engine in self._engines.values() if engine.address in wanted))
+        await asyncio.gather(*(engine.look() for engine in self._engines.values()))
+        for address, engine in self._engines.items():
+            engine.ready = engine.ready and address in wanted
         self.places.limit = sum(engine.places for engine in self.ready)
         self.places.serve()
         if before != {engine.address for engine in self.ready}:
@@ -174,8 +182,9 @@ class Engines:
         if not self.pools:
             return
         timeouts = aiohttp.ClientTimeout(total=None, connect=_CONNECT_S)
+        # One client's cookies are not another's, and an engine leads nowhere else.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_S, socket_factory=_socket)
-        settings: dict[str, Any] = {"connector": connector, "timeout": timeouts, "auto_decompress": True}
+        settings: dict[str, Any] = {"connector": connector, "timeout": timeouts, "cookie_jar": aiohttp.DummyCookieJar()}
         async with aiohttp.ClientSession(**settings) as session, asyncio.TaskGroup() as group:
             for name, pool in self.pools.items():
                 group.create_task(_follow(pool, session), name=f"engines-{name}")
@@ -194,7 +203,10 @@ def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
 async def _follow(pool: EnginePool, session: aiohttp.ClientSession) -> None:
     try:
         while True:
-            await pool.look(session)
+            try:
+                await pool.look(session)
+            except Exception:  # The other models' engines are followed on.
+                logger.exception("engines of model %s", pool.source.name)
             await asyncio.sleep(_LOOK_EVERY_S)
     finally:
         await pool.close()

@@ -21,6 +21,9 @@ from headrace_transformer.predictors.engines.events import EventStream, parsed
 from headrace_transformer.predictors.engines.token_formats import TokenFormat
 from headrace_transformer.predictors.tokens import APPROXIMATE, EXACT, TokenChunk
 
+# Fields of engines by which an answer has a form.
+_FORMS = ("grammar", "json_schema", "response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+
 
 class TokenCall:
     """See the module; one task reads it. `continuity` is how it continues the ids, "" for a new answer."""
@@ -50,7 +53,8 @@ class TokenCall:
         self._produced = 0
         self._cached_tokens: int | None = None
         self._repeated: deque[int] = deque()
-        self._begin(repeats=bool(output_ids) and not continues(sampling))
+        self._has_form = bool(sampling.structured_outputs) or any(name in further_fields for name in _FORMS)
+        self._begin(repeats=bool(output_ids) and (self._has_form or not continues(sampling)))
 
     async def read(self) -> TokenChunk:
         """The next tokens, or none where all were there already; raises HeadraceError."""
@@ -126,7 +130,7 @@ class TokenCall:
         self._produced += len(chunk.token_ids)
 
     def _differs(self, chunk: TokenChunk) -> None:
-        if self._sampling.structured_outputs:
+        if self._has_form:
             raise HopBrokenError("the engine does not repeat the answer's beginning", hop=HOP)
         self._events.close()
         chunk.finish_reason = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from itertools import combinations, pairwise
+from math import inf
 from typing import Any, Protocol
 
 from headrace.errors import HopBrokenError, InvalidRequestError
@@ -46,6 +47,7 @@ class OpenAIFormat:
 
     def __init__(self) -> None:
         self._top = 0
+        self._has_ids = False
 
     def body(self, served: str, ids: Sequence[int], sampling: SamplingParameters, produced: int) -> dict[str, Any]:
         if sampling.bad_token_ids:
@@ -79,6 +81,9 @@ class OpenAIFormat:
             chunk.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or chunk.cached_tokens
         for choice in event.get("choices") or ():
             ids = choice.get("token_ids") or []
+            self._has_ids |= bool(ids)
+            if choice.get("text") and not self._has_ids:
+                raise HopBrokenError("the engine gives no token ids", hop=HOP)
             chunk.token_ids += map(_id, ids)
             scores = choice.get("logprobs")
             if scores and ids:
@@ -102,6 +107,7 @@ class LlamaFormat:
     def __init__(self, vocabulary: TokenBytes) -> None:
         self._vocabulary = vocabulary
         self._produced = self._top = 0
+        self._has_scores = False
         self._silent: list[int] = []
         self._stop_ids: frozenset[int] = frozenset()
 
@@ -110,6 +116,7 @@ class LlamaFormat:
             if getattr(sampling, name):
                 raise InvalidRequestError("not supported by the model's engine, llama.cpp", param=name)
         self._stop_ids, self._top = frozenset(sampling.stop_token_ids), sampling.top_logprobs
+        self._has_scores = sampling.logprobs
         body = _given(sampling, _SAME) | {
             "prompt": list(ids),
             "n_predict": (sampling.max_tokens or 0) - produced,
@@ -132,7 +139,7 @@ class LlamaFormat:
         if event.get("stop"):
             chunk.finish_reason = _reason(event["stop_type"])
             chunk.cached_tokens = (event.get("timings") or {}).get("cache_n")
-            chunk.token_ids += self._silent
+            self._add(chunk, [], [])
             return
         count = int(event["tokens_predicted"])
         lost, self._produced = count - self._produced - len(ids), count
@@ -141,18 +148,19 @@ class LlamaFormat:
             return
         if lost > 0:
             ids = [*self._lost_ids(text, ids, lost), *ids]
-        ids = [*self._silent, *ids]
-        self._silent = []
-        chunk.token_ids += ids
-        scores = [*(event.get("completion_probabilities") or ())]
-        if scores:
-            # llama.cpp has none of the tokens that it left out.
-            scores = [scores[0]] * (len(ids) - len(scores)) + scores
-            chunk.logprobs += [_number(score["logprob"]) for score in scores]
-            if self._top:
-                chunk.top_logprobs += [_llama_top(score)[: self._top] for score in scores]
+        self._add(chunk, ids, event.get("completion_probabilities") or ())
         if self._stop_ids.intersection(ids):
             chunk.finish_reason = "stop"
+
+    def _add(self, chunk: TokenChunk, ids: Sequence[int], scores: Sequence[Mapping[str, Any]]) -> None:
+        """Adds tokens, behind those kept back; of those that llama.cpp leaves out it has no log probabilities."""
+        ids, self._silent = [*self._silent, *ids], []
+        chunk.token_ids += ids
+        if self._has_scores:
+            lacking = len(ids) - len(scores)
+            chunk.logprobs += [-inf] * lacking + [_number(score["logprob"]) for score in scores]
+            if self._top:
+                chunk.top_logprobs += [[] for _ in range(lacking)] + [_llama_top(one)[: self._top] for one in scores]
 
     def _lost_ids(self, text: str, ids: Sequence[int], lost: int) -> Sequence[int]:
         """The ids of the tokens before the last one of a text that begins with a character in several tokens."""

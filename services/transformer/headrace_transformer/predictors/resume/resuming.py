@@ -207,12 +207,12 @@ class TokenStream:
     async def _at_engine(self, model: EngineModel) -> TokenCall:
         """Begins a request at an engine, once one answers."""
         progress, pool = self._progress, model.pool
-        while not pool.ready:
-            error = NotReadyError(f"no engine of model {pool.source.name!r} answers", hop="engine")
-            await self._backoff.wait_for(pool.changed, progress.last_word(error))
         if self._place is None:
             async with self._backoff.deadline.scope():
                 self._place = await pool.places.take(self._submission.client, self._submission.weight)
+        while not pool.ready:
+            error = NotReadyError(f"no engine of model {pool.source.name!r} answers", hop="engine")
+            await self._backoff.wait_for(pool.changed, progress.last_word(error))
         span = progress.next_span()
         self._generator.spans.begin(ENGINE_METHOD, self._backoff.deadline.left(), span)
         return pool.call(self._submission, progress.output_ids, self._sampling, model.further_fields, span)
