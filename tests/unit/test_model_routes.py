@@ -50,6 +50,9 @@ class Catalogue:
     direct_names = ("stable", "other")
     ready = True
 
+    def can_answer(self, name):
+        return self.ready
+
     def lists(self, name):
         return name in self.models
 
