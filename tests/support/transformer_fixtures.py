@@ -21,6 +21,7 @@ from headrace_transformer.frontends.grpc.inference_servicer import InferenceServ
 from headrace_transformer.frontends.grpc.text_generation_servicer import TextGenerationServicer
 from headrace_transformer.frontends.openai.http_methods import error_body, http_methods
 from headrace_transformer.frontends.openai.servicer import OpenAIServicer
+from headrace_transformer.frontends.passing import Passing
 from headrace_transformer.frontends.v2_rest.servicer import OpenInferenceServicer
 from headrace_transformer.generation.pipeline import Pipeline
 from headrace_transformer.generation.token_quota import TokenQuota
@@ -82,7 +83,8 @@ async def transformer(
     add_TextGenerationServicer_to_server(TextGenerationServicer(pipeline), server)
     http = HttpServer(interceptor, error_body)
     encoders = EncoderCalls(router, client, tap, bodies, quota)
-    http.add(*http_methods("OpenAI", OpenAIServicer(pipeline, router, encoders, bodies)))
+    passing = Passing(router, client, tap, quota, pipeline, models=(), keep_alive_s=15.0)
+    http.add(*http_methods("OpenAI", OpenAIServicer(pipeline, router, encoders, bodies, passing)))
     add_OpenInferenceServicer_to_server(OpenInferenceServicer(servicer, pipeline, bodies, links), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
