@@ -166,6 +166,8 @@ class _PassedCall:
                 value = _object(data)
                 if (error := error_of_event(value)) is not None:
                     raise error
+                if not value:
+                    raise HopBrokenError("the engine's answer is no JSON object", hop="engine")
                 break
             except (HopBrokenError, NotReadyError) as error:
                 await self._after(error)
