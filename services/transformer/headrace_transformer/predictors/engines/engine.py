@@ -147,8 +147,10 @@ class Engine:
         try:
             try:
                 response = await self._session.post(self._url(path), data=data, headers=headers, allow_redirects=False)
-            except (aiohttp.ServerDisconnectedError, ConnectionResetError):
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
                 # It has closed a connection that was kept, or died: a new connection shows which.
+                if isinstance(error, aiohttp.ClientConnectorError):
+                    raise
                 response = await self._session.post(self._url(path), data=data, headers=headers, allow_redirects=False)
         except (aiohttp.ClientError, OSError) as error:
             lost = _lost(error)

@@ -39,7 +39,7 @@ from headrace_transformer.text.token_bytes import TokenBytes
 logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 1.0
-_CONNECT_S = 2.0
+_CONNECT_S = 10.0  # Where both are busy; an engine that is gone is noticed before.
 _KEPT_S = 4.0  # Idle connections; vLLM's server closes them after 5.
 _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))  # Seconds, count.
 _DEFAULT_PORTS = {"http": 80, "https": 443}
@@ -181,7 +181,7 @@ class Engines:
         """Follows the engines until cancelled."""
         if not self.pools:
             return
-        timeouts = aiohttp.ClientTimeout(total=None, connect=_CONNECT_S)
+        timeouts = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
         # One client's cookies are not another's, and an engine leads nowhere else.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_S, socket_factory=_socket)
         settings: dict[str, Any] = {"connector": connector, "timeout": timeouts, "cookie_jar": aiohttp.DummyCookieJar()}
