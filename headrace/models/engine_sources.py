@@ -28,7 +28,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from headrace.errors import StartupError
 from headrace.validation import first_fault
 
-KINDS = ("vllm", "sglang", "llamacpp", "headrace", "openai")  # The last one is any other.
+OTHER = "openai"  # The kind of any other server of OpenAI's API.
+KINDS = ("vllm", "sglang", "llamacpp", "headrace", OTHER)
 _SCHEMES = ("http://", "https://")
 _ADDRESS = re.compile(r"https?://[^\s/?#;|,@]+(:[0-9]{1,5})?(/[^\s?#;|,]*)?")
 _OPTIONS = ("tokenizer",)

@@ -262,11 +262,8 @@ class _PassedCall:
 
     async def _engine(self) -> Engine:
         """The engine for the next attempt, once one answers."""
-        while True:
-            try:
-                return self._pool.choose(None)
-            except NotReadyError as error:
-                await self._backoff.wait_for(self._pool.changed, error)
+        await self._pool.until_ready(self._backoff)
+        return self._pool.choose(None)
 
     def _stream(self, engine: Engine, body: dict[str, Any]) -> EventStream:
         span = ClientSpan()

@@ -27,7 +27,7 @@ from headrace.errors import (
     OverloadedError,
     RequestFailedError,
 )
-from headrace.models.engine_sources import EngineSource
+from headrace.models.engine_sources import KINDS, OTHER, EngineSource
 from headrace_transformer.predictors.resume.crashes import PredictorLostError
 
 logger = logging.getLogger(__name__)
@@ -35,13 +35,11 @@ logger = logging.getLogger(__name__)
 HOP = "engine"
 TOKEN_ID_KINDS = ("vllm", "llamacpp", "headrace")  # They take and give token ids.
 _LOOK_S = 2.0
-_PROVABLE = ("vllm", "sglang", "llamacpp", "headrace")
 _AT_ROOT = ("/completion", "/props")  # llama.cpp's own paths.
 _PLACES = 256  # vLLM's default of requests at a time.
 _MAX_ERROR = 64 * 1024
 _STALLS = 6  # Times the limit of silence: an answer that has begun, beside others that go on.
 _FAILURES = 3  # In a row: server errors after which an engine must prove itself.
-_OWNERS = ("vllm", "sglang", "llamacpp", "headrace")  # Kinds that name themselves in the list of models.
 
 
 class Running(Protocol):
@@ -113,7 +111,7 @@ class Engine:
         return time.monotonic() - self.heard > self._silence_limit_s
 
     def _can_be_hung(self) -> bool:
-        return self.kind in _PROVABLE and len(self.running) < self.places
+        return self.kind != OTHER and len(self.running) < self.places
 
     def _stands_still(self, running: Running) -> bool:
         """Whether an answer that has begun gets nothing; a connection may be lost without a notice."""
@@ -143,15 +141,14 @@ class Engine:
 
         Whoever closes the response before its end closes the connection, by which engines cancel.
         """
-        data, headers = orjson.dumps(body), {**self._headers(), **headers}
         try:
             try:
-                response = await self._session.post(self._url(path), data=data, headers=headers, allow_redirects=False)
+                response = await self._sent(path, body, headers)
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
                 # It has closed a connection that was kept, or died: a new connection shows which.
                 if isinstance(error, aiohttp.ClientConnectorError):
                     raise
-                response = await self._session.post(self._url(path), data=data, headers=headers, allow_redirects=False)
+                response = await self._sent(path, body, headers)
         except (aiohttp.ClientError, OSError) as error:
             lost = _lost(error)
             if isinstance(error, aiohttp.ClientConnectorError):
@@ -163,6 +160,10 @@ class Engine:
             return response
         async with response:
             raise self._refusal(response, await _read(response, _MAX_ERROR, cut=True))
+
+    async def _sent(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> aiohttp.ClientResponse:
+        data, headers = orjson.dumps(body), {**self._headers(), **headers}
+        return await self._session.post(self._url(path), data=data, headers=headers, allow_redirects=False)
 
     def _url(self, path: str) -> str:
         return (self.address.removesuffix("/v1") if path in _AT_ROOT else self.address) + path
@@ -201,7 +202,7 @@ class Engine:
         if card is None:
             raise NotReadyError(f"it serves {', '.join(names[:8]) or 'nothing'}, not {wanted!r}", hop=HOP)
         self.served, owner = wanted, str(card.get("owned_by"))
-        self.kind = self.source.kind or (owner if owner in _OWNERS else "openai")
+        self.kind = self.source.kind or (owner if owner in KINDS else OTHER)
         self.generates = card.get("kind", "generation") == "generation"
         self.folder = str(card.get("root") or "")
         length = card.get("max_model_len")
@@ -218,10 +219,7 @@ class Engine:
         body = {"model": self.served, "prompt": "a", "max_tokens": 1}
         try:
             async with asyncio.timeout(self._silence_limit_s):
-                response = await self._session.post(
-                    f"{self.address}/completions", data=orjson.dumps(body), headers=self._headers()
-                )
-                async with response:
+                async with await self._sent("/completions", body, {}) as response:
                     data = await _read(response, _MAX_ERROR)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise _lost(error) from None

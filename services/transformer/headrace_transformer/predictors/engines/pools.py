@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from headrace.clients import WITHOUT_KEY
-from headrace.errors import NotReadyError
+from headrace.errors import HeadraceError, NotReadyError
 from headrace.models.engine_sources import EngineSource
 from headrace.oip.model_description import INPUT_IDS, OUTPUT_IDS
 from headrace.rpc.client.interceptors import ClientSpan
@@ -34,6 +34,7 @@ from headrace_transformer.predictors.engines.fair_places import FairPlaces
 from headrace_transformer.predictors.engines.token_call import TokenCall
 from headrace_transformer.predictors.engines.token_formats import LlamaFormat, OpenAIFormat, TokenFormat
 from headrace_transformer.predictors.link.choosing import Candidate, choose, prefix_key
+from headrace_transformer.predictors.resume.retries import Backoff
 from headrace_transformer.text.token_bytes import TokenBytes
 
 logger = logging.getLogger(__name__)
@@ -98,8 +99,19 @@ class EnginePool:
         ready = self.ready
         ready = [engine for engine in ready if engine not in besides] or ready
         if not ready:
-            raise NotReadyError(f"no engine of model {self.source.name!r} answers", hop=HOP)
+            raise self._none()
         return ready[choose([Candidate(engine.address, len(engine.running)) for engine in ready], key)]
+
+    async def until_ready(
+        self, backoff: Backoff, last_word: Callable[[HeadraceError], HeadraceError] | None = None
+    ) -> None:
+        """Waits until an engine answers; raises the `last_word` of NotReadyError where none does in time."""
+        while not self.ready:
+            error = self._none()
+            await backoff.wait_for(self.changed, error if last_word is None else last_word(error))
+
+    def _none(self) -> NotReadyError:
+        return NotReadyError(f"no engine of model {self.source.name!r} answers", hop=HOP)
 
     def call(
         self,
@@ -163,15 +175,10 @@ class EnginePool:
 
 
 class Engines:
-    """The pools of all models; `notify` is called when one of them changes."""
+    """The pools of all models, by their names."""
 
     def __init__(self, sources: Sequence[EngineSource], silence_limit_s: float) -> None:
         self.pools = {source.name: EnginePool(source, silence_limit_s) for source in sources}
-
-    @property
-    def states(self) -> Mapping[str, ModelState]:
-        """The state of each model."""
-        return {name: pool.state for name, pool in self.pools.items()}
 
     def serve(self, model: str) -> bool:
         """Whether an engine could begin an answer of the model now."""

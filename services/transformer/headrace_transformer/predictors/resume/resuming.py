@@ -210,9 +210,7 @@ class TokenStream:
         if self._place is None:
             async with self._backoff.deadline.scope():
                 self._place = await pool.places.take(self._submission.client, self._submission.weight)
-        while not pool.ready:
-            error = NotReadyError(f"no engine of model {pool.source.name!r} answers", hop="engine")
-            await self._backoff.wait_for(pool.changed, progress.last_word(error))
+        await pool.until_ready(self._backoff, progress.last_word)
         span = progress.next_span()
         self._generator.spans.begin(ENGINE_METHOD, self._backoff.deadline.left(), span)
         return pool.call(self._submission, progress.output_ids, self._sampling, model.further_fields, span)
