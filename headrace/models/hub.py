@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import StartupError, StartupFault
-from headrace.models.sources import ModelSource
+from headrace.models.sources import GGUF_SUFFIX, ModelSource
 
 if TYPE_CHECKING:
     from tqdm.asyncio import tqdm_asyncio
@@ -35,6 +36,8 @@ def fetch(source: ModelSource, patterns: Sequence[str], report: Report = lambda 
     """
     if source.is_local:
         folder = Path(source.location)
+        if folder.suffix == GGUF_SUFFIX:
+            return _of_gguf(source.name, folder)
         if not any((folder / name).is_file() for name in _MODEL_FILES):
             raise StartupError(
                 f"model {source.name}: {folder} has no config.json, as save_pretrained writes it, and no model.py"
@@ -55,10 +58,13 @@ def fetch(source: ModelSource, patterns: Sequence[str], report: Report = lambda 
             report(text)
 
     show("fetching from the hub")
+    repository, _, quantisation = source.location.partition(":")
     try:
-        return Path(
+        if quantisation:
+            patterns = _files_of(repository, source.revision, quantisation)
+        folder = Path(
             snapshot_download(
-                source.location,
+                repository,
                 revision=source.revision,
                 allow_patterns=list(patterns),
                 tqdm_class=_progress_shown_by(show),
@@ -74,6 +80,34 @@ def fetch(source: ModelSource, patterns: Sequence[str], report: Report = lambda 
         raise StartupError(f"{where} is neither a folder nor a hub id") from None
     except OSError:
         raise StartupFault(f"{where}: the hub cannot be reached; check the network or name a local folder") from None
+    return _of_gguf(source.name, folder / min(patterns)) if quantisation else folder
+
+
+def _files_of(repository: str, revision: str | None, quantisation: str) -> list[str]:
+    """The GGUF files of a quantisation in a repository; raises StartupError, and the hub's errors."""
+    from huggingface_hub import constants, list_repo_files, snapshot_download
+
+    if constants.HF_HUB_OFFLINE:
+        folder = Path(snapshot_download(repository, revision=revision))
+        files = [path.relative_to(folder).as_posix() for path in folder.rglob(f"*{GGUF_SUFFIX}")]
+    else:
+        files = [name for name in list_repo_files(repository, revision=revision) if name.endswith(GGUF_SUFFIX)]
+    files = [name for name in files if not Path(name).name.startswith("mmproj")]
+    wanted = re.compile(rf"(?i)(.*[-._/])?{re.escape(quantisation)}(-[0-9]{{5}}-of-[0-9]{{5}})?\{GGUF_SUFFIX}")
+    found = [name for name in files if wanted.fullmatch(name)]
+    if not found:
+        raise StartupError(f"{repository} has no GGUF file of {quantisation}; it has {', '.join(files) or 'none'}")
+    folders = {Path(name).parent for name in found}
+    return [name for name in found if Path(name).parent == min(folders)]
+
+
+def _of_gguf(name: str, path: Path) -> Path:
+    from headrace.models.gguf.folder import gguf_folder
+
+    try:
+        return gguf_folder(path)
+    except (ValueError, OSError) as error:
+        raise StartupError(f"model {name}: {error}") from None
 
 
 def _progress_shown_by(show: Report) -> type[tqdm_asyncio[Any]]:

@@ -1,6 +1,7 @@
 """Where models come from: `MODELS`, a comma list of `name=folder-or-hub-id[@revision]`.
 
-An item can be a model at engines instead, see engine_sources.py.
+A GGUF file stands for a folder; on the hub, `org/repo:Q4_K_M` for the file of that quantisation. An item can be a model
+at engines instead, see engine_sources.py.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ DEFAULT_MODELS = "storyteller=models/storyteller,normalizer=models/normalizer"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _MAX_NAME = 255  # Of a file's name on any common file system.
 _REVISION = re.compile(r"[\w][\w./-]*")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[A-Za-z0-9][\w.-]*)?")
+GGUF_SUFFIX = ".gguf"
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """One served model: its public name, and a local folder or a hub id with an optional revision.
+    """One served model: its public name, and a local folder or GGUF file, or a hub id with an optional revision.
 
     With `from_hub` the location is a hub id even where a folder has the same name.
     """
@@ -35,7 +37,7 @@ class ModelSource:
 
     @property
     def is_local(self) -> bool:
-        return not self.from_hub and Path(self.location).is_dir()
+        return not self.from_hub and is_local(self.location)
 
     @property
     def where(self) -> str:
@@ -87,13 +89,19 @@ def parse_hub_id(name: str, text: str) -> ModelSource:
     return ModelSource(name, hub_id, revision or None, from_hub=True)
 
 
+def is_local(location: str) -> bool:
+    """Whether a folder is there, or a GGUF file."""
+    path = Path(location)
+    return path.is_dir() or (path.suffix == GGUF_SUFFIX and path.is_file())
+
+
 def parse_location(name: str, location: str) -> ModelSource:
-    """The source of a model of any name: a folder, or a hub id with an optional revision; raises ValueError."""
-    if Path(location).is_dir():
+    """The source of a model of any name: what is local, or a hub id with an optional revision; raises ValueError."""
+    if is_local(location):
         return ModelSource(name, location)
     hub_id, _, revision = location.partition("@")
-    if location.startswith((".", "/", "~")) or hub_id.count("/") > 1:
-        raise ValueError(f"{location!r} is not a folder")
+    if location.startswith((".", "/", "~")) or hub_id.count("/") > 1 or location.endswith(GGUF_SUFFIX):
+        raise ValueError(f"{location!r} is not a folder{' or file' if location.endswith(GGUF_SUFFIX) else ''}")
     if not _HUB_ID.fullmatch(hub_id):
         raise ValueError(f"{location!r} is neither a folder nor a hub id")
     return ModelSource(name, hub_id, revision or None)

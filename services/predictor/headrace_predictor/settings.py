@@ -36,11 +36,12 @@ class PredictorSettings(RecordingSettings):
         "auto",
         description="auto is the model's own on CUDA; on the CPU bf16 where that is faster and exact, else fp32.",
     )
-    weights: Literal["auto", "int8", "int4"] = Field(
+    weights: Literal["auto", "int8", "int4", "q8_0"] = Field(
         "auto",
         description=(
-            "Format of the weights of Llama, Mistral, Qwen2 and Qwen3 models on the CPU: int8 or int4 are computed in"
-            " integers, the same on every machine; auto is that of dtype. See docs/models.md."
+            "Format of the weights of Llama, Mistral, Qwen2 and Qwen3 models on the CPU: int8, int4 or q8_0 are"
+            " computed in integers, the same on every machine; auto: a GGUF file's own, else that of dtype. See"
+            " docs/models.md."
         ),
     )
     weights_cache: Path = Field(

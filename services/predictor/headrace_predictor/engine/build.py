@@ -28,8 +28,9 @@ from headrace_predictor.engine.runners.fused_layers import fuse_layers
 from headrace_predictor.engine.runners.interface import ModelRunner
 from headrace_predictor.engine.runners.memory import cache_shape, plan_memory
 from headrace_predictor.engine.runners.paged import PagedRunner
-from headrace_predictor.engine.runners.proof import Proof
-from headrace_predictor.engine.runners.streamed import StreamedDecoder, packed_file, weight_format
+from headrace_predictor.engine.runners.proof import PROVEN_LAYERS, Proof
+from headrace_predictor.engine.runners.streamed import GROUPED, StreamedDecoder, packed_file, weight_format
+from headrace_predictor.engine.runners.unread import read_weights, stored_formats
 from headrace_predictor.engine.scheduler import Scheduler
 from headrace_predictor.engine.state.blocks import BlockManager
 from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape
@@ -63,6 +64,8 @@ def build_engine(
         "own_context_length": str(own_context),
     }
     vocabulary = model.get_input_embeddings().num_embeddings
+    is_grouped = not model.config.is_encoder_decoder and weight_format(name, model, settings.weights) == GROUPED
+    read_weights(model, PROVEN_LAYERS if is_grouped else None)
     with torch.inference_mode():
         proof = Proof(model, shape, vocabulary, context, 2 * settings.step_tokens)
         if not model.config.is_encoder_decoder:
@@ -94,8 +97,10 @@ def build_engine(
     )
     size["max_running"] = str(max_running)
     streamed = runner.streamed if isinstance(runner, PagedRunner) else None
-    size["weights"] = streamed.format if streamed else str(model.dtype).removeprefix("torch.")
+    size["weights"] = str(model.dtype).removeprefix("torch.")
     if streamed:
+        own = streamed.format
+        size["weights"] = own if own != GROUPED else "+".join(stored_formats(model)) or settings.weights
         size |= {"weights_bytes": str(streamed.weights_bytes), "angles": streamed.origin}
         size |= {"mapped_bytes": str(streamed.mapped_bytes)}
     engine.description |= size | ({} if reason is None else {"runner_reason": reason})
@@ -122,6 +127,8 @@ def _choose_runner(
         runner, reason = proof.encoder_decoder_runner(blocks)
     elif (reason := proof.of_paged()) is None:
         format_ = weight_format(name, model, settings.weights)
+        if format_ != GROUPED:
+            read_weights(model)
         adapters = Adapters(model, torch.float32 if format_ else None)  # Before the layers are replaced.
         streamed = None
         if format_:
@@ -137,5 +144,6 @@ def _choose_runner(
         raise StartupError(f"model {name}: PREDICTOR_WEIGHTS={settings.weights} is not for it: {reason}")
     else:
         logger.warning("model %s is run one row at a time: %s", name, reason)
+        read_weights(model)
         runner = proof.row_runner()
     return runner, adapters, reason

@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import (
 
 from headrace.errors import StartupError
 from headrace.models.generation_config import describe, eos_ids_of, read_generation, rules_of
+from headrace.models.sources import GGUF_SUFFIX
 from headrace.models.tokenizer_files import own_eos_id
 from headrace.sampling import defaults_of
 from headrace_predictor.engine.build import build_engine
@@ -40,6 +41,7 @@ from headrace_protos import engine_pb2
 logger = logging.getLogger(__name__)
 
 _LEAST_SHARE = 0.1  # Of the free memory, where other engines' caches may take as much: they may have it already.
+_WEIGHTS = ("*.safetensors", f"*{GGUF_SUFFIX}")
 _MAPPINGS: dict[Any, Any] = {
     AutoModelForSeq2SeqLM: MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -77,13 +79,18 @@ def load_generation(
     loaded = None
     if settings.dtype == "auto" and device.type == "cpu" and auto is not AutoModelForSeq2SeqLM:
         sizes = weight_bytes(folder)
-        if settings.weights != "auto" and 2 * sizes["BF16"] > sizes.total():
+        quantised = sum(size for kind, size in sizes.items() if kind.startswith("Q"))
+        if settings.weights != "auto" and 2 * (sizes["BF16"] + quantised) > sizes.total():
             settings = settings.model_copy(update={"dtype": "bf16"})
         elif (
-            settings.weights == "auto" and 2 * (sizes["BF16"] + sizes["F16"]) > sizes.total() and multiplies_bfloat16()
+            settings.weights == "auto"
+            and 2 * (sizes["BF16"] + sizes["F16"] + quantised) > sizes.total()
+            and (quantised or multiplies_bfloat16())
         ):
             loaded = _load(name, folder, is_local, auto, settings.model_copy(update={"dtype": "bf16"}), device, flush)
-            if loaded.engine.description["runner"] != PagedRunner.description:
+            facts = loaded.engine.description
+            is_slow = facts["weights"] == "bfloat16" and not multiplies_bfloat16()
+            if is_slow or facts["runner"] != PagedRunner.description:
                 # Its products are not packed: slower than float32's, and others in another batch.
                 loaded.engine.close()
                 loaded = None
@@ -128,7 +135,7 @@ def _load(
 
 def _digest(folder: Path, is_local: bool) -> str:
     """A digest of the fingerprint, which leaves out parts of large tensors, and of when the files were changed."""
-    changed = [path.stat().st_mtime_ns for path in sorted(folder.rglob("*.safetensors"))]
+    changed = [path.stat().st_mtime_ns for pattern in _WEIGHTS for path in sorted(folder.rglob(pattern))]
     return sha256(f"{fingerprint_of(folder, '', is_local)} {changed}".encode()).hexdigest()[:32]
 
 

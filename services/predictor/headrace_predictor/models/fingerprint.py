@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from headrace.models.gguf.folder import WEIGHTS_FILE
+from headrace.models.gguf.reader import read_gguf
 from headrace_predictor.engine.sampling.sampler import SAMPLER_VERSION
 from headrace_predictor.models.weight_files import read_header
 
@@ -48,20 +50,24 @@ def _contents(folder: Path) -> Iterator[bytes]:
     for path in sorted(folder.rglob("*.safetensors")):
         yield path.relative_to(folder).as_posix().encode()
         with path.open("rb") as file:
-            yield from _tensors(file)
+            header, length = read_header(file)
+            for name in sorted(header.keys() - {"__metadata__"}):
+                tensor = header[name]
+                begin, end = tensor["data_offsets"]
+                yield json.dumps([name, tensor["dtype"], tensor["shape"]]).encode()
+                yield from _tensor(file, length + begin, end - begin)
+    if (folder / WEIGHTS_FILE).is_symlink():
+        for name, place in sorted(read_gguf((folder / WEIGHTS_FILE).resolve(strict=True)).tensors.items()):
+            yield json.dumps([name, place.type.name, place.shape]).encode()
+            with place.path.open("rb") as file:
+                yield from _tensor(file, place.begin, place.size)
 
 
-def _tensors(file: IO[bytes]) -> Iterator[bytes]:
-    header, length = read_header(file)
-    for name in sorted(header.keys() - {"__metadata__"}):
-        tensor = header[name]
-        yield json.dumps([name, tensor["dtype"], tensor["shape"]]).encode()
-        begin, end = tensor["data_offsets"]
-        size = end - begin
-        if size <= _WHOLE_BYTES:
-            blocks = [(0, size)]
-        else:
-            blocks = [(i * (size - _BLOCK_BYTES) // (_BLOCKS - 1), _BLOCK_BYTES) for i in range(_BLOCKS)]
-        for offset, count in blocks:
-            file.seek(length + begin + offset)
-            yield file.read(count)
+def _tensor(file: IO[bytes], begin: int, size: int) -> Iterator[bytes]:
+    if size <= _WHOLE_BYTES:
+        blocks = [(0, size)]
+    else:
+        blocks = [(i * (size - _BLOCK_BYTES) // (_BLOCKS - 1), _BLOCK_BYTES) for i in range(_BLOCKS)]
+    for offset, count in blocks:
+        file.seek(begin + offset)
+        yield file.read(count)

@@ -7,6 +7,8 @@ from collections import Counter
 from pathlib import Path
 from typing import IO, Any
 
+from headrace.models.gguf.folder import WEIGHTS_FILE
+from headrace.models.gguf.reader import read_gguf
 from headrace.models.sources import read_config
 
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit.
@@ -23,8 +25,14 @@ def check_files(folder: Path) -> None:
     configs = [path.name for pattern in ("*config.json", "*.index.json") for path in folder.glob(pattern)]
     indexes = [read_config(folder, name) for name in sorted(configs)]
     weights = sorted(folder.rglob(_WEIGHTS))
-    if not weights:
-        raise ValueError(f"{folder} has no *.safetensors; other formats are not loaded")
+    if (folder / WEIGHTS_FILE).is_symlink():
+        file = read_gguf((folder / WEIGHTS_FILE).resolve(strict=True))
+        if not file.tensors:
+            raise ValueError(f"{file.path} has a vocabulary and no weights")
+    elif not weights:
+        raise ValueError(
+            f"{folder} has no *.safetensors; of other formats only GGUF is loaded, as the model's location"
+        )
     for index in indexes:
         for shard in sorted(set(map(str, index.get("weight_map", {}).values()))):
             if shard.endswith(Path(_WEIGHTS).suffix) and not (folder / shard).is_file():
@@ -48,8 +56,11 @@ def read_header(file: IO[bytes]) -> tuple[dict[str, Any], int]:
 
 
 def weight_bytes(folder: Path) -> Counter[str]:
-    """The bytes of a model's weights by their dtype, in safetensors' notation, such as BF16."""
+    """The bytes of a model's weights by their dtype, in the notation of safetensors or GGUF, such as BF16 or Q4_K."""
     sizes: Counter[str] = Counter()
+    if (folder / WEIGHTS_FILE).is_symlink():
+        for place in read_gguf((folder / WEIGHTS_FILE).resolve(strict=True)).tensors.values():
+            sizes[place.type.name] += place.size
     for path in folder.glob(_WEIGHTS):
         with path.open("rb") as file:
             header, _ = read_header(file)

@@ -10,10 +10,13 @@ from timeit import timeit
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 from transformers.utils.logging import disable_progress_bar
 
 from headrace.errors import StartupError
 from headrace_predictor.engine.cpu.packed_linear import PackedLinear, packs
+from headrace_predictor.engine.runners.unread import read_weights
+from headrace_predictor.models.gguf_weights import has_gguf, load_gguf
 from headrace_predictor.models.weight_files import weight_bytes
 from headrace_predictor.settings import PredictorSettings
 
@@ -88,16 +91,22 @@ def load_weights(name: str, folder: Path, auto: Any, dtype: str, device: torch.d
     for logger in _QUIET_LOGGERS:
         logging.getLogger(logger).setLevel(logging.ERROR)
     disable_progress_bar()  # type: ignore[no-untyped-call]  # Of the weights' reading, which takes seconds; a download's is shown.
-    own = "auto" if device.type == "cuda" else torch.float32
-    model, info = auto.from_pretrained(
-        folder,
-        dtype=_DTYPES.get(dtype, own),
-        use_safetensors=True,
-        trust_remote_code=False,
-        local_files_only=True,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # They are refused here, by name.
-    )
+    if has_gguf(folder):
+        config = AutoConfig.from_pretrained(folder)
+        own = torch.bfloat16 if device.type == "cuda" else torch.float32
+        model, info = load_gguf(folder, auto._model_mapping[type(config)], config, _DTYPES.get(dtype, own))
+        if device.type != "cpu":
+            read_weights(model)
+    else:
+        model, info = auto.from_pretrained(
+            folder,
+            dtype=_DTYPES.get(dtype, "auto" if device.type == "cuda" else torch.float32),
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # They are refused here, by name.
+        )
     if mismatched := sorted(info["mismatched_keys"]):
         shapes = [f"{key} is {list(there)}, config.json makes it {list(wanted)}" for key, there, wanted in mismatched]
         raise StartupError(f"model {name}: the weights in {folder} do not fit: {_some(shapes)}")

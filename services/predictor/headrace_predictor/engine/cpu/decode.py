@@ -23,8 +23,9 @@ from numba import njit
 from headrace_predictor.engine.cpu.atomics import add_to, give_way, pause, publish, read, subtract_from
 from headrace_predictor.engine.cpu.attention import attend_tile, write_tokens
 from headrace_predictor.engine.cpu.compiled import OPTIONS
-from headrace_predictor.engine.cpu.formats import convert_row, is_bf16
-from headrace_predictor.engine.cpu.products import BLOCK, GROUP, PANEL, ROWS, is_int4, multiply
+from headrace_predictor.engine.cpu.formats import convert_row, is_bf16, is_grouped
+from headrace_predictor.engine.cpu.panels import BLOCK, GROUP, HALF, PANEL, ROWS
+from headrace_predictor.engine.cpu.products import is_int4, multiply
 from headrace_predictor.engine.cpu.vectors import add_squares, array_at, swish_times
 
 _LINE = 8  # Numbers of a cache line.
@@ -48,7 +49,8 @@ FIRSTS = 28
 REACHES = 8  # Addresses from FIRSTS on: one for each reach that layers have.
 
 # Numbers of a layer: four products, addresses of norms' weights (0: none), index and reach. The last layer is the final
-# norm, as the first norm, and the head, as the first product.
+# norm, as the first norm, and the head, as the first product. WEIGHTS of grouped weights is the address of a table:
+# for each panel its address, its kind and the bytes of a block.
 _PRODUCT_NUMBERS = 8
 WEIGHTS, CHANNEL_SCALES, BIAS, PANELS, BLOCKS, PANEL_BYTES, OUTPUTS, ROW = range(_PRODUCT_NUMBERS)
 QKV, OUTPUT, GATE_UP, DOWN = range(0, 4 * _PRODUCT_NUMBERS, _PRODUCT_NUMBERS)
@@ -239,7 +241,7 @@ def _strides(marker: Any, product: Any) -> Any:
     """The bytes of a row's inputs and of its sums."""
     has_groups = is_int4(marker) and product[CHANNEL_SCALES] == 0
     inputs = product[BLOCKS] * BLOCK * (2 if is_bf16(marker) else 1)
-    return inputs, product[BLOCKS] * 4 * (BLOCK // GROUP if has_groups else 1)
+    return inputs, product[BLOCKS] * 4 * (BLOCK // HALF if is_grouped(marker) else BLOCK // GROUP if has_groups else 1)
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
@@ -275,13 +277,18 @@ def _multiply(
     results = np.zeros((panels - panel, end - first, PANEL), np.float32)
     # Nothing interrupts the reading of the weights.
     for p in range(panel, panels):
+        kind, block_bytes = np.int64(product[CHANNEL_SCALES] != 0), product[PANEL_BYTES] // blocks
+        at = product[WEIGHTS] + p * product[PANEL_BYTES]
+        if is_grouped(marker):
+            entry = array_at(product[WEIGHTS] + p * 3 * 8, (3,), _L)
+            at, kind, block_bytes = entry[0], entry[1], entry[2]
         for block in range(0, blocks, _BLOCKS_AT_ONCE):
             for token in range(first, end, ROWS):
                 multiply(
                     marker,
-                    np.int64(product[CHANNEL_SCALES] != 0),
+                    kind,
                     min(ROWS, end - token),
-                    product[WEIGHTS] + p * product[PANEL_BYTES] + block * (product[PANEL_BYTES] // blocks),
+                    at + block * block_bytes,
                     parameters[INPUTS] + token * inputs + block * (inputs // blocks),
                     inputs,
                     parameters[SCALES] + (token * blocks + block) * 4,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from headrace_predictor.engine.cpu.compiled import OPTIONS
 from headrace_predictor.engine.cpu.packed_file import PackedFile
-from headrace_predictor.engine.cpu.products import BLOCK, GROUP, GROUP_BYTES, PANEL
+from headrace_predictor.engine.cpu.panels import BLOCK, GROUP, GROUP_BYTES, PANEL
 from headrace_predictor.engine.cpu.vectors import narrow, widen
 from headrace_predictor.engine.state.cache import Array, array_of
 
@@ -30,6 +30,7 @@ MARKERS: dict[str, Array] = {
     "bf16": np.empty(0, np.uint16),
     "int8": np.empty(0, np.uint8),
     "int4": np.empty(0, np.int8),
+    "grouped": np.empty(0, np.int32),
 }
 _BYTES_OF_BLOCK: dict[str, int] = {"bf16": 2 * BLOCK, "int8": BLOCK, "int4": GROUP_BYTES // PANEL * BLOCK // GROUP}
 _SHIFT = np.float32(12582912)  # 1.5 * 2^23: the low bits of a sum with it are the nearest integer.
@@ -194,12 +195,18 @@ def is_bf16(marker: Any) -> Any:
     return marker.itemsize == 2
 
 
+@njit(inline="always", **OPTIONS)  # type: ignore[untyped-decorator]
+def is_grouped(marker: Any) -> Any:
+    """Whether an empty array has the type of grouped weights."""
+    return marker.itemsize == 4
+
+
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def convert_row(marker: Any, numbers: Any, row: Any, scales: Any, sums: Any) -> None:
     """Converts a row of inputs, float32 [n], to the format's `row` of whole blocks, uint16 or int8.
 
     Of an integer format: `scales` float32 [blocks], and `sums` int32 of the converted numbers, times what was added to
-    the weights and negative: by block for int8, by group for int4.
+    the weights and negative: by block for int8, by group for int4; of grouped weights by half a group, as they are.
     """
     count = len(numbers)
     if is_bf16(marker):
@@ -209,7 +216,7 @@ def convert_row(marker: Any, numbers: Any, row: Any, scales: Any, sums: Any) -> 
         words[count:] = 0
         return
     by = len(row) // len(sums)
-    offset = np.int32(-128 if by == BLOCK else -8)
+    offset = np.int32(-128 if by == BLOCK else -8 if by == GROUP else 1)
     bits, bytes_ = numbers.view(np.uint32), row.view(np.int8)
     shifted = np.empty(BLOCK, np.float32)
     words = shifted.view(np.int32)

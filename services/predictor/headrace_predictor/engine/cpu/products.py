@@ -1,16 +1,17 @@
 """The innermost products of the streamed formats: some rows of inputs with one panel of 64 output channels.
 
 The format is told by the type of the weights: bfloat16's bits are uint16, 8 bits uint8 (a weight plus 128), 4 bits int8
-(two weights plus 8 in each byte). formats.py has the layouts. A sum of integer products is exact in any order. The rest
-of an integer format is additions and multiplications that are rounded one by one, in an order that depends on nothing
-but the number of inputs: so a result is the same for any number of rows, any threads and on any processor. A bfloat16
-sum has one order too, that of the processor's instruction.
+(two weights plus 8 in each byte), groups of one of KINDS int32. formats.py and grouped.py have the layouts. A sum of
+integer products is exact in any order. The rest of an integer format is additions and multiplications that are rounded
+one by one, in an order that depends on nothing but the number of inputs: so a result is the same for any number of
+rows, any threads and on any processor. A bfloat16 sum has one order too, that of the processor's instruction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -19,13 +20,8 @@ from numba import types
 from numba.core import cgutils, config
 from numba.extending import intrinsic
 
+from headrace_predictor.engine.cpu.panels import BLOCK, GROUP, GROUP_BYTES, KINDS, PANEL, ROWS, Kind
 from headrace_predictor.engine.cpu.vectors import splat
-
-PANEL = 64  # Output channels that are computed together.
-BLOCK = 128  # Inputs of one step; those that share a scale in the integer formats.
-GROUP = 32  # Inputs that share a scale of 4-bit weights.
-GROUP_BYTES = PANEL * (2 + GROUP // 2)  # Of a panel: its scales and weights of a group.
-ROWS = 4  # Rows that read the weights together.
 
 _VECTORS, _LANES = 4, 16  # A panel in vectors of 32-bit numbers.
 _LINE = 64  # Bytes of a vector.
@@ -64,7 +60,7 @@ class _BFloat(ir.Type):  # type: ignore[misc]
 def multiply(
     typing_context: Any,
     weights: Any,
-    has_8_bits: Any,
+    kind: Any,
     rows: Any,
     at: Any,
     inputs: Any,
@@ -77,17 +73,23 @@ def multiply(
 ) -> Any:
     """Adds the products of up to ROWS rows of inputs, over `blocks` blocks, to float32 `out` [rows, PANEL].
 
-    `weights` is an empty array of the format's type; `has_8_bits`: in a model of 4-bit weights, this product has 8.
+    `weights` is an empty array of the format's type; `kind`: of grouped weights an index of KINDS, and in a model of
+    4-bit weights 1 if this product has 8.
     Addresses: `at` of a panel's first block, `inputs` of the first row, `scales` float32 and `sums` int32 of its first
     block; `stride` and `sums_stride` are the bytes from one row to the next, of inputs (a row's scales are BLOCK times
     less of int8 inputs) and of sums.
     """
-    own = {types.uint16: _bfloat16, types.uint8: _bits_8, types.int8: _bits_4}[weights.dtype]
+    emitters: dict[Any, list[Callable[..., None]]] = {
+        types.uint16: [_bfloat16],
+        types.uint8: [_bits_8],
+        types.int8: [_bits_4, _bits_8],
+        types.int32: [partial(_grouped, kind) for kind in KINDS],
+    }
+    kinds = emitters[weights.dtype]
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, other, count, *rest = arguments
-        kinds = {0: own, 1: _bits_8} if own is _bits_4 else {0: own}
-        for flag, emit in kinds.items():
+        for flag, emit in enumerate(kinds):
             wanted = builder.icmp_signed("==", other, _SIZE(flag)) if len(kinds) > 1 else ir.Constant(ir.IntType(1), 1)
             for n in range(1, ROWS + 1):
                 with builder.if_then(builder.and_(wanted, builder.icmp_signed("==", count, _SIZE(n)))):
@@ -191,6 +193,48 @@ def _bits_4(builder: Any, at: Any, inputs: Any, scales: Any, sums: Any, block: A
                 numbers[v] = builder.fmul(builder.sitofp(numbers[v], _FLOATS), scale)
         for own_scales, floats, row in zip(scales, exact, totals, strict=True):
             _add_scaled(builder, floats, own_scales, block, row)
+
+
+def _grouped(kind: Kind, builder: Any, at: Any, inputs: Any, scales: Any, sums: Any, block: Any, totals: Any) -> None:
+    low, four = _all(_INTS, 0x0F0F0F0F), _all(_INTS, 4)
+    with _groups(builder, block) as group:
+        weights = builder.add(at, builder.mul(group, _SIZE(kind.group_bytes)))
+        own = [builder.add(row, builder.mul(group, _SIZE(GROUP))) for row in inputs]
+        halves = [builder.add(row, builder.mul(group, _SIZE(8))) for row in sums]
+        pairs = [[_load(builder, row, 4 * half, _WORD, 4) for half in (0, 1)] for row in halves]
+        wholes = [builder.add(*pair) for pair in pairs]
+        numbers = builder.add(weights, _SIZE(4 * PANEL * (kind.scales + kind.has_minimum)))
+        floats: list[list[Any]] = [[] for _ in inputs]
+        for part in range(kind.scales):
+            starts = wholes if kind.scales == 1 else [pair[part] for pair in pairs]
+            # 8 bits have 128 more than the weight.
+            starts = [builder.mul(start, _WORD(-128 if kind.bits == 8 else 0)) for start in starts]
+            exact = [[splat(builder, start, _LANES)] * _VECTORS for start in starts]
+            quads = GROUP // 4 // kind.scales
+            for k in range(part * quads, (part + 1) * quads):
+                panel = _panel(builder, numbers, k if kind.bits == 8 else k // 2)
+                if kind.bits == 4:
+                    panel = [builder.and_(builder.lshr(one, four) if k % 2 else one, low) for one in panel]
+                for row, own_numbers in zip(own, exact, strict=True):
+                    quad = splat(builder, _load(builder, row, 4 * k, _WORD, 4), _LANES)
+                    for v, vector in enumerate(panel):
+                        own_numbers[v] = _add_quads(builder, own_numbers[v], vector, quad)
+            for v in range(_VECTORS):
+                scale = _load(builder, weights, _LINE * (_VECTORS * part + v), _FLOATS, _LINE)
+                for row_floats, own_numbers in zip(floats, exact, strict=True):
+                    scaled = builder.fmul(builder.sitofp(own_numbers[v], _FLOATS), scale)
+                    if part:
+                        row_floats[v] = builder.fadd(row_floats[v], scaled)
+                    else:
+                        row_floats.append(scaled)
+        if kind.has_minimum:
+            for v in range(_VECTORS):
+                minimum = _load(builder, weights, _LINE * (_VECTORS * kind.scales + v), _FLOATS, _LINE)
+                for row_floats, whole in zip(floats, wholes, strict=True):
+                    sum_ = splat(builder, builder.sitofp(whole, _FLOAT), _LANES)
+                    row_floats[v] = builder.fsub(row_floats[v], builder.fmul(sum_, minimum))
+        for own_scales, row_floats, row in zip(scales, floats, totals, strict=True):
+            _add_scaled(builder, row_floats, own_scales, block, row)
 
 
 @contextmanager

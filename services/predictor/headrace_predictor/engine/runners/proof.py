@@ -30,6 +30,7 @@ from headrace_predictor.engine.runners.rotary import SequenceRotary
 from headrace_predictor.engine.runners.row import CachelessRunner, CausalRunner, EncoderDecoderRunner, decoder_start
 from headrace_predictor.engine.runners.streamed import GATED_MODELS
 from headrace_predictor.engine.runners.t5 import T5Runner
+from headrace_predictor.engine.runners.unread import as_zeros
 from headrace_predictor.engine.state.blocks import RESERVED
 from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape
 from headrace_predictor.engine.state.sequence import Row, detached_sequence
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 _PIECES = (5, 9, 20, 39, 40)  # Where the chunks of the prompt end.
 _SPECIAL = 4  # Ids below are often those of padding, which some models leave out.
 _OUTPUT = 12  # Ids of an encoder-decoder model's answer.
-_LAYERS = 2  # Of each kind, where a model has nothing but equal layers.
+PROVEN_LAYERS = 2  # Of each kind, where a model has nothing but equal layers.
 _STEPS = 3  # Ids of `generate`.
 _PROMPT = 7  # The prompt of the sequence beside it, which decodes an id in each further step.
 # Differences by rounding only, relative to the largest logit; wrong attention differs by tens of percent.
@@ -226,7 +227,8 @@ class Proof:
 
     def _find_reaches(self, context: int) -> None:
         self._hides_masks = True
-        find_reaches(self._model, context)
+        with as_zeros(self._model):
+            find_reaches(self._model, context)
         self._hides_masks = False
 
     @contextmanager
@@ -241,7 +243,7 @@ class Proof:
             return
         decoder, whole = model.model, model.model.layers
         kinds = getattr(model.config, "layer_types", None) or [""] * len(whole)
-        decoder.layers = whole[: max(i + 1 for i, kind in enumerate(kinds) if kinds[:i].count(kind) < _LAYERS)]
+        decoder.layers = whole[: max(i + 1 for i, kind in enumerate(kinds) if kinds[:i].count(kind) < PROVEN_LAYERS)]
         try:
             yield
         finally:

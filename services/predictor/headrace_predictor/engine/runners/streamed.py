@@ -7,6 +7,7 @@ one: its products, norms and attention are the same code, called one by one.
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,14 @@ from headrace_predictor.engine.runners.fused_layers import SWISH
 from headrace_predictor.engine.runners.reach import Reach
 from headrace_predictor.engine.runners.rotary import RotaryAngles
 from headrace_predictor.engine.runners.step_plan import StepPlan
+from headrace_predictor.engine.runners.unread import grouped_matrix
 from headrace_predictor.engine.state.cache import Array
 
 try:
-    from headrace_predictor.engine.cpu import decode, formats, products
+    from headrace_predictor.engine.cpu import decode, formats, panels, products
     from headrace_predictor.engine.cpu.attention import parts
     from headrace_predictor.engine.cpu.compiled import CODE
+    from headrace_predictor.engine.cpu.grouped import Grouped, pack_grouped, padded_bytes
     from headrace_predictor.engine.cpu.team import Team
 
     _IS_COMPILED = True
@@ -40,6 +43,7 @@ except ImportError:  # Numba is optional.
 GATED_MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 # The embedding and the head of 4-bit weights have 8: with 4, they alone would cost as much quality as all layers.
 _FORMAT_OF_HEADS = {"int4": "int8"}
+GROUPED = "grouped"
 _LANES = 16
 _LEAST_KEPT_BYTES = 64 << 20  # Smaller models are packed in no time.
 _FEW_TOKENS = 8  # The heads of so few are divided among threads.
@@ -48,10 +52,18 @@ _FEW_TOKENS = 8  # The heads of so few are divided among threads.
 def weight_format(name: str, model: Any, wanted: str) -> str | None:
     """The format in which a paged model's weights are streamed; None: they are not.
 
-    `wanted`: auto, int8 or int4. bfloat16 is streamed where the processor multiplies its vectors but has no matrix unit
-    (AMX), which oneDNN uses. Raises StartupError for an integer format that cannot be computed.
+    `wanted`: auto, int8, int4 or q8_0. bfloat16 is streamed where the processor multiplies its vectors but has no
+    matrix unit (AMX), which oneDNN uses; quantised matrices of a file as they are, if all are such. Raises StartupError
+    for an integer format that cannot be computed.
     """
     reason = _reason_against(model)
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    is_stored = all(hasattr(module, "stored") for module in (*linears, model.get_input_embeddings()))
+    if reason is None and (wanted == "q8_0" or (wanted == "auto" and is_stored)):
+        attention = model.model.layers[0].self_attn
+        if not any(one.out_features % panels.PANEL for one in (attention.q_proj, attention.k_proj)):
+            return GROUPED
+        reason = f"its heads' sizes are not multiples of {panels.PANEL} together"
     if wanted != "auto":
         if reason is not None:
             raise StartupError(f"model {name}: PREDICTOR_WEIGHTS={wanted} is not for it: {reason}")
@@ -84,11 +96,15 @@ def packed_file(model: Any, format_: str, kept_at: Path | None, most: int) -> Pa
     `kept_at`: the folder, and a digest of the model; code, dtype and format are added.
     """
     size = 0
-    for name, weight in model.named_parameters():
+    for module in model.modules() if format_ == GROUPED else ():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            kind, outputs, inputs, _ = astuple(grouped_matrix(module))
+            size += padded_bytes(kind, outputs + panels.PANEL, inputs)
+    for name, weight in () if format_ == GROUPED else model.named_parameters():
         if weight.dim() == 2:
             one = format_ if ".layers." in name else _FORMAT_OF_HEADS.get(format_, format_)
-            panels = len(weight) // products.PANEL + 2  # Each of several matrices in one may have a part of a panel.
-            size += panels * (formats.panel_bytes(one, weight.shape[1]) + 4 * products.PANEL)
+            count = len(weight) // panels.PANEL + 2  # Each of several matrices in one may have a part of a panel.
+            size += count * (formats.panel_bytes(one, weight.shape[1]) + 4 * panels.PANEL)
     if kept_at is None or size < _LEAST_KEPT_BYTES:
         return PackedFile()
     code = sha256(Path(__file__).read_bytes() + transformers.__version__.encode()).hexdigest()[:16]
@@ -154,24 +170,28 @@ class StreamedDecoder:
             self._reaches.append(attention.reach)
         numbers[decode.REACH] = self._reaches.index(attention.reach)
 
-    def _set_product(self, numbers: Array, at: int, *linears: Any, **packing: Any) -> formats.Packed:
+    def _set_product(self, numbers: Array, at: int, *linears: Any, **packing: Any) -> formats.Packed | Grouped:
         packed = self._pack(*linears, **packing)
         biases = [linear.bias for linear in linears]
         numbers[at : at + 8] = [
-            packed.weights.ctypes.data,
+            (packed.table if isinstance(packed, Grouped) else packed.weights).ctypes.data,
             packed.scales.ctypes.data if len(packed.scales) else 0,
             0 if biases[0] is None else self._address(torch.cat(biases)),
             packed.panels,
             packed.blocks,
-            packed.weights.shape[1],
+            packed.weights.nbytes // packed.panels,
             packed.outputs,
             packed.inputs,
         ]
         return packed
 
-    def _pack(self, *modules: Any, format_: str = "", interleave: bool = False) -> formats.Packed:
-        matrices = [module.weight.detach() for module in modules]
-        packed = formats.pack(format_ or self.format, *matrices, file=self._file, interleave=interleave)
+    def _pack(self, *modules: Any, format_: str = "", interleave: bool = False) -> formats.Packed | Grouped:
+        packed: formats.Packed | Grouped
+        if self.format == GROUPED:
+            packed = pack_grouped([grouped_matrix(module) for module in modules], self._file, interleave)
+        else:
+            matrices = [module.weight.detach() for module in modules]
+            packed = formats.pack(format_ or self.format, *matrices, file=self._file, interleave=interleave)
         for module in modules:
             if isinstance(module, nn.Linear):
                 _free(module)
@@ -234,10 +254,10 @@ class StreamedDecoder:
         step.hidden.copy_(output + step.hidden)
         add(step.attended, step.hidden, 0, "self_attn.o_proj")
         x = normed(decode.SECOND_NORM)
-        panels = int(numbers[decode.GATE_UP + decode.PANELS])
-        both = torch.empty(len(x), panels * products.PANEL)
+        count = int(numbers[decode.GATE_UP + decode.PANELS])
+        both = torch.empty(len(x), count * panels.PANEL)
         self._linear(step, numbers, decode.GATE_UP, x, both, both.shape[1])
-        gate, up = both.view(len(x), panels // 2, 2, products.PANEL).unbind(2)
+        gate, up = both.view(len(x), count // 2, 2, panels.PANEL).unbind(2)
         gate, up = (part.reshape(len(x), -1)[:, : self._inner].contiguous() for part in (gate, up))
         add(x, gate, 0, "mlp.gate_proj")
         add(x, up, 0, "mlp.up_proj")
@@ -261,7 +281,7 @@ class _Step:
 
     def __init__(self, decoder: StreamedDecoder, hidden: Tensor, angles: tuple[Tensor, Tensor], plan: StepPlan) -> None:
         tokens, (heads, key_heads, size) = len(hidden), (decoder._heads, decoder._key_heads, decoder._head_size)
-        blocks = -(-max(decoder._size, decoder._inner, heads * size) // products.BLOCK)
+        blocks = -(-max(decoder._size, decoder._inner, heads * size) // panels.BLOCK)
         self.hidden = hidden
         self.packed = torch.empty(tokens, (heads + 2 * key_heads) * size)
         self.attended = torch.empty(tokens, heads * size)
@@ -279,9 +299,9 @@ class _Step:
                 decode.PACKED: self.packed,
                 decode.ATTENDED: self.attended,
                 decode.INNER: self.inner,
-                decode.INPUTS: torch.empty(tokens, 2 * blocks * products.BLOCK, dtype=torch.uint8),
+                decode.INPUTS: torch.empty(tokens, 2 * blocks * panels.BLOCK, dtype=torch.uint8),
                 decode.SCALES: torch.empty(tokens, blocks),
-                decode.SUMS: torch.empty(tokens, blocks * products.BLOCK // products.GROUP, dtype=torch.int32),
+                decode.SUMS: torch.empty(tokens, blocks * panels.BLOCK // panels.HALF, dtype=torch.int32),
                 decode.COSINES: angles[0],
                 decode.SINES: angles[1],
                 decode.TABLE: plan.table,

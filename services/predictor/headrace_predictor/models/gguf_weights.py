@@ -1,0 +1,197 @@
+"""The weights of a model in a GGUF file, with the names, rows and norms that transformers' class has.
+
+llama.cpp's names are in its gguf-py/gguf/tensor_mapping.py; its conversion scripts reorder the rows of queries and keys
+for its own kind of rotation, and add one to Gemma's norms. Matrices of quantised blocks are read when a runner needs
+them: those that it streams stay as they are, the rest become numbers of the model's dtype.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.models.gguf.folder import WEIGHTS_FILE
+from headrace.models.gguf.reader import GGUF, TensorPlace, read_gguf
+from headrace_predictor.engine.cpu.grouped import GroupedMatrix, Numbers
+from headrace_predictor.engine.runners.unread import leave_unread
+from headrace_predictor.engine.state.cache import Array
+from headrace_predictor.models.gguf_blocks import KINDS_OF, unpack
+
+_ROWS_AT_ONCE = 1024
+_OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+}
+_GEMMA = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_OWN: Mapping[str, Mapping[str, str]] = {
+    "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
+}
+_EXPERTS = "ffn_{}_exps"
+_TURNED = ("llama", "mixtral", "granite", "smollm3")  # Their queries and keys have llama.cpp's order.
+_UNUSED = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight|blk\.\d+\.(attn_rot_embd|rope_freqs)\..*")
+_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+
+
+@dataclass(frozen=True)
+class StoredMatrix:
+    """A tensor of two dimensions; row i of the model is row `order[i]` of the file."""
+
+    place: TensorPlace
+    order: Array | None = None
+
+    def bytes_of(self, first: int, end: int) -> Array:
+        """The bytes of rows, uint8 [n, bytes]."""
+        rows, width = self.place.shape[0], self.place.size // self.place.shape[0]
+        data = np.memmap(self.place.path, np.uint8, "r", self.place.begin, (rows, width))
+        return np.asarray(data[first:end]) if self.order is None else data[self.order[first:end]]
+
+    def numbers(self, first: int, end: int) -> Numbers:
+        return unpack(self.place.type.name, self.bytes_of(first, end))
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """All of it, as numbers of a dtype."""
+        rows, inputs = self.place.shape
+        out = torch.empty(rows, inputs, dtype=dtype)
+        for first in range(0, rows, _ROWS_AT_ONCE):
+            end = min(first + _ROWS_AT_ONCE, rows)
+            out[first:end] = self._values(first, end)
+        return out
+
+    def _values(self, first: int, end: int) -> Tensor:
+        name = self.place.type.name
+        if name in KINDS_OF:
+            return torch.from_numpy(self.numbers(first, end).values())
+        own = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[name]
+        return torch.from_numpy(np.array(self.bytes_of(first, end))).view(own)
+
+    @property
+    def kind(self) -> str:
+        return self.place.type.name.lower()
+
+    @property
+    def grouped(self) -> GroupedMatrix:
+        """As it is; for quantised blocks."""
+        rows, inputs = self.place.shape
+        return GroupedMatrix(KINDS_OF[self.place.type.name], rows, inputs, self.numbers)
+
+
+def has_gguf(folder: Path) -> bool:
+    """Whether a folder's weights are a GGUF file."""
+    return (folder / WEIGHTS_FILE).is_file()
+
+
+def load_gguf(folder: Path, kind: Any, config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+    """The model of transformers' class `kind`, and transformers' report; raises ValueError.
+
+    Modules whose weights are quantised have them only after `read_weights` of runners/unread.py.
+    """
+    file = read_gguf((folder / WEIGHTS_FILE).resolve())
+    state: dict[str, Tensor] = {}
+    unread: dict[str, StoredMatrix] = {}
+    for name, matrix in _matrices(file, config, dtype):
+        if isinstance(matrix, StoredMatrix):
+            unread[name] = matrix
+            state[name] = torch.zeros(1, dtype=dtype).expand(matrix.place.shape)
+        else:
+            state[name] = matrix.to(dtype)
+    model, report = kind.from_pretrained(
+        None,
+        config=config,
+        state_dict=state,
+        dtype=dtype,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )
+    if unexpected := sorted(report["unexpected_keys"]):
+        raise ValueError(f"{file.path} has {unexpected[0]}, which {kind.__name__} lacks")
+    for name, matrix in unread.items():
+        module = model.get_submodule(name.removesuffix(".weight"))
+        leave_unread(module, matrix)
+        if module is model.get_input_embeddings() and config.tie_word_embeddings:
+            leave_unread(model.get_output_embeddings(), matrix)
+    return model, report
+
+
+def _matrices(file: GGUF, config: Any, dtype: torch.dtype) -> Iterator[tuple[str, StoredMatrix | Tensor]]:
+    """The weights by transformers' names."""
+    kind = config.model_type
+    names = {**_LAYER, **_OWN.get(kind, {})}
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads} if kind in _TURNED else {}
+    for name, place in file.tensors.items():
+        if _UNUSED.fullmatch(name) or "_exps." in name:
+            continue
+        outer, _, what = name.rpartition(".")
+        stem, own, order = outer, _OUTER.get(outer), None
+        if match := _BLOCK.fullmatch(name):
+            stem, what = match[2], match[3]
+            own = f"model.layers.{match[1]}.{names[stem]}" if stem in names else None
+        if own is None:
+            raise ValueError(f"{file.path} has tensor {name[:64]}, which is not known")
+        if stem in heads:
+            order = _order(place.shape[0], heads[stem])
+        stored = StoredMatrix(place if len(place.shape) == 2 else _row(place), order if len(place.shape) == 2 else None)
+        if len(place.shape) == 2 and place.type.name in KINDS_OF:
+            yield f"{own}.{what}", stored
+            continue
+        values = stored.values(torch.float32)
+        if len(place.shape) == 1:
+            values = values[0] if order is None else values[0][torch.from_numpy(order)]
+        if kind.startswith("gemma") and own.endswith("norm"):
+            values = values - 1
+        yield f"{own}.{what}", values
+    if any("_exps." in name for name in file.tensors):
+        yield from _experts(file, config, dtype)
+
+
+def _experts(file: GGUF, config: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """All experts of a layer are one tensor; the class has gates and what they open in one."""
+
+    def values(layer: int, name: str) -> Tensor:
+        place = file.tensors.get(f"blk.{layer}.{_EXPERTS.format(name)}.weight")
+        if place is None or len(place.shape) != 3:
+            raise ValueError(f"{file.path} lacks the experts of layer {layer}")
+        flat = TensorPlace(place.path, place.type, (place.shape[0] * place.shape[1], place.shape[2]), place.begin)
+        return StoredMatrix(flat).values(dtype).view(place.shape)
+
+    for layer in range(config.num_hidden_layers):
+        own = f"model.layers.{layer}.mlp.experts."
+        yield f"{own}gate_up_proj", torch.cat((values(layer, "gate"), values(layer, "up")), dim=1)
+        yield f"{own}down_proj", values(layer, "down")
+
+
+def _row(place: TensorPlace) -> TensorPlace:
+    if len(place.shape) != 1:
+        raise ValueError(f"{place.path} has a tensor of {len(place.shape)} dimensions, which is not known")
+    return TensorPlace(place.path, place.type, (1, *place.shape), place.begin)
+
+
+def _order(rows: int, heads: int) -> Array:
+    """The rows of the file in the order of transformers, which rotates halves of a head; llama.cpp rotates pairs."""
+    if rows % (2 * heads):
+        raise ValueError(f"{rows} rows are not {heads} heads")
+    return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
