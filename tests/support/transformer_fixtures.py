@@ -19,7 +19,9 @@ from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from headrace_protos.rest_pb2_grpc import add_OpenInferenceServicer_to_server
 from headrace_transformer.frontends.grpc.inference_servicer import InferenceServicer
 from headrace_transformer.frontends.grpc.text_generation_servicer import TextGenerationServicer
-from headrace_transformer.frontends.openai.http_methods import error_body, http_methods
+from headrace_transformer.frontends.http import error_body, http_methods
+from headrace_transformer.frontends.openai.errors import openai_error
+from headrace_transformer.frontends.openai.models import FrontEnd
 from headrace_transformer.frontends.openai.servicer import OpenAIServicer
 from headrace_transformer.frontends.passing import Passing
 from headrace_transformer.frontends.v2_rest.servicer import OpenInferenceServicer
@@ -81,10 +83,11 @@ async def transformer(
     servicer = InferenceServicer(inference, catalogue, router, client, predictors)
     servicer.add_to_server(server)
     add_TextGenerationServicer_to_server(TextGenerationServicer(pipeline), server)
-    http = HttpServer(interceptor, error_body)
+    http = HttpServer(interceptor, error_body(openai_error))
     encoders = EncoderCalls(router, client, tap, bodies, quota)
     passing = Passing(router, client, tap, quota, pipeline, models=(), keep_alive_s=15.0)
-    http.add(*http_methods("OpenAI", OpenAIServicer(pipeline, router, encoders, bodies, passing)))
+    front = FrontEnd(pipeline, router, bodies, passing)
+    http.add(*http_methods("OpenAI", OpenAIServicer(front, encoders), openai_error))
     add_OpenInferenceServicer_to_server(OpenInferenceServicer(servicer, pipeline, bodies, links), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -37,7 +37,7 @@ from headrace.errors import (
 )
 from headrace.rpc import Context
 from headrace.rpc.http2.connection import HttpConnection
-from headrace.rpc.http2.methods import ErrorBody, MethodTable
+from headrace.rpc.http2.methods import Argument, ErrorBody, MethodTable
 from headrace.rpc.http2.request import Pairs, RequestBody, read_head
 from headrace.telemetry.identity import as_metadata
 
@@ -79,7 +79,7 @@ class HttpExchange:
         self._terms = terms
         self._error_body = terms.error_body
         self._request = read_head(headers)
-        self._argument: bytes | None = None  # The message of a method that takes no body.
+        self._argument: Argument | None = None  # The message of a method that takes no body.
         timeout_s = self._request.timeout_s
         self._deadline_at = None if timeout_s is None else time.monotonic() + timeout_s  # Of the monotonic clock.
         self._timer: asyncio.TimerHandle | None = None
@@ -107,7 +107,7 @@ class HttpExchange:
         """Adds to the answer's head, which is sent with the first body."""
         self._head += tuple(metadata)
 
-    async def read(self) -> bytes:
+    async def read(self) -> bytes | Argument:
         """The body, or the argument of a method that takes none; raises TooLargeError."""
         if self._argument is not None:
             return self._argument
@@ -137,8 +137,7 @@ class HttpExchange:
         if target is None:
             self._task = loop.create_task(self._refuse(), name="http-call")
         else:
-            if not target.method.takes_body:
-                self._argument = target.argument
+            self._argument = target.argument
             self._error_body = target.method.error_body or self._error_body
             context = cast(Context, self)
             self._task = loop.create_task(target.served.serve(None, context), name="http-call")

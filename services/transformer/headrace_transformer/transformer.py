@@ -24,7 +24,9 @@ from headrace_transformer.frontends.grpc.text_generation_servicer import (
     RestTextGenerationServicer,
     TextGenerationServicer,
 )
-from headrace_transformer.frontends.openai.http_methods import error_body, http_methods
+from headrace_transformer.frontends.http import error_body, http_methods
+from headrace_transformer.frontends.openai.errors import openai_error
+from headrace_transformer.frontends.openai.models import FrontEnd
 from headrace_transformer.frontends.openai.servicer import OpenAIServicer
 from headrace_transformer.frontends.passing import Passing
 from headrace_transformer.frontends.responses.servicer import ResponsesServicer
@@ -151,18 +153,17 @@ class Transformer:
     def _add_http(self) -> BatchService:
         """The front ends for the HTTP server, and the batches that two of them answer."""
         settings, pipeline, bodies, router = self._settings, self._pipeline, self._bodies, self._router
-        http = HttpServer(self._server.interceptor, error_body, shares_port=settings.listen != "alone")
+        http = HttpServer(self._server.interceptor, error_body(openai_error), shares_port=settings.listen != "alone")
         encoders = EncoderCalls(router, self._predictor, self._tap, bodies, self._quota)
         models, keep_alive_s = self._engines.pools.keys(), settings.sse_keep_alive
         passing = Passing(router, self._predictor, self._tap, self._quota, pipeline, models, keep_alive_s)
-        openai = OpenAIServicer(pipeline, router, encoders, bodies, passing, keep_alive_s)
-        responses = ResponsesServicer(pipeline, router, bodies, self._log_stub, passing, keep_alive_s)
-        anthropic = AnthropicServicer(pipeline, router, bodies, passing, keep_alive_s)
+        front = FrontEnd(pipeline, router, bodies, passing, keep_alive_s)
+        openai, responses = OpenAIServicer(front, encoders), ResponsesServicer(front, self._log_stub)
         batches = BatchService(settings, openai, responses, router)
-        http.add(*http_methods("OpenAI", openai))
-        http.add(*http_methods("Responses", responses))
-        http.add(*http_methods("Anthropic", anthropic, anthropic_error))
-        http.add(*batches.http_methods())
+        http.add(*http_methods("OpenAI", openai, openai_error))
+        http.add(*http_methods("Responses", responses, openai_error))
+        http.add(*http_methods("Anthropic", AnthropicServicer(front), anthropic_error))
+        http.add(*http_methods("Batches", batches.servicer, openai_error))
         self._server.add_port(http, settings.http_port)
         return batches
 

@@ -23,7 +23,7 @@ from pydantic_core import from_json
 from headrace.errors import HeadraceError
 from headrace.telemetry.identity import current_request_id
 from headrace_protos.headrace_pb2 import Usage
-from headrace_transformer.frontends.http import EVENTS, event_json, json_body, named_event
+from headrace_transformer.frontends.http import EVENTS, event_json, json_body, named_event, page_of
 from headrace_transformer.generation.chunks import End, TextChunk, joined
 from headrace_transformer.text.answer_parts import CallStart, Content, Part, Reasoning, begins_segment
 
@@ -209,6 +209,6 @@ def model_info(card: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_list(cards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    data = [model_info(card) for card in cards if card["kind"] == "generation"]
-    ends = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-    return {"data": data, "has_more": False, "first_id": ends[0], "last_id": ends[1]}
+    page = page_of([model_info(card) for card in cards if card["kind"] == "generation"], has_more=False)
+    del page["object"]
+    return page
