@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from headrace.clients import CLIENT
 from headrace.deadline import DEADLINE_MARGIN_S, PASSED
-from headrace.payload.parts import Tensors
+from headrace.payload.parts import Begin, Tensors
 from headrace.payload.recording import Recording
 from headrace.payload.tap import PayloadTap
 from headrace.rpc import Context
@@ -40,7 +40,7 @@ def begin(
 ) -> Recording:
     """Opens the recording of a request that arrived now, inside the span of its call."""
     headers = {name: call.header(name) for name in tap.rules.metadata}
-    return tap.begin(
+    request = Begin(
         request_id=call.request_id,
         model=model,
         protocol=call.protocol,
@@ -48,11 +48,11 @@ def begin(
         parameters=parameters,
         trace_id=current_trace_id(),
         span_id=current_span_id(),
-        metadata={name: value for name, value in headers.items() if value},
         client=call.header(CLIENT),
         call_id=call.header(CALL_ID),
-        inputs=inputs,
+        metadata={name: value for name, value in headers.items() if value},
     )
+    return tap.begin(request, inputs)
 
 
 @contextmanager

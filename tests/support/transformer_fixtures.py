@@ -30,13 +30,11 @@ from headrace_transformer.generation.token_quota import TokenQuota
 from headrace_transformer.inference.encoder_calls import EncoderCalls
 from headrace_transformer.inference.infer import Inference
 from headrace_transformer.models.catalogue import Catalogue
-from headrace_transformer.models.processor_sources import parse_processors
-from headrace_transformer.models.processors import RunningProcessor
+from headrace_transformer.models.processors import RunningProcessor, parse_processors
 from headrace_transformer.models.work_pool import WorkPool
 from headrace_transformer.predictors.discovery.replicas import Replicas
 from headrace_transformer.predictors.link.links import Links
 from headrace_transformer.predictors.oip.client import PredictorClient
-from headrace_transformer.predictors.oip.relay import Relay
 from headrace_transformer.predictors.resume.resuming import ResumingGenerator
 from headrace_transformer.processes.body_processes import BodyProcesses
 from headrace_transformer.routing.router import Router
@@ -76,7 +74,7 @@ async def transformer(
     router = Router(catalogue, routes, lambda model: links.can_resume(model, ""))
     generator, quota = ResumingGenerator(links, client, resume_limit), TokenQuota()
     pipeline = Pipeline(router, generator, tap, bodies, reports_cached_tokens, quota, signer=Signer(b"a key"))
-    inference = Inference(pipeline, router, Relay(client), tap, quota)
+    inference = Inference(pipeline, router, client, tap, quota)
     options = [("grpc.max_receive_message_length", 64 * 1024 * 1024), ("grpc.max_send_message_length", -1)]
     interceptor = Interceptor("transformer")
     server = grpc.aio.server(interceptors=(interceptor,), options=options)

@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 from headrace.clients import Client
 from headrace.errors import InvalidRequestError, NotFoundError, NotReadyError
-from headrace.oip.model_description import FINGERPRINT
-from headrace.oip.row_outputs import EMBEDDING
+from headrace.oip.model_description import EMBEDDING, FINGERPRINT
 from headrace.rpc.limits.admission import head_of_call
 from headrace.rpc.server.call_context import CallContext
 from headrace_transformer.frontends.http import Bodies
