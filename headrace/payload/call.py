@@ -19,7 +19,7 @@ from headrace.payload.tap import PayloadTap
 from headrace.rpc import Context
 from headrace.rpc.limits.admission import call_metadata, error_of_call
 from headrace.rpc.server.call_context import CALL_ID, CallContext
-from headrace.telemetry.identity import current_span_id, current_trace_id
+from headrace.telemetry.identity import span_id_of, trace_id_of
 
 RECORDED = ("x-headrace-recorded", "true")
 DIRECT = ("x-headrace-direct", "true")  # The gateway's mark, which it removes from requests that come from outside.
@@ -46,8 +46,8 @@ def begin(
         protocol=call.protocol,
         prompt=prompt,
         parameters=parameters,
-        trace_id=current_trace_id(),
-        span_id=current_span_id(),
+        trace_id=trace_id_of(),
+        span_id=span_id_of(),
         client=call.header(CLIENT),
         call_id=call.header(CALL_ID),
         metadata={name: value for name, value in headers.items() if value},

@@ -22,7 +22,7 @@ from opentelemetry.metrics import Counter, Meter
 from pythonjsonlogger.json import JsonFormatter
 
 from headrace.errors import may_pass
-from headrace.telemetry.identity import current_request_id, current_span_id, current_trace_id
+from headrace.telemetry.identity import current_request_id, span_id_of, trace_id_of
 
 CALLS = "headrace.calls"  # The logger of the calls' lines.
 LogFormat = Literal["auto", "json", "console"]
@@ -183,8 +183,8 @@ def _name_request(record: logging.LogRecord) -> bool:
     if not hasattr(record, "request_id"):
         for name, value in (
             ("request_id", current_request_id()),
-            ("trace_id", current_trace_id()),
-            ("span_id", current_span_id()),
+            ("trace_id", trace_id_of()),
+            ("span_id", span_id_of()),
         ):
             if value:
                 setattr(record, name, value)

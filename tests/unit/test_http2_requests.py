@@ -13,7 +13,7 @@ async def _behaviour(request, context):
 
 @pytest.fixture
 def table():
-    table = MethodTable(Interceptor("test"))
+    table = MethodTable(Interceptor("test"), lambda error: b"")
     table.add(HttpMethod("a.B/Post", _behaviour), HttpMethod("a.B/Get", _behaviour, takes_body=False))
     return table
 

@@ -18,7 +18,7 @@ import logging
 import time
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import grpc
 from google.api.httpbody_pb2 import HttpBody
@@ -37,7 +37,7 @@ from headrace.errors import (
 )
 from headrace.rpc import Context
 from headrace.rpc.http2.connection import HttpConnection
-from headrace.rpc.http2.methods import Argument, ErrorBody, MethodTable
+from headrace.rpc.http2.methods import Argument, MethodTable
 from headrace.rpc.http2.request import Pairs, RequestBody, read_head
 from headrace.telemetry.identity import as_metadata
 
@@ -49,13 +49,6 @@ _GRPC_STATUS = "grpc-status"
 _AT_ONCE_BYTES = 16 * 1024
 
 
-class Terms(NamedTuple):
-    """Common to all calls of a server: the hop that signs errors, and the shape of their bodies."""
-
-    hop: str
-    error_body: ErrorBody
-
-
 class HttpExchange:
     """One request to one of the `methods`."""
 
@@ -65,7 +58,6 @@ class HttpExchange:
         stream_id: int,
         headers: Iterable[tuple[bytes, bytes]],
         methods: MethodTable,
-        terms: Terms,
     ) -> None:
         self.stream_id = stream_id
         self._connection = connection
@@ -76,8 +68,7 @@ class HttpExchange:
         self._unyielded = 0
         self.body = RequestBody(partial(connection.acknowledge, stream_id))
         self._methods = methods
-        self._terms = terms
-        self._error_body = terms.error_body
+        self._error_body = methods.error_body
         self._request = read_head(headers)
         self._argument: Argument | None = None  # The message of a method that takes no body.
         timeout_s = self._request.timeout_s
@@ -125,7 +116,7 @@ class HttpExchange:
     ) -> NoReturn:
         """Ends the call with an error: its answer, where none has begun."""
         trailing = tuple(trailing_metadata)
-        self._fail(from_metadata(code, details, dict(trailing), self._terms.hop), trailing)
+        self._fail(from_metadata(code, details, dict(trailing), self._methods.hop), trailing)
         raise grpc.aio.AbortError
 
     # ------------------------------------------------------------------ the connection's side
@@ -194,7 +185,7 @@ class HttpExchange:
 
     async def _refuse(self) -> None:
         error = NotFoundError("unknown path or method")
-        self._fail(error, error.trailing_metadata(self._terms.hop))
+        self._fail(error, error.trailing_metadata(self._methods.hop))
 
     def _send_head(self, content_type: str, end: bool = False) -> None:
         self._has_begun = True
@@ -223,7 +214,7 @@ class HttpExchange:
         error = self._error_of(task)
         if not self._is_reset:
             if error is not None:
-                self._fail(error, error.trailing_metadata(self._terms.hop))
+                self._fail(error, error.trailing_metadata(self._methods.hop))
             self._send_end()
         self._connection.ended(self)
 

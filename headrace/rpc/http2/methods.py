@@ -58,9 +58,11 @@ class Target(NamedTuple):
 
 
 class MethodTable:
-    """The methods of one server."""
+    """The methods of one server; `hop` signs errors, which have the shape of `error_body`."""
 
-    def __init__(self, interceptor: Interceptor) -> None:
+    def __init__(self, interceptor: Interceptor, error_body: ErrorBody) -> None:
+        self.hop = interceptor.hop
+        self.error_body = error_body
         self._interceptor = interceptor
         self._methods: dict[str, tuple[HttpMethod, ServedMethod]] = {}
 

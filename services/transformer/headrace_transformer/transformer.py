@@ -43,14 +43,13 @@ from headrace_transformer.keys import KeyFile
 from headrace_transformer.models.catalogue import Catalogue
 from headrace_transformer.models.processors import RunningProcessor
 from headrace_transformer.models.work_pool import WorkPool
-from headrace_transformer.predictors.discovery.gateway_endpoints import list_endpoints
 from headrace_transformer.predictors.discovery.replicas import Replicas
 from headrace_transformer.predictors.engines.pools import Engines
 from headrace_transformer.predictors.link.links import Links
 from headrace_transformer.predictors.oip.client import PredictorClient
 from headrace_transformer.predictors.resume.resuming import ResumingGenerator
 from headrace_transformer.processes.body_processes import BodyProcesses
-from headrace_transformer.routing.direct_models import list_direct_models
+from headrace_transformer.routing.gateway_files import list_direct_models, list_endpoints
 from headrace_transformer.routing.router import Router
 from headrace_transformer.settings import TransformerSettings
 from headrace_transformer.signing import signer_of

@@ -53,8 +53,7 @@ class TextChunk(NamedTuple):
 
     def without_output(self) -> TextChunk:
         """The chunk of an answer without tokens; a predictor generates at least one."""
-        tokens = replace(self.tokens, token_ids=[], logprobs=[], top_logprobs=[])
-        end = self.end
+        tokens, end = self.tokens.part(0, 0), self.end
         if end is not None:
             usage = Usage(prompt_tokens=end.usage.prompt_tokens, cached_tokens=end.usage.cached_tokens)
             end = End("length", usage)
@@ -137,12 +136,7 @@ class Assembler:
                 parser.flush()
             end = self._end(tokens, stop_token)
         if used < len(ids):
-            tokens = replace(
-                tokens,
-                token_ids=ids[:used],
-                logprobs=tokens.logprobs[:used],
-                top_logprobs=tokens.top_logprobs[:used],
-            )
+            tokens = tokens.part(0, used)
         answer = None if parser is None else parser.taken()
         return TextChunk(text=text, tokens=tokens, origin=self._origin, elapsed_s=elapsed_s, answer=answer, end=end)
 

@@ -153,32 +153,24 @@ def _recorded_parameters(request: TextRequest) -> dict[str, Any]:
     given.pop("seed", None)
     given.pop("cache_salt", None)  # Knowing it would reveal which prompts share a prefix with its owner's.
     given |= {asked.name: value for asked, value in request.asked.ListFields()}
-    if request.prompt_only:
-        given["max_tokens"] = 0
-    if request.stop:
-        given["stop"] = list(request.stop)
-    if request.bad_words:
-        given["bad_words"] = list(request.bad_words)
-    if request.include_stop_str_in_output:
-        given["include_stop_str_in_output"] = True
-    if request.truncate_prompt_tokens is not None:
-        given["truncate_prompt_tokens"] = request.truncate_prompt_tokens
-    if not request.skip_special_tokens:
-        given["skip_special_tokens"] = False
-    if not request.add_special_tokens:
-        given["add_special_tokens"] = False
-    if request.template_options:
-        given["chat_template_kwargs"] = dict(request.template_options)
+    optional: dict[str, Any] = {
+        "max_tokens": 0 if request.prompt_only else None,
+        "stop": list(request.stop) or None,
+        "bad_words": list(request.bad_words) or None,
+        "include_stop_str_in_output": request.include_stop_str_in_output or None,
+        "truncate_prompt_tokens": request.truncate_prompt_tokens,
+        "skip_special_tokens": None if request.skip_special_tokens else False,
+        "add_special_tokens": None if request.add_special_tokens else False,
+        "chat_template_kwargs": dict(request.template_options) or None,
+        "resumes_after": request.resume and request.resume.tokens,
+        "ignored_fields": list(request.ignored_fields) or None,
+    }
     if request.tools is not None:
-        given["tools"] = json.loads(request.tools.definitions)
-        given["tool_choice"] = "required" if request.tools.is_required else "auto"
-        given["parallel_tool_calls"] = request.tools.is_parallel
-    if request.resume is not None:
-        given["resumes_after"] = request.resume.tokens
-    if request.ignored_fields:
-        given["ignored_fields"] = list(request.ignored_fields)
-    given.update(request.further_parameters)
-    return given
+        optional["tools"] = json.loads(request.tools.definitions)
+        optional["tool_choice"] = "required" if request.tools.is_required else "auto"
+        optional["parallel_tool_calls"] = request.tools.is_parallel
+    given |= {name: value for name, value in optional.items() if value is not None}
+    return given | dict(request.further_parameters)
 
 
 def _brief(value: Any) -> Any:

@@ -59,8 +59,8 @@ class RepeatedTokens:
         if has_end or count < left or (count == left and not is_last):
             chunk.repeated = True
             return chunk
-        self._rest = _rest(chunk, left)
-        return _beginning(chunk, left)
+        self._rest = replace(chunk.part(left), prompt=None, resumed=False, predictor="")
+        return replace(chunk.part(0, left), finish_reason=None, usage=None, repeated=True)
 
     def _repeat(self, token_ids: list[int], is_last: bool) -> None:
         self._left -= len(token_ids)
@@ -68,30 +68,6 @@ class RepeatedTokens:
         differs = not self._left and self._checksum != self._resume.checksum
         if differs or (is_last and self._left):
             raise HopBrokenError("the answer could not be repeated: other tokens came out", hop="predictor")
-
-
-def _beginning(chunk: TokenChunk, count: int) -> TokenChunk:
-    return replace(
-        chunk,
-        token_ids=chunk.token_ids[:count],
-        logprobs=chunk.logprobs[:count],
-        top_logprobs=chunk.top_logprobs[:count],
-        finish_reason=None,
-        usage=None,
-        repeated=True,
-    )
-
-
-def _rest(chunk: TokenChunk, count: int) -> TokenChunk:
-    return replace(
-        chunk,
-        token_ids=chunk.token_ids[count:],
-        logprobs=chunk.logprobs[count:],
-        top_logprobs=chunk.top_logprobs[count:],
-        prompt=None,
-        resumed=False,
-        predictor="",
-    )
 
 
 class RecordedTokens:
