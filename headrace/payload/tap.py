@@ -141,7 +141,7 @@ class PayloadTap:
     def _start(self, own: Outbox, orphans: list[Outbox]) -> None:
         self._boxes = [own, *orphans]
         self._shipper = PayloadShipping(self._target, own, orphans, self._drops, self._recorder.hop, self._writer.wake)
-        self._writer.start(own, lambda: sum(orphan.size for orphan in orphans), self._shipper.wake)
+        self._writer.start(own, lambda: sum(orphan.size for orphan in orphans), self._shipper.own.wake)
         self._shipper.start()
 
     def begin(self, begin: Begin, inputs: Tensors = ()) -> Recording:
@@ -182,7 +182,7 @@ class PayloadTap:
         deadline = time.monotonic() + timeout_s
         while not (done := self._writer.idle and self._shipper.idle) and time.monotonic() < deadline:
             self._writer.wake()
-            self._shipper.hurry()
+            self._shipper.own.hurry()
             await asyncio.sleep(_POLL_S)
         if not done:
             self._drops.warn("drain", "payload records are left in %s: the next start sends them", self._root)

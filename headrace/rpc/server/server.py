@@ -94,7 +94,8 @@ class Server:
         self._loop_timeout_s = settings.loop_timeout
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
-        self._stop = asyncio.Event()
+        # Set when the stop begins; a call that has no end of its own ends on it, or it would use up the drain.
+        self.stopping = asyncio.Event()
         self._ends_soon = asyncio.Event()  # Not set by RETIRE.
         self._retiring: asyncio.Task[None] | None = None
         self._page: MetricsPage | None = None
@@ -109,11 +110,6 @@ class Server:
         self.health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)
         add_reflection(self.grpc, public_services)
-
-    @property
-    def stopping(self) -> asyncio.Event:
-        """Set when the stop begins; a call that has no end of its own ends on it, or it would use up the drain."""
-        return self._stop
 
     async def set_serving(self, name: str, serving: bool) -> None:
         """Sets the health status of `name`; ignored after the stop has begun."""
@@ -149,7 +145,7 @@ class Server:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._end_soon)
-        loop.add_signal_handler(RETIRE, self._stop.set)
+        loop.add_signal_handler(RETIRE, self.stopping.set)
         port = self.grpc.add_insecure_port(self._address)
         # What was imported stays: a collection that looks at all of it holds up every stream for a tenth of a second.
         gc.collect()
@@ -164,7 +160,7 @@ class Server:
             await self.grpc.start()
             logger.info("listening on %s", self._address.rsplit(":", 1)[0] + f":{port}")
             report_listening()
-            await self._stop.wait()
+            await self.stopping.wait()
             if not self._ends_soon.is_set():
                 self.is_retired = True
                 await self._close_page()  # The successor's is the one to read.
@@ -183,7 +179,7 @@ class Server:
 
     def _end_soon(self) -> None:
         self._ends_soon.set()
-        self._stop.set()
+        self.stopping.set()
 
     async def _retire(self) -> None:
         """Accepts no new call; returns when those in flight have ended or SIGTERM requests the ordinary stop.

@@ -114,7 +114,8 @@ class Assembler:
         ids, parser, detokenizer = tokens.token_ids, self._parser, self._detokenizer
         reason, text, used, end = tokens.finish_reason, "", 0, None
         stop_token = ids[-1] if reason == "stop" and ids else None
-        left_out = stop_token is not None and not self._includes_stop and self._ends(stop_token)
+        has_no_text = stop_token in self._stop_token_ids or stop_token in self._end_ids
+        left_out = stop_token is not None and not self._includes_stop and has_no_text
         written = len(ids) - 1 if left_out else len(ids)
         for token_id in ids:
             if used < written:
@@ -139,10 +140,6 @@ class Assembler:
             tokens = tokens.part(0, used)
         answer = None if parser is None else parser.taken()
         return TextChunk(text=text, tokens=tokens, origin=self._origin, elapsed_s=elapsed_s, answer=answer, end=end)
-
-    def _ends(self, token_id: int) -> bool:
-        """Whether the id ends an answer, and has no text."""
-        return token_id in self._stop_token_ids or token_id in self._end_ids
 
     def _end(self, tokens: TokenChunk, stop_token: int | None) -> End:
         """The end of an answer, by a stop string or by the predictor."""

@@ -31,7 +31,7 @@ _MAX_NAMES, _MAX_NAME, _MAX_VALUE = 64, 256, 4096
 
 
 @contextmanager
-def recorded_generation(request: TextRequest, tap: PayloadTap) -> Iterator[RecordedGeneration]:
+def recorded_generation(request: TextRequest, tap: PayloadTap) -> Iterator[Recording]:
     """Records the generation that the block makes, and how it ends.
 
     Raises InvalidRequestError for a request that no model would take; its record has neither prompt nor parameters.
@@ -40,48 +40,34 @@ def recorded_generation(request: TextRequest, tap: PayloadTap) -> Iterator[Recor
     with recorded(tap, request.call, request.model, prompt=prompt, parameters=parameters) as recording:
         if request.refusal is not None:
             raise request.refusal
-        yield RecordedGeneration(recording)
+        recording.engine_s = 0.0  # For a generation that ends before its first token.
+        yield recording
 
 
-class RecordedGeneration:
-    """The record of one generation; each chunk is added before it goes to the client."""
+def record_begun(recording: Recording, served: str, prompt_kind: str, prepared: Prepared) -> None:
+    """Records what it takes to repeat the generation, and the model that a route chose."""
+    recording.served_model = served
+    recording.prompt_ids, recording.prompt_kind = prepared.origin.prompt_ids, prompt_kind
+    # The salt decides what the cache shares, and not the answer.
+    recording.sampling = prepared.sampling.model_dump_json(exclude_defaults=True, exclude={"cache_salt"})
 
-    def __init__(self, recording: Recording) -> None:
-        self._recording = recording
-        self._counts_prompt = True
-        recording.engine_s = 0.0  # For a generation that is refused or ends before its first token.
 
-    def begun(self, served: str, prompt_kind: str, prepared: Prepared, counts_prompt: bool) -> None:
-        """Records what it takes to repeat the generation, and the model that a route chose.
-
-        The tokens of a prompt that several records share count in one of them.
-        """
-        recording, self._counts_prompt = self._recording, counts_prompt
-        recording.served_model = served
-        recording.prompt_ids, recording.prompt_kind = prepared.origin.prompt_ids, prompt_kind
-        # The salt decides what the cache shares, and not the answer.
-        recording.sampling = prepared.sampling.model_dump_json(exclude_defaults=True, exclude={"cache_salt"})
-
-    def chunk(self, chunk: TextChunk) -> None:
-        """Adds a chunk."""
-        recording, tokens = self._recording, chunk.tokens
-        if tokens.resumed:
-            recording.resumes += 1
-        if tokens.continuity:
-            recording.continuity = worse(recording.continuity, tokens.continuity)
-        if tokens.predictor:
-            recording.answered_by(tokens.predictor)
-        recording.fingerprint = tokens.fingerprint
-        recording.prompt_tokens = len(chunk.origin.prompt_ids) if self._counts_prompt else 0
-        recording.engine_s = tokens.engine_s
-        recording.chunk(chunk.text, tokens.token_ids, tokens.logprobs)
-        if chunk.end is not None:
-            usage = chunk.end.usage if self._counts_prompt else None  # Without one it is what was counted.
-            recording.end("OK", finish_reason=chunk.end.reason, usage=usage)
-
-    async def flushed(self) -> None:
-        """Waits until the start of the record is on disk; for the first chunk, before it goes to the client."""
-        await self._recording.flushed()
+def record_chunk(recording: Recording, chunk: TextChunk, counts_prompt: bool) -> None:
+    """Adds a chunk, before it goes to the client. The tokens of a prompt that records share count in one of them."""
+    tokens = chunk.tokens
+    if tokens.resumed:
+        recording.resumes += 1
+    if tokens.continuity:
+        recording.continuity = worse(recording.continuity, tokens.continuity)
+    if tokens.predictor:
+        recording.answered_by(tokens.predictor)
+    recording.fingerprint = tokens.fingerprint
+    recording.prompt_tokens = len(chunk.origin.prompt_ids) if counts_prompt else 0
+    recording.engine_s = tokens.engine_s
+    recording.chunk(chunk.text, tokens.token_ids, tokens.logprobs)
+    if chunk.end is not None:
+        usage = chunk.end.usage if counts_prompt else None  # Without one it is what was counted.
+        recording.end("OK", finish_reason=chunk.end.reason, usage=usage)
 
 
 def recorded_texts(request: TextRequest) -> tuple[str, str]:

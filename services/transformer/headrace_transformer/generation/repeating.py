@@ -13,7 +13,6 @@ request, nor does it delay one for long.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -101,16 +100,13 @@ def _tokens_of(record: PayloadRecord, resume: ResumePoint, prepared: Prepared) -
     for chunk in record.chunks:
         token_ids += chunk.token_ids
         logprobs += chunk.logprobs
-    token_ids, logprobs = token_ids[: resume.tokens], logprobs[: resume.tokens]
+    token_ids, logprobs, prompt_ids = token_ids[: resume.tokens], logprobs[: resume.tokens], prepared.origin.prompt_ids
     is_same = (
         len(token_ids) == resume.tokens
         and checksum(token_ids) == resume.checksum
         and record.fingerprint == resume.fingerprint
-        and _equal(record.prompt_ids, prepared.origin.prompt_ids)
+        and len(record.prompt_ids) == len(prompt_ids)
+        and list(record.prompt_ids) == list(prompt_ids)
         and len(logprobs) == (resume.tokens if prepared.sampling.logprobs else 0)
     )
     return TokenChunk(token_ids, logprobs, fingerprint=resume.fingerprint, repeated=True) if is_same else None
-
-
-def _equal(one: Sequence[int], other: Sequence[int]) -> bool:
-    return len(one) == len(other) and list(one) == list(other)

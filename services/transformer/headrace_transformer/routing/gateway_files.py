@@ -34,7 +34,7 @@ async def list_direct_models(path: Path, router: Router) -> None:
     """Keeps the file equal to what the router knows, until cancelled."""
     written: list[str] | None = None
     while True:
-        changed = router.changed
+        changed = router.catalogue.changed
         names = sorted(router.direct_names)
         if names != written:
             try:

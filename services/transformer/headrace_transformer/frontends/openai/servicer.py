@@ -49,7 +49,7 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
 
     @rest_method(openai_error)
     async def Health(self, request: Argument, call: CallContext) -> HttpBody:
-        if not self._front.router.ready:
+        if not self._front.router.catalogue.ready:
             raise NotReadyError("not ready", hop="predictor")
         return HttpBody(content_type=PLAIN)
 
