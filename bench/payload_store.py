@@ -30,6 +30,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.runs import parser, write
 from bench.statistics import quantile
+from headrace.payload.parts import Begin
 from headrace.payload.records import as_uuid7, next_id
 from headrace.payload.tap import PayloadTap
 from headrace_protos import headrace_pb2_grpc
@@ -237,7 +238,7 @@ async def _tap() -> dict[str, Any]:
             costs: list[float] = []
 
             async def one_stream(number: int) -> None:
-                recording = tap.begin(request_id=str(number), model="m", protocol="p", prompt="x" * 1000)
+                recording = tap.begin(Begin(str(number), model="m", protocol="p", prompt="x" * 1000))
                 await recording.flushed()
                 for _ in range(_CHUNKS):
                     await asyncio.sleep(_PACE_S)

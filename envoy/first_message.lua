@@ -22,7 +22,7 @@ local MAX = tonumber(os.getenv("HELD_CALLS") or "4096")
 local MAX_OF_CALLER = MAX * 3 / 4
 local MAX_NAME_BYTES = 127 -- Longer ones have a length of two bytes.
 
--- The transformer keeps the list, a name a line (services/transformer/headrace_transformer/routing/direct_models.py).
+-- The transformer keeps the list, a name a line (services/transformer/headrace_transformer/routing/gateway_files.py).
 local direct_models = watched_file(os.getenv("DIRECT_MODELS"), function(text)
   local names = {}
   for name in text:gmatch("[^\n]+") do

@@ -189,20 +189,7 @@ class DeadlineError(HeadraceError):
     http_status = 504
 
 
-_CLASSES: tuple[type[HeadraceError], ...] = (
-    InvalidRequestError,
-    UnauthenticatedError,
-    ForbiddenError,
-    NotFoundError,
-    NotImplementedMethodError,
-    GoneError,
-    TooLargeError,
-    OverloadedError,
-    RequestFailedError,
-    HopBrokenError,
-    NotReadyError,
-    DeadlineError,
-)
+_CLASSES = HeadraceError.__subclasses__()  # In this order.
 _BY_BOTH = {(error.status, error.http_status): error for error in _CLASSES}
 # Where only the gRPC status is known, the commoner of two meanings.
 _BY_STATUS = {error.status: error for error in reversed(_CLASSES)} | {StatusCode.RESOURCE_EXHAUSTED: OverloadedError}

@@ -1,13 +1,17 @@
-"""A process's limit of open files and sockets, of which each caller's connection takes one, and how it has ended."""
+"""A process's limit of open files and sockets, of which each caller's connection takes one, its parent, and its end."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import resource
 import signal
+import sys
 from collections.abc import Callable
 
 _WANTED = 65_536
 _FEW = 1024
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def raise_descriptor_limit(say: Callable[[str], object]) -> int:
@@ -28,3 +32,11 @@ def raise_descriptor_limit(say: Callable[[str], object]) -> int:
 def how_it_ended(status: int) -> str:
     """For messages, behind a process's name; `status` is that of `subprocess`: of a signal, its negative number."""
     return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
+
+
+def end_with_parent(parent: int) -> None:
+    """Has the kernel send this process SIGTERM when its parent is gone, which it must not outlive; only Linux can."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # It died before this process had registered with the kernel.
+        raise SystemExit(1)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from headrace import errors
 from headrace.errors import HeadraceError, RequestFailedError
-from headrace.oip.prompt_scores import PromptLogprobs
-from headrace_protos.steps_pb2 import PromptScores, StepsError
+from headrace_protos.steps_pb2 import StepsError
 
 _CLASSES = {
     name: error for name, error in vars(errors).items() if isinstance(error, type) and issubclass(error, HeadraceError)
@@ -34,20 +31,3 @@ def read_error(message: StepsError) -> HeadraceError:
     error = _CLASSES.get(message.class_name, RequestFailedError)
     retry_after_ms = message.retry_after_ms if message.HasField("retry_after_ms") else None
     return error(message.message, hop=message.hop or None, retry_after_ms=retry_after_ms)
-
-
-def write_prompt(prompt: PromptLogprobs) -> PromptScores:
-    """The message of a prompt's log probabilities."""
-    return PromptScores(
-        chosen=prompt.chosen.tolist(), top_ids=prompt.top_ids.ravel().tolist(), top=prompt.top.ravel().tolist()
-    )
-
-
-def read_prompt(scores: PromptScores, top: int) -> PromptLogprobs:
-    """A prompt's log probabilities, with `top` at each position; raises ValueError if they are incomplete."""
-    shape = len(scores.chosen), top
-    return PromptLogprobs(
-        np.array(scores.chosen, np.float32),
-        np.array(scores.top_ids, np.int32).reshape(shape),
-        np.array(scores.top, np.float32).reshape(shape),
-    )

@@ -21,7 +21,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 @_typing.final
 class JoinedAnswers(_message.Message):
     """Answers that were ready together, in order, in the place of one inference.ModelStreamInferResponse, which has no field
-    of this number. Only a caller that asks for them gets them (headrace/oip/joined_answers.py).
+    of this number. Only a caller that asks for them gets them (headrace/oip/stream_infer.py).
     """
 
     DESCRIPTOR: _descriptor.Descriptor

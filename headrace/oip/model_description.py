@@ -1,9 +1,18 @@
-"""A model as the protocol describes it: the answers of ModelMetadata and ModelConfig."""
+"""A model as the protocol describes it: the answers of ModelMetadata and ModelConfig, and the names of its tensors.
+
+Encoders and classifiers make `embedding` FP32 [B, size] or `logits` FP32 [B, labels] of rows of token ids. The
+parameters of a classifier's ModelConfig have the names of its labels, as a JSON list, and the function that makes
+probabilities or scores of its logits.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
 
 from headrace.oip.tensors import BYTES
 from headrace_protos import inference_pb2 as pb
@@ -11,6 +20,27 @@ from headrace_protos import model_config_pb2
 
 INPUT_IDS, OUTPUT_IDS = "input_ids", "output_ids"  # The tensors of token ids.
 FINGERPRINT = "fingerprint"  # Of the weights: a parameter of ModelConfig and of a call's first response.
+EMBEDDING, LOGITS = "embedding", "logits"
+TOKEN_TYPE_IDS = "token_type_ids"  # noqa: S105  # no password
+POOLING_MASK = "pooling_mask"  # Input of embedding models that leave the tokens of a prompt out of the pooling.
+LABELS, ACTIVATION = "labels", "activation"
+
+Vector = NDArray[np.float32]
+
+
+class Activation(StrEnum):
+    IDENTITY = "identity"
+    SIGMOID = "sigmoid"  # Each label by itself.
+    SOFTMAX = "softmax"  # One label of all.
+
+    def __call__(self, logits: Vector) -> Vector:
+        """The probabilities, or scores, of a row's logits [labels]."""
+        if self is Activation.IDENTITY:
+            return logits
+        if self is Activation.SIGMOID:
+            return np.exp(-np.logaddexp(0, -logits))
+        powers = np.exp(logits - logits.max())
+        return np.asarray(powers / powers.sum())
 
 
 @dataclass(frozen=True)

@@ -3,21 +3,24 @@
 The parameter `prompt_logprobs` = n of a generation requests them. The first response with tokens has them as outputs:
 `prompt_logprobs` FP32 [N - 1], one for each token of the prompt except the first, and for the n likeliest tokens at
 each position, best first, `prompt_top_logprob_ids` INT32 [N - 1, n] and `prompt_top_logprobs` FP32 [N - 1, n]. A model
-that supports this lists these outputs.
+that supports this lists these outputs. Between transformer and predictor they are a message of steps.proto.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import InvalidRequestError
 from headrace.oip.tensors import Tensor
+from headrace_protos.steps_pb2 import PromptScores, Submission
 
-PROMPT_LOGPROBS = "prompt_logprobs"
+PROMPT_LOGPROBS: Final = "prompt_logprobs"
 PROMPT_TOP_LOGPROB_IDS = "prompt_top_logprob_ids"
 PROMPT_TOP_LOGPROBS = "prompt_top_logprobs"
 OUTPUTS = (PROMPT_LOGPROBS, PROMPT_TOP_LOGPROB_IDS, PROMPT_TOP_LOGPROBS)
@@ -48,6 +51,36 @@ class PromptLogprobs:
             Tensor(PROMPT_TOP_LOGPROB_IDS, "INT32", self.top_ids),
             Tensor(PROMPT_TOP_LOGPROBS, "FP32", self.top),
         ]
+
+    def message(self) -> PromptScores:
+        """The message that carries them."""
+        top_ids, top = self.top_ids.ravel().tolist(), self.top.ravel().tolist()
+        return PromptScores(chosen=self.chosen.tolist(), top_ids=top_ids, top=top)
+
+
+def read_prompt(scores: PromptScores, top: int, count: int | None = None) -> PromptLogprobs:
+    """A prompt's log probabilities, with `top` at each of `count` positions; raises ValueError if they are not."""
+    shape = len(scores.chosen), top
+    if count not in (None, shape[0]) or {len(scores.top_ids), len(scores.top)} != {shape[0] * top}:
+        raise ValueError(f"{PROMPT_LOGPROBS} are not those asked for")
+    return PromptLogprobs(
+        np.array(scores.chosen, np.float32),
+        np.array(scores.top_ids, np.int32).reshape(shape),
+        np.array(scores.top, np.float32).reshape(shape),
+    )
+
+
+def reader_of(submission: Submission) -> Callable[[PromptScores], PromptLogprobs] | None:
+    """Reads what a submission asks for, and raises ValueError for anything else; None where it asks for nothing."""
+    if not submission.HasField(PROMPT_LOGPROBS):
+        return None
+    return partial(read_prompt, top=submission.prompt_logprobs, count=len(submission.prompt_ids) - 1)
+
+
+def check_asked(submission: Submission, prompts: int) -> None:
+    """As `check_size`, of what a submission asks for."""
+    if submission.HasField(PROMPT_LOGPROBS):
+        check_size(len(submission.prompt_ids), submission.prompt_logprobs, prompts)
 
 
 def check_size(prompt_tokens: int, top: int, prompts: int = 1) -> None:

@@ -8,23 +8,30 @@ it cancels every request.
 `triton_final_response` is true on the last response of a request, which `answer` marks, and on an error. A request with
 the parameter `triton_enable_empty_final_response` gets an empty response as its last one instead, unless it fails.
 Answers in bytes, a serialized ModelStreamInferResponse each, pass as they are: they come from a server that has marked
-them itself. A caller that takes joined answers gets those in one message that are ready together (joined_answers.py).
+them itself.
+
+Between our services a gRPC message costs more than a small answer takes otherwise. So a caller that sends the metadata
+JOINS_ANSWERS may get JoinedAnswers (stream_answers.proto) in the place of an answer: in one message those that are
+ready together. Nothing waits to be joined, and a large answer goes alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
 from headrace.errors import HeadraceError, RequestFailedError
-from headrace.oip.joined_answers import joined, may_join
+from headrace.oip.tensors import BYTES
 from headrace.rpc import Context
+from headrace.rpc.limits.admission import call_metadata
 from headrace.rpc.limits.request_reading import RequestStream
 from headrace_protos.inference_pb2 import InferParameter, ModelInferResponse, ModelStreamInferResponse
+from headrace_protos.stream_answers_pb2 import JoinedAnswers
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +40,9 @@ _UNREAD_RESPONSES = 16  # Beyond these, requests wait for the reader, and their 
 
 FINAL = "triton_final_response"
 EMPTY_FINAL = "triton_enable_empty_final_response"
+JOINS_ANSWERS = ("x-headrace-joins-answers", "true")
+_FIRST_BYTE = bytes([15 << 3 | 2])  # Of JoinedAnswers: the number and the wire type of its field.
+_MAX_JOINED_BYTES = 4096
 
 
 class StreamRequest(Protocol):
@@ -164,3 +174,30 @@ def _error_response(request: StreamRequest, message: str) -> ModelStreamInferRes
     about = ModelInferResponse(model_name=request.model_name, model_version=request.model_version, id=request.id)
     about.parameters[FINAL].bool_param = True
     return ModelStreamInferResponse(error_message=message, infer_response=about)
+
+
+def takes_joined(context: Context) -> bool:
+    """Whether the caller reads JoinedAnswers."""
+    return JOINS_ANSWERS in call_metadata(context)
+
+
+def may_join(answer: ModelStreamInferResponse) -> bool:
+    """Whether an answer is small; a large one is not measured, because protobuf measures it with a copy."""
+    return (
+        all(
+            output.datatype != BYTES and 8 * math.prod(output.shape) <= _MAX_JOINED_BYTES
+            for output in answer.infer_response.outputs
+        )
+        and answer.ByteSize() <= _MAX_JOINED_BYTES
+    )
+
+
+def joined(answers: Iterable[ModelStreamInferResponse]) -> ModelStreamInferResponse:
+    """The answers as one message: its JoinedAnswers are fields that protobuf does not know there, and passes on."""
+    together = JoinedAnswers(answers=[answer.SerializeToString() for answer in answers])
+    return ModelStreamInferResponse.FromString(together.SerializeToString())
+
+
+def separate(message: bytes) -> Sequence[bytes]:
+    """The answers of a serialized message, which may be one; raises DecodeError."""
+    return JoinedAnswers.FromString(message).answers if message.startswith(_FIRST_BYTE) else (message,)

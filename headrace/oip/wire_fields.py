@@ -1,7 +1,7 @@
 """The length-delimited fields of a serialized protobuf message: no copy, no parsing, and the head of a new one.
 
-Fields of the other types, which none of the messages here has by itself, are skipped like unknown fields,
-or refused. Invalid data raise protobuf's DecodeError, as the generated parsers do.
+Fields of the other types, which none of the messages here has by itself, are skipped like unknown fields. Invalid data
+raise protobuf's DecodeError, as the generated parsers do.
 Source of the format: protobuf's wire encoding.
 """
 
@@ -17,11 +17,8 @@ _MAX_VARINT_BYTES = 10
 _MAX_DEPTH = 100  # Of groups in groups, as in the generated parsers.
 
 
-def fields(data: bytes | memoryview, *, only: bool = False) -> Iterator[tuple[int, int, int, int]]:
-    """Each field of a message: its number, where it starts, where its contents start, and where they end.
-
-    `only` refuses a field of another type.
-    """
+def fields(data: bytes | memoryview) -> Iterator[tuple[int, int, int, int]]:
+    """Each field of a message: its number, where it starts, where its contents start, and where they end."""
     at, size = 0, len(data)
     while at < size:
         start = at
@@ -37,8 +34,6 @@ def fields(data: bytes | memoryview, *, only: bool = False) -> Iterator[tuple[in
             if not tag >> 3:
                 raise DecodeError("a field has no number")
             yield tag >> 3, start, contents, at
-        elif only:
-            raise DecodeError("a field is not length-delimited")
         else:
             at = _end_of(data, tag, at)
 

@@ -13,13 +13,13 @@ from contextlib import contextmanager
 
 from headrace.clients import CLIENT
 from headrace.deadline import DEADLINE_MARGIN_S, PASSED
-from headrace.payload.parts import Tensors
+from headrace.payload.parts import Begin, Tensors
 from headrace.payload.recording import Recording
 from headrace.payload.tap import PayloadTap
 from headrace.rpc import Context
 from headrace.rpc.limits.admission import call_metadata, error_of_call
 from headrace.rpc.server.call_context import CALL_ID, CallContext
-from headrace.telemetry.identity import current_span_id, current_trace_id
+from headrace.telemetry.identity import span_id_of, trace_id_of
 
 RECORDED = ("x-headrace-recorded", "true")
 DIRECT = ("x-headrace-direct", "true")  # The gateway's mark, which it removes from requests that come from outside.
@@ -40,19 +40,19 @@ def begin(
 ) -> Recording:
     """Opens the recording of a request that arrived now, inside the span of its call."""
     headers = {name: call.header(name) for name in tap.rules.metadata}
-    return tap.begin(
+    request = Begin(
         request_id=call.request_id,
         model=model,
         protocol=call.protocol,
         prompt=prompt,
         parameters=parameters,
-        trace_id=current_trace_id(),
-        span_id=current_span_id(),
-        metadata={name: value for name, value in headers.items() if value},
+        trace_id=trace_id_of(),
+        span_id=span_id_of(),
         client=call.header(CLIENT),
         call_id=call.header(CALL_ID),
-        inputs=inputs,
+        metadata={name: value for name, value in headers.items() if value},
     )
+    return tap.begin(request, inputs)
 
 
 @contextmanager

@@ -201,8 +201,7 @@ def storable(text: str) -> str:
 def _begin_fields(record_id: bytes, begin: Begin) -> dict[str, Any]:
     """The fields of a record that are known when its request arrives."""
     seconds, microseconds = divmod(begin.time_us, 1_000_000)
-    # Without `time_us`, the first one, and `metadata`, the last one.
-    texts = zip(Begin._fields[1:-1], begin[1:-1], strict=True)
+    texts = zip(Begin._fields[:-2], begin[:-2], strict=True)  # Without metadata and time.
     named: dict[str, Any] = {name: storable(text) for name, text in texts if text}
     named["record_id"] = as_text(record_id)
     named["time"] = Timestamp(seconds=seconds, nanos=microseconds * 1000)

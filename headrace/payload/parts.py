@@ -73,19 +73,22 @@ def size_of(tensors: Tensors) -> int:
 
 
 class Begin(NamedTuple):
-    """What is known of a request when it arrives; but for `time_us`, each is a field of PayloadRecord."""
+    """What is known of a request when it arrives; but for `time_us`, each is a field of PayloadRecord.
 
-    time_us: int
+    `parameters` is JSON. The tap sets the time.
+    """
+
     request_id: str
     model: str
     protocol: str
-    prompt: str
-    parameters: str
-    trace_id: str
-    span_id: str
-    client: str
-    call_id: str
-    metadata: Mapping[str, str]
+    prompt: str = ""
+    parameters: str = ""
+    trace_id: str = ""
+    span_id: str = ""
+    client: str = ""
+    call_id: str = ""
+    metadata: Mapping[str, str] = {}
+    time_us: int = 0
 
 
 class Chunk(NamedTuple):

@@ -66,10 +66,13 @@ class Redaction:
             raise ValueError("has neither a path nor a pattern")
         if pattern is None and replace is not None:
             raise ValueError("replace needs a pattern")
-        self._path = None if path is None else _FieldPath(path)
+        self._field: str | None = None
+        self._names: Sequence[str] = ()  # Of the values in the field.
+        if path is not None:
+            self._field, self._names = _field_and_names(path)
         self._pattern = None if pattern is None else _Pattern(pattern, REDACTED if replace is None else replace)
-        self._fields = _SEARCHED if self._path is None else (self._path.field,)
-        if self._path is not None and self._pattern is not None and self._path.field in _TENSORS:
+        self._fields = _SEARCHED if self._field is None else (self._field,)
+        if self._pattern is not None and self._field in _TENSORS:
             raise ValueError(f"{path}: tensors are bytes and not text; give the path without a pattern")
 
     @property
@@ -123,24 +126,24 @@ class Redaction:
             return ""
         try:
             values = json.loads(text)
-            return _json(self._value(values) if self._path is None else self._path.apply(values, self._value))
+            return _json(_changed_at(values, self._names, self._value))
         except (ValueError, RecursionError):
             return _json(REDACTED)
 
     def _redact_metadata(self, record: PayloadRecord) -> None:
         values = dict(record.metadata)
-        kept = self._value(values) if self._path is None else self._path.apply(values, self._value)
+        kept = _changed_at(values, self._names, self._value)
         record.metadata.clear()
         record.metadata.update(kept or {})
 
     def _redact_tensors(self, tensors: Any) -> None:
-        if self._path is None or not tensors:
+        if self._field is None or not tensors:
             return
         shown = [
             {"shape": list(tensor.shape)} | {name: getattr(tensor, name) for name in _TENSOR_FIELDS}
             for tensor in tensors
         ]
-        kept = self._path.apply(shown, self._value)
+        kept = _changed_at(shown, self._names, self._value)
         if kept is None:
             del tensors[:]
             return
@@ -186,21 +189,16 @@ class _Pattern:
         return "".join([*pieces, text[at:]])
 
 
-class _FieldPath:
-    """A field of a record, and the names that follow it in the path, through every element of a list."""
-
-    def __init__(self, path: str) -> None:
-        if not _PATH.fullmatch(path):
-            raise ValueError(f"{path!r} is no path: write $. and names with dots between them, as in $.parameters.user")
-        self.field, *self._names = path.removeprefix("$.").split(".")
-        if self.field not in FIELDS:
-            raise ValueError(f"{path!r} must begin with $. and one of {', '.join(FIELDS)}")
-        if self.field in _TEXTS and self._names:
-            raise ValueError(f"{path!r} goes into a text; give $.{self.field} and a pattern")
-
-    def apply(self, value: Any, change: Callable[[Any], Any]) -> Any:
-        """The field's value with every value at the path changed."""
-        return _changed_at(value, self._names, change)
+def _field_and_names(path: str) -> tuple[str, list[str]]:
+    """A field of a record, and the names that follow it in the path; raises ValueError."""
+    if not _PATH.fullmatch(path):
+        raise ValueError(f"{path!r} is no path: write $. and names with dots between them, as in $.parameters.user")
+    field, *names = path.removeprefix("$.").split(".")
+    if field not in FIELDS:
+        raise ValueError(f"{path!r} must begin with $. and one of {', '.join(FIELDS)}")
+    if field in _TEXTS and names:
+        raise ValueError(f"{path!r} goes into a text; give $.{field} and a pattern")
+    return field, names
 
 
 def parse_redactions(text: str) -> tuple[Redaction, ...]:
@@ -232,6 +230,7 @@ def _redaction(number: int, rule: Any) -> Redaction:
 
 
 def _changed_at(value: Any, names: Sequence[str], change: Callable[[Any], Any]) -> Any:
+    """The value with every value at the path of names changed, through every element of a list."""
     if not names:
         return change(value)
     if isinstance(value, list):

@@ -28,7 +28,7 @@ _KEEPALIVE_S, _KEEPALIVE_TIMEOUT_S = 10.0, 5.0
 class PayloadShipping:
     """Owns the threads and the channel to the logger at `target`, and holds the outboxes until `close`.
 
-    `freed` is called when room has become free.
+    `own` ships this process's spool. `freed` is called when room has become free.
     """
 
     def __init__(
@@ -39,17 +39,17 @@ class PayloadShipping:
         # Neither traced nor recorded: the channel belongs to no request.
         self._channel = grpc.insecure_channel(target, options=channel_options(_KEEPALIVE_S, _KEEPALIVE_TIMEOUT_S))
         append: AppendCall = self._channel.stream_stream(_APPEND, response_deserializer=AppendResponse.FromString)
-        self._own = SourceShipper(append, target, own, drops, hop, freed, ends=False)
+        self.own = SourceShipper(append, target, own, drops, hop, freed, ends=False)
         self._orphans = deque(SourceShipper(append, target, orphan, drops, hop, freed, ends=True) for orphan in orphans)
         self._threads = [
-            threading.Thread(target=self._own.run, name="payload-shipper", daemon=True),
+            threading.Thread(target=self.own.run, name="payload-shipper", daemon=True),
             threading.Thread(target=self._take_over, name="payload-takeover", daemon=True),
         ]
 
     @property
     def unacknowledged(self) -> int:
         """How many records were sent that the logger has yet to commit."""
-        return sum(source.unacknowledged for source in (self._own, *self._orphans))
+        return sum(source.unacknowledged for source in (self.own, *self._orphans))
 
     @property
     def oldest_s(self) -> float:
@@ -57,20 +57,12 @@ class PayloadShipping:
 
         Spools that wait until another one is shipped are not included.
         """
-        return max(source.oldest_s for source in (self._own, *self._orphans))
+        return max(source.oldest_s for source in (self.own, *self._orphans))
 
     @property
     def idle(self) -> bool:
         """Whether the logger has every record that has ended."""
-        return self._own.idle and not self._orphans
-
-    def wake(self) -> None:
-        """Wakes the thread of this process's spool: a record has ended there."""
-        self._own.wake()
-
-    def hurry(self) -> None:
-        """Sends records at once from now on, because this process is about to end."""
-        self._own.hurry()
+        return self.own.idle and not self._orphans
 
     def start(self) -> None:
         for thread in self._threads:
@@ -79,7 +71,7 @@ class PayloadShipping:
     def close(self, *, remove: bool) -> None:
         """Ends the threads and releases the spools; `remove` deletes this process's spool if all of it is shipped."""
         self._stopping.set()
-        for source in (self._own, *self._orphans):
+        for source in (self.own, *self._orphans):
             source.stop()
         for thread in self._threads:
             thread.join(_JOIN_S)
@@ -88,10 +80,10 @@ class PayloadShipping:
             return  # The disk hangs: the kernel releases the locks when the process ends.
         for orphan in self._orphans:
             orphan.outbox.close()
-        if remove and self._own.idle:
-            self._remove(self._own.outbox)
+        if remove and self.own.idle:
+            self._remove(self.own.outbox)
         else:
-            self._own.outbox.close()
+            self.own.outbox.close()
 
     def _take_over(self) -> None:
         while self._orphans and not self._stopping.is_set():

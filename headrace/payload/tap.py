@@ -20,8 +20,10 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
+
+from opentelemetry import metrics
+from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
 from headrace.errors import StartupError
 from headrace.payload.drops import DISK, Drops
@@ -37,6 +39,7 @@ from headrace.payload.writer import PayloadWriter
 
 logger = logging.getLogger(__name__)
 
+REASON = "headrace.reason"
 _OPEN_AGAIN_S = 1.0
 _POLL_S = 0.01  # The interval at which a drain checks whether it is done.
 
@@ -106,11 +109,6 @@ class PayloadTap:
         return self._writer.spooled
 
     @property
-    def dropped_so_far(self) -> dict[str, int]:
-        """A copy of `dropped`, with every reason; for any thread."""
-        return self._drops.so_far()
-
-    @property
     def oldest_s(self) -> float:
         """Time since the end of the oldest record that was sent and is not acknowledged; 0 if none; for any thread."""
         return self._shipper.oldest_s if self._shipper else 0.0
@@ -143,45 +141,35 @@ class PayloadTap:
     def _start(self, own: Outbox, orphans: list[Outbox]) -> None:
         self._boxes = [own, *orphans]
         self._shipper = PayloadShipping(self._target, own, orphans, self._drops, self._recorder.hop, self._writer.wake)
-        self._writer.start(own, lambda: sum(orphan.size for orphan in orphans), self._shipper.wake)
+        self._writer.start(own, lambda: sum(orphan.size for orphan in orphans), self._shipper.own.wake)
         self._shipper.start()
 
-    def begin(
-        self,
-        *,
-        request_id: str,
-        model: str,
-        protocol: str,
-        prompt: str = "",
-        parameters: str = "",
-        trace_id: str = "",
-        span_id: str = "",
-        metadata: Mapping[str, str] | None = None,
-        client: str = "",
-        call_id: str = "",
-        inputs: Tensors = (),
-    ) -> Recording:
-        """Opens the recording of a request that arrived now; `parameters` is JSON."""
+    def begin(self, begin: Begin, inputs: Tensors = ()) -> Recording:
+        """Opens the recording of a request that arrived now."""
         now_ns = time.time_ns()
         self._last_id = next_id(now_ns // 1_000_000, self._last_id)
-        return Recording(
-            self._recorder,
-            self._last_id,
-            Begin(
-                time_us=now_ns // 1_000,
-                request_id=request_id,
-                model=model,
-                protocol=protocol,
-                prompt=prompt,
-                parameters=parameters,
-                trace_id=trace_id,
-                span_id=span_id,
-                client=client,
-                call_id=call_id,
-                metadata=metadata or {},
-            ),
-            inputs,
-        )
+        return Recording(self._recorder, self._last_id, begin._replace(time_us=now_ns // 1_000), inputs)
+
+    def observe(self, meter: Meter | None = None) -> None:
+        """Registers the metrics of the process's records; the metrics reader's thread collects them.
+
+        The drops have the attribute REASON; every reason has a value from the start.
+        """
+        meter = meter or metrics.get_meter("headrace")
+        gauge, counter = meter.create_observable_gauge, meter.create_observable_counter
+        waiting = "Size of the parts of records that wait in memory for the disk."
+        on_disk = "Size of the records on disk, of this process and of earlier ones."
+        age = "Time since the end of the oldest record that the logger has not acknowledged; 0 if there is none."
+        whole = "Records that were written to disk from begin to end."
+        lost = "Parts of records that were dropped; a dropped begin drops its whole record."
+        gauge("headrace.payload.queued_bytes", [lambda _: [Observation(self.queued_bytes)]], "By", waiting)
+        gauge("headrace.payload.spool_bytes", [lambda _: [Observation(self.spooled_bytes)]], "By", on_disk)
+        gauge("headrace.payload.spool_age", [lambda _: [Observation(self.oldest_s)]], "s", age)
+        counter("headrace.payload.spooled", [lambda _: [Observation(self.spooled)]], "{record}", whole)
+        counter("headrace.payload.dropped", [self._observed_drops], "{part}", lost)
+
+    def _observed_drops(self, _: CallbackOptions) -> list[Observation]:
+        return [Observation(count, {REASON: reason}) for reason, count in self._drops.so_far().items()]
 
     async def drain(self, timeout_s: float) -> bool:
         """Ships ended records until the logger has all of them or the timeout expires; the rest stays on disk.
@@ -194,7 +182,7 @@ class PayloadTap:
         deadline = time.monotonic() + timeout_s
         while not (done := self._writer.idle and self._shipper.idle) and time.monotonic() < deadline:
             self._writer.wake()
-            self._shipper.hurry()
+            self._shipper.own.hurry()
             await asyncio.sleep(_POLL_S)
         if not done:
             self._drops.warn("drain", "payload records are left in %s: the next start sends them", self._root)

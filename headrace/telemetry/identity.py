@@ -46,25 +46,15 @@ def set_request_id(value: str) -> None:
         trace.get_current_span().set_attribute(REQUEST_ID, value)
 
 
-def current_span_id() -> str:
-    """The current span's id in hexadecimal, or "" outside of a trace."""
-    return span_id_of(trace.get_current_span())
-
-
-def current_trace_id() -> str:
-    """The current trace id in hexadecimal, or "" outside of a trace."""
-    return trace_id_of(trace.get_current_span())
-
-
-def span_id_of(span: Span) -> str:
-    """A span's id in hexadecimal, or "" where there is none."""
-    context = span.get_span_context()
+def span_id_of(span: Span | None = None) -> str:
+    """The id of a span, None for the current one, in hexadecimal; "" where there is none."""
+    context = (span or trace.get_current_span()).get_span_context()
     return trace.format_span_id(context.span_id) if context.is_valid else ""
 
 
-def trace_id_of(span: Span) -> str:
-    """A span's trace id in hexadecimal, or "" where there is none."""
-    context = span.get_span_context()
+def trace_id_of(span: Span | None = None) -> str:
+    """The same of its trace."""
+    context = (span or trace.get_current_span()).get_span_context()
     return trace.format_trace_id(context.trace_id) if context.is_valid else ""
 
 

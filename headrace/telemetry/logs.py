@@ -18,11 +18,11 @@ from contextlib import nullcontext
 from typing import Literal, NamedTuple, TextIO, cast
 
 from opentelemetry import metrics
-from opentelemetry.metrics import Meter
+from opentelemetry.metrics import Counter, Meter
 from pythonjsonlogger.json import JsonFormatter
 
 from headrace.errors import may_pass
-from headrace.telemetry.identity import current_request_id, current_span_id, current_trace_id
+from headrace.telemetry.identity import current_request_id, span_id_of, trace_id_of
 
 CALLS = "headrace.calls"  # The logger of the calls' lines.
 LogFormat = Literal["auto", "json", "console"]
@@ -102,7 +102,11 @@ class AccessLog:
 
     def __init__(self) -> None:
         self._logger = logging.getLogger(CALLS)
-        self._writer: _AccessLogWriter | None = None
+        self._lines: deque[_Line] = deque()
+        self._come = threading.Event()
+        self._is_closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._dropped: Counter
 
     def writes(self, level: int) -> bool:
         """Whether lines of a level are written."""
@@ -110,71 +114,57 @@ class AccessLog:
 
     def write(self, level: int, text: str, arguments: tuple[object, ...], fields: Mapping[str, object]) -> None:
         """Writes `text % arguments`, with `fields` beside it; call it only if `writes` is true."""
-        if self._writer is None:
+        if self._thread is None:
             self._logger.log(level, text, *arguments, extra=dict(fields))
+        elif len(self._lines) >= _MAX_LINES:
+            self._dropped.add(1)
         else:
-            self._writer.add(_Line(time.time(), level, text, arguments, fields))
+            self._lines.append(_Line(time.time(), level, text, arguments, fields))
+            if len(self._lines) == 1:
+                self._come.set()
 
     def start(self, handler: logging.StreamHandler[TextIO], meter: Meter | None) -> None:
         """Starts the thread, which gives lines to a handler."""
-        self._writer = _AccessLogWriter(handler, meter)
-        self._writer.start()
-
-    def close(self) -> None:
-        """Writes the waiting lines, within a second, and ends the thread."""
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.close()
-
-
-class _AccessLogWriter(threading.Thread):
-    def __init__(self, handler: logging.StreamHandler[TextIO], meter: Meter | None) -> None:
-        super().__init__(name="call-log", daemon=True)
-        self._handler = handler
-        self._lines: deque[_Line] = deque()
-        self._come = threading.Event()
-        self._is_closing = threading.Event()
         self._dropped = (meter or metrics.get_meter("headrace")).create_counter(
             "headrace.log.dropped", "{line}", "Log lines of calls that were not written."
         )
+        self._is_closing.clear()
+        self._thread = threading.Thread(target=self._run, args=(handler,), name="call-log", daemon=True)
+        self._thread.start()
 
-    def add(self, line: _Line) -> None:
-        if len(self._lines) >= _MAX_LINES:
-            self._dropped.add(1)
-            return
-        self._lines.append(line)
-        if len(self._lines) == 1:
+    def close(self) -> None:
+        """Writes the waiting lines, within a second, and ends the thread."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._is_closing.set()
             self._come.set()
+            thread.join(_CLOSE_S)  # If standard error is blocked, the lines are lost with the process.
 
-    def run(self) -> None:
+    def _run(self, handler: logging.StreamHandler[TextIO]) -> None:
         while not self._is_closing.is_set():
             self._come.wait()
             self._is_closing.wait(_GATHER_S)
             self._come.clear()
             while self._lines:
-                self._write([self._lines.popleft() for _ in range(min(len(self._lines), _LINES_AT_ONCE))])
+                count = min(len(self._lines), _LINES_AT_ONCE)
+                _write_together(handler, [self._lines.popleft() for _ in range(count)])
 
-    def _write(self, lines: Sequence[_Line]) -> None:
-        """As the handler writes them, but with one system call."""
-        handler = self._handler
-        text, record = "", None
-        with handler.lock or nullcontext():
-            for record in filter(handler.filter, map(_record, lines)):
-                try:
-                    text += handler.format(record) + handler.terminator
-                except Exception:
-                    handler.handleError(record)
+
+def _write_together(handler: logging.StreamHandler[TextIO], lines: Sequence[_Line]) -> None:
+    """As the handler writes them, but with one system call."""
+    text, record = "", None
+    with handler.lock or nullcontext():
+        for record in filter(handler.filter, map(_record, lines)):
             try:
-                handler.stream.write(text)
-                handler.flush()
+                text += handler.format(record) + handler.terminator
             except Exception:
-                if record is not None:
-                    handler.handleError(record)
-
-    def close(self) -> None:
-        self._is_closing.set()
-        self._come.set()
-        self.join(_CLOSE_S)  # If standard error is blocked, the lines are lost with the process.
+                handler.handleError(record)
+        try:
+            handler.stream.write(text)
+            handler.flush()
+        except Exception:
+            if record is not None:
+                handler.handleError(record)
 
 
 def _record(line: _Line) -> logging.LogRecord:
@@ -193,8 +183,8 @@ def _name_request(record: logging.LogRecord) -> bool:
     if not hasattr(record, "request_id"):
         for name, value in (
             ("request_id", current_request_id()),
-            ("trace_id", current_trace_id()),
-            ("span_id", current_span_id()),
+            ("trace_id", trace_id_of()),
+            ("span_id", span_id_of()),
         ):
             if value:
                 setattr(record, name, value)

@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from headrace.deadline import NO_DEADLINE
 from headrace.errors import InvalidRequestError, StartupError
 from headrace.models.sources import ModelSource
-from headrace.oip.model_description import INPUT_IDS, config_of, metadata_of
-from headrace.oip.row_outputs import POOLING_MASK, TOKEN_TYPE_IDS
+from headrace.oip.model_description import INPUT_IDS, POOLING_MASK, TOKEN_TYPE_IDS, config_of, metadata_of
 from headrace.oip.tensors import Tensor, add_input, decode_outputs
 from headrace_predictor.repository.loading import build_here, fetch_model
 from headrace_predictor.settings import PredictorSettings

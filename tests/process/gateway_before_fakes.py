@@ -48,8 +48,8 @@ class FakeOpenAI(rest_pb2_grpc.OpenAIServicer):
         self.first_chunk_was_read = asyncio.Event()
         self.written = self.running = 0
 
-    async def Completions(self, request: HttpBody, context: Context) -> AsyncIterator[HttpBody]:  # noqa: N802
-        fields = json.loads(request.data or b"{}")
+    async def Completions(self, request: bytes, context: Context) -> AsyncIterator[HttpBody]:  # noqa: N802
+        fields = json.loads(request or b"{}")
         metadata = tuple((key, str(value)) for key, value in fields.get("metadata", {}).items())
         if "abort" in fields:
             await context.abort(grpc.StatusCode[fields["abort"]], fields["message"], metadata)

@@ -10,12 +10,13 @@ from typing import Any
 from google.api.httpbody_pb2 import HttpBody
 
 from headrace.errors import OverloadedError
-from headrace.rpc.http2.methods import HttpMethod
+from headrace.rpc.http2.methods import Argument, HttpMethod
 from headrace.rpc.http2.server import HttpServer
 from headrace.rpc.limits.admission import Admission, AdmittedCall, head_of_call
 from headrace.rpc.server.handlers import Interceptor
 from headrace.telemetry.identity import Metadata
-from headrace_transformer.frontends.openai.http_methods import error_body, http_methods
+from headrace_transformer.frontends.http import error_body, http_methods
+from headrace_transformer.frontends.openai.errors import openai_error
 
 HOST = "127.0.0.1"
 EVENTS = "text/event-stream"
@@ -54,21 +55,21 @@ class Service:
         finally:
             self.ended += 1
 
-    async def name(self, request: str, context: Any) -> AsyncIterator[HttpBody]:
-        yield HttpBody(content_type="text/plain", data=request.encode())
+    async def name(self, request: Argument, context: Any) -> AsyncIterator[HttpBody]:
+        yield HttpBody(content_type="text/plain", data=request.named("model").encode())
 
     def methods(self) -> list[HttpMethod]:
         posted = {ECHO: self.echo, COUNT: self.count, FAIL: self.fail, HANG: self.hang}
         return [
-            *(HttpMethod(path[1:], behaviour, bytes) for path, behaviour in posted.items()),
-            HttpMethod(NAME[1:], self.name, bytes.decode, takes_body=False, parameter="model"),
+            *(HttpMethod(path[1:], behaviour) for path, behaviour in posted.items()),
+            HttpMethod(NAME[1:], self.name, takes_body=False),
         ]
 
 
 class Served:
     def __init__(self, admission: Admission | None = None, shares_port: bool = False) -> None:
         self.service = Service()
-        self.server = HttpServer(Interceptor("transformer", admission), error_body, shares_port)
+        self.server = HttpServer(Interceptor("transformer", admission), error_body(openai_error), shares_port)
         self.server.add(*self.service.methods())
         self.port = 0
 
@@ -86,7 +87,7 @@ class Uncounted(Admission):
 
 async def serve_openai(port: int, servicer: Any) -> HttpServer:
     """Serves OpenAI's API by a fake."""
-    server = HttpServer(Interceptor("transformer", Uncounted()), error_body)
-    server.add(*http_methods("OpenAI", servicer))
+    server = HttpServer(Interceptor("transformer", Uncounted()), error_body(openai_error))
+    server.add(*http_methods("OpenAI", servicer, openai_error))
     await server.start(HOST, port)
     return server

@@ -27,7 +27,7 @@ from headrace_runner import envoy_config, gateway_access
 from headrace_runner.command import certificates
 from headrace_runner.services import gateway_environment
 from headrace_runner.settings import StackSettings
-from headrace_transformer.predictors.discovery.gateway_endpoints import endpoints_file
+from headrace_transformer.routing.gateway_files import endpoints_file
 from headrace_transformer.settings import TransformerSettings
 from tests.support.tokens import AUDIENCE, ISSUER, SigningKey, publish
 from tests.waiting import until

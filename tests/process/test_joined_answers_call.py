@@ -1,7 +1,7 @@
 """The transformer requests joined answers of a predictor, and passes each on by itself."""
 
 from headrace.deadline import NO_DEADLINE
-from headrace.oip.joined_answers import JOINS_ANSWERS, joined
+from headrace.oip.stream_infer import JOINS_ANSWERS, joined
 from headrace_protos.inference_pb2 import ModelInferResponse, ModelStreamInferResponse
 from headrace_transformer.predictors.oip.client import PredictorClient
 from tests.process.foreign_server import ForeignServer, foreign_server
@@ -23,7 +23,7 @@ async def test_the_transformer_requests_joined_answers_and_separates_them():
     server = Joining()
     async with foreign_server(server) as address:
         client = PredictorClient(address)
-        found = [each async for each in client.stream_bytes(b"", NO_DEADLINE)]
+        found = [each async for each in client.stream(b"", NO_DEADLINE)]
         await client.close()
     assert server.requests == [True]
     assert found == [answered(number).SerializeToString() for number in range(3)]

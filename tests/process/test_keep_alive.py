@@ -11,7 +11,7 @@ from headrace.errors import FAILED_HOP, OverloadedError
 from headrace.rpc.server.handlers import Interceptor
 from headrace_protos import rest_pb2_grpc
 from headrace_protos.rest_pb2 import ModelBody
-from headrace_transformer.frontends.http import EVENTS, Events, event, rest_errors
+from headrace_transformer.frontends.http import EVENTS, Events, event, rest_method
 from headrace_transformer.frontends.openai.errors import openai_error
 
 AFTER_S = 0.05
@@ -26,8 +26,8 @@ class Numbers(rest_pb2_grpc.OpenInferenceServicer):
         self.after_s = after_s
         self.ended = asyncio.Event()
 
-    @rest_errors(openai_error)
-    async def GenerateStream(self, request, context):  # noqa: N802
+    @rest_method(openai_error)
+    async def GenerateStream(self, request, call):  # noqa: N802
         yield Events(self.after_s)
         try:
             while (item := await self.events.get()) is not None:

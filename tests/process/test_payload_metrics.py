@@ -7,9 +7,9 @@ import pytest
 
 from headrace.payload import shipper as payload_shipper
 from headrace.payload.drops import DAMAGED, FULL, MEMORY, REASONS
-from headrace.payload.metrics import REASON, observe_tap
 from headrace.payload.outbox import Outbox
 from headrace.payload.rules import PayloadRules
+from headrace.payload.tap import REASON
 from tests.support.measured import Measured
 from tests.support.payload_ingest import away, begin, listening, segments
 from tests.waiting import until
@@ -22,7 +22,7 @@ class Shown:
 
     def __init__(self, tap):
         self._measured = Measured()
-        observe_tap(tap, self._measured.meter)
+        tap.observe(self._measured.meter)
 
     @property
     def names(self):

@@ -340,19 +340,20 @@ async def test_the_parts_after_a_dropped_begin_leave_memory_without_another_push
 VICTIM = """
 import asyncio, sys
 from pathlib import Path
+from headrace.payload.parts import Begin
 from headrace.payload.tap import PayloadTap
 
 async def main():
     tap = PayloadTap(sys.argv[1], spool=Path(sys.argv[2]))
     tap.start()
     for number in range(20):
-        with tap.begin(request_id=f"ended-{number}", model="m", protocol="p", prompt="prompt") as recording:
+        with tap.begin(Begin(request_id=f"ended-{number}", model="m", protocol="p", prompt="prompt")) as recording:
             recording.chunk("whole ", [1])
             recording.chunk("answer", [2])
             recording.end("OK")
     cut_off = []
     for number in range(5):
-        recording = tap.begin(request_id=f"open-{number}", model="m", protocol="p", prompt="prompt")
+        recording = tap.begin(Begin(request_id=f"open-{number}", model="m", protocol="p", prompt="prompt"))
         recording.chunk("so far", [1])
         assert await recording.flushed()
         cut_off.append(recording)
@@ -360,7 +361,7 @@ async def main():
         await asyncio.sleep(0.01)
     print("written", flush=True)
     for number in range(1_000_000):
-        recording = tap.begin(request_id=f"load-{number}", model="m", protocol="p", prompt="prompt")
+        recording = tap.begin(Begin(request_id=f"load-{number}", model="m", protocol="p", prompt="prompt"))
         assert await recording.flushed()
         print(f"load-{number}", flush=True)
         recording.chunk("text", [1])
@@ -532,7 +533,7 @@ async def test_a_record_that_the_logger_refuses_blocks_no_other(taps, ingest, mo
         begin(tap, f"r{n}").end("OK")
     assert await tap.drain(60)
     assert [record.request_id for record in ingest.records] == [f"r{n}" for n in range(12) if f"r{n}" not in poison]
-    assert tap.dropped_so_far[REFUSED] == 3
+    assert tap.dropped[REFUSED] == 3
     assert sum("which is dropped" in message for message in caplog.messages) == 3
     begin(tap, "later").end("OK")
     assert await tap.drain(60)
@@ -548,4 +549,4 @@ async def test_a_logger_that_was_away_for_long_refuses_no_record(taps, ingest, m
     ingest.refuses = lambda request: None
     assert await tap.drain(60)
     assert len(ingest.records) == 1
-    assert tap.dropped_so_far[REFUSED] == 0
+    assert tap.dropped[REFUSED] == 0

@@ -51,8 +51,8 @@ async def recorded(tap, ingest):
 
 async def test_a_record_has_all_recorded_parts(taps, ingest):
     tap = taps.start(ingest.target)
-    recording = tap.begin(
-        request_id="r", model="m", protocol="headrace.v1.TextGeneration/Generate", prompt="p", parameters="{}",
+    recording = begin(
+        tap, protocol="headrace.v1.TextGeneration/Generate", prompt="p", parameters="{}",
         trace_id="t", span_id="s", metadata={"user-agent": "u"}, client="c", call_id="i",
     )  # fmt: skip
     recording.chunk("", [])

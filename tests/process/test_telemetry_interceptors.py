@@ -18,7 +18,7 @@ from headrace.rpc.client.channel import UnaryMethod, open_channel, open_plain_ch
 from headrace.rpc.client.interceptors import ClientSpan, ClientSpans, telemetry_client_interceptors
 from headrace.rpc.server.call_telemetry import ServerTelemetry
 from headrace.rpc.server.handlers import Interceptor
-from headrace.telemetry.identity import current_request_id, current_trace_id, set_request_id
+from headrace.telemetry.identity import current_request_id, set_request_id, trace_id_of
 from headrace.telemetry.rpc import suppress_tracing
 from headrace_protos import headrace_pb2, inference_pb2
 from tests.support.measured import Measured
@@ -256,7 +256,7 @@ async def test_the_handler_runs_in_the_servers_span(bench, kind):
     seen = []
 
     async def then(context):
-        seen.append((current_trace_id(), get_current_span().get_span_context().span_id))
+        seen.append((trace_id_of(), get_current_span().get_span_context().span_id))
 
     bench.methods.then = then
     await bench.call(kind)
@@ -275,7 +275,7 @@ async def test_a_callers_own_trace_is_continued(bench):
 
 
 async def test_outside_of_a_trace_there_is_no_trace_id():
-    assert current_trace_id() == ""
+    assert trace_id_of() == ""
 
 
 async def test_health_is_not_traced_by_the_server(bench):

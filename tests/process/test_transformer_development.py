@@ -56,7 +56,11 @@ async def stub_before(*victims):
         stack.push_async_callback(client.close)
         replicas = Replicas(addresses, client)
         stack.push_async_callback(replicas.close)
-        address = await stack.enter_async_context(served(partial(development.add_to_server, replicas)))
+        address = await stack.enter_async_context(
+            served(
+                partial(headrace_pb2_grpc.add_DevelopmentServicer_to_server, development.DevelopmentServicer(replicas))
+            )
+        )
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(address))
         yield headrace_pb2_grpc.DevelopmentStub(channel)
 

@@ -13,8 +13,7 @@ from headrace.errors import OverloadedError, StartupError
 from headrace.oip.tensors import Tensor, add_input, bytes_tensor, decode_outputs
 from headrace.processor import ProcessorRequest
 from headrace_protos import inference_pb2 as pb
-from headrace_transformer.models.processor_sources import ProcessorSource, parse_processors
-from headrace_transformer.models.processors import RunningProcessor
+from headrace_transformer.models.processors import ProcessorSource, RunningProcessor, parse_processors
 from headrace_transformer.models.work_pool import WorkPool
 from tests.process.foreign_server import ForeignServer, foreign_server
 from tests.support.transformer_fixtures import transformer

@@ -71,7 +71,7 @@ class Resuming:
         metadata = () if first_token_ms is None else (("x-first-token-timeout-ms", str(first_token_ms)),)
         first_token = CallContext("p", "r", metadata).first_token
         with closing(
-            self.generator.open(submission, sampling, Deadline.after(timeout_s), first_token, dialect=dialect)
+            self.generator.open(submission, sampling, Deadline.after(timeout_s), first_token, elsewhere=dialect)
         ) as tokens:
             async with first_token.scope():
                 chunk = await tokens.read()

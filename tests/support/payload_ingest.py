@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 
+from headrace.payload.parts import Begin
 from headrace.payload.records import answer_of
 from headrace.payload.tap import PayloadTap
 from headrace_protos import headrace_pb2_grpc
@@ -117,8 +118,8 @@ def away():
     return f"127.0.0.1:{free_port()}"
 
 
-def begin(tap, request_id="r", **fields):
-    return tap.begin(**{"request_id": request_id, "model": "m", "protocol": "p"} | fields)
+def begin(tap, request_id="r", inputs=(), **fields):
+    return tap.begin(Begin(**{"request_id": request_id, "model": "m", "protocol": "p"} | fields), inputs)
 
 
 def folders(spool):

@@ -19,7 +19,9 @@ from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from headrace_protos.rest_pb2_grpc import add_OpenInferenceServicer_to_server
 from headrace_transformer.frontends.grpc.inference_servicer import InferenceServicer
 from headrace_transformer.frontends.grpc.text_generation_servicer import TextGenerationServicer
-from headrace_transformer.frontends.openai.http_methods import error_body, http_methods
+from headrace_transformer.frontends.http import error_body, http_methods
+from headrace_transformer.frontends.openai.errors import openai_error
+from headrace_transformer.frontends.openai.models import FrontEnd
 from headrace_transformer.frontends.openai.servicer import OpenAIServicer
 from headrace_transformer.frontends.passing import Passing
 from headrace_transformer.frontends.v2_rest.servicer import OpenInferenceServicer
@@ -28,13 +30,11 @@ from headrace_transformer.generation.token_quota import TokenQuota
 from headrace_transformer.inference.encoder_calls import EncoderCalls
 from headrace_transformer.inference.infer import Inference
 from headrace_transformer.models.catalogue import Catalogue
-from headrace_transformer.models.processor_sources import parse_processors
-from headrace_transformer.models.processors import RunningProcessor
+from headrace_transformer.models.processors import RunningProcessor, parse_processors
 from headrace_transformer.models.work_pool import WorkPool
 from headrace_transformer.predictors.discovery.replicas import Replicas
 from headrace_transformer.predictors.link.links import Links
 from headrace_transformer.predictors.oip.client import PredictorClient
-from headrace_transformer.predictors.oip.relay import Relay
 from headrace_transformer.predictors.resume.resuming import ResumingGenerator
 from headrace_transformer.processes.body_processes import BodyProcesses
 from headrace_transformer.routing.router import Router
@@ -74,17 +74,18 @@ async def transformer(
     router = Router(catalogue, routes, lambda model: links.can_resume(model, ""))
     generator, quota = ResumingGenerator(links, client, resume_limit), TokenQuota()
     pipeline = Pipeline(router, generator, tap, bodies, reports_cached_tokens, quota, signer=Signer(b"a key"))
-    inference = Inference(pipeline, router, Relay(client), tap, quota)
+    inference = Inference(pipeline, router, client, tap, quota)
     options = [("grpc.max_receive_message_length", 64 * 1024 * 1024), ("grpc.max_send_message_length", -1)]
     interceptor = Interceptor("transformer")
     server = grpc.aio.server(interceptors=(interceptor,), options=options)
     servicer = InferenceServicer(inference, catalogue, router, client, predictors)
     servicer.add_to_server(server)
     add_TextGenerationServicer_to_server(TextGenerationServicer(pipeline), server)
-    http = HttpServer(interceptor, error_body)
+    http = HttpServer(interceptor, error_body(openai_error))
     encoders = EncoderCalls(router, client, tap, bodies, quota)
     passing = Passing(router, client, tap, quota, pipeline, models=(), keep_alive_s=15.0)
-    http.add(*http_methods("OpenAI", OpenAIServicer(pipeline, router, encoders, bodies, passing)))
+    front = FrontEnd(pipeline, router, bodies, passing)
+    http.add(*http_methods("OpenAI", OpenAIServicer(front, encoders), openai_error))
     add_OpenInferenceServicer_to_server(OpenInferenceServicer(servicer, pipeline, bodies, links), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -17,8 +17,8 @@ from google.api.httpbody_pb2 import HttpBody
 
 from headrace.clients import ANYONE, CLIENT, POLICY, Client, Policy
 from headrace.errors import InvalidRequestError, NotFoundError, NotImplementedMethodError, OverloadedError
+from headrace.rpc.http2.methods import Argument
 from headrace.rpc.server.call_context import call_context
-from headrace_protos.rest_pb2 import ObjectRequest
 from headrace_transformer.batches import lines, objects, runner, running, store
 from headrace_transformer.batches.servicer import BatchesServicer
 from headrace_transformer.batches.uploads import parse_upload
@@ -252,7 +252,7 @@ class Service:
 
     async def complete(self, request, context):
         call = call_context(context, "test")
-        prompt = json.loads(request.data)["prompt"]
+        prompt = json.loads(request)["prompt"]
         self.calls.append(prompt)
         account = call.account
         self.accounts.add((call.client.name, account.name, account.policy.weight, call.request_id.rpartition("/")[2]))
@@ -431,7 +431,7 @@ async def test_a_process_takes_batches_until_it_stops(tmp_path, monkeypatch):
 
 
 async def test_without_a_folder_the_error_names_the_setting():
-    call = BatchesServicer(None, (), None).GetBatch(ObjectRequest(id="batch_1"), _Context())
+    call = BatchesServicer(None, (), None).GetBatch(Argument("batch_1", {}), _Context())
     body = json.loads((await anext(call)).data)
     assert "TRANSFORMER_BATCHES" in body["error"]["message"]
     with pytest.raises(NotImplementedMethodError):

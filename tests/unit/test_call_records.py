@@ -30,8 +30,8 @@ class FakeTap:
     class rules:  # noqa: N801
         metadata = ("x-team",)
 
-    def begin(self, **fields):
-        self.fields, self.recording = fields, FakeRecording()
+    def begin(self, begin, inputs):
+        self.begun, self.recording = begin, FakeRecording()
         return self.recording
 
 
@@ -50,7 +50,7 @@ def record(deadline, error=None):
     else:
         with pytest.raises(type(error)):
             work()
-    assert tap.fields["metadata"] == {"x-team": "a, b"}
+    assert tap.begun.metadata == {"x-team": "a, b"}
     return tap.recording.ends
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace.rpc.http2.methods import HttpMethod, MethodTable
+from headrace.rpc.http2.methods import Argument, HttpMethod, MethodTable
 from headrace.rpc.http2.request import read_head
 from headrace.rpc.server.handlers import Interceptor
 
@@ -13,8 +13,8 @@ async def _behaviour(request, context):
 
 @pytest.fixture
 def table():
-    table = MethodTable(Interceptor("test"))
-    table.add(HttpMethod("a.B/Post", _behaviour, bytes), HttpMethod("a.B/Get", _behaviour, bytes, False, "model"))
+    table = MethodTable(Interceptor("test"), lambda error: b"")
+    table.add(HttpMethod("a.B/Post", _behaviour), HttpMethod("a.B/Get", _behaviour, takes_body=False))
     return table
 
 
@@ -51,12 +51,12 @@ def test_a_malformed_deadline_is_ignored(value):
 @pytest.mark.parametrize(
     ("verb", "path", "name", "argument"),
     [
-        ("POST", "/a.B/Post", "a.B/Post", b""),
-        ("POST", "/a.B/Post?x=1", "a.B/Post", b""),
-        ("GET", "/a.B/Get", "a.B/Get", b""),
-        ("GET", "/a.B/Get/m%20%C3%A9", "a.B/Get", "m é".encode()),
-        ("GET", "/a.B/Get?model=m", "a.B/Get", b"m"),
-        ("GET", "/a.B/Get/%ff", "a.B/Get", "\ufffd".encode()),
+        ("POST", "/a.B/Post", "a.B/Post", None),
+        ("POST", "/a.B/Post?x=1", "a.B/Post", None),
+        ("GET", "/a.B/Get", "a.B/Get", Argument("", {})),
+        ("GET", "/a.B/Get/m%20%C3%A9", "a.B/Get", Argument("m é", {})),
+        ("GET", "/a.B/Get?model=m", "a.B/Get", Argument("", {"model": "m"})),
+        ("GET", "/a.B/Get/%ff", "a.B/Get", Argument("\ufffd", {})),
     ],
 )
 def test_a_path_finds_its_method(table, verb, path, name, argument):

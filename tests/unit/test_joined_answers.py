@@ -7,8 +7,7 @@ import pytest
 from google.protobuf.message import DecodeError
 
 from headrace.errors import InvalidRequestError
-from headrace.oip.joined_answers import may_join, separate
-from headrace.oip.stream_infer import multiplex
+from headrace.oip.stream_infer import may_join, multiplex, separate
 from headrace_protos.inference_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
 
 

@@ -174,7 +174,7 @@ def test_each_chunk_of_a_stream_has_its_own_tensors():
         message = pb.ModelStreamInferResponse(infer_response=answer).SerializeToString()
         chunks.append(Chunk(0, float(number), "", (), (), streamed_tensors(message)))
     for rules in (PayloadRules(), PayloadRules(tensor_bytes=8)):
-        encoder, record = Encoder(rules, 0), OpenRecord(bytes(16), Begin(0, *[""] * 9, {}), ())
+        encoder, record = Encoder(rules, 0), OpenRecord(bytes(16), Begin("", "", ""), ())
         together = encoder.chunks(chunks, record)
         assert together == b"".join(encoder.chunks([chunk], record) for chunk in chunks)
     found = PayloadRecord.FromString(together).chunks

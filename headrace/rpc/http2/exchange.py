@@ -18,7 +18,7 @@ import logging
 import time
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import grpc
 from google.api.httpbody_pb2 import HttpBody
@@ -37,7 +37,7 @@ from headrace.errors import (
 )
 from headrace.rpc import Context
 from headrace.rpc.http2.connection import HttpConnection
-from headrace.rpc.http2.methods import ErrorBody, MethodTable
+from headrace.rpc.http2.methods import Argument, MethodTable
 from headrace.rpc.http2.request import Pairs, RequestBody, read_head
 from headrace.telemetry.identity import as_metadata
 
@@ -49,13 +49,6 @@ _GRPC_STATUS = "grpc-status"
 _AT_ONCE_BYTES = 16 * 1024
 
 
-class Terms(NamedTuple):
-    """Common to all calls of a server: the hop that signs errors, and the shape of their bodies."""
-
-    hop: str
-    error_body: ErrorBody
-
-
 class HttpExchange:
     """One request to one of the `methods`."""
 
@@ -65,7 +58,6 @@ class HttpExchange:
         stream_id: int,
         headers: Iterable[tuple[bytes, bytes]],
         methods: MethodTable,
-        terms: Terms,
     ) -> None:
         self.stream_id = stream_id
         self._connection = connection
@@ -76,10 +68,9 @@ class HttpExchange:
         self._unyielded = 0
         self.body = RequestBody(partial(connection.acknowledge, stream_id))
         self._methods = methods
-        self._terms = terms
-        self._error_body = terms.error_body
+        self._error_body = methods.error_body
         self._request = read_head(headers)
-        self._argument: bytes | None = None  # The message of a method that takes no body.
+        self._argument: Argument | None = None  # The message of a method that takes no body.
         timeout_s = self._request.timeout_s
         self._deadline_at = None if timeout_s is None else time.monotonic() + timeout_s  # Of the monotonic clock.
         self._timer: asyncio.TimerHandle | None = None
@@ -107,7 +98,7 @@ class HttpExchange:
         """Adds to the answer's head, which is sent with the first body."""
         self._head += tuple(metadata)
 
-    async def read(self) -> bytes:
+    async def read(self) -> bytes | Argument:
         """The body, or the argument of a method that takes none; raises TooLargeError."""
         if self._argument is not None:
             return self._argument
@@ -125,7 +116,7 @@ class HttpExchange:
     ) -> NoReturn:
         """Ends the call with an error: its answer, where none has begun."""
         trailing = tuple(trailing_metadata)
-        self._fail(from_metadata(code, details, dict(trailing), self._terms.hop), trailing)
+        self._fail(from_metadata(code, details, dict(trailing), self._methods.hop), trailing)
         raise grpc.aio.AbortError
 
     # ------------------------------------------------------------------ the connection's side
@@ -137,8 +128,7 @@ class HttpExchange:
         if target is None:
             self._task = loop.create_task(self._refuse(), name="http-call")
         else:
-            if not target.method.takes_body:
-                self._argument = target.argument
+            self._argument = target.argument
             self._error_body = target.method.error_body or self._error_body
             context = cast(Context, self)
             self._task = loop.create_task(target.served.serve(None, context), name="http-call")
@@ -195,7 +185,7 @@ class HttpExchange:
 
     async def _refuse(self) -> None:
         error = NotFoundError("unknown path or method")
-        self._fail(error, error.trailing_metadata(self._terms.hop))
+        self._fail(error, error.trailing_metadata(self._methods.hop))
 
     def _send_head(self, content_type: str, end: bool = False) -> None:
         self._has_begun = True
@@ -224,7 +214,7 @@ class HttpExchange:
         error = self._error_of(task)
         if not self._is_reset:
             if error is not None:
-                self._fail(error, error.trailing_metadata(self._terms.hop))
+                self._fail(error, error.trailing_metadata(self._methods.hop))
             self._send_end()
         self._connection.ended(self)
 

@@ -1,12 +1,12 @@
 """The methods of an HTTP server, by their path.
 
-A method has a handler like those of gRPC: it takes a request and a context and yields bodies. So telemetry, admission
-and error mapping (headrace/rpc/server/handlers.py) are the same for both.
+A method has a handler like those of gRPC: it takes a request, which is a body or an Argument, and a context, and yields
+bodies. So telemetry, admission and error mapping (headrace/rpc/server/handlers.py) are the same for both.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, unquote
@@ -23,39 +23,46 @@ Behaviour = Callable[[Any, Context], AsyncGenerator[HttpBody, None]]
 ErrorBody = Callable[[HeadraceError], bytes]  # The JSON of an error before the first byte of an answer.
 
 
+class Argument(NamedTuple):
+    """Of a request without a body: the rest of the path after the method's name, and the query's last values."""
+
+    rest: str
+    query: Mapping[str, str]
+
+    def named(self, parameter: str) -> str:
+        """The rest of the path, else the query's parameter; "" for neither."""
+        return self.rest or self.query.get(parameter, "")
+
+
 @dataclass(frozen=True)
 class HttpMethod:
     """`name` is the method's full name, "package.Service/Method", which is its path too.
 
-    With `takes_body` it is called by POST and `parse` gets the body. Otherwise it is called by GET, or by another
-    `verb`, and `parse` gets the argument: the rest of the path after the name, or the value of the query's
-    `parameter`, as UTF-8; with `takes_query` the whole query as it is, with the rest of the path as its last `id`.
-    `error_body` is None where errors have
-    the shape of the server's other methods.
+    With `takes_body` it is called by POST with a body, otherwise by GET, or by another `verb`, with an Argument.
+    `error_body` is None where errors have the shape of the server's other methods.
     """
 
     name: str
     behaviour: Behaviour
-    parse: Callable[[bytes], Any]
     takes_body: bool = True
-    parameter: str = ""
     error_body: ErrorBody | None = None
-    takes_query: bool = False
     verb: str = ""
 
 
 class Target(NamedTuple):
-    """The method that a request is for, and its argument."""
+    """The method that a request is for, and its argument where it takes no body."""
 
     method: HttpMethod
     served: ServedMethod
-    argument: bytes
+    argument: Argument | None
 
 
 class MethodTable:
-    """The methods of one server."""
+    """The methods of one server; `hop` signs errors, which have the shape of `error_body`."""
 
-    def __init__(self, interceptor: Interceptor) -> None:
+    def __init__(self, interceptor: Interceptor, error_body: ErrorBody) -> None:
+        self.hop = interceptor.hop
+        self.error_body = error_body
         self._interceptor = interceptor
         self._methods: dict[str, tuple[HttpMethod, ServedMethod]] = {}
 
@@ -63,7 +70,7 @@ class MethodTable:
         for method in methods:
             path = f"/{method.name}"
             handler: Handler = grpc.unary_stream_rpc_method_handler(method.behaviour)
-            reading = RequestReading(None, method.parse)
+            reading = RequestReading(None, lambda request: request)
             self._methods[path] = method, ServedMethod(self._interceptor, path, handler, reading)
 
     def find(self, verb: str, path: str) -> Target | None:
@@ -78,9 +85,5 @@ class MethodTable:
         method, served = found
         if verb != (method.verb or ("POST" if method.takes_body else "GET")):
             return None
-        if method.takes_query:
-            return Target(method, served, (f"{query}&id={rest}" if rest else query).encode())
-        argument = unquote(rest)
-        if not argument and method.parameter:
-            argument = dict(parse_qsl(query)).get(method.parameter, "")
-        return Target(method, served, argument.encode())
+        argument = None if method.takes_body else Argument(unquote(rest), dict(parse_qsl(query)))
+        return Target(method, served, argument)

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 
 from headrace.errors import StartupError
 from headrace.rpc.http2.connection import HttpConnection
-from headrace.rpc.http2.exchange import HttpExchange, Terms
+from headrace.rpc.http2.exchange import HttpExchange
 from headrace.rpc.http2.methods import ErrorBody, HttpMethod, MethodTable
 from headrace.rpc.server.handlers import Interceptor
 from headrace.rpc.server.listeners import reserved
@@ -32,8 +32,7 @@ class HttpServer:
     """REST by the same handlers as gRPC. Owned by the event loop."""
 
     def __init__(self, interceptor: Interceptor, error_body: ErrorBody, shares_port: bool = False) -> None:
-        self._methods = MethodTable(interceptor)
-        self._terms = Terms(interceptor.hop, error_body)
+        self._methods = MethodTable(interceptor, error_body)
         self.port = 0  # Once it is open.
         self._shares_port = shares_port
         self._held = ExitStack()
@@ -87,7 +86,7 @@ class HttpServer:
 
     def open_stream(self, connection: HttpConnection, stream_id: int, headers: Headers) -> HttpExchange:
         """What a stream begins with its headers."""
-        return HttpExchange(connection, stream_id, headers, self._methods, self._terms)
+        return HttpExchange(connection, stream_id, headers, self._methods)
 
     def opened(self, connection: HttpConnection) -> bool:
         """Counts one more connection; False if there are too many."""

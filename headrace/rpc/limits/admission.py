@@ -81,7 +81,7 @@ class Admission:
         self._max_calls = max_calls
         self._idle_timeout_s = idle_timeout_s
         self._open: set[AdmittedCall] = set()
-        self._in_flight = 0
+        self.in_flight = 0  # Calls with a request in flight, of those that are counted.
         self.limits = ClientLimits()
         self._idle = IdleCalls(max_idle, max_idle_of_one, max_unfinished, self.budget)
         self._is_over = False
@@ -96,11 +96,6 @@ class Admission:
             idle_timeout_s=settings.idle_timeout,
             max_idle_of_one=settings.max_idle_calls_per_client,
         )
-
-    @property
-    def in_flight(self) -> int:
-        """Calls with a request in flight, of those that are counted."""
-        return self._in_flight
 
     @property
     def idle(self) -> int:
@@ -120,7 +115,7 @@ class Admission:
 
     def check_room(self) -> None:
         """Raises OverloadedError where one more call in flight would be refused."""
-        if self._max_calls is not None and self._in_flight >= self._max_calls:
+        if self._max_calls is not None and self.in_flight >= self._max_calls:
             raise OverloadedError(f"{self._max_calls} calls are in flight", retry_after_ms=RETRY_AFTER_MS)
 
 
@@ -176,7 +171,7 @@ class AdmittedCall:
         admission._open.discard(self)
         admission._idle.discard(self)
         if self._requests and self._is_counted:
-            admission._in_flight -= 1
+            admission.in_flight -= 1
         if self._limited is not None:
             for _ in range(self._requests):
                 admission.limits.finish(self._limited)
@@ -222,7 +217,7 @@ class AdmittedCall:
         if not self._requests:
             if self._is_counted:
                 self._admission.check_room()
-                self._admission._in_flight += 1
+                self._admission.in_flight += 1
             if not self._watches:
                 self._admission._idle.discard(self)
         self._requests += 1
@@ -242,7 +237,7 @@ class AdmittedCall:
             self._admission.limits.finish(self._limited)
         if not self._requests:
             if self._is_counted:
-                self._admission._in_flight -= 1
+                self._admission.in_flight -= 1
             if self._receives:
                 self._admission._idle.add(self)
 

@@ -33,23 +33,19 @@ class ByteBudget:
 
     def __init__(self, limit: int = DEFAULT_BYTES) -> None:
         self._limit = limit
-        self._in_use = 0
+        self.in_use = 0
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._waiting_bytes = 0
         self._untrimmed = 0
         self._trim: asyncio.TimerHandle | None = None
         self._trim_at = 0.0
 
-    @property
-    def in_use(self) -> int:
-        return self._in_use
-
     def reserve(self, size: int) -> None:
         """Takes `size` bytes, before waiting requests; raises TooLargeError, or OverloadedError if there is no room."""
         self._check(size)
-        if self._in_use + size > self._limit:
+        if self.in_use + size > self._limit:
             raise self._full()
-        self._in_use += size
+        self.in_use += size
 
     async def reserve_in_turn(self, size: int) -> None:
         """As `reserve`, but first come, first served: waits for up to 30 s.
@@ -57,8 +53,8 @@ class ByteBudget:
         Raises OverloadedError at once if the requests that wait would together want more than a quarter of the budget.
         """
         self._check(size)
-        if not self._waiting and self._in_use + size <= self._limit:
-            self._in_use += size
+        if not self._waiting and self.in_use + size <= self._limit:
+            self.in_use += size
             return
         if self._waiting_bytes + size > self._limit // 4:
             raise self._full()
@@ -81,7 +77,7 @@ class ByteBudget:
             raise
 
     def release(self, size: int) -> None:
-        self._in_use -= size
+        self.in_use -= size
         self._next_turns()
         self._untrimmed += size
         if self._untrimmed >= _TRIM_BYTES:
@@ -104,11 +100,11 @@ class ByteBudget:
         return OverloadedError(message, retry_after_ms=RETRY_AFTER_MS)
 
     def _next_turns(self) -> None:
-        while self._waiting and self._in_use + self._waiting[0][0] <= self._limit:
+        while self._waiting and self.in_use + self._waiting[0][0] <= self._limit:
             size, turn = self._waiting.popleft()
             self._waiting_bytes -= size
             if not turn.done():
-                self._in_use += size
+                self.in_use += size
                 turn.set_result(None)
 
     def _start_trim(self) -> None:

@@ -17,7 +17,12 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, Protocol
 
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+import grpc
+from google.protobuf import descriptor_pool
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection as reflection_v1alpha
+from grpc_reflection.v1alpha import reflection_pb2 as reflection_v1alpha_pb2
+from grpc_reflection.v1alpha import reflection_pb2_grpc as reflection_v1alpha_grpc
 
 from headrace.rpc.limits.admission import Admission
 from headrace.rpc.limits.byte_budget import MESSAGE_OPTIONS
@@ -25,10 +30,10 @@ from headrace.rpc.limits.client_limits import ClientLimits
 from headrace.rpc.server.call_telemetry import ServerTelemetry
 from headrace.rpc.server.handlers import Interceptor
 from headrace.rpc.server.listeners import RETIRE, Listeners, report_listening
-from headrace.rpc.server.standard_services import HealthServicer, add_reflection
 from headrace.rpc.server.watchdog import LoopWatchdog, watch_loop_lag
 from headrace.settings import ServiceSettings
 from headrace.telemetry.page import MetricsPage
+from headrace_protos import reflection_v1_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +94,8 @@ class Server:
         self._loop_timeout_s = settings.loop_timeout
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
-        self._stop = asyncio.Event()
+        # Set when the stop begins; a call that has no end of its own ends on it, or it would use up the drain.
+        self.stopping = asyncio.Event()
         self._ends_soon = asyncio.Event()  # Not set by RETIRE.
         self._retiring: asyncio.Task[None] | None = None
         self._page: MetricsPage | None = None
@@ -104,11 +110,6 @@ class Server:
         self.health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)
         add_reflection(self.grpc, public_services)
-
-    @property
-    def stopping(self) -> asyncio.Event:
-        """Set when the stop begins; a call that has no end of its own ends on it, or it would use up the drain."""
-        return self._stop
 
     async def set_serving(self, name: str, serving: bool) -> None:
         """Sets the health status of `name`; ignored after the stop has begun."""
@@ -144,7 +145,7 @@ class Server:
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._end_soon)
-        loop.add_signal_handler(RETIRE, self._stop.set)
+        loop.add_signal_handler(RETIRE, self.stopping.set)
         port = self.grpc.add_insecure_port(self._address)
         # What was imported stays: a collection that looks at all of it holds up every stream for a tenth of a second.
         gc.collect()
@@ -159,7 +160,7 @@ class Server:
             await self.grpc.start()
             logger.info("listening on %s", self._address.rsplit(":", 1)[0] + f":{port}")
             report_listening()
-            await self._stop.wait()
+            await self.stopping.wait()
             if not self._ends_soon.is_set():
                 self.is_retired = True
                 await self._close_page()  # The successor's is the one to read.
@@ -178,7 +179,7 @@ class Server:
 
     def _end_soon(self) -> None:
         self._ends_soon.set()
-        self._stop.set()
+        self.stopping.set()
 
     async def _retire(self) -> None:
         """Accepts no new call; returns when those in flight have ended or SIGTERM requests the ordinary stop.
@@ -232,3 +233,43 @@ class Server:
             logger.critical("task %s failed", task.get_name(), exc_info=error)
             self._failure = error
             self._end_soon()
+
+
+class HealthServicer(health.aio.HealthServicer):
+    """grpcio-health-checking's, with the method that it lacks."""
+
+    async def List(self, request: Any, context: Any) -> Any:  # noqa: N802  # The method's name.
+        """Every name that Check knows, with its status."""
+        answer = health_pb2.HealthCheckResponse
+        statuses = {name: answer(status=status) for name, status in self._server_status.items()}  # type: ignore[attr-defined]
+        return health_pb2.HealthListResponse(statuses=statuses)  # type: ignore[attr-defined]
+
+
+class _SymbolPool:
+    """The default pool of descriptors, which also finds the files of methods: clients look these up by name."""
+
+    def __init__(self) -> None:
+        self._pool = descriptor_pool.Default()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+    def FindFileContainingSymbol(self, symbol: str) -> Any:  # noqa: N802
+        try:
+            return self._pool.FindFileContainingSymbol(symbol)
+        except KeyError:
+            return self._pool.FindMethodByName(symbol).containing_service.file
+
+
+def add_reflection(server: Listeners, public_services: Iterable[str]) -> None:
+    """Serves reflection v1alpha and v1, whose messages are the same under two package names."""
+    v1 = reflection_v1_pb2.DESCRIPTOR.services_by_name["ServerReflection"].full_name
+    names = (*public_services, health.SERVICE_NAME, reflection_v1alpha.SERVICE_NAME, v1)
+    servicer = reflection_v1alpha.aio.ReflectionServicer(names, _SymbolPool())
+    reflection_v1alpha_grpc.add_ServerReflectionServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    method = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        request_deserializer=reflection_v1alpha_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_v1alpha_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(v1, {"ServerReflectionInfo": method}),))

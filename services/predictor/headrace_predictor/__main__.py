@@ -6,7 +6,6 @@ import sys
 from functools import partial
 
 from headrace.endpoints import steps_port
-from headrace.payload.metrics import observe_tap
 from headrace.payload.tap import PayloadTap
 from headrace.rpc.server.server import READY, Server
 from headrace.rpc.server.service import run_service
@@ -41,7 +40,7 @@ async def serve(settings: PredictorSettings, host: EngineHost) -> None:
     observe_engines(repository.engines)
     tap = PayloadTap.of(settings, "predictor")
     tap.start()
-    observe_tap(tap)
+    tap.observe()
     servicer = InferenceServicer(repository, tap, settings.payload_addressed)
     add_GRPCInferenceServiceServicer_to_server(servicer, server.grpc)
 

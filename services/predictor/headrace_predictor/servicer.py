@@ -8,10 +8,9 @@ from contextlib import AbstractContextManager, aclosing, nullcontext
 from headrace import __version__
 from headrace.clients import ANYONE, Client, account, client_of
 from headrace.errors import InvalidRequestError, NotFoundError, NotImplementedMethodError
-from headrace.oip.joined_answers import takes_joined
 from headrace.oip.model_description import config_of, metadata_of
 from headrace.oip.settings_servicer import OpenInferenceBase
-from headrace.oip.stream_infer import errors_as_status, multiplex
+from headrace.oip.stream_infer import errors_as_status, multiplex, takes_joined
 from headrace.payload.call import is_direct, is_recorded, recorded
 from headrace.payload.recording import Recording
 from headrace.payload.tap import PayloadTap

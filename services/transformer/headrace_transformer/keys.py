@@ -113,10 +113,7 @@ def parse_keys(text: str) -> list[Entry]:
 
 def digests(entries: Sequence[Entry]) -> str:
     """The gateway's file: a line for each entry, with digest, name, role and the rest of the policy."""
-    lines = []
-    for entry in entries:
-        lines.append(f"{entry.digest}\t{entry.name}\t{entry.role}\t{entry.gateway_policy}\n")
-    return "".join(lines)
+    return "".join(f"{one.digest}\t{one.name}\t{one.role}\t{one.gateway_policy}\n" for one in entries)
 
 
 class KeyFile:

@@ -15,7 +15,7 @@ from headrace.models.engine_sources import EngineSource, read_engines
 from headrace.models.sources import ModelSource, parse_models
 from headrace.payload.settings import RecordingSettings
 from headrace.settings import Port, models_field, read_by
-from headrace_transformer.models.processor_sources import ProcessorSource, parse_processors
+from headrace_transformer.models.processors import ProcessorSource, parse_processors
 from headrace_transformer.text.answer_parser import REASONING_FORMATS, parse_formats
 from headrace_transformer.text.tool_calls import PARSERS
 

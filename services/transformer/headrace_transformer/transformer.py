@@ -6,7 +6,6 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from headrace.payload.metrics import observe_tap
 from headrace.payload.tap import PayloadTap
 from headrace.rpc.client.channel import open_channel, watch_serving
 from headrace.rpc.http2.server import HttpServer
@@ -14,17 +13,23 @@ from headrace.rpc.limits.admission import Admission
 from headrace.rpc.server.server import READY, Server
 from headrace.threads import run_in_daemon_thread
 from headrace_protos import rest_pb2_grpc
-from headrace_protos.headrace_pb2_grpc import PayloadLogStub, add_TextGenerationServicer_to_server
+from headrace_protos.headrace_pb2_grpc import (
+    PayloadLogStub,
+    add_DevelopmentServicer_to_server,
+    add_TextGenerationServicer_to_server,
+)
 from headrace_transformer.batches.service import BatchService
 from headrace_transformer.frontends.anthropic.answers import anthropic_error
 from headrace_transformer.frontends.anthropic.servicer import AnthropicServicer
-from headrace_transformer.frontends.grpc import development
+from headrace_transformer.frontends.grpc.development import DevelopmentServicer
 from headrace_transformer.frontends.grpc.inference_servicer import InferenceServicer
 from headrace_transformer.frontends.grpc.text_generation_servicer import (
     RestTextGenerationServicer,
     TextGenerationServicer,
 )
-from headrace_transformer.frontends.openai.http_methods import error_body, http_methods
+from headrace_transformer.frontends.http import error_body, http_methods
+from headrace_transformer.frontends.openai.errors import openai_error
+from headrace_transformer.frontends.openai.models import FrontEnd
 from headrace_transformer.frontends.openai.servicer import OpenAIServicer
 from headrace_transformer.frontends.passing import Passing
 from headrace_transformer.frontends.responses.servicer import ResponsesServicer
@@ -38,15 +43,13 @@ from headrace_transformer.keys import KeyFile
 from headrace_transformer.models.catalogue import Catalogue
 from headrace_transformer.models.processors import RunningProcessor
 from headrace_transformer.models.work_pool import WorkPool
-from headrace_transformer.predictors.discovery.gateway_endpoints import list_endpoints
 from headrace_transformer.predictors.discovery.replicas import Replicas
 from headrace_transformer.predictors.engines.pools import Engines
 from headrace_transformer.predictors.link.links import Links
 from headrace_transformer.predictors.oip.client import PredictorClient
-from headrace_transformer.predictors.oip.relay import Relay
 from headrace_transformer.predictors.resume.resuming import ResumingGenerator
 from headrace_transformer.processes.body_processes import BodyProcesses
-from headrace_transformer.routing.direct_models import list_direct_models
+from headrace_transformer.routing.gateway_files import list_direct_models, list_endpoints
 from headrace_transformer.routing.router import Router
 from headrace_transformer.settings import TransformerSettings
 from headrace_transformer.signing import signer_of
@@ -90,7 +93,7 @@ class Transformer:
         self._router = Router(self._catalogue, settings.model_routes, self._can_begin)
         self._quota = TokenQuota(MonthBudget(used_by_log(self._log_stub)))
         self._pipeline = self._made_pipeline()
-        public = (*_OWN, _PAYLOAD_LOG, *development.services(settings.development))
+        public = (*_OWN, _PAYLOAD_LOG, *(["headrace.v1.Development"] if settings.development else ()))
         self._server = Server("transformer", settings, public, Admission.of(settings, settings.max_calls))
         self._server.limits.add(self._quota.remaining)
         self._add_grpc()
@@ -137,7 +140,7 @@ class Transformer:
     def _add_grpc(self) -> None:
         """The front ends that speak gRPC, and those by REST to which the gateway transcodes."""
         pipeline, bodies, router, grpc = self._pipeline, self._bodies, self._router, self._server.grpc
-        requests = Inference(pipeline, router, Relay(self._predictor), self._tap, self._quota)
+        requests = Inference(pipeline, router, self._predictor, self._tap, self._quota)
         inference = InferenceServicer(requests, self._catalogue, router, self._predictor, self._replicas)
         inference.add_to_server(grpc)
         text = TextGenerationServicer(pipeline)
@@ -146,23 +149,22 @@ class Transformer:
         v2_rest = OpenInferenceServicer(inference, pipeline, bodies, self._links, self._settings.sse_keep_alive)
         rest_pb2_grpc.add_OpenInferenceServicer_to_server(v2_rest, grpc)
         if self._settings.development:
-            development.add_to_server(self._replicas, grpc)
+            add_DevelopmentServicer_to_server(DevelopmentServicer(self._replicas), grpc)
 
     def _add_http(self) -> BatchService:
         """The front ends for the HTTP server, and the batches that two of them answer."""
         settings, pipeline, bodies, router = self._settings, self._pipeline, self._bodies, self._router
-        http = HttpServer(self._server.interceptor, error_body, shares_port=settings.listen != "alone")
+        http = HttpServer(self._server.interceptor, error_body(openai_error), shares_port=settings.listen != "alone")
         encoders = EncoderCalls(router, self._predictor, self._tap, bodies, self._quota)
         models, keep_alive_s = self._engines.pools.keys(), settings.sse_keep_alive
         passing = Passing(router, self._predictor, self._tap, self._quota, pipeline, models, keep_alive_s)
-        openai = OpenAIServicer(pipeline, router, encoders, bodies, passing, keep_alive_s)
-        responses = ResponsesServicer(pipeline, router, bodies, self._log_stub, passing, keep_alive_s)
-        anthropic = AnthropicServicer(pipeline, router, bodies, passing, keep_alive_s)
+        front = FrontEnd(pipeline, router, bodies, passing, keep_alive_s)
+        openai, responses = OpenAIServicer(front, encoders), ResponsesServicer(front, self._log_stub)
         batches = BatchService(settings, openai, responses, router)
-        http.add(*http_methods("OpenAI", openai))
-        http.add(*http_methods("Responses", responses))
-        http.add(*http_methods("Anthropic", anthropic, anthropic_error))
-        http.add(*batches.http_methods())
+        http.add(*http_methods("OpenAI", openai, openai_error))
+        http.add(*http_methods("Responses", responses, openai_error))
+        http.add(*http_methods("Anthropic", AnthropicServicer(front), anthropic_error))
+        http.add(*http_methods("Batches", batches.servicer, openai_error))
         self._server.add_port(http, settings.http_port)
         return batches
 
@@ -205,7 +207,7 @@ class Transformer:
 def _started_tap(settings: TransformerSettings) -> PayloadTap:
     tap = PayloadTap.of(settings, "transformer")
     tap.start()
-    observe_tap(tap)
+    tap.observe()
     for name in settings.unknown_logged_models:
         logger.warning("TRANSFORMER_PAYLOAD_LOG names the model %s, which is not configured here", name)
     return tap

@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from functools import partial
 
+from headrace.processes import end_with_parent
 from headrace.rpc.server.service import run_service
 from headrace_transformer.__main__ import serve_worker
-from headrace_transformer.processes.parent import end_with_parent
 from headrace_transformer.settings import TransformerSettings
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.step_messages import read_error, read_prompt
+from headrace.oip.prompt_scores import read_prompt
+from headrace.step_messages import read_error
 from headrace_predictor.engine.interface import Logprobs, Usage
 from headrace_predictor.engine.state.slot import MergingSlot, Reader, wake
 from headrace_protos import engine_pb2, steps_pb2

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from headrace.errors import HeadraceError
 from headrace.frames import framed
 from headrace.oip.prompt_scores import PromptLogprobs
-from headrace.step_messages import write_error, write_prompt
+from headrace.step_messages import write_error
 from headrace_predictor.engine.interface import EngineLoad, EngineStatistics, Logprobs, Timeline, Usage
 from headrace_predictor.engine.state.slot import Reader
 from headrace_protos import engine_pb2, headrace_pb2, steps_pb2
@@ -184,7 +184,7 @@ class SequenceFrames:
     def _begin(self, step: steps_pb2.Step, prompt: PromptLogprobs | None) -> None:
         begun = step.begun.add(number=self._key[1], cached_tokens=self._cached_tokens)
         if prompt is not None:
-            begun.prompt.CopyFrom(write_prompt(prompt))
+            begun.prompt.CopyFrom(prompt.message())
         at = self.timeline.first_token
         self._frames.frame.first_tokens.add(sequence=self._message(), at=time.monotonic() if at is None else at)
 

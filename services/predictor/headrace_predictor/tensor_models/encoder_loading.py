@@ -26,8 +26,19 @@ from headrace.errors import StartupError
 from headrace.models.kinds import ModelKind
 from headrace.models.sentence_files import SentenceFiles, read_sentence_files
 from headrace.models.sources import read_config
-from headrace.oip.model_description import FINGERPRINT, INPUT_IDS, ModelDescription, TensorSpec
-from headrace.oip.row_outputs import ACTIVATION, EMBEDDING, LABELS, LOGITS, POOLING_MASK, TOKEN_TYPE_IDS, Activation
+from headrace.oip.model_description import (
+    ACTIVATION,
+    EMBEDDING,
+    FINGERPRINT,
+    INPUT_IDS,
+    LABELS,
+    LOGITS,
+    POOLING_MASK,
+    TOKEN_TYPE_IDS,
+    Activation,
+    ModelDescription,
+    TensorSpec,
+)
 from headrace_predictor.engine.runners.rotary import SequenceRotary
 from headrace_predictor.engine.state.in_flight import Scaling
 from headrace_predictor.models.fingerprint import fingerprint_of

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import InvalidRequestError
-from headrace.oip.model_description import INPUT_IDS
-from headrace.oip.row_outputs import POOLING_MASK, TOKEN_TYPE_IDS
+from headrace.oip.model_description import INPUT_IDS, POOLING_MASK, TOKEN_TYPE_IDS
 from headrace.oip.tensors import Tensor, checked_shape, decode_inputs
 from headrace_protos import inference_pb2 as pb
 

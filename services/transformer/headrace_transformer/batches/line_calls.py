@@ -84,7 +84,7 @@ async def answer_line(method: Method, batch: Batch, line: Line) -> tuple[Result,
             if line.streams:
                 raise InvalidRequestError("stream=true is not served in a batch", param="stream")
             context = cast(Context, _LineContext(metadata_of(batch, request_id)))
-            async with aclosing(method(HttpBody(data=line.body), context)) as bodies:
+            async with aclosing(method(line.body, context)) as bodies:
                 async for body in bodies:
                     pieces.append(body.data)
         except HeadraceError as raised:

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import Any
-from urllib.parse import parse_qsl
-
-from google.api.httpbody_pb2 import HttpBody
 
 from headrace.errors import StartupError, may_pass
-from headrace.rpc.http2.methods import HttpMethod
-from headrace_protos.rest_pb2 import DESCRIPTOR, ListRequest, ObjectRequest
 from headrace_transformer.batches.line_calls import methods_of
 from headrace_transformer.batches.runner import BatchRunner
 from headrace_transformer.batches.running import Resources, count_requests
 from headrace_transformer.batches.servicer import BatchesServicer
 from headrace_transformer.batches.store import Limits, Store
-from headrace_transformer.frontends.openai.http_methods import whole_number
 from headrace_transformer.frontends.openai.servicer import OpenAIServicer
 from headrace_transformer.frontends.responses.servicer import ResponsesServicer
 from headrace_transformer.processes.body_processes import BodyProcesses
@@ -26,27 +18,6 @@ from headrace_transformer.routing.router import Router
 from headrace_transformer.settings import TransformerSettings
 
 logger = logging.getLogger(__name__)
-
-_SERVICE = DESCRIPTOR.services_by_name["Batches"]
-_VERBS = {"DeleteFile": "DELETE", "CancelBatch": "POST"}
-
-
-def _object(name: bytes) -> ObjectRequest:
-    return ObjectRequest(id=name.decode())
-
-
-def _list(query: bytes) -> ListRequest:
-    """The parameters of a list; others are ignored."""
-    values = dict(parse_qsl(query.decode()))
-    texts = {name: values[name] for name in ("after", "order", "purpose") if name in values}
-    return ListRequest(limit=whole_number(values, "limit"), **texts)
-
-
-_READING: dict[str, Callable[[bytes], Any]] = {
-    HttpBody.DESCRIPTOR.full_name: bytes,
-    ObjectRequest.DESCRIPTOR.full_name: _object,
-    ListRequest.DESCRIPTOR.full_name: _list,
-}
 
 
 class BatchService:
@@ -58,7 +29,7 @@ class BatchService:
         self._bodies = BodyProcesses()  # Apart from those of requests that somebody waits for.
         store = _store(settings)
         methods = methods_of(openai, responses)
-        self._servicer = BatchesServicer(store, methods, self._bodies)
+        self.servicer = BatchesServicer(store, methods, self._bodies)
         self._runner: BatchRunner | None = None
         if store is not None:
             slots = asyncio.Semaphore(settings.batch_concurrency)
@@ -66,9 +37,6 @@ class BatchService:
             self._runner = BatchRunner(
                 Resources(store, self._bodies, methods, find, slots, concurrency, count_requests())
             )
-
-    def http_methods(self) -> list[HttpMethod]:
-        return _http_methods(self._servicer)
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Runs batches until `stopping` is set."""
@@ -90,21 +58,3 @@ def _store(settings: TransformerSettings) -> Store | None:
             raise StartupError(reason) from None
         logger.warning("%s; batches are refused meanwhile", reason)
     return Store(settings.batches, Limits(settings.batch_storage, settings.batches_per_client, settings.batch_days))
-
-
-def _http_methods(servicer: BatchesServicer) -> list[HttpMethod]:
-    """Every method for the HTTP server; the gateway rewrites each path to a method's name, and an id is in the path."""
-    methods = []
-    for method in _SERVICE.methods:
-        of = method.input_type.full_name
-        methods.append(
-            HttpMethod(
-                f"{_SERVICE.full_name}/{method.name}",
-                getattr(servicer, method.name),
-                _READING[of],
-                takes_body=of == HttpBody.DESCRIPTOR.full_name,
-                takes_query=of == ListRequest.DESCRIPTOR.full_name,
-                verb=_VERBS.get(method.name, ""),
-            )
-        )
-    return methods

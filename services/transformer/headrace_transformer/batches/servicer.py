@@ -1,4 +1,4 @@
-"""OpenAI's Batch API: files and batches. Served by HTTP: http_methods.py.
+"""OpenAI's Batch API: files and batches. Served by HTTP.
 
 Source: OpenAI's API reference for parameters, objects and lists.
 """
@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncGenerator, Container, Sequence
-from typing import Any
+from collections.abc import Container, Sequence
 
 from google.api.httpbody_pb2 import HttpBody
 from opentelemetry import trace
@@ -17,14 +16,13 @@ from pydantic import Field
 
 from headrace.clients import CLIENT, POLICY
 from headrace.errors import InvalidRequestError, NotImplementedMethodError
-from headrace.rpc import Context
-from headrace.rpc.server.call_context import CallContext, call_context
+from headrace.rpc.http2.methods import Argument
+from headrace.rpc.server.call_context import CallContext
 from headrace.telemetry.identity import traceparent_of
-from headrace_protos import rest_pb2
 from headrace_transformer.batches.objects import Batch, StoredFile, new_id
 from headrace_transformer.batches.store import Store
 from headrace_transformer.batches.uploads import parse_upload
-from headrace_transformer.frontends.http import Body, json_body, rest_errors
+from headrace_transformer.frontends.http import Bodies, json_body, limit_of, newest_first, page_of, rest_method
 from headrace_transformer.frontends.openai.errors import openai_error
 from headrace_transformer.frontends.openai.models import name_ignored
 from headrace_transformer.frontends.openai.requests import OpenAIRequest, parse
@@ -65,20 +63,16 @@ class CreateBatchRequest(OpenAIRequest):
 
 
 class BatchesServicer:
-    """Without a store every method is refused. `endpoints` are those that a batch may have.
-
-    A body is not wrapped in a message: it may be large, and would be copied.
-    """
+    """Without a store every method is refused. `endpoints` are those that a batch may have."""
 
     def __init__(self, store: Store | None, endpoints: Container[str], bodies: BodyProcesses) -> None:
         self._kept = store
         self._endpoints = endpoints
         self._bodies = bodies
 
-    @rest_errors(openai_error)
-    async def CreateFile(self, request: bytes, context: Context) -> AsyncGenerator[HttpBody, None]:
-        call, store = call_context(context, "headrace.rest.v1.Batches/CreateFile"), self._store
-        content_type = call.header("content-type")
+    @rest_method(openai_error)
+    async def CreateFile(self, request: bytes, call: CallContext) -> HttpBody:
+        store, content_type = self._store, call.header("content-type")
         if len(request) <= SMALL_BYTES:
             upload, contents = parse_upload(request, content_type)
         else:
@@ -86,28 +80,22 @@ class BatchesServicer:
         if upload.purpose != _PURPOSE:
             raise InvalidRequestError("files are for batches here: purpose must be batch", param="purpose")
         file = await asyncio.to_thread(store.add_file, call.client, upload.filename, upload.purpose, contents)
-        yield json_body(file.shown())
+        return json_body(file.shown())
 
-    @rest_errors(openai_error)
-    async def ListFiles(self, request: rest_pb2.ListRequest, context: Context) -> AsyncGenerator[HttpBody, None]:
-        call, store = call_context(context, "headrace.rest.v1.Batches/ListFiles"), self._store
-        limit = _limit(request.limit, _MAX_FILES_LISTED, _MAX_FILES_LISTED)
-        if request.order not in ("", "asc", "desc"):
-            raise InvalidRequestError("order must be asc or desc", param="order")
-        newest_first = request.order != "asc"
-        found = await asyncio.to_thread(store.files, call.client, request.purpose, request.after, limit, newest_first)
-        yield _list(found, limit)
+    @rest_method(openai_error)
+    async def ListFiles(self, request: Argument, call: CallContext) -> HttpBody:
+        query, store = request.query, self._store
+        limit = limit_of(query, _MAX_FILES_LISTED, _MAX_FILES_LISTED)
+        purpose, after, order = query.get("purpose", ""), query.get("after", ""), newest_first(query)
+        return _list(await asyncio.to_thread(store.files, call.client, purpose, after, limit, order), limit)
 
-    @rest_errors(openai_error)
-    async def GetFile(self, request: rest_pb2.ObjectRequest, context: Context) -> AsyncGenerator[HttpBody, None]:
-        call, store = call_context(context, "headrace.rest.v1.Batches/GetFile"), self._store
-        file = await asyncio.to_thread(store.file, call.client, request.id)
-        yield json_body(file.shown())
+    @rest_method(openai_error)
+    async def GetFile(self, request: Argument, call: CallContext) -> HttpBody:
+        return json_body((await asyncio.to_thread(self._store.file, call.client, request.rest)).shown())
 
-    @rest_errors(openai_error)
-    async def GetFileContent(self, request: rest_pb2.ObjectRequest, context: Context) -> AsyncGenerator[HttpBody, None]:
-        call, store = call_context(context, "headrace.rest.v1.Batches/GetFileContent"), self._store
-        pieces = store.contents(call.client, request.id)
+    @rest_method(openai_error)
+    async def GetFileContent(self, request: Argument, call: CallContext) -> Bodies:
+        pieces = self._store.contents(call.client, request.rest)
         piece = await asyncio.to_thread(next, pieces, b"")
         while True:
             yield HttpBody(content_type="application/octet-stream", data=piece)
@@ -115,41 +103,33 @@ class BatchesServicer:
             if not piece:
                 return
 
-    @rest_errors(openai_error)
-    async def DeleteFile(self, request: rest_pb2.ObjectRequest, context: Context) -> AsyncGenerator[HttpBody, None]:
-        call, store = call_context(context, "headrace.rest.v1.Batches/DeleteFile"), self._store
-        await asyncio.to_thread(store.delete_file, call.client, request.id)
-        yield json_body({"id": request.id, "object": "file", "deleted": True})
+    @rest_method(openai_error)
+    async def DeleteFile(self, request: Argument, call: CallContext) -> HttpBody:
+        await asyncio.to_thread(self._store.delete_file, call.client, request.rest)
+        return json_body({"id": request.rest, "object": "file", "deleted": True})
 
-    @rest_errors(openai_error)
-    async def CreateBatch(self, request: bytes, context: Context) -> AsyncGenerator[Body, None]:
-        call, store = call_context(context, "headrace.rest.v1.Batches/CreateBatch"), self._store
-        parsed = parse(CreateBatchRequest, request)
+    @rest_method(openai_error)
+    async def CreateBatch(self, request: bytes, call: CallContext) -> HttpBody:
+        store, parsed = self._store, parse(CreateBatchRequest, request)
         if parsed.endpoint not in self._endpoints:
             raise InvalidRequestError(f"batches of {parsed.endpoint[:64]!r} are not served", param="endpoint")
         name_ignored(parsed)
         batch = _new_batch(parsed, call)
         await asyncio.to_thread(store.create_batch, call.client, batch)
-        yield json_body(batch.shown())
+        return json_body(batch.shown())
 
-    @rest_errors(openai_error)
-    async def ListBatches(self, request: rest_pb2.ListRequest, context: Context) -> AsyncGenerator[HttpBody, None]:
-        call, store = call_context(context, "headrace.rest.v1.Batches/ListBatches"), self._store
-        limit = _limit(request.limit, _BATCHES_LISTED, _MAX_BATCHES_LISTED)
-        found = await asyncio.to_thread(store.batches, call.client, request.after, limit)
-        yield _list(found, limit)
+    @rest_method(openai_error)
+    async def ListBatches(self, request: Argument, call: CallContext) -> HttpBody:
+        store, limit = self._store, limit_of(request.query, _BATCHES_LISTED, _MAX_BATCHES_LISTED)
+        return _list(await asyncio.to_thread(store.batches, call.client, request.query.get("after", ""), limit), limit)
 
-    @rest_errors(openai_error)
-    async def GetBatch(self, request: rest_pb2.ObjectRequest, context: Context) -> AsyncGenerator[HttpBody, None]:
-        call, store = call_context(context, "headrace.rest.v1.Batches/GetBatch"), self._store
-        batch = await asyncio.to_thread(store.batch, call.client, request.id)
-        yield json_body(batch.shown())
+    @rest_method(openai_error)
+    async def GetBatch(self, request: Argument, call: CallContext) -> HttpBody:
+        return json_body((await asyncio.to_thread(self._store.batch, call.client, request.rest)).shown())
 
-    @rest_errors(openai_error)
-    async def CancelBatch(self, request: rest_pb2.ObjectRequest, context: Context) -> AsyncGenerator[HttpBody, None]:
-        call, store = call_context(context, "headrace.rest.v1.Batches/CancelBatch"), self._store
-        batch = await asyncio.to_thread(store.cancel, call.client, request.id)
-        yield json_body(batch.shown())
+    @rest_method(openai_error)
+    async def CancelBatch(self, request: Argument, call: CallContext) -> HttpBody:
+        return json_body((await asyncio.to_thread(self._store.cancel, call.client, request.rest)).shown())
 
     @property
     def _store(self) -> Store:
@@ -174,15 +154,6 @@ def _new_batch(parsed: CreateBatchRequest, call: CallContext) -> Batch:
     )
 
 
-def _limit(given: int, default: int, most: int) -> int:
-    if not 0 <= given <= most:
-        raise InvalidRequestError(f"limit must be from 1 to {most}", param="limit")
-    return given or default
-
-
 def _list(found: Sequence[StoredFile | Batch], limit: int) -> HttpBody:
     """OpenAI's list of objects, of which there may be one more than `limit`."""
-    data: list[dict[str, Any]] = [one.shown() for one in found[:limit]]
-    first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-    shown = {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": len(found) > limit}
-    return json_body(shown)
+    return json_body(page_of([one.shown() for one in found[:limit]], has_more=len(found) > limit))

@@ -4,17 +4,21 @@ An error before the first body is sent as initial metadata (`x-http-status`, `x-
 the HTTP server (headrace/rpc/http2) sets the HTTP status, and a body in the API's own shape. After the first body the
 status has been sent: the error is one more server-sent event.
 
-A handler that answers by events yields `Events` first: from then on silence is filled with comments, which clients
+An answer by events begins with `Events`, which is not sent: from then on silence is filled with comments, which clients
 ignore and which keep proxies from closing the connection.
+
+The methods of OpenAI's API, and of others beside it, are served by HTTP: the gateway rewrites each path to the name of
+its method (envoy/envoy.yaml), which is in records, spans and metrics.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import logging
 import re
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -22,10 +26,13 @@ from typing import Any, TypeAlias
 import orjson
 from google.api.httpbody_pb2 import HttpBody
 
-from headrace.errors import HeadraceError, RequestFailedError
+from headrace.errors import HeadraceError, InvalidRequestError, RequestFailedError
 from headrace.rpc import Context
+from headrace.rpc.http2.methods import ErrorBody, HttpMethod
 from headrace.rpc.limits.admission import error_of_call, head_of_call
 from headrace.rpc.limits.response_head import ResponseHead
+from headrace.rpc.server.call_context import call_context
+from headrace_protos import rest_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +43,14 @@ _HOP = "transformer"
 
 _LINE_ENDS = re.compile(rb"\xc2\x85|\xe2\x80[\xa8\xa9]")  # U+0085, U+2028 and U+2029.
 _LAST_COMMENT_S = 1.0
+_MAX_DIGITS = 9  # Of a number in a query.
+_VERBS = {"Cancel": "POST", "CancelBatch": "POST", "Delete": "DELETE", "DeleteFile": "DELETE"}  # Else POST or GET.
 _COMMENT = HttpBody(content_type=EVENTS, data=b": keep-alive\n\n")
 
 
 @dataclass(frozen=True)
 class Events:
-    """What a handler yields before its events; it is not sent itself.
+    """What an answer begins with that has events.
 
     After `silent_s` there is a comment, 0: never. `write` makes the event of an error that has its own shape.
     """
@@ -51,11 +60,43 @@ class Events:
 
 
 Body: TypeAlias = "HttpBody | Events"
-Handler = Callable[[Any, Any, Context], AsyncGenerator[Body, None]]
+Bodies: TypeAlias = "AsyncGenerator[Body, None]"
+Method = Callable[[Any, Any, Context], AsyncGenerator[HttpBody, None]]
+Shape = Callable[[HeadraceError], dict[str, Any]]  # The JSON of an error.
 
 
 def json_body(value: Any) -> HttpBody:
     return HttpBody(content_type=JSON, data=orjson.dumps(value))
+
+
+def limit_of(query: Mapping[str, str], default: int, most: int) -> int:
+    """How many objects a query wants of a list at most; raises InvalidRequestError."""
+    text = query.get("limit", "0")
+    if not (text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS):
+        raise InvalidRequestError("limit must be a whole number", param="limit")
+    if int(text) > most:
+        raise InvalidRequestError(f"limit must be from 1 to {most}", param="limit")
+    return int(text) or default
+
+
+def newest_first(query: Mapping[str, str]) -> bool:
+    """The order that a query wants of a list; raises InvalidRequestError."""
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise InvalidRequestError("order must be asc or desc", param="order")
+    return order == "desc"
+
+
+def page_of(data: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:
+    """A part of a list of objects with ids."""
+    ends = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+    return {"object": "list", "data": data, "first_id": ends[0], "last_id": ends[1], "has_more": has_more}
+
+
+async def bodies_of(content_type: str, pieces: Iterable[bytes]) -> Bodies:
+    """An answer in pieces."""
+    for piece in pieces:
+        yield HttpBody(content_type=content_type, data=piece)
 
 
 def one_line(data: bytes) -> bytes:
@@ -79,17 +120,26 @@ def named_event(value: dict[str, Any]) -> bytes:
     return b"event: " + name.encode() + b"\n" + event(value)
 
 
-def rest_errors(shape: Callable[[HeadraceError], dict[str, Any]]) -> Callable[[Handler], Handler]:
-    """Gives a handler's errors the body that `shape` makes of them."""
+def rest_method(shape: Shape) -> Callable[[Callable[[Any, Any, Any], Any]], Method]:
+    """Makes a servicer's method of a handler, whose errors get the body that `shape` makes of them.
 
-    def decorate(handler: Handler) -> Callable[[Any, Any, Context], AsyncGenerator[HttpBody, None]]:
+    The handler takes the request and its CallContext, and either yields the Bodies of the answer or is a coroutine that
+    returns these, or the only body. `OpenAIServicer.Models` has the protocol "headrace.rest.v1.OpenAI/Models".
+    """
+
+    def decorate(handler: Callable[[Any, Any, Any], Any]) -> Method:
+        protocol = f"headrace.rest.v1.{handler.__qualname__.replace('Servicer.', '/')}"
+
         @functools.wraps(handler)
         async def handle(self: Any, request: Any, context: Context) -> AsyncGenerator[HttpBody, None]:
             begun, comments, head = False, None, head_of_call()
             last: Callable[[HeadraceError], bytes] = lambda error: event(shape(error))  # noqa: E731
 
             try:
-                async with aclosing(handler(self, request, context)) as bodies:
+                answer = handler(self, request, call_context(context, protocol))
+                if inspect.isawaitable(answer):
+                    answer = await answer
+                async with aclosing(_only(answer) if isinstance(answer, HttpBody) else answer) as bodies:
                     async for body in bodies:
                         if isinstance(body, Events):
                             comments = _Comments(context, body.silent_s, head) if body.silent_s else None
@@ -127,6 +177,30 @@ def rest_errors(shape: Callable[[HeadraceError], dict[str, Any]]) -> Callable[[H
         return handle
 
     return decorate
+
+
+async def _only(body: HttpBody) -> Bodies:
+    yield body
+
+
+def error_body(shape: Shape) -> ErrorBody:
+    """What the HTTP server writes for an error before any method's answer."""
+    return lambda error: orjson.dumps(shape(error))
+
+
+def http_methods(service: str, servicer: Any, shape: Shape) -> list[HttpMethod]:
+    """The methods of a service of rest.proto for the HTTP server; a method that takes an HttpBody gets its bytes."""
+    described = rest_pb2.DESCRIPTOR.services_by_name[service]
+    return [
+        HttpMethod(
+            f"{described.full_name}/{method.name}",
+            getattr(servicer, method.name),
+            takes_body=method.input_type is HttpBody.DESCRIPTOR,
+            error_body=error_body(shape),
+            verb=_VERBS.get(method.name, ""),
+        )
+        for method in described.methods
+    ]
 
 
 class _Comments:

@@ -72,7 +72,7 @@ class Passing:
         self._keep_alive_s = keep_alive_s
 
     async def found(
-        self, request: HttpBody, path: str, call: CallContext, resolve: Callable[[str, Client], str]
+        self, request: bytes, path: str, call: CallContext, resolve: Callable[[str, Client], str]
     ) -> AsyncGenerator[Body, None] | None:
         """The answer to a request that passes as it is; None for any other.
 
@@ -80,11 +80,11 @@ class Passing:
         """
         if not self._models:
             return None
-        named = {name.decode(errors="replace") for name in _MODEL.findall(request.data)} or {""}
+        named = {name.decode(errors="replace") for name in _MODEL.findall(request)} or {""}
         if not any(not name or self._router.may_reach(name, self._models) for name in named):
             return None
         try:
-            body = orjson.loads(request.data)
+            body = orjson.loads(request)
             name = resolve(body.get("model") or "", call.client)
             if not self._router.may_reach(name, self._models):
                 return None

@@ -53,8 +53,7 @@ class TextChunk(NamedTuple):
 
     def without_output(self) -> TextChunk:
         """The chunk of an answer without tokens; a predictor generates at least one."""
-        tokens = replace(self.tokens, token_ids=[], logprobs=[], top_logprobs=[])
-        end = self.end
+        tokens, end = self.tokens.part(0, 0), self.end
         if end is not None:
             usage = Usage(prompt_tokens=end.usage.prompt_tokens, cached_tokens=end.usage.cached_tokens)
             end = End("length", usage)
@@ -115,7 +114,8 @@ class Assembler:
         ids, parser, detokenizer = tokens.token_ids, self._parser, self._detokenizer
         reason, text, used, end = tokens.finish_reason, "", 0, None
         stop_token = ids[-1] if reason == "stop" and ids else None
-        left_out = stop_token is not None and not self._includes_stop and self._ends(stop_token)
+        has_no_text = stop_token in self._stop_token_ids or stop_token in self._end_ids
+        left_out = stop_token is not None and not self._includes_stop and has_no_text
         written = len(ids) - 1 if left_out else len(ids)
         for token_id in ids:
             if used < written:
@@ -137,18 +137,9 @@ class Assembler:
                 parser.flush()
             end = self._end(tokens, stop_token)
         if used < len(ids):
-            tokens = replace(
-                tokens,
-                token_ids=ids[:used],
-                logprobs=tokens.logprobs[:used],
-                top_logprobs=tokens.top_logprobs[:used],
-            )
+            tokens = tokens.part(0, used)
         answer = None if parser is None else parser.taken()
         return TextChunk(text=text, tokens=tokens, origin=self._origin, elapsed_s=elapsed_s, answer=answer, end=end)
-
-    def _ends(self, token_id: int) -> bool:
-        """Whether the id ends an answer, and has no text."""
-        return token_id in self._stop_token_ids or token_id in self._end_ids
 
     def _end(self, tokens: TokenChunk, stop_token: int | None) -> End:
         """The end of an answer, by a stop string or by the predictor."""

@@ -21,13 +21,13 @@ from headrace.rpc.server.call_context import CallContext
 from headrace_transformer.generation.admission import Admission, AdmittedGeneration
 from headrace_transformer.generation.chunks import Assembler, TextChunk
 from headrace_transformer.generation.preparation import Preparation, Prepared, prompt_end_of
-from headrace_transformer.generation.recording import recorded_generation
+from headrace_transformer.generation.recording import record_begun, record_chunk, recorded_generation
 from headrace_transformer.generation.repeating import RecordedTokens, RepeatedTokens
 from headrace_transformer.generation.requests import TextRequest
 from headrace_transformer.generation.telemetry import GenerationTelemetry
 from headrace_transformer.generation.token_quota import Reservation, TokenQuota
 from headrace_transformer.models.models import TextModel
-from headrace_transformer.predictors.resume.resuming import ResumingGenerator, TokenStream
+from headrace_transformer.predictors.resume.resuming import EngineModel, ResumingGenerator, TokenStream
 from headrace_transformer.predictors.tokens import CONTINUITY, EXACT, TokenChunk, worse
 from headrace_transformer.processes.body_processes import BodyProcesses
 from headrace_transformer.routing.router import Answering, Router
@@ -72,19 +72,19 @@ class Pipeline:
         """The chunks of one answer; raises HeadraceError; closing the generator (`aclosing`) cancels the request."""
         with (
             self._telemetry.observed(request) as observed,
-            recorded_generation(request, self._tap) as recorded,
+            recorded_generation(request, self._tap) as recording,
             Lease() as lease,
         ):
             begun = await self._begun(request, lease)
-            recorded.begun(begun.answering.served, request.prompt_kind, begun.prepared, begun.counts_prompt)
+            record_begun(recording, begun.answering.served, request.prompt_kind, begun.prepared)
             tokens = begun.first
             while True:
                 chunk = begun.chunk(tokens, request)
                 if begun.prepared.origin.model.pool is not None:
                     report_continuity(tokens.continuity)
-                recorded.chunk(chunk)
+                record_chunk(recording, chunk, begun.counts_prompt)
                 if tokens is begun.first:
-                    await recorded.flushed()
+                    await recording.flushed()
                 observed.chunk(chunk)
                 yield chunk if begun.shows_cached or chunk.end is None else chunk.without_cached_tokens()
                 if chunk.end is not None:
@@ -106,7 +106,7 @@ class Pipeline:
         """The parts of an answer that is on record; the text alone where its model is not loaded any more."""
         name, _, version = served.partition(":")
         try:
-            model = self._router.as_text(self._router.find(name, version))
+            model = self._router.catalogue.as_text(self._router.find(name, version))
         except HeadraceError:
             return [Content(text)]
         prompt_end = prompt_end_of(model.tokenizer, prompt_ids)
@@ -126,7 +126,7 @@ class Pipeline:
                 answering = answering._replace(others=(), wait_s=None)
             while True:
                 try:
-                    model = self._router.as_text(answering.model)
+                    model = self._router.catalogue.as_text(answering.model)
                     admitted = lease.holds(self._admission.admitted(request, model))
                     prepared = await self._preparation.prepared(request, model)
                     begun = await self._opened(request, answering, admitted, prepared, lease)
@@ -160,9 +160,7 @@ class Pipeline:
             prepared.sampling,
             call.deadline,
             call.first_token,
-            dialect=prepared.dialect,
-            pool=model.pool,
-            further_fields=request.engine_fields,
+            elsewhere=prepared.dialect if model.pool is None else EngineModel(model.pool, request.engine_fields),
             start_wait_s=answering.wait_s,
             fingerprint="" if resume is None else resume.fingerprint,
             output_ids=() if known is None else known.token_ids,

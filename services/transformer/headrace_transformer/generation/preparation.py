@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from headrace.deadline import Deadline
 from headrace.errors import ContextLengthError, InvalidRequestError
 from headrace.grammars import PARAMETER, check_grammar
-from headrace.oip.prompt_scores import check_size
+from headrace.oip.prompt_scores import PROMPT_LOGPROBS, check_asked
 from headrace.sampling import ContextLimits, SamplingParameters
 from headrace.structured_outputs import constraint_of, read_structured_outputs
 from headrace_protos.steps_pb2 import Submission
@@ -83,8 +83,7 @@ class Preparation:
             paced_after=request.resume.tokens if request.resume else 0,
         )
         submission.MergeFrom(request.asked)
-        if submission.HasField("prompt_logprobs"):
-            check_size(len(prompt_ids), submission.prompt_logprobs, request.choices)
+        check_asked(submission, request.choices)
         if model.pool is not None and not (is_seeded or sampling.structured_outputs):
             sampling = sampling.model_copy(update={"seed": None})  # The engine draws, as it does for others.
         dialect = None if model.resumes else model.dialect
@@ -187,7 +186,7 @@ def _check_model(request: TextRequest, model: TextModel, sampling: SamplingParam
         raise InvalidRequestError(
             f"model {model.name!r}: its predictor supports no {PARAMETER}, it is not Headrace's", param=PARAMETER
         )
-    if request.asked.HasField("prompt_logprobs") and not model.scores_prompts:
+    if request.asked.HasField(PROMPT_LOGPROBS) and not model.scores_prompts:
         raise InvalidRequestError(f"model {model.name!r} has no log probabilities of prompts", param="logprobs")
 
 

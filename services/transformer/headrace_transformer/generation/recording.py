@@ -31,7 +31,7 @@ _MAX_NAMES, _MAX_NAME, _MAX_VALUE = 64, 256, 4096
 
 
 @contextmanager
-def recorded_generation(request: TextRequest, tap: PayloadTap) -> Iterator[RecordedGeneration]:
+def recorded_generation(request: TextRequest, tap: PayloadTap) -> Iterator[Recording]:
     """Records the generation that the block makes, and how it ends.
 
     Raises InvalidRequestError for a request that no model would take; its record has neither prompt nor parameters.
@@ -40,48 +40,34 @@ def recorded_generation(request: TextRequest, tap: PayloadTap) -> Iterator[Recor
     with recorded(tap, request.call, request.model, prompt=prompt, parameters=parameters) as recording:
         if request.refusal is not None:
             raise request.refusal
-        yield RecordedGeneration(recording)
+        recording.engine_s = 0.0  # For a generation that ends before its first token.
+        yield recording
 
 
-class RecordedGeneration:
-    """The record of one generation; each chunk is added before it goes to the client."""
+def record_begun(recording: Recording, served: str, prompt_kind: str, prepared: Prepared) -> None:
+    """Records what it takes to repeat the generation, and the model that a route chose."""
+    recording.served_model = served
+    recording.prompt_ids, recording.prompt_kind = prepared.origin.prompt_ids, prompt_kind
+    # The salt decides what the cache shares, and not the answer.
+    recording.sampling = prepared.sampling.model_dump_json(exclude_defaults=True, exclude={"cache_salt"})
 
-    def __init__(self, recording: Recording) -> None:
-        self._recording = recording
-        self._counts_prompt = True
-        recording.engine_s = 0.0  # For a generation that is refused or ends before its first token.
 
-    def begun(self, served: str, prompt_kind: str, prepared: Prepared, counts_prompt: bool) -> None:
-        """Records what it takes to repeat the generation, and the model that a route chose.
-
-        The tokens of a prompt that several records share count in one of them.
-        """
-        recording, self._counts_prompt = self._recording, counts_prompt
-        recording.served_model = served
-        recording.prompt_ids, recording.prompt_kind = prepared.origin.prompt_ids, prompt_kind
-        # The salt decides what the cache shares, and not the answer.
-        recording.sampling = prepared.sampling.model_dump_json(exclude_defaults=True, exclude={"cache_salt"})
-
-    def chunk(self, chunk: TextChunk) -> None:
-        """Adds a chunk."""
-        recording, tokens = self._recording, chunk.tokens
-        if tokens.resumed:
-            recording.resumes += 1
-        if tokens.continuity:
-            recording.continuity = worse(recording.continuity, tokens.continuity)
-        if tokens.predictor:
-            recording.answered_by(tokens.predictor)
-        recording.fingerprint = tokens.fingerprint
-        recording.prompt_tokens = len(chunk.origin.prompt_ids) if self._counts_prompt else 0
-        recording.engine_s = tokens.engine_s
-        recording.chunk(chunk.text, tokens.token_ids, tokens.logprobs)
-        if chunk.end is not None:
-            usage = chunk.end.usage if self._counts_prompt else None  # Without one it is what was counted.
-            recording.end("OK", finish_reason=chunk.end.reason, usage=usage)
-
-    async def flushed(self) -> None:
-        """Waits until the start of the record is on disk; for the first chunk, before it goes to the client."""
-        await self._recording.flushed()
+def record_chunk(recording: Recording, chunk: TextChunk, counts_prompt: bool) -> None:
+    """Adds a chunk, before it goes to the client. The tokens of a prompt that records share count in one of them."""
+    tokens = chunk.tokens
+    if tokens.resumed:
+        recording.resumes += 1
+    if tokens.continuity:
+        recording.continuity = worse(recording.continuity, tokens.continuity)
+    if tokens.predictor:
+        recording.answered_by(tokens.predictor)
+    recording.fingerprint = tokens.fingerprint
+    recording.prompt_tokens = len(chunk.origin.prompt_ids) if counts_prompt else 0
+    recording.engine_s = tokens.engine_s
+    recording.chunk(chunk.text, tokens.token_ids, tokens.logprobs)
+    if chunk.end is not None:
+        usage = chunk.end.usage if counts_prompt else None  # Without one it is what was counted.
+        recording.end("OK", finish_reason=chunk.end.reason, usage=usage)
 
 
 def recorded_texts(request: TextRequest) -> tuple[str, str]:
@@ -153,32 +139,24 @@ def _recorded_parameters(request: TextRequest) -> dict[str, Any]:
     given.pop("seed", None)
     given.pop("cache_salt", None)  # Knowing it would reveal which prompts share a prefix with its owner's.
     given |= {asked.name: value for asked, value in request.asked.ListFields()}
-    if request.prompt_only:
-        given["max_tokens"] = 0
-    if request.stop:
-        given["stop"] = list(request.stop)
-    if request.bad_words:
-        given["bad_words"] = list(request.bad_words)
-    if request.include_stop_str_in_output:
-        given["include_stop_str_in_output"] = True
-    if request.truncate_prompt_tokens is not None:
-        given["truncate_prompt_tokens"] = request.truncate_prompt_tokens
-    if not request.skip_special_tokens:
-        given["skip_special_tokens"] = False
-    if not request.add_special_tokens:
-        given["add_special_tokens"] = False
-    if request.template_options:
-        given["chat_template_kwargs"] = dict(request.template_options)
+    optional: dict[str, Any] = {
+        "max_tokens": 0 if request.prompt_only else None,
+        "stop": list(request.stop) or None,
+        "bad_words": list(request.bad_words) or None,
+        "include_stop_str_in_output": request.include_stop_str_in_output or None,
+        "truncate_prompt_tokens": request.truncate_prompt_tokens,
+        "skip_special_tokens": None if request.skip_special_tokens else False,
+        "add_special_tokens": None if request.add_special_tokens else False,
+        "chat_template_kwargs": dict(request.template_options) or None,
+        "resumes_after": request.resume and request.resume.tokens,
+        "ignored_fields": list(request.ignored_fields) or None,
+    }
     if request.tools is not None:
-        given["tools"] = json.loads(request.tools.definitions)
-        given["tool_choice"] = "required" if request.tools.is_required else "auto"
-        given["parallel_tool_calls"] = request.tools.is_parallel
-    if request.resume is not None:
-        given["resumes_after"] = request.resume.tokens
-    if request.ignored_fields:
-        given["ignored_fields"] = list(request.ignored_fields)
-    given.update(request.further_parameters)
-    return given
+        optional["tools"] = json.loads(request.tools.definitions)
+        optional["tool_choice"] = "required" if request.tools.is_required else "auto"
+        optional["parallel_tool_calls"] = request.tools.is_parallel
+    given |= {name: value for name, value in optional.items() if value is not None}
+    return given | dict(request.further_parameters)
 
 
 def _brief(value: Any) -> Any:

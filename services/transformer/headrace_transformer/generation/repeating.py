@@ -13,7 +13,6 @@ request, nor does it delay one for long.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -59,8 +58,8 @@ class RepeatedTokens:
         if has_end or count < left or (count == left and not is_last):
             chunk.repeated = True
             return chunk
-        self._rest = _rest(chunk, left)
-        return _beginning(chunk, left)
+        self._rest = replace(chunk.part(left), prompt=None, resumed=False, predictor="")
+        return replace(chunk.part(0, left), finish_reason=None, usage=None, repeated=True)
 
     def _repeat(self, token_ids: list[int], is_last: bool) -> None:
         self._left -= len(token_ids)
@@ -68,30 +67,6 @@ class RepeatedTokens:
         differs = not self._left and self._checksum != self._resume.checksum
         if differs or (is_last and self._left):
             raise HopBrokenError("the answer could not be repeated: other tokens came out", hop="predictor")
-
-
-def _beginning(chunk: TokenChunk, count: int) -> TokenChunk:
-    return replace(
-        chunk,
-        token_ids=chunk.token_ids[:count],
-        logprobs=chunk.logprobs[:count],
-        top_logprobs=chunk.top_logprobs[:count],
-        finish_reason=None,
-        usage=None,
-        repeated=True,
-    )
-
-
-def _rest(chunk: TokenChunk, count: int) -> TokenChunk:
-    return replace(
-        chunk,
-        token_ids=chunk.token_ids[count:],
-        logprobs=chunk.logprobs[count:],
-        top_logprobs=chunk.top_logprobs[count:],
-        prompt=None,
-        resumed=False,
-        predictor="",
-    )
 
 
 class RecordedTokens:
@@ -125,16 +100,13 @@ def _tokens_of(record: PayloadRecord, resume: ResumePoint, prepared: Prepared) -
     for chunk in record.chunks:
         token_ids += chunk.token_ids
         logprobs += chunk.logprobs
-    token_ids, logprobs = token_ids[: resume.tokens], logprobs[: resume.tokens]
+    token_ids, logprobs, prompt_ids = token_ids[: resume.tokens], logprobs[: resume.tokens], prepared.origin.prompt_ids
     is_same = (
         len(token_ids) == resume.tokens
         and checksum(token_ids) == resume.checksum
         and record.fingerprint == resume.fingerprint
-        and _equal(record.prompt_ids, prepared.origin.prompt_ids)
+        and len(record.prompt_ids) == len(prompt_ids)
+        and list(record.prompt_ids) == list(prompt_ids)
         and len(logprobs) == (resume.tokens if prepared.sampling.logprobs else 0)
     )
     return TokenChunk(token_ids, logprobs, fingerprint=resume.fingerprint, repeated=True) if is_same else None
-
-
-def _equal(one: Sequence[int], other: Sequence[int]) -> bool:
-    return len(one) == len(other) and list(one) == list(other)

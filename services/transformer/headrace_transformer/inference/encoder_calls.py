@@ -15,8 +15,7 @@ import numpy as np
 import orjson
 
 from headrace.errors import HopBrokenError, InvalidRequestError
-from headrace.oip.model_description import INPUT_IDS
-from headrace.oip.row_outputs import POOLING_MASK, TOKEN_TYPE_IDS, Vector
+from headrace.oip.model_description import INPUT_IDS, POOLING_MASK, TOKEN_TYPE_IDS, Vector
 from headrace.oip.tensors import Tensor, add_input, decode_outputs
 from headrace.payload.call import recorded
 from headrace.payload.tap import PayloadTap
@@ -114,10 +113,7 @@ class EncoderCalls:
         if row.not_pooled:
             pooled = (np.arange(len(row.ids)) >= row.not_pooled).astype(np.int64)
             add_input(request, Tensor(POOLING_MASK, "INT64", pooled))
-        data = request.SerializeToString()
-        answer = await self._predictor.backoff(call.deadline).retry(
-            lambda: self._predictor.infer_bytes(data, call.deadline)
-        )
+        answer = await self._predictor.infer(request.SerializeToString(), call.deadline)
         with predictor_answers():
             outputs = decode_outputs(inference_pb2.ModelInferResponse.FromString(answer))
         if output not in outputs:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from headrace.clients import Client
@@ -34,7 +35,7 @@ from headrace_transformer.generation.token_quota import Reservation, TokenQuota
 from headrace_transformer.inference import processed
 from headrace_transformer.inference.request import InferRequest
 from headrace_transformer.models.models import Model, ProcessedModel, RelayedModel, TextModel
-from headrace_transformer.predictors.oip.relay import Relay
+from headrace_transformer.predictors.oip.client import PredictorClient
 from headrace_transformer.routing.router import Answering, Router
 
 _BESIDE_PROMPT = 1024 * 1024  # An upper bound of a request's bytes besides its prompt.
@@ -44,11 +45,13 @@ _MAX_TOKENS = "max_tokens"
 class Inference:
     """Owned by the event loop; one for all requests."""
 
-    def __init__(self, pipeline: Pipeline, router: Router, relay: Relay, tap: PayloadTap, quota: TokenQuota) -> None:
+    def __init__(
+        self, pipeline: Pipeline, router: Router, predictor: PredictorClient, tap: PayloadTap, quota: TokenQuota
+    ) -> None:
         self._pipeline = pipeline
         self._quota = quota
         self._router = router
-        self._relay = relay
+        self._predictor = predictor
         self._tap = tap
 
     async def infer(self, request: InferRequest, call: CallContext) -> pb.ModelInferResponse | bytes:
@@ -105,11 +108,11 @@ class Inference:
                     await recording.flushed()
                     yield self._named(answer, request, call, is_streamed=True)
 
-    def _relay_of(self, model: Model, call: CallContext, recording: Recording) -> Relay:
+    def _relay_of(self, model: Model, call: CallContext, recording: Recording) -> processed.Relay:
         if not call.client.counts_tokens:
-            return self._relay
+            return self._predictor
         generates = isinstance(model, RelayedModel) and model.generates
-        return CountedRelay(self._relay, self._quota, call.client, recording, generates)
+        return CountedRelay(self._predictor, self._quota, call.client, recording, generates)
 
     def _routed(self, request: InferRequest, call: CallContext) -> InferRequest:
         """The request with the model that the route chose."""
@@ -166,26 +169,29 @@ class Inference:
                 yield response
 
 
-class CountedRelay(Relay):
-    """Raises what TokenQuota raises, and InvalidRequestError where a model that generates could take any number."""
+@dataclass(frozen=True)
+class CountedRelay:
+    """Passes the requests of a client whose key limits tokens.
 
-    def __init__(self, relay: Relay, quota: TokenQuota, client: Client, recording: Recording, generates: bool) -> None:
-        self._relay = relay
-        self._quota = quota
-        self._client = client
-        self._recording = recording
-        self._generates = generates
+    Raises what TokenQuota raises, and InvalidRequestError where a model that generates could take any number.
+    """
+
+    _predictor: PredictorClient
+    _quota: TokenQuota
+    _client: Client
+    _recording: Recording
+    _generates: bool
 
     async def infer(self, request: bytes, deadline: Deadline, wait_s: float | None = None) -> bytes:
         async with self._charged(request) as reservation:
-            answer = await self._relay.infer(request, deadline, wait_s)
+            answer = await self._predictor.infer(request, deadline, wait_s)
             reservation.generated = _ids(split(pb.ModelInferResponse, answer)[0].outputs, OUTPUT_IDS)
             return answer
 
     async def stream(self, request: bytes, deadline: Deadline) -> AsyncGenerator[bytes, None]:
         async with (
             self._charged(request) as reservation,
-            aclosing(self._relay.stream(request, deadline)) as answers,
+            aclosing(self._predictor.stream(request, deadline)) as answers,
         ):
             async for answer in answers:
                 message = pb.ModelStreamInferResponse.FromString(answer).infer_response

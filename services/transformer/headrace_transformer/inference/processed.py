@@ -11,7 +11,7 @@ import math
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from headrace.deadline import Deadline
 from headrace.errors import InvalidRequestError
@@ -25,7 +25,6 @@ from headrace_protos import inference_pb2 as pb
 from headrace_transformer.inference.request import InferRequest
 from headrace_transformer.models.models import ProcessedModel
 from headrace_transformer.predictors.oip.answers import outputs_of, predictor_answers
-from headrace_transformer.predictors.oip.relay import Relay
 
 _PLATFORM = "headrace_processor"
 
@@ -35,6 +34,14 @@ _AT_ONCE = 4096  # Elements that take 2 ms.
 _decoders = ThreadPoolExecutor(1, thread_name_prefix="decode-tensors")
 
 T = TypeVar("T")
+
+
+class Relay(Protocol):
+    """What passes serialized requests to predictors, and their answers back: see PredictorClient."""
+
+    async def infer(self, request: bytes, deadline: Deadline, wait_s: float | None = None) -> bytes: ...
+
+    def stream(self, request: bytes, deadline: Deadline) -> AsyncGenerator[bytes, None]: ...
 
 
 async def infer(model: ProcessedModel, request: InferRequest, relay: Relay, deadline: Deadline) -> bytes:

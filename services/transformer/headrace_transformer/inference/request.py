@@ -28,8 +28,11 @@ class InferRequest:
     """See the module. Made by `received` or `parsed`."""
 
     def __init__(self, head: pb.ModelInferRequest, data: bytes | None, message: pb.ModelInferRequest | None) -> None:
-        self._head = head
-        self._data = data
+        self.model_name = head.model_name
+        self.model_version = head.model_version
+        self.id = head.id
+        self.parameters: Mapping[str, pb.InferParameter] = head.parameters
+        self.received_data = data  # As it came, or None where a front end has made it.
         self._message = message
 
     @classmethod
@@ -55,51 +58,30 @@ class InferRequest:
         return InferRequest.received(self.data + _NO_VERSION + names.SerializeToString())
 
     @property
-    def model_name(self) -> str:
-        return self._head.model_name
-
-    @property
-    def model_version(self) -> str:
-        return self._head.model_version
-
-    @property
-    def id(self) -> str:
-        return self._head.id
-
-    @property
-    def parameters(self) -> Mapping[str, pb.InferParameter]:
-        return self._head.parameters
-
-    @property
     def message(self) -> pb.ModelInferRequest:
         """The whole request, parsed at the first call; raises InvalidRequestError."""
         if self._message is None:
             try:
-                self._message = pb.ModelInferRequest.FromString(self._data or b"")
+                self._message = pb.ModelInferRequest.FromString(self.received_data or b"")
             except DecodeError:
                 raise _not_a_request() from None
         return self._message
 
     def without_contents(self) -> tuple[pb.ModelInferRequest, Sequence[Contents]]:
         """The parsed request, and the raw contents of its inputs; raises InvalidRequestError."""
-        if self._message is not None or self._data is None:
+        if self._message is not None or self.received_data is None:
             return self.message, self.message.raw_input_contents
         try:
-            return split(pb.ModelInferRequest, self._data)
+            return split(pb.ModelInferRequest, self.received_data)
         except DecodeError:
             raise _not_a_request() from None
 
     @property
-    def received_data(self) -> bytes | None:
-        """The request as it came, or None where a front end has made it."""
-        return self._data
-
-    @property
     def data(self) -> bytes:
         """The whole request as bytes."""
-        if self._data is None:
-            self._data = self.message.SerializeToString()
-        return self._data
+        if self.received_data is None:
+            self.received_data = self.message.SerializeToString()
+        return self.received_data
 
 
 def _not_a_request() -> InvalidRequestError:

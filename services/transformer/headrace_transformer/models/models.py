@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from headrace.models.sentence_files import SentenceFiles
-from headrace.oip.row_outputs import POOLING_MASK, TOKEN_TYPE_IDS, Activation
+from headrace.oip.model_description import POOLING_MASK, TOKEN_TYPE_IDS, Activation
 from headrace.sampling import ContextLimits, SamplingParameters
 from headrace_transformer.models.processors import RunningProcessor
 from headrace_transformer.predictors.discovery.descriptions import OURS, Dialect, PredictorModel
@@ -40,7 +40,7 @@ class TextModel:
 
 @dataclass(frozen=True)
 class RowModel:
-    """How a model makes a vector of a text, or of a pair of texts: see headrace/oip/row_outputs.py."""
+    """How a model makes a vector of a text, or of a pair of texts: see headrace/oip/model_description.py."""
 
     tokenizer: TextTokenizer
     files: SentenceFiles

@@ -11,8 +11,10 @@ import importlib
 import importlib.util
 import inspect
 import logging
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,14 +26,36 @@ from headrace.oip.model_description import TensorSpec
 from headrace.oip.tensors import Array, RawTensor, Tensor
 from headrace.processor import Processor, ProcessorRequest
 from headrace.python_tensors import BadResultError, as_mapping, as_tensor
-from headrace_transformer.models.processor_sources import ProcessorSource
 from headrace_transformer.models.work_pool import WorkPool
 
 logger = logging.getLogger(__name__)
 
+_ENTRY = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)=(?P<where>[^:=]+):(?P<cls>[A-Za-z_]\w*)")
 # What a processor has inherited, which takes less than a change of threads.
 _PASSING_ON = (Processor.preprocess, Processor.postprocess)
 _PASSED = "the deadline passed in the processor"
+
+
+@dataclass(frozen=True)
+class ProcessorSource:
+    """A name, and the class behind it; `where` is a module or a file that ends in .py."""
+
+    name: str
+    where: str
+    class_name: str
+
+
+def parse_processors(text: str) -> tuple[ProcessorSource, ...]:
+    """The processors in a setting; raises ValueError with what is malformed."""
+    sources: list[ProcessorSource] = []
+    for item in (item.strip() for item in text.split(",") if item.strip()):
+        match = _ENTRY.fullmatch(item)
+        if match is None:
+            raise ValueError(f"{item!r} is not name=package.module:Class or name=folder/file.py:Class")
+        if any(source.name == match["name"] for source in sources):
+            raise ValueError(f"names {match['name']!r} twice")
+        sources.append(ProcessorSource(match["name"], match["where"], match["cls"]))
+    return tuple(sources)
 
 
 class RunningProcessor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from headrace.oip.prompt_scores import PromptLogprobs
 from headrace_protos.headrace_pb2 import Usage
@@ -44,3 +44,8 @@ class TokenChunk:
     engine_s: float | None = None
     repeated: bool = False
     continuity: str = ""
+
+    def part(self, start: int, end: int | None = None) -> TokenChunk:
+        """A chunk with some of the tokens, and their log probabilities."""
+        ids, logprobs, tops = self.token_ids[start:end], self.logprobs[start:end], self.top_logprobs[start:end]
+        return replace(self, token_ids=ids, logprobs=logprobs, top_logprobs=tops)

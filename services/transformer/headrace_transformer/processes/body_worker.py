@@ -96,7 +96,7 @@ def _is_large() -> bool:
 if __name__ == "__main__":
     gc.disable()  # It would scan millions of new lists repeatedly; the memory left after a request is measured instead.
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's, which takes memory for each core.
-    from headrace_transformer.processes.parent import end_with_parent
+    from headrace.processes import end_with_parent
 
     end_with_parent(int(sys.argv[1]))
     lower_priority(int(sys.argv[4]))

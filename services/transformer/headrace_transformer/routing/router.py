@@ -67,7 +67,7 @@ class Router:
     """
 
     def __init__(self, catalogue: Catalogue, file: Path | None, has_predictor: Callable[[str], bool]) -> None:
-        self._catalogue = catalogue
+        self.catalogue = catalogue
         self._has_predictor = has_predictor
         self._file = None if file is None else WatchedFile(file, parse_routes)
         self._routes: Routes = {} if self._file is None else self._file.value
@@ -90,7 +90,7 @@ class Router:
 
     def _take(self, routes: Routes) -> None:
         self._routes = routes
-        self._catalogue.notify()
+        self.catalogue.notify()
 
     # ------------------------------------------------------------------ the model of a call
 
@@ -114,13 +114,13 @@ class Router:
         if routed:
             candidates = routed[:1]
         elif route is None:
-            find = partial(self._catalogue.find, name, version)
-            return Answering(name, await self._catalogue.found_in_time(find, call.deadline))
+            find = partial(self.catalogue.find, name, version)
+            return Answering(name, await self.catalogue.found_in_time(find, call.deadline))
         else:
             routed = [] if serves is None else [served for served in route.targets if serves(served.model)][:1]
             candidates = routed or _candidates(route, name, version, call)
         choose = partial(self._choose, name, candidates)
-        served, model = await self._catalogue.found_in_time(choose, call.deadline)
+        served, model = await self.catalogue.found_in_time(choose, call.deadline)
         if not routed and name in call.routed:  # Another choice of the request was faster.
             return await self.resolve(name, version, call)
         if not routed:
@@ -149,7 +149,7 @@ class Router:
             head_of_call().add((CHOSEN_MODEL, as_metadata(answering.served)))
             trace.get_current_span().set_attribute("gen_ai.response.model", answering.served)
         if fingerprint is not None:
-            self._catalogue.answered_by(answering.model.name, fingerprint)
+            self.catalogue.answered_by(answering.model.name, fingerprint)
 
     def _answering(self, name: str, model: Model, routed: Sequence[ServedModel]) -> Answering:
         served, *others = routed
@@ -177,7 +177,7 @@ class Router:
         known, not_ready = [], None
         for served in candidates:
             try:
-                known.append((served, self._catalogue.find(*served)))
+                known.append((served, self.catalogue.find(*served)))
             except NotReadyError as error:
                 not_ready = not_ready or error
             except NotFoundError:
@@ -186,25 +186,12 @@ class Router:
             raise not_ready or NotFoundError(f"no model behind {name!r} is loaded")
         return known
 
-    def as_text(self, model: Model) -> TextModel:
-        """The model, if it takes text; raises InvalidRequestError."""
-        return self._catalogue.as_text(model)
-
     # ------------------------------------------------------------------ all models
-
-    @property
-    def ready(self) -> bool:
-        return self._catalogue.ready
-
-    @property
-    def changed(self) -> asyncio.Event:
-        """Set, and replaced, whenever a name may lead to another model."""
-        return self._catalogue.changed
 
     @property
     def states(self) -> dict[str, ModelState]:
         """Every name that callers can use, and the state of the model behind it."""
-        states = self._catalogue.states
+        states = self.catalogue.states
         return states | {name: _state_behind(route, states) for name, route in self._routes.items()}
 
     @property
@@ -215,13 +202,13 @@ class Router:
     @property
     def direct_names(self) -> list[str]:
         """The models whose tensors the gateway may send straight to a predictor."""
-        return [name for name in self._catalogue.direct_names if name not in self._routes]
+        return [name for name in self.catalogue.direct_names if name not in self._routes]
 
     def find(self, name: str, version: str = "") -> Model:
         """The model, without a call; for a route, its first known model. Raises NotFoundError, NotReadyError."""
         route = self._routes.get(name)
         if route is None:
-            return self._catalogue.find(name, version)
+            return self.catalogue.find(name, version)
         by_weight = sorted(route.split, key=lambda target: -target.weight)
         return self._known(name, _of_version(name, version, _served(*by_weight, *route.fallback)))[0][1]
 
@@ -231,7 +218,7 @@ class Router:
             model = self.find(name, version)
         except HeadraceError:
             return False
-        return self._catalogue.can_answer(model.processor.model if isinstance(model, ProcessedModel) else model.name)
+        return self.catalogue.can_answer(model.processor.model if isinstance(model, ProcessedModel) else model.name)
 
     def may_reach(self, name: str, models: Container[str]) -> bool:
         """Whether the name may lead to one of the models."""
@@ -240,7 +227,7 @@ class Router:
 
     def lists(self, name: str) -> bool:
         """Whether the name is known; for other names each call asks the predictor."""
-        return name in self._routes or self._catalogue.lists(name)
+        return name in self._routes or self.catalogue.lists(name)
 
 
 def _candidates(route: Route, name: str, version: str, call: CallContext) -> list[ServedModel]:

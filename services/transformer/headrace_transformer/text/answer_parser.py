@@ -200,9 +200,8 @@ class AnswerSyntax(NamedTuple):
         """
         calls = None
         if self.tools and tools is not None:
-            call_id = _mistral_call_id if self.tools == "mistral" else _call_id
             seed = random.getrandbits(64) if seed is None else seed
-            calls = PARSERS[self.tools](tools.names, partial(call_id, seed))
+            calls = PARSERS[self.tools](tools.names, partial(_call_id, seed, self.tools))
         marks, is_open = self.reasoning_after(prompt_end)
         reasoning = None if marks is None else ReasoningParser(marks, is_open)
         max_calls = None if tools is None or tools.is_parallel else 1
@@ -264,15 +263,7 @@ def parse_formats(text: str, known: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _call_id(seed: int, index: int) -> str:
-    """The id of a call of an answer, the same at each repetition of the answer."""
-    return f"call_{_digest(seed, index)[:24]}"
-
-
-def _mistral_call_id(seed: int, index: int) -> str:
-    """The same for templates that refuse any id but of nine letters and digits."""
-    return _digest(seed, index)[:9]
-
-
-def _digest(seed: int, index: int) -> str:
-    return hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=16, person=b"tool call id").hexdigest()
+def _call_id(seed: int, tool_format: str, index: int) -> str:
+    """The id of a call, the same at each repetition of the answer; Mistral's templates want nine letters and digits."""
+    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=16, person=b"tool call id").hexdigest()
+    return digest[:9] if tool_format == "mistral" else f"call_{digest[:24]}"

@@ -26,7 +26,7 @@ from headrace.deadline import Deadline
 from headrace.errors import ContextLengthError, HeadraceError, InvalidRequestError, StartupError, TooLargeError
 from headrace.models.sentence_files import SentenceFiles
 from headrace.models.tokenizer_files import NAMED_TOKENS, has_vocabulary, read_tokenizer
-from headrace.oip.row_outputs import TOKEN_TYPE_IDS
+from headrace.oip.model_description import TOKEN_TYPE_IDS
 from headrace_transformer.processes.body_processes import SLOW_TEMPLATES, TEMPLATES, BodyProcesses
 from headrace_transformer.text.answer_parser import AnswerSyntax, syntax_of
 from headrace_transformer.text.chat_templates import render

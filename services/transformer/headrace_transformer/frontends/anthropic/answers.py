@@ -23,9 +23,9 @@ from pydantic_core import from_json
 from headrace.errors import HeadraceError
 from headrace.telemetry.identity import current_request_id
 from headrace_protos.headrace_pb2 import Usage
-from headrace_transformer.frontends.http import EVENTS, event_json, json_body, named_event
+from headrace_transformer.frontends.http import EVENTS, event_json, json_body, named_event, page_of
 from headrace_transformer.generation.chunks import End, TextChunk, joined
-from headrace_transformer.text.answer_parts import CallStart, Content, Part, Reasoning, begins_segment
+from headrace_transformer.text.answer_parts import CallArguments, CallStart, Content, Part, Reasoning, begins_segment
 
 _NOT_CREATED = {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0}  # The cache's tokens have no lifetime.
 _TYPES = {
@@ -123,22 +123,16 @@ def _block_of(first: Part) -> dict[str, Any]:
 
 
 def _blocks_of(parts: Iterable[Part]) -> list[dict[str, Any]]:
-    """The whole blocks."""
-    blocks: list[tuple[dict[str, Any], list[str]]] = []
-    last: Part | None = None
+    """The blocks of parts of which none continues another, but a call's arguments."""
+    blocks: list[dict[str, Any]] = []
     for part in parts:
-        if begins_segment(part, last):
-            blocks.append((_block_of(part), []))
+        if isinstance(part, CallArguments):
+            blocks[-1]["input"] = _input_of(part.text)
+            continue
+        blocks.append(_block_of(part))
         if not isinstance(part, CallStart):
-            blocks[-1][1].append(part.text)
-        last = part
-    return [_filled(block, "".join(texts)) for block, texts in blocks]
-
-
-def _filled(block: dict[str, Any], text: str) -> dict[str, Any]:
-    if block["type"] == "tool_use":
-        return block | {"input": _input_of(text)}
-    return block | {block["type"]: text}
+            blocks[-1][blocks[-1]["type"]] = part.text
+    return blocks
 
 
 def _input_of(arguments: str) -> dict[str, Any]:
@@ -209,6 +203,6 @@ def model_info(card: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_list(cards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    data = [model_info(card) for card in cards if card["kind"] == "generation"]
-    ends = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-    return {"data": data, "has_more": False, "first_id": ends[0], "last_id": ends[1]}
+    page = page_of([model_info(card) for card in cards if card["kind"] == "generation"], has_more=False)
+    del page["object"]
+    return page

@@ -17,7 +17,6 @@ from headrace_transformer.frontends.openai.requests import SCORELESS, OpenAIRequ
 from headrace_transformer.frontends.openai.structured_outputs import structured_outputs_of
 from headrace_transformer.frontends.openai.tools import (
     TemplateMessage,
-    ToolCall,
     ToolChoice,
     call_of,
     read_tools,
@@ -92,7 +91,8 @@ class ConversationRequest(OpenAIRequest):
     @field_validator("tools", mode="before")
     @classmethod
     def _read_tools(cls, value: Any) -> Any:
-        return read_declarations(value)
+        # The chat template gets them as chat completions have them.
+        return read_tools([_function(*one) for one in enumerate(value)] if isinstance(value, list) else value)
 
     @field_validator("system", mode="before")
     @classmethod
@@ -200,12 +200,9 @@ def _question_of(role: str, blocks: list[Any]) -> list[TemplateMessage]:
 def _answer_of(blocks: list[Any]) -> TemplateMessage:
     texts = [block for block in blocks if _kind(block) not in ("thinking", _REDACTED, "tool_use")]
     reasoning = "\n".join(_string(block, "thinking") for block in blocks if _kind(block) == "thinking")
-    calls = [_call(block) for block in blocks if _kind(block) == "tool_use"]
+    used = (block for block in blocks if _kind(block) == "tool_use")
+    calls = [call_of(_string(block, "id"), _string(block, "name"), block.get("input")) for block in used]
     return template_message("assistant", text_of_blocks(texts), calls, reasoning=reasoning)
-
-
-def _call(block: dict[str, Any]) -> ToolCall:
-    return call_of(_string(block, "id"), _string(block, "name"), block.get("input"))
 
 
 def _plain(block: Any) -> Any:
@@ -243,11 +240,6 @@ def _string(block: dict[str, Any], name: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"a {block['type']} block must have a {name}, which is a string")
     return value
-
-
-def read_declarations(value: Any) -> tuple[ToolFunction, ...]:
-    """The tools of a request, which the chat template gets as chat completions have them."""
-    return read_tools([_function(*one) for one in enumerate(value)] if isinstance(value, list) else value)
 
 
 def read_choice(choice: Mapping[str, Any]) -> tuple[ToolChoice, bool]:

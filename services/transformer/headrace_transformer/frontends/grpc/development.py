@@ -19,16 +19,7 @@ from headrace_protos import headrace_pb2 as pb
 from headrace_protos import headrace_pb2_grpc
 from headrace_transformer.predictors.discovery.replicas import Replicas
 
-_SERVICE = "headrace.v1.Development"
 _TIMEOUT_S = 2.0  # Of all replicas together.
-
-
-def services(development: bool) -> tuple[str, ...]:
-    return (_SERVICE,) if development else ()
-
-
-def add_to_server(replicas: Replicas, server: grpc.aio.Server) -> None:
-    headrace_pb2_grpc.add_DevelopmentServicer_to_server(DevelopmentServicer(replicas), server)
 
 
 class DevelopmentServicer(headrace_pb2_grpc.DevelopmentServicer):

@@ -101,7 +101,7 @@ class InferenceServicer(OpenInferenceBase):
         return pb.ServerLiveResponse(live=True)
 
     async def ServerReady(self, request: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:
-        return pb.ServerReadyResponse(ready=self._router.ready)
+        return pb.ServerReadyResponse(ready=self._catalogue.ready)
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
         ready = self._router.is_ready(request.name, request.version)

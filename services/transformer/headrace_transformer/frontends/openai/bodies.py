@@ -44,7 +44,10 @@ async def answer(
     Where the client has a part of the answer, only the rest is written.
     """
     head = {"id": f"{shape.id_prefix}-{identity.answer_id}", "created": identity.created, "model": request.model}
-    generations = choices_in(generations, identity)
+    generations = [
+        replace(request, default_seed=choice_seed(identity.seed, index), resume=identity.resume)
+        for index, request in enumerate(generations)
+    ]
     async with aclosing(generate_all(pipeline, generations)) as chunks:
         if not request.stream:
             made: list[list[TextChunk]] = [[] for _ in generations]
@@ -152,14 +155,6 @@ class _Events:
             before, _, after = written.partition(b'"' + _MARK.encode() + b'"')
             around = self._plain[index] = before, after
         return around[0] + event_json(chunk.text) + around[1]
-
-
-def choices_in(requests: Sequence[TextRequest], identity: AnswerIdentity) -> list[TextRequest]:
-    """The requests of an answer, as its identity has them: those without a seed get one made of the answer's own."""
-    return [
-        replace(request, default_seed=choice_seed(identity.seed, index), resume=identity.resume)
-        for index, request in enumerate(requests)
-    ]
 
 
 async def generate_all(

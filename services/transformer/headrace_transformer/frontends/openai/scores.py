@@ -1,9 +1,9 @@
 """Embeddings, and vLLM's `/classify`, `/score` and `/rerank`, the last as Cohere's and Jina's clients call it.
 
 In base64 a vector is of little-endian float32. A classifier's probabilities are those that its files define
-(headrace/oip/row_outputs.py). The score of two texts is that of a cross-encoder, which is a classifier of pairs with
-one label, or the cosine of the vectors of an embedding model, or what its files say instead of the cosine. Source of
-the shapes: OpenAI's API reference, and vLLM's OpenAI-compatible server.
+(headrace/oip/model_description.py). The score of two texts is that of a cross-encoder, which is a classifier of pairs
+with one label, or the cosine of the vectors of an embedding model, or what its files say instead of the cosine.
+Source of the shapes: OpenAI's API reference, and vLLM's OpenAI-compatible server.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import orjson
 
 from headrace.errors import InvalidRequestError
 from headrace.models.sentence_files import SentenceFiles
-from headrace.oip.row_outputs import EMBEDDING, LOGITS, Vector
+from headrace.oip.model_description import EMBEDDING, LOGITS, Vector
 from headrace.rpc.server.call_context import CallContext
 from headrace_transformer.frontends.openai.text_requests import (
     ClassifyRequest,

@@ -7,21 +7,21 @@ log; the log records a request in either case. A stream that broke is not contin
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any
 
 from google.api.httpbody_pb2 import HttpBody
 
-from headrace.rpc import Context
-from headrace.rpc.server.call_context import CallContext, call_context
-from headrace_protos import rest_pb2, rest_pb2_grpc
+from headrace.errors import InvalidRequestError
+from headrace.rpc.http2.methods import Argument
+from headrace.rpc.server.call_context import CallContext
+from headrace_protos import rest_pb2_grpc
 from headrace_protos.headrace_pb2 import PayloadRecord
-from headrace_transformer.frontends.http import Body, Events, json_body, rest_errors
+from headrace_transformer.frontends.http import Bodies, Events, json_body, rest_method
 from headrace_transformer.frontends.openai.errors import openai_error
-from headrace_transformer.frontends.openai.models import OpenAIModels, RequestReader
+from headrace_transformer.frontends.openai.models import FrontEnd
 from headrace_transformer.frontends.openai.tools import TemplateMessage
-from headrace_transformer.frontends.passing import Passing
 from headrace_transformer.frontends.responses.answers import ResponseAnswer
 from headrace_transformer.frontends.responses.requests import ResponsesRequest
 from headrace_transformer.frontends.responses.stored import (
@@ -30,59 +30,41 @@ from headrace_transformer.frontends.responses.stored import (
     ORIGINS,
     RESPONSE_ID,
     StoredResponses,
-    cancelled,
     conversation_of,
     fields_of,
     input_items,
     messages_before,
     new_response_id,
-    page_of,
+    page_of_items,
     parameters_of,
     stored_response,
     tools_of,
 )
-from headrace_transformer.generation.pipeline import Pipeline
-from headrace_transformer.generation.resume_ids import identity_of
-from headrace_transformer.processes.body_processes import BodyProcesses
-from headrace_transformer.routing.router import Router
 from headrace_transformer.text.answer_parts import Part
 
 
 class ResponsesServicer(rest_pb2_grpc.ResponsesServicer):
-    """`log` is a PayloadLogStub; `keep_alive_s` of silence are filled with a comment in streams, 0: are not."""
+    """`log` is a PayloadLogStub."""
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        router: Router,
-        bodies: BodyProcesses,
-        log: Any,
-        passing: Passing,
-        keep_alive_s: float = 15.0,
-    ) -> None:
-        self._pipeline = pipeline
-        self._stored = StoredResponses(log, pipeline.signer)
-        self._keep_alive_s = keep_alive_s
-        self._passing = passing
-        self._models = OpenAIModels(router)
-        self._reader = RequestReader(pipeline, bodies, self._models)
+    def __init__(self, front: FrontEnd, log: Any) -> None:
+        self._front = front
+        self._stored = StoredResponses(log, front.pipeline.signer)
 
-    @rest_errors(openai_error)
-    async def Create(self, request: HttpBody, context: Context) -> AsyncGenerator[Body, None]:
-        call = call_context(context, "headrace.rest.v1.Responses/Create")
-        if (passed := await self._passing.found(request, "/responses", call, self._models.resolve)) is not None:
-            async with aclosing(passed) as bodies:
-                async for body in bodies:
-                    yield body
-            return
-        parsed = await self._reader.read(ResponsesRequest, request, call, "generation")
-        with self._pipeline.recording_refusals(call, parsed.model):
-            identity = await identity_of(call, request.data, signer=self._pipeline.signer, has_ids=False)
+    @rest_method(openai_error)
+    async def Create(self, request: bytes, call: CallContext) -> Bodies:
+        if (passed := await self._front.passed(request, "/responses", call)) is not None:
+            return passed
+        return self._answer(await self._front.read(ResponsesRequest, request, call, "generation"), request, call)
+
+    async def _answer(self, parsed: ResponsesRequest, body: bytes, call: CallContext) -> Bodies:
+        pipeline = self._front.pipeline
+        identity = await self._front.identity(body, parsed.model, call)
+        with pipeline.recording_refusals(call, parsed.model):
             previous = await self._previous(parsed, call)
-        own_id = new_response_id(call, self._pipeline.signer)
+        own_id = new_response_id(call, pipeline.signer)
         answer = ResponseAnswer(own_id, identity.created, parsed)
         if parsed.stream:
-            yield Events(self._keep_alive_s, answer.failed)
+            yield Events(self._front.keep_alive_s, answer.failed)
         generation = parsed.text_request(
             call,
             messages=parsed.conversation(previous),
@@ -94,38 +76,31 @@ class ResponsesServicer(rest_pb2_grpc.ResponsesServicer):
             has_parts=True,
         )
         write = answer.events if parsed.stream else answer.whole
-        async with (
-            aclosing(self._pipeline.generate(generation)) as chunks,
-            aclosing(write(chunks)) as written,
-        ):
-            async for body in written:
-                yield body
+        async with aclosing(pipeline.generate(generation)) as chunks, aclosing(write(chunks)) as written:
+            async for each in written:
+                yield each
 
-    @rest_errors(openai_error)
-    async def Retrieve(self, request: rest_pb2.ResponseRequest, context: Context) -> AsyncGenerator[HttpBody, None]:
-        call = call_context(context, "headrace.rest.v1.Responses/Retrieve")
-        record = await self._stored.find(request.response_id, call)
-        yield json_body(stored_response(request.response_id, record, self._parts_of(record)))
+    @rest_method(openai_error)
+    async def Retrieve(self, request: Argument, call: CallContext) -> HttpBody:
+        record = await self._stored.find(request.rest, call)
+        return json_body(stored_response(request.rest, record, self._parts_of(record)))
 
-    @rest_errors(openai_error)
-    async def Delete(self, request: rest_pb2.ResponseRequest, context: Context) -> AsyncGenerator[HttpBody, None]:
-        call = call_context(context, "headrace.rest.v1.Responses/Delete")
-        await self._stored.delete(await self._stored.find(request.response_id, call), call)
-        yield json_body({"id": request.response_id, "object": "response", "deleted": True})
+    @rest_method(openai_error)
+    async def Delete(self, request: Argument, call: CallContext) -> HttpBody:
+        await self._stored.delete(await self._stored.find(request.rest, call), call)
+        return json_body({"id": request.rest, "object": "response", "deleted": True})
 
-    @rest_errors(openai_error)
-    async def Cancel(self, request: rest_pb2.ResponseRequest, context: Context) -> AsyncGenerator[HttpBody, None]:
-        call = call_context(context, "headrace.rest.v1.Responses/Cancel")
-        yield json_body(cancelled(await self._stored.find(request.response_id, call)))
+    @rest_method(openai_error)
+    async def Cancel(self, request: Argument, call: CallContext) -> HttpBody:
+        await self._stored.find(request.rest, call)
+        # A response is on record when it has ended.
+        raise InvalidRequestError("only a response with background: true can be cancelled, and there are none here")
 
-    @rest_errors(openai_error)
-    async def InputItems(
-        self, request: rest_pb2.ResponseItemsRequest, context: Context
-    ) -> AsyncGenerator[HttpBody, None]:
-        call = call_context(context, "headrace.rest.v1.Responses/InputItems")
-        record = await self._stored.find(request.response_id, call)
-        items = input_items(request.response_id, messages_before(record), fields_of(record))
-        yield json_body(page_of(items, request.limit, request.order, request.after))
+    @rest_method(openai_error)
+    async def InputItems(self, request: Argument, call: CallContext) -> HttpBody:
+        record = await self._stored.find(request.rest, call)
+        items = input_items(request.rest, messages_before(record), fields_of(record))
+        return json_body(page_of_items(items, request.query))
 
     async def _previous(self, parsed: ResponsesRequest, call: CallContext) -> list[TemplateMessage]:
         """The messages that the request continues."""
@@ -136,7 +111,7 @@ class ResponsesServicer(rest_pb2_grpc.ResponsesServicer):
 
     def _parts_of(self, record: PayloadRecord) -> Sequence[Part]:
         served, seed = record.served_model or record.model, parameters_of(record).get(CALL_SEED, 0)
-        return self._pipeline.parts_on_record(served, record.text, tools_of(record), seed, record.prompt_ids)
+        return self._front.pipeline.parts_on_record(served, record.text, tools_of(record), seed, record.prompt_ids)
 
 
 def _further_parameters(parsed: ResponsesRequest, own_id: str, seed: int) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from headrace.deadline import Deadline
 from headrace.errors import InvalidRequestError, NotFoundError
 from headrace.rpc.server.call_context import CallContext
 from headrace_protos.headrace_pb2 import DeletePayloadsRequest, PayloadRecord, QueryPayloadsRequest
+from headrace_transformer.frontends.http import limit_of, newest_first, page_of
 from headrace_transformer.frontends.openai.tools import (
     TemplateMessage,
     call_of,
@@ -140,11 +141,6 @@ def stored_response(wanted: str, record: PayloadRecord, parts: Sequence[Part]) -
     return head | ended(status, output_of(wanted, parts, status, fields), usage, None)
 
 
-def cancelled(record: PayloadRecord) -> dict[str, Any]:
-    """Raises InvalidRequestError: a response is on record when it has ended."""
-    raise InvalidRequestError("only a response with background: true can be cancelled, and there are none here")
-
-
 def fields_of(record: PayloadRecord) -> ItemFields:
     """What the items of a response on record have."""
     return ItemFields({name: Origin(*given) for name, given in parameters_of(record).get(ORIGINS, {}).items()})
@@ -217,20 +213,15 @@ def input_items(response_id: str, messages: Iterable[TemplateMessage], fields: I
     return items
 
 
-def page_of(items: Sequence[dict[str, Any]], limit: int, order: str, after: str) -> dict[str, Any]:
-    """A part of a list: at most `limit` items behind the one with the id `after`, the newest first by default."""
-    if order not in ("", "asc", "desc"):
-        raise InvalidRequestError("order must be asc or desc", param="order")
-    if limit > _MAX_LIMIT:
-        raise InvalidRequestError(f"limit must be from 1 to {_MAX_LIMIT}", param="limit")
-    ordered = list(items if order == "asc" else reversed(items))
+def page_of_items(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+    """A part of a list: as many items as a query wants, behind the one with the id `after`."""
+    ordered = list(reversed(items) if newest_first(query) else items)
+    limit, after = limit_of(query, _DEFAULT_LIMIT, _MAX_LIMIT), query.get("after", "")
     begins = next((place for place, item in enumerate(ordered, start=1) if item["id"] == after), None)
     if after and begins is None:
         raise InvalidRequestError(f"there is no item {after[:64]!r}", param="after")
     rest = ordered[begins or 0 :]
-    data = rest[: limit or _DEFAULT_LIMIT]
-    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
-    return {"object": "list", "data": data, **ends, "has_more": len(rest) > len(data)}
+    return page_of(rest[:limit], has_more=len(rest) > limit)
 
 
 def _parts_of(content: str, extra: Mapping[str, Any]) -> Iterator[Part]:

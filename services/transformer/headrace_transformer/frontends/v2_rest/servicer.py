@@ -6,7 +6,7 @@ makes a REST error of the status and message of its exceptions, see frontends/ht
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, NoReturn, TypeVar
 
@@ -21,7 +21,7 @@ from headrace_protos import inference_pb2 as pb
 from headrace_protos import rest_pb2_grpc
 from headrace_protos.rest_pb2 import ModelBody, ModelRequest, SharedMemoryRequest
 from headrace_transformer.frontends.grpc.inference_servicer import InferenceServicer, serialized
-from headrace_transformer.frontends.http import EVENTS, JSON, Body, Events, json_body, one_line, rest_errors
+from headrace_transformer.frontends.http import EVENTS, JSON, Bodies, Events, json_body, one_line, rest_method
 from headrace_transformer.frontends.v2_rest import documents
 from headrace_transformer.frontends.v2_rest.body_tensors import HEADER_LENGTH
 from headrace_transformer.frontends.v2_rest.generate_body import (
@@ -133,10 +133,9 @@ class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
         answer = await self._inference.infer(message, call.with_id(message.id))
         return HttpBody(content_type=JSON, data=await self._write(answer, call))
 
-    @rest_errors(v2_error)
-    async def GenerateStream(self, request: ModelBody, context: Context) -> AsyncGenerator[Body, None]:
+    @rest_method(v2_error)
+    async def GenerateStream(self, request: ModelBody, call: CallContext) -> Bodies:
         yield Events(self._keep_alive_s)
-        call = call_context(context, f"{_SERVICE}/GenerateStream")
         message = await self._read(self._read_generate, request, call)
         async with aclosing(self._inference.answers(message, call.with_id(message.id))) as responses:
             async for response in responses:

@@ -10,9 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headrace.models.generation_config import IGNORED_FIELDS
-from headrace.oip.model_description import FINGERPRINT, INPUT_IDS, OUTPUT_IDS
+from headrace.oip.model_description import (
+    ACTIVATION,
+    EMBEDDING,
+    FINGERPRINT,
+    INPUT_IDS,
+    LABELS,
+    LOGITS,
+    OUTPUT_IDS,
+    Activation,
+)
 from headrace.oip.prompt_scores import OUTPUTS as PROMPT_OUTPUTS
-from headrace.oip.row_outputs import ACTIVATION, EMBEDDING, LABELS, LOGITS, Activation
 from headrace.sampling import LENGTHS
 from headrace_protos import inference_pb2 as pb
 from headrace_protos import model_config_pb2
@@ -75,7 +83,7 @@ class PredictorModel:
 
     @property
     def row_output(self) -> str | None:
-        """The output of a model that makes a vector of a row of ids, see headrace/oip/row_outputs.py."""
+        """The output of a model that makes a vector of a row of ids, see headrace/oip/model_description.py."""
         found = [name for name in (EMBEDDING, LOGITS) if name in self.outputs]
         return found[0] if found and INPUT_IDS in self.inputs and not self.generates else None
 

@@ -80,13 +80,9 @@ class Replicas:
 
     async def index(self) -> Mapping[str, ModelState] | None:
         """Every model's state over all replicas; None where the predictor has no index."""
-
-        async def ask(stub: Stub) -> pb.RepositoryIndexResponse:
-            with probe_errors():
-                return await stub.RepositoryIndex(pb.RepositoryIndexRequest(), timeout=PROBE_TIMEOUT_S)
-
+        request = pb.RepositoryIndexRequest()
         try:
-            answers = await self._ask_serving(ask)
+            answers = await self._probe(lambda stub: stub.RepositoryIndex(request, timeout=PROBE_TIMEOUT_S))
         except NotImplementedMethodError:
             return None
         away = {address: _of_one_away(self._tables.get(address, {})) for address in self._channels}
@@ -140,12 +136,8 @@ class Replicas:
 
     async def statistics(self, request: pb.ModelStatisticsRequest) -> pb.ModelStatisticsResponse:
         """The sums of the replicas' counters."""
-
-        async def ask(stub: Stub) -> pb.ModelStatisticsResponse:
-            with probe_errors():
-                return await stub.ModelStatistics(request, timeout=PROBE_TIMEOUT_S)
-
-        return summed(list((await self._ask_serving(ask)).values()))
+        answers = await self._probe(lambda stub: stub.ModelStatistics(request, timeout=PROBE_TIMEOUT_S))
+        return summed(list(answers.values()))
 
     def _run(self, key: object, work: Coroutine[Any, Any, None]) -> None:
         """Runs something in the background; its errors are dropped."""
@@ -157,6 +149,15 @@ class Replicas:
 
         task = self._tasks[key] = asyncio.create_task(work, name=f"replicas-{key}")
         task.add_done_callback(ended)
+
+    async def _probe(self, ask: Callable[[Stub], Awaitable[T]]) -> dict[str, T]:
+        """The answers of the replicas that serve, within the timeout of a probe."""
+
+        async def probe(stub: Stub) -> T:
+            with probe_errors():
+                return await ask(stub)
+
+        return await self._ask_serving(probe)
 
     async def _ask_serving(self, ask: Callable[[Stub], Awaitable[T]], all_must: bool = False) -> dict[str, T]:
         """The answers of the replicas that serve, by address; raises an error if none, or with `all_must` not all,

@@ -73,26 +73,24 @@ class Resolver:
 
 
 async def _resolve_service(service: str) -> dict[str, int]:
-    """Every address of a service with its rank. Raises OSError if no name server answers."""
+    """Every address of a service with its rank. Raises OSError if no name server answers within 5 s.
+
+    The name servers and search domains are those of /etc/resolv.conf.
+    """
     found: dict[str, int] = {}
-    for rank, endpoints in enumerate(await _service_records(service)):
+    ranked = await run_in_daemon_thread(f"resolve-{service}", partial(_look_up_records, service))
+    for rank, endpoints in enumerate(ranked):
         for endpoint in endpoints:
             for address in await _resolve(endpoint):
                 found.setdefault(address, rank)
     return found
 
 
-async def _service_records(service: str) -> list[list[str]]:
+def _look_up_records(service: str) -> list[list[str]]:
     """The host:port of each SRV record (RFC 2782), those of one priority together, the lowest priority number first.
 
-    The name servers and search domains are those of /etc/resolv.conf. Weights are not read: the transformer knows the
-    load of each predictor.
-    Empty where there is no such service. Raises OSError if no name server answers within 5 s.
+    Weights are not read: the transformer knows the load of each predictor. Empty where there is no such service.
     """
-    return await run_in_daemon_thread(f"resolve-{service}", partial(_look_up_records, service))
-
-
-def _look_up_records(service: str) -> list[list[str]]:
     # Only a stack with a service pays for the import.
     from dns.exception import DNSException
     from dns.resolver import NXDOMAIN, NoAnswer, Resolver

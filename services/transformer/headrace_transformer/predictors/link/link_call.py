@@ -13,9 +13,10 @@ from typing import Protocol
 from grpc import StatusCode
 
 from headrace.errors import HeadraceError
+from headrace.oip.prompt_scores import reader_of
 from headrace.rpc.client.interceptors import ClientSpan
 from headrace.sampling import SamplingParameters
-from headrace.step_messages import read_error, read_prompt
+from headrace.step_messages import read_error
 from headrace_protos import steps_pb2 as pb
 from headrace_transformer.predictors.oip.answers import BrokenAnswerError
 from headrace_transformer.predictors.tokens import TokenChunk
@@ -48,8 +49,7 @@ class LinkCall:
         self.runs_alone = False
         self.fingerprint = ""
         self._span = span
-        self._prompt_tokens = len(submission.prompt_ids)
-        self._scored = submission.prompt_logprobs if submission.HasField("prompt_logprobs") else None
+        self._read_scores = reader_of(submission)
         self._chunk_tokens = self._wanted = sampling.chunk_tokens
         self._chunk_s = sampling.chunk_ms / 1000
         self._hold: asyncio.TimerHandle | None = None
@@ -109,13 +109,11 @@ class LinkCall:
         self.has_begun = True
         self._span.message()
         self._cached_tokens = begun.cached_tokens
-        if self._scored is not None:
+        if self._read_scores is not None:
             try:
-                self.chunk.prompt = read_prompt(begun.prompt, self._scored)
-            except ValueError:
-                self.chunk.prompt = None
-            if self.chunk.prompt is None or len(self.chunk.prompt.chosen) != self._prompt_tokens - 1:
-                self.fail(BrokenAnswerError("the predictor's prompt_logprobs are not those asked for", hop="predictor"))
+                self.chunk.prompt = self._read_scores(begun.prompt)
+            except ValueError as error:
+                self.fail(BrokenAnswerError(f"the predictor's {error}", hop="predictor"))
 
     def add_logprobs(self, logprobs: pb.TokenLogprobs) -> None:
         if len(logprobs.top_ids) != len(logprobs.top):

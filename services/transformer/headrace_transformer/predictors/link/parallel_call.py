@@ -137,8 +137,7 @@ class ParallelCall:
             logger.info("a predictor computes other tokens than the answer's, before token %d", runner.position)
             raise DrainingError("the predictor computes other tokens than the answer's", hop="predictor")
         if known > 0:
-            chunk.token_ids = chunk.token_ids[known:]
-            chunk.logprobs, chunk.top_logprobs = chunk.logprobs[known:], chunk.top_logprobs[known:]
+            chunk = chunk.part(known)
         if not chunk.token_ids and chunk.finish_reason is None:
             return None
         while self._calls == 1 and runner is not self._runners[0]:

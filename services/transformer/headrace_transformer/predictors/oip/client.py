@@ -8,7 +8,7 @@ flow control are HTTP/2's own. Predictors of ours generate over links.py.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -24,7 +24,7 @@ from headrace.errors import (
     NotReadyError,
     RequestFailedError,
 )
-from headrace.oip.joined_answers import JOINS_ANSWERS, separate
+from headrace.oip.stream_infer import JOINS_ANSWERS, separate
 from headrace.oip.wire_fields import fields
 from headrace.payload.call import RECORDED
 from headrace.rpc.client.channel import UnaryMethod, open_channel, open_plain_channel
@@ -66,7 +66,7 @@ class PredictorClient:
         self._health = health_pb2_grpc.HealthStub(self._channel)
         # One request a call, sent with the half-close. As a stream of requests grpc.aio may still be writing when the
         # predictor refuses, and then loses the refusal's status (grpc/grpc#36066).
-        self._stream: grpc.aio.UnaryStreamMultiCallable[
+        self._generate: grpc.aio.UnaryStreamMultiCallable[
             inference_pb2.ModelInferRequest, inference_pb2.ModelStreamInferResponse
         ] = self._channel.unary_stream(
             f"{_SERVICE}/ModelStreamInfer",
@@ -114,15 +114,36 @@ class PredictorClient:
         except HeadraceError:
             return False
 
-    async def infer_bytes(self, request: bytes, deadline: Deadline) -> bytes:
-        """The one answer to a serialized ModelInferRequest, a serialized ModelInferResponse."""
-        return await self._infer_bytes(request, deadline.left(), (RECORDED,))
+    async def infer(self, request: bytes, deadline: Deadline, wait_s: float | None = None) -> bytes:
+        """The one answer to a serialized ModelInferRequest, a serialized ModelInferResponse.
 
-    async def stream_bytes(self, request: bytes, deadline: Deadline) -> AsyncGenerator[bytes, None]:
-        """The answers as they come, each a serialized ModelStreamInferResponse; closing the generator cancels.
-
-        The predictor marks the last one, as the request asks.
+        While no predictor is ready it waits, see retries.py: for `wait_s` at most, None for the default.
         """
+        metadata = (RECORDED,)
+        backoff = self.backoff(deadline, wait_s)
+        return await backoff.retry(lambda: self._infer_bytes(request, deadline.left(), metadata))
+
+    async def stream(self, request: bytes, deadline: Deadline) -> AsyncGenerator[bytes, None]:
+        """The answers as they come, each a serialized ModelStreamInferResponse without error_message.
+
+        The predictor marks the last one, as the request asks. Before the first one it waits as `infer` does. Closing
+        the generator cancels the request at the predictor.
+        """
+        backoff, begun = self.backoff(deadline), False
+        while True:
+            try:
+                async with aclosing(self._stream_once(request, deadline)) as responses:
+                    async for response in responses:
+                        begun = True
+                        yield response
+                return
+            except NotReadyError as error:
+                if begun:
+                    raise
+                not_ready = error
+            await backoff.pause(not_ready, not_ready.retry_after_ms)
+
+    async def _stream_once(self, request: bytes, deadline: Deadline) -> AsyncGenerator[bytes, None]:
         span = ClientSpan()
         with span.of_next_call():
             metadata = (ERRORS_AS_STATUS, RECORDED, JOINS_ANSWERS)
@@ -145,7 +166,7 @@ class PredictorClient:
         span: ClientSpan,
     ) -> OipCall:
         """Begins the call; `span` receives its span."""
-        return OipCall(self._stream, submission, sampling, dialect, deadline, span)
+        return OipCall(self._generate, submission, sampling, dialect, deadline, span)
 
 
 def _answers_of(message: bytes) -> Sequence[bytes]:

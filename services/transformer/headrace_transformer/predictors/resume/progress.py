@@ -16,6 +16,7 @@ from headrace.errors import (
     OtherWeightsError,
     OverloadedError,
 )
+from headrace.oip.prompt_scores import PROMPT_LOGPROBS
 from headrace.rpc.client.interceptors import ClientSpan
 from headrace.sampling import RESTRICTIONS, SamplingParameters
 from headrace_protos import steps_pb2 as pb
@@ -136,5 +137,5 @@ def next_submission(
     )
     own.MergeFrom(submission)
     if progress.output_ids:  # A call that continues after earlier ids follows one whose first chunk had them.
-        own.ClearField("prompt_logprobs")
+        own.ClearField(PROMPT_LOGPROBS)
     return own

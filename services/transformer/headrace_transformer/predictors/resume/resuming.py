@@ -94,19 +94,16 @@ class ResumingGenerator:
         deadline: Deadline,
         first_token: Deadline,
         *,
-        dialect: Dialect | None = None,
-        pool: EnginePool | None = None,
+        elsewhere: Dialect | EngineModel | None = None,
         start_wait_s: float | None = None,
         fingerprint: str = "",
         output_ids: Sequence[int] = (),
-        further_fields: Mapping[str, Any] | None = None,
     ) -> TokenStream:
         """The tokens of a generation; the submission has its `sampling`.
 
-        `dialect`: of a server that is not ours, None for a predictor that resumes; `pool`: the engines that generate in
-        place of predictors, with the `further_fields` of their requests; `start_wait_s`: the longest wait for a
-        predictor to begin it, None for the default; `fingerprint`: of the weights that must generate it, "" for any;
-        `output_ids`: tokens that they have generated already, after which the answer continues.
+        `elsewhere`: a server that is not ours, or engines that generate in place of predictors; `start_wait_s`: the
+        longest wait for a predictor to begin it, None for the default; `fingerprint`: of the weights that must generate
+        it, "" for any; `output_ids`: tokens that they have generated already, after which the answer continues.
 
         Raises RequestFailedError if the request is in quarantine.
         """
@@ -114,9 +111,9 @@ class ResumingGenerator:
             raise RequestFailedError(_REFUSED)
         backoff = self.predictor.backoff(deadline, start_wait_s)
         crashes = CrashCount(self._resume_limit)
-        progress = Progress(submission.request_id, dialect is None, crashes, fingerprint, output_ids)
-        progress.isolates = dialect is None and pool is None
-        elsewhere = dialect if pool is None else EngineModel(pool, further_fields or {})
+        resumes = not isinstance(elsewhere, Dialect)
+        progress = Progress(submission.request_id, resumes, crashes, fingerprint, output_ids)
+        progress.isolates = elsewhere is None
         return TokenStream(self, submission, sampling, elsewhere, progress, backoff, first_token)
 
 

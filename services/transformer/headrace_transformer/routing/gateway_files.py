@@ -1,8 +1,11 @@
-"""The file with the predictors' addresses for the gateway, where a service's SRV records have them.
+"""Files that the transformer keeps for the gateway; each is replaced as a whole, and several transformers may share it.
 
-Envoy resolves names by itself, but no SRV records, so it reads this file as a cluster's endpoints: a DiscoveryResponse
-of its API, replaced as a whole. Records of a higher priority number are endpoints of a lower Envoy priority, which get
-calls while none of those before is healthy. Several transformers may share the file: all have the same addresses.
+The models whose calls need not pass the transformer, a name a line: the gateway sends their ModelInfer calls straight
+to a predictor (envoy/first_message.lua), which answers and records them as the transformer would.
+
+The predictors' addresses, where a service's SRV records have them: Envoy resolves names by itself, but no SRV records,
+so it reads this file as a cluster's endpoints, a DiscoveryResponse of its API. Records of a higher priority number are
+endpoints of a lower Envoy priority, which get calls while none of those before is healthy.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from pathlib import Path
 from headrace.endpoints import host_and_port
 from headrace.files import replace_file
 from headrace_transformer.predictors.link.links import Links
+from headrace_transformer.routing.router import Router
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +28,23 @@ _INTERVAL_S, _RETRY_S = 1.0, 10.0
 # In percent of the healthy hosts, so that a priority with one of at most a hundred healthy passes no call on.
 _OVERPROVISIONING = 10_000
 _HOST = "socket_address"
+
+
+async def list_direct_models(path: Path, router: Router) -> None:
+    """Keeps the file equal to what the router knows, until cancelled."""
+    written: list[str] | None = None
+    while True:
+        changed = router.catalogue.changed
+        names = sorted(router.direct_names)
+        if names != written:
+            try:
+                await asyncio.to_thread(replace_file, path, "".join(f"{name}\n" for name in names))
+                written = names
+            except OSError as error:
+                logger.warning("%s cannot be written, all calls go through the transformer: %s", path, error.strerror)
+                await asyncio.sleep(_RETRY_S)
+                continue
+        await changed.wait()
 
 
 async def list_endpoints(path: Path, links: Links) -> None:
