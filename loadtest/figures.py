@@ -19,7 +19,6 @@ REQUESTS, GOOD, FAILED, TOKENS, MESSAGES = "requests", "good", "failed", "tokens
 # A process that runs for more of the time delays what it measures.
 PROCESSOR_FULL = 0.9
 _SLOWEST = 10
-_SEPARATOR = "\t"
 
 
 @dataclass(frozen=True)
@@ -93,8 +92,8 @@ class Figures:
 
     def to_message(self) -> dict[str, Any]:
         return {
-            "histograms": {_SEPARATOR.join(key): value.to_message() for key, value in self.histograms.items()},
-            "counts": {_SEPARATOR.join(key): value for key, value in self.counts.items()},
+            "histograms": [(key, value.to_message()) for key, value in self.histograms.items()],
+            "counts": list(self.counts.items()),
             "slowest": [asdict(request) for request in self.slowest],
             "processor": self.processor,
         }
@@ -102,18 +101,11 @@ class Figures:
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Figures:
         figures = cls()
-        for key, value in message["histograms"].items():
-            figures.histograms[_key(key)] = Histogram.from_message(value)
-        for key, value in message["counts"].items():
-            figures.counts[_key(key)] = value
+        figures.histograms = {tuple(key): Histogram.from_message(value) for key, value in message["histograms"]}
+        figures.counts.update({tuple(key): count for key, count in message["counts"]})
         figures.slowest = [SlowRequest(**request) for request in message["slowest"]]
         figures.processor = message["processor"]
         return figures
-
-
-def _key(text: str) -> tuple[str, str]:
-    row, _, name = text.partition(_SEPARATOR)
-    return row, name
 
 
 def _slowest(requests: list[SlowRequest]) -> list[SlowRequest]:

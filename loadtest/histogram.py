@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 _GROWTH = 1.01
@@ -16,17 +17,15 @@ _SCALE = 1 / math.log(_GROWTH)
 _LEAST = 1e-3  # Smaller values count as this: a microsecond, where the unit is a millisecond.
 
 
+@dataclass(slots=True)
 class Histogram:
     """Counts of values by bucket; the least, the greatest and the sum are exact."""
 
-    __slots__ = ("buckets", "count", "greatest", "least", "total")
-
-    def __init__(self) -> None:
-        self.buckets: dict[int, int] = {}
-        self.count = 0
-        self.total = 0.0
-        self.least = math.inf
-        self.greatest = 0.0
+    buckets: dict[int, int] = field(default_factory=dict)
+    count: int = 0
+    total: float = 0.0
+    least: float = math.inf
+    greatest: float = 0.0
 
     def record(self, value: float) -> None:
         bucket = math.ceil(math.log(value if value > _LEAST else _LEAST) * _SCALE)
@@ -68,20 +67,9 @@ class Histogram:
 
     def to_message(self) -> dict[str, Any]:
         """As values that msgpack and JSON carry."""
-        pairs = [[bucket, count] for bucket, count in self.buckets.items()]
-        return {
-            "buckets": pairs,
-            "total": self.total,
-            "least": self.least if self.count else 0.0,
-            "greatest": self.greatest,
-        }
+        return asdict(self)
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Histogram:
-        histogram = cls()
-        histogram.buckets = {int(bucket): int(count) for bucket, count in message["buckets"]}
-        histogram.count = sum(histogram.buckets.values())
-        histogram.total = message["total"]
-        histogram.least = message["least"] if histogram.count else math.inf
-        histogram.greatest = message["greatest"]
-        return histogram
+        buckets = {int(bucket): count for bucket, count in message["buckets"].items()}  # JSON's keys are texts.
+        return cls(**{**message, "buckets": buckets})

@@ -83,8 +83,8 @@ def _course(session: Session) -> list[dict[str, Any]]:
 
 
 def _predictors(session: Session) -> list[dict[str, Any]]:
-    readings = session.predictors.readings
-    return [{"name": name, **state._asdict()} for name, state in readings[-1].states.items()] if readings else []
+    latest = session.predictors[-1][1] if session.predictors else {}
+    return [{"name": name, **state._asdict()} for name, state in latest.items()]
 
 
 def _linked(session: Session, records: str, request: figures.SlowRequest) -> dict[str, Any]:

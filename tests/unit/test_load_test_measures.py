@@ -8,7 +8,7 @@ import pytest
 from loadtest import figures
 from loadtest.figures import Figures, SlowRequest, verdicts
 from loadtest.histogram import Histogram
-from loadtest.knee.level import measured
+from loadtest.knee.search import measured
 from loadtest.measures import KEPT_S, Measures
 from loadtest.objective import parse_objective
 
