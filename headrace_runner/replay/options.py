@@ -14,12 +14,9 @@ from pathlib import Path
 
 from headrace.errors import StartupError
 from headrace_runner.replay import report
-from headrace_runner.replay.comparison import Difference
-from headrace_runner.replay.replay import Replay
-from headrace_runner.replay.results import TROUBLE
-from headrace_runner.replay.selection import LoggedStream
-from headrace_runner.replay.sources import of_file, of_stack
-from headrace_runner.replay.target import FailedError, Target, open_channel
+from headrace_runner.replay.records import LoggedStream, of_file, of_stack
+from headrace_runner.replay.replay import FailedError, Replay, Target, open_channel
+from headrace_runner.replay.results import TROUBLE, Difference
 from headrace_runner.terminal import Painter, has_colours
 
 CONCURRENCY, LIMIT, TIMEOUT_S = 8, 10_000, 120.0

@@ -11,10 +11,9 @@ from typing import Any
 
 from headrace.errors import StartupError
 from headrace.files import private_file
-from headrace_runner.replay.comparison import Difference
-from headrace_runner.replay.results import TROUBLE, Results
-from headrace_runner.replay.selection import LoggedStream
-from headrace_runner.replay.target import FailedError
+from headrace_runner.replay.records import LoggedStream
+from headrace_runner.replay.replay import FailedError
+from headrace_runner.replay.results import TROUBLE, Difference, Results
 from headrace_runner.terminal import BOLD, GREEN, RED, Painter, one_line, printable
 
 _WIDTH = 200  # Characters of a failure's message.

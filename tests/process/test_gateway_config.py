@@ -23,7 +23,7 @@ import envoy
 from headrace.errors import StartupError
 from headrace_predictor.settings import PredictorSettings
 from headrace_protos.rest_pb2 import DESCRIPTOR
-from headrace_runner import envoy_config, gateway_access
+from headrace_runner import envoy_config
 from headrace_runner.command import certificates
 from headrace_runner.services import gateway_environment
 from headrace_runner.settings import StackSettings
@@ -509,7 +509,7 @@ def test_container_and_local_runner_have_the_same_configuration(
     access = {name: value for name, value in access.items() if name.startswith(switched_on)}
     assert start(tmp_path, **access).returncode == 0
     in_container = yaml.safe_load((tmp_path / "envoy.yaml").read_text())
-    secrets = [tmp_path / name for name in gateway_access.SECRETS]
+    secrets = [tmp_path / name for name in envoy_config.SECRETS]
     written = [secret.read_text().rstrip("\n") for secret in secrets if secret.exists()]
     envoy_config.write(settings_of(tmp_path, access), tmp_path / "local.yaml")
     local = yaml.safe_load((tmp_path / "local.yaml").read_text())
