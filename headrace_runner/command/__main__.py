@@ -13,7 +13,7 @@ from typing import Any
 from headrace.clients import Policy
 from headrace.errors import StartupError
 from headrace_runner import settings as stack_settings
-from headrace_runner.command import certificates, chat, help_texts, keys, records, start
+from headrace_runner.command import access, chat, help_texts, records, start
 from headrace_runner.command.gateway import Gateway
 from headrace_runner.replay import options as replay_options
 from headrace_runner.terminal import Painter, has_colours, short
@@ -100,14 +100,14 @@ def parser() -> argparse.ArgumentParser:
     key.add_argument("name", metavar="NAME", help="of the client")
     key.add_argument("--role", choices=("user", "admin"), help="without it user")
     key.add_argument("--models", type=lambda text: text.split(","), metavar="A,B", help="without it all models")
-    for name in keys.LIMITS:
+    for name in access.LIMITS:
         text = Policy.model_fields[name].description
         key.add_argument(f"--{name.replace('_', '-')}", metavar="N", help=text)
     key.add_argument("--file", type=Path, metavar="FILE", help="default: GATEWAY_KEYS, else config/keys.yaml")
 
     certs = command("certs", _certs, "make certificates for development", help_texts.CERTS, calls=False)
     certs.add_argument("names", nargs="*", metavar="NAME", help="host names and addresses of the gateway")
-    certs.add_argument("--folder", type=Path, default=certificates.FOLDER, help="for GATEWAY_TLS (default .run/certs)")
+    certs.add_argument("--folder", type=Path, default=access.CERTIFICATES, help="for GATEWAY_TLS (default .run/certs)")
     certs.add_argument("--ask-clients", action="store_true", help="write ca.crt too: clients need a certificate")
 
     log = command("log", _log, "list the requests so far", help_texts.LOG)
@@ -192,15 +192,15 @@ def _replay(options: argparse.Namespace) -> None:
 
 
 def _key(options: argparse.Namespace) -> None:
-    file = options.file or stack_settings.load().key_file or keys.FILE
-    key = keys.add(file, options.name, _given(options, *Policy.model_fields))
+    file = options.file or stack_settings.load().key_file or access.KEY_FILE
+    key = access.add_key(file, options.name, _given(options, *Policy.model_fields))
     print(f"{key}\nentry of {options.name} in {short(file)}; GATEWAY_KEYS={short(file)} makes the gateway ask for keys")
 
 
 def _certs(options: argparse.Namespace) -> None:
     folder = options.folder.absolute()
-    certificates.make(folder, options.names, ask_clients=options.ask_clients)
-    print(certificates.next_steps(folder, stack_settings.load(), ask_clients=options.ask_clients))
+    access.make_certificates(folder, options.names, ask_clients=options.ask_clients)
+    print(access.next_steps(folder, stack_settings.load(), ask_clients=options.ask_clients))
 
 
 def _log(options: argparse.Namespace) -> None:

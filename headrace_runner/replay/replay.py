@@ -130,32 +130,29 @@ class Replay:
             async with asyncio.TaskGroup() as tasks:
                 for number in range(self._concurrency):
                     tasks.create_task(self._work(), name=f"replay {number}")
-                tasks.create_task(self._read_all(records), name="read records")
+                tasks.create_task(self._read(records), name="read records")
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
         for model in self.results.fingerprints():
             self.results.weights[model] = await self._target.fingerprint(model)
         return self.results
 
-    async def _read_all(self, records: AsyncGenerator[PayloadRecord, None]) -> None:
-        async with aclosing(records):
-            await self._read(records)
-        for _ in range(self._concurrency):
-            await self._queue.put(None)
-
     async def _read(self, records: AsyncGenerator[PayloadRecord, None]) -> None:
         results, selected = self.results, 0
-        async for record in records:
-            stream = select(record, self._from_text)
-            if isinstance(stream, str):
-                results.not_comparable[stream] += 1
-                continue
-            if selected == self._limit:
-                results.limit_reached = True
-                return
-            selected += 1
-            results.add_weights(stream)
-            await self._queue.put(stream)
+        async with aclosing(records):
+            async for record in records:
+                stream = select(record, self._from_text)
+                if isinstance(stream, str):
+                    results.not_comparable[stream] += 1
+                    continue
+                if selected == self._limit:
+                    results.limit_reached = True
+                    break
+                selected += 1
+                results.add_weights(stream)
+                await self._queue.put(stream)
+        for _ in range(self._concurrency):
+            await self._queue.put(None)
 
     async def _work(self) -> None:
         while (stream := await self._queue.get()) is not None:

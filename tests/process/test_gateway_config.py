@@ -24,7 +24,7 @@ from headrace.errors import StartupError
 from headrace_predictor.settings import PredictorSettings
 from headrace_protos.rest_pb2 import DESCRIPTOR
 from headrace_runner import envoy_config
-from headrace_runner.command import certificates
+from headrace_runner.command.access import make_certificates
 from headrace_runner.services import gateway_environment
 from headrace_runner.settings import StackSettings
 from headrace_transformer.predictors.discovery.gateway_endpoints import endpoints_file
@@ -470,7 +470,7 @@ LIMITS = "envoy.filters.http.ratelimit"
 def access(tmp_path: Path) -> dict[str, str]:
     """Settings with all of these; names contain letters with a meaning in bash or YAML."""
     folder = tmp_path / "a & b: {c} $d #e"
-    certificates.make(folder, ("models.example",), ask_clients=True)
+    make_certificates(folder, ("models.example",), ask_clients=True)
     publish(folder / "jwks.json", SigningKey("one"))
     return {
         "GATEWAY_TLS": str(folder),
@@ -636,7 +636,7 @@ def test_the_runner_checks_the_certificates_before_it_starts(
 ) -> None:
     folder = Path(access["GATEWAY_TLS"])
     if content is None:  # A valid key, but of another certificate.
-        certificates.make(tmp_path / "other", ())
+        make_certificates(tmp_path / "other", ())
         content = (tmp_path / "other" / name).read_text()
     (folder / name).write_text(content)
     with pytest.raises(StartupError, match="cannot be used: ") as error:

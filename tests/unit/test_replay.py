@@ -14,9 +14,9 @@ from headrace.errors import StartupError
 from headrace_logger.values import row, to_json
 from headrace_protos import headrace_pb2 as pb
 from headrace_runner.replay import records
+from headrace_runner.replay.options import check_writable, found_lines, summary_lines, write_json
 from headrace_runner.replay.records import LoggedStream, of_file, select
 from headrace_runner.replay.replay import FailedError, Replay
-from headrace_runner.replay.report import check_writable, found_lines, summary_lines, write_json
 from headrace_runner.replay.results import Answer, Difference, Results, compare, percentiles
 from headrace_runner.terminal import Painter
 
