@@ -36,7 +36,7 @@ from bench.statistics import paired_ratios, quantile
 from bench.tensor_cases import CASES, INFER
 from headrace_protos.headrace_pb2 import GenerateRequest
 from headrace_protos.headrace_pb2_grpc import TextGenerationStub
-from headrace_runner.command import certificates
+from headrace_runner.command.access import make_certificates
 
 _CASE = "tiny"
 _CLIENTS = ("light", "heavy", "flooding")
@@ -75,7 +75,7 @@ async def _measure(given: argparse.Namespace) -> dict[str, Any]:
         entries: list[dict[str, Any]] = [{"name": n, "key": k, **limits} for n, k in keys.items()]
         entries[_CLIENTS.index("flooding")]["requests_per_second"] = _FLOOD_ALLOWED
         (folder / "keys.yaml").write_text(yaml.safe_dump(entries))
-        certificates.make(folder / "tls", ())
+        make_certificates(folder / "tls", ())
         models = "storyteller=models/storyteller,echo=models/identity"
         secured = {"gateway_keys": str(folder / "keys.yaml"), "gateway_tls": str(folder / "tls")}
         async with running_stack(models=models) as off, running_stack(models=models, **secured) as on:

@@ -25,7 +25,7 @@ check_callers() {
   fi
 }
 
-# Whether the files of GATEWAY_TLS and GATEWAY_JWKS are there, as headrace_runner/gateway_access.py has it.
+# Whether the files of GATEWAY_TLS and GATEWAY_JWKS are there, as headrace_runner/envoy_config.py has it.
 check_access() {
   local path='^[^"\\[:cntrl:]]*$' uri="^[A-Za-z0-9._~:/?#@!\$&'()*+,;=%-]+$" name
   for name in GATEWAY_TLS GATEWAY_JWKS; do

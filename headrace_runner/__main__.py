@@ -39,7 +39,10 @@ def main() -> None:
         elif action == "down":
             down(RunFolder(settings.run_folder))
         else:
-            roll.request(folder := RunFolder(settings.run_folder), _running(folder))
+            folder = RunFolder(settings.run_folder)
+            if (runner := _runner(folder)) is None:
+                raise StartupError("no stack is running")
+            roll.request(folder, runner)
             _say("every service has been replaced")
     except StartupError as error:
         sys.stderr.write(f"{error}\n")
@@ -93,14 +96,6 @@ def down(folder: RunFolder) -> None:
             raise StartupError(f"process {runner} is still running after {_DOWN_TIMEOUT_S:g} s")
         time.sleep(0.1)
     _say("stopped")
-
-
-def _running(folder: RunFolder) -> int:
-    """The id of the runner that holds the folder; raises StartupError if there is none."""
-    runner = _runner(folder)
-    if runner is None:
-        raise StartupError("no stack is running")
-    return runner
 
 
 def _runner(folder: RunFolder) -> int | None:

@@ -2,15 +2,21 @@
 
 It replaces the addresses of listeners, clusters and the admin page, adds one endpoint for each predictor, with those on
 other hosts (by the transformer's file if PREDICTOR_ENDPOINTS has a service), and sets the folder of referenced files,
-the percentage of traced requests, the origins whose pages may call, and TLS and JWT (gateway_access.py). Everything
-else, including every limit, is the same as with docker compose, unless a test passes a `Change`, which shortens limits
-that it cannot wait for. An unreadable file raises StartupError with one line.
+the percentage of traced requests, and the origins whose pages may call. Everything else, including every limit, is the
+same as with docker compose, unless a test passes a `Change`, which shortens limits that it cannot wait for.
+
+GATEWAY_TLS, GATEWAY_JWKS and GATEWAY_RATE_LIMIT_SERVICE enable the lines of `envoy/envoy.yaml` after their marks, #TLS,
+#CLIENTS, #JWT and #LIMITS, as envoy/start.sh does in a container; <NAME> in them is a setting's value. Certificates are
+separate files beside the derived configuration, because Envoy reloads only such secrets when they change.
+
+An unreadable file, also one of the settings, raises StartupError with one line.
 """
 
 from __future__ import annotations
 
 import json
 import resource
+import ssl
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,18 +24,19 @@ from typing import Any
 import yaml
 
 from headrace.errors import StartupError
-from headrace_runner import gateway_access
-from headrace_runner.settings import LOOPBACK, ROOT, StackSettings
+from headrace_runner.settings import HOME, LOOPBACK, ROOT, StackSettings
 
 ENVOY_FOLDER = ROOT / "envoy"
-NO_ORIGINS = "[]  # GATEWAY_ALLOWED_ORIGINS"
-_CONNECT_TIMEOUT = "connect_timeout: 1s  # PREDICTOR_ENDPOINTS"
-_CONNECT_TIMEOUT_ELSEWHERE = "connect_timeout: 3.5s"
+SECRETS = ("certificate.yaml", "client_authority.yaml")
+_NO_ORIGINS = "[]  # GATEWAY_ALLOWED_ORIGINS"
+_PREDICTORS_ELSEWHERE = {"connect_timeout: 1s  # PREDICTOR_ENDPOINTS": "connect_timeout: 3.5s"}
 _SERVICES = {"type: STRICT_DNS  # SRV": "type: EDS", "#SRV ": ""}
 _NO_ENDPOINTS = '{"resources": []}'
 _CONTAINER_FOLDER = "/etc/envoy/"
 _CONNECTIONS = "envoy.resource_monitors.global_downstream_max_connections"
 _OWN_DESCRIPTORS = 128  # Of Envoy: its files, listeners and connections to services.
+_SOCKET = "jwks.sock"
+_MAX_SOCKET_BYTES = 107  # Linux: sockaddr_un.
 
 Config = dict[str, Any]
 Address = tuple[str, int]
@@ -39,7 +46,7 @@ Change = Callable[[Config], None]
 def derive(settings: StackSettings, change: Change | None = None) -> Config:
     """The configuration of the stack that `settings` describes; `change` is applied last."""
     path = ENVOY_FOLDER / "envoy.yaml"
-    gateway_access.check(settings)
+    _check(settings)
     try:
         config = _derive(settings, path.read_text())
     except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError, AttributeError) as error:
@@ -51,14 +58,7 @@ def derive(settings: StackSettings, change: Change | None = None) -> Config:
 
 
 def _derive(settings: StackSettings, text: str) -> Config:
-    origins = json.dumps(allowed_origins(settings.gateway_allowed_origins))
-    text = gateway_access.fill(text, settings)
-    if settings.predictor_endpoints:
-        text = text.replace(_CONNECT_TIMEOUT, _CONNECT_TIMEOUT_ELSEWHERE)
-    if settings.listed_predictors:
-        for mark, value in {**_SERVICES, "<PREDICTORS>": str(settings.listed_predictors.absolute())}.items():
-            text = text.replace(mark, value)
-    config: Config = _with_local_files(yaml.safe_load(text.replace(NO_ORIGINS, origins)))
+    config: Config = _with_local_files(yaml.safe_load(_fill(text, settings)))
     (connections,) = [
         monitor["typed_config"]
         for monitor in config["overload_manager"]["resource_monitors"]
@@ -106,11 +106,12 @@ def _derive(settings: StackSettings, text: str) -> Config:
 def write(settings: StackSettings, path: Path, change: Change | None = None) -> None:
     """Writes the derived configuration as YAML, and its certificates into the run folder."""
     config = yaml.safe_dump(derive(settings, change), sort_keys=False, width=120)
-    gateway_access.write_secrets(settings, ENVOY_FOLDER)
+    if settings.gateway_tls:
+        for name in SECRETS:
+            (settings.run_folder / name).write_text(_fill((ENVOY_FOLDER / name).read_text(), settings))
     if settings.listed_predictors and not settings.listed_predictors.exists():
-        settings.listed_predictors.write_text(
-            _NO_ENDPOINTS
-        )  # Envoy needs the file before the transformer has written it.
+        # Envoy needs the file before the transformer has written it.
+        settings.listed_predictors.write_text(_NO_ENDPOINTS)
     path.write_text(config)
 
 
@@ -119,9 +120,82 @@ def lua_path() -> dict[str, str]:
     return {"LUA_PATH": str(ENVOY_FOLDER / "?.lua")}
 
 
-def allowed_origins(setting: str) -> list[Config]:
-    """Converts GATEWAY_ALLOWED_ORIGINS to Envoy's string matchers; envoy/start.sh does the same in a container."""
-    return [{"exact": origin} for origin in setting.split(",") if origin]
+def _fill(text: str, settings: StackSettings) -> str:
+    """A file of `envoy/` with the values of the settings and the lines behind their marks."""
+    origins = [{"exact": origin} for origin in settings.gateway_allowed_origins.split(",") if origin]
+    values = {"<STATE>": str(settings.run_folder.absolute()), _NO_ORIGINS: json.dumps(origins)}
+    if settings.predictor_endpoints:
+        values |= _PREDICTORS_ELSEWHERE
+    if settings.listed_predictors:
+        values |= _SERVICES | {"<PREDICTORS>": str(settings.listed_predictors.absolute())}
+    if settings.gateway_tls:
+        folder = HOME / settings.gateway_tls
+        values |= {"#TLS ": "", "<GATEWAY_TLS>": str(folder)}
+        if (folder / "ca.crt").exists():
+            values["#CLIENTS "] = ""
+    if settings.gateway_jwks:
+        file = HOME / settings.gateway_jwks
+        values |= {
+            "#JWT ": "",
+            "<GATEWAY_JWKS_FOLDER>": str(file.parent),
+            "<GATEWAY_JWKS>": str(file),
+            "<GATEWAY_JWT_ISSUER>": settings.gateway_jwt_issuer,
+            "<GATEWAY_JWT_AUDIENCE>": settings.gateway_jwt_audience,
+        }
+    if settings.gateway_rate_limit_service:
+        host, _, port = settings.gateway_rate_limit_service.rpartition(":")
+        values |= {
+            "#LIMITS ": "",
+            "<GATEWAY_RATE_LIMIT_HOST>": host,
+            "<GATEWAY_RATE_LIMIT_PORT>": port,
+            "<GATEWAY_RATE_LIMIT_REQUIRED>": str(settings.gateway_rate_limit_required).lower(),
+        }
+    for mark, value in values.items():
+        text = text.replace(mark, value)
+    return text
+
+
+def _check(settings: StackSettings) -> None:
+    """Raises StartupError unless certificate, key and authority belong together, and the key set is one."""
+    if settings.gateway_tls:
+        folder = HOME / settings.gateway_tls
+        if not all((folder / name).is_file() for name in ("tls.crt", "tls.key")):
+            raise StartupError(
+                f"GATEWAY_TLS={settings.gateway_tls}: must be a folder with a tls.crt and a tls.key;"
+                " `make certs` makes them for development"
+            )
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        # A password would be asked for on the terminal.
+        pair = (str(folder / "tls.crt"), str(folder / "tls.key"), lambda: "")
+        _usable(settings.gateway_tls, "tls.crt and tls.key", lambda: context.load_cert_chain(*pair))
+        authority = folder / "ca.crt"
+        if authority.exists():
+            _usable(settings.gateway_tls, "ca.crt", lambda: context.load_verify_locations(str(authority)))
+    if settings.gateway_jwks:
+        _check_key_set(settings)
+
+
+def _check_key_set(settings: StackSettings) -> None:
+    setting = f"GATEWAY_JWKS={settings.gateway_jwks}"
+    try:
+        document = json.loads((HOME / settings.gateway_jwks).read_bytes())
+    except (OSError, ValueError):
+        document = None
+    if not isinstance(document, dict) or not isinstance(document.get("keys"), list):
+        raise StartupError(f'{setting}: must be a file with a JSON Web Key Set, {{"keys": […]}}')
+    for name in ("gateway_jwt_issuer", "gateway_jwt_audience"):
+        if not getattr(settings, name):
+            raise StartupError(f"{name.upper()}=: GATEWAY_JWKS needs it, a name or a URI as in the tokens")
+    if len(bytes(settings.run_folder.absolute() / _SOCKET)) > _MAX_SOCKET_BYTES:
+        raise StartupError(f"RUN_FOLDER={settings.run_folder}: is too long for the socket of GATEWAY_JWKS")
+
+
+def _usable(setting: str, names: str, load: Callable[[], None]) -> None:
+    try:
+        load()
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError.
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        raise StartupError(f"GATEWAY_TLS={setting}: {names} cannot be used: {reason}") from None
 
 
 def _address(address: Address) -> Config:

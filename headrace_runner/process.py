@@ -148,10 +148,6 @@ class Process:
 
     async def _until_end(self, process: Running) -> int:
         """Waits for the end of the run that `process` begins; returns its exit code."""
-        return await self._ended(process)
-
-    async def _ended(self, process: Running) -> int:
-        """Waits for a process's end; returns its exit code."""
         exit_code = await process.wait()
         end_group(process.pid)
         return exit_code

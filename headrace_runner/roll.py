@@ -34,11 +34,11 @@ def request(folder: RunFolder, runner: int) -> None:
     request_id = uuid.uuid4().hex
     request = {"id": request_id, "environment": stack_settings.own_environment()}
     try:
-        _write(_request_file(folder), request)
+        _write(folder.roll_request, request)
     except OSError as error:
         raise folder.unusable(error) from None
     os.kill(runner, SIGNAL)
-    while (outcome := _read(_outcome_file(folder))).get("id") != request_id:
+    while (outcome := _read(folder.roll_outcome)).get("id") != request_id:
         if folder.holder() != runner:
             raise StartupError(f"process {runner} ended before all was replaced")
         time.sleep(_POLL_S)
@@ -51,8 +51,8 @@ async def roll_on_request(stack: Stack, request: asyncio.Event, say: Callable[[s
     while True:
         await request.wait()
         request.clear()
-        document = _read(_request_file(stack.folder))
-        _request_file(stack.folder).unlink(missing_ok=True)
+        document = _read(stack.folder.roll_request)
+        stack.folder.roll_request.unlink(missing_ok=True)
         error = ""
         started = time.monotonic()
         try:
@@ -66,7 +66,7 @@ async def roll_on_request(stack: Stack, request: asyncio.Event, say: Callable[[s
                 f"rolled in {time.monotonic() - started:.1f} s: every service was replaced and has the current settings"
             )
         with suppress(OSError):
-            _write(_outcome_file(stack.folder), {"id": document.get("id", ""), "error": error})
+            _write(stack.folder.roll_outcome, {"id": document.get("id", ""), "error": error})
 
 
 @contextmanager
@@ -83,14 +83,6 @@ def _environment(added: Mapping[str, str]) -> Iterator[None]:
             else:
                 os.environ[name] = value
         raise
-
-
-def _request_file(folder: RunFolder) -> Path:
-    return folder.path / "roll.json"
-
-
-def _outcome_file(folder: RunFolder) -> Path:
-    return folder.path / "roll.outcome"
 
 
 def _write(path: Path, document: object) -> None:

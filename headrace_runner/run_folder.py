@@ -22,6 +22,7 @@ class RunFolder:
         self.path = path
         self.logs = path / "logs"
         self.envoy_config = path / "envoy.yaml"
+        self.roll_request, self.roll_outcome = path / "roll.json", path / "roll.outcome"
         self._pid_file = path / "runner.pid"
         self._lock: IO[str] | None = None
 

@@ -59,7 +59,7 @@ class ServiceProcess(Process):
                     raise StartupError(f"{self.spec.name} ended during its replacement and was restarted")
             except BaseException:
                 signal_to(successor, signal.SIGKILL)
-                await self._ended(successor)
+                await super()._until_end(successor)
                 raise
         self.spec = spec
         self._retiring = _Retiring(running, patience_s)
@@ -85,7 +85,7 @@ class ServiceProcess(Process):
     async def _until_end(self, process: Running) -> int:
         """Waits for the end of the current process, also after a replacement; returns its exit code."""
         while True:
-            ended = asyncio.create_task(self._ended(process), name=f"{self.spec.name}'s end")
+            ended = asyncio.create_task(super()._until_end(process), name=f"{self.spec.name}'s end")
             replaced = asyncio.create_task(self._replaced.wait(), name=f"{self.spec.name}'s successor")
             await asyncio.wait({ended, replaced}, return_when=asyncio.FIRST_COMPLETED)
             replaced.cancel()

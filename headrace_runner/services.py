@@ -92,11 +92,14 @@ def plan(
     inherited = environment()
     rules = _rules({**inherited, **extra.get("transformer", {})})
 
-    def spec(kind: str, name: str, port: int, own: Environment, tuning: Environment | None = None) -> ProcessSpec:
+    def spec(name: str, port: int, metrics_port: int, own: Environment, tuning: Environment) -> ProcessSpec:
+        kind = name.partition("-")[0]
         added = {**extra.get(kind, {}), **extra.get(name, {})}
         command = commands.get(kind, (sys.executable, "-m", f"headrace_{kind}"))
+        places = {"HOST": LOOPBACK, "LISTEN": "shared", "PORT": str(port), "METRICS_PORT": str(metrics_port)}
+        own = {f"{kind.upper()}_{setting}": value for setting, value in places.items()} | own
         _refuse_computed(inherited, own)
-        return ProcessSpec(name, command, (tuning or {}) | inherited | own | added, port, _GRACE_S[kind])
+        return ProcessSpec(name, command, tuning | inherited | own | added, port, _GRACE_S[kind])
 
     tuning = predictor_tuning(settings) | rules
     places = {
@@ -105,12 +108,20 @@ def plan(
     }
     inherited |= places
     return StackPlan(
-        logger=spec("logger", "logger", settings.logger_port, _logger(settings)),
+        logger=spec("logger", settings.logger_port, settings.logger_metrics_port, {}, {}),
         predictors=tuple(
-            spec("predictor", f"predictor-{replica}", port, _predictor(settings, replica), tuning)
-            for replica, port in enumerate(settings.predictor_ports)
+            spec(f"predictor-{replica}", *ports, _predictor(settings), tuning)
+            for replica, ports in enumerate(
+                zip(settings.predictor_ports, settings.predictor_metrics_ports, strict=True)
+            )
         ),
-        transformer=spec("transformer", "transformer", settings.transformer_port, _transformer(settings), _ALLOCATOR),
+        transformer=spec(
+            "transformer",
+            settings.transformer_port,
+            settings.transformer_metrics_port,
+            _transformer(settings),
+            _ALLOCATOR,
+        ),
         envoy=ProcessSpec(
             name="envoy",
             command=commands.get("envoy", _envoy_command(envoy_config)),
@@ -129,33 +140,13 @@ def _refuse_computed(inherited: Mapping[str, str], own: Environment) -> None:
             raise StartupError(f"{name}={inherited[name]}: the stack sets it itself; {instead}")
 
 
-def _logger(settings: StackSettings) -> Environment:
+def _predictor(settings: StackSettings) -> Environment:
     return {
-        "LOGGER_HOST": LOOPBACK,
-        "LOGGER_LISTEN": "shared",
-        "LOGGER_PORT": str(settings.logger_port),
-        "LOGGER_METRICS_PORT": str(settings.logger_metrics_port),
-    }
-
-
-def _predictor(settings: StackSettings, replica: int) -> Environment:
-    return {
-        "PREDICTOR_HOST": LOOPBACK,
-        "PREDICTOR_LISTEN": "shared",
-        "PREDICTOR_PORT": str(settings.predictor_ports[replica]),
-        "PREDICTOR_METRICS_PORT": str(settings.predictor_metrics_ports[replica]),
         "PREDICTOR_DEVICE": settings.device,
         "PREDICTOR_LOGGER": f"{LOOPBACK}:{settings.logger_port}",
         "PREDICTOR_DEVELOPMENT": _lower(settings.development),
         "MODELS": settings.models,
     }
-
-
-def _predictor_addresses(settings: StackSettings) -> list[str]:
-    return [
-        *(f"{LOOPBACK}:{port}" for port in settings.predictor_ports),
-        *parse_endpoints(settings.predictor_endpoints),
-    ]
 
 
 def direct_models(settings: StackSettings) -> Path:
@@ -190,14 +181,11 @@ def predictor_tuning(settings: StackSettings) -> Environment:
 
 
 def _transformer(settings: StackSettings) -> Environment:
+    local = [f"{LOOPBACK}:{port}" for port in settings.predictor_ports]
     return {
-        "TRANSFORMER_HOST": LOOPBACK,
-        "TRANSFORMER_LISTEN": "shared",
-        "TRANSFORMER_PORT": str(settings.transformer_port),
         "TRANSFORMER_HTTP_PORT": str(settings.transformer_http_port),
-        "TRANSFORMER_METRICS_PORT": str(settings.transformer_metrics_port),
         "TRANSFORMER_PREDICTOR": f"{LOOPBACK}:{settings.gateway_inner_port}",
-        "TRANSFORMER_PREDICTOR_REPLICAS": ",".join(_predictor_addresses(settings)),
+        "TRANSFORMER_PREDICTOR_REPLICAS": ",".join([*local, *parse_endpoints(settings.predictor_endpoints)]),
         "TRANSFORMER_LOGGER": f"{LOOPBACK}:{settings.logger_port}",
         "TRANSFORMER_DIRECT_MODELS": str(direct_models(settings)),
         "TRANSFORMER_GATEWAY_ENDPOINTS": str(settings.listed_predictors or ""),

@@ -9,9 +9,9 @@ from __future__ import annotations
 import http.client
 import json
 import ssl
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote, urlencode, urlsplit
 
 from headrace.rpc.client import caller_key
@@ -62,6 +62,27 @@ class Model:
         return any(tensor.name == _TEXT_INPUT for tensor in self.inputs)
 
 
+class PredictorState(NamedTuple):
+    """Sequences of one predictor that run and wait; over its models, the cache of the fullest, 0 to 1."""
+
+    running: int
+    waiting: int
+    cache: float
+
+
+def states_of(predictors: Iterable[Mapping[str, Any]]) -> dict[str, PredictorState]:
+    """The ready ones of `GET /headrace/v1/predictors`, by name."""
+    return {one["name"]: _state(one["models"]) for one in predictors if one["ready"]}
+
+
+def _state(models: list[dict[str, Any]]) -> PredictorState:
+    return PredictorState(
+        sum(model["running"] for model in models),
+        sum(model["waiting"] for model in models),
+        max((1 - model["cache_free"] for model in models), default=0.0),
+    )
+
+
 def parse_address(host: str) -> Address:
     """Of http://host[:port] or https://host[:port]; raises ValueError for anything else."""
     url = urlsplit(host)
@@ -107,10 +128,9 @@ class Gateway:
         lines = self._body("GET", f"/headrace/v1/payloads?{urlencode(filters)}").splitlines()
         return [json.loads(line) for line in lines if line.strip()]
 
-    def predictors(self) -> list[dict[str, Any]]:
-        """Each predictor, with its models that the key may use and their load."""
-        predictors: list[dict[str, Any]] = self._get("/headrace/v1/predictors")["predictors"]
-        return predictors
+    def predictors(self) -> dict[str, PredictorState]:
+        """The load of each ready predictor by name, of the models that the key may use."""
+        return states_of(self._get("/headrace/v1/predictors")["predictors"])
 
     def trace_page(self) -> str:
         """The address of a trace without its id; empty if the gateway has none."""

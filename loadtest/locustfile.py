@@ -20,8 +20,7 @@ gevent.get_hub().threadpool.maxsize = 1000
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from loadtest import wiring  # noqa: E402
-from loadtest.users.impatient import CancelUser, SlowReaderUser  # noqa: E402
-from loadtest.users.streams import ChatUser, StreamUser, TritonStreamUser  # noqa: E402
+from loadtest.users.streams import CancelUser, ChatUser, SlowReaderUser, StreamUser, TritonStreamUser  # noqa: E402  # noqa: E402
 from loadtest.users.tensors import TensorRestUser, TensorUser  # noqa: E402
 
 __all__ = [

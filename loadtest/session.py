@@ -11,6 +11,7 @@ import logging
 import random
 import time
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,9 @@ from gevent.lock import BoundedSemaphore
 from locust.runners import WorkerRunner
 
 from loadtest.figures import GAP, GOOD, PROCESSOR_FULL, REQUESTS, TOKENS, TTFT, Figures
-from loadtest.gateway import Gateway, GatewayError, parse_address
+from loadtest.gateway import Gateway, GatewayError, PredictorState, parse_address
 from loadtest.measures import Measures
 from loadtest.options import Options, parse
-from loadtest.predictors import INTERVAL_S, PredictorHistory
 from loadtest.prompts import Prompt, replayed
 
 _log = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ DEFAULT_HOST = "http://127.0.0.1:8080"
 WORKERS_DELAY_S = 4  # They report every three seconds.
 _COURSE_S = 12 * 3600
 _PROCESSOR_INTERVAL_S = 2.0
+_PREDICTORS_INTERVAL_S, _KEPT_READINGS = 1.0, 900
 _REPLAYED_RECORDS = 1000
 _RECORDS_TIMEOUT_S = 15.0
 _SHOWN = 1000
@@ -40,7 +41,9 @@ _ATTRIBUTE = "headrace_session"
 class Session:
     """`in_flight`: ids of the requests that stream now. `course`: the points of the page's charts, by second.
 
-    `shown`: ids of the slow requests on the page. `knee`: the state of the search for it, in words.
+    `predictors`: what the predictors reported in a second of the clock, oldest first, without seconds in which the
+    gateway did not answer. `shown`: ids of the slow requests on the page. `knee`: the state of the search for it, in
+    words.
     """
 
     def __init__(self, environment: Any) -> None:
@@ -48,7 +51,7 @@ class Session:
         self.measures = Measures()
         self.in_flight: set[str] = set()
         self.options: Options = parse(environment.parsed_options)
-        self.predictors = PredictorHistory()
+        self.predictors: deque[tuple[int, dict[str, PredictorState]]] = deque(maxlen=_KEPT_READINGS)
         self.course: dict[int, dict[str, Any]] = {}
         self.shown: deque[str] = deque(maxlen=_SHOWN)
         self.knee = ""
@@ -73,7 +76,7 @@ class Session:
         self.read_options()
         self.measures.reset()
         self.in_flight.clear()
-        self.predictors.readings.clear()
+        self.predictors.clear()
         self.course.clear()
         self._names.clear()
         self._schedule.clear()
@@ -140,13 +143,16 @@ class Session:
         except (GatewayError, ValueError):
             self.trace_page = ""
         while True:
-            self.predictors.read(self.gateway, int(time.time()))
+            second = int(time.time())
+            with suppress(GatewayError):
+                if states := self.gateway.predictors():
+                    self.predictors.append((second, states))
             self.note_course()
-            gevent.sleep(INTERVAL_S)
+            gevent.sleep(_PREDICTORS_INTERVAL_S)
 
     def note_course(self) -> None:
         """Adds the finished seconds to the course, which outlives their figures; late reports change the newest."""
-        states = {reading.second: reading.states.values() for reading in self.predictors.readings}
+        states = {second: states.values() for second, states in self.predictors}
         changing = int(time.time()) - 2 * WORKERS_DELAY_S
         for second, found in self.measures.seconds.items():
             if second in self.course and second < changing:

@@ -13,7 +13,7 @@ from typing import Any
 from headrace.clients import Policy
 from headrace.errors import StartupError
 from headrace_runner import settings as stack_settings
-from headrace_runner.command import certificates, chat, help_texts, keys, records, start, usage
+from headrace_runner.command import access, chat, help_texts, records, start
 from headrace_runner.command.gateway import Gateway
 from headrace_runner.replay import options as replay_options
 from headrace_runner.terminal import Painter, has_colours, short
@@ -100,14 +100,14 @@ def parser() -> argparse.ArgumentParser:
     key.add_argument("name", metavar="NAME", help="of the client")
     key.add_argument("--role", choices=("user", "admin"), help="without it user")
     key.add_argument("--models", type=lambda text: text.split(","), metavar="A,B", help="without it all models")
-    for name in keys.LIMITS:
+    for name in access.LIMITS:
         text = Policy.model_fields[name].description
         key.add_argument(f"--{name.replace('_', '-')}", metavar="N", help=text)
     key.add_argument("--file", type=Path, metavar="FILE", help="default: GATEWAY_KEYS, else config/keys.yaml")
 
     certs = command("certs", _certs, "make certificates for development", help_texts.CERTS, calls=False)
     certs.add_argument("names", nargs="*", metavar="NAME", help="host names and addresses of the gateway")
-    certs.add_argument("--folder", type=Path, default=certificates.FOLDER, help="for GATEWAY_TLS (default .run/certs)")
+    certs.add_argument("--folder", type=Path, default=access.CERTIFICATES, help="for GATEWAY_TLS (default .run/certs)")
     certs.add_argument("--ask-clients", action="store_true", help="write ca.crt too: clients need a certificate")
 
     log = command("log", _log, "list the requests so far", help_texts.LOG)
@@ -160,7 +160,7 @@ def _chat(options: argparse.Namespace) -> None:
         model,
         gateway.has_chat_template(model),
         options.system,
-        chat.Sampling(options.max_tokens, options.temperature, options.seed),
+        _given(options, "max_tokens", "temperature", "seed"),
     )
     paint = Painter(has_colours(sys.stderr, os.environ))
     if options.prompt is None and sys.stdin.isatty():
@@ -192,16 +192,15 @@ def _replay(options: argparse.Namespace) -> None:
 
 
 def _key(options: argparse.Namespace) -> None:
-    file = options.file or stack_settings.load().key_file or keys.FILE
-    given = {name: getattr(options, name) for name in Policy.model_fields}
-    key = keys.add(file, options.name, {name: value for name, value in given.items() if value is not None})
+    file = options.file or stack_settings.load().key_file or access.KEY_FILE
+    key = access.add_key(file, options.name, _given(options, *Policy.model_fields))
     print(f"{key}\nentry of {options.name} in {short(file)}; GATEWAY_KEYS={short(file)} makes the gateway ask for keys")
 
 
 def _certs(options: argparse.Namespace) -> None:
     folder = options.folder.absolute()
-    certificates.make(folder, options.names, ask_clients=options.ask_clients)
-    print(certificates.next_steps(folder, stack_settings.load(), ask_clients=options.ask_clients))
+    access.make_certificates(folder, options.names, ask_clients=options.ask_clients)
+    print(access.next_steps(folder, stack_settings.load(), ask_clients=options.ask_clients))
 
 
 def _log(options: argparse.Namespace) -> None:
@@ -211,29 +210,32 @@ def _log(options: argparse.Namespace) -> None:
         record = records.one(gateway, options.id)
         print(records.as_json(record) if options.json else records.as_text(record, paint))
         return
-    names = ("model", "status", "request_id", "trace_id", "client", "text_contains", "since")
-    filters = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    filters = _given(options, "model", "status", "request_id", "trace_id", "client", "text_contains", "since")
     read = records.follow if options.follow else records.latest
     for record in read(gateway, options.number, filters):
         print(records.as_json(record) if options.json else records.as_line(record, paint, width), flush=options.follow)
 
 
 def _usage(options: argparse.Namespace) -> None:
-    names = ("since", "until", "client", "model", "group")
-    query = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    query = _given(options, "since", "until", "client", "model", "group")
     if options.group == "all":
         query["group"] = ""
-    response = usage.usage(_gateway(options), query)
+    response = records.usage(_gateway(options), query)
     if options.json:
         for group in response.groups:
-            print(usage.as_json(group))
+            print(records.as_json(group))
     else:
-        print(usage.as_table(response, _painter()))
+        print(records.usage_table(response, _painter()))
 
 
 def _trace(options: argparse.Namespace) -> None:
     gateway = _gateway(options)
     print(records.as_trace(records.of_trace(gateway, options.id), records.trace_page(gateway), _painter()))
+
+
+def _given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Those of the options that the command line has."""
+    return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
 def _gateway(options: argparse.Namespace) -> Gateway:

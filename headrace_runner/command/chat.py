@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,35 +19,26 @@ from headrace_runner.terminal import BOLD, DIM, Painter, printable
 _HELP = "an empty line or Ctrl-D ends, /new clears the conversation, Ctrl-C ends an answer"
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """Sampling parameters from the command line; None is the model's default."""
-
-    max_tokens: int | None = None
-    temperature: float | None = None
-    seed: int | None = None
-
-    def as_fields(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if value is not None}
-
-
 @dataclass
 class Conversation:
-    """A conversation with a model: messages, or single prompts if it has no chat template."""
+    """A conversation with a model: messages, or single prompts if it has no chat template.
+
+    `sampling` are sampling parameters, fields of GenerateRequest; others have the model's defaults.
+    """
 
     model: str
     has_template: bool
     system: str = ""
-    sampling: Sampling = Sampling()
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     _messages: list[pb.ChatMessage] = field(default_factory=list)
 
     def request(self, text: str) -> pb.GenerateRequest:
         """The request for the user's message `text`."""
         if not self.has_template:
-            return pb.GenerateRequest(model=self.model, prompt=text, **self.sampling.as_fields())
+            return pb.GenerateRequest(model=self.model, prompt=text, **self.sampling)
         system = [pb.ChatMessage(role="system", content=self.system)] if self.system else []
         messages = [*system, *self._messages, pb.ChatMessage(role="user", content=text)]
-        return pb.GenerateRequest(model=self.model, messages=messages, **self.sampling.as_fields())
+        return pb.GenerateRequest(model=self.model, messages=messages, **self.sampling)
 
     def answered(self, text: str, answer: str) -> None:
         """Adds one turn."""

@@ -1,4 +1,4 @@
-"""`headrace log` and `headrace trace`: records of the payload log."""
+"""`headrace log` and `headrace trace`: records of the payload log; `headrace usage`: the usage as a table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 from google.protobuf.json_format import MessageToDict
@@ -27,6 +27,16 @@ _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 _TRACE_ID = re.compile(r"[0-9a-f]{32}")
 _TRACE_PARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 _PREVIEW = 60
+
+_KEYS: tuple[Literal["client"], Literal["model"], Literal["day"]] = ("client", "model", "day")
+_SUMS = ("requests", "failed_requests", "prompt_tokens", "cached_tokens", "completion_tokens")
+_TITLES = {
+    "failed_requests": "failed",
+    "prompt_tokens": "prompt",
+    "cached_tokens": "cached",
+    "completion_tokens": "completion",
+}
+_NAME = 40  # Characters of a client or a model.
 
 
 def since(text: str, now: datetime | None = None) -> datetime:
@@ -92,8 +102,8 @@ def trace_page(gateway: Gateway) -> str:
     return page if isinstance(page, str) and page.startswith(("http://", "https://")) else ""
 
 
-def as_json(record: pb.PayloadRecord) -> str:
-    return json.dumps(MessageToDict(record, preserving_proto_field_name=True))
+def as_json(message: pb.PayloadRecord | pb.UsageGroup) -> str:
+    return json.dumps(MessageToDict(message, preserving_proto_field_name=True))
 
 
 def as_line(record: pb.PayloadRecord, paint: Painter, width: int | None = None) -> str:
@@ -197,3 +207,37 @@ def _preview(record: pb.PayloadRecord, width: int) -> str:
 
 def _colour(record: pb.PayloadRecord) -> str:
     return GREEN if record.status in ("", "OK") else RED
+
+
+def usage(gateway: Gateway, query: dict[str, Any]) -> pb.UsageResponse:
+    """Usage as the fields of UsageRequest ask; raises StartupError."""
+    with gateway.errors():
+        return gateway.log.Usage(pb.UsageRequest(**query), timeout=TIMEOUT_S)  # type: ignore[no-any-return]
+
+
+def usage_table(response: pb.UsageResponse, paint: Painter) -> str:
+    """A line for each group under a line of titles; names to the left, numbers to the right."""
+    groups = response.groups
+    if not groups:
+        return "no requests"
+    keys = [key for key in _KEYS if groups[0].HasField(key)]
+    titles = [*keys, *(_TITLES.get(name, name) for name in _SUMS), "seconds"]
+    rows = [[*(_name(group, key) for key in keys), *_numbers(group)] for group in groups]
+    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+
+    def line(cells: list[str]) -> str:
+        aligned = (
+            cell.ljust(width) if index < len(keys) else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        return "  ".join(aligned).rstrip()
+
+    return "\n".join([paint(BOLD, line(titles)), *map(line, rows)])
+
+
+def _name(group: pb.UsageGroup, key: str) -> str:
+    return one_line(getattr(group, key), _NAME) or "-"
+
+
+def _numbers(group: pb.UsageGroup) -> list[str]:
+    return [*(f"{getattr(group, name):,}" for name in _SUMS), f"{group.seconds:,.1f}"]

@@ -17,8 +17,7 @@ import httpx2
 from headrace.errors import StartupError
 from headrace_runner import settings
 from headrace_runner.smoke.checks import checks_of
-from headrace_runner.smoke.gateway import Check, Failed, Gateway
-from headrace_runner.smoke.model import describe, ready_models
+from headrace_runner.smoke.gateway import Check, Failed, Gateway, describe, ready_models
 from headrace_runner.terminal import one_line
 
 _CHECK_TIMEOUT_S = 120.0

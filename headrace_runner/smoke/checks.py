@@ -21,8 +21,7 @@ from headrace.oip.parameters import set_parameters
 from headrace.oip.tensors import BYTES, Tensor, add_input, bytes_tensor, dtype_of, encode_raw
 from headrace_protos import headrace_pb2
 from headrace_protos import inference_pb2 as pb
-from headrace_runner.smoke.gateway import Answer, Check, Failed, Gateway, ask
-from headrace_runner.smoke.model import Kind, Model
+from headrace_runner.smoke.gateway import Answer, Check, Failed, Gateway, Kind, Model, ask
 
 _PROMPT = "Once upon a time"
 _RANKED = {"query": "a fox", "documents": ["the fox", "the hen"]}

@@ -1,6 +1,6 @@
-"""A gateway as ordinary clients see it: a gRPC channel, one with the predictor's authority, and HTTP.
+"""A gateway as ordinary clients see it: a gRPC channel, one with the predictor's authority, and HTTP; its models.
 
-Calls have the key of HEADRACE_KEY.
+Calls have the key of HEADRACE_KEY. A model's metadata and configuration determine what it must answer.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 import grpc
@@ -20,6 +21,7 @@ from grpc_reflection.v1alpha import reflection_pb2_grpc
 from headrace.errors import FAILED_HOP
 from headrace.rpc.client.caller_key import headers
 from headrace_protos import headrace_pb2_grpc
+from headrace_protos import inference_pb2 as pb
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 
 _MERGED_ANSWERS = 2  # On a busy machine a short answer may have been read when it was whole: that many are repeated.
@@ -179,3 +181,73 @@ def _error_of(path: str, body: str) -> str:
         return str(error["message"]) if path.startswith(_OPENAI_PATHS) else "" + error
     except (KeyError, TypeError, ValueError):
         return ""
+
+
+class Kind(StrEnum):
+    TEXT = "text generation"
+    EMBEDDING = "embeddings"
+    CLASSIFICATION = "classification"
+    TENSORS = "tensors"
+    PROCESSOR = "a processor before a model"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model from its metadata and configuration; `details` are those of its kind."""
+
+    name: str
+    kind: Kind
+    details: str
+    version: str
+    inputs: Sequence[Any]  # Each has name, datatype and shape, in which -1 is any size.
+    has_half_floats: bool
+    decoupled: bool
+    has_chat_template: bool
+    takes_text: bool
+
+
+async def ready_models(gateway: Gateway, address: str) -> list[str]:
+    index = await ask(gateway.inference, "RepositoryIndex", pb.RepositoryIndexRequest(ready=True))
+    if index.error:
+        raise Failed(f"no stack answers at {address}: {index.error}")
+    return [model.name for model in index.pieces[0].models]
+
+
+async def describe(gateway: Gateway, name: str) -> Model:
+    """Queries the stack; raises Failed if there is no such model or no stack."""
+
+    async def about(stub: Any, method: str, request: Any) -> Any:
+        answer = await ask(stub, method, request)
+        if answer.error:
+            raise Failed(f"model {name!r}: {answer.status}: {answer.error}")
+        return answer.pieces[0]
+
+    metadata = await about(gateway.inference, "ModelMetadata", pb.ModelMetadataRequest(name=name))
+    config = (await about(gateway.inference, "ModelConfig", pb.ModelConfigRequest(name=name))).config
+    parameters = {key: value.string_value for key, value in config.parameters.items()}
+    kinds = {"embedding": Kind.EMBEDDING, "classification": Kind.CLASSIFICATION}
+    kind = Kind.PROCESSOR if metadata.platform == "headrace_processor" else Kind.TENSORS
+    kind = kinds.get(parameters.get("kind", ""), kind)
+    decoupled = config.model_transaction_policy.decoupled
+    has_chat_template, takes_text = parameters.get("chat_template") == "true", False
+    details = ", many answers to a request" if decoupled else ""
+    if any(tensor.name == "text_input" for tensor in metadata.inputs):
+        kind = Kind.TEXT
+        inner = (await about(gateway.predictor, "ModelConfig", pb.ModelConfigRequest(name=name))).config
+        build = "encoder-decoder" if inner.parameters["is_encoder_decoder"].string_value == "true" else "decoder"
+        details = f", {build}, {'with' if has_chat_template else 'without'} chat template"
+    elif kind in kinds.values():
+        takes_text = f'"{name}"' in (await gateway.rest("/v1/models")).expect(200).text
+        details = " of texts and ids" if takes_text else " of ids"
+    tensors = (*metadata.inputs, *metadata.outputs)
+    return Model(
+        name=name,
+        kind=kind,
+        details=details,
+        version=metadata.versions[-1] if metadata.versions else "",
+        inputs=metadata.inputs,
+        has_half_floats=any(tensor.datatype in ("FP16", "BF16") for tensor in tensors),
+        decoupled=decoupled,
+        has_chat_template=has_chat_template,
+        takes_text=takes_text,
+    )

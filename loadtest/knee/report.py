@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from loadtest.knee.level import Level
+from loadtest.knee.search import Level
 
 NAME = "knee"
 

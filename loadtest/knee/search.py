@@ -1,13 +1,58 @@
-"""The search for the knee: raise the load until the objective breaks, then bisect. Pure.
+"""The search for the knee, and what is measured at a level of load: raise it until the objective breaks, then bisect.
 
-A level that breaks is measured once more before it counts: one pause of the machine is not the knee.
+A level that breaks is measured once more before it counts: one pause of the machine is not the knee. Pure.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from loadtest import figures
+from loadtest.figures import PROCESSOR_FULL, Figures
+
 _CONFIRMATIONS = 2
+
+
+@dataclass(frozen=True)
+class Level:
+    """What was measured with so many users; rates a second, times in milliseconds (None without such a measure)."""
+
+    users: int
+    held: bool
+    requests: int
+    failed: int
+    good_percent: float
+    goodput: float
+    tokens: float
+    ttft_p50: float | None
+    ttft_p99: float | None
+    gap_p50: float | None
+    gap_p99: float | None
+    whole_p50: float | None
+    whole_p99: float | None
+    processor_full: bool
+
+
+def measured(found: Figures, users: int, seconds: int, least_percent: float) -> Level:
+    """The level of some seconds' figures; without a finished request it broke."""
+    share = found.good_share()
+    good_percent = 100 * (share or 0.0)
+    times = {
+        f"{measure}_{name}": value
+        for measure in (figures.TTFT, figures.GAP, figures.WHOLE)
+        for name, value in zip(("p50", "p99"), map(found.of(measure).quantile, (0.5, 0.99)), strict=True)
+    }
+    return Level(
+        users=users,
+        held=share is not None and good_percent >= least_percent,
+        requests=found.count(figures.REQUESTS),
+        failed=found.count(figures.FAILED),
+        good_percent=good_percent,
+        goodput=found.count(figures.GOOD) / seconds,
+        tokens=found.count(figures.TOKENS) / seconds,
+        processor_full=found.processor >= PROCESSOR_FULL,
+        **times,
+    )
 
 
 @dataclass

@@ -14,9 +14,8 @@ from typing import Any, TypeAlias
 from locust import LoadTestShape
 from locust.runners import MasterRunner
 
-from loadtest.knee.level import Level, measured
 from loadtest.knee.report import Knee, write
-from loadtest.knee.search import KneeSearch
+from loadtest.knee.search import KneeSearch, Level, measured
 from loadtest.session import Session, session_of
 
 _log = logging.getLogger(__name__)

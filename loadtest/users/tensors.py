@@ -12,9 +12,10 @@ from typing import Any
 import grpc
 
 from headrace.oip.parameters import set_parameters
+from headrace.oip.tensors import add_input
 from headrace_protos import inference_pb2, inference_pb2_grpc
 from loadtest.gateway import GatewayError, Model, TensorDescription
-from loadtest.tensors import filled, json_tensor, raw, values_of, with_inputs
+from loadtest.tensors import filled, filled_tensor, json_tensor, with_inputs
 from loadtest.users.base import GrpcUser, HttpUser
 from loadtest.users.call import CallFailedError
 
@@ -54,8 +55,7 @@ class TensorUser(GrpcUser):
             if generation and tensor.name != _IDS:
                 continue  # Optional.
             shape = (self.options.tensor_shape[-1],) if generation else filled(tensor.shape, self.options.tensor_shape)
-            request.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=shape)
-            request.raw_input_contents.append(raw(values_of(tensor, shape)))
+            add_input(request, filled_tensor(tensor, shape))
         if generation:
             set_parameters(request.parameters, {"max_tokens": max_tokens})
         with self.measured(arrival) as call:

@@ -12,11 +12,11 @@ import torch
 from headrace_predictor.engine import build
 from headrace_predictor.engine.cpu import kernel
 from headrace_predictor.engine.runners import attention
+from headrace_predictor.engine.runners.attention import StepPlan
 from headrace_predictor.engine.runners.memory import cache_shape
 from headrace_predictor.engine.runners.paged import PagedRunner
 from headrace_predictor.engine.runners.proof import Proof
 from headrace_predictor.engine.runners.rotary import SequenceRotary
-from headrace_predictor.engine.runners.step_plan import StepPlan
 from tests.model.bfloat16 import needs_bfloat16_processor
 from tests.model.random_crowd import (
     LENGTHS,

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from headrace.errors import RequestFailedError
-from headrace_predictor.engine.interface import Timeline
+from headrace_predictor.engine.interface import EngineStatistics, Timeline
 from tests.model.crowd import CROWD, assert_crowd_is_unharmed, submit_crowd
 from tests.model.fakes import FakeRunner, Gate, expected, read_all, request
 from tests.waiting import until
@@ -60,7 +60,7 @@ async def test_preemption_times_are_reported_with_the_end_at_the_latest(engine_o
     for prompt, slot in zip(prompts, slots, strict=True):
         assert (await read_all(slot))[0] == expected(prompt, 30)
     times = [slot.timeline for slot in slots]
-    assert sum(timeline.preemptions for timeline in times) == engine.load.totals.preempted > 0
+    assert sum(timeline.preemptions for timeline in times) == engine.statistics.preempted > 0
     for timeline in times:
         assert len(timeline.preempted) == timeline.preemptions
         assert list(timeline.preempted) == sorted(timeline.preempted)
@@ -95,7 +95,7 @@ async def test_the_load_counts_running_and_waiting_requests(engine_of):
     engine = engine_of(runner, max_running=2)
     idle = engine.load
     assert (idle.running, idle.waiting, idle.batch, idle.blocks_in_use, idle.oldest_age_s) == (0, 0, 0, 0, 0)
-    assert set(idle.totals) == {0}
+    assert engine.statistics == EngineStatistics()
     with engine._changed:
         slots = [engine.submit(request(str(i), prompt=(5, 6, i), max_tokens=4)) for i in range(5)]
     await until(lambda: runner.steps)
@@ -110,7 +110,7 @@ async def test_the_load_counts_running_and_waiting_requests(engine_of):
     await until(lambda: engine.load.batch == 0)
     rest = engine.load
     assert (rest.running, rest.waiting, rest.blocks_in_use, rest.oldest_age_s) == (0, 0, 0, 0)
-    assert (rest.totals.tokens, rest.totals.prompt_tokens) == (20, 15)
+    assert (engine.statistics.tokens, engine.statistics.prompt_tokens) == (20, 15)
 
 
 async def test_cached_prompt_tokens_are_counted(engine_of):
@@ -118,7 +118,7 @@ async def test_cached_prompt_tokens_are_counted(engine_of):
     prompt = list(range(5, 23))
     for _ in range(2):
         await read_all(engine.submit(request(prompt=prompt)))
-    assert (engine.load.totals.prompt_tokens, engine.load.totals.cached_tokens) == (36, 16)
+    assert (engine.statistics.prompt_tokens, engine.statistics.cached_tokens) == (36, 16)
 
 
 async def test_tokens_after_a_cancel_are_counted_as_wasted(engine_of):
@@ -130,7 +130,7 @@ async def test_tokens_after_a_cancel_are_counted_as_wasted(engine_of):
     slot.cancel()
     gate.open(100)
     await until(lambda: engine.load.running == 0)
-    assert (engine.load.totals.tokens, engine.load.totals.tokens_after_cancel) == (1, 1)
+    assert (engine.statistics.tokens, engine.statistics.tokens_after_cancel) == (1, 1)
 
 
 async def test_the_load_can_be_read_from_any_thread_at_any_time(engine_of):
@@ -153,4 +153,4 @@ async def test_the_load_can_be_read_from_any_thread_at_any_time(engine_of):
             await asyncio.to_thread(thread.join, 10)
     assert all(0 <= load.blocks_in_use <= 1 for load in seen)
     assert all(load.running <= 4 and load.batch <= 4 and load.running + load.waiting <= len(CROWD) for load in seen)
-    assert engine.load.totals.tokens == 12 * len(CROWD)
+    assert engine.statistics.tokens == 12 * len(CROWD)

@@ -102,7 +102,7 @@ async def test_times_and_figures_are_the_engines_own(engine_of):
         await read_all(slot)
         line = slot.timeline
         assert begun <= line.submitted <= line.started <= line.first_token <= line.ended <= time.monotonic()
-        assert (engine.load.totals.tokens, engine.load.running, engine.load.waiting) == (12, 0, 0)
+        assert (engine.statistics.tokens, engine.load.running, engine.load.waiting) == (12, 0, 0)
         assert (engine.statistics.succeeded, engine.statistics.ended) == (1, 1)
         assert engine.statistics.steps >= 12
 

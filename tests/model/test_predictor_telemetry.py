@@ -17,9 +17,8 @@ from headrace.oip.tensors import Tensor, add_input
 from headrace.sampling import SamplingParameters
 from headrace.telemetry.identity import MODEL
 from headrace_predictor.generation.loaded_model import LoadedModel
-from headrace_predictor.generation.metrics import observe_engines
 from headrace_predictor.generation.model import GenerationModel
-from headrace_predictor.generation.served_engines import ServedEngines
+from headrace_predictor.generation.served_engines import ServedEngines, observe_engines
 from headrace_predictor.repository.repository import ModelRepository
 from headrace_predictor.settings import PredictorSettings
 from headrace_protos.inference_pb2 import ModelInferRequest
@@ -149,7 +148,7 @@ async def test_each_preemption_is_an_event(model_of, spans):
         gate.open(10_000)
         await newest
     await asyncio.gather(*others)
-    assert model.engine.load.totals.preempted > 0
+    assert model.engine.statistics.preempted > 0
     preempted = spans.names.count("preempted")
     assert spans.events[-1].attributes.get("headrace.preemptions", 0) == preempted > 0
     assert (spans.names[:2], spans.names[-1]) == (["queued", "prefill"], "generation_end")

@@ -2,7 +2,7 @@
 
 import torch
 
-from headrace_predictor.engine.runners.step_plan import StepPlanner
+from headrace_predictor.engine.runners.attention import StepPlanner
 from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache
 from headrace_predictor.engine.state.sequence import Row, detached_sequence
 

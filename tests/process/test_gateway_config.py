@@ -23,8 +23,8 @@ import envoy
 from headrace.errors import StartupError
 from headrace_predictor.settings import PredictorSettings
 from headrace_protos.rest_pb2 import DESCRIPTOR
-from headrace_runner import envoy_config, gateway_access
-from headrace_runner.command import certificates
+from headrace_runner import envoy_config
+from headrace_runner.command.access import make_certificates
 from headrace_runner.services import gateway_environment
 from headrace_runner.settings import StackSettings
 from headrace_transformer.routing.gateway_files import endpoints_file
@@ -470,7 +470,7 @@ LIMITS = "envoy.filters.http.ratelimit"
 def access(tmp_path: Path) -> dict[str, str]:
     """Settings with all of these; names contain letters with a meaning in bash or YAML."""
     folder = tmp_path / "a & b: {c} $d #e"
-    certificates.make(folder, ("models.example",), ask_clients=True)
+    make_certificates(folder, ("models.example",), ask_clients=True)
     publish(folder / "jwks.json", SigningKey("one"))
     return {
         "GATEWAY_TLS": str(folder),
@@ -509,7 +509,7 @@ def test_container_and_local_runner_have_the_same_configuration(
     access = {name: value for name, value in access.items() if name.startswith(switched_on)}
     assert start(tmp_path, **access).returncode == 0
     in_container = yaml.safe_load((tmp_path / "envoy.yaml").read_text())
-    secrets = [tmp_path / name for name in gateway_access.SECRETS]
+    secrets = [tmp_path / name for name in envoy_config.SECRETS]
     written = [secret.read_text().rstrip("\n") for secret in secrets if secret.exists()]
     envoy_config.write(settings_of(tmp_path, access), tmp_path / "local.yaml")
     local = yaml.safe_load((tmp_path / "local.yaml").read_text())
@@ -636,7 +636,7 @@ def test_the_runner_checks_the_certificates_before_it_starts(
 ) -> None:
     folder = Path(access["GATEWAY_TLS"])
     if content is None:  # A valid key, but of another certificate.
-        certificates.make(tmp_path / "other", ())
+        make_certificates(tmp_path / "other", ())
         content = (tmp_path / "other" / name).read_text()
     (folder / name).write_text(content)
     with pytest.raises(StartupError, match="cannot be used: ") as error:

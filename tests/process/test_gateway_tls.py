@@ -18,7 +18,7 @@ import pytest_asyncio
 
 from headrace_protos import headrace_pb2, headrace_pb2_grpc, inference_pb2, inference_pb2_grpc
 from headrace_runner.command import __main__ as command_line
-from headrace_runner.command import certificates
+from headrace_runner.command.access import make_certificates
 from headrace_runner.settings import ROOT
 from tests.process.gateway_before_fakes import METADATA, OPENAI, Gateway, running_gateway
 from tests.support.connections import certificate, connected, context, handshake, request
@@ -31,7 +31,7 @@ TAKES_EFFECT_S = 2.0
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("certificates")
-    certificates.make(folder, ())
+    make_certificates(folder, ())
     return folder
 
 
@@ -116,7 +116,7 @@ async def test_new_connections_use_a_new_certificate_and_no_stream_ends(gateway:
     for stream in streams:
         assert (await stream.read()).text == "first"
     before = await asyncio.to_thread(certificate, gateway.tls)
-    certificates.make(folder, ())
+    make_certificates(folder, ())
     changed = time.monotonic()
     await until(lambda: certificate(gateway.tls) != before)
     assert time.monotonic() - changed < TAKES_EFFECT_S
@@ -148,7 +148,7 @@ async def test_a_volume_of_kubernetes_is_followed(tmp_path: Path) -> None:
     volume.mkdir()
 
     def publish(version: str) -> None:
-        certificates.make(made, ())
+        make_certificates(made, ())
         shutil.copytree(made, volume / version)
         (volume / "..data_tmp").symlink_to(version)
         (volume / "..data_tmp").replace(volume / "..data")
@@ -166,7 +166,7 @@ async def test_a_volume_of_kubernetes_is_followed(tmp_path: Path) -> None:
 
 async def test_with_an_authority_only_its_clients_are_served_and_it_may_change(tmp_path: Path) -> None:
     folder = tmp_path / "certificates"
-    certificates.make(folder, (), ask_clients=True)
+    make_certificates(folder, (), ask_clients=True)
     async with running_gateway(tmp_path, gateway_tls=str(folder)) as gateway:
 
         async def answers(tls: ssl.SSLContext) -> bool:
@@ -192,7 +192,7 @@ async def test_with_an_authority_only_its_clients_are_served_and_it_may_change(t
         # After a change of the authority its clients are served, and those of the previous one are not.
         before = tmp_path / "before"
         shutil.copytree(folder, before)
-        certificates.make(folder, (), ask_clients=True)
+        make_certificates(folder, (), ask_clients=True)
         await until(lambda: answers(context(folder, with_certificate=True)), timeout_s=TAKES_EFFECT_S)
         stranger = context(folder)
         stranger.load_cert_chain(str(before / "client.crt"), str(before / "client.key"))

@@ -194,7 +194,9 @@ async def test_several_row_groups_are_one_file(store, run, tmp_path, monkeypatch
 async def test_records_that_are_committed_during_the_export_are_left_to_the_next(store, run, tmp_path, monkeypatch):
     monkeypatch.setattr(snapshot, "_ROWS", 1)
     await store.append([recorded(number) for number in range(1, 4)])
-    with snapshot.Snapshot(tmp_path / "payloads.sqlite3", export._filters(export._parse(("--output", "-")))) as taken:
+    with closing(
+        snapshot.Snapshot(tmp_path / "payloads.sqlite3", export._filters(export._parse(("--output", "-"))))
+    ) as taken:
         records = taken.records()
         next(records)
         # The logger writes, deletes and empties its write-ahead log while a slow reader holds the export.
@@ -214,7 +216,9 @@ async def test_no_record_is_missing_because_others_are_deleted_while_it_is_read(
         return min(1, fitting(rows, room))
 
     monkeypatch.setattr(reading, "fitting", delete_first)
-    with snapshot.Snapshot(tmp_path / "payloads.sqlite3", export._filters(export._parse(("--output", "-")))) as taken:
+    with closing(
+        snapshot.Snapshot(tmp_path / "payloads.sqlite3", export._filters(export._parse(("--output", "-"))))
+    ) as taken:
         assert [uuid.UUID(record.record_id).int for record in taken.records()] == [1, 2, 3]
 
 

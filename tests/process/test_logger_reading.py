@@ -297,8 +297,8 @@ async def test_pages_continue_among_large_and_small_records(store):
 async def test_a_loan_goes_to_a_waiting_task_and_never_to_a_cancelled_one():
     readers = Readers(max_bytes=4 * MIB)
     async with readers.lend("a", 2 * MIB), readers.lend("b", 2 * MIB):
-        leaving = asyncio.ensure_future(readers._borrow("c", MIB))
-        staying = asyncio.ensure_future(readers._borrow("d", MIB))
+        loans = [readers.lend("c", MIB), readers.lend("d", MIB)]
+        leaving, staying = (asyncio.ensure_future(loan.__aenter__()) for loan in loans)
         await asyncio.sleep(0)
         leaving.cancel()
         await asyncio.wait([leaving])
@@ -311,7 +311,7 @@ async def test_one_caller_gets_no_more_than_half_of_the_budget():
     readers = Readers(max_bytes=4 * MIB, wait_s=0.01)
     async with readers.lend("a", 2 * MIB):
         with pytest.raises(OverloadedError):
-            await readers._borrow("a", MIB)
+            await readers.lend("a", MIB).__aenter__()
         async with readers.lend("b", 2 * MIB), readers.lend("a", FREE_BYTES):
             pass
     assert readers.lent_bytes == 0

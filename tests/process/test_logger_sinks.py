@@ -22,7 +22,7 @@ from headrace_logger.sinks import SINK, observe_sinks
 from headrace_logger.sinks import runner as runner_module
 from headrace_logger.sinks.cloud_events import CloudEventsSink
 from headrace_logger.sinks.delivery import Event, TryAgainError
-from headrace_logger.sinks.gen_ai import span_of
+from headrace_logger.sinks.otlp import span_of
 from headrace_logger.sinks.runner import SinkRunner
 from headrace_logger.store import reading
 from headrace_logger.store.store import Store

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_runner.command.keys import LIMITS
+from headrace_runner.command.access import LIMITS
 from headrace_runner.settings import ROOT, StackSettings
 
 CUDA = "https://download.pytorch.org/whl/cu130"

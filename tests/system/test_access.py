@@ -15,7 +15,7 @@ from secrets import token_urlsafe
 import pytest
 import pytest_asyncio
 
-from headrace_runner.command import certificates
+from headrace_runner.command.access import make_certificates
 from headrace_runner.stack import Stack
 from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.stacks import StackPool
@@ -82,7 +82,7 @@ async def guarded(stacks: StackPool, tmp_path_factory: pytest.TempPathFactory) -
     folder = tmp_path_factory.mktemp("access")
     (folder / "keys.yaml").write_text(json.dumps(ENTRIES))
     publish(folder / "jwks.json", SIGNER)
-    certificates.make(folder / "certificates", ())
+    make_certificates(folder / "certificates", ())
     with OtlpReceiver() as receiver:
         exporting = EXPORTING | {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint}
         settings = {

@@ -28,7 +28,9 @@ async def answer(stack, model, **fields):
     return [token for one in responses for token in one.token_ids], "".join(one.text for one in responses)
 
 
-@pytest.mark.parametrize("fields", [{"prompt": TEXT, "temperature": 0.0}, {"prompt": TEXT, "seed": 7, "temperature": 0.9}])
+@pytest.mark.parametrize(
+    "fields", [{"prompt": TEXT, "temperature": 0.0}, {"prompt": TEXT, "seed": 7, "temperature": 0.9}]
+)
 async def test_answers_are_those_of_the_folder(stack, fields):
     assert await answer(stack, "file", **fields) == await answer(stack, "folder", **fields)
 

@@ -15,7 +15,7 @@ from headrace.errors import (
     RequestFailedError,
 )
 from headrace_predictor.engine.interface import EngineDeadError
-from headrace_predictor.tensor_models.batch_worker import BatchWorker
+from headrace_predictor.tensor_models.batching import BatchWorker
 from tests.waiting import until
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from headrace.errors import StartupError
 from headrace_protos import headrace_pb2 as pb
-from headrace_runner.command import records, start, usage
+from headrace_runner.command import records, start
 from headrace_runner.command.__main__ import main, parse
-from headrace_runner.command.chat import Conversation, Sampling
+from headrace_runner.command.chat import Conversation
 from headrace_runner.settings import ROOT, StackSettings
 from headrace_runner.terminal import Painter
 
@@ -141,7 +141,7 @@ def test_a_trace_shows_each_hop_and_where_its_spans_are() -> None:
 
 
 def test_a_conversation_is_remembered_where_the_model_has_a_template() -> None:
-    talk = Conversation("m", True, "be brief", Sampling(max_tokens=3))
+    talk = Conversation("m", True, "be brief", {"max_tokens": 3})
     talk.answered("a", "b")
     request = talk.request("c")
     assert [(m.role, m.content) for m in request.messages] == [
@@ -163,14 +163,14 @@ def test_usage_is_a_table_of_its_groups() -> None:
             pb.UsageGroup(client="ann\x1b", model="", requests=2, **sums),
         ]
     )
-    assert usage.as_table(response, PLAIN).splitlines() == [
+    assert records.usage_table(response, PLAIN).splitlines() == [
         "client   model        requests  failed  prompt  cached  completion  seconds",
         "-        storyteller     1,000       1  12,345       0          67      8.2",
         "ann\\x1b  -                   2       1  12,345       0          67      8.2",
     ]
-    assert usage.as_table(pb.UsageResponse(), PLAIN) == "no requests"
+    assert records.usage_table(pb.UsageResponse(), PLAIN) == "no requests"
     total = pb.UsageResponse(groups=[pb.UsageGroup(requests=3, **sums)])
-    assert usage.as_table(total, PLAIN).splitlines()[0].split()[0] == "requests"
+    assert records.usage_table(total, PLAIN).splitlines()[0].split()[0] == "requests"
 
 
 @pytest.mark.parametrize(

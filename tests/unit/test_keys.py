@@ -7,7 +7,7 @@ import pytest
 
 from headrace.clients import POLICY, Policy, client_of
 from headrace.errors import StartupError
-from headrace_runner.command.keys import LIMITS, add
+from headrace_runner.command.access import LIMITS, add_key
 from headrace_transformer.keys import digests, parse_keys
 
 KEY = "hr-0123456789abcdef"
@@ -80,7 +80,7 @@ def test_a_fault_is_named_in_one_line_without_the_key(text, fault):
 def test_a_made_key_has_the_limits_that_were_given(tmp_path):
     file = tmp_path / "keys.yaml"
     given = {"role": "admin", "models": ["a"], **dict.fromkeys(LIMITS, "7")}
-    keys = [add(file, "alice", given), add(file, "alice", {}), add(file, "123", {})]
+    keys = [add_key(file, "alice", given), add_key(file, "alice", {}), add_key(file, "123", {})]
     entries = parse_keys(file.read_text())
     assert [entry.digest for entry in entries] == [hashlib.sha256(key.encode()).hexdigest() for key in keys]
     assert [entry.name for entry in entries] == ["alice", "alice", "123"]
@@ -107,5 +107,5 @@ def test_limits_that_a_key_cannot_have_change_nothing(tmp_path, text, given, mes
     file = tmp_path / "keys.yaml"
     file.write_text(text)
     with pytest.raises(StartupError, match=f"^{message}"):
-        add(file, "alice", given)
+        add_key(file, "alice", given)
     assert file.read_text() == text

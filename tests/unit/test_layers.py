@@ -57,7 +57,7 @@ PREDICTOR = (
     ("headrace_predictor.generation", "headrace_predictor.tensor_models"),
     ("headrace_predictor.engine_process",),
     ("headrace_predictor.repository",),
-    ("headrace_predictor.development", "headrace_predictor.servicer", "headrace_predictor.steps"),
+    ("headrace_predictor.servicer", "headrace_predictor.steps"),
     ("headrace_predictor.__main__",),
 )
 TRANSFORMER = (

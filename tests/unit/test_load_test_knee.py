@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from loadtest.knee.level import measured
 from loadtest.knee.report import Knee, write
-from loadtest.knee.search import KneeSearch
+from loadtest.knee.search import KneeSearch, measured
 from tests.unit.test_load_test_measures import counted
 
 

@@ -6,11 +6,10 @@ import random
 import pytest
 
 from loadtest import figures
-from loadtest.figures import Figures, SlowRequest, verdicts
-from loadtest.histogram import Histogram
-from loadtest.knee.level import measured
+from loadtest.figures import Figures, Histogram, SlowRequest, verdicts
+from loadtest.knee.search import measured
 from loadtest.measures import KEPT_S, Measures
-from loadtest.objective import parse_objective
+from loadtest.options import parse_objective
 
 
 def histogram_of(values):

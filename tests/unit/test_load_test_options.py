@@ -5,9 +5,8 @@ from argparse import ArgumentParser, Namespace
 
 import pytest
 
-from loadtest.gateway import GatewayError, Model, TensorDescription, parse_address
+from loadtest.gateway import GatewayError, Model, PredictorState, TensorDescription, parse_address, states_of
 from loadtest.options import add_fields, parse
-from loadtest.predictors import State, states_of
 from loadtest.prompts import Lengths, Prompt, Workload, read_prompts, replayed
 from loadtest.tensors import with_inputs
 
@@ -114,4 +113,7 @@ def test_a_predictors_state_sums_up_its_models():
     # Ready with models that the key may not use.
     unseen = {"name": "predictor-2", "ready": True, "leaving": False, "models": []}
     starting = {"name": "predictor-3", "ready": False, "leaving": False, "models": []}
-    assert states_of([ready, unseen, starting]) == {"predictor-1": State(4, 2, 0.5), "predictor-2": State(0, 0, 0)}
+    assert states_of([ready, unseen, starting]) == {
+        "predictor-1": PredictorState(4, 2, 0.5),
+        "predictor-2": PredictorState(0, 0, 0),
+    }

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from headrace_logger.export import generations
+from headrace_logger.export import shapes
 from headrace_logger.export.shapes import Trace, dataset_row, example
 from headrace_protos import headrace_pb2 as pb
 
@@ -49,8 +49,8 @@ def test_a_text_is_a_prompt_with_its_completion():
 
 def test_a_chat_with_tools_is_no_example():
     called = [*MESSAGES, {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]
-    assert example(chat(parameters='{"tools": []}')) == generations.TOOLS
-    assert example(chat(prompt=json.dumps(called))) == generations.TOOLS
+    assert example(chat(parameters='{"tools": []}')) == shapes.TOOLS
+    assert example(chat(prompt=json.dumps(called))) == shapes.TOOLS
     assert isinstance(example(chat(parameters='{"seed": 1}')), dict)
 
 
@@ -61,21 +61,21 @@ def test_the_text_of_the_record_is_the_answer_where_it_differs_from_its_chunks()
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"request_id": "replay-019a0000-0000-7000-8000-000000000001"}, generations.REPLAY),
-        ({"sampling": "", "chunks": [], "engine_ms": None}, generations.NOT_A_GENERATION),
-        ({"incomplete": True}, generations.INCOMPLETE),
+        ({"request_id": "replay-019a0000-0000-7000-8000-000000000001"}, shapes.REPLAY),
+        ({"sampling": "", "chunks": [], "engine_ms": None}, shapes.NOT_A_GENERATION),
+        ({"incomplete": True}, shapes.INCOMPLETE),
         ({"status": "CANCELLED", "finish_reason": ""}, "status CANCELLED"),
         ({"status": ""}, "status unknown"),
-        ({"finish_reason": "length"}, generations.AT_MAX_TOKENS),
+        ({"finish_reason": "length"}, shapes.AT_MAX_TOKENS),
         # Redaction removes the ids of an answer up to the last match, and those of a prompt.
-        ({"chunks": [pb.PayloadChunk(text="[card]"), pb.PayloadChunk(text=".", token_ids=[3])]}, generations.NO_ANSWER),
-        ({"chunks": [], "usage": pb.Usage(completion_tokens=3)}, generations.NO_ANSWER),
-        ({"prompt_ids": []}, generations.NO_PROMPT),
-        ({"prompt": ""}, generations.NO_PROMPT),
-        ({"prompt": "[5, 6]", "prompt_kind": "ids"}, generations.NO_TEXT),
-        ({"prompt": "[{", "prompt_kind": "messages"}, generations.NO_PROMPT),
-        ({"prompt": '[{"role": "user"}]', "prompt_kind": "messages"}, generations.NO_PROMPT),
-        ({"prompt": "a" * (generations.WHOLE_TEXT + 1)}, generations.CUT_PROMPT),
+        ({"chunks": [pb.PayloadChunk(text="[card]"), pb.PayloadChunk(text=".", token_ids=[3])]}, shapes.NO_ANSWER),
+        ({"chunks": [], "usage": pb.Usage(completion_tokens=3)}, shapes.NO_ANSWER),
+        ({"prompt_ids": []}, shapes.NO_PROMPT),
+        ({"prompt": ""}, shapes.NO_PROMPT),
+        ({"prompt": "[5, 6]", "prompt_kind": "ids"}, shapes.NO_TEXT),
+        ({"prompt": "[{", "prompt_kind": "messages"}, shapes.NO_PROMPT),
+        ({"prompt": '[{"role": "user"}]', "prompt_kind": "messages"}, shapes.NO_PROMPT),
+        ({"prompt": "a" * (shapes.WHOLE_TEXT + 1)}, shapes.CUT_PROMPT),
     ],
 )
 def test_a_record_without_a_whole_answer_is_no_example(changes, reason):
@@ -137,11 +137,11 @@ def test_an_answer_that_ended_early_counts_with_the_tokens_that_it_had():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"request_id": "replay-019a0000-0000-7000-8000-000000000001"}, generations.REPLAY),
-        ({"sampling": "", "chunks": [], "engine_ms": None}, generations.NOT_A_GENERATION),
-        ({"incomplete": True}, generations.INCOMPLETE),
-        ({"prompt_ids": []}, generations.NO_PROMPT),
-        ({"chunks": [], "usage": None, "status": "UNAVAILABLE"}, generations.NO_TOKENS),
+        ({"request_id": "replay-019a0000-0000-7000-8000-000000000001"}, shapes.REPLAY),
+        ({"sampling": "", "chunks": [], "engine_ms": None}, shapes.NOT_A_GENERATION),
+        ({"incomplete": True}, shapes.INCOMPLETE),
+        ({"prompt_ids": []}, shapes.NO_PROMPT),
+        ({"chunks": [], "usage": None, "status": "UNAVAILABLE"}, shapes.NO_TOKENS),
     ],
 )
 def test_what_was_no_load_is_in_no_trace_and_no_dataset(changes, reason):
@@ -178,5 +178,5 @@ def test_a_chat_is_a_row_of_the_same_columns():
 
 
 def test_prompts_without_text_are_no_rows():
-    assert dataset_row(record(prompt="[5, 6]", prompt_kind="ids")) == generations.NO_TEXT
+    assert dataset_row(record(prompt="[5, 6]", prompt_kind="ids")) == shapes.NO_TEXT
     assert Trace().line(record(prompt="[5, 6]", prompt_kind="ids"))["input_length"] == 2

@@ -13,14 +13,11 @@ import pytest
 from headrace.errors import StartupError
 from headrace_logger.values import row, to_json
 from headrace_protos import headrace_pb2 as pb
-from headrace_runner.replay import selection
-from headrace_runner.replay.comparison import Answer, Difference, compare
-from headrace_runner.replay.replay import Replay
-from headrace_runner.replay.report import check_writable, found_lines, summary_lines, write_json
-from headrace_runner.replay.results import Results, percentiles
-from headrace_runner.replay.selection import LoggedStream, select
-from headrace_runner.replay.sources import of_file
-from headrace_runner.replay.target import FailedError
+from headrace_runner.replay import records
+from headrace_runner.replay.options import check_writable, found_lines, summary_lines, write_json
+from headrace_runner.replay.records import LoggedStream, of_file, select
+from headrace_runner.replay.replay import FailedError, Replay
+from headrace_runner.replay.results import Answer, Difference, Results, compare, percentiles
 from headrace_runner.terminal import Painter
 
 PLAIN = Painter(coloured=False)
@@ -85,21 +82,21 @@ def test_a_seed_is_sent_as_the_bits_that_the_sampler_uses(seed: int, sent: int) 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"request_id": f"replay-{ID}"}, selection.REPLAY),
-        ({"sampling": "", "chunks": [], "engine_ms": None}, selection.NOT_A_GENERATION),
-        ({"incomplete": True}, selection.INCOMPLETE),
+        ({"request_id": f"replay-{ID}"}, records.REPLAY),
+        ({"sampling": "", "chunks": [], "engine_ms": None}, records.NOT_A_GENERATION),
+        ({"incomplete": True}, records.INCOMPLETE),
         ({"ttft_ms": None, "chunks": [], "status": "CANCELLED"}, "no tokens (CANCELLED)"),
-        ({"status": "ABORTED", "sampling": ""}, selection.ABORTED),
-        ({"chunks": [], "text": ""}, selection.NO_ANSWER),
-        ({"chunks": [pb.PayloadChunk(text="[redacted]")]}, selection.NO_IDS),
-        ({"chunks": [pb.PayloadChunk(text="a"), pb.PayloadChunk(text="b", token_ids=[4])]}, selection.NO_IDS),
-        ({"sampling": ""}, selection.NO_SAMPLING),
-        ({"prompt_ids": []}, selection.NO_PROMPT),
-        ({"fingerprint": ""}, selection.NO_FINGERPRINT),
-        ({"sampling": '{"max_tokens": 20, "seed": null}'}, selection.OTHER_SAMPLING),
-        ({"sampling": '{"max_tokens": 20, "seed": 1, "warp": 1}'}, selection.OTHER_SAMPLING),
-        ({"parameters": '"[redacted]"'}, selection.OTHER_SAMPLING),
-        ({"parameters": '{"stop": 7}'}, selection.OTHER_SAMPLING),
+        ({"status": "ABORTED", "sampling": ""}, records.ABORTED),
+        ({"chunks": [], "text": ""}, records.NO_ANSWER),
+        ({"chunks": [pb.PayloadChunk(text="[redacted]")]}, records.NO_IDS),
+        ({"chunks": [pb.PayloadChunk(text="a"), pb.PayloadChunk(text="b", token_ids=[4])]}, records.NO_IDS),
+        ({"sampling": ""}, records.NO_SAMPLING),
+        ({"prompt_ids": []}, records.NO_PROMPT),
+        ({"fingerprint": ""}, records.NO_FINGERPRINT),
+        ({"sampling": '{"max_tokens": 20, "seed": null}'}, records.OTHER_SAMPLING),
+        ({"sampling": '{"max_tokens": 20, "seed": 1, "warp": 1}'}, records.OTHER_SAMPLING),
+        ({"parameters": '"[redacted]"'}, records.OTHER_SAMPLING),
+        ({"parameters": '{"stop": 7}'}, records.OTHER_SAMPLING),
     ],
 )
 def test_a_record_that_cannot_be_replayed_has_a_reason(changes: dict[str, Any], reason: str) -> None:

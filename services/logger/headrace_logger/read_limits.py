@@ -17,7 +17,6 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 from headrace import clients
@@ -33,13 +32,6 @@ _WAIT_S = 10.0
 
 # Lends memory for so many bytes of records until the block ends.
 Reader = Callable[[int], AbstractAsyncContextManager[None]]
-
-
-@dataclass(eq=False)
-class _Waiting:
-    caller: str
-    size: int
-    granted: asyncio.Future[None]
 
 
 class Readers:
@@ -58,7 +50,7 @@ class Readers:
         self._wait_s = wait_s
         self._readers: Counter[str] = Counter()  # By caller, like the loans.
         self._lent: Counter[str] = Counter()
-        self._waiting: list[_Waiting] = []
+        self._returned = asyncio.Event()
 
     @property
     def lent_bytes(self) -> int:
@@ -84,39 +76,20 @@ class Readers:
         if size <= FREE_BYTES:
             yield
             return
-        await self._borrow(caller, size)
+        try:
+            async with asyncio.timeout(self._wait_s):
+                while not self._has_room(caller, size):
+                    self._returned.clear()
+                    await self._returned.wait()
+                self._lent[caller] += size
+        except TimeoutError:
+            message = "too many bytes of records wait to be read by their callers; read faster or retry later"
+            raise OverloadedError(message, retry_after_ms=COME_BACK_MS) from None
         try:
             yield
         finally:
-            self._give_back(caller, size)
-
-    async def _borrow(self, caller: str, size: int) -> None:
-        if self._has_room(caller, size):
-            self._lent[caller] += size
-            return
-        waiting = _Waiting(caller, size, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiting)
-        try:
-            async with asyncio.timeout(self._wait_s):
-                await waiting.granted
-        except BaseException as error:
-            if waiting in self._waiting:
-                self._waiting.remove(waiting)
-            else:
-                self._give_back(caller, size)  # It was granted at the last moment.
-            if isinstance(error, TimeoutError):
-                message = "too many bytes of records wait to be read by their callers; read faster or retry later"
-                raise OverloadedError(message, retry_after_ms=COME_BACK_MS) from None
-            raise
-
-    def _give_back(self, caller: str, size: int) -> None:
-        _subtract(self._lent, caller, size)
-        for waiting in tuple(self._waiting):
-            # A cancelled one removes itself from the list when its task runs.
-            if not waiting.granted.done() and self._has_room(waiting.caller, waiting.size):
-                self._waiting.remove(waiting)
-                self._lent[waiting.caller] += waiting.size
-                waiting.granted.set_result(None)
+            _subtract(self._lent, caller, size)
+            self._returned.set()
 
     def _has_room(self, caller: str, size: int) -> bool:
         lent, own = self.lent_bytes, self._lent[caller]

@@ -1,7 +1,7 @@
 """Retention: deletes records above an age, and more of them, oldest first, while the database is above a size.
 
 Above the size, refused requests are deleted first if they take more than an eighth of it, then the oldest records of
-the client that uses most space: see `store.expiry.expire_some`.
+the client that uses most space: see `store.shares.expire_some`.
 
 Records that a sink has not confirmed are deleted too; a warning has their number. The received sequences of a source
 and the ids of deleted calls are kept for as long as a spool might send them again. The sums of usage have an age of

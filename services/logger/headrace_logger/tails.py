@@ -219,7 +219,7 @@ class SharedTails(Tails):
             newest = await store.newest_position()
             # A tail that was opened meanwhile begins at the position before.
             return newest if position is None or not len(self) else position
-        while page := await store.shown_after(position, _PAGE):
+        while page := await store.after(position, _PAGE, with_calls=True):
             super().show([stored.record for stored in page])
             position = page[-1].position
         return position

@@ -11,6 +11,7 @@ from headrace.rpc.server.server import READY, Server
 from headrace.rpc.server.service import run_service
 from headrace_predictor.engine_process.engine_host import EngineHost
 from headrace_predictor.settings import PredictorSettings
+from headrace_protos.headrace_pb2_grpc import add_PredictorDevelopmentServicer_to_server
 from headrace_protos.inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 
 _SERVICE = "inference.GRPCInferenceService"
@@ -28,10 +29,9 @@ def main(prepare: str = "") -> None:
 
 async def serve(settings: PredictorSettings, host: EngineHost) -> None:
     # Wrong settings are reported before the rest is imported.
-    from headrace_predictor import development
-    from headrace_predictor.generation.metrics import observe_engines
+    from headrace_predictor.generation.served_engines import observe_engines
     from headrace_predictor.repository.repository import ModelRepository
-    from headrace_predictor.servicer import InferenceServicer
+    from headrace_predictor.servicer import DevelopmentServicer, InferenceServicer
     from headrace_predictor.steps.server import StepsServer
 
     server = Server("predictor", settings, [_SERVICE])
@@ -48,7 +48,7 @@ async def serve(settings: PredictorSettings, host: EngineHost) -> None:
     server.add_port(steps, steps_port(settings.port))
 
     if settings.development:
-        development.add_to_server(repository, server.grpc)
+        add_PredictorDevelopmentServicer_to_server(DevelopmentServicer(repository), server.grpc)
 
     async def load() -> None:
         await repository.load_all()

@@ -1,7 +1,14 @@
-"""The predictor's `GRPCInferenceService`: inference on token ids and tensors, and the model repository."""
+"""The predictor's `GRPCInferenceService`: inference on token ids and tensors, and the model repository.
+
+`headrace.v1.PredictorDevelopment` kills this predictor while it generates for a request: for demonstrations, registered
+only if the settings allow it. The process ends as by SIGKILL: it drains nothing, hands nothing back and closes nothing.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AbstractContextManager, aclosing, nullcontext
 
@@ -17,11 +24,18 @@ from headrace.payload.tap import PayloadTap
 from headrace.payload.tensors import answer_tensors, request_tensors, streamed_tensors
 from headrace.rpc import Context
 from headrace.rpc.limits.admission import call_metadata
-from headrace.rpc.server.call_context import call_context, check_request_id, deadline_of, first_token_timeout_s
+from headrace.rpc.server.call_context import (
+    call_context,
+    check_development,
+    check_request_id,
+    deadline_of,
+    first_token_timeout_s,
+)
 from headrace_predictor.models.served_model import VERSION, Caller
 from headrace_predictor.repository.entry import State
 from headrace_predictor.repository.lease import Serving
 from headrace_predictor.repository.repository import ModelRepository
+from headrace_protos import headrace_pb2, headrace_pb2_grpc
 from headrace_protos import inference_pb2 as pb
 
 _SERVICE = "inference.GRPCInferenceService"
@@ -37,6 +51,8 @@ _EXTENSIONS = (
 )
 _SOURCE = "source"
 _DEPENDENTS = "unload_dependents"
+
+_ANSWER_S = 0.02  # Time for the response to leave.
 
 
 class InferenceServicer(OpenInferenceBase):
@@ -63,7 +79,8 @@ class InferenceServicer(OpenInferenceBase):
         return pb.ServerReadyResponse(ready=self._repository.ready)
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
-        return pb.ModelReadyResponse(ready=self._is_ready(request, context))
+        _client_of(context).check_model(request.name)
+        return pb.ModelReadyResponse(ready=self._repository.is_ready(request.name, request.version))
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
         return pb.ServerMetadataResponse(name="headrace-predictor", version=__version__, extensions=_EXTENSIONS)
@@ -155,10 +172,6 @@ class InferenceServicer(OpenInferenceBase):
         _client_of(context).check_model(name)
         return self._repository.get(name, version)
 
-    def _is_ready(self, request: pb.ModelReadyRequest, context: Context) -> bool:
-        _client_of(context).check_model(request.name)
-        return self._repository.is_ready(request.name, request.version)
-
     def _recorded(
         self, request: pb.ModelInferRequest, context: Context, method: str
     ) -> AbstractContextManager[Recording | None]:
@@ -191,3 +204,25 @@ def _check_parameters(parameters: Mapping[str, pb.ModelRepositoryParameter], kno
             raise InvalidRequestError(f"parameter {name!r} is not supported; known: {', '.join(known)}")
         if parameter.WhichOneof("parameter_choice") != known[name]:
             raise InvalidRequestError(f"parameter {name!r} must be a {known[name].removesuffix('_param')}")
+
+
+class DevelopmentServicer(headrace_pb2_grpc.PredictorDevelopmentServicer):
+    def __init__(self, repository: ModelRepository) -> None:
+        self._repository = repository
+
+    async def Kill(
+        self, request: headrace_pb2.KillPredictorRequest, context: Context
+    ) -> headrace_pb2.KillPredictorResponse:
+        check_development(context)
+        if not request.request_id or not any(
+            request.request_id in serving.request_ids for serving in self._repository.served
+        ):
+            raise NotFoundError(f"no request {request.request_id!r} is in flight here")
+        asyncio.get_running_loop().call_later(_ANSWER_S, _die)
+        return headrace_pb2.KillPredictorResponse()
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+    # The kernel ignores a signal that the first process of a container sends to itself.
+    os._exit(128 + signal.SIGKILL)

@@ -16,7 +16,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import IO, NoReturn
@@ -46,7 +46,7 @@ def export(database: Location, file_format: str, output: str, filters: Filters) 
 
     Returns the number of records written, and of those that the format has no line for, by reason.
     """
-    with Snapshot(database, filters) as snapshot, _open(output) as file:
+    with closing(Snapshot(database, filters)) as snapshot, _open(output) as file:
         shown = sys.stderr.isatty()
         total = snapshot.count() if shown else None
         with tqdm(total=total, unit=" records", disable=not shown) as progress:

@@ -23,7 +23,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from datetime import UTC, datetime, timedelta
 from itertools import chain
 from pathlib import Path
@@ -50,7 +50,7 @@ def export_hours(database: Location, output: str, since: datetime | None, now: d
     `since` is rounded down to a whole hour.
     """
     records = files = 0
-    with Snapshot(database, _filters(since, now)) as snapshot, open_folder(output) as folder:
+    with closing(Snapshot(database, _filters(since, now))) as snapshot, open_folder(output) as folder:
         final = snapshot.final_position()
         for hour in snapshot.hours():
             below = f"{datetime.fromtimestamp(hour * 3600, UTC):date=%Y-%m-%d/hour=%H}"

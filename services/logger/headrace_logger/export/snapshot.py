@@ -1,6 +1,6 @@
 """A snapshot of a database's records, read without its logger, which may be running.
 
-    with Snapshot(database, filters) as snapshot:
+    with closing(Snapshot(database, filters)) as snapshot:
         for record in snapshot.records(): ...
 
 Oldest first, by the records' times. Records committed later are not included; records deleted meanwhile are missing.
@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import sqlalchemy as sql
@@ -99,12 +98,7 @@ class Snapshot:
                     yield reading.Found(row.body, row.gateway).record
             last = reading.Place(rows[-1].time_us, rows[-1].position)
 
-    def __enter__(self) -> Snapshot:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._engine.dispose()
 
     def _page(self, clauses: list[sql.ColumnElement[bool]], last: reading.Place | None) -> Sequence[Any]:

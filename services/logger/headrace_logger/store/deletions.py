@@ -2,7 +2,7 @@
 
 A record waits in a spool until the logger has it, and the record of a request in flight is written at its end. So a
 deletion covers, besides the records in the store, every later record with its key whose request arrived before the
-deletion. Deletions are kept for as long as sequences (`expiry.forget_some`), up to a maximum number. A client's own
+deletion. Deletions are kept for as long as sequences (`shares.forget_some`), up to a maximum number. A client's own
 deletion covers only its own records, and above the maximum it displaces no deletion of a client with fewer.
 
 In PostgreSQL other loggers add deletions too; by the column `number`, in their order, `refresh` reads the new ones.

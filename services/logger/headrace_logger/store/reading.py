@@ -137,12 +137,12 @@ def by_record_id(record_id: str, client: str | None) -> sql.Select[Any]:
     return chosen if client is None else chosen.where(records.c.client == client)
 
 
-def after(connection: sql.Connection, position: int, limit: int) -> list[Stored]:
-    """The services' records after a position, in the order of commit; fewer than the limit where they are large."""
-    return _after(connection, position, limit, records.c.of_call == NOT_OF_CALL)
+def after(connection: sql.Connection, position: int, limit: int, with_calls: bool = False) -> list[Stored]:
+    """The services' records after a position, in the order of commit; fewer than the limit where they are large.
 
-
-def _after(connection: sql.Connection, position: int, limit: int, shown: sql.ColumnElement[bool]) -> list[Stored]:
+    `with_calls`: also the records of calls that no service can have recorded.
+    """
+    shown = records.c.of_call != OF_CALL_FOR_NOW if with_calls else records.c.of_call == NOT_OF_CALL
     clauses = (records.c.position > position, shown)
     chosen = sql.select(records.c.position, records.c.body).where(*clauses).order_by(records.c.position).limit(limit)
     page: list[Stored] = []
@@ -153,11 +153,6 @@ def _after(connection: sql.Connection, position: int, limit: int, shown: sql.Col
         if size >= _BYTES_PER_READ:
             break
     return page
-
-
-def shown_after(connection: sql.Connection, position: int, limit: int) -> list[Stored]:
-    """As `after`, and with the records of calls that no service can have recorded."""
-    return _after(connection, position, limit, records.c.of_call != OF_CALL_FOR_NOW)
 
 
 def last_position(connection: sql.Connection) -> int:

@@ -1,6 +1,8 @@
 """Adds and removes rows of `records`, and the space that each client's records take, in `shares`.
 
-Each function runs within the transaction of its connection.
+Removes what is too old or too much, and forgets what no spool can send any more. Each function runs within the
+transaction of its connection. `expire_some` and `forget_some` do a bounded part of their work, so that other writes can
+run in between, and return what they did.
 """
 
 from __future__ import annotations
@@ -11,7 +13,20 @@ from typing import Any
 
 import sqlalchemy as sql
 
-from headrace_logger.store.tables import REFUSED, among, calls, is_postgresql, now_us, records, shares, upsert
+from headrace_logger.store.tables import (
+    DELETED,
+    REFUSED,
+    among,
+    appended,
+    calls,
+    deletions,
+    is_postgresql,
+    now_us,
+    records,
+    shares,
+    sources,
+    upsert,
+)
 
 BESIDES_BODY = 600  # An estimate of a record's space besides its body: columns and index entries.
 # The share of the database above which refused requests are deleted first, however new they are.
@@ -22,6 +37,17 @@ _REMOVED = (records.c.position, records.c.call_id, records.c.of_call, records.c.
 _TOTAL = sql.select(sql.func.coalesce(sql.func.sum(shares.c.bytes), 0))
 _REFUSED_SHARES = shares.c.refused == sql.true()
 _LARGEST = sql.select(shares.c.client).group_by(shares.c.client).order_by(sql.func.sum(shares.c.bytes).desc()).limit(1)
+
+_RECORDS = 200
+_SEQUENCES = 10_000
+
+_Rows = Sequence[Any]
+
+_OLDEST = (
+    sql.select(records.c.position, records.c.of_call, SIZE)
+    .order_by(records.c.time_us, records.c.position)
+    .limit(_RECORDS)
+)
 
 
 def add(connection: sql.Connection, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -90,3 +116,54 @@ def _count(connection: sql.Connection, rows: Iterable[tuple[str, bool, int]], si
         sums[client, refused] += sign * (size + BESIDES_BODY)
     changes = [{"client": client, "refused": refused, "bytes": count} for (client, refused), count in sums.items()]
     upsert(connection, shares, changes, added=("bytes",))
+
+
+def expire_some(connection: sql.Connection, before_us: int | None, max_bytes: int | None) -> list[int]:
+    """Deletes some of the oldest records, those before a time or above a size; returns their positions.
+
+    Above the size, refused requests go first if they exceed their share: those of the client with most of them. Then
+    the client whose records take most space loses its oldest. No client displaces records of a client with fewer.
+    Records of only the gateway's line count as position 0.
+    """
+    rows: _Rows = ()
+    if before_us is not None:
+        rows = connection.execute(_OLDEST.where(records.c.time_us < before_us)).all()
+    if not rows and max_bytes is not None and (excess := bytes_used(connection) - max_bytes) > 0:
+        chosen = first_to_go(connection, max_bytes)
+        # What PostgreSQL's excess counts besides bodies; of SQLite's pages only bodies are known.
+        besides = BESIDES_BODY if is_postgresql(connection) else 0
+        rows = _first(connection.execute(_OLDEST.where(*chosen)).all(), excess, besides)
+        rows = rows or _first(connection.execute(_OLDEST).all(), excess, besides)
+    remove_with_calls(connection, [row.position for row in rows])
+    return [0 if row.of_call else row.position for row in rows]
+
+
+def forget_some(connection: sql.Connection, before_us: int) -> int:
+    """Forgets some of the received sequences, and of the deleted calls, before a time.
+
+    A source's sequences ascend with time, so the oldest are its first.
+    """
+    forgotten = 0
+    for source_id in connection.scalars(sql.select(sources.c.source_id)).all():
+        of_source = appended.c.source_id == source_id
+        first = sql.select(appended.c.sequence, appended.c.time_us).where(of_source).order_by(appended.c.sequence)
+        oldest = first.limit(_SEQUENCES).subquery()
+        old = sql.select(oldest.c.sequence).where(oldest.c.time_us < before_us)
+        forgotten += connection.execute(sql.delete(appended).where(of_source, appended.c.sequence.in_(old))).rowcount
+    deleted = sql.select(calls.c.call_id).where(DELETED, calls.c.time_us < before_us)
+    old = deleted.limit(_SEQUENCES)
+    forgotten += connection.execute(sql.delete(calls).where(calls.c.call_id.in_(old))).rowcount
+    silent = ~sql.exists().where(appended.c.source_id == sources.c.source_id)
+    connection.execute(sql.delete(sources).where(silent))
+    forget_empty(connection)
+    connection.execute(sql.delete(deletions).where(deletions.c.time_us < before_us))
+    return forgotten
+
+
+def _first(rows: _Rows, excess: int, besides: int) -> _Rows:
+    """The first rows that have `excess` bytes together, each with some besides its body."""
+    for count, row in enumerate(rows):
+        if excess <= 0:
+            return rows[:count]
+        excess -= row.size + besides
+    return rows

@@ -23,7 +23,7 @@ import sqlalchemy as sql
 
 from headrace.errors import NotReadyError
 from headrace_logger.read_limits import FREE_BYTES, Reader
-from headrace_logger.store import expiry, reading, tables, usage, writing
+from headrace_logger.store import reading, shares, tables, usage, writing
 from headrace_logger.store.deletions import Deletions, delete_some
 from headrace_logger.store.filters import Filters
 from headrace_logger.store.opening import Location, open_database
@@ -192,16 +192,13 @@ class Store:
             await self.give_back()
         return deleted
 
-    async def after(self, position: int, limit: int) -> list[Stored]:
+    async def after(self, position: int, limit: int, with_calls: bool = False) -> list[Stored]:
         """Returns at most `limit` of the services' records after `position`, in the order of commit.
 
-        Without the gateway's part, so that every read of a record returns the same.
+        `with_calls`: also the records of calls that no service can have recorded. Without the gateway's part, so that
+        every read of a record returns the same.
         """
-        return await self._database.read(reading.after, position, limit)
-
-    async def shown_after(self, position: int, limit: int) -> list[Stored]:
-        """As `after`, and with the records of calls that no service can have recorded."""
-        return await self._database.read(reading.shown_after, position, limit)
+        return await self._database.read(reading.after, position, limit, with_calls)
 
     async def last_position(self) -> int:
         """The position of the newest commit, even if deleted; 0 if there was none."""
@@ -230,11 +227,11 @@ class Store:
 
         Empty when none are left. Records of only the gateway's line count as position 0.
         """
-        return await self._database.write(expiry.expire_some, before_us, max_bytes)
+        return await self._database.write(shares.expire_some, before_us, max_bytes)
 
     async def forget(self, before_us: int) -> None:
         """Forgets sequences that were received, and calls that were deleted, before a time."""
-        while await self._database.write(expiry.forget_some, before_us):
+        while await self._database.write(shares.forget_some, before_us):
             pass
         await self._database.write(self._deletions.load)
 

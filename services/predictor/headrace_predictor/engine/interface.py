@@ -103,7 +103,11 @@ class EngineLimits(ContextLimits):
 
 @dataclass
 class EngineStatistics(RequestCounts):
-    """Counters since the engine started; durations in nanoseconds."""
+    """Counters since the engine started; durations in nanoseconds.
+
+    `tokens_after_cancel` were generated after the caller had gone. Prompt lookup's are `proposed_tokens` and, of these,
+    `accepted_tokens`.
+    """
 
     step_ns: int = 0
     forward_ns: int = 0
@@ -116,24 +120,9 @@ class EngineStatistics(RequestCounts):
     accepted_tokens: int = 0
 
 
-class EngineTotals(NamedTuple):
-    """Totals since the engine started; `tokens_after_cancel` were generated after the caller had gone.
-
-    Prompt lookup's are `proposed_tokens` and, of these, `accepted_tokens`.
-    """
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    tokens: int = 0
-    tokens_after_cancel: int = 0
-    preempted: int = 0
-    proposed_tokens: int = 0
-    accepted_tokens: int = 0
-
-
 @dataclass(frozen=True)
 class EngineLoad:
-    """The engine's current load, and its totals.
+    """The engine's current load.
 
     `batch` is the number of sequences in the latest step, 0 when idle; `blocks_in_use` the share of the cache that
     running sequences hold; `oldest_age_s` the time since the oldest sequence was submitted, 0 if there is none;
@@ -145,7 +134,6 @@ class EngineLoad:
     batch: int
     blocks_in_use: float
     oldest_age_s: float
-    totals: EngineTotals
     waiting_tokens: int = 0
 
 

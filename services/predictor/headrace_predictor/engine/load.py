@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from headrace.errors import OverloadedError
 from headrace_predictor.engine.cpu.step_sizes import size_above, size_below
-from headrace_predictor.engine.interface import EngineLoad, EngineStatistics, EngineTotals
+from headrace_predictor.engine.interface import EngineLoad, EngineStatistics
 from headrace_predictor.engine.scheduler import Scheduler
 from headrace_predictor.engine.state.sequence import Row, Sequence
 
@@ -80,22 +80,12 @@ class LoadMeter:
             running, waiting = list(self._scheduler.running), list(self._scheduler.waiting)
             prompts = [sequence.remaining for sequence in running + waiting if not sequence.decodes]
         oldest = min((sequence.timeline.submitted for sequence in running + waiting), default=None)
-        counted = self._statistics
         return EngineLoad(
             running=len(running),
             waiting=len(waiting),
             batch=self._batch,
             blocks_in_use=self._scheduler.blocks.in_use,
             oldest_age_s=0.0 if oldest is None else max(0.0, time.monotonic() - oldest),
-            totals=EngineTotals(
-                prompt_tokens=counted.prompt_tokens,
-                cached_tokens=counted.cached_tokens,
-                tokens=counted.tokens,
-                tokens_after_cancel=counted.tokens_after_cancel,
-                preempted=self._scheduler.preempted,
-                proposed_tokens=counted.proposed_tokens,
-                accepted_tokens=counted.accepted_tokens,
-            ),
             waiting_tokens=sum(prompts),
         )
 

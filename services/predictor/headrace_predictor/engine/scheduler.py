@@ -23,8 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from headrace_predictor.engine.state.blocks import BlockManager
-from headrace_predictor.engine.state.in_flight import InFlight, Scaling
+from headrace_predictor.engine.state.in_flight import InFlight
 from headrace_predictor.engine.state.sequence import Row, Sequence, precedence
 
 # Maximum of prompt positions that one step scores, in all its rows together: each needs the logits of the whole
@@ -37,25 +36,15 @@ _HELD = 3  # Sequences without a slot, for each slot.
 class Scheduler(InFlight):
     """Plans steps, and preempts where slots, blocks or memory run short."""
 
-    def __init__(
-        self,
-        blocks: BlockManager,
-        max_running: int,
-        max_waiting: int,
-        step_tokens: int,
-        reuses_prefixes: bool = True,
-        scaling: Scaling | None = None,
-    ) -> None:
-        super().__init__(blocks, max_running, max_waiting, step_tokens, reuses_prefixes, scaling)
-        self._without_slot = 0  # Running sequences that their pace holds in this step.
-        self._turn = 0  # Of the sequences that are due, where there are more than slots.
-        self._gave_way = False  # Whether the latest step was that of an isolated sequence.
-        self._full = False  # Whether the latest step had no blocks for the next sequence.
-        self._closed = False  # Whether this step starts no more sequences.
-        self._took_slot = False  # Whether this step has preempted a sequence for another client's.
-        self._left_out = False  # Whether the latest step left out the rows of clients.
-        self._scores_left = 0  # Prompt positions that this step can still score.
-        self._now = 0.0  # Of this step.
+    _without_slot = 0  # Running sequences that their pace holds in this step.
+    _turn = 0  # Of the sequences that are due, where there are more than slots.
+    _gave_way = False  # Whether the latest step was that of an isolated sequence.
+    _full = False  # Whether the latest step had no blocks for the next sequence.
+    _closed = False  # Whether this step starts no more sequences.
+    _took_slot = False  # Whether this step has preempted a sequence for another client's.
+    _left_out = False  # Whether the latest step left out the rows of clients.
+    _scores_left = 0  # Prompt positions that this step can still score.
+    _now = 0.0  # Of this step.
 
     def prompts(self, streams: int) -> int:
         """The number of sequences with more to compute: running ones, and waiting ones for which there is a slot.

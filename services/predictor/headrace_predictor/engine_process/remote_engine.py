@@ -4,6 +4,8 @@ Owned by the event loop; `load`, `statistics` and `close` are for any thread. Th
 and the front takes the end of the socket for the end of the process. Then every sequence in flight ends, with
 HopBrokenError if it had started, because it may be to blame, else with NotReadyError. A process that sends nothing for
 `silence_s` is killed.
+
+The front's own channel hands the tokens to merging slots, one for each request.
 """
 
 from __future__ import annotations
@@ -23,18 +25,19 @@ from typing import Protocol
 
 from headrace.errors import HeadraceError, HopBrokenError, NotReadyError, OverloadedError, StartupFault
 from headrace.frames import FrameConnection
-from headrace.step_messages import write_error
+from headrace.oip.prompt_scores import read_prompt
+from headrace.step_messages import read_error, write_error
 from headrace_predictor.engine.interface import (
     EngineLimits,
     EngineLoad,
     EngineProcessError,
     EngineStatistics,
-    EngineTotals,
+    Logprobs,
     Timeline,
+    Usage,
     sampling_of,
 )
-from headrace_predictor.engine.state.slot import MergingSlot
-from headrace_predictor.engine_process.own_channel import OwnChannel
+from headrace_predictor.engine.state.slot import MergingSlot, Reader, wake
 from headrace_predictor.engine_process.remote_adapters import LoadedAdapter, RemoteAdapters
 from headrace_predictor.engine_process.step_frames import Key
 from headrace_protos import engine_pb2, steps_pb2
@@ -53,6 +56,41 @@ class StepSink(Protocol):
 
     def take(self, step: bytes, ended: Sequence[engine_pb2.SequenceEnd], alone: Sequence[int]) -> None:
         """Takes a serialized headrace.v1.Step, which sequences it ends, and which run isolated from now on."""
+
+
+class OwnChannel:
+    """A StepSink that feeds `slots`, by number, each with its number of scores; none of them runs isolated."""
+
+    def __init__(self) -> None:
+        self.slots: dict[int, tuple[MergingSlot, int]] = {}
+
+    def take(self, step: bytes, ended: Sequence[engine_pb2.SequenceEnd], alone: Sequence[int]) -> None:
+        message = steps_pb2.Step.FromString(step)
+        begun = {each.number: each for each in message.begun}
+        logprobs = iter(message.logprobs)
+        scored = next(logprobs, None)
+        readers: list[Reader | None] = []
+        for number, token_id in zip(message.numbers, message.token_ids, strict=True):
+            position = None
+            if scored is not None and scored.number == number:
+                position = Logprobs(scored.chosen, list(zip(scored.top_ids, scored.top, strict=True)))
+                scored = next(logprobs, None)
+            if (known := self.slots.get(number)) is None:
+                continue  # Its caller has left.
+            slot, top = known
+            beginning, prompt = begun.get(number), None
+            if beginning is not None and beginning.HasField("prompt"):
+                prompt = read_prompt(beginning.prompt, top)
+            readers.append(slot.publish(token_id, position, None, prompt))
+        wake(reader for reader in readers if reader is not None)
+        for end in message.ended:
+            if (known := self.slots.pop(end.number, None)) is None:
+                continue
+            if end.HasField("error"):
+                known[0].fail(read_error(end.error))
+            else:
+                usage = Usage(end.usage.prompt_tokens, end.usage.cached_tokens, end.usage.completion_tokens)
+                known[0].finish(end.finish_reason, usage)
 
 
 class RemoteEngine:
@@ -95,22 +133,13 @@ class RemoteEngine:
 
     @property
     def load(self) -> EngineLoad:
-        state, counted = self._state, self._state.counters
+        state = self._state
         return EngineLoad(
             running=state.running,
             waiting=state.waiting,
             batch=state.batch,
             blocks_in_use=state.blocks_in_use,
             oldest_age_s=max(0.0, time.monotonic() - state.oldest_submitted_at) if state.oldest_submitted_at else 0.0,
-            totals=EngineTotals(
-                prompt_tokens=counted.prompt_tokens,
-                cached_tokens=counted.cached_tokens,
-                tokens=counted.tokens,
-                tokens_after_cancel=counted.tokens_after_cancel,
-                preempted=counted.preempted,
-                proposed_tokens=counted.proposed_tokens,
-                accepted_tokens=counted.accepted_tokens,
-            ),
             waiting_tokens=state.waiting_tokens,
         )
 
@@ -232,7 +261,7 @@ class RemoteEngine:
         self._ended.set()
         if self._look is not None:
             self._look.cancel()
-        self._state = engine_pb2.EngineState(counters=self._state.counters)
+        self._state = engine_pb2.EngineState()
         self._adapters.lost()
         lost: dict[int, list[engine_pb2.SequenceEnd]] = defaultdict(list)
         steps: dict[int, steps_pb2.Step] = defaultdict(steps_pb2.Step)

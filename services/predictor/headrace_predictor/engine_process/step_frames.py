@@ -174,12 +174,13 @@ class SequenceFrames:
             if not self._ended:
                 self._finish(reason, usage)
 
-    def fail(self, error: HeadraceError) -> None:
-        self._fail(error, refused=False)
-
-    def refuse(self, error: HeadraceError) -> None:
-        """Ends a sequence that the engine has not queued."""
-        self._fail(error, refused=True)
+    def fail(self, error: HeadraceError, refused: bool = False) -> None:
+        """`refused`: the engine has not queued the sequence."""
+        channel, number = self._key
+        with self._frames.lock:
+            if not self._ended:
+                self._frames.step_of(channel).rest.ended.add(number=number, error=write_error(error, "predictor"))
+                self._end(type(error).__name__, refused)
 
     def _begin(self, step: steps_pb2.Step, prompt: PromptLogprobs | None) -> None:
         begun = step.begun.add(number=self._key[1], cached_tokens=self._cached_tokens)
@@ -197,13 +198,6 @@ class SequenceFrames:
         )
         self._frames.step_of(channel).rest.ended.add(number=number, finish_reason=reason, usage=message)
         self._end()
-
-    def _fail(self, error: HeadraceError, refused: bool) -> None:
-        channel, number = self._key
-        with self._frames.lock:
-            if not self._ended:
-                self._frames.step_of(channel).rest.ended.add(number=number, error=write_error(error, "predictor"))
-                self._end(type(error).__name__, refused)
 
     def _end(self, error: str = "", refused: bool = False) -> None:
         self._ended = True

@@ -2,7 +2,7 @@
 
 Threads: the engine's own and its watchdog; the main thread, which reads commands; and a reporter, which sends the state
 while no step does, so that silence means that the process hangs, and ends the process when the engine has died; and one
-that loads adapters. The first frame from here is `ready` or `startup_error`.
+that loads adapters, whose files are read for seconds. The first frame from here is `ready` or `startup_error`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -24,10 +26,10 @@ from headrace.frames import framed, messages
 from headrace.rpc.limits.byte_budget import give_memory_back
 from headrace.telemetry.logs import set_up_logging
 from headrace_predictor.engine.engine import ContinuousBatchingEngine
-from headrace_predictor.engine_process.adapter_loading import AdapterLoading
 from headrace_predictor.engine_process.step_frames import StepFrames, state_message
 from headrace_predictor.generation.loaded_model import LoadedGeneration
 from headrace_predictor.generation.loading import load_launched
+from headrace_predictor.models.fingerprint import fingerprint_of
 from headrace_predictor.models.startup_errors import as_startup_error
 from headrace_protos import engine_pb2
 from headrace_protos.steps_pb2 import Submission
@@ -127,7 +129,7 @@ def _submit(submission: Submission, engine: ContinuousBatchingEngine, frames: St
     try:
         engine.generate(submission, output)
     except HeadraceError as error:
-        output.refuse(error)
+        output.fail(error, refused=True)
 
 
 def _send(connection: socket.socket, frame: bytes) -> None:
@@ -135,3 +137,42 @@ def _send(connection: socket.socket, frame: bytes) -> None:
         connection.sendall(frame)
     except OSError:
         os._exit(os.EX_OK)  # The front has ended.
+
+
+class AdapterLoading:
+    """Obeys the front's commands in their order."""
+
+    def __init__(self, base: LoadedGeneration, send: Callable[[engine_pb2.EngineFrame], None]) -> None:
+        self._base = base
+        self._send = send
+        self._thread = ThreadPoolExecutor(1, "adapters")
+
+    def obey(self, commands: engine_pb2.EngineCommands) -> None:
+        for adapter in commands.adapters:
+            self._thread.submit(self._load, adapter)
+        for number in commands.unloaded_adapters:
+            self._thread.submit(self._unload, number)
+
+    def _load(self, adapter: engine_pb2.AdapterToLoad) -> None:
+        result = engine_pb2.AdapterLoaded(number=adapter.number)
+        try:
+            with as_startup_error(adapter.name):
+                result.fingerprint = self._fingerprint(adapter)
+        except StartupError as error:
+            result.error, result.is_fault = str(error), error.is_fault
+        self._send(engine_pb2.EngineFrame(adapters=[result]))
+
+    def _fingerprint(self, adapter: engine_pb2.AdapterToLoad) -> str:
+        """Loads an adapter; returns the fingerprint of the base with it; raises any error."""
+        base, adapters = self._base, self._base.engine.adapters
+        if adapters is None:
+            runner = base.engine.description["runner"]
+            raise ValueError(f"its base {base.name} has the runner {runner}, which supports no adapters; paged does")
+        folder = Path(adapter.folder)
+        adapters.load(adapter.number, folder)
+        logger.info("model %s: an adapter of %s", adapter.name, base.name)
+        return fingerprint_of(folder, base.dtype, adapter.is_local, base.fingerprint)
+
+    def _unload(self, number: int) -> None:
+        if self._base.engine.adapters is not None:
+            self._base.engine.adapters.unload(number)

@@ -55,12 +55,12 @@ def _named_base(entries: Iterable[Entry], source: ModelSource, folder: Path) -> 
     bases = [
         entry
         for entry in entries
-        if entry.state is State.READY and _is_generation(entry) and entry.source.name != source.name
+        if entry.state is State.READY and entry.source.name != source.name
+        if entry.fetched is not None and entry.fetched.kind is ModelKind.GENERATION
     ]
-    for fits in (_has_name, _has_location):
-        for entry in bases:
-            if fits(entry.source, wanted):
-                return entry
+    named = [entry for entry in bases if entry.source.name == wanted]
+    if fitting := named or [entry for entry in bases if _is_at(entry.source, wanted)]:
+        return fitting[0]
     loaded = ", ".join(f"{entry.source.name}={entry.source.where}" for entry in bases) or "none"
     raise StartupError(
         f"model {source.name}: its base {wanted!r} is not loaded (generation models here: {loaded}); load it first, or"
@@ -105,15 +105,7 @@ def is_adapter(source: ModelSource) -> bool:
     return source.is_local and (Path(source.location) / ADAPTER_FILE).is_file()
 
 
-def _is_generation(entry: Entry) -> bool:
-    return entry.fetched is not None and entry.fetched.kind is ModelKind.GENERATION
-
-
-def _has_name(source: ModelSource, wanted: str) -> bool:
-    return source.name == wanted
-
-
-def _has_location(source: ModelSource, wanted: str) -> bool:
+def _is_at(source: ModelSource, wanted: str) -> bool:
     if source.location == wanted:
         return True
     return source.is_local and Path(wanted).is_dir() and Path(wanted).samefile(source.location)

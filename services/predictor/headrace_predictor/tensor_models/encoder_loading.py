@@ -44,9 +44,8 @@ from headrace_predictor.engine.state.in_flight import Scaling
 from headrace_predictor.models.fingerprint import fingerprint_of
 from headrace_predictor.models.weights import load_weights
 from headrace_predictor.settings import PredictorSettings
-from headrace_predictor.tensor_models.encoder_model import BatchSettings, EncoderModel
-from headrace_predictor.tensor_models.row_network import Compute, RowNetwork
-from headrace_predictor.tensor_models.rows import ATTENTION_MASK, RowLimits
+from headrace_predictor.tensor_models.encoder_model import EncoderModel
+from headrace_predictor.tensor_models.rows import ATTENTION_MASK, Compute, RowLimits, RowNetwork
 from headrace_predictor.tensor_models.sentence_steps import (
     CAUSAL,
     MEAN_POOLING,
@@ -101,9 +100,6 @@ def load_encoder(
         *(name, loaded.architecture, loaded.parameters / 1e6, dtype, device.type, limits.max_length),
         "padded to batches" if network.pads_rows else "each run alone",
     )
-    # Requests that will form the next batch do not count as waiting.
-    max_waiting = settings.max_waiting + settings.batch_rows
-    batches = BatchSettings(settings.batch_delay_ms / 1000, max_waiting, settings.step_timeout)
     parameters = {
         "architecture": loaded.architecture,
         "device": device.type,
@@ -126,7 +122,16 @@ def load_encoder(
     inputs += (TensorSpec(name, "INT64", [-1, -1], optional=True) for name in limits.optional_inputs)
     platform, rows = "pytorch_transformers", limits.max_rows
     description = ModelDescription(platform, inputs, [output], max_batch_size=rows, parameters=parameters)
-    return EncoderModel(name, network, limits, description, batches)
+    return EncoderModel(
+        name,
+        network,
+        limits,
+        description,
+        max_delay_s=settings.batch_delay_ms / 1000,
+        # Requests that will form the next batch do not count as waiting.
+        max_waiting=settings.max_waiting + settings.batch_rows,
+        timeout_s=settings.step_timeout,
+    )
 
 
 def _transformer(

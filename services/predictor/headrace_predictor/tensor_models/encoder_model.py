@@ -7,7 +7,6 @@ validates requests, and a separate thread runs the batches.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,26 +18,24 @@ from headrace.oip.stream_infer import FINAL
 from headrace.oip.tensors import Tensor, add_output
 from headrace_predictor.counts import RequestCounts
 from headrace_predictor.models.served_model import ANY_CALLER, VERSION, Caller
-from headrace_predictor.tensor_models.batch_worker import BatchWorker
-from headrace_predictor.tensor_models.row_network import RowNetwork, Vectors
-from headrace_predictor.tensor_models.rows import ATTENTION_MASK, RowLimits, Rows, read_rows
+from headrace_predictor.tensor_models.batching import BatchWorker
+from headrace_predictor.tensor_models.rows import ATTENTION_MASK, RowLimits, RowNetwork, Rows, Vectors, read_rows
 from headrace_protos import inference_pb2 as pb
 
 
-@dataclass(frozen=True)
-class BatchSettings:
-    """Settings of the batches; see batching.py."""
-
-    max_delay_s: float
-    max_waiting: int
-    timeout_s: float = 60.0
-
-
 class EncoderModel:
-    """A ServedModel; owns its thread."""
+    """A ServedModel; owns its thread. For the settings of its batches see batching.py."""
 
     def __init__(
-        self, name: str, network: RowNetwork, limits: RowLimits, description: ModelDescription, batches: BatchSettings
+        self,
+        name: str,
+        network: RowNetwork,
+        limits: RowLimits,
+        description: ModelDescription,
+        *,
+        max_delay_s: float,
+        max_waiting: int,
+        timeout_s: float,
     ) -> None:
         self.name = name
         self.description = description
@@ -48,9 +45,9 @@ class EncoderModel:
             name,
             network.run,
             max_rows=limits.max_rows,
-            max_delay_s=batches.max_delay_s,
-            max_waiting=batches.max_waiting,
-            timeout_s=batches.timeout_s,
+            max_delay_s=max_delay_s,
+            max_waiting=max_waiting,
+            timeout_s=timeout_s,
             # After a device error every later call fails too.
             fatal=(torch.AcceleratorError,),
         )

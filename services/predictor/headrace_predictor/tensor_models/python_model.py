@@ -60,8 +60,7 @@ from headrace.python_tensors import BadResultError, Response, as_mapping, as_ten
 from headrace_predictor.counts import Outcome, RequestCounts
 from headrace_predictor.engine.interface import EngineDeadError
 from headrace_predictor.models.served_model import ANY_CALLER, VERSION, Caller
-from headrace_predictor.tensor_models.channel import Channel, ReaderLeftError
-from headrace_predictor.tensor_models.loop_thread import LoopThread, Mailbox
+from headrace_predictor.tensor_models.loop_thread import Channel, LoopThread, Mailbox, ReaderLeftError
 from headrace_predictor.tensor_models.python_code import PythonCode
 from headrace_protos import inference_pb2 as pb
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace_predictor.engine.runners.step_plan import StepPlan
+from headrace_predictor.engine.runners.attention import StepPlan
 from headrace_predictor.engine.state.cache import KeyValueCache
 
 Forward = Callable[[Tensor, Tensor, StepPlan], Tensor]

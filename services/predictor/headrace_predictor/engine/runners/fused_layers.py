@@ -30,8 +30,8 @@ from headrace_predictor.engine.adapters import LowRank, LowRankWeights, Part
 from headrace_predictor.engine.cpu import kernel
 from headrace_predictor.engine.cpu.kernel import Buffer
 from headrace_predictor.engine.cpu.packed_linear import PackedLinear, packs
+from headrace_predictor.engine.runners.attention import StepPlan
 from headrace_predictor.engine.runners.reach import Reach
-from headrace_predictor.engine.runners.step_plan import StepPlan
 from headrace_predictor.engine.state.cache import Array, array_of
 
 _GATED = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)

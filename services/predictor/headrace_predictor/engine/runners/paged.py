@@ -18,11 +18,10 @@ from headrace_predictor.engine.cpu.packed_linear import PackedLinear
 from headrace_predictor.engine.cpu.step_sizes import size_above
 from headrace_predictor.engine.faults import check_numbers
 from headrace_predictor.engine.runners.adapters import AdapterHooks, Adapters
-from headrace_predictor.engine.runners.attention import NAME
+from headrace_predictor.engine.runners.attention import NAME, StepPlan, StepPlanner, adapted_tokens
 from headrace_predictor.engine.runners.decode_graphs import DecodeGraphs, Record
 from headrace_predictor.engine.runners.fused_layers import GatedLayer
 from headrace_predictor.engine.runners.rotary import SequenceRotary
-from headrace_predictor.engine.runners.step_plan import StepPlan, StepPlanner, adapted_tokens
 from headrace_predictor.engine.runners.streamed import GATED_MODELS, StreamedDecoder
 from headrace_predictor.engine.state.cache import CacheShape, KeyValueCache
 from headrace_predictor.engine.state.sequence import Row, detached_sequence

@@ -21,10 +21,10 @@ from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM,
 from headrace.errors import StartupError
 from headrace_predictor.engine.cpu.packed_file import SUFFIX, PackedFile
 from headrace_predictor.engine.cpu.packed_linear import has_matrix_unit
+from headrace_predictor.engine.runners.attention import StepPlan
 from headrace_predictor.engine.runners.fused_layers import SWISH
 from headrace_predictor.engine.runners.reach import Reach
 from headrace_predictor.engine.runners.rotary import RotaryAngles
-from headrace_predictor.engine.runners.step_plan import StepPlan
 from headrace_predictor.engine.runners.unread import grouped_matrix
 from headrace_predictor.engine.state.cache import Array
 
