@@ -19,10 +19,8 @@ from tests.process.unfinished_calls import (
     END_STREAM,
     HEADERS,
     INITIAL_WINDOW,
-    PING,
     RST_STREAM,
     SETTINGS,
-    WINDOW_UPDATE,
     frame,
     headers,
 )
@@ -143,28 +141,6 @@ async def slow_headers(target: Target) -> None:
 
 
 @attack
-async def slow_bodies(target: Target) -> None:
-    """500 REST requests whose body arrives at one byte per second."""
-    lines = ("POST /v1/completions HTTP/1.1", "host: gateway", "content-length: 4096", "", "")
-    head = "\r\n".join(lines).encode()
-
-    async def one() -> None:
-        await _drip(target, await Connection.opened(target, head), lambda: b" ", 1.0)
-
-    await _many(target, HELD, one)
-
-
-@attack
-async def silent_connections(target: Target) -> None:
-    """500 connections that send nothing at all."""
-
-    async def one() -> None:
-        await _drip(target, await Connection.opened(target, b""), lambda: b"", 1.0)
-
-    await _many(target, HELD, one)
-
-
-@attack
 async def slow_readers(target: Target) -> None:
     """500 unread answers: streams with a window of zero bytes, 10 of them generations."""
     request = headrace_pb2.GenerateRequest(model="storyteller", prompt="Once", max_tokens=64, ignore_eos=True)
@@ -245,34 +221,3 @@ async def continuation_floods(target: Target) -> None:
         await _drip(target, connection, lambda: more * 10, 0.02)
 
     await _many(target, 4, one)
-
-
-@attack
-async def control_frames(target: Target) -> None:
-    """Thousands of pings, settings and window updates."""
-    ping, settings = frame(PING, 0, 0, bytes(8)), frame(SETTINGS, 0, 0, b"")
-    window = frame(WINDOW_UPDATE, 0, 0, (1).to_bytes(4))
-
-    async def one() -> None:
-        await _drip(target, await Connection.http2(target), lambda: (ping + settings + window) * 20, 0.02)
-
-    await _many(target, 4, one)
-
-
-@attack
-async def many_calls(target: Target) -> None:
-    """1,000 small valid calls a second, on 10 connections."""
-
-    async def one() -> None:
-        connection = await Connection.http2(target, window=1 << 20)
-
-        def calls() -> bytes:
-            target.report.begun += 2
-            return b"".join(
-                frame(HEADERS, END_HEADERS, stream, headers(_METADATA)) + frame(DATA, END_STREAM, stream, bytes(5))
-                for stream in (connection.stream(), connection.stream())
-            )
-
-        await _drip(target, connection, calls, 0.02)
-
-    await _many(target, 10, one)

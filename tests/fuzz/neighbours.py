@@ -31,7 +31,7 @@ from pydantic import ByteSize, TypeAdapter
 
 from headrace_runner.stack import Stack
 from headrace_transformer.processes.body_processes import LARGE_BYTES, SMALL_BYTES
-from tests.fuzz.attacks import ATTACKS, UNREADABLE
+from tests.fuzz.attacks import ATTACKS
 from tests.fuzz.honest import Figures, Honest
 from tests.support.free_ports import start_stack
 from tests.waiting import until
@@ -75,23 +75,15 @@ def limits_mb() -> dict[str, int]:
 
 @asynccontextmanager
 async def attacked_stack(folder: Path) -> AsyncIterator[Stack]:
-    """The bundled models with a pace, one with a hostile template, and a repository with an unreadable model."""
-    broken = folder / "repository" / UNREADABLE
-    shutil.copytree(ROOT / "models" / "storyteller", broken)
-    (broken / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "Nonsense"}}')
+    """The bundled models with a pace, and one with a hostile template."""
     shutil.copytree(ROOT / "models" / "storyteller", folder / "powers")
     (folder / "powers" / "chat_template.jinja").write_text("{{ 9 ** (9 ** 9) }}")
     models = f"storyteller=models/storyteller,identity=models/identity,powers={folder / 'powers'}"
-    environment = {
-        "PACE_MS": str(_PACE_MS),
-        "PREDICTOR_MAX_RUNNING": "32",
-        "PREDICTOR_MODEL_REPOSITORY": str(folder / "repository"),
-    }
     stack = await start_stack(
         folder / "stack",
         {"models": models},
         commands={"predictor": (sys.executable, "-m", "bench.paced_predictor")},
-        environment={"predictor": environment},
+        environment={"predictor": {"PACE_MS": str(_PACE_MS), "PREDICTOR_MAX_RUNNING": "32"}},
         say=lambda line: None,
     )
     try:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from tests.fuzz.target import MEGABYTE, Target, attack
+from tests.fuzz.target import Target, attack
 from tests.system.calls import text_request
 
 _OTHER = "127.0.0.2"
 _COMPLETIONS = "/v1/completions"
-_ANNOUNCED = 57 * MEGABYTE
 _AT_ONCE = 24
 
 
@@ -31,21 +29,6 @@ async def _stream(target: Target, fields: Mapping[str, Any]) -> str:
         return answer.split(b" ", 2)[1].decode() if answer else "closed"
     finally:
         writer.close()
-
-
-@attack
-async def long_forwarded_for(target: Target) -> None:
-    """15 KB of `x-forwarded-for` without a comma, which a pattern that backtracks reads in a second."""
-    caller = replace(target, address=_OTHER)
-    path = "/inference.GRPCInferenceService/ServerMetadata"
-    await caller.repeat(20, lambda: caller.grpc_post(path, b"", x_forwarded_for="1" * 15_000))
-
-
-@attack
-async def announced_bodies(target: Target) -> None:
-    """64 connections that announce 57 MB each, and send nothing of it."""
-    caller = replace(target, address=_OTHER)
-    await caller.repeat(64, lambda: caller.post(_COMPLETIONS, b"{", declared=_ANNOUNCED))
 
 
 @attack
@@ -68,14 +51,6 @@ async def slow_grammars(target: Target) -> None:
         return {"type": "object", "properties": fields, "additionalProperties": False}
 
     await caller.repeat(200, lambda: _stream(caller, {"max_tokens": 1, "structured_outputs": {"json": schema()}}))
-
-
-@attack
-async def bodies_of_4_mb(target: Target) -> None:
-    """24 callers whose bodies take a process some 100 ms each, one after the other."""
-    caller = replace(target, address=_OTHER)
-    body = json.dumps({"model": "storyteller", "prompt": "word " * 800_000, "max_tokens": 1}).encode()
-    await caller.repeat(_AT_ONCE, lambda: caller.post(_COMPLETIONS, body))
 
 
 @attack
@@ -120,17 +95,3 @@ async def tokens_at_the_predictor(target: Target) -> None:
     paths += ["/headrace.v1.TextGeneration/Generate", "/headrace.v1.PredictorSteps/Run"]
     numbers = count()
     await caller.repeat(64, lambda: caller.grpc_post(paths[next(numbers) % len(paths)], text, host="predictor"))
-
-
-@attack
-async def whole_bodies(target: Target) -> None:
-    """57 MB of a body each, without the last byte: more than a caller's share."""
-    caller = replace(target, address=_OTHER)
-    body = b" " * (_ANNOUNCED - 1)
-
-    async def one() -> str:
-        answer = await caller.post(_COMPLETIONS, body, declared=_ANNOUNCED)
-        await asyncio.sleep(0.1)
-        return answer
-
-    await caller.repeat(6, one)

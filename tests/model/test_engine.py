@@ -5,8 +5,7 @@ import time
 
 import pytest
 
-from headrace.errors import DeadlineError, HopBrokenError, NotReadyError
-from headrace_predictor.engine.interface import EngineDeadError
+from headrace.errors import DeadlineError
 from tests.model.fakes import END, FakeRunner, Gate, expected, read_all, request
 from tests.waiting import until
 
@@ -70,21 +69,6 @@ async def test_min_tokens_and_ignore_eos_delay_the_end(engine_of):
     assert (ids, chunks[-1].finish_reason) == ([END] * 6, "length")
 
 
-async def test_an_engine_that_dies_ends_every_request_and_is_reported_dead(engine_of):
-    class Dying(FakeRunner):
-        def run(self, rows):
-            raise SystemExit("out of luck")
-
-    engine = engine_of(Dying())
-    slot = engine.submit(request())
-    with pytest.raises(HopBrokenError, match="the engine died"):
-        await read_all(slot)
-    with pytest.raises(EngineDeadError):
-        await asyncio.wait_for(engine.died(), 10)
-    with pytest.raises(NotReadyError):
-        engine.submit(request())
-
-
 async def test_a_pace_is_kept_beside_others_that_have_none(engine_of):
     engine = engine_of(FakeRunner())
     started = time.monotonic()
@@ -101,3 +85,35 @@ async def test_a_paced_sequence_that_is_cancelled_ends_before_its_next_token(eng
     await paced.read()
     paced.cancel()
     assert (await read_all(engine.submit(request("next"))))[0] == expected([5, 6], 12)
+
+
+SLOTS = 8
+
+
+def prompt_of(i: int) -> list[int]:
+    return [i % 60, 3, i // 60 + 3, 5, 9, i % 7]
+
+
+async def test_a_light_client_gets_its_first_token_at_once_and_all_answers_are_exact(engine_of):
+    gate = Gate()
+    runner = FakeRunner(gate)
+    engine = engine_of(runner, max_running=SLOTS, max_waiting=100)
+    heavy = [engine.submit(request(f"heavy{i}", prompt_of(i), client="heavy")) for i in range(3 * SLOTS)]
+    await until(lambda: runner.steps)
+    # Enough rows for its first steps; the engine waits within a later one.
+    gate.open(5 * SLOTS)
+    await until(lambda: engine.load.running == SLOTS and len(runner.steps) > 3)
+    before = len(runner.steps)
+    light = engine.submit(request("light", range(20, 30), client="light"))
+    gate.open(100_000)
+    assert (await read_all(light))[0] == expected(range(20, 30))
+    for i, slot in enumerate(heavy):
+        assert (await read_all(slot))[0] == expected(prompt_of(i))
+    steps = [{name for name, _, _ in step} for step in runner.steps[before:]]
+    first, last = (
+        steps.index(step) for step in (next(s for s in steps if "light" in s), [s for s in steps if "light" in s][-1])
+    )
+    assert first <= 1
+    assert all("light" in step for step in steps[first : last + 1])
+    assert engine.statistics.preempted == 1
+    assert engine.load.blocks_in_use == 0

@@ -6,7 +6,6 @@ import time
 
 import pytest
 
-from headrace.errors import RequestFailedError
 from headrace_predictor.engine.interface import EngineStatistics, Timeline
 from tests.model.crowd import CROWD, assert_crowd_is_unharmed, submit_crowd
 from tests.model.fakes import FakeRunner, Gate, expected, read_all, request
@@ -67,28 +66,6 @@ async def test_preemption_times_are_reported_with_the_end_at_the_latest(engine_o
         assert all(timeline.started <= at <= timeline.ended for at in timeline.preempted)
 
 
-def test_the_latest_preemption_times_are_kept_and_all_preemptions_are_counted():
-    timeline = Timeline()
-    for at in range(100):
-        timeline.preempt(float(at))
-    assert timeline.preemptions == 100
-    assert timeline.preempted == tuple(map(float, range(68, 100)))
-
-
-async def test_a_request_that_is_cancelled_in_the_queue_has_no_start_time(engine_of):
-    gate = Gate()
-    engine = engine_of(FakeRunner(gate), max_running=1)
-    running, waiting = engine.submit(request("running", max_tokens=2)), engine.submit(request("waiting"))
-    waiting.cancel()
-    gate.open(2)
-    await read_all(running)
-    with pytest.raises(RequestFailedError, match="cancelled"):
-        await read_all(waiting)
-    timeline = waiting.timeline
-    assert (timeline.started, timeline.first_token) == (None, None)
-    assert timeline.submitted <= timeline.ended
-
-
 async def test_the_load_counts_running_and_waiting_requests(engine_of):
     gate = Gate()
     runner = FakeRunner(gate)
@@ -111,26 +88,6 @@ async def test_the_load_counts_running_and_waiting_requests(engine_of):
     rest = engine.load
     assert (rest.running, rest.waiting, rest.blocks_in_use, rest.oldest_age_s) == (0, 0, 0, 0)
     assert (engine.statistics.tokens, engine.statistics.prompt_tokens) == (20, 15)
-
-
-async def test_cached_prompt_tokens_are_counted(engine_of):
-    engine = engine_of(FakeRunner())
-    prompt = list(range(5, 23))
-    for _ in range(2):
-        await read_all(engine.submit(request(prompt=prompt)))
-    assert (engine.statistics.prompt_tokens, engine.statistics.cached_tokens) == (36, 16)
-
-
-async def test_tokens_after_a_cancel_are_counted_as_wasted(engine_of):
-    gate = Gate()
-    runner = FakeRunner(gate)
-    engine = engine_of(runner)
-    slot = engine.submit(request())
-    await until(lambda: runner.steps)
-    slot.cancel()
-    gate.open(100)
-    await until(lambda: engine.load.running == 0)
-    assert (engine.statistics.tokens, engine.statistics.tokens_after_cancel) == (1, 1)
 
 
 async def test_the_load_can_be_read_from_any_thread_at_any_time(engine_of):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from headrace.errors import HopBrokenError, NotReadyError, OverloadedError, RequestFailedError
+from headrace.errors import HopBrokenError, NotReadyError, RequestFailedError
 from tests.model.crowd import dead, outcome, submit_crowd
 from tests.model.fakes import FakeRunner, Gate, expected, read_all, request
 from tests.waiting import until
@@ -139,37 +139,6 @@ async def test_cancel_in_the_middle_of_a_prompt_ends_it_there(engine_of):
     assert len(runner.steps) == 2
 
 
-async def test_a_full_queue_refuses_with_the_time_that_requests_take(engine_of, clock):
-    """Requests that each take 50 ms by the engine's own clock, after an hour of nothing to do."""
-    gate = Gate()
-
-    def before(row):
-        gate(row)
-        if row.sequence.id == "timed":
-            clock[0] += 0.05
-
-    runner = FakeRunner(before)
-    engine = engine_of(runner, max_running=1, max_waiting=100)
-    gate.open(1)
-    await read_all(engine.submit(request("before", max_tokens=1)))
-    # Else the step, which ends a little after its reader wakes, would have taken that hour.
-    await until(lambda: engine._step_under_way is None)
-    clock[0] += 3600
-    timed = [engine.submit(request("timed", max_tokens=1)) for _ in range(40)]
-    gate.open(40)
-    for slot in timed:
-        await read_all(slot)
-    slots = [engine.submit(request(max_tokens=1))]
-    await until(lambda: runner.steps[-1] == [("a", 0, 2)])
-    slots += [engine.submit(request(max_tokens=1)) for _ in range(100)]
-    with pytest.raises(OverloadedError) as raised:
-        engine.submit(request(max_tokens=1))
-    assert 40 <= raised.value.retry_after_ms <= 100
-    gate.open(1000)
-    for slot in slots:
-        await read_all(slot)
-
-
 async def test_a_reader_whose_loop_has_closed_does_not_affect_others(engine_of):
     gate = Gate()
     engine = engine_of(FakeRunner(gate))
@@ -229,3 +198,38 @@ async def test_tokens_before_an_error_are_still_read(engine_of):
         await slot.read()
     slot.cancel()
     gate.open(1)
+
+
+PROMPTS = 3
+
+
+@pytest.fixture
+def slow_runner(clock):
+    def before(_):
+        clock[0] += 1.0
+
+    return FakeRunner(before)
+
+
+async def test_a_stream_without_progress_ends_the_engine(engine_of, slow_runner, caplog):
+    engine = engine_of(slow_runner, step_timeout_s=10)
+    schedule = engine._scheduler.schedule
+
+    def passing_by(*arguments):
+        return [row for row in schedule(*arguments) if row.sequence.id != "stuck"]
+
+    engine._scheduler.schedule = passing_by
+    with caplog.at_level(logging.CRITICAL):
+        slots = [engine.submit(request(name, max_tokens=900)) for name in ("stuck", "beside")]
+        # A request that took no part in any step is not to blame.
+        assert [await outcome(slot) for slot in slots] == [NotReadyError, HopBrokenError]
+        await dead(engine)
+    assert "request stuck gets no token" in caplog.text
+
+
+async def test_a_prompt_that_waits_for_older_ones_is_not_stuck(engine_of, slow_runner):
+    engine = engine_of(slow_runner, step_tokens=16, step_timeout_s=10)
+    with engine._changed:
+        slots = [engine.submit(request(str(i), prompt=[i] * 900, max_tokens=2)) for i in range(PROMPTS)]
+    for slot in slots:
+        assert isinstance(await outcome(slot), list)

@@ -191,20 +191,6 @@ async def test_a_refused_sequence_ends_alone(predictor, caller, fields, error, t
     assert (await caller.end_of(2)).finish_reason == "length"
 
 
-async def test_a_full_queue_refuses_with_a_retry_delay(predictor_of, slow_models):
-    async with (
-        predictor_of(max_running=1, max_waiting=1) as predictor,
-        calling(predictor.steps_port) as caller,
-    ):
-        caller.submit(1, sampling={**SAMPLING, "max_tokens": 200})
-        await until(lambda: 1 in caller.begun)
-        caller.submit(2)
-        caller.submit(3)
-        error = await caller.error_of(3)
-        assert error.class_name == "OverloadedError"
-        assert error.retry_after_ms
-
-
 async def test_a_cancel_frees_the_blocks_and_its_neighbour_continues(predictor, caller):
     caller.submit(1, sampling=ENDLESS)
     caller.submit(2, sampling={**SAMPLING, "max_tokens": 60})
@@ -357,18 +343,6 @@ async def test_an_isolated_sequence_is_announced_before_it_runs(predictor, calle
     assert not any(1 in message.numbers for message in caller.messages[: announcement + 1])
 
 
-async def test_one_sequence_at_a_time_is_isolated(predictor, caller):
-    os.kill(predictor.engine.pid, signal.SIGSTOP)
-    for number in (1, 2):
-        caller.submit(number, alone=True)
-    await until(lambda: 2 in caller.accepted)
-    os.kill(predictor.engine.pid, signal.SIGCONT)
-    error = await caller.error_of(2)
-    assert (error.class_name, error.message) == ("NotReadyError", "another request runs in isolation here")
-    assert error.retry_after_ms == 100
-    assert (await caller.end_of(1)).finish_reason == "length"
-
-
 async def test_a_repeated_number_of_a_sequence_in_flight_ends_the_connection(predictor, caller, caplog):
     caller.submit(1, sampling=ENDLESS)
     await until(lambda: 1 in caller.begun)
@@ -418,19 +392,6 @@ async def test_each_sequence_has_a_span_with_the_phases_of_its_engine(predictor,
         assert ended.events[3].name == "generation_end"
         assert "gen_ai.usage.output_tokens" not in ended.events[3].attributes, "only the engine knows how many"
     provider.shutdown()
-
-
-async def test_each_client_reuses_only_its_own_prompts(predictor, caller):
-    prompt = list(range(3, 75))  # A little more than two blocks.
-
-    async def cached_tokens(number, **fields):
-        caller.submit(number, prompt, **fields)
-        return (await caller.end_of(number)).usage.cached_tokens
-
-    assert await cached_tokens(1, client="a") == 0
-    assert await cached_tokens(2, client="b", weight=2.0) == 0
-    assert await cached_tokens(3, client="a") == 64
-    assert await cached_tokens(4) == 0
 
 
 async def test_a_direct_call_of_a_predictor_has_the_clients_name(predictor, caller):

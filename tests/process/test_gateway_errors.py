@@ -170,14 +170,6 @@ async def test_the_timeout_header_sets_the_deadline_a_second_later(gateway: Gate
     assert untimed.json["time_remaining"] is None
 
 
-@pytest.mark.parametrize("name", ["x-timeout-ms", "x-first-token-timeout-ms"])
-@pytest.mark.parametrize("value", ["0", "-1", "1.5", "1s", "123456789", "many"])
-async def test_a_malformed_timeout_header_is_400(gateway: Gateway, name: str, value: str) -> None:
-    answer = await gateway.request("POST", OPENAI, b"{}", **{name: value})
-    assert (answer.status, answer.headers["x-failed-hop"]) == (400, "gateway")
-    assert answer.json["error"]["message"].startswith(f"{name} is not")
-
-
 async def test_the_first_token_s_deadline_is_passed_on_and_is_no_deadline_of_the_call(gateway: Gateway) -> None:
     answer = await gateway.request("POST", OPENAI, b"{}", x_first_token_timeout_ms="99999999")
     assert answer.json["metadata"]["x-first-token-timeout-ms"] == "99999999"

@@ -109,6 +109,9 @@ async def test_a_malformed_timeout_is_refused_of_grpc_as_of_rest(gateway: Gatewa
         for host in ("gateway", "predictor"):
             refused = await call(gateway.address, GRPC, (name, value), host=host)
             assert (refused.grpc_status, refused.headers["x-failed-hop"]) == ("3", "gateway"), value
+        answer = await gateway.request("POST", OPENAI, b"{}", **{name: value.decode()})
+        assert (answer.status, answer.headers["x-failed-hop"]) == (400, "gateway"), value
+        assert answer.json["error"]["message"].startswith(f"{name} is not")
     assert (await call(gateway.address, GRPC, (name, b"5"), (name, b"5"))).grpc_status == "3"
     assert (await call(gateway.address, GRPC, (name, b"5000"))).grpc_status in ("", "0")
 

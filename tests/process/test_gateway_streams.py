@@ -94,13 +94,6 @@ async def test_callers_that_leave_end_no_other_stream_of_the_connection(gateway:
         assert b"data: [DONE]" in await asyncio.to_thread(rest, client)
 
 
-@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
-async def test_another_method_is_an_unknown_path(gateway: Gateway, method: str) -> None:
-    answer = await gateway.request(method, OPENAI)
-    assert (answer.status, answer.json["error"]["message"]) == (404, "unknown path or method")
-    assert answer.headers["x-failed-hop"] == "gateway"
-
-
 async def test_the_inner_path_of_a_method_is_an_unknown_path(gateway: Gateway) -> None:
     answer = await gateway.request("POST", "/headrace.rest.v1.OpenAI/Completions", b"{}")
     assert (answer.status, answer.headers["x-failed-hop"]) == (404, "gateway")

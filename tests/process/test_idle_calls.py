@@ -120,27 +120,6 @@ async def test_a_stream_counts_while_a_request_of_it_is_in_flight(serve):
     assert (await asyncio.wait_for(call.read(), 30)).infer_response.id == "later"
 
 
-async def test_beyond_the_bound_the_longest_idle_stream_ends(serve):
-    served = await serve()
-    calls = await served.opened(MAX_IDLE)
-    oldest, _ = calls[0]
-    await oldest.write(ModelInferRequest(id="asks"))  # Afterwards it is idle for the shortest time.
-    await served.until(idle=MAX_IDLE - 1, in_flight=1)
-    served.servicer.go.set()
-    await served.until(idle=MAX_IDLE)
-    served.open()
-    second, read = calls[1]
-    with pytest.raises(grpc.aio.AioRpcError) as ended:
-        await asyncio.wait_for(read, 30)
-    assert ended.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    metadata = dict(ended.value.trailing_metadata())
-    assert metadata["x-failed-hop"] == "test"
-    assert "retry-after-ms" in metadata
-    assert await second.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    for call, _ in (calls[0], *calls[2:]):
-        assert not call.done()
-
-
 async def test_calls_without_a_message_and_watches_are_idle(serve):
     served = await serve()
     unsent = served.channel.stream_unary("/inference.GRPCInferenceService/ModelInfer")

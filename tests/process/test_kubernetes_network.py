@@ -1,7 +1,5 @@
 """Who reaches whom on Kubernetes: the network policies are compose's networks, and each selector chooses pods."""
 
-from itertools import combinations
-
 import pytest
 import yaml
 
@@ -16,15 +14,12 @@ from tests.support.kubernetes import (
     render,
     selects,
     with_components,
-    without_variables,
     workloads,
 )
 
 pytestmark = pytest.mark.skipif(KUBECTL is None, reason="there is no kubectl in PATH")
 
-COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
 ENVOY = yaml.safe_load((ROOT / "envoy" / "envoy.yaml").read_text())
-IN_POD = {"envoy": "gateway", "transformer": "gateway"}  # Compose's services in one pod; the others are alone.
 
 
 @pytest.fixture(scope="module")
@@ -33,23 +28,6 @@ def rendered(tmp_path_factory):
     components = ("gateway-api", "hub", "keda", "observability", "scale", "tls")
     found = {name: with_components(tmp_path_factory.mktemp(name), name) for name in components}
     return {"base": render(DEPLOY / "base"), **found}
-
-
-@pytest.mark.parametrize("component", ["base", "observability"])
-def test_policies_allow_the_connections_of_compose_and_no_others(rendered, component):
-    documents = rendered[component]
-    networks = {
-        name: {without_variables(network) for network in service.get("networks", ())}
-        for name, service in COMPOSE["services"].items()
-    }
-    pods = workloads(documents).keys()
-    joined = {
-        tuple(sorted((IN_POD.get(one, one), IN_POD.get(other, other))))
-        for one, other in combinations(networks, 2)
-        if networks[one] & networks[other]
-    }
-    allowed = {tuple(sorted((source, target))) for source, target, _ in connections(documents)}
-    assert allowed == {pair for pair in joined if set(pair) <= pods}
 
 
 def test_policies_allow_only_the_ports_that_are_called(rendered):

@@ -85,13 +85,6 @@ async def test_the_requests_of_one_message_are_committed_and_acknowledged_togeth
     assert sorted(committed(logger.database)) == [(SOURCE, number) for number in range(1, 102)]
 
 
-async def test_a_message_with_a_request_without_a_key_is_refused(channel):
-    message = sent(1)
-    message.more.add(sequence=2)
-    with pytest.raises(grpc.aio.AioRpcError, match="without a source"):
-        await append_to(channel, [message])
-
-
 async def test_sending_again_is_acknowledged_and_stores_nothing(logger, channel):
     for _ in range(2):
         assert (await append_to(channel, map(sent, range(1, 11))))[-1] == 10
@@ -160,19 +153,6 @@ async def test_reflection_lists_the_payload_log_and_not_its_ingest(channel):
         names = {service.name for service in response.list_services_response.service}
     assert "headrace.v1.PayloadLog" in names
     assert "headrace.v1.PayloadIngest" not in names
-
-
-@pytest.mark.parametrize("name", ["", "headrace.v1.PayloadLog"])
-async def test_health_is_serving_when_the_store_answers(channel, name):
-    answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=name))
-    assert answer.status == health_pb2.HealthCheckResponse.SERVING
-
-
-async def test_appended_records_can_be_queried_over_grpc(channel):
-    await append_to(channel, map(sent, range(1, 301)))
-    query = headrace_pb2_grpc.PayloadLogStub(channel).Query(QueryPayloadsRequest(model="m", page_size=1000))
-    ids = [record.record_id async for record in query]
-    assert ids == [sent(n).record.record_id for n in range(300, 0, -1)]
 
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -430,16 +410,6 @@ async def test_unreachable_exports_are_one_line(monkeypatch, tmp_path, capsys):
     assert "refused" in error
     assert error.count("\n") == 1
     assert "geheim" not in error
-
-
-async def test_the_size_limit_is_that_of_the_records(stores):
-    store = await stores()
-    await store.append([append_request(number, time_ns=number, prompt="x" * 1000) for number in range(1, 101)])
-    while await store.expire(None, 50_000):
-        pass
-    kept = await numbers(store)
-    assert kept == list(range(100, 100 - len(kept), -1))
-    assert 20 < len(kept) < 35
 
 
 async def test_a_tail_shows_the_records_of_all_loggers(stores, monkeypatch):

@@ -26,7 +26,7 @@ from pyarrow import fs
 
 from headrace.errors import StartupError
 from headrace_logger import backup as backup_module
-from headrace_logger.backup import backup, restore
+from headrace_logger.backup import backup
 from headrace_logger.backup import main as copy_database
 from headrace_logger.export import export, partitions, shapes, snapshot
 from headrace_logger.export.export import instant
@@ -178,17 +178,6 @@ async def test_every_record_is_exported_once_oldest_first_over_any_number_of_pag
     assert run("--format", "jsonl", "--output", str(tmp_path / "out")) == 0
     numbers = [uuid.UUID(line["record_id"]).int for line in lines(tmp_path / "out")]
     assert numbers == sorted(range(1, 200), key=lambda number: (-(number // 50), number))
-
-
-async def test_several_row_groups_are_one_file(store, run, tmp_path, monkeypatch):
-    from headrace_logger.export import parquet
-
-    monkeypatch.setattr(parquet, "_ROW_GROUP_BYTES", 1)
-    monkeypatch.setattr(snapshot, "_BATCH_ROWS", 10)
-    await store.append([recorded(number) for number in range(1, 101)])
-    assert run("--output", str(tmp_path / "out.parquet")) == 0
-    file = pyarrow.parquet.ParquetFile(tmp_path / "out.parquet")
-    assert (file.metadata.num_rows, file.metadata.num_row_groups) == (100, 10)
 
 
 async def test_records_that_are_committed_during_the_export_are_left_to_the_next(store, run, tmp_path, monkeypatch):
@@ -694,24 +683,6 @@ async def test_a_restore_refuses_while_a_logger_uses_the_database(store, databas
     await store.close()
     assert run_copy("restore", "--force", tmp_path / "copy") == 0
     assert numbers_in(database) == [1, 2, 3]
-
-
-async def test_a_restore_that_fails_leaves_what_was_there(database, tmp_path, monkeypatch):
-    monkeypatch.setattr(backup_module, "_PAGES", 1)
-    await append_and_close(database, 1, 30)
-    backup(database, tmp_path / "copy")
-    await append_and_close(database, 31, 60)
-
-    def interrupt(status, remaining, total):
-        if remaining < total / 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        restore(tmp_path / "copy", database, True, interrupt)
-    assert len(numbers_in(database)) == 60
-    with pytest.raises(KeyboardInterrupt):
-        restore(tmp_path / "copy", tmp_path / "new", False, interrupt)
-    assert not (tmp_path / "new").exists()
 
 
 async def test_a_restore_that_is_killed_leaves_what_was_there(database, tmp_path):

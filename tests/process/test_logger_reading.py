@@ -18,7 +18,6 @@ from headrace_logger.store.store import Store
 from headrace_logger.tails import MAX_KEPT, MAX_TAILS, MAX_TAILS_OF_ONE, Tails
 from headrace_protos import headrace_pb2_grpc
 from headrace_protos.headrace_pb2 import (
-    AppendRequest,
     DeletePayloadsRequest,
     GetPayloadRequest,
     PayloadRecord,
@@ -282,18 +281,6 @@ async def test_a_search_for_text_goes_through_large_records_in_order(budgeted):
     assert await budgeted.read(budgeted.query(text_contains="needle", page_size=2)) == [15, 12]
 
 
-async def test_pages_continue_among_large_and_small_records(store):
-    await store.append([append_request(n, prompt="x" * (n % 4) * 50_000) for n in range(1, 60)])
-    found, token = [], None
-    while True:
-        page = [one.record async for one in store.query(Filters(QueryPayloadsRequest()), token, 7)]
-        found += [uuid.UUID(record.record_id).int for record in page]
-        if len(page) < 7:
-            break
-        token = page[-1].page_token
-    assert found == list(range(59, 0, -1))
-
-
 async def test_a_loan_goes_to_a_waiting_task_and_never_to_a_cancelled_one():
     readers = Readers(max_bytes=4 * MIB)
     async with readers.lend("a", 2 * MIB), readers.lend("b", 2 * MIB):
@@ -305,16 +292,6 @@ async def test_a_loan_goes_to_a_waiting_task_and_never_to_a_cancelled_one():
         assert not staying.done()
     await staying
     assert readers.lent_bytes == MIB
-
-
-async def test_one_caller_gets_no_more_than_half_of_the_budget():
-    readers = Readers(max_bytes=4 * MIB, wait_s=0.01)
-    async with readers.lend("a", 2 * MIB):
-        with pytest.raises(OverloadedError):
-            await readers.lend("a", MIB).__aenter__()
-        async with readers.lend("b", 2 * MIB), readers.lend("a", FREE_BYTES):
-            pass
-    assert readers.lent_bytes == 0
 
 
 async def test_a_loan_to_a_cancelled_task_is_given_back():
@@ -333,7 +310,6 @@ async def test_a_loan_to_a_cancelled_task_is_given_back():
 
 
 NOTHING = Filters(TailPayloadsRequest())
-REST = (("x-envoy-original-path", "/headrace/v1/payloads:tail"),)
 
 
 def record_of(number, **fields):
@@ -514,24 +490,3 @@ async def test_every_tail_ends_when_the_logger_stops(followed):
         await reading
     with pytest.raises(NotReadyError), tails.open(NOTHING):
         pass
-
-
-async def test_a_rest_stream_ends_with_its_reason(followed):
-    _, tails, channel = followed
-    _, responses = await open_tail(channel, metadata=REST)
-    reading = asyncio.ensure_future(anext(responses))
-    await begun(tails)
-    tails.end()
-    assert (await reading) == PayloadRecord(error="the logger is stopping")
-    with pytest.raises(NotReadyError):
-        await anext(responses)
-
-
-async def test_append_returns_only_the_new_records(followed):
-    store, _, _ = followed
-    source = str(uuid.uuid4())
-    first, second = append_request(1, source=source), append_request(2, source=source)
-    moved = AppendRequest(source=source, sequence=1, record=record_of(9))
-    assert await store.append([first, first]) == [first.record]
-    assert await store.append([moved, first, second]) == [second.record]
-    assert await store.append([]) == []

@@ -284,21 +284,6 @@ async def test_a_cursor_survives_a_restart_and_positions_are_never_given_twice(p
     await store.close()
 
 
-async def test_readers_are_notified_only_of_new_records(store):
-    appends = []
-    store.on_append(lambda: appends.append(True))
-    await store.append([append_request(1)])
-    await store.append([append_request(1)])
-    assert len(appends) == 1
-
-
-async def test_delete_returns_the_number_of_records(store, payload_log):
-    await store.append([append_request(n, request_id="r", client="c") for n in range(1, 4)])
-    assert (await payload_log.Delete(DeletePayloadsRequest(record_id=record_id(1)))).deleted == 1
-    assert (await payload_log.Delete(DeletePayloadsRequest(request_id="r"))).deleted == 2
-    assert (await payload_log.Delete(DeletePayloadsRequest(client="c"))).deleted == 0
-
-
 async def test_delete_without_a_key_deletes_nothing(store, payload_log):
     await store.append([append_request(1)])
     for key in ({}, {"record_id": ""}, {"request_id": ""}, {"client": ""}):

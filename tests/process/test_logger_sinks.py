@@ -470,18 +470,10 @@ async def test_a_logger_that_is_killed_sends_every_event(server, tmp_path):
     assert set(server.keys) == keys
 
 
-@pytest.mark.parametrize(
-    ("sinks", "message"),
-    [
-        ("ftp://127.0.0.1/", "LOGGER_SINKS=ftp://127.0.0.1/: must be a URL such as http://127.0.0.1:4318"),
-        ("http://a/,here", "LOGGER_SINKS=here: must be a URL such as http://127.0.0.1:4318"),
-        ("http://a/x,http://u:secret@a/x", "LOGGER_SINKS: http://a/x is listed twice; remove one"),
-    ],
-)
-async def test_a_wrong_sink_is_refused_in_one_line(tmp_path, sinks, message):
+async def test_a_sink_that_is_listed_twice_is_refused_in_one_line(tmp_path):
     process = LoggerProcess(tmp_path)
-    process.environment |= {"LOGGER_SINKS": sinks}
-    assert await process.refuses() == f"logger: {message}\n"
+    process.environment |= {"LOGGER_SINKS": "http://a/x,http://u:secret@a/x"}
+    assert await process.refuses() == "logger: LOGGER_SINKS: http://a/x is listed twice; remove one\n"
 
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -662,13 +654,6 @@ async def test_http_receivers_get_the_same_spans(tmp_path):
     assert span == span_of(generation(1).record)
 
 
-@pytest.mark.parametrize("url", ["ftp://host", "grpc://", "host:4317"])
-async def test_a_malformed_url_is_refused(tmp_path, url):
-    async with LoggerProcess(tmp_path) as logger:
-        logger.environment["LOGGER_GEN_AI_URL"] = url
-        assert f"LOGGER_GEN_AI_URL={url}" in await logger.refuses()
-
-
 class Lags(Measured):
     def lag(self, name):
         return self.values_by(SINK, "headrace.sink.lag")[name]
@@ -736,31 +721,6 @@ async def test_the_lag_of_a_sink_lasts_from_its_failure_until_it_has_all_records
     assert len(server.taken) >= 2 * 499
 
 
-async def test_between_two_pages_the_lag_is_that_of_the_newest_record_of_the_first(
-    servers, late, store, measured, monkeypatch
-):
-    server, _ = servers
-    held, read_on = asyncio.Event(), asyncio.Event()
-    after = store.after
-
-    async def after_held(position, limit):
-        if position:
-            held.set()
-            await read_on.wait()
-        return await after(position, limit)
-
-    monkeypatch.setattr(store, "after", after_held)
-    monkeypatch.setattr(runner_module, "_PAGE", 2)
-    await store.append([ended_ago(1, 300), ended_ago(2, 200), ended_ago(3, 100)])
-    [runner] = await late(a=server)
-    await held.wait()
-    await until(lambda: not runner._ends)
-    assert 200 <= measured.lag("a") < 300
-    read_on.set()
-    await until(lambda: measured.lag("a") == 0)
-    assert len(server.taken) == 2 * 3
-
-
 async def test_the_lag_of_a_sink_that_is_down_at_the_start_is_that_of_its_waiting_records(
     servers, late, store, measured
 ):
@@ -775,12 +735,3 @@ def ended_ago(number, seconds, duration_ms=0.0):
     request = answered(number, duration_ms=duration_ms)
     request.record.time.FromMicroseconds(int((time.time() - seconds) * 1e6 - duration_ms * 1e3))
     return request
-
-
-async def test_a_clock_that_is_ahead_gives_no_negative_lag(store, measured, caplog):
-    runner = SinkRunner(cloud_events(SinkServer().url), store, concurrency=1, from_beginning=True)
-    runner._ends.append(time.time() + 3600)
-    observe_sinks({"a": runner}, measured.meter)
-    assert measured.lag("a") == 0
-    await runner.close()
-    assert not [entry for entry in caplog.records if entry.levelno >= logging.ERROR]

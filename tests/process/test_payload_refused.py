@@ -1,7 +1,5 @@
 """Refused requests fill neither the spool nor the log; answered ones are recorded whole, at any length."""
 
-import asyncio
-
 import pytest
 
 from headrace.errors import InvalidRequestError
@@ -67,16 +65,6 @@ async def test_a_long_request_whose_begin_was_not_awaited_is_recorded_whole(taps
     assert (record.prompt, record.parameters, record.incomplete) == (LONG, LONG_PARAMETERS, False)
 
 
-async def test_an_end_before_the_wait_for_the_begin_loses_no_data(taps, ingest):
-    tap = taps.start(ingest.target)
-    recording = begin(tap, prompt=LONG)
-    recording.chunk("all", [1])
-    recording.end("OK")
-    assert await recording.flushed()
-    [record] = await recorded(tap, ingest)
-    assert (record.prompt, record.text, record.incomplete) == (LONG, "all", False)
-
-
 async def test_all_of_a_long_request_is_on_disk_before_the_first_chunk_leaves(taps, ingest):
     tap = taps.start()
     recording = begin(tap, prompt=LONG)
@@ -112,13 +100,3 @@ async def test_a_few_names_of_a_refused_request_s_tensors_are_kept(taps, ingest)
     assert record.inputs
     assert record.ByteSize() < 16_000
     assert record.incomplete
-
-
-async def test_many_long_requests_wait_for_their_begins_together(taps, ingest):
-    tap = taps.start(ingest.target)
-    recordings = [begin(tap, f"r{n}", prompt=f"{n} {LONG}") for n in range(10)]
-    assert all(await asyncio.gather(*(recording.flushed() for recording in recordings)))
-    for recording in recordings:
-        recording.end("OK", text="a")
-    records = await recorded(tap, ingest)
-    assert sorted(record.prompt for record in records) == sorted(f"{n} {LONG}" for n in range(10))

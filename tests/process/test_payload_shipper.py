@@ -22,10 +22,9 @@ from headrace.payload.parts import RecordedTensor
 from headrace.payload.records import as_bytes, as_text
 from headrace.payload.rules import PayloadRules
 from headrace.payload.shipper import SourceShipper
-from headrace_protos import headrace_pb2_grpc
-from headrace_protos.headrace_pb2 import AppendRequest, AppendResponse, PayloadRecord, QueryPayloadsRequest
-from tests.support.logger_process import LoggerProcess
+from headrace_protos.headrace_pb2 import AppendRequest, AppendResponse, PayloadRecord
 from tests.support.payload_ingest import Taps, away, begin, folders, listening, segments
+from tests.support.small_disk import small_disk
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -439,87 +438,35 @@ async def test_an_interrupted_takeover_is_taken_over_itself(taps, ingest):
     assert by_request.keys() >= {f"open-{number}" for number in range(5)}
 
 
-@pytest.fixture
-async def small_disk(tmp_path):
-    """A file system of 512 KiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ("mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(folder))
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:  # noqa: ASYNC221
-        pytest.skip("needs the right to mount a tmpfs")
-    yield folder
-    subprocess.run(("umount", "--lazy", str(folder)), check=True)  # noqa: ASYNC221
-
-
-async def test_a_full_disk_affects_no_request_and_recording_recovers(small_disk):
-    taps, target = Taps(small_disk / "spool"), away()
-    tap = taps.start(target)
-    whole, broken = [], []
-    for number in range(200):
-        with begin(tap, f"r{number}", prompt="x" * 2000) as recording:
-            assert await recording.flushed()
-            recording.chunk("y" * 2000, [1])
-            recording.end("OK")
-        await written(tap)
-        (broken if tap.dropped else whole).append(f"r{number}")
-    assert tap.dropped[DISK] > 0
-    assert len(whole) > 50
-    async with listening(target) as ingest:
-        assert await tap.drain(30)
-        assert {record.request_id for record in ingest.records if not record.incomplete} >= set(whole[:-1])
-
-        async def recovered():
-            with begin(tap, "after") as recording:
-                await recording.flushed()
-                recording.chunk("text", [1])
+async def test_a_full_disk_affects_no_request_and_recording_recovers(tmp_path):
+    with small_disk(tmp_path / "disk", kilobytes=512) as disk:
+        taps, target = Taps(disk.path / "spool"), away()
+        tap = taps.start(target)
+        whole, broken = [], []
+        for number in range(200):
+            with begin(tap, f"r{number}", prompt="x" * 2000) as recording:
+                assert await recording.flushed()
+                recording.chunk("y" * 2000, [1])
                 recording.end("OK")
+            await written(tap)
+            (broken if tap.dropped else whole).append(f"r{number}")
+        assert tap.dropped[DISK] > 0
+        assert len(whole) > 50
+        async with listening(target) as ingest:
             assert await tap.drain(30)
-            return any(record.request_id == "after" and record.text == "text" for record in ingest.records)
+            assert {record.request_id for record in ingest.records if not record.incomplete} >= set(whole[:-1])
 
-        await until(recovered)
-        assert {record.status for record in ingest.records} == {"OK"}
-    await taps.close_all()
+            async def recovered():
+                with begin(tap, "after") as recording:
+                    await recording.flushed()
+                    recording.chunk("text", [1])
+                    recording.end("OK")
+                assert await tap.drain(30)
+                return any(record.request_id == "after" and record.text == "text" for record in ingest.records)
 
-
-async def test_a_logger_killed_and_restarted_has_every_record_once(tmp_path, taps):
-    count = 600
-    async with LoggerProcess(tmp_path) as logger:
-        tap = taps.start(logger.target)
-        await logger.start()
-        for number in range(count):
-            with begin(tap, f"r{number}") as recording:
-                recording.chunk("text", [1, 2, 3])
-                recording.end("OK")
-            await asyncio.sleep(0)
-            if number in (200, 400):
-                await logger.kill()
-            if number in (300, 500):
-                await logger.start()
-        assert await tap.drain(60)
-        stored = [record.request_id async for record in query(logger.target)]
-    assert list(reversed(stored)) == [f"r{number}" for number in range(count)]
-    assert tap.dropped == {}
-
-
-async def test_a_suspended_logger_gets_all_records_afterwards(tmp_path, taps):
-    async with LoggerProcess(tmp_path) as logger:
-        await logger.start()
-        tap = taps.start(logger.target)
-        begin(tap).end("OK")
-        assert await tap.drain(30)
-        logger.send(signal.SIGSTOP)
-        for _ in range(1000):
-            begin(tap, prompt="x" * 1000).end("OK")
-        assert not await tap.drain(0.2)
-        logger.send(signal.SIGCONT)
-        assert await tap.drain(60)
-        assert len([record async for record in query(logger.target)]) == 1000
-
-
-async def query(target):
-    async with grpc.aio.insecure_channel(target) as channel:
-        async for record in headrace_pb2_grpc.PayloadLogStub(channel).Query(QueryPayloadsRequest(page_size=1000)):
-            yield record
+            await until(recovered)
+            assert {record.status for record in ingest.records} == {"OK"}
+        await taps.close_all()
 
 
 @pytest.mark.parametrize("status", [grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL])

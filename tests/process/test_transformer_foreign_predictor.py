@@ -1,11 +1,24 @@
-"""The transformer works before any server of the protocol: it relays, and generates for models of ids."""
+"""The transformer works before any server of the protocol: it relays, and generates for models of ids.
+
+An answer that breaks the protocol is UNAVAILABLE and 502 with the predictor's name, never the caller's fault. Work that
+all choices of a request share is done once, and a refused request causes none.
+"""
+
+import textwrap
 
 import grpc
 import numpy as np
+import orjson
 import pytest
+from headrace.oip.joined_answers import JOINS_ANSWERS, joined
 
+from headrace.deadline import NO_DEADLINE
 from headrace.oip.tensors import Tensor, add_input, decode_outputs
 from headrace_protos import inference_pb2 as pb
+from headrace_protos.inference_pb2 import ModelInferResponse, ModelStreamInferResponse
+from headrace_transformer.generation import recording
+from headrace_transformer.predictors.oip.client import PredictorClient
+from headrace_transformer.text.tokenizer import TextTokenizer
 from tests.process.foreign_server import ForeignServer, foreign_server
 from tests.support.transformer_fixtures import transformer
 from tests.system.calls import each, text_request
@@ -102,3 +115,154 @@ async def test_background_calls_of_the_transformer_are_not_traced():
 
     async with foreign_server(Listening()) as address, transformer(address):
         assert Listening.seen.endswith("-00")
+
+
+PASSES_ON = """
+    from headrace.processor import Processor
+
+    class PassesOn(Processor):
+        model = "echo"
+
+        def preprocess(self, request):
+            return request.inputs
+"""
+
+
+def answer(datatype, shape, raw):
+    response = pb.ModelInferResponse(model_name="m")
+    response.outputs.add(name="output_ids", datatype=datatype, shape=shape)
+    response.raw_output_contents.append(raw)
+    return response
+
+
+BROKEN = {
+    "too few bytes": answer("INT64", [1, 1], bytes(7)),
+    "an unknown datatype": answer("INT63", [1, 1], bytes(8)),
+    "a negative shape": answer("INT64", [-1], bytes(8)),
+    "more bytes than elements": answer("BYTES", [1], b"\x01\0\0\0ab"),
+}
+NO_IDS = {
+    "numbers with a fraction": answer("FP32", [1, 1], bytes(4)),
+    "texts": answer("BYTES", [1], b"\x01\0\0\0a"),
+}
+
+
+class Broken(ForeignServer):
+    def __init__(self, response):
+        super().__init__()
+        self.response = response
+
+    async def ModelInfer(self, request, context):  # noqa: N802
+        return self.response
+
+    async def ModelStreamInfer(self, request_iterator, context):  # noqa: N802
+        async for _ in request_iterator:
+            self.requests.append(_)
+            yield pb.ModelStreamInferResponse(infer_response=self.response)
+
+
+async def status_of(call):
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await call
+    metadata = dict(raised.value.trailing_metadata())
+    return raised.value.code(), metadata["x-http-status"], metadata["x-failed-hop"]
+
+
+BROKEN_BY_PREDICTOR = (grpc.StatusCode.UNAVAILABLE, "502", "predictor")
+
+
+@pytest.mark.parametrize("response", (BROKEN | NO_IDS).values(), ids=BROKEN | NO_IDS)
+async def test_a_broken_answer_to_a_generation_is_the_predictors_fault(response):
+    server = Broken(response)
+    async with foreign_server(server) as address, transformer(address, TEXT) as (stub, _):
+        assert await status_of(stub.ModelInfer(text_request("ids", "Once", max_tokens=2))) == BROKEN_BY_PREDICTOR
+        (failed,) = [r async for r in stub.ModelStreamInfer(each(text_request("ids", "Once", max_tokens=2)))]
+        assert "the predictor's" in failed.error_message
+        assert len(server.requests) == 2  # The request is not repeated: the answer would be the same.
+
+
+@pytest.mark.parametrize("response", BROKEN.values(), ids=BROKEN)
+async def test_a_broken_answer_behind_a_processor_is_the_predictors_fault(response, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(textwrap.dedent(PASSES_ON))
+    request = pb.ModelInferRequest(model_name="mine")
+    add_input(request, Tensor("x", "FP32", np.zeros(1, np.float32)))
+    processors = f"mine={path}:PassesOn"
+    async with foreign_server(Broken(response)) as address, transformer(address, processors=processors) as (stub, _):
+        assert await status_of(stub.ModelInfer(request)) == BROKEN_BY_PREDICTOR
+
+
+def answered(number):
+    return ModelStreamInferResponse(infer_response=ModelInferResponse(id=str(number)))
+
+
+class Joining(ForeignServer):
+    async def ModelStreamInfer(self, request_iterator, context):  # noqa: N802
+        async for _ in request_iterator:
+            self.requests.append(JOINS_ANSWERS in tuple(context.invocation_metadata()))
+            yield joined([answered(0), answered(1)])
+            yield answered(2)
+
+
+async def test_the_transformer_requests_joined_answers_and_separates_them():
+    server = Joining()
+    async with foreign_server(server) as address:
+        client = PredictorClient(address)
+        found = [each async for each in client.stream_bytes(b"", NO_DEADLINE)]
+        await client.close()
+    assert server.requests == [True]
+    assert found == [answered(number).SerializeToString() for number in range(3)]
+
+
+class Counted:
+    """Replaces a function and counts its calls."""
+
+    def __init__(self, monkeypatch, owner, name):
+        self.calls = 0
+        made = getattr(owner, name)
+
+        def count(*arguments, **options):
+            self.calls += 1
+            return made(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, count)
+
+
+@pytest.fixture
+async def ask():
+    """Sends completions to a transformer before a server whose model repeats its prompt."""
+    async with foreign_server(ForeignServer()) as address, transformer(address, "ids=models/storyteller") as (stub, _):
+
+        async def completions(**body):
+            answer = await stub.openai("Completions", orjson.dumps({"model": "ids", "max_tokens": 2, **body}))
+            return answer.status, orjson.loads(answer.data)
+
+        yield completions
+
+
+@pytest.fixture
+def tokenised(monkeypatch):
+    return Counted(monkeypatch, TextTokenizer, "encode")
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    return Counted(monkeypatch, recording, "_recorded_prompt")
+
+
+@pytest.mark.parametrize("seed", [{}, {"seed": 7}])
+async def test_each_prompt_is_tokenised_and_recorded_once_for_all_its_choices(ask, tokenised, recorded, seed):
+    prompts = ["Once upon a time", "There was a fox", "A dog", "The sun"]
+    _, answer = await ask(prompt=prompts, n=16, **seed)
+    assert len(answer["choices"]) == 64
+    assert len({choice["text"] for choice in answer["choices"]}) == 4
+    assert (tokenised.calls, recorded.calls) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("stop", ["x"] * 5000), ("stop", ["x" * 2000]), ("prompt", "")], ids=["many", "long", "empty"]
+)
+async def test_a_request_that_is_too_large_is_neither_tokenised_nor_recorded(ask, tokenised, recorded, field, value):
+    status, _ = await ask(**{"prompt": ["Once"] * 4, "n": 16, field: value})
+    assert status == 400
+    assert (tokenised.calls, recorded.calls) == (0, 0)

@@ -112,10 +112,6 @@ async def test_a_request_runs_through_both_and_the_model(processor):
         (streamed,) = [response async for response in stub.ModelStreamInfer(each(word_request(b"c")))]
         assert decode_outputs(streamed.infer_response)["word"].array.tolist() == [b"cc!"]
         assert (await stub.ModelReady(pb.ModelReadyRequest(name="doubled"))).ready
-
-
-async def test_metadata_is_the_processors_own(processor):
-    async with foreign_server(ForeignServer()) as address, transformer(address, processors=processor) as (stub, _):
         metadata = await stub.ModelMetadata(pb.ModelMetadataRequest(name="doubled"))
         assert [(tensor.name, tensor.datatype, list(tensor.shape)) for tensor in metadata.inputs] == [
             ("word", "BYTES", [1])
@@ -257,26 +253,15 @@ def test_the_setting_names_modules_and_files():
             "C",
             "inputs must look",
         ),
+        (
+            "from headrace.processor import Processor\nclass C(Processor):\n def load(self): raise OSError('no file')",
+            "C",
+            r"processor it: load\(\) failed: OSError: no file",
+        ),
     ],
 )
-def test_an_unusable_processor_is_refused_at_the_start_in_one_line(tmp_path, code, name, text):
+async def test_an_unusable_processor_is_refused_at_the_start_in_one_line(tmp_path, code, name, text):
     (tmp_path / "it.py").write_text(code)
     with pytest.raises(StartupError, match=text) as raised:
-        RunningProcessor(ProcessorSource("it", str(tmp_path / "it.py"), name), WorkPool(1, 1, "test"))
+        await RunningProcessor(ProcessorSource("it", str(tmp_path / "it.py"), name), WorkPool(1, 1, "test")).load()
     assert "\n" not in str(raised.value)
-
-
-async def test_a_load_that_fails_keeps_the_transformer_from_starting(tmp_path):
-    code = """
-        from headrace.processor import Processor
-
-        class C(Processor):
-            def load(self):
-                raise OSError("no file")
-    """
-    (tmp_path / "it.py").write_text(textwrap.dedent(code))
-    pool = WorkPool(1, 1, "test")
-    running = RunningProcessor(ProcessorSource("it", str(tmp_path / "it.py"), "C"), pool)
-    with pytest.raises(StartupError, match=r"processor it: load\(\) failed: OSError: no file"):
-        await running.load()
-    pool.close()

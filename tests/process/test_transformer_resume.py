@@ -3,7 +3,6 @@
 import asyncio
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, closing
 
-import orjson
 import pytest
 
 from headrace.deadline import Deadline
@@ -21,7 +20,6 @@ from headrace.rpc.server.call_context import CallContext
 from headrace.sampling import SamplingParameters
 from headrace_protos.steps_pb2 import Submission
 from headrace_transformer.predictors.discovery.descriptions import OURS
-from headrace_transformer.predictors.link.link import PredictorLink
 from headrace_transformer.predictors.link.links import Links
 from headrace_transformer.predictors.oip.answers import BrokenAnswerError
 from headrace_transformer.predictors.oip.client import PredictorClient
@@ -464,13 +462,6 @@ async def test_a_stream_that_no_predictor_takes_ends_as_broken_and_an_unbegun_on
             await r.generate()
 
 
-async def test_a_pace_that_limits_nothing_is_not_sent():
-    async with resuming() as r:
-        await r.generate()
-        await r.generate(sampling=SAMPLING.model_copy(update={"pace": 500.0}))
-        assert [orjson.loads(call.request.sampling).get("pace") for call in r.predictor.calls] == [None, 500.0]
-
-
 async def test_a_predictor_that_falls_silent_after_a_heartbeat_counts_as_dead():
     one_beat = is_accepted(falls_silent())
     async with resuming(*[one_beat] * 4, alone(one_beat), alone(one_beat), silence_limit_s=0.5) as r:
@@ -707,39 +698,6 @@ async def test_after_the_death_of_a_predictor_only_few_answers_at_a_time_catch_u
         for chunks in received:
             check_whole(chunks)
         assert r.resumes == 0
-
-
-async def test_an_answer_catches_up_at_a_predictor_with_room_even_if_its_prompt_is_cached_elsewhere(monkeypatch):
-    prompt, released, dies = range(40), asyncio.Event(), asyncio.Event()
-
-    async def dies_later(predictor, call):
-        await dies.wait()
-        raise HopBrokenError("the engine died")
-        yield
-
-    waits = is_accepted(holds_until(released))
-    scripts = (holds_until(released, after=5),), (is_accepted(dies_later),), (waits,), (waits,)
-    async with hedging(*scripts) as (r, predictors):
-        links = r.generator.links
-        first, dying, *others = predictors
-        for other in others:
-            other.has_model = False
-        await until(lambda: sum(bool(link.loads) for link in links.all) == 2)
-        reading = asyncio.create_task(r.generate(prompt=prompt, sampling=HEDGED))
-        await until(lambda: first.calls and dying.calls and len(first.calls[0].output_ids) == 5)
-        dying.has_model = False
-        await until(lambda: sum(bool(link.loads) for link in links.all) == 1)
-        for other in others:
-            other.has_model = True
-        await until(lambda: sum(bool(link.loads) for link in links.all) == 3)
-        busy = [link for link in links.all if not link.is_idle]
-        preferred = links.choose(submission_of(prompt, HEDGED), "a", besides=busy)
-        monkeypatch.setattr(PredictorLink, "can_catch_up", property(lambda link: link is not preferred))
-        dies.set()
-        await until(lambda: sum(len(predictor.calls) for predictor in predictors) == 3)
-        assert preferred.is_idle
-        released.set()
-        check_whole(await reading)
 
 
 async def test_an_answer_of_two_predictors_has_their_time_and_its_own_log_probabilities():

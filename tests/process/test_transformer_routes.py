@@ -1,11 +1,14 @@
-"""Routes before a real connection to a predictor: fallback to another model."""
+"""Before a real connection to a predictor: fallback to another model, and the lowest weight for batches."""
 
 import grpc
 import numpy as np
+import orjson
 import pytest
 
+from headrace.clients import CLIENT
 from headrace.errors import HopBrokenError, NotFoundError, NotReadyError, OverloadedError
 from headrace.oip.tensors import Tensor, add_input, decode_outputs
+from headrace.rpc.server.call_context import BACKGROUND
 from headrace_protos import inference_pb2 as pb
 from tests.support.scripted_predictor import MODEL, ScriptedPredictor, alone, serving, whole
 from tests.support.transformer_fixtures import transformer
@@ -101,3 +104,17 @@ async def test_requests_for_tensors_fall_back_too(tmp_path):
         answer = await stub.ModelInfer(tensors("chat"), timeout=30)
     assert answer.model_name == "chat"
     assert predictor.calls[-1].request.model_name == SECOND
+
+
+@pytest.mark.parametrize("client", ["", "alice"])
+async def test_the_engine_knows_what_belongs_to_a_batch(client):
+    predictor = ScriptedPredictor()
+    named = [(CLIENT, client)] if client else []
+    body = orjson.dumps({"model": MODEL, "prompt": "Tell me", "max_tokens": 3})
+    async with serving(predictor) as address, transformer(address, f"{MODEL}=models/storyteller") as (stub, _):
+        for headers in (named, [*named, (BACKGROUND, "batch_1")]):
+            assert (await stub.openai("Completions", body, headers)).status == 200
+    interactive, background = [call.request for call in predictor.calls]
+    assert (interactive.client, interactive.weight) == (client, 1.0)
+    # An account of its own for each client, for an account is also whose cached prefixes are shared.
+    assert (background.client, background.weight) == (f"~batches {client}", 0.001)

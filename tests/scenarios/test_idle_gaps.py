@@ -9,7 +9,7 @@ import socket
 import sys
 
 import grpc
-import pytest
+import pytest_asyncio
 
 from headrace_protos import headrace_pb2, headrace_pb2_grpc, inference_pb2
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
@@ -52,34 +52,36 @@ def shortened(config):
             options["common_http_protocol_options"] = {"idle_timeout": f"{CONNECTION_S}s"}
 
 
-async def test_big_tensors_pass_after_idle_gaps(new_stack):
-    stack = await new_stack(models=MODELS, change_gateway=shortened)
+@pytest_asyncio.fixture(scope="module")
+async def gated(stacks, tmp_path_factory):
+    """A stack, and a function that lets its model generate one token."""
+    path = str(tmp_path_factory.mktemp("gate") / "gate")
+    async with stacks.use(
+        models=MODELS,
+        commands={"predictor": (sys.executable, "-m", "tests.system.gated_predictor")},
+        environment={"predictor": {"GATE_SOCKET": path}},
+        change_gateway=shortened,
+    ) as stack:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            yield stack, lambda: sender.sendto(b"1", path)
+
+
+async def test_big_tensors_pass_after_idle_gaps(gated):
+    stack, let_one_token_be_made = gated
     request = text_request("storyteller", "Once", max_tokens=1)
     # About as long as a connection may be idle, so that it is closed while a call begins; and longer than every limit.
     gaps_s = [0, *(CONNECTION_S + step for step in (-0.05, 0, 0.05)), STREAM_S + 0.5]
     async with channel(stack.gateway) as for_text, channel(stack.gateway, "predictor") as for_tensors:
         for gap_s in gaps_s:
             await asyncio.sleep(gap_s)
+            let_one_token_be_made()
             await GRPCInferenceServiceStub(for_text).ModelInfer(request, timeout=30)
             ready = inference_pb2.ModelReadyRequest(name="storyteller")
             assert (await GRPCInferenceServiceStub(for_tensors).ModelReady(ready, timeout=30)).ready
+            let_one_token_be_made()
             body = {"text_input": "Once", "max_tokens": 1}
             answer = await rest(stack.gateway, "POST", "/v2/models/storyteller/generate", body)
             assert answer.status == 200, answer.body
-
-
-@pytest.fixture
-async def gated(new_stack, tmp_path):
-    """A stack, and a function that lets its model generate one token."""
-    path = str(tmp_path / "gate")
-    stack = await new_stack(
-        models=MODELS,
-        commands={"predictor": (sys.executable, "-m", "tests.system.gated_predictor")},
-        environment={"predictor": {"GATE_SOCKET": path}},
-        change_gateway=shortened,
-    )
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-        yield stack, lambda: sender.sendto(b"1", path)
 
 
 async def test_a_stream_outlives_every_idle_limit(gated):

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import random
-import shutil
 import sqlite3
 import subprocess
 import sys
@@ -18,7 +17,7 @@ import pytest
 from headrace_protos import headrace_pb2, headrace_pb2_grpc
 from tests.support.full import FULL
 from tests.support.logger_process import free_port
-from tests.system.calls import PACE, channel, generate, rest
+from tests.system.calls import channel, rest
 from tests.waiting import until
 
 REQUESTS = 20_000 if FULL else 300
@@ -150,75 +149,3 @@ async def test_every_record_is_kept_once_while_logger_and_sink_die(new_stack, si
     events = {(f"org.kubeflow.serving.inference.{kind}", record_id) for kind in kinds for record_id in record_ids}
     await until(lambda: set(sink.events()) >= events, timeout_s=120)
     assert set(sink.events()) == events
-
-
-async def test_a_killed_transformer_loses_no_request_that_a_client_saw_begin(mended_stack):
-    stack = mended_stack
-    texts = {}
-
-    async def client(name):
-        async with channel(stack.gateway) as open_channel:
-            request = headrace_pb2.GenerateRequest(
-                model="storyteller", prompt="Once", max_tokens=1000, ignore_eos=True, pace=PACE, request_id=name
-            )
-            with suppress(grpc.aio.AioRpcError):
-                async for response in headrace_pb2_grpc.TextGenerationStub(open_channel).Generate(request, timeout=60):
-                    texts[name] = texts.get(name, "") + response.text
-
-    clients = [asyncio.create_task(client(f"cut-{number}")) for number in range(AT_ONCE)]
-    await until(lambda: len(texts) == AT_ONCE)
-    await stack.kill("transformer")
-    await asyncio.gather(*clients)
-
-    async def all_are_stored():
-        return set(stored(stack)) >= set(texts)
-
-    await until(all_are_stored, timeout_s=60)
-    for name in texts:
-        ((status, record_id),) = stored(stack)[name]
-        assert status in ("ABORTED", "OK")
-        async with channel(stack.addresses["logger"]) as open_channel:
-            stub = headrace_pb2_grpc.PayloadLogStub(open_channel)
-            record = await stub.Get(headrace_pb2.GetPayloadRequest(record_id=record_id))
-        assert record.text == "".join(chunk.text for chunk in record.chunks)
-        # The record has the streamed text; the last part may be on one side only.
-        assert texts[name].startswith(record.text) or record.text.startswith(texts[name])
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A folder on a disk of 1 MB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if os.geteuid() != 0 or shutil.which("mount") is None:
-        pytest.skip("only root may mount a small disk")
-    if subprocess.run(("mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk), check=False).returncode:
-        pytest.skip("mounting is not allowed here")
-    yield disk
-    subprocess.run(("umount", disk), check=True)
-
-
-@pytest.mark.full  # The short form: tests/process/test_payload_shipper.py.
-async def test_a_full_disk_under_the_spool_affects_no_request_and_recovers(small_disk, new_stack):
-    stack = await new_stack(
-        models="storyteller=models/storyteller",
-        environment={"transformer": {"TRANSFORMER_PAYLOAD_SPOOL": str(small_disk)}},
-    )
-    ballast = small_disk / "ballast"
-    with suppress(OSError):
-        ballast.write_bytes(b"x" * (2 << 20))
-
-    async def ask(name):
-        return await generate(stack.gateway, model="storyteller", prompt="Once " * 100, max_tokens=50, request_id=name)
-
-    answers = await asyncio.gather(*(ask(f"full-{number}") for number in range(8)))
-    assert all(answer[-1].finish_reason for answer in answers)
-    await until(lambda: "dropped" in stack.log("transformer"))
-    ballast.unlink()
-
-    async def is_recorded_again():
-        await ask("after")
-        return "after" in stored(stack)
-
-    await until(is_recorded_again)
-    assert all(len(records) == 1 for name, records in stored(stack).items() if name.startswith("full-"))

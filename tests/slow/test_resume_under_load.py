@@ -25,16 +25,13 @@ from tests.chaos.oracle import Oracle
 from tests.scenarios.crowd import Crowd, stories_of
 from tests.slow.kinds_of_requests import COMPLETIONS, Reader
 from tests.support.full import FULL
-from tests.system.calls import rest
 from tests.waiting import until
 
 SECONDS = 60 if FULL else 6
 CALLERS = 64 if FULL else 24
 TOKENS = 200
-INNOCENTS = 32 if FULL else 16
 PREDICTORS = 3
 PACE_MS = 30
-POISON_ID = 3  # A token that no text contains.
 SILENCE_LIMIT_S = 2
 BACK_S = 60
 PACED, PACED_S = 10, 12  # Tokens a second, and how long a stream has run before the kill.
@@ -49,7 +46,7 @@ def arguments(folder):
     """Arguments of a stack whose paced model leaves the processor to others, so that restarts are fast."""
     # Each predictor has room for all streams: the pauses are not those of a queue.
     room = {"PREDICTOR_MAX_RUNNING": str(CALLERS)}
-    predictor = {"FAULTS": str(folder), "PACE_MS": str(PACE_MS), "POISON_ID": str(POISON_ID), **room}
+    predictor = {"FAULTS": str(folder), "PACE_MS": str(PACE_MS), **room}
     return {
         "commands": {"predictor": (sys.executable, "-m", "tests.chaos.predictor")},
         "environment": {
@@ -173,21 +170,6 @@ async def test_the_streams_of_a_suspended_predictor_move_and_its_later_messages_
     print_pauses("stopped", crowd)
 
 
-async def test_a_poisonous_request_is_refused_after_its_third_death_and_others_get_their_answers(stack, oracle):
-    poison = {"model": "storyteller", "prompt": [5, 6, POISON_ID], "max_tokens": 5}
-    async with Client(stack.gateway) as client:
-        async with Crowd(client, stories_of(TOKENS), INNOCENTS) as crowd:
-            await until(crowd.all_have_moved, BACK_S)
-            before = deaths(stack)
-            for _ in range(3):
-                answer = await rest(stack.gateway, "POST", "/v1/completions", poison)
-                assert answer.status == 500, answer.body
-                await until(lambda: deaths(stack) == before + 3, BACK_S)
-        crowd.all_right(oracle)
-    assert deaths(stack) == before + 3
-    print_pauses("poison", crowd)
-
-
 @pytest.mark.parametrize("victim", ["transformer", "envoy"])
 async def test_clients_that_come_again_after_a_kill_in_front_are_through_soon(new_stack, victim):
     stack = await new_stack(models="storyteller=models/storyteller", predictors=2)
@@ -216,12 +198,6 @@ async def test_clients_that_come_again_after_a_kill_in_front_are_through_soon(ne
     print(f"{victim} away for {back - killed:.1f} s, {CALLERS} clients through {through - back:.1f} s later")
     assert [answer[:2] for answer in got] == [answer[:2] for answer in known]  # Without the id.
     assert through - back < THROUGH_S
-
-
-def deaths(stack):
-    """The number of engine deaths with requests, of all predictors."""
-    names = [name for name in stack.names if name.startswith("predictor")]
-    return sum(stack.log(name).count("the engine died with") for name in names)
 
 
 @pytest.mark.full  # The short form: tests/system/test_resume.py.

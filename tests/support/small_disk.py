@@ -50,11 +50,12 @@ def _mount(*arguments: str) -> None:
 
 
 @contextmanager
-def small_disk(path: Path, megabytes: int = 8, inodes: int = 200) -> Iterator[SmallDisk]:
-    """A disk mounted at a new folder; skips the test where this process may not mount."""
+def small_disk(path: Path, megabytes: int = 8, inodes: int = 200, kilobytes: int = 0) -> Iterator[SmallDisk]:
+    """A disk of this size mounted at a new folder; skips the test where this process may not mount."""
     path.mkdir(parents=True, exist_ok=True)
     try:
-        _mount("-t", "tmpfs", "-o", f"size={megabytes}m,nr_inodes={inodes},mode=700", "none", str(path))
+        size = kilobytes or megabytes * 1024
+        _mount("-t", "tmpfs", "-o", f"size={size}k,nr_inodes={inodes},mode=700", "none", str(path))
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("needs the right to mount a disk")
     try:

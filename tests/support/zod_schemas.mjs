@@ -67,10 +67,13 @@ const others = {
 const made = new Set();
 const lines = [];
 function add(name, kind, options) {
-  const schema = JSON.stringify(z.toJSONSchema(kind, { unrepresentable: "any", ...options }));
-  if (made.has(schema)) return;
-  made.add(schema);
-  lines.push(JSON.stringify([name]).slice(0, -1) + "," + schema + "]");
+  const schema = z.toJSONSchema(kind, { unrepresentable: "any", ...options });
+  // A field that another dialect writes in the same way is left out.
+  const field = JSON.stringify([schema.properties.a, schema.$defs ?? schema.definitions]);
+  const known = field.replaceAll("#/definitions", "#/$defs");
+  if (made.has(known)) return;
+  made.add(known);
+  lines.push(JSON.stringify([name, schema]));
 }
 for (const [name, kind] of Object.entries({ ...texts, ...numbers, ...others })) {
   if (kind === undefined) continue;

@@ -1,8 +1,6 @@
 """A call of a model that does not need the transformer goes directly to a predictor; a caller can notice only the
 shorter time."""
 
-import asyncio
-
 import grpc
 import numpy as np
 import pytest
@@ -14,7 +12,6 @@ from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.system.calls import channel, text_request
 from tests.system.direct import hop_of, until_direct
 from tests.system.payload_log import query, records
-from tests.waiting import until
 
 MODELS = "storyteller=models/storyteller,identity=models/identity,quiet=models/identity,summary=models/identity"
 RULES = {"TRANSFORMER_PAYLOAD_LOG": "all,quiet=off,summary=metadata"}
@@ -87,11 +84,6 @@ async def test_a_compressed_message_is_answered_too(stack, compression):
     assert numbers_of(response) == [list(numbers)]
 
 
-async def test_a_message_in_pieces_is_answered_too(stack):
-    numbers = tuple(range(200_000))
-    assert numbers_of(await infer(stack.gateway, request(numbers=numbers))) == [list(numbers)]
-
-
 async def test_the_gateways_mark_is_not_accepted_from_a_caller(stack):
     mark = (("x-headrace-direct", "true"),)
     async with channel(stack.gateway, "predictor") as open_channel:
@@ -108,28 +100,6 @@ async def test_without_a_predictor_the_call_waits_for_one(new_stack):
     await stack.kill("predictor-0")
     assert numbers_of(await infer(stack.gateway, request(request_id="waited"))) == [[1, 2, 3]]
     assert "OK" in {record.status for record in await records(stack.gateway, request_id="waited")}
-
-
-async def test_all_calls_of_a_predictor_that_dies_are_answered_by_another(new_stack, tmp_path):
-    """A hundred at once, of which Envoy's default would retry three."""
-    code = (
-        "import asyncio, pathlib\nasync def execute(request):\n"
-        f"    with pathlib.Path({str(tmp_path / 'begun')!r}).open('a') as file:\n        file.write('.')\n"
-        f"    while not pathlib.Path({str(tmp_path / 'go')!r}).exists():\n        await asyncio.sleep(0.05)\n"
-        "    return request.raw\n"
-    )
-    (tmp_path / "slow").mkdir()
-    (tmp_path / "slow" / "model.py").write_text(code)
-    (tmp_path / "begun").touch()
-    stack = await new_stack(
-        models=f"slow={tmp_path / 'slow'}", environment={"predictor": {"PREDICTOR_MAX_RUNNING": "200"}}
-    )
-    await until_direct(stack.gateway, "slow")
-    calls = asyncio.gather(*(infer(stack.gateway, request("slow", f"call-{n}", (n,))) for n in range(100)))
-    await until(lambda: len((tmp_path / "begun").read_text()) == 100)
-    await stack.kill("predictor-0")
-    (tmp_path / "go").touch()
-    assert [numbers_of(answer) for answer in await calls] == [[[n]] for n in range(100)]
 
 
 async def test_an_unloaded_model_is_not_found_until_it_is_loaded_again(stack):

@@ -271,6 +271,7 @@ PATHS = {
     "unknown, of ours": ("GET", "/headrace/v1/nothing", 404, "gateway", v2_shape),
     "wrong method": ("GET", "/v1/completions", 404, "gateway", openai_shape),
     "no such model": ("GET", "/v1/models/nobody", 404, "transformer", openai_shape),
+    "no such model, of V2": ("GET", "/v2/models/nobody/config", 404, "transformer", v2_shape),
     "no such record": ("GET", "/headrace/v1/payloads/nothing", 404, "logger", v2_shape),
     "no such filter": ("GET", "/headrace/v1/payloads?modle=x", 400, "gateway", v2_shape),
     "bad deadline": ("GET", "/v2?", 400, "gateway", v2_shape),

@@ -4,12 +4,8 @@ import json
 import re
 import uuid
 
-import numpy as np
-
-from headrace.oip.tensors import Tensor
 from headrace_protos import headrace_pb2, headrace_pb2_grpc
-from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from tests.system.calls import PACE, channel, generate, ids_request, rest
+from tests.system.calls import PACE, channel, generate, rest
 from tests.system.payload_log import query
 from tests.waiting import until
 
@@ -77,19 +73,6 @@ async def test_a_caller_that_leaves_is_recorded_once(stack):
     assert (record.status, record.gateway.response_flags) == ("CANCELLED", "DR")
     assert record.usage.completion_tokens == sum(len(chunk.token_ids) for chunk in record.chunks) > 0
     assert record.text == "".join(chunk.text for chunk in record.chunks)
-
-
-async def test_a_direct_call_of_the_predictor_is_recorded(stack):
-    request_id = new_id()
-    request = ids_request("storyteller", Tensor("input_ids", "INT32", np.array([1, 2, 3], np.int32)), max_tokens=2)
-    async with channel(stack.gateway, "predictor") as open_channel:
-        responses = GRPCInferenceServiceStub(open_channel).ModelStreamInfer(
-            iter([request]), metadata=(("x-request-id", request_id),)
-        )
-        assert [response async for response in responses]
-    record = await the_record(stack, request_id=request_id)
-    assert (record.status, record.protocol) == ("OK", "inference.GRPCInferenceService/ModelStreamInfer")
-    assert record.gateway.upstream == stack.addresses["predictor-0"]
 
 
 async def test_a_record_can_be_deleted_over_rest_for_good(stack):

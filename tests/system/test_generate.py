@@ -1,7 +1,5 @@
 """Text streams from the bundled models through Envoy, equal on every way in."""
 
-import json
-
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -125,27 +123,6 @@ async def test_the_normalizer_gives_the_right_answer(stack, prompt, answer):
     assert text_of(await generate(stack.gateway, model="normalizer", prompt=prompt)).replace(
         "-", " "
     ) == answer.replace("-", " ")
-
-
-async def test_chat_streams_server_sent_events(stack):
-    body = {
-        "model": "storyteller",
-        "messages": [{"role": "user", "content": "Tell me a story about a fox."}],
-        "stream": True,
-        "max_tokens": 120,
-        "ignore_eos": True,
-        "pace": 200,  # On a busy machine tokens that wait are sent together.
-        "stream_options": {"include_usage": True},
-    }
-    answer = await rest(stack.gateway, "POST", "/v1/chat/completions", body)
-    assert answer.status == 200
-    assert answer.headers["content-type"] == "text/event-stream"
-    assert answer.headers["x-request-id"]
-    assert answer.events[-1] == "[DONE]"
-    assert len(answer.pieces) >= 20
-    usage = json.loads(answer.events[-2])
-    assert usage["choices"] == []
-    assert usage["usage"]["completion_tokens"] == 120
 
 
 async def test_health_agrees_on_every_protocol(stack):

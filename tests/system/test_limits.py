@@ -1,4 +1,4 @@
-"""Limits of keys before the whole stack: the total of many callers with one key, and the limits in each answer."""
+"""Keys before the whole stack: their models, the total of many callers with one key, and the limits in each answer."""
 
 from __future__ import annotations
 
@@ -101,6 +101,19 @@ async def cancel(open_channel: grpc.aio.Channel, who: str) -> int:
     return received
 
 
+async def test_a_client_sees_only_the_models_that_its_key_allows(keyed: tuple[Stack, Path]) -> None:
+    stack, _ = keyed
+    answer = await rest(stack.gateway, "GET", "/v1/models", None, **bearer("alice"))
+    assert [card["id"] for card in answer.json["data"]] == [MODEL]
+    for path in ("/v1/models/normalizer", "/v2/models/normalizer", "/v2/models/normalizer/config"):
+        assert (await rest(stack.gateway, "GET", path, None, **bearer("alice"))).status == 403
+        assert (await rest(stack.gateway, "GET", path, None, **bearer("root"))).status == 200
+    index = await rest(stack.gateway, "POST", "/v2/repository/index", {}, **bearer("alice"))
+    assert [model["name"] for model in index.json] == [MODEL]
+    # The only model that it may use needs no name.
+    assert (await rest(stack.gateway, "POST", "/v1/completions", {"prompt": "Once"}, **bearer("alice"))).status == 200
+
+
 async def test_many_callers_together_do_not_exceed_the_limit_of_their_key(keyed: tuple[Stack, Path]) -> None:
     stack, _ = keyed
     completed: list[int] = []
@@ -142,12 +155,18 @@ async def test_many_callers_together_do_not_exceed_the_limit_of_their_key(keyed:
     await until(is_settled)
 
 
-async def test_limits_change_during_streams(keyed: tuple[Stack, Path]) -> None:
+async def test_keys_and_limits_change_during_streams(keyed: tuple[Stack, Path]) -> None:
     stack, path = keyed
     others = [entry for entry in ENTRIES if entry["name"] != "changing"]
 
+    async def is_refused(name: str) -> bool:
+        answer = await rest(stack.gateway, "GET", "/v1/models", None, **bearer(name))
+        return bool(answer.status == 401)
+
     async def limits_are(requests: int, tokens: int) -> bool:
         answer = await rest(stack.gateway, "GET", "/v1/models", None, **bearer("changing"))
+        if answer.status == 401:
+            return False
         assert answer.status in (200, 429)
         seen = remaining_of(answer.headers)
         return (seen["requests"][0], seen["tokens"][0]) == (str(requests), str(tokens))
@@ -166,6 +185,13 @@ async def test_limits_change_during_streams(keyed: tuple[Stack, Path]) -> None:
                 assert running > 0
                 answer = await rest(stack.gateway, "POST", "/v1/completions", TEN_TOKENS, **bearer("changing"))
                 assert (answer.status == 200) is allowed, answer.body
+            # Another key for the same client, and then a malformed file, which changes nothing.
+            write(path, [*others, {"name": "changing", "key": KEYS["later"]}])
+            await until(lambda: is_refused("changing"))  # How soon: tests/process/test_gateway_access.py.
+            path.with_suffix(".new").write_text("- {name: changing")
+            path.with_suffix(".new").replace(path)
+            await until(lambda: "keys.yaml: is not YAML" in stack.log("transformer"))
+            assert not await is_refused("later")
             assert await asyncio.gather(*streams) == [100] * STREAMS
         finally:
             write(path, ENTRIES)

@@ -14,7 +14,6 @@ from headrace.oip.tensors import Tensor, add_input, decode_outputs
 from headrace_protos import inference_pb2 as pb
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.system.calls import STREAMS, begun_streams, channel, each, rest
-from tests.system.direct import hop_of, until_direct
 from tests.system.payload_log import records
 from tests.system.request_outcome import Request
 from tests.system.ways_in import TEXT
@@ -138,20 +137,3 @@ async def test_a_canary_changes_during_streams(routed):
     for request_id in ids:
         (record,) = await records(stack.gateway, request_id=request_id)
         assert (record.status, record.served_model) == ("OK", "storyteller")
-
-
-async def test_a_model_that_gets_a_route_is_no_longer_called_directly(routed):
-    stack, path = routed
-    await until_direct(stack.gateway, "identity")
-    replace_file(path, json.dumps(ROUTES | {"identity": {"model": "identity"}}))
-
-    async def is_routed():
-        return await hop_of(stack.gateway, "identity") == "transformer"
-
-    await until(is_routed)
-    async with channel(stack.gateway) as open_channel:
-        await GRPCInferenceServiceStub(open_channel).ModelInfer(numbers("identity", "no-more-direct"), **OPTIONS)
-    (record,) = await records(stack.gateway, request_id="no-more-direct")
-    assert (record.model, record.served_model) == ("identity", "identity")
-    replace_file(path, json.dumps(ROUTES))
-    await until_direct(stack.gateway, "identity")

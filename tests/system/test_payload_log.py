@@ -1,10 +1,6 @@
 """Every request leaves one record, whatever its end, without an effect on the stream."""
 
-import asyncio
 import json
-import stat
-
-import grpc
 
 from headrace_protos import headrace_pb2, headrace_pb2_grpc
 from tests.system.calls import channel, generate, rest, text_of
@@ -65,31 +61,3 @@ async def test_usage_grows_by_the_tokens_of_an_answer(stack):
     assert (await rest(stack.gateway, "GET", "/headrace/v1/usage?group=none")).status == 400
     # Calls of the log are not recorded.
     assert not [one for one in await query(stack.gateway, page_size=1000) if "usage" in one.gateway.path]
-
-
-async def test_only_the_owner_may_read_the_database(stack):
-    files = list(stack.settings.run_folder.glob("payloads.sqlite3*"))
-    assert files
-    assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files)
-
-
-async def test_streams_do_not_need_the_logger_and_it_gets_every_record_later(new_stack):
-    stack = await new_stack(models="storyteller=models/storyteller")
-    await stack.kill("logger")
-    body = {"model": "storyteller", "prompt": "Once", "max_tokens": 30, "ignore_eos": True, "stream": True}
-    answers = await asyncio.gather(*(rest(stack.gateway, "POST", "/v1/completions", body) for _ in range(4)))
-    assert all(answer.status == 200 and answer.events[-1] == "[DONE]" for answer in answers)
-    await stack.wait_ready(timeout_s=30)
-
-    async def log_is_routed():
-        # The gateway probes the logger once a second: it may notice its return a little later than the test.
-        try:
-            await records(stack.gateway, 0, model="storyteller")
-        except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                raise
-            return False
-        return True
-
-    await until(log_is_routed)
-    assert len(await records(stack.gateway, 4, model="storyteller")) == 4

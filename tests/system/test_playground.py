@@ -138,19 +138,6 @@ async def test_stop_ends_the_generation_in_the_engine(demo, open_page):
     await expect(page.locator("#record .error")).to_have_count(0)
 
 
-async def test_the_first_screen_leads_to_a_story_and_its_kill(demo, open_page):
-    await demo.wait_ready(timeout_s=60)
-    page = await open_page(demo.gateway)
-    await expect(page.locator("#state-predictors")).to_have_text("2 predictors", timeout=60_000)
-    await expect(page.locator("#welcome-kill")).to_be_visible()
-    await expect(page.locator("#welcome-how")).to_be_hidden()
-    await screenshot(page, "first")
-    await page.click("#begin")
-    await kill_its_predictor(page)
-    await expect(page.locator("#welcome")).to_be_hidden()
-    await page.click("#stop")
-
-
 async def kill_its_predictor(page):
     """Kills the predictor with the button, a third into the answer; returns the names in the mark."""
     await expect(figure(page, "tokens")).to_have_text(re.compile(r"^([89]|[1-9]\d)$"))

@@ -23,8 +23,8 @@ TEXT = "\n".join(page.read_text() for page in PAGES)
 BUF = ROOT / ".tools" / "node_modules" / ".bin"
 PATH = os.pathsep.join((str(BUF), os.environ["PATH"], str(ROOT / ".venv-clients" / "bin")))  # The last: grpcurl.
 # Unavailable, downloads, containers, a cluster, the reader's own model, run by the fixture with other ports, or run by
-# tests/process/test_gateway_tls.py, tests/system/test_keys.py, tests/system/test_replay.py or tests/slow/test_knee.py.
-# The load check below runs for seconds only.
+# tests/process/test_gateway_tls.py, tests/system/test_limits.py, tests/system/test_replay.py or
+# tests/slow/test_knee.py. The load check below runs for seconds only.
 NOT_RUN = (
     "HTTPS_PROXY=",
     "PIP_NO_INDEX=",

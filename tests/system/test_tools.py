@@ -205,12 +205,3 @@ async def test_an_answer_has_its_stop_reason(stack):
     events = (await post(stack, "/v1/completions", {**body, "stop_token_ids": ids[1:2], "stream": True})).events
     last = json.loads(events[-2])["choices"][0]
     assert (last["finish_reason"], last["stop_reason"]) == ("stop", ids[1])
-
-
-async def test_generate_over_rest_accepts_both_spellings_of_a_field(stack):
-    for body in ({"max_tokens": 2, "request_id": "both"}, {"maxTokens": "2", "requestId": "both", "seed": None}):
-        answer = await post(stack, "/headrace/v1/generate", {**MODEL, "prompt": "Once", **body})
-        assert answer.headers["content-type"] == "application/x-ndjson"
-        assert json.loads(answer.body.splitlines()[-1])["usage"]["completion_tokens"] == 2
-    found = await records(stack.gateway, 2, request_id="both")
-    assert {record.protocol for record in found} == {"headrace.rest.v1.TextGeneration/Generate"}

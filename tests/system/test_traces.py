@@ -14,7 +14,6 @@ import pytest
 import pytest_asyncio
 
 from tests.support.otlp_receiver import OtlpReceiver
-from tests.system.calls import PACE
 from tests.system.faulty_predictor import FAILS, FAILS_LATER, HOLDS_LATER
 from tests.system.payload_log import records
 from tests.system.traced_ways_in import MODEL, WAYS, TracedRequest, TracedWay
@@ -333,28 +332,6 @@ def check_metrics(way, expected, chunks, after, before):
     assert by("headrace.tokens", "value") == expected.tokens + late
     assert by("headrace.tokens_after_cancel", "value") == late
     assert by("headrace.stream.resumed", "value") == 0
-
-
-async def test_many_streams_cancelled_at_once_end_every_span(traced):
-    way = WAYS["Generate"]
-    parameters = {"max_tokens": 1000, "ignore_eos": True, "pace": PACE}
-    requests = [
-        TracedRequest(f"mine-{number}", f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01", parameters)
-        for number in range(8)
-    ]
-    await traced.stack.wait_ready(_RESTART_S)
-    admitted = traced.admitted()
-    sending = [asyncio.create_task(way.send(traced.stack.gateway, request)) for request in requests]
-    await until(lambda: sum(traced.admitted()) - sum(admitted) == len(requests), 60)
-    await until(lambda: any(request.begun.is_set() for request in requests), 60)
-    for request in requests:
-        request.leave()
-    await asyncio.gather(*sending)
-    expected = expected_chain(way, OUTCOMES["cancel"])
-    for request in requests:
-        _, trace_id, caller, _ = request.traceparent.split("-")
-        spans = walk(await traced.tree(trace_id, caller, len(expected)), caller, len(expected))
-        check_chain(spans, expected)
 
 
 @pytest.mark.parametrize(("way", "outcome"), KILLED)

@@ -161,23 +161,6 @@ async def test_a_processor_is_listed_beside_the_model_that_it_calls(stub):
     assert config.parameters["model"].string_value == "pixels"
 
 
-async def test_every_method_of_the_protocol_answers_or_is_reported_as_unsupported(stub):
-    assert (await stub.ServerLive(pb.ServerLiveRequest())).live
-    assert "model_repository" in (await stub.ServerMetadata(pb.ServerMetadataRequest())).extensions
-    assert (await stub.ModelConfig(pb.ModelConfigRequest(name="storyteller"))).config.input[0].name == "text_input"
-    assert (await stub.TraceSetting(pb.TraceSettingRequest())).settings
-    assert (await stub.LogSettings(pb.LogSettingsRequest())).settings
-    for method, request in {
-        "SystemSharedMemoryStatus": pb.SystemSharedMemoryStatusRequest(),
-        "SystemSharedMemoryRegister": pb.SystemSharedMemoryRegisterRequest(),
-        "SystemSharedMemoryUnregister": pb.SystemSharedMemoryUnregisterRequest(),
-        "CudaSharedMemoryStatus": pb.CudaSharedMemoryStatusRequest(),
-        "CudaSharedMemoryRegister": pb.CudaSharedMemoryRegisterRequest(),
-        "CudaSharedMemoryUnregister": pb.CudaSharedMemoryUnregisterRequest(),
-    }.items():
-        assert await refused(getattr(stub, method)(request)) is grpc.StatusCode.UNIMPLEMENTED
-
-
 async def test_the_further_outputs_of_tritons_vllm_backend(stub):
     names = ("finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens")
     request = text_request("storyteller", "Once upon a time", max_tokens=4, seed=1, ignore_eos=1)

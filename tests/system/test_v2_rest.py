@@ -2,15 +2,12 @@
 
 import asyncio
 import json
-import shutil
-import subprocess
 
 import pytest
 import pytest_asyncio
 
 from tests.system.calls import rest
 from tests.system.own_clients import client_passes
-from tests.system.payload_log import records
 from tests.waiting import until
 
 MODELS = {
@@ -28,16 +25,6 @@ async def execute(request):
         if at == request.parameters.get("fail_at"):
             raise RuntimeError("secret")
         yield {"row": row, "at": np.array([at])}
-""",
-    # Declares no tensors and cuts its INPUT into pieces.
-    "chunks": """
-import numpy as np
-
-async def execute(request):
-    text = request.inputs["INPUT"].ravel()[0].decode()
-    size = request.parameters.get("size", 2)
-    for start in range(0, len(text), size):
-        yield {"OUTPUT": np.array([text[start:start + size]], dtype=object)}
 """,
     # Yields 0, 1, 2 … for ever; each after the first one after a byte from the socket `gate`.
     "paced": """
@@ -66,12 +53,6 @@ async def execute(request):
 async def execute(request):
     raise RuntimeError("secret")
 """,
-    "sleeping": """
-import asyncio
-
-async def execute(request):
-    await asyncio.sleep(3600)
-""",
 }
 
 
@@ -97,51 +78,6 @@ async def infer(stack, model, body, **headers):
 
 async def test_tritons_http_clients_work_unchanged(stack):
     await client_passes("v2_rest", stack.gateway)
-
-
-async def test_curl_sends_json_and_reads_json(stack):
-    curl = shutil.which("curl")
-    if curl is None:
-        pytest.skip("curl is not installed")
-    body = json.dumps({"id": "7", "inputs": [tensor("x", "INT64", [2, 2], [[1, 2], [3, 4]])]})
-    command = [curl, "-sS", "-i", f"http://{stack.gateway}/v2/models/identity/versions/1/infer", "-d", body]
-    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60, check=True)
-    head, _, answer = done.stdout.partition("\n\n")
-    assert " 200 " in head
-    assert "content-type: application/json" in head.lower()
-    assert json.loads(answer) == {
-        "id": "7",
-        "model_name": "identity",
-        "model_version": "1",
-        "outputs": [tensor("x", "INT64", [2, 2], [1, 2, 3, 4])],
-    }
-
-
-async def test_every_error_has_its_status_and_its_hop(stack):
-    for method, path, status, hop, text in (
-        ("POST", "/v2/models/nobody/infer", 404, "transformer", "no model 'nobody'"),
-        ("POST", "/v2/models/identity/versions/9/infer", 404, "transformer", "version"),
-        ("POST", "/v2/models/nobody/generate", 404, "transformer", "no model 'nobody'"),
-        ("POST", "/v2/models/nobody/generate_stream", 404, "transformer", "no model 'nobody'"),
-        ("GET", "/v2/models/nobody", 404, "transformer", "no model 'nobody'"),
-        ("GET", "/v2/models/nobody/ready", 404, "transformer", "no model 'nobody'"),
-        ("GET", "/v2/models/nobody/config", 404, "transformer", "no model 'nobody'"),
-        ("POST", "/v2/models/failing/infer", 500, "predictor", "the model failed on this request"),
-        ("POST", "/v2/models/failing/generate", 500, "predictor", "the model failed on this request"),
-        ("POST", "/v2/models/failing/generate_stream", 500, "predictor", "the model failed on this request"),
-        ("POST", "/v2/models/twice/infer", 400, "predictor", "more than one response"),
-        ("POST", "/v2/models/twice/generate", 400, "predictor", "more than one response"),
-        ("GET", "/v2/systemsharedmemory/status", 501, "transformer", "shared memory is not supported"),
-        ("POST", "/v2/cudasharedmemory/region/r/register", 501, "transformer", "shared memory is not supported"),
-        ("POST", "/v2/xpusharedmemory/unregister", 501, "transformer", "shared memory is not supported"),
-        ("GET", "/v2/nothing/status", 404, "transformer", "unknown path"),
-    ):
-        body = {} if "generate" in path else {"inputs": []}
-        answer = await rest(stack.gateway, method, path, body if method == "POST" else None)
-        assert (answer.status, answer.headers.get("x-failed-hop")) == (status, hop), (path, answer.body)
-        assert list(answer.json) == ["error"], path
-        assert text in answer.json["error"], path
-        assert not any(name.startswith("grpc-") or name == "x-http-status" for name in answer.headers)
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -216,17 +152,3 @@ async def test_events_arrive_one_by_one_and_a_caller_that_leaves_stops_the_model
         writer.close()
         await until(lambda: gate.ended == 1)
     server.close()
-
-
-async def test_answered_and_refused_requests_are_recorded(stack):
-    await rest(
-        stack.gateway,
-        "POST",
-        "/v2/models/storyteller/generate",
-        {"text_input": "Once", "max_tokens": 1, "id": "went-well"},
-    )
-    await infer(stack, "identity", b"{", x_request_id="went-wrong")
-    (well,) = await records(stack.gateway, request_id="went-well")
-    (wrong,) = await records(stack.gateway, request_id="went-wrong")
-    assert (well.status, well.protocol, well.prompt) == ("OK", "headrace.rest.v1.OpenInference/Generate", "Once")
-    assert (wrong.status, wrong.protocol) == ("INVALID_ARGUMENT", "headrace.rest.v1.OpenInference/Infer")

@@ -3,14 +3,12 @@
 A default is written in the code, in `.env.example` and in the compose files: here they are held equal.
 """
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 import yaml
 
-from headrace.models.sources import parse_models
 from headrace.settings import ServiceSettings
 from headrace_logger.settings import LoggerSettings
 from headrace_predictor.settings import PredictorSettings
@@ -69,15 +67,6 @@ def test_every_line_of_the_example_is_read_by_the_runner_or_by_compose() -> None
     assert [name for name in LINES if name not in known and name not in read] == []
 
 
-def test_every_line_of_the_example_is_explained() -> None:
-    blocks = [block for block in re.split(r"\n\n+", EXAMPLE) if re.search(r"^[A-Z_]+=", block, re.MULTILINE)]
-    assert all(block.startswith("#") for block in blocks)
-
-
-def test_files_of_the_user_are_not_part_of_the_repository() -> None:
-    assert ".env" in (ROOT / ".gitignore").read_text().splitlines()
-
-
 def scraped_addresses() -> dict[str, tuple[str, int]]:
     """Job → the host and port of its page."""
     found = {}
@@ -107,85 +96,25 @@ def test_prometheus_scrapes_each_service_at_its_page_over_a_shared_network():
     assert addresses["envoy"][1] == inner["address"]["socket_address"]["port_value"]
 
 
-def test_services_of_the_overlay_are_hardened_limited_and_published_on_loopback_only():
-    assert OBSERVABILITY["x-hardened"] == COMPOSE["x-hardened"]
-    for service in OBSERVABILITY["services"].values():
-        assert COMPOSE["x-hardened"].items() <= service.items()
+# The server's socket needs a folder in memory too; vLLM compiles in memory, and has a thread for every core.
+@pytest.mark.parametrize(
+    ("overlay", "own"), [("observability", set()), ("postgres", {"tmpfs"}), ("vllm", {"tmpfs", "pids_limit"})]
+)
+def test_services_that_an_overlay_adds_are_hardened_limited_and_published_on_loopback_only(overlay, own):
+    document = yaml.safe_load((ROOT / f"deploy/compose/{overlay}.yaml").read_text())
+    services = document["services"]
+    assert all(network["internal"] for network in document.get("networks", {}).values())
+    hardened = {name: value for name, value in COMPOSE["x-hardened"].items() if name not in own}
+    for name in services.keys() - COMPOSE["services"].keys():
+        service = services[name]
+        assert hardened.items() <= service.items()
         assert "mem_limit" in service
-        assert re.search(r":v?\d+\.\d+\.\d+$", service["image"])
-        assert all(port.startswith("127.0.0.1:${") for port in service["ports"])
-        for volume in service["volumes"]:
-            source, target, *mode = volume.split(":")
+        assert re.search(r":v?\d+\.\d+(\.\d+)?$", LINES["VLLM_IMAGE"] if name == "vllm" else service["image"])
+        assert all(port.startswith("127.0.0.1:${") for port in service.get("ports", ()))
+        for source, _, *mode in (volume.split(":") for volume in service["volumes"]):
             if source.startswith("./"):
                 assert mode == ["ro"]
                 assert (ROOT / source).exists()
-            else:
-                assert source in OBSERVABILITY["volumes"]
-                assert target.startswith("/")
-
-
-def test_the_database_of_the_overlay_is_hardened_and_reached_by_the_logger_alone():
-    overlay = yaml.safe_load((ROOT / "deploy/compose/postgres.yaml").read_text())
-    postgres = overlay["services"]["postgres"]
-    # The server's socket needs a folder in memory too.
-    assert {**COMPOSE["x-hardened"], "tmpfs": None}.items() <= {**postgres, "tmpfs": None}.items()
-    assert set(COMPOSE["x-hardened"]["tmpfs"]) < set(postgres["tmpfs"])
-    assert re.search(r":\d+\.\d+$", postgres["image"])
-    assert "ports" not in postgres
-    assert overlay["networks"] == {"database": {"internal": True}}
-    assert [name for name, service in overlay["services"].items() if "database" in service["networks"]] == [
-        "logger",
-        "postgres",
-    ]
-
-
-def test_vllms_server_is_hardened_and_reached_by_the_transformer_without_a_published_port():
-    overlay = yaml.safe_load((ROOT / "deploy/compose/vllm.yaml").read_text())
-    vllm, transformer = overlay["services"]["vllm"], overlay["services"]["transformer"]
-    # It compiles in memory, and has a thread for every core.
-    changed = {"tmpfs": None, "pids_limit": None}
-    assert {**COMPOSE["x-hardened"], **changed}.items() <= {**vllm, **changed}.items()
-    assert "mem_limit" in vllm
-    assert "ports" not in vllm
-    assert re.search(r":v\d+\.\d+\.\d+$", LINES["VLLM_IMAGE"])
-    assert vllm["networks"] == transformer["networks"] == ["outer"]
-    assert "networks" not in overlay["services"]["predictor"]
-    assert {volume.split(":")[0] for volume in vllm["volumes"]} == overlay["volumes"].keys()
-    served = vllm["command"][vllm["command"].index("--served-model-name") + 1]
-    models = OF_VLLM.replace("${VLLM_MODEL:-Qwen/Qwen3-0.6B}", LINES["VLLM_MODEL"])
-    (engine,) = parse_models(models)
-    assert (engine.name, engine.addresses) == ("chat", ("http://vllm:8000/v1",))
-    assert (engine.served, engine.tokenizer) == (served, LINES["VLLM_MODEL"])
-    assert {overlay["services"][name]["environment"]["MODELS"] for name in ("transformer", "predictor")} == {
-        f"${{MODELS:-{OF_VLLM}}}"
-    }
-
-
-def test_no_page_of_metrics_is_published():
-    published = [port for service in COMPOSE["services"].values() for port in service.get("ports", ())]
-    assert not [port for port in published if re.search(r":(91\d\d|8090|9901)$", port)]
-
-
-def test_with_tls_only_the_port_with_tls_is_published_beyond_loopback():
-    text = (ROOT / "deploy/compose/tls.yaml").read_text()
-    override = yaml.safe_load(text.replace("!override", ""))["services"]["envoy"]
-    assert "ports: !override" in text  # Else these would be added.
-    published = dict(port.rsplit(":", 1)[::-1] for port in override["ports"])
-    own = dict(port.rsplit(":", 1)[::-1] for port in COMPOSE["services"]["envoy"]["ports"])
-    assert published.pop("8443").startswith("${GATEWAY_BIND:-127.0.0.1}:")
-    assert published.keys() == own.keys()
-    assert all(address.startswith("127.0.0.1:${") for address in published.values())
-    (mount,) = override["volumes"]
-    assert mount["target"] == override["environment"]["GATEWAY_TLS"]
-
-
-def test_a_span_links_to_the_payload_record_at_the_gateways_port():
-    (pattern,) = json.loads((ROOT / "deploy" / "observability" / "jaeger-ui.json").read_text())["linkPatterns"]
-    assert pattern["url"].startswith(f"http://127.0.0.1:{LINES['GATEWAY_PORT']}/headrace/v1/payloads?request_id=")
-    assert f"#{{{pattern['key']}}}" in pattern["url"]
-    jaeger = COMPOSE["services"]["jaeger"]
-    assert jaeger["command"] == ["--set=extensions.jaeger_query.ui.config_file=/etc/jaeger/ui.json"]
-    assert jaeger["volumes"] == ["./deploy/observability/jaeger-ui.json:/etc/jaeger/ui.json:ro"]
 
 
 def test_every_service_has_the_same_opentelemetry_environment():

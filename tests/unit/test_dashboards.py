@@ -8,7 +8,6 @@ import yaml
 from tests.dashboards import DASHBOARDS, GRAFANA, panels
 
 ROOT = GRAFANA.parents[2]
-UNITS = {"s", "short", "percentunit", "bytes", "reqps", "ops"}
 BUILT_IN = {"__rate_interval", "__range"}
 
 
@@ -20,18 +19,6 @@ def test_grafana_is_provisioned_with_both_dashboards_and_its_home_is_one_of_them
     assert f"./deploy/observability/grafana/dashboards:{folder}:ro" in grafana["volumes"]
     home = grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
     assert home in {f"{folder}/{name}.json" for name in DASHBOARDS}
-
-
-@pytest.mark.parametrize("name", DASHBOARDS)
-def test_every_panel_has_a_description_and_a_unit(name):
-    for panel in panels(DASHBOARDS[name]):
-        assert panel["title"]
-        assert panel["description"].endswith(".")
-        unit = panel["fieldConfig"]["defaults"]["unit"]
-        assert unit in UNITS or unit.startswith("suffix: ")
-        assert panel["type"] in {"timeseries", "stat", "heatmap"}
-        # Names of several lines of one panel differ.
-        assert len({target["legendFormat"] for target in panel["targets"]}) == len(panel["targets"])
 
 
 @pytest.mark.parametrize("name", DASHBOARDS)

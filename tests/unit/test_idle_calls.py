@@ -77,18 +77,6 @@ async def test_other_services_have_no_bound_of_their_own():
     assert ended(inner) == [0]
 
 
-async def test_only_calls_from_outside_cause_a_check_of_memory():
-    calls = new()
-    inner, stranger = Call(calls, ""), Call(calls, "alice")
-    inner.may_arrive = False
-    calls.add(inner)
-    assert calls._look is None
-    calls.add(stranger)
-    assert calls._look is not None
-    calls.discard(stranger)
-    await until(lambda: calls._look is None)
-
-
 async def test_a_call_whose_request_is_arriving_ends_no_stream():
     calls = new()
     streams = opened(calls, "alice", MOST_OF_ONE)

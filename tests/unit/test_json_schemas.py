@@ -141,12 +141,16 @@ def check_answers(schema, seeds, is_openapi=False):
                 valid.validate(answer)
 
 
-@pytest.mark.parametrize("mode", ["validation", "serialization"])
 @pytest.mark.parametrize("kind", FIELDS, ids=str)
-def test_answers_in_the_schemas_of_pydantic_are_valid(kind, mode):
+def test_answers_in_the_schemas_of_pydantic_are_valid(kind):
     for way, of in WAYS.items():
         made = pydantic.create_model("Made", a=(of(kind), ...), b=(int, 3))
-        check_answers(made.model_json_schema(mode=mode), (way,))
+        checked = []
+        for mode in ("validation", "serialization"):
+            schema = made.model_json_schema(mode=mode)
+            if (fields := {**schema, "required": None}) not in checked:
+                checked.append(fields)
+                check_answers(schema, (way,))
 
 
 @pytest.mark.parametrize(("name", "schema"), ZOD, ids=[name for name, _ in ZOD])

@@ -48,17 +48,6 @@ def test_modes_apply_to_all_models_or_to_single_ones():
     assert [rule.mode(model, "r") for model in ("storyteller", "other")] == [Mode.METADATA, Mode.REQUEST]
 
 
-def test_each_mode_keeps_its_parts():
-    kept = {mode.value: (mode.keeps_request, mode.keeps_response) for mode in Mode}
-    assert kept == {
-        "all": (True, True),
-        "request": (True, False),
-        "response": (False, True),
-        "metadata": (False, False),
-        "off": (False, False),
-    }
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

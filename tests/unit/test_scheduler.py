@@ -1,4 +1,4 @@
-"""The scheduler: first come, first served, within its limits, and every block is given back."""
+"""The scheduler: first come, first served, within its limits, no sequence left out, and every block given back."""
 
 from itertools import pairwise
 
@@ -6,6 +6,7 @@ import pytest
 
 from headrace.errors import InvalidRequestError, OverloadedError
 from headrace.sampling import SamplingParameters
+from headrace_predictor.engine.load import ProgressWatch
 from headrace_predictor.engine.scheduler import Scheduler
 from headrace_predictor.engine.state.blocks import BlockManager
 from headrace_predictor.engine.state.sequence import Sequence
@@ -47,14 +48,6 @@ def added(scheduler, *sequences):
     for one in sequences:
         scheduler.add(one, 0)
     return sequences
-
-
-def test_first_come_first_served():
-    scheduler = scheduler_of(max_running=2)
-    first, second, third = added(scheduler, sequence(), sequence(), sequence())
-    assert [row[0] for row in step(scheduler)] == [first, second]
-    scheduler.remove(first)
-    assert [row[0] for row in step(scheduler)] == [second, third]
 
 
 def test_resumed_sequences_start_before_new_ones():
@@ -350,3 +343,34 @@ def test_the_pause_lasts_until_the_first_sequence_is_due_but_is_bounded():
     assert scheduler.pause_s == 0.05
     assert scheduler.schedule(64, now=11.0) != []
     assert scheduler.pause_s == 0
+
+
+def test_only_a_sequence_that_every_step_leaves_out_is_stuck():
+    watch = ProgressWatch(10.0)
+    served, passed_by = sequence(), sequence()
+    for now in range(100, 111):
+        assert watch.observe([served, passed_by], {served}, float(now)) is None
+    assert watch.observe([served, passed_by], {served}, 111.0) is passed_by
+
+
+def test_a_step_that_serves_a_sequence_or_in_which_it_is_not_due_resets_its_count():
+    watch = ProgressWatch(10.0)
+    one = sequence()
+    for now, (due, served) in zip(
+        range(0, 1000, 9), [([one], ()), ([one], [one]), ([one], ()), ([], ())] * 20, strict=False
+    ):
+        assert watch.observe(due, set(served), float(now)) is None
+
+
+def test_decoding_sequences_and_the_oldest_are_due_and_an_isolated_one_is_due_alone():
+    scheduler = scheduler_of(blocks=60, step_tokens=4)
+    oldest, decoding, prompt = added(scheduler, sequence(1), sequence(1), sequence(30))
+    step(scheduler)
+    assert scheduler.due == [oldest, decoding]
+    scheduler.remove(oldest)
+    scheduler.remove(decoding)
+    step(scheduler)
+    assert scheduler.due == [prompt]
+    (alone,) = added(scheduler, sequence(9, alone=True))
+    step(scheduler)
+    assert scheduler.due == [alone]

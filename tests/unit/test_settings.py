@@ -1,5 +1,6 @@
 """Settings: unknown and malformed ones are refused in one line that names them."""
 
+import json
 import re
 import sys
 
@@ -9,10 +10,12 @@ from pydantic_settings import SettingsConfigDict
 
 from headrace.errors import StartupError
 from headrace.models.sources import ModelSource, parse_models
+from headrace.payload.rules import Digest, Mode
 from headrace.settings import Models, ServiceSettings, load, models_field
 from headrace.validation import first_fault
 from headrace_logger.settings import LoggerSettings
 from headrace_predictor.settings import PredictorSettings
+from headrace_protos.headrace_pb2 import PayloadRecord
 from headrace_runner.settings import StackSettings
 from headrace_transformer.settings import TransformerSettings
 
@@ -175,3 +178,71 @@ def test_no_refusal_is_in_the_words_of_a_library(cls, value):
             r"[Ii]nput|[Vv]alue (should|is not)|String|[Uu]nable|pydantic|[Pp]attern '|Traceback", message
         )
         assert "\n" not in message
+
+
+def of_service(monkeypatch, settings, **environment):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    return load(settings, settings.__module__.partition(".")[0])
+
+
+def test_the_environment_sets_what_is_recorded(monkeypatch):
+    read = of_service(
+        monkeypatch,
+        TransformerSettings,
+        TRANSFORMER_PAYLOAD_LOG="all,storyteller=metadata,later=off",
+        TRANSFORMER_PAYLOAD_SAMPLE="0.5",
+        TRANSFORMER_PAYLOAD_REDACT=json.dumps([{"pattern": "secret"}]),
+        TRANSFORMER_PAYLOAD_METADATA="X-User",
+        TRANSFORMER_PAYLOAD_TENSOR_BYTES="4KiB",
+        TRANSFORMER_PAYLOAD_TENSOR_DIGEST="blake2b",
+    )
+    rules = read.payload_rules
+    assert (rules.models, rules.sample) == ({"storyteller": Mode.METADATA, "later": Mode.OFF}, 0.5)
+    assert (rules.metadata, rules.tensor_bytes, rules.tensor_digest) == ({"x-user"}, 4096, Digest.BLAKE2B)
+    record = PayloadRecord(prompt="a secret")
+    rules.redact(record)
+    assert record.prompt == "a [redacted]"
+    # It may be loaded later, so the start goes on.
+    assert read.unknown_logged_models == ["later"]
+
+
+def test_a_service_may_be_among_the_replicas(monkeypatch):
+    read = of_service(
+        monkeypatch, TransformerSettings, TRANSFORMER_PREDICTOR_REPLICAS="_grpc._tcp.Predictor.example,a:1"
+    )
+    assert read.predictor_replicas == ("_grpc._tcp.predictor.example", "a:1")
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "value", "text"),
+    [
+        (
+            TransformerSettings,
+            "PAYLOAD_LOG",
+            "some",
+            "'some' is no mode; there are all, request,",
+        ),
+        (TransformerSettings, "PAYLOAD_SAMPLE", "2", "must be at most 1"),
+        (TransformerSettings, "PAYLOAD_REDACT", '[{"pattern": "("}]', "rule 1: '(' is no pattern of RE2: missing )"),
+        (TransformerSettings, "PAYLOAD_REDACT", "nowhere.json", "neither a JSON list nor a file"),
+        (TransformerSettings, "PAYLOAD_METADATA", "x-user,authorization", "authorization is a secret"),
+        (TransformerSettings, "PAYLOAD_TENSOR_BYTES", "1TiB", "must be at most"),
+        (TransformerSettings, "PAYLOAD_TENSOR_DIGEST", "md5", "must be off, blake2b or sha256"),
+        (TransformerSettings, "PREDICTOR", "_grpc._tcp.predictor.example", "is not host:port"),
+        *(
+            (TransformerSettings, "PREDICTOR_REPLICAS", value, f"'{value}' is not host:port")
+            for value in ("_grpc._udp.predictor", "_grpc._tcp", "_-._tcp.predictor", "predictor")
+        ),
+        (LoggerSettings, "SINKS", "ftp://127.0.0.1/", "must be a URL such as http://127.0.0.1:4318"),
+        (LoggerSettings, "SINKS", "http://a/,here", "=here: must be a URL such as http://127.0.0.1:4318"),
+        *((LoggerSettings, "GEN_AI_URL", url, f"={url}") for url in ("ftp://host", "grpc://", "host:4317")),
+    ],
+)
+def test_a_wrong_setting_of_a_service_is_refused_in_one_line(monkeypatch, settings, name, value, text):
+    name = settings.model_config["env_prefix"] + name
+    with pytest.raises(StartupError) as caught:
+        of_service(monkeypatch, settings, **{name: value})
+    assert str(caught.value).startswith(name)
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
