@@ -10,6 +10,7 @@ import threading
 from operator import add, sub
 from typing import NamedTuple, TypeGuard
 
+from headrace.telemetry.picking import PickableLoad
 from headrace_predictor.engine.interface import Engine, EngineLoad, EngineTotals
 from headrace_predictor.generation.model import AdapterModel, GenerationModel
 from headrace_predictor.models.served_model import ServedModel
@@ -26,16 +27,19 @@ class _Served(NamedTuple):
 
 
 class ServedEngines:
-    """Thread-safe. Ignores models that have no engine of their own: an adapter is computed by its base's."""
+    """Thread-safe. Of models without an engine of their own, it has the adapters' names: their bases compute them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._served: dict[str, _Served] = {}
         self._ended: dict[str, EngineTotals] = {}  # Totals of engines that are no longer served, by model name.
         self._restarts: dict[str, int] = {}
+        self._adapters: frozenset[str] = frozenset()
 
     def add(self, model: ServedModel) -> None:
         """Starts to observe a model's engine."""
+        if isinstance(model, AdapterModel):
+            self._adapters |= {model.name}
         if _has_engine(model):
             with self._lock:
                 self._end(model.name)
@@ -44,6 +48,7 @@ class ServedEngines:
 
     def remove(self, model: ServedModel) -> None:
         """Keeps the totals of a model that has been closed."""
+        self._adapters -= {model.name}
         if _has_engine(model):
             with self._lock:
                 served = self._served.get(model.name)
@@ -71,6 +76,20 @@ class ServedEngines:
         with self._lock:
             served = dict(self._served)
         return {name: each.engine.load for name, each in served.items()}
+
+    def pickable(self) -> dict[str, PickableLoad]:
+        """The load of each model's engine, as an inference gateway reads it."""
+        with self._lock:
+            sizes = {name: each.engine.description for name, each in self._served.items()}
+        return {
+            name: PickableLoad(load.running, load.waiting, load.blocks_in_use, sizes[name])
+            for name, load in self.loads().items()
+            if name in sizes
+        }
+
+    def adapters(self) -> frozenset[str]:
+        """The names of the adapters that are served."""
+        return self._adapters
 
     def totals(self) -> dict[str, EngineTotals]:
         """The totals of each model that is or was served."""
