@@ -12,7 +12,7 @@ from bench.contenders import CONTENDERS
 from bench.server_process import LOOPBACK, answers, free_port, server_process, until
 
 _START_TIMEOUT_S = 600.0  # The first start compiles.
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_HOST_IP": LOOPBACK,
     "GLOO_SOCKET_IFNAME": "lo",
@@ -50,6 +50,6 @@ async def vllm_server(
         *("--model", str(model), "--served-model-name", name, "--host", LOOPBACK, "--port", str(port)),
         *("--dtype", dtype, "--max-model-len", "2048", *arguments),
     )
-    async with server_process("vLLM's server", command, log, _ENVIRONMENT | dict(environment or {})) as process:
+    async with server_process("vLLM's server", command, log, ENVIRONMENT | dict(environment or {})) as process:
         await until(lambda: answers(port, "/health"), process, _START_TIMEOUT_S)
         yield VllmServer(f"{LOOPBACK}:{port}", process.pid)

@@ -1,4 +1,4 @@
-"""A service's Prometheus page: http://host:port/metrics, on a separate thread.
+"""A service's Prometheus page: http://host:port/metrics, on a separate thread; what pickers read is also by itself.
 
 It shows the instruments of this process, and the process metrics of Prometheus's client: memory, processor time, open
 files, start time. If several processes serve one port, their parent's page shows the metrics of all of them, each with
@@ -11,8 +11,9 @@ import logging
 import socket
 import threading
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from wsgiref.simple_server import WSGIRequestHandler, make_server
+from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from prometheus_client import REGISTRY, CollectorRegistry, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
@@ -21,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from headrace.errors import StartupError
+from headrace.telemetry import picking
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +48,12 @@ class MetricsPage:
             allow_reuse_port = shares_port
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
 
-        application = make_wsgi_app(registry)
+        whole: WSGIApplication = make_wsgi_app(registry)
+        picked: WSGIApplication = make_wsgi_app(picking.REGISTERED) if registry is REGISTRY else whole
+
+        def application(environment: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
+            return (picked if environment["PATH_INFO"] == picking.PATH else whole)(environment, start)
+
         try:
             self._server = make_server(host.strip("[]"), port, application, Server, handler_class=_SilentHandler)
         except OSError:

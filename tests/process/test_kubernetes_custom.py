@@ -29,7 +29,9 @@ pytestmark = pytest.mark.skipif(KUBECTL is None, reason="there is no kubectl in 
 
 @pytest.fixture(scope="module")
 def resources(tmp_path_factory):
-    documents = with_components(tmp_path_factory.mktemp("custom"), "gateway-api", "keda", "observability")
+    documents = with_components(
+        tmp_path_factory.mktemp("custom"), "gateway-api", "keda", "observability", "inference-pool"
+    )
     return [each for each in documents if each["apiVersion"].partition("/")[0] in PACKAGES]
 
 

@@ -3,6 +3,7 @@
 import pytest
 import yaml
 
+from headrace.telemetry import picking
 from tests.support.kubernetes import (
     DEPLOY,
     KUBECTL,
@@ -25,7 +26,7 @@ ENVOY = yaml.safe_load((ROOT / "envoy" / "envoy.yaml").read_text())
 @pytest.fixture(scope="module")
 def rendered(tmp_path_factory):
     """The base, and each component that connects or chooses pods."""
-    components = ("gateway-api", "hub", "keda", "observability", "scale", "tls")
+    components = ("gateway-api", "hub", "inference-pool", "keda", "observability", "scale", "tls")
     found = {name: with_components(tmp_path_factory.mktemp(name), name) for name in components}
     return {"base": render(DEPLOY / "base"), **found}
 
@@ -69,8 +70,41 @@ def test_policies_deny_what_they_do_not_allow_and_lead_outside_for_names_alone(r
                 for rule in document["spec"].get(way.lower(), ()):
                     inside = bool(rule.get(peers)) and all(each.keys() == {"podSelector"} for each in rule[peers])
                     outside[way] |= set() if inside else {policy}
-        assert outside["Egress"] == {"dns"} | ({"hub"} if name == "hub" else set())
-        assert outside["Ingress"] == {"gateway"} | ({"scrapes"} if name == "observability" else set())
+        further = {"hub": {"hub"}, "inference-pool": {"picker"}}.get(name, set())
+        assert outside["Egress"] == {"dns"} | further
+        further = {"observability": {"scrapes"}, "inference-pool": {"picker"}}.get(name, set())
+        assert outside["Ingress"] == {"gateway"} | further
+
+
+def test_an_inference_gateway_chooses_gateways_and_its_picker_reaches_their_metrics(rendered):
+    documents, folder = rendered["inference-pool"], DEPLOY / "components" / "inference-pool"
+    router = yaml.safe_load((folder / "picker-values.yaml").read_text())["router"]
+    servers, epp = router["modelServers"], router["epp"]
+    gateway = workloads(documents)["gateway"]
+    assert selects({"matchLabels": servers["matchLabels"]}, labels(gateway))
+    assert [
+        selects({"matchLabels": servers["matchLabels"]}, labels(each)) for each in workloads(documents).values()
+    ] == [name == "gateway" for name in workloads(documents)]
+    ports = {port["name"]: port["containerPort"] for each in pod(gateway)["containers"] for port in each["ports"]}
+    assert [port["number"] for port in servers["targetPorts"]] == [ports["http"]]
+    config = yaml.safe_load(epp["pluginsCustomConfig"][epp["pluginsConfigFile"]])
+    (source,) = (each for each in config["plugins"] if each["type"] == "metrics-data-source")
+    assert source["parameters"] == {"port": ports["metrics"], "path": picking.PATH}
+    assert {each["pluginRef"] for profile in config["schedulingProfiles"] for each in profile["plugins"]} <= {
+        each["type"] for each in config["plugins"]
+    }
+    policies = of_kind(documents, "NetworkPolicy")
+    (reads,) = policies["picked"]["spec"]["ingress"]
+    picker = policies["picker"]["spec"]
+    assert selects(policies["picked"]["spec"]["podSelector"], labels(gateway))
+    assert reads["from"] == [{"podSelector": picker["podSelector"]}]
+    assert [port["port"] for port in reads["ports"]] == [ports["metrics"]]
+    assert picker["egress"][0] == {
+        "to": [{"podSelector": {"matchLabels": servers["matchLabels"]}}],
+        "ports": reads["ports"],
+    }
+    (rule,) = of_kind(documents, "HTTPRoute")["inference"]["spec"]["rules"]
+    assert [(each["kind"], each["name"]) for each in rule["backendRefs"]] == [("InferencePool", "headrace")]
 
 
 def test_whatever_chooses_pods_chooses_some(rendered):
@@ -88,7 +122,8 @@ def test_whatever_chooses_pods_chooses_some(rendered):
             assert "replicas" not in of_kind(documents, target["kind"])[target["name"]]["spec"]
         for route in of_kind(documents, "HTTPRoute", "GRPCRoute").values():
             (reference,) = (each for rule in route["spec"]["rules"] for each in rule["backendRefs"])
-            assert reference["port"] in [each["port"] for each in services[reference["name"]]["spec"]["ports"]]
+            if reference.get("kind") != "InferencePool":
+                assert reference["port"] in [each["port"] for each in services[reference["name"]]["spec"]["ports"]]
 
 
 def test_envoy_finds_each_cluster_by_a_service(rendered):

@@ -10,9 +10,9 @@ import grpc
 import numpy as np
 import orjson
 import pytest
-from headrace.oip.joined_answers import JOINS_ANSWERS, joined
 
 from headrace.deadline import NO_DEADLINE
+from headrace.oip.stream_infer import JOINS_ANSWERS, joined
 from headrace.oip.tensors import Tensor, add_input, decode_outputs
 from headrace_protos import inference_pb2 as pb
 from headrace_protos.inference_pb2 import ModelInferResponse, ModelStreamInferResponse

@@ -13,10 +13,10 @@ import dns.rcode
 import dns.resolver
 import pytest
 import pytest_asyncio
-from headrace_transformer.predictors.discovery.gateway_endpoints import list_endpoints
 
 from headrace_transformer.predictors.discovery import resolver as module
 from headrace_transformer.predictors.discovery.resolver import Resolver
+from headrace_transformer.routing.gateway_files import list_endpoints
 from tests.support.service_records import HOST, SERVICE, ask_at, service_server
 from tests.waiting import until
 
@@ -103,7 +103,7 @@ async def test_while_no_name_server_answers_a_service_keeps_its_addresses(
 
 
 async def test_the_gateway_s_file_follows_the_addresses_and_keeps_the_last_ones(tmp_path, monkeypatch):
-    monkeypatch.setattr("headrace_transformer.predictors.discovery.gateway_endpoints._INTERVAL_S", 0.01)
+    monkeypatch.setattr("headrace_transformer.routing.gateway_files._INTERVAL_S", 0.01)
     path, links = tmp_path / "predictors.json", SimpleNamespace(listed={})
 
     def groups():

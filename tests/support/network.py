@@ -29,6 +29,7 @@ _IFF_TUN_WITHOUT_INFO = 0x0001 | 0x1000
 _MAX_PACKET = 65_536
 _MOST_HELD = 10_000  # Packets under way on one link.
 _IDLE_S = 1.0
+WIRE = "wire"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -97,6 +98,11 @@ class Host:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def ip(self, *arguments: str) -> None:
+        """Runs `ip` on the host."""
+        command = ("nsenter", f"--net={self.namespace}", "ip", *arguments)
+        subprocess.run(command, check=True, capture_output=True, timeout=10)
+
     def _make(self) -> int:
         """The far end of the link, in a new namespace."""
         _check(_libc.unshare(_CLONE_NEWNET))
@@ -137,6 +143,17 @@ class Host:
                     _, _, descriptor, packet = heapq.heappop(under_way)
                     with suppress(OSError):  # A packet that the kernel refuses is lost.
                         os.write(descriptor, packet)
+
+
+def join(one: Host, other: Host) -> tuple[str, str]:
+    """Connects two hosts by a link of their own, the device WIRE in each, and returns their addresses on it."""
+    addresses = ("198.18.255.1", "198.18.255.2")
+    ends = ("link", "add", WIRE, "netns", one.namespace, "type", "veth", "peer", "name", WIRE, "netns", other.namespace)
+    _ip(*ends)
+    for host, address in zip((one, other), addresses, strict=True):
+        host.ip("address", "add", f"{address}/30", "dev", WIRE)
+        host.ip("link", "set", WIRE, "up")
+    return addresses
 
 
 def _ip(*arguments: str) -> None:

@@ -50,8 +50,10 @@ class ScriptedEngine:
     async def start(self) -> None:
         """Listens, on the port that it had before where it had one."""
         app = web.Application(client_max_size=64 << 20)
-        app.router.add_get("/v1/models", self._models)
-        for path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/responses", "/v1/messages"):
+        for prefix in ("", "/openai"):  # KServe's runtime for Hugging Face has the latter.
+            app.router.add_get(f"{prefix}/v1/models", self._models)
+            app.router.add_post(f"{prefix}/v1/completions", self._answer)
+        for path in ("/v1/chat/completions", "/v1/embeddings", "/v1/responses", "/v1/messages"):
             app.router.add_post(path, self._answer)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()

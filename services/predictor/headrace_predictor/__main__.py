@@ -9,6 +9,7 @@ from headrace.endpoints import steps_port
 from headrace.payload.tap import PayloadTap
 from headrace.rpc.server.server import READY, Server
 from headrace.rpc.server.service import run_service
+from headrace.telemetry.picking import PickerMetrics
 from headrace_predictor.engine_process.engine_host import EngineHost
 from headrace_predictor.settings import PredictorSettings
 from headrace_protos.headrace_pb2_grpc import add_PredictorDevelopmentServicer_to_server
@@ -38,6 +39,7 @@ async def serve(settings: PredictorSettings, host: EngineHost) -> None:
 
     repository = ModelRepository(settings, partial(server.set_serving, READY), host)
     observe_engines(repository.engines)
+    PickerMetrics(repository.engines.pickable, repository.engines.adapters, settings.max_adapters)
     tap = PayloadTap.of(settings, "predictor")
     tap.start()
     tap.observe()

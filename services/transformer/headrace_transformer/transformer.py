@@ -11,6 +11,7 @@ from headrace.rpc.client.channel import open_channel, watch_serving
 from headrace.rpc.http2.server import HttpServer
 from headrace.rpc.limits.admission import Admission
 from headrace.rpc.server.server import READY, Server
+from headrace.telemetry.picking import PickerMetrics
 from headrace.threads import run_in_daemon_thread
 from headrace_protos import rest_pb2_grpc
 from headrace_protos.headrace_pb2_grpc import (
@@ -81,6 +82,7 @@ class Transformer:
         self._replicas = Replicas(settings.predictor_replicas, self._predictor)
         self._links = Links(settings.predictor_replicas or (settings.predictor,), settings.silence_limit)
         self._engines = Engines(settings.all_engines, settings.silence_limit)
+        PickerMetrics(lambda: self._links.pickable() | {name: pool.load for name, pool in self._engines.pools.items()})
         self._catalogue = Catalogue(
             settings.own_models,
             self._predictor,

@@ -95,7 +95,7 @@ def build_engine(
         grammars,
         PromptLookup(manager) if looks_up else None,
     )
-    size["max_running"] = str(max_running)
+    size |= {"max_running": str(max_running), "block_tokens": str(BLOCK_TOKENS), "cache_blocks": str(manager.total)}
     streamed = runner.streamed if isinstance(runner, PagedRunner) else None
     size["weights"] = str(model.dtype).removeprefix("torch.")
     if streamed:

@@ -17,6 +17,7 @@ from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
 from headrace.telemetry.identity import MODEL
+from headrace.telemetry.picking import PickableLoad
 from headrace_predictor.engine.interface import Engine, EngineLoad
 from headrace_predictor.generation.model import AdapterModel, GenerationModel
 from headrace_predictor.models.served_model import ServedModel
@@ -76,7 +77,7 @@ class _Served(NamedTuple):
 
 
 class ServedEngines:
-    """Thread-safe. Ignores models that have no engine of their own: an adapter is computed by its base's."""
+    """Thread-safe. Of models without an engine of their own, it has the adapters' names: their bases compute them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -84,9 +85,12 @@ class ServedEngines:
         # Totals of engines that are no longer served, by model name.
         self._ended: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._restarts: dict[str, int] = {}
+        self._adapters: frozenset[str] = frozenset()
 
     def add(self, model: ServedModel) -> None:
         """Starts to observe a model's engine."""
+        if isinstance(model, AdapterModel):
+            self._adapters |= {model.name}
         if _has_engine(model):
             with self._lock:
                 self._end(model.name)
@@ -95,6 +99,7 @@ class ServedEngines:
 
     def remove(self, model: ServedModel) -> None:
         """Keeps the totals of a model that has been closed."""
+        self._adapters -= {model.name}
         if _has_engine(model):
             with self._lock:
                 served = self._served.get(model.name)
@@ -122,6 +127,20 @@ class ServedEngines:
         with self._lock:
             served = dict(self._served)
         return {name: each.engine.load for name, each in served.items()}
+
+    def pickable(self) -> dict[str, PickableLoad]:
+        """The load of each model's engine, as an inference gateway reads it."""
+        with self._lock:
+            sizes = {name: each.engine.description for name, each in self._served.items()}
+        return {
+            name: PickableLoad(load.running, load.waiting, load.blocks_in_use, sizes[name])
+            for name, load in self.loads().items()
+            if name in sizes
+        }
+
+    def adapters(self) -> frozenset[str]:
+        """The names of the adapters that are served."""
+        return self._adapters
 
     def totals(self) -> dict[str, Counter[str]]:
         """The totals of each model that is or was served, by the names of its statistics."""

@@ -29,10 +29,15 @@ class FairPlaces:
         self._weights: dict[str, float] = {}
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
+    @property
+    def waiting(self) -> int:
+        """How many wait; on any thread."""
+        return sum(map(len, tuple(self._waiting.values())))
+
     async def take(self, client: str, weight: float) -> Place:
         """A place for a request, once there is one; raises OverloadedError where too many wait."""
         if self._running.total() >= (self.limit or inf) or self._waiting:
-            if sum(map(len, self._waiting.values())) >= _MAX_WAITING:
+            if self.waiting >= _MAX_WAITING:
                 raise OverloadedError("too many requests wait for an engine", retry_after_ms=_RETRY_AFTER_MS)
             self._weights[client] = weight or 1.0
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -25,6 +25,7 @@ from headrace.models.engine_sources import EngineSource
 from headrace.oip.model_description import INPUT_IDS, OUTPUT_IDS
 from headrace.rpc.client.interceptors import ClientSpan
 from headrace.sampling import SamplingParameters
+from headrace.telemetry.picking import PickableLoad
 from headrace_protos.steps_pb2 import Submission
 from headrace_transformer.predictors.discovery.descriptions import PredictorModel
 from headrace_transformer.predictors.discovery.replicas import LOADING, READY, ModelState
@@ -67,6 +68,11 @@ class EnginePool:
     def ready(self) -> list[Engine]:
         """The engines that answer."""
         return [engine for engine in self._engines.values() if engine.ready]
+
+    @property
+    def load(self) -> PickableLoad:
+        """The requests at the engines, and those that wait here for a place; on any thread."""
+        return PickableLoad(sum(len(each.running) for each in tuple(self._engines.values())), self.places.waiting)
 
     @property
     def nature(self) -> frozenset[tuple[str, int | None, str]]:

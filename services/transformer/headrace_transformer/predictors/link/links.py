@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import count
 
 from headrace.errors import NotReadyError, OtherWeightsError
+from headrace.telemetry.picking import PickableLoad
 from headrace_protos.steps_pb2 import Submission
 from headrace_transformer.predictors.discovery.resolver import Resolver
 from headrace_transformer.predictors.link.choosing import Candidate, choose, prefix_key
@@ -35,6 +36,16 @@ class Links:
     def all(self) -> list[PredictorLink]:
         """The links in the order of their names."""
         return sorted(self._links.values(), key=lambda link: (len(link.name), link.name))
+
+    def pickable(self) -> dict[str, PickableLoad]:
+        """The load of each model at all predictors, by their latest reports, of at least each second; on any thread."""
+        all_loads = [load for link in self.all for load in link.loads.values()]
+        found = {}
+        for model in dict.fromkeys(load.model for load in all_loads):
+            loads = [load for load in all_loads if load.model == model]
+            running, waiting = sum(load.running for load in loads), sum(load.waiting for load in loads)
+            found[model] = PickableLoad(running, waiting, 1 - sum(load.cache_free for load in loads) / len(loads))
+        return found
 
     async def run(self) -> None:
         """Keeps the links in accordance with the addresses, until cancelled."""
