@@ -268,7 +268,7 @@ class StackSettings(BaseSettings):
 
     @property
     def first_model(self) -> str:
-        return self.models.partition("=")[0].strip()
+        return re.split("[=@:,]", self.models.strip(), maxsplit=1)[0].strip()
 
     def ports(self) -> dict[str, tuple[int, ...]]:
         """Every port of the stack by the setting that chooses it."""

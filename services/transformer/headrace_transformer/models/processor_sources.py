@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-_ENTRY = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)=(?P<where>[^:=]+):(?P<cls>[A-Za-z_]\w*)")
+from headrace.models.sources import is_name
+
+_ENTRY = re.compile(r"(?P<name>[^=]+)=(?P<where>[^:=]+):(?P<cls>[A-Za-z_]\w*)")
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ def parse_processors(text: str) -> tuple[ProcessorSource, ...]:
     sources: list[ProcessorSource] = []
     for item in (item.strip() for item in text.split(",") if item.strip()):
         match = _ENTRY.fullmatch(item)
-        if match is None:
+        if match is None or not is_name(match["name"]):
             raise ValueError(f"{item!r} is not name=package.module:Class or name=folder/file.py:Class")
         if any(source.name == match["name"] for source in sources):
             raise ValueError(f"names {match['name']!r} twice")
