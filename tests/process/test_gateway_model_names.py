@@ -1,4 +1,4 @@
-"""A model's name in a path may have slashes, as they are or as `%2F`: it reaches a service whole, and never as a path."""
+"""A model's name in a path may have slashes, as they are or as `%2F`: it reaches a service whole."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gat
         yield running
 
 
-@pytest.mark.parametrize("name", ["plain", "org/name", "org/team/name-1.5", "org/infer", "org/versions/1", "stats/stats"])
+@pytest.mark.parametrize(
+    "name", ["plain", "org/name", "org/team/name-1.5", "org/infer", "org/versions/1", "stats/stats"]
+)
 @pytest.mark.parametrize("is_encoded", [False, True])
 async def test_a_name_reaches_its_service_whole(gateway: Gateway, name: str, is_encoded: bool) -> None:
     written = name.replace("/", "%2f") if is_encoded else name

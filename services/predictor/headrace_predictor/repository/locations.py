@@ -1,9 +1,9 @@
 """Which models may be loaded by name, and from where.
 
 In this order: the models of `MODELS`; a sub-folder of `PREDICTOR_MODEL_REPOSITORY`, under its own name; a hub id that
-matches `PREDICTOR_HUB_ALLOW`. In that folder, a folder that holds folders alone is an organisation `org`, and each of
-those a model `org/name`. A model of the hub is loaded under its id, or under any other name with the id, and optionally a
-revision, as `source`. Text from callers is never used as a path.
+matches `PREDICTOR_HUB_ALLOW`. A sub-folder `org` that holds folders alone is no model: they are models `org/name`.
+A model of the hub is loaded under its id, or under any other name with the id, and optionally a revision, as `source`.
+Text from callers is never used as a path.
 """
 
 from __future__ import annotations
