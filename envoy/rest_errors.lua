@@ -27,6 +27,11 @@ local PARSED = {
   ["grpc-timeout"] = { "^%d+[HMSmun]$", 9, "1 to 8 digits and a unit" },
   ["grpc-previous-rpc-attempts"] = { "^%d+$", 8, "a whole number" },
 }
+-- What follows a model's name and version in paths of the V2 API.
+local ACTIONS = {
+  ["/ready"] = true, ["/config"] = true, ["/stats"] = true, ["/infer"] = true, ["/generate"] = true,
+  ["/generate_stream"] = true, ["/load"] = true, ["/unload"] = true, ["/trace/setting"] = true,
+}
 local OPENAI_TYPES = { ["401"] = "authentication_error", ["403"] = "permission_error", ["429"] = "rate_limit_error" }
 local ANTHROPIC_TYPES = {
   ["400"] = "invalid_request_error", ["401"] = "authentication_error", ["403"] = "permission_error",
@@ -89,18 +94,41 @@ local function refuse(handle, is_grpc, status, message)
   handle:respond(answer, message)
 end
 
+-- A path with `%2F` for the slashes in a model's name, which routes and transcoder take as one part. In the V2 API the name
+-- ends before a version and an action.
+local function join_name(path)
+  local head, name = path:match("^(/[%w/]-/models/)(.+)$")
+  if head == nil then
+    return path
+  end
+  local rest = ""
+  if head:find("^/v2/") then
+    local before, action = name:match("^(.+)(/trace/setting)$")
+    if before == nil then
+      before, action = name:match("^(.+)(/[%l_]+)$")
+    end
+    if ACTIONS[action] then
+      name, rest = before, action
+    end
+    local model, version = name:match("^(.+)(/versions/[^/]+)$")
+    if model then
+      name, rest = model, version .. rest
+    end
+  end
+  return head .. name:gsub("/", "%%2F") .. rest
+end
+
 -- A path with a slash at its end as without it, and HEAD as GET, of whose answer the body is dropped.
 local function normalize(handle, headers)
-  local path, query = headers:get(":path"):match("^([^?]*)(.*)$")
-  local is_head, shorter = headers:get(":method") == "HEAD", path:match("^(.+)/$")
+  local given, query = headers:get(":path"):match("^([^?]*)(.*)$")
+  local is_head, path = headers:get(":method") == "HEAD", join_name(given:match("^(.+)/$") or given)
   if is_head then
     headers:replace(":method", "GET")
   end
-  if shorter then
-    path = shorter
+  if path ~= given then
     headers:replace(":path", path .. query)
   end
-  if is_head or shorter then
+  if is_head or path ~= given then
     handle:clearRouteCache()
   end
   return path, is_head

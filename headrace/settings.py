@@ -95,8 +95,8 @@ def models_field() -> Any:
         parse_own_models(DEFAULT_MODELS),
         validation_alias="MODELS",
         description=(
-            "Comma list of name=folder-or-hub-id[@revision], or name=http://host:port/v1#served-name for a model at an"
-            " engine that speaks OpenAI's API (docs/engines.md)."
+            "Comma list of name=folder-or-hub-id[@revision], or org/name[@revision] for the model of that id, or"
+            " name=http://host:port/v1#served-name for a model at an engine that speaks OpenAI's API (docs/engines.md)."
         ),
     )
 

@@ -143,7 +143,9 @@ class StackSettings(BaseSettings):
     )
     logger_metrics_port: MetricsPort = Field(9102, description="The logger's page. 0: none.")
     locust_port: Port = Field(8089, description="The page of `make load`.")
-    models: str = Field(DEFAULT_MODELS, description="Comma list of name=folder-or-hub-id[@revision].")
+    models: str = Field(
+        DEFAULT_MODELS, description="Comma list of name=folder-or-hub-id[@revision], or org/name of the hub."
+    )
     predictor_endpoints: str = Field(
         "",
         description="Comma list of host:port of predictors on other hosts, used beside the local ones; a name stands"
@@ -268,7 +270,7 @@ class StackSettings(BaseSettings):
 
     @property
     def first_model(self) -> str:
-        return self.models.partition("=")[0].strip()
+        return re.split("[=@:,]", self.models.strip(), maxsplit=1)[0].strip()
 
     def ports(self) -> dict[str, tuple[int, ...]]:
         """Every port of the stack by the setting that chooses it."""

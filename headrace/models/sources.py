@@ -1,7 +1,7 @@
 """Where models come from: `MODELS`, a comma list of `name=folder-or-hub-id[@revision]`.
 
-A GGUF file stands for a folder; on the hub, `org/repo:Q4_K_M` for the file of that quantisation. An item can be a model
-at engines instead, see engine_sources.py.
+A GGUF file stands for a folder; on the hub, `org/repo:Q4_K_M` for the file of that quantisation. `org/name[@revision]`
+alone is the hub's model, under its id. An item can be a model at engines instead, see engine_sources.py.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from headrace.models.engine_sources import EngineSource, is_engine, parse_engine
 
 DEFAULT_MODELS = "storyteller=models/storyteller,normalizer=models/normalizer"
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_MAX_NAME = 255  # Of a file's name on any common file system.
+_PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_NAME = re.compile(rf"{_PART}(/{_PART})*")
+_MAX_NAME = 255
 _REVISION = re.compile(r"[\w][\w./-]*")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[A-Za-z0-9][\w.-]*)?")
 GGUF_SUFFIX = ".gguf"
@@ -75,7 +76,7 @@ def parse_own_models(text: str) -> tuple[ModelSource, ...]:
 
 
 def is_name(text: str) -> bool:
-    """Whether a local model can be called so: one part of a path at most, and never a hidden one."""
+    """Whether a model can be called so: parts between slashes, none of them empty, hidden or `..`."""
     return len(text) <= _MAX_NAME and _NAME.fullmatch(text) is not None
 
 
@@ -109,8 +110,9 @@ def parse_location(name: str, location: str) -> ModelSource:
 
 def _parse_one(item: str) -> ModelSource | EngineSource:
     name, equals, location = item.partition("=")
-    if is_engine(location) and _NAME.fullmatch(name):
-        return parse_engine(name, location)
-    if not equals or not _NAME.fullmatch(name) or not location:
+    hub_id = re.split("[@:]", item, maxsplit=1)[0]
+    if not equals and "/" in hub_id and is_name(hub_id):
+        return parse_hub_id(hub_id, item)
+    if not location or not is_name(name):
         raise ValueError(f"{item!r} is not name=folder-or-hub-id[@revision]")
-    return parse_location(name, location)
+    return parse_engine(name, location) if is_engine(location) else parse_location(name, location)

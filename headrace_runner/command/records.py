@@ -108,7 +108,7 @@ def as_json(message: pb.PayloadRecord | pb.UsageGroup) -> str:
 
 def as_line(record: pb.PayloadRecord, paint: Painter, width: int | None = None) -> str:
     """One line: time, model, outcome, tokens, times, request, and the beginning of prompt and answer."""
-    line = f"{_time(record, '%m-%d %H:%M:%S')} {one_line(record.model or '-', 16):<16} "
+    line = f"{_time(record, '%m-%d %H:%M:%S')} {one_line(record.model or '-', 24):<24} "
     outcome = f"{_outcome(record):<16} "
     rest = f"{_tokens(record):>9} {_milliseconds(record):>18} {one_line(record.request_id, 36):<36} "
     room = _PREVIEW if width is None else max(width - len(line + outcome + rest) - 1, 0)

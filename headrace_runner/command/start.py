@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -76,8 +77,8 @@ def _absolute(location: str) -> str:
 
 
 def _name_of(location: str) -> str:
-    """The last part of a path or of a hub id."""
-    return Path(location).name if Path(location).is_dir() else location.partition("@")[0].rpartition("/")[2]
+    """The last part of a path, or a hub id."""
+    return Path(location).name if Path(location).is_dir() else re.split("[@:]", location, maxsplit=1)[0]
 
 
 def _become(module: str, *arguments: str) -> NoReturn:

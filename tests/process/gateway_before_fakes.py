@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,20 @@ HOST = "models.example"  # An allowed host name of the gateway.
 METADATA = "/inference.GRPCInferenceService/ServerMetadata"
 
 
+def echo(method: str, request: Any) -> HttpBody:
+    """What a service has received: its method and the model's name and version."""
+    return HttpBody(content_type=JSON, data=json.dumps([method, request.model, request.version]).encode())
+
+
 class FakeOpenAI(rest_pb2_grpc.OpenAIServicer):
     """Follows the request's JSON body; `written` counts bytes of pieces, `running` calls that are writing them."""
 
     def __init__(self) -> None:
         self.first_chunk_was_read = asyncio.Event()
         self.written = self.running = 0
+
+    async def Model(self, request: Any, context: Context) -> AsyncIterator[HttpBody]:  # noqa: N802
+        yield echo("Model", request)
 
     async def Completions(self, request: bytes, context: Context) -> AsyncIterator[HttpBody]:  # noqa: N802
         fields = json.loads(request or b"{}")
@@ -91,6 +100,20 @@ class FakeTextGeneration(headrace_pb2_grpc.TextGenerationServicer):
 
 
 class FakeOpenInference(rest_pb2_grpc.OpenInferenceServicer):
+    """Echoes what it gets, but for `Ready`."""
+
+    def __init__(self) -> None:
+        of_models = ("ModelMetadata", "ModelReady", "ModelConfig", "ModelStatistics", "Infer", "Generate")
+        for method in (*of_models, "RepositoryLoad", "RepositoryUnload", "ReadTraceSetting", "WriteTraceSetting"):
+            setattr(self, method, partial(self._echo, method))
+        self.GenerateStream = self._stream
+
+    async def _echo(self, method: str, request: Any, context: Context) -> HttpBody:
+        return echo(method, request)
+
+    async def _stream(self, request: Any, context: Context) -> AsyncIterator[HttpBody]:
+        yield echo("GenerateStream", request)
+
     async def Ready(self, request: empty_pb2.Empty, context: Context) -> HttpBody:  # noqa: N802
         signed = (("x-http-status", "503"), ("x-failed-hop", "predictor"))
         await context.abort(grpc.StatusCode.UNAVAILABLE, 'model "a" is loading', signed)

@@ -233,11 +233,11 @@ async def test_a_deadline_ends_a_request_whose_code_still_runs(tmp_path):
 
 
 def test_the_setting_names_modules_and_files():
-    assert parse_processors("a=package.module:Class, b=some/where.py:Other") == (
-        ProcessorSource("a", "package.module", "Class"),
+    assert parse_processors("a/c=package.module:Class, b=some/where.py:Other") == (
+        ProcessorSource("a/c", "package.module", "Class"),
         ProcessorSource("b", "some/where.py", "Other"),
     )
-    for text in ("a", "a=b", "a=:C", "=m:C", "a=m:C,a=m:D", "../a=m:C"):
+    for text in ("a", "a=b", "a=:C", "=m:C", "a=m:C,a=m:D", "../a=m:C", "a//b=m:C"):
         with pytest.raises(ValueError, match=r"is not name=|twice"):
             parse_processors(text)
 

@@ -68,7 +68,7 @@ class Call:
 
 Calls = Mapping[str, Call]
 _GENERATION = headrace_pb2.GenerateRequest(model=MODEL, prompt="Once", max_tokens=2)
-_LOAD = inference_pb2.RepositoryModelLoadRequest(model_name="normalizer")
+_LOAD = inference_pb2.RepositoryModelLoadRequest(model_name="acme/normalizer")
 _QUERY = headrace_pb2.QueryPayloadsRequest(page_size=1)
 
 

@@ -18,7 +18,7 @@ from tests.support.full import FULL
 from tests.support.stacks import StackPool
 from tests.system.calls import STREAMS, begun_streams
 
-_NAMES = "root alice later metered monthly narrow counted few changing"
+_NAMES = "root alice grace later metered monthly narrow counted few changing"
 KEYS = {name: "hr-" + secrets.token_urlsafe(32) for name in _NAMES.split()}
 METERED = 10_000 if FULL else 4000  # Tokens in a minute.
 COUNTED = (1000, 50_000)  # Requests and tokens in a minute.
@@ -26,6 +26,7 @@ FEW = 2  # Requests in a minute.
 ENTRIES: list[dict[str, Any]] = [
     {"name": "root", "key": KEYS["root"], "role": "admin"},
     {"name": "alice", "key": KEYS["alice"], "models": ["storyteller"]},
+    {"name": "grace", "key": KEYS["grace"], "models": ["acme/normalizer"]},
     {"name": "metered", "key": KEYS["metered"], "tokens_per_minute": METERED},
     {"name": "monthly", "key": KEYS["monthly"], "tokens_per_month": 5},
     {"name": "narrow", "key": KEYS["narrow"], "streams": 1},
@@ -34,6 +35,7 @@ ENTRIES: list[dict[str, Any]] = [
     {"name": "changing", "key": KEYS["changing"], "requests_per_minute": 1000, "tokens_per_minute": 100_000},
 ]
 MODEL = "storyteller"
+MODELS = "storyteller=models/storyteller,acme/normalizer=models/normalizer"
 OK = "OK"
 LOST_STATUS, MOST_ATTEMPTS = "Internal error from Core", 100
 
@@ -61,7 +63,7 @@ def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def keyed(stacks: StackPool, key_file: Path) -> AsyncIterator[tuple[Stack, Path]]:
     """A stack with the clients of ENTRIES, and its key file, which a test may change and restores."""
     at_once = {"predictor": {"PREDICTOR_MAX_RUNNING": str(STREAMS)}}
-    async with stacks.use(gateway_keys=str(key_file), environment=at_once) as started:
+    async with stacks.use(gateway_keys=str(key_file), models=MODELS, environment=at_once) as started:
         yield started, key_file
 
 
@@ -104,7 +106,7 @@ REST: dict[str, tuple[str, str, Any]] = {
     "predictors": ("GET", "/headrace/v1/predictors", None),
     "ready": ("GET", "/v2/health/ready", None),
     "playground": ("GET", "/", None),
-    "load": ("POST", "/v2/repository/models/normalizer/load", {}),
+    "load": ("POST", "/v2/repository/models/acme/normalizer/load", {}),
     "log settings": ("GET", "/v2/logging", None),
     "payloads": ("GET", "/headrace/v1/payloads?page_size=1", None),
 }

@@ -33,14 +33,14 @@ from tests.system.keyed_calls import (
     by_rest,
     statuses,
 )
-from tests.system.keyed_stack import MODEL, OK, Headers
+from tests.system.keyed_stack import MODEL, MODELS, OK, Headers
 from tests.waiting import until
 
 KEYS = {name: "hr-" + token_urlsafe(32) for name in ("root", "alice", "bob", "stranger")}
 ENTRIES = [
     {"name": "root", "key": KEYS["root"], "role": "admin"},
     {"name": "alice", "key": KEYS["alice"], "models": [MODEL]},
-    {"name": "bob", "key": KEYS["bob"], "models": ["normalizer"]},
+    {"name": "bob", "key": KEYS["bob"], "models": ["acme/normalizer"]},
 ]
 SIGNER = SigningKey("signer")
 UNAUTHENTICATED_EVERYWHERE = dict.fromkeys((Needs.KEY, Needs.MODEL, Needs.OWNER, Needs.ADMIN), UNAUTHENTICATED)
@@ -86,6 +86,7 @@ async def guarded(stacks: StackPool, tmp_path_factory: pytest.TempPathFactory) -
     with OtlpReceiver() as receiver:
         exporting = EXPORTING | {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint}
         settings = {
+            "models": MODELS,
             "gateway_keys": str(folder / "keys.yaml"),
             "gateway_jwks": str(folder / "jwks.json"),
             "gateway_jwt_issuer": ISSUER,

@@ -20,7 +20,7 @@ async def test_the_key_may_be_where_anthropics_clients_have_it(keyed):
         refused = await rest(stack.gateway, "POST", path, body, **sent)
         assert (refused.status, refused.json["error"]["type"]) == (401, "authentication_error")
         assert (refused.json["request_id"], refused.headers["request-id"]) == ("mine", "mine")
-        forbidden = await rest(stack.gateway, "POST", path, body | {"model": "normalizer"}, **bearer("alice"))
+        forbidden = await rest(stack.gateway, "POST", path, body | {"model": "acme/normalizer"}, **bearer("alice"))
         assert (forbidden.status, forbidden.json["error"]["type"]) == (403, "permission_error")
 
 
@@ -31,7 +31,7 @@ async def test_models_have_the_shape_of_the_api_whose_headers_a_request_has(keye
         assert (model["type"], model["id"], model["lifecycle"]) == ("model", MODEL, "active")
         found = await rest(stack.gateway, "GET", f"/v1/models/{MODEL}", None, **headers)
         assert found.json == model
-        refused = await rest(stack.gateway, "GET", "/v1/models/normalizer", None, **headers)
+        refused = await rest(stack.gateway, "GET", "/v1/models/acme/normalizer", None, **headers)
         assert (refused.status, refused.json["error"]["type"]) == (403, "permission_error")
     unknown = await rest(stack.gateway, "GET", "/v1/models", None, **{"x-api-key": "hr-unknown"})
     assert (unknown.status, unknown.json["type"]) == (401, "error")

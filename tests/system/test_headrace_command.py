@@ -78,7 +78,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     folder = tmp_path_factory.mktemp("served")
     (folder / "tale").symlink_to(ROOT / "models" / "storyteller")
     own = Served(folder)
-    process = await own.start("serve", "./tale", "--name", "teller", "GATEWAY_TRACE_PERCENT=100")
+    process = await own.start("serve", "./tale", "--name", "acme/teller", "GATEWAY_TRACE_PERCENT=100")
     assert process.stdout is not None
     async with asyncio.timeout(TIMEOUT_S):
         while not own.lines or not own.lines[-1].startswith("logs "):
@@ -95,7 +95,7 @@ async def test_each_ready_service_is_a_line_and_four_lines_follow(served: Served
     assert any(line.startswith("gateway") and served.gateway in line for line in served.lines)
     [ready] = [number for number, line in enumerate(served.lines) if line.startswith("ready in")]
     assert [line.split()[0] for line in served.lines[ready + 1 :]] == ["playground", "call", "check", "logs"]
-    assert '"model": "teller"' in served.lines[ready + 2]
+    assert '"model": "acme/teller"' in served.lines[ready + 2]
     assert not any("grpcurl" in line or "metrics" in line for line in served.lines)
 
 
@@ -119,7 +119,7 @@ async def test_a_prompt_is_answered_and_recorded(served: Served) -> None:
     assert str(record["text"]).strip() == answer.strip()
 
     line = (served.output("log", "-n", "1", "--request-id", str(record["request_id"]))).split()
-    assert line[2:5] == ["teller", "OK", "length"]
+    assert line[2:5] == ["acme/teller", "OK", "length"]
     whole = served.output("log", str(record["record_id"]))
     assert f"request      {record['request_id']}\n" in whole
     for wanted in ("trace_id", "request_id", "record_id"):
@@ -131,9 +131,9 @@ async def test_a_prompt_is_answered_and_recorded(served: Served) -> None:
 async def test_usage_is_shown(served: Served) -> None:
     served.output("chat", "--max-tokens", "3", "Tell me of a quiet heron.")
     await record_of(served, "Tell me of a quiet heron.")
-    title, line = served.output("usage", "--since", "1h", "--model", "teller").splitlines()
+    title, line = served.output("usage", "--since", "1h", "--model", "acme/teller").splitlines()
     assert title.split()[:3] == ["client", "model", "requests"]
-    assert line.split()[:2] == ["-", "teller"]
+    assert line.split()[:2] == ["-", "acme/teller"]
     [total] = map(json.loads, served.output("usage", "--group", "all", "--json").splitlines())
     assert int(total["requests"]) >= 1
     assert int(total["completion_tokens"]) >= 1
@@ -148,7 +148,7 @@ async def test_the_log_can_be_followed(served: Served) -> None:
             while not following.done():  # until the command has begun to follow.
                 served.output("chat", "--max-tokens", "2", "Tell me of a small owl.")
                 await asyncio.wait({following}, timeout=1)
-        assert json.loads(following.result())["model"] == "teller"
+        assert json.loads(following.result())["model"] == "acme/teller"
     finally:
         process.send_signal(signal.SIGINT)
         _, errors = await process.communicate()
@@ -156,9 +156,9 @@ async def test_the_log_can_be_followed(served: Served) -> None:
 
 
 async def test_every_endpoint_is_checked(served: Served) -> None:
-    code, output, _ = await served.run("smoke", "teller")
+    code, output, _ = await served.run("smoke", "acme/teller")
     assert code == 0, output
-    assert output.startswith("teller: text generation, decoder, with chat template\n")
+    assert output.startswith("acme/teller: text generation, decoder, with chat template\n")
 
 
 @pytest.mark.parametrize(

@@ -105,9 +105,16 @@ async def test_a_client_sees_only_the_models_that_its_key_allows(keyed: tuple[St
     stack, _ = keyed
     answer = await rest(stack.gateway, "GET", "/v1/models", None, **bearer("alice"))
     assert [card["id"] for card in answer.json["data"]] == [MODEL]
-    for path in ("/v1/models/normalizer", "/v2/models/normalizer", "/v2/models/normalizer/config"):
+    other = "acme/normalizer"
+    for path in (
+        f"/v1/models/{other}",
+        f"/v2/models/{other}",
+        f"/v2/models/{other}/config",
+        "/v2/models/acme%2Fnormalizer",
+    ):
         assert (await rest(stack.gateway, "GET", path, None, **bearer("alice"))).status == 403
-        assert (await rest(stack.gateway, "GET", path, None, **bearer("root"))).status == 200
+        for name in ("root", "grace"):
+            assert (await rest(stack.gateway, "GET", path, None, **bearer(name))).status == 200
     index = await rest(stack.gateway, "POST", "/v2/repository/index", {}, **bearer("alice"))
     assert [model["name"] for model in index.json] == [MODEL]
     # The only model that it may use needs no name.

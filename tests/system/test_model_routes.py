@@ -20,15 +20,15 @@ from tests.system.ways_in import TEXT
 from tests.waiting import until
 
 MODELS = (
-    "storyteller=models/storyteller,second=models/storyteller,tensors=tests/unit/python_models.py:Echo,"
-    "identity=models/identity"
+    "storyteller=models/storyteller,acme/second=models/storyteller,tensors=tests/unit/python_models.py:Echo,"
+    "acme/lab/identity=models/identity"
 )
 ROUTES = {
-    "chat": {"model": "storyteller"},
+    "acme/chat": {"model": "storyteller"},
     "lost": {"model": "nothing"},
-    "safe": {"model": "nothing", "fallback": ["second"]},
-    "canary": {"split": [{"model": "storyteller", "weight": 1}, {"model": "second", "weight": 0}]},
-    "same": {"model": "identity"},
+    "safe": {"model": "nothing", "fallback": ["acme/second"]},
+    "canary": {"split": [{"model": "storyteller", "weight": 1}, {"model": "acme/second", "weight": 0}]},
+    "same": {"model": "acme/lab/identity"},
 }
 OPTIONS = {"timeout": 60}
 
@@ -57,24 +57,24 @@ def numbers(model, request_id):
 @pytest.mark.parametrize("way", TEXT)
 async def test_an_alias_is_a_model_on_every_way_in(routed, way):
     stack, _ = routed
-    outcome = await TEXT[way](stack.gateway, Request("chat"))
+    outcome = await TEXT[way](stack.gateway, Request("acme/chat"))
     assert outcome.status in (200, grpc.StatusCode.OK)
 
 
 async def test_an_answer_has_the_requested_name_and_the_model_that_gave_it(routed):
     stack, _ = routed
     answers = [
-        await rest(stack.gateway, "POST", "/v1/completions", completion(name)) for name in ("chat", "storyteller")
+        await rest(stack.gateway, "POST", "/v1/completions", completion(name)) for name in ("acme/chat", "storyteller")
     ]
     assert answers[0].json["choices"] == answers[1].json["choices"]
-    assert [answer.json["model"] for answer in answers] == ["chat", "storyteller"]
+    assert [answer.json["model"] for answer in answers] == ["acme/chat", "storyteller"]
     assert [answer.headers.get("x-headrace-model") for answer in answers] == ["storyteller", None]
-    events = await rest(stack.gateway, "POST", "/v1/completions", completion("chat", stream=True, n=2))
+    events = await rest(stack.gateway, "POST", "/v1/completions", completion("acme/chat", stream=True, n=2))
     assert events.headers["x-headrace-model"] == "storyteller"
     async with channel(stack.gateway) as open_channel:
         call = GRPCInferenceServiceStub(open_channel).ModelInfer(numbers("same", "asked"), **OPTIONS)
         answer = await call
-        assert dict(await call.initial_metadata())["x-headrace-model"] == "identity"
+        assert dict(await call.initial_metadata())["x-headrace-model"] == "acme/lab/identity"
         stream = GRPCInferenceServiceStub(open_channel).ModelStreamInfer(each(numbers("same", "asked")), **OPTIONS)
         streamed = [response.infer_response async for response in stream]
     assert [each.model_name for each in (answer, *streamed)] == ["same"] * (1 + len(streamed))
@@ -84,9 +84,9 @@ async def test_an_answer_has_the_requested_name_and_the_model_that_gave_it(route
 async def test_the_record_of_a_fallback_has_its_model(routed):
     stack, _ = routed
     answer = await rest(stack.gateway, "POST", "/v1/completions", completion("safe"), **{"x-request-id": "fell-back"})
-    assert (answer.status, answer.headers["x-headrace-model"]) == (200, "second")
+    assert (answer.status, answer.headers["x-headrace-model"]) == (200, "acme/second")
     (record,) = await records(stack.gateway, request_id="fell-back")
-    assert (record.model, record.served_model) == ("safe", "second")
+    assert (record.model, record.served_model) == ("safe", "acme/second")
     answer = await rest(stack.gateway, "POST", "/v1/completions", completion("lost"))
     assert (answer.status, answer.json["error"]["message"]) == (404, "no model behind 'lost' is loaded")
 
@@ -94,15 +94,19 @@ async def test_the_record_of_a_fallback_has_its_model(routed):
 async def test_routes_are_listed(routed):
     stack, _ = routed
     cards = {card["id"]: card for card in (await rest(stack.gateway, "GET", "/v1/models")).json["data"]}
-    assert (cards["chat"]["root"], "root" in cards["storyteller"], "lost" in cards) == ("storyteller", False, False)
+    assert (cards["acme/chat"]["root"], "root" in cards["storyteller"], "lost" in cards) == (
+        "storyteller",
+        False,
+        False,
+    )
     async with channel(stack.gateway) as open_channel:
         stub = GRPCInferenceServiceStub(open_channel)
         index = await stub.RepositoryIndex(pb.RepositoryIndexRequest(), **OPTIONS)
-        assert {model.name: model.state for model in index.models if model.name in ("chat", "lost")} == {
-            "chat": "READY",
+        assert {model.name: model.state for model in index.models if model.name in ("acme/chat", "lost")} == {
+            "acme/chat": "READY",
             "lost": "UNAVAILABLE",
         }
-        for name, inner in (("chat", "storyteller"), ("same", "identity")):
+        for name, inner in (("acme/chat", "storyteller"), ("same", "acme/lab/identity")):
             metadata = await stub.ModelMetadata(pb.ModelMetadataRequest(name=name), **OPTIONS)
             config = await stub.ModelConfig(pb.ModelConfigRequest(name=name), **OPTIONS)
             assert (metadata.name, config.config.name) == (name, name)
@@ -124,14 +128,14 @@ async def test_a_canary_changes_during_streams(routed):
 
     async with channel(stack.gateway) as open_channel:
         streams = await begun_streams(open_channel, ids, model="canary", prompt="Once", max_tokens=80)
-        split = [{"model": "storyteller", "weight": 0}, {"model": "second", "weight": 1}]
+        split = [{"model": "storyteller", "weight": 0}, {"model": "acme/second", "weight": 1}]
         replace_file(path, json.dumps(ROUTES | {"canary": {"split": split}}))
 
         async def is_changed():
-            return await served() == "second"
+            return await served() == "acme/second"
 
         await until(is_changed)
-        assert {await served() for _ in range(10)} == {"second"}
+        assert {await served() for _ in range(10)} == {"acme/second"}
         assert await asyncio.gather(*streams) == [80] * STREAMS
     replace_file(path, json.dumps(ROUTES))
     for request_id in ids:

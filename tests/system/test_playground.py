@@ -37,6 +37,7 @@ from tests.waiting import until
 
 __all__ = ["browser", "open_page"]  # Fixtures.
 
+MODEL = "acme/storyteller"
 TOKENS, PACE = 30, 20
 CLIENTS_PYTHON = ROOT / ".venv-clients" / "bin" / "python"
 MARK = re.compile(r"⚡ (predictor-\d) killed · continued on (predictor-\d) after [\d.]+ m?s")
@@ -50,7 +51,7 @@ pytestmark = needs_browser
 async def demo(tmp_path_factory):
     """A stack that is starting: two predictors, development mode."""
     folder = tmp_path_factory.mktemp("demo")
-    overrides = {"models": "storyteller=models/storyteller", "predictors": 2, "development": True}
+    overrides = {"models": f"{MODEL}=models/storyteller", "predictors": 2, "development": True}
     settings = free_settings(folder, **overrides, gateway_trace_page="http://traces.example/trace/")
     stack = Stack(settings)
     await stack.start()
@@ -70,7 +71,7 @@ async def test_a_page_that_was_opened_too_early_recovers(demo, open_page):
     await expect(page.locator("#state")).to_have_text("ready", timeout=60_000)
     await expect(page.locator("#trouble")).to_be_hidden()
     await expect(page.locator("#state-models")).to_have_text("1 model")
-    await expect(page.locator("#model option")).to_have_text("storyteller")
+    await expect(page.locator("#model option")).to_have_text(MODEL)
 
 
 async def test_tokens_appear_one_by_one_and_their_record_in_the_log(demo, open_page):
@@ -111,7 +112,7 @@ async def test_tokens_appear_one_by_one_and_their_record_in_the_log(demo, open_p
 
     # Another client's request appears without a reload, and its contents are text.
     await expect(page.locator("#log-state")).to_contain_text("Following")
-    await generate(demo.gateway, model="storyteller", prompt=HOSTILE, max_tokens=1)
+    await generate(demo.gateway, model=MODEL, prompt=HOSTILE, max_tokens=1)
     await expect(page.locator("#records tr").first).to_contain_text(HOSTILE)
     assert await page.locator("img").count() == 0
     assert await page.title() == "Headrace playground"
@@ -242,7 +243,7 @@ async def test_a_model_is_unloaded_and_loaded_again(demo, open_page):
     await demo.wait_ready(timeout_s=60)
     page = await open_page(demo.gateway)
     await page.click("#tab-models")
-    card = page.locator("[data-model=storyteller]")
+    card = page.locator(f"[data-model='{MODEL}']")
     await expect(card).to_contain_text("2 of 2 predictors")
     await expect(card).to_contain_text("paged")
     await card.locator("button:text-is('Unload')").click()

@@ -12,8 +12,9 @@ from headrace.oip.tensors import Tensor, decode_outputs
 from headrace_protos import inference_pb2 as pb
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.hub import serve_hub
+from tests.metrics_pages import read_page
 from tests.random_models import save_random_model
-from tests.system.calls import channel, each, generate, ids_request, text_of
+from tests.system.calls import channel, each, generate, ids_request, rest, text_of
 from tests.system.own_clients import client_passes
 from tests.system.payload_log import records
 
@@ -32,8 +33,9 @@ async def execute(request):
 @pytest_asyncio.fixture(scope="module")
 async def repository(tmp_path_factory):
     folder = tmp_path_factory.mktemp("repository")
-    for name, code in {"echo": ECHO, "waits": WAITS, "broken": "1 / 0"}.items():
-        (folder / name).mkdir()
+    inner = {"lab/echo": ECHO, "lab-echo": "1 / 0"}
+    for name, code in {"echo": ECHO, "waits": WAITS, "broken": "1 / 0", **inner}.items():
+        (folder / name).mkdir(parents=True)
         (folder / name / "model.py").write_text(code)
     save_random_model("llama", folder / "llama")
     return folder
@@ -46,7 +48,7 @@ def hub_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def hub():
-    with serve_hub({"good/story": ROOT / "models" / "storyteller"}) as address:
+    with serve_hub(dict.fromkeys(("good/story", "acme/tale"), ROOT / "models" / "storyteller")) as address:
         yield address
 
 
@@ -61,7 +63,7 @@ async def stack(stacks, repository, hub, hub_folder):
         "PREDICTOR_PAYLOAD_ADDRESSED": "true",
     }
     async with stacks.use(
-        models="storyteller=models/storyteller,story=good/story@main",
+        models="storyteller=models/storyteller,acme/tale@main",
         environment={"predictor": settings, "transformer": from_hub},
     ) as started:
         yield started
@@ -127,8 +129,8 @@ async def test_a_model_that_generates_is_loaded_used_counted_and_unloaded(stack,
 
 
 async def test_a_hub_model_is_fetched_at_the_start_with_only_its_safetensors_weights_and_served(stack, hub_folder):
-    assert text_of(await generate(stack.gateway, model="story", prompt="Once upon a time", max_tokens=5))
-    assert re.search(r"good/story: fetched [\d.]+ of 3\.\d MB", stack.log("predictor-0"))
+    assert text_of(await generate(stack.gateway, model="acme/tale", prompt="Once upon a time", max_tokens=5))
+    assert re.search(r"acme/tale: fetched [\d.]+ of 3\.\d MB", stack.log("predictor-0"))
     fetched = {path.name for path in hub_folder.rglob("snapshots/*/*")}
     assert {"model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"} <= fetched
     assert "README.md" not in fetched
@@ -142,6 +144,57 @@ async def test_an_allowed_hub_model_is_loaded_by_its_id_or_another_name(predicto
     config = (await predictor.ModelConfig(pb.ModelConfigRequest(name=name), timeout=10)).config
     assert config.parameters["source"].string_value == (source or name)
     await unload(predictor, name)
+
+
+async def test_a_name_with_slashes_is_one_by_every_path(stack, predictor):
+    known = await index(predictor)
+    assert {name for name in known if "lab" in name} == {"lab/echo", "lab-echo"}
+    for written in ("lab/echo", "lab%2Fecho"):
+        assert (await rest(stack.gateway, "POST", f"/v2/repository/models/{written}/load", {})).json == {}
+        body = {"inputs": [{"name": "x", "datatype": "INT64", "shape": [1], "data": [7]}]}
+        answer = await rest(stack.gateway, "POST", f"/v2/models/{written}/versions/1/infer", body)
+        assert (answer.json["model_name"], answer.json["outputs"][0]["data"]) == ("lab/echo", [7])
+        assert (await rest(stack.gateway, "GET", f"/v2/models/{written}/ready")).json["name"] == "lab/echo"
+        assert (await rest(stack.gateway, "POST", f"/v2/repository/models/{written}/unload", {})).json == {}
+        for head in ("/v1/models", "/openai/v1/models"):
+            assert (await rest(stack.gateway, "GET", f"{head}/{written.replace('lab', 'acme')}")).status == 404
+            assert (await rest(stack.gateway, "GET", f"{head}/{written}")).status == 404
+    for written in ("acme/tale", "acme%2ftale"):
+        assert (await rest(stack.gateway, "GET", f"/v1/models/{written}")).json["object"] == "model"
+        of_anthropic = await rest(stack.gateway, "GET", f"/v1/models/{written}", anthropic_version="2023-06-01")
+        assert (of_anthropic.json["type"], of_anthropic.json["id"]) == ("model", "acme/tale")
+    await generate(stack.gateway, model="acme/tale", prompt="Once", max_tokens=2, request_id="of-acme")
+    (record,) = await records(stack.gateway, request_id="of-acme", model="acme/tale")
+    assert (record.model, record.status) == ("acme/tale", "OK")
+    for _, port, path in (page for pages in stack.metrics_pages.values() for page in pages):
+        labels = [sample.labels for sample in read_page(port, path) if sample.name == "headrace_streams_total"]
+        labels += [sample.labels for sample in read_page(port, path) if sample.name == "headrace_sequences_running"]
+        assert not labels or "acme/tale" in {each["gen_ai_request_model"] for each in labels}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "acme/tale/",
+        "acme",
+        "another",
+        "acme/../acme/tale",
+        "/acme/tale",
+        "../secret",
+        "a/b/c",
+        "acme/tale/infer",
+        "a" * 300,
+    ],
+)
+async def test_another_name_is_no_model(stack, predictor, name):
+    written = name.replace("/", "%2F")
+    for path, text in ((f"/v1/models/{written}", "message"), (f"/v2/models/{written}/ready", "no model")):
+        answer = await rest(stack.gateway, "GET", path)
+        assert (answer.status, answer.headers["x-failed-hop"]) == (404, "transformer")
+        assert text in answer.body.decode()
+    answer = await rest(stack.gateway, "POST", f"/v2/repository/models/{written}/load", {})
+    assert (answer.status, answer.headers["x-failed-hop"]) == (404, "predictor")
+    assert (await status_of(load(predictor, name)))[0] is grpc.StatusCode.NOT_FOUND
 
 
 async def test_overrides_and_other_repositories_are_refused(predictor):

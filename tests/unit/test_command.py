@@ -90,7 +90,7 @@ def test_a_folder_or_a_hub_id_is_served_under_its_own_name(tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     assert start.models_setting("./my-model/", "") == f"my-model={tmp_path}/my-model"
     assert start.models_setting("my-model", "chat") == f"chat={tmp_path}/my-model"
-    assert start.models_setting("org/Model-1.5@v2", "") == "Model-1.5=org/Model-1.5@v2"
+    assert start.models_setting("org/Model-1.5@v2", "") == "org/Model-1.5=org/Model-1.5@v2"
     assert start.models_setting("gpt2", "") == "gpt2=gpt2"
     assert start.with_absolute_folders("a=./my-model,b=org/name") == f"a={tmp_path}/my-model,b=org/name"
     assert start.with_absolute_folders("nonsense") == "nonsense"

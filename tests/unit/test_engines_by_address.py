@@ -16,6 +16,7 @@ from headrace_transformer.predictors.engines.passed_stream import PassedAnswer, 
 from headrace_transformer.predictors.engines.token_call import continues, is_exact
 from headrace_transformer.predictors.engines.token_formats import LlamaFormat, OpenAIFormat
 from headrace_transformer.predictors.tokens import TokenChunk
+from headrace_transformer.settings import TransformerSettings
 from headrace_transformer.text.token_bytes import TokenBytes
 from tests.waiting import until
 
@@ -59,6 +60,10 @@ def test_a_file_names_engines(tmp_path):
         path.write_text(json.dumps({"chat": wrong}))
         with pytest.raises(StartupError, match=r"engines\.yaml"):
             read_engines(path)
+    path.write_text(json.dumps({"acme/chat": stated, "../chat": stated}))
+    assert next(iter(read_engines(path))).name == "acme/chat"
+    with pytest.raises(StartupError, match=r"engines\.yaml: '\.\./chat' is not a name"):
+        _ = TransformerSettings(engines=path).all_engines
 
 
 async def test_places_go_to_the_client_with_the_least_of_its_weight():

@@ -10,8 +10,11 @@ from headrace_predictor.settings import PredictorSettings
 
 @pytest.fixture
 def locations(tmp_path):
-    for name in ("repository/mine", "configured", "secret", "repository/.hidden"):
+    inner = ("org/theirs", "org/.hidden", "mixed/inner", "a/b/c", ".hidden/x")
+    for name in ("repository/mine", "configured", "secret", *(f"repository/{name}" for name in inner)):
         (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "repository" / "mixed" / "config.json").touch()
+    (tmp_path / "repository" / "org" / ".note").touch()
     return ModelLocations(
         PredictorSettings(
             MODELS=f"first={tmp_path / 'configured'}",
@@ -27,7 +30,17 @@ def test_names_are_looked_up_in_order(locations, tmp_path):
     assert locations.find("gpt2").location == "gpt2"
     assert locations.find("good/model").location == "good/model"
     assert locations.find("chat", "good/model@v1.0") == ModelSource("chat", "good/model", "v1.0", from_hub=True)
-    assert locations.names() == ["mine"]
+    assert locations.names() == ["a/b", "mine", "mixed", "org/theirs"]
+
+
+def test_a_folder_of_folders_alone_is_an_organisation(locations, tmp_path):
+    assert locations.find("org/theirs") == ModelSource("org/theirs", str(tmp_path / "repository" / "org" / "theirs"))
+    assert locations.find("a/b/c", "good/model") == ModelSource("a/b/c", "good/model", from_hub=True)
+    for name in ("org", "a", "a/b/c", "good/a/b"):
+        with pytest.raises((NotFoundError, InvalidRequestError)):
+            locations.find(name)
+    with pytest.raises(ForbiddenError, match="PREDICTOR_HUB_ALLOW"):  # A hub id, for the folder `mixed` is a model.
+        locations.find("mixed/inner")
 
 
 def test_a_hub_id_is_never_read_as_a_folder(locations):
@@ -52,7 +65,7 @@ def test_other_names_are_not_found(locations, name):
 @pytest.mark.parametrize(
     "name",
     [
-        *("../secret", "good/..", "good/.", "..", ".hidden", "/etc", "mine/../../secret", "mine/", "good/a/b"),
+        *("../secret", "good/..", "good/.", "..", ".hidden", "/etc", "mine/../../secret", "mine/"),
         *("good/a\n", "", " ", "good/a@", "good/a@../x", "\0", "a" * 256, "a" * 5000, "good\\..", "good/%2e%2e"),
     ],
 )

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from pydantic_settings import SettingsConfigDict
 
 from headrace.errors import StartupError
-from headrace.models.sources import ModelSource, parse_models
+from headrace.models.sources import ModelSource, is_name, parse_models
 from headrace.payload.rules import Digest, Mode
 from headrace.settings import Models, ServiceSettings, load, models_field
 from headrace.validation import first_fault
@@ -135,6 +135,56 @@ def test_models_are_folders_or_hub_ids_with_a_revision(tmp_path):
     assert not hub.is_local
 
 
+def test_a_name_may_have_slashes_and_a_hub_id_alone_is_a_name(tmp_path, monkeypatch):
+    (tmp_path / "org" / "local").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    named, at_engine, *of_hub = parse_models("a/b-c/d=org/local,a/e=http://h/v1,org/local,Qwen/Qwen3-0.6B@v1.0")
+    assert (named, at_engine.name) == (ModelSource("a/b-c/d", "org/local"), "a/e")
+    assert of_hub == [
+        ModelSource("org/local", "org/local", from_hub=True),
+        ModelSource("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B", "v1.0", from_hub=True),
+    ]
+    assert (named.is_local, of_hub[0].is_local) == (True, False)
+    assert StackSettings(models="Qwen/Qwen3-0.6B@v1.0, a=b").first_model == "Qwen/Qwen3-0.6B"
+    assert StackSettings(models=" a/b = c").first_model == "a/b"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "",
+            "/",
+            "a/",
+            "/a",
+            "a//b",
+            "..",
+            "a/..",
+            "../a",
+            "a/../b",
+            "a/.",
+            ".a",
+            "a/.b",
+            "-a",
+            "a/-b",
+            "a\\b",
+            "a b",
+        ),
+        *("a\n", "a/b\n", "a:b", "a@b", "a%2Fb", "é", "a/é", "\0", "a" * 256, "/".join("a" * 129)),
+    ],
+)
+def test_other_names_are_refused(name):
+    assert not is_name(name)
+    with pytest.raises(ValueError, match=r"is not name=folder"):
+        parse_models(f"{name}=org/name")
+    with pytest.raises(ValueError, match=r"is not name=folder|is not a hub id|is not a revision|names no model"):
+        parse_models(name + "//x")
+
+
+def test_a_name_has_255_characters_at_most():
+    assert is_name("/".join("a" * 128))
+
+
 def test_a_folder_may_have_an_at_sign(tmp_path):
     folder = tmp_path / "model@home"
     folder.mkdir()
@@ -149,7 +199,12 @@ def test_a_folder_may_have_an_at_sign(tmp_path):
         ("a", "'a' is not name=folder-or-hub-id"),
         ("=x", "'=x' is not name="),
         ("a=", "'a=' is not name="),
-        ("a/b=x", "'a/b=x' is not name="),
+        ("a/b=", "'a/b=' is not name="),
+        ("a/b/c", "'a/b/c' is not a hub id"),
+        ("a/b@", "'' is not a revision"),
+        ("./a/b", "'./a/b' is not name="),
+        ("http://h:1/v1", "'http://h:1/v1' is not name="),
+        ("a/b,a/b=x", "names the model 'a/b' twice"),
         ("a=x,a=y", "names the model 'a' twice"),
         ("a=./missing", "'./missing' is not a folder"),
         ("a=/missing", "'/missing' is not a folder"),

@@ -12,7 +12,7 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 from headrace.endpoints import is_service, parse_endpoints
 from headrace.errors import StartupError
 from headrace.models.engine_sources import EngineSource, read_engines
-from headrace.models.sources import ModelSource, parse_models
+from headrace.models.sources import ModelSource, is_name, parse_models
 from headrace.payload.settings import RecordingSettings
 from headrace.settings import Port, models_field, read_by
 from headrace_transformer.models.processors import ProcessorSource, parse_processors
@@ -231,6 +231,8 @@ class TransformerSettings(RecordingSettings):
         names = [*(model.name for model in self.own_models), *(source.name for source in sources)]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise StartupError(f"TRANSFORMER_ENGINES and MODELS name the model {twice!r} twice")
+        if wrong := next((name for name in names if not is_name(name)), None):
+            raise StartupError(f"{self.engines}: {wrong!r} is not a name for a model")
         return sources
 
     @property

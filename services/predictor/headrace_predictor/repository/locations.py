@@ -1,13 +1,15 @@
 """Which models may be loaded by name, and from where.
 
 In this order: the models of `MODELS`; a sub-folder of `PREDICTOR_MODEL_REPOSITORY`, under its own name; a hub id that
-matches `PREDICTOR_HUB_ALLOW`. A model of the hub is loaded under its id, or under any other name with the id, and
-optionally a revision, as `source`. Text from callers is never used as a path.
+matches `PREDICTOR_HUB_ALLOW`. A sub-folder `org` that holds folders alone is no model: they are models `org/name`.
+A model of the hub is loaded under its id, or under any other name with the id, and optionally a revision, as `source`.
+Text from callers is never used as a path.
 """
 
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 from headrace.errors import ForbiddenError, InvalidRequestError, NotFoundError
 from headrace.models.sources import ModelSource, is_name, parse_hub_id
@@ -29,10 +31,10 @@ class ModelLocations:
             if source not in ("", local.where):
                 raise InvalidRequestError(f"model {name!r} has a source of its own; load {source!r} by another name")
             return local
-        if not source and is_name(name) and not self._allowed(name):
+        if not source and (not is_name(name) or (name.count("/") != 1 and not self._allowed(name))):
             raise NotFoundError(f"no model {name!r}")
         try:
-            if source and not is_name(name):
+            if not is_name(name):
                 raise ValueError(f"{name!r} is not a name for a model")
             from_hub = parse_hub_id(name, source or name)
         except ValueError as error:
@@ -47,17 +49,29 @@ class ModelLocations:
         """The models in the repository folder that can be loaded."""
         if self._folder is None:
             return []
-        try:
-            return sorted(path.name for path in self._folder.iterdir() if is_name(path.name) and path.is_dir())
-        except OSError:
-            return []  # The folder is missing for now; loaded models are still served.
+        found: list[str] = []
+        for name, is_folder in _visible(self._folder).items():
+            inner = _visible(self._folder / name) if is_folder else {}
+            if inner and all(inner.values()):
+                found += filter(is_name, (f"{name}/{part}" for part in inner))
+            elif is_folder:
+                found.append(name)
+        return sorted(found)
 
     def _local(self, name: str) -> ModelSource | None:
         if name in self._configured:
             return self._configured[name]
-        if self._folder is not None and is_name(name) and (self._folder / name).is_dir():
+        if self._folder is not None and name in self.names():
             return ModelSource(name, str(self._folder / name))
         return None
 
     def _allowed(self, hub_id: str) -> bool:
         return any(fnmatchcase(hub_id, pattern) for pattern in self._patterns)
+
+
+def _visible(folder: Path) -> dict[str, bool]:
+    """What a folder holds, except for hidden names, and whether each is a folder."""
+    try:
+        return {path.name: path.is_dir() for path in folder.iterdir() if is_name(path.name)}
+    except OSError:
+        return {}  # It is missing for now, or may not be read; loaded models are still served.

@@ -21,6 +21,7 @@ from typing import Any
 
 from headrace.deadline import Deadline
 from headrace.errors import HeadraceError, RequestFailedError, StartupError
+from headrace.models.sources import is_name
 from headrace.oip.declared_tensors import declared
 from headrace.oip.model_description import TensorSpec
 from headrace.oip.tensors import Array, RawTensor, Tensor
@@ -30,7 +31,7 @@ from headrace_transformer.models.work_pool import WorkPool
 
 logger = logging.getLogger(__name__)
 
-_ENTRY = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)=(?P<where>[^:=]+):(?P<cls>[A-Za-z_]\w*)")
+_ENTRY = re.compile(r"(?P<name>[^=]+)=(?P<where>[^:=]+):(?P<cls>[A-Za-z_]\w*)")
 # What a processor has inherited, which takes less than a change of threads.
 _PASSING_ON = (Processor.preprocess, Processor.postprocess)
 _PASSED = "the deadline passed in the processor"
@@ -50,7 +51,7 @@ def parse_processors(text: str) -> tuple[ProcessorSource, ...]:
     sources: list[ProcessorSource] = []
     for item in (item.strip() for item in text.split(",") if item.strip()):
         match = _ENTRY.fullmatch(item)
-        if match is None:
+        if match is None or not is_name(match["name"]):
             raise ValueError(f"{item!r} is not name=package.module:Class or name=folder/file.py:Class")
         if any(source.name == match["name"] for source in sources):
             raise ValueError(f"names {match['name']!r} twice")
