@@ -22,6 +22,7 @@ TOOLS = ROOT / ".venv-tools"
 PYTHON, NODE = TOOLS / "tool-clients", TOOLS / "node-clients"
 SCRIPTS = ROOT / "tests" / "clients"
 LIMIT_S = 240
+START_S = 600  # Of vLLM's server.
 
 
 async def passes(command, folder):
@@ -46,7 +47,7 @@ async def models(request, tmp_path_factory):
         yield f"caller=http://{server.address}/v1;tokenizer={folder}"
 
 
-@pytest.mark.timeout(2 * LIMIT_S)
+@pytest.mark.timeout(START_S + 2 * LIMIT_S)
 async def test_pythons_clients_call_tools(stacks, models, tmp_path):
     if not (PYTHON / ".installed").exists():
         pytest.skip(f"{PYTHON.name} is missing: make .venv-tools/{PYTHON.name}/.installed")
@@ -54,7 +55,7 @@ async def test_pythons_clients_call_tools(stacks, models, tmp_path):
         await passes([PYTHON / "bin" / "python", SCRIPTS / "tool_clients.py", stack.gateway, "caller"], tmp_path)
 
 
-@pytest.mark.timeout(2 * LIMIT_S)
+@pytest.mark.timeout(START_S + 2 * LIMIT_S)
 async def test_nodes_clients_call_tools(stacks, models, tmp_path):
     if not (NODE / ".installed").exists():
         pytest.skip(f"{NODE.name} is missing: make .venv-tools/{NODE.name}/.installed")

@@ -47,6 +47,8 @@ class ScriptedEngine:
         self.writes = event
         self.begins = b""
         self.unfinished: str | None = None  # The reason of a choice that goes on.
+        self.reason = "length"  # Of one that has ended.
+        self.context = 2048
         self.port = 0
         self._kind = kind
         self.salt = salt
@@ -94,7 +96,7 @@ class ScriptedEngine:
     async def _models(self, _: web.Request) -> web.Response:
         card = {"id": "served"}
         if self._kind:
-            card |= {"object": "model", "owned_by": self._kind, "max_model_len": 2048, "root": "/nowhere"}
+            card |= {"object": "model", "owned_by": self._kind, "max_model_len": self.context, "root": "/nowhere"}
         return web.json_response({"object": "list", "data": [card]})
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
@@ -178,7 +180,7 @@ class ScriptedEngine:
                 await asyncio.sleep(self.delay_s)
             for index in range(body.get("n") or 1):
                 choice = self._choice(body, index, [ids[at]], is_chat)
-                choice["finish_reason"] = "length" if at == len(ids) - 1 else self.unfinished
+                choice["finish_reason"] = self.reason if at == len(ids) - 1 else self.unfinished
                 await send({"choices": [choice]})
             if at == len(ids) - 1 and (body.get("stream_options") or {}).get("include_usage"):
                 await send({"choices": [], "usage": usage})
@@ -189,7 +191,7 @@ class ScriptedEngine:
 
     def _choice(self, body, index, ids, is_chat, whole=False) -> dict[str, Any]:
         text = "".join(f"<{token_id}>" for token_id in ids) if is_chat else self._tokenizer.decode(ids)
-        choice: dict[str, Any] = {"index": index, "finish_reason": "length" if whole else None}
+        choice: dict[str, Any] = {"index": index, "finish_reason": self.reason if whole else None}
         if is_chat and body.get("tools"):
             function = {"arguments": text} | ({"name": "find"} if whole or ids else {})
             choice["delta"] = {"tool_calls": [{"index": 0, "id": f"call-{self.port}", "function": function}]}
