@@ -1,7 +1,8 @@
 """Agents of other projects, unmodified, run a session with tools and a typed result before the real stack.
 
-The model answers what a test has written, see ScriptedTexts; the rest of the stack is real. Skipped where an agent is
-not installed: `make .venv-tools/agent-clients/.installed .venv-tools/node-clients/.installed`.
+The model answers what a test has written, at a predictor of ours and at an engine of another maker: see ScriptedTexts
+and EngineTexts. The rest of the stack is real. Skipped where an agent is not installed:
+`make .venv-tools/agent-clients/.installed .venv-tools/node-clients/.installed`.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ from tokenizers import Tokenizer
 
 from headrace.rpc.server.server import READY
 from headrace_runner.settings import ROOT
+from tests.support.scripted_engine import ScriptedEngine
 from tests.support.scripted_predictor import ScriptedPredictor, serving, whole
 from tests.support.tool_models import STORYTELLER, save_tool_model
 
@@ -59,18 +61,49 @@ class ScriptedTexts(ScriptedPredictor):
         return response
 
 
-@pytest_asyncio.fixture(scope="module")
-async def running(stacks, tmp_path_factory):
-    root, predictor = tmp_path_factory.mktemp("models"), ScriptedTexts()
-    models = []
+class EngineTexts(ScriptedEngine):
+    """The same as a server of vLLM's API."""
+
+    models = ("caller", "thinker")
+
+    def __init__(self):
+        super().__init__(str(STORYTELLER))
+        self.reason, self.context = "stop", CONTEXT
+        self.texts = deque()
+
+    @property
+    def calls(self):
+        return self.requests
+
+    @property
+    def prompts(self):
+        return [self._tokenizer.decode(body["prompt"], skip_special_tokens=False) for _, body, _ in self.requests]
+
+    def ids_after(self, ids, count):
+        """The next text; one token for the proof that the engine answers."""
+        text = "a" if count == 1 else self.texts.popleft()
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@pytest_asyncio.fixture(scope="module", params=[ScriptedTexts, EngineTexts])
+async def running(request, stacks, tmp_path_factory):
+    root, predictor = tmp_path_factory.mktemp("models"), request.param()
+    folders = {}
     for name in predictor.models:
         folder = await asyncio.to_thread(save_tool_model, root / name, "hermes", thinks=name == "thinker")
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
-        models.append(f"{name}={folder}")
+        folders[name] = folder
     async with AsyncExitStack() as held:
-        address = await held.enter_async_context(serving(predictor, healthy=("", READY)))
-        settings = {"models": ",".join(models), "predictors": 0, "predictor_endpoints": address}
+        if isinstance(predictor, EngineTexts):
+            await held.enter_async_context(predictor)
+            settings = {
+                "models": ",".join(f"{name}={predictor.address};tokenizer={one}" for name, one in folders.items())
+            }
+        else:
+            address = await held.enter_async_context(serving(predictor, healthy=("", READY)))
+            models = ",".join(f"{name}={folder}" for name, folder in folders.items())
+            settings = {"models": models, "predictors": 0, "predictor_endpoints": address}
         yield await held.enter_async_context(stacks.use(**settings)), predictor
 
 

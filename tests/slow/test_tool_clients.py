@@ -1,7 +1,8 @@
 """Clients with tools of other projects, unmodified, before the real stack: their own calls, whole and streamed.
 
-LangChain, LiteLLM, instructor and OpenAI's client for Python, OpenAI's client for Node and Vercel's AI SDK. Skipped
-where they are not installed: `make .venv-tools/tool-clients/.installed .venv-tools/node-clients/.installed`.
+LangChain, LiteLLM, instructor and OpenAI's client for Python, OpenAI's client for Node and Vercel's AI SDK, with models
+of our predictors, and one of vLLM's server where that is installed. Skipped where they are not installed:
+`make .venv-tools/tool-clients/.installed .venv-tools/node-clients/.installed`.
 """
 
 import asyncio
@@ -10,14 +11,18 @@ import shutil
 import subprocess
 
 import pytest
+import pytest_asyncio
 
+from bench.vllm_server import vllm_server
 from headrace_runner.settings import ROOT
 from tests.support.tool_models import save_tool_model
+from tests.support.vllm import needs_vllm
 
 TOOLS = ROOT / ".venv-tools"
 PYTHON, NODE = TOOLS / "tool-clients", TOOLS / "node-clients"
 SCRIPTS = ROOT / "tests" / "clients"
 LIMIT_S = 240
+START_S = 600  # Of vLLM's server.
 
 
 async def passes(command, folder):
@@ -28,13 +33,21 @@ async def passes(command, folder):
     assert done.stdout.endswith("done\n"), done.stdout + done.stderr
 
 
-@pytest.fixture(scope="module", params=["hermes", "llama"])
-def models(request, tmp_path_factory):
-    folder = save_tool_model(tmp_path_factory.mktemp("models") / "caller", request.param)
-    return f"caller={folder}"
+@pytest_asyncio.fixture(scope="module", params=["hermes", "llama", pytest.param("vllm", marks=needs_vllm)])
+async def models(request, tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    if request.param != "vllm":
+        yield f"caller={save_tool_model(root / 'caller', request.param)}"
+        return
+    folder = save_tool_model(root / "caller", "hermes")
+    # The model would never end JSON's whitespace.
+    form = ("--structured-outputs-config", '{"backend": "guidance", "disable_any_whitespace": true}')
+    arguments = ("--enforce-eager", "--max-model-len", "1024", *form)
+    async with vllm_server(folder, "caller", root / "vllm.log", *arguments, dtype="float32") as server:
+        yield f"caller=http://{server.address}/v1;tokenizer={folder}"
 
 
-@pytest.mark.timeout(2 * LIMIT_S)
+@pytest.mark.timeout(START_S + 2 * LIMIT_S)
 async def test_pythons_clients_call_tools(stacks, models, tmp_path):
     if not (PYTHON / ".installed").exists():
         pytest.skip(f"{PYTHON.name} is missing: make .venv-tools/{PYTHON.name}/.installed")
@@ -42,7 +55,7 @@ async def test_pythons_clients_call_tools(stacks, models, tmp_path):
         await passes([PYTHON / "bin" / "python", SCRIPTS / "tool_clients.py", stack.gateway, "caller"], tmp_path)
 
 
-@pytest.mark.timeout(2 * LIMIT_S)
+@pytest.mark.timeout(START_S + 2 * LIMIT_S)
 async def test_nodes_clients_call_tools(stacks, models, tmp_path):
     if not (NODE / ".installed").exists():
         pytest.skip(f"{NODE.name} is missing: make .venv-tools/{NODE.name}/.installed")

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 CLOSE, HALF, STALL, ERROR, END = "close", "half an event", "stall", "an error event", "an end without a reason"
 NO_DONE, JUNK = "no [DONE]", "no JSON"
 Fails = Callable[[int], str]
+BOM = b"\xef\xbb\xbf"
 
 
 def answers(count: int) -> str:
@@ -26,8 +27,16 @@ def answers(count: int) -> str:
     return ""
 
 
+def event(data: bytes) -> bytes:
+    """An event of a stream, as most servers write it."""
+    return b"data: " + data + b"\n\n"
+
+
 class ScriptedEngine:
-    """`async with ScriptedEngine(folder) as engine`; `kind` is what it says it is; `salt` makes its answers its own."""
+    """`async with ScriptedEngine(folder) as engine`; `kind` is what it says it is, "" for nothing.
+
+    `salt` makes its answers its own; `writes` makes an event of data, and `begins` comes before the first one.
+    """
 
     def __init__(self, folder: str, kind: str = "vllm", salt: str = "", ids: Sequence[int] = ()) -> None:
         self.fails: Fails = answers
@@ -35,6 +44,11 @@ class ScriptedEngine:
         self.requests: list[tuple[str, dict[str, Any], dict[str, str]]] = []
         self.refuses: tuple[int, dict[str, Any]] | None = None
         self.delay_s = 0.0
+        self.writes = event
+        self.begins = b""
+        self.unfinished: str | None = None  # The reason of a choice that goes on.
+        self.reason = "length"  # Of one that has ended.
+        self.context = 2048
         self.port = 0
         self._kind = kind
         self.salt = salt
@@ -82,7 +96,9 @@ class ScriptedEngine:
         return made[len(ids) :]
 
     async def _models(self, _: web.Request) -> web.Response:
-        card = {"id": "served", "object": "model", "owned_by": self._kind, "max_model_len": 2048, "root": "/nowhere"}
+        card = {"id": "served"}
+        if self._kind:
+            card |= {"object": "model", "owned_by": self._kind, "max_model_len": self.context, "root": "/nowhere"}
         return web.json_response({"object": "list", "data": [card]})
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
@@ -141,8 +157,10 @@ class ScriptedEngine:
     async def _stream(self, request, response, body, ids, is_chat, usage) -> None:
         async def send(value: dict[str, Any]) -> None:
             head = {"id": f"id-{self.port}", "object": "chunk", "created": 5, "model": "served"}
-            await response.write(b"data: " + json.dumps(head | value).encode() + b"\n\n")
+            await response.write(self.writes(json.dumps(head | value).encode()))
 
+        if self.begins:
+            await response.write(self.begins)
         for at in range(len(ids) + 1):
             failure = self.fails(at)
             if failure == STALL:
@@ -164,18 +182,18 @@ class ScriptedEngine:
                 await asyncio.sleep(self.delay_s)
             for index in range(body.get("n") or 1):
                 choice = self._choice(body, index, [ids[at]], is_chat)
-                choice["finish_reason"] = "length" if at == len(ids) - 1 else None
+                choice["finish_reason"] = self.reason if at == len(ids) - 1 else self.unfinished
                 await send({"choices": [choice]})
             if at == len(ids) - 1 and (body.get("stream_options") or {}).get("include_usage"):
                 await send({"choices": [], "usage": usage})
 
     async def _end(self, response: web.StreamResponse, failure: str) -> None:
         if failure != NO_DONE:
-            await response.write(b"data: [DONE]\n\n")
+            await response.write(self.writes(b"[DONE]"))
 
     def _choice(self, body, index, ids, is_chat, whole=False) -> dict[str, Any]:
         text = "".join(f"<{token_id}>" for token_id in ids) if is_chat else self._tokenizer.decode(ids)
-        choice: dict[str, Any] = {"index": index, "finish_reason": "length" if whole else None}
+        choice: dict[str, Any] = {"index": index, "finish_reason": self.reason if whole else None}
         if is_chat and body.get("tools"):
             function = {"arguments": text} | ({"name": "find"} if whole or ids else {})
             choice["delta"] = {"tool_calls": [{"index": 0, "id": f"call-{self.port}", "function": function}]}

@@ -21,6 +21,7 @@ from headrace_transformer.predictors.engines.engine import HOP, Engine, error_of
 from headrace_transformer.predictors.resume.crashes import PredictorLostError
 
 DONE = b"[DONE]"
+_BOM = b"\xef\xbb\xbf"  # It may begin a stream.
 _END = re.compile(rb"\r?\n\r?\n|\r\r")
 _MAX_EVENT, _MAX_WHOLE = 16 << 20, 64 << 20
 _END_S = 1.0  # For what may follow an answer's last token.
@@ -166,5 +167,6 @@ def parsed(data: bytes) -> dict[str, Any]:
 
 
 def _data(event: bytes) -> bytes:
-    lines = [line[5:].removeprefix(b" ") for line in event.splitlines() if line.startswith(b"data:")]
+    lines = event.removeprefix(_BOM).splitlines()
+    lines = [line[5:].strip() for line in lines if line.startswith(b"data:")]  # JSON, or DONE: space has no meaning.
     return b"\n".join(lines)

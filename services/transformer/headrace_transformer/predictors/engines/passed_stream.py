@@ -85,7 +85,7 @@ class PassedAnswer:
             new = list(self._unshown(index, choice))
             texts += new
             is_new |= bool(new)
-            if (reason := choice.get("finish_reason")) is not None:
+            if reason := choice.get("finish_reason"):  # Some servers have "" until the end.
                 if any(left for (at, _), left in self._left.items() if at == index):
                     raise _differs()
                 self.finish_reason = str(reason)

@@ -1,0 +1,81 @@
+"""Servers of OpenAI's API write the same streams in ways of their own, all of which the transformer reads."""
+
+import json
+
+import pytest
+import pytest_asyncio
+
+from tests.support.scripted_engine import BOM, ScriptedEngine, event
+from tests.system.calls import rest
+from tests.system.test_engines import CHAT, FOLDER, TOKENS, events_of, fails_once, lists, texts_of
+from tests.waiting import until
+
+HABITS = {
+    "no space": lambda data: b"data:" + data + b"\n\n",
+    "two spaces, and one behind": lambda data: b"data:  " + data + b" \n\n",
+    "CRLF": lambda data: b"data: " + data + b"\r\n\r\n",
+    "CR": lambda data: b"data: " + data + b"\r\r",
+    "comments": lambda data: b": ping\n\n:\ndata: " + data + b"\n: pong\n\n",
+    "fields": lambda data: b"event: message\nid: 7\nretry: 10\ndata: " + data + b"\n\n",
+    "lines": lambda data: b"data: " + data.replace(b", ", b",\r\ndata:") + b"\r\n\r\n",
+    "no empty line more": lambda data: b"\n\ndata: " + data + b"\n\n\n\n",
+}
+
+
+@pytest_asyncio.fixture(scope="module")
+async def engines():
+    """Two that give token ids, and two that say nothing but a name."""
+    made = [ScriptedEngine(FOLDER, kind) for kind in ("vllm", "vllm", "", "")]
+    for engine in made:
+        await engine.start()
+    yield made
+    for engine in made:
+        await engine.stop()
+
+
+@pytest_asyncio.fixture(scope="module")
+async def stack(stacks, engines):
+    one, other, plain, further = (engine.address for engine in engines)
+    async with stacks.use(models=f"chat={one}|{other};tokenizer={FOLDER},passed={plain}|{further}") as started:
+        await until(lambda: lists(started, {"chat", "passed"}))
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def plain(engines):
+    for engine in engines:
+        engine.writes, engine.begins, engine.unfinished = event, b"", None
+
+
+async def text_of(stack, model, engines, cut_at=None):
+    done = None if cut_at is None else fails_once(engines, cut_at)
+    events, comments = events_of(
+        await rest(stack.gateway, "POST", "/v1/chat/completions", {**CHAT, "model": model, "n": 2})
+    )
+    assert bool(done) == bool(comments)
+    reasons = [choice["finish_reason"] for one in events for choice in one["choices"] if choice["finish_reason"]]
+    assert reasons == ["length", "length"]
+    return texts_of(events)
+
+
+@pytest.mark.parametrize("habit", HABITS)
+@pytest.mark.parametrize("begins", [b"", BOM], ids=["", "BOM"])
+@pytest.mark.parametrize("model", ["chat", "passed"])
+async def test_events_are_read_however_they_are_written(stack, engines, model, begins, habit):
+    plain = await text_of(stack, model, engines)
+    for engine in engines:
+        engine.writes, engine.begins = HABITS[habit], begins
+    assert await text_of(stack, model, engines) == plain
+    assert await text_of(stack, model, engines, cut_at=TOKENS // 2) == plain
+
+
+async def test_a_choice_with_an_empty_reason_goes_on(stack, engines):
+    plain = await text_of(stack, "passed", engines)
+    for engine in engines:
+        engine.unfinished = ""
+    assert await text_of(stack, "passed", engines, cut_at=TOKENS // 2) == plain
+
+
+async def test_a_model_of_nothing_but_a_name_is_served(stack):
+    answer = await rest(stack.gateway, "POST", "/v1/completions", {"model": "passed", "prompt": "Once"})
+    assert (answer.status, json.loads(answer.body)["model"]) == (200, "passed")
