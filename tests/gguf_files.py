@@ -6,6 +6,7 @@ Reordered rows and shifted norms as llama.cpp's conversion scripts have them.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,26 +35,32 @@ def write_gguf(path: Path, model: Any, types: str | dict[str, str] = "F32", **ch
     writer = gguf.GGUFWriter(path, architecture)
     _write_metadata(writer, config, kind, changed)
     write_tokens(writer, config.vocab_size)
-    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, architecture.upper()), config.num_hidden_layers)
-    state = model.state_dict()
-    if config.tie_word_embeddings:
-        state.pop("lm_head.weight")
-    for name, tensor in state.items():
-        for own, part in _parts(name, tensor):
-            stored = _stored(own, part, types)
-            base, _, what = own.rpartition(".")
-            written = f"{names.get_name(base)}.{what}"
-            values, quantised = _converted(written, part, config, kind), None
-            if stored != "F32":
-                quantised = _quantise(values, stored)
-                values = gguf.dequantize(quantised, Type[stored])
-                part.copy_(torch.from_numpy(_converted(written, torch.from_numpy(values), config, kind, back=True)))
-            writer.add_tensor(written, values if quantised is None else quantised, raw_dtype=Type[stored])
+    for own, part, written in named_tensors(model):
+        stored = _stored(own, part, types)
+        values, quantised = converted(written, part, config), None
+        if stored != "F32":
+            quantised = _quantise(values, stored)
+            values = gguf.dequantize(quantised, Type[stored])
+            part.copy_(torch.from_numpy(converted(written, torch.from_numpy(values), config, back=True)))
+        writer.add_tensor(written, values if quantised is None else quantised, raw_dtype=Type[stored])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return model
+
+
+def named_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor, str]]:
+    """The tensors of a model, each with its name and that in a file."""
+    config = model.config
+    architecture = getattr(gguf.MODEL_ARCH, _ARCHITECTURES.get(config.model_type, config.model_type).upper())
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        for own, part in _parts(name, tensor):
+            base, _, what = own.rpartition(".")
+            yield own, part, f"{names.get_name(base)}.{what}"
 
 
 def _parts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
@@ -86,7 +93,9 @@ def _quantise(values: Any, kind: str) -> Any:
     return blocks.reshape(*values.shape[:-1], -1)
 
 
-def _converted(name: str, tensor: torch.Tensor, config: Any, kind: str, back: bool = False) -> Any:
+def converted(name: str, tensor: torch.Tensor, config: Any, back: bool = False) -> Any:
+    """A tensor as the file has it, or back."""
+    kind = config.model_type
     values = tensor.detach().float().numpy()
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     stem = name.split(".")[-2]
