@@ -1,14 +1,20 @@
-"""Provides a model's files on the local disk: a folder as it is, a hub id by download into the hub's cache."""
+"""Provides a model's files on the local disk: a folder as it is, a hub id by download into the hub's cache.
+
+What a URL names lies in a cache of our own, see downloads.py.
+"""
 
 from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import StartupError, StartupFault
+from headrace.models import buckets, oci
+from headrace.models.downloads import Report as Report
+from headrace.models.downloads import fetch_listed
 from headrace.models.sources import ModelSource
 
 if TYPE_CHECKING:
@@ -24,8 +30,6 @@ _MODEL_FILES = (
     "adapter_config.json",
 )  # Any of these makes a folder a model.
 
-Report = Callable[[str], None]
-
 
 def fetch(source: ModelSource, patterns: Sequence[str], report: Report = lambda _: None) -> Path:
     """The folder that holds the source's files; only files that match `patterns` are downloaded.
@@ -40,9 +44,6 @@ def fetch(source: ModelSource, patterns: Sequence[str], report: Report = lambda 
                 f"model {source.name}: {folder} has no config.json, as save_pretrained writes it, and no model.py"
             )
         return folder
-    # Its client takes a fifth of the transformer's start.
-    from huggingface_hub import errors, snapshot_download
-
     where = f"model {source.name}: {source.location}"
 
     reported = ""
@@ -53,6 +54,16 @@ def fetch(source: ModelSource, patterns: Sequence[str], report: Report = lambda 
             reported = text
             logger.info("%s: %s", where, text)
             report(text)
+
+    if source.is_url:
+        resolve = oci.resolve if source.location.startswith("oci:") else buckets.resolve
+        show("fetching")
+        try:
+            return fetch_listed(source.location, patterns, lambda: resolve(source.location), show)
+        except StartupError as error:
+            raise type(error)(f"model {source.name}: {error}") from error
+    # Its client takes a fifth of the transformer's start.
+    from huggingface_hub import errors, snapshot_download
 
     show("fetching from the hub")
     try:
@@ -73,7 +84,10 @@ def fetch(source: ModelSource, patterns: Sequence[str], report: Report = lambda 
     except errors.HFValidationError:
         raise StartupError(f"{where} is neither a folder nor a hub id") from None
     except OSError:
-        raise StartupFault(f"{where}: the hub cannot be reached; check the network or name a local folder") from None
+        raise StartupFault(
+            f"{where}: the hub cannot be reached; check the network or name a local folder"
+            "; containers reach it with MODELS_NETWORK=outer"
+        ) from None
 
 
 def _progress_shown_by(show: Report) -> type[tqdm_asyncio[Any]]:

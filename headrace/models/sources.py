@@ -1,6 +1,6 @@
 """Where models come from: `MODELS`, a comma list of `name=folder-or-hub-id[@revision]`.
 
-An item can be a model at engines instead, see engine_sources.py.
+In place of a hub id a URL may stand, see urls.py. An item can be a model at engines instead, see engine_sources.py.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.models.engine_sources import EngineSource, is_engine, parse_engine
+from headrace.models.urls import HUB, check_url, is_url
 
 DEFAULT_MODELS = "storyteller=models/storyteller,normalizer=models/normalizer"
 
@@ -23,7 +24,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 @dataclass(frozen=True)
 class ModelSource:
-    """One served model: its public name, and a local folder or a hub id with an optional revision.
+    """One served model: its public name, and a local folder, a URL, or a hub id with an optional revision.
 
     With `from_hub` the location is a hub id even where a folder has the same name.
     """
@@ -35,7 +36,11 @@ class ModelSource:
 
     @property
     def is_local(self) -> bool:
-        return not self.from_hub and Path(self.location).is_dir()
+        return not (self.from_hub or self.is_url) and Path(self.location).is_dir()
+
+    @property
+    def is_url(self) -> bool:
+        return is_url(self.location)
 
     @property
     def where(self) -> str:
@@ -87,8 +92,17 @@ def parse_hub_id(name: str, text: str) -> ModelSource:
     return ModelSource(name, hub_id, revision or None, from_hub=True)
 
 
+def parse_remote(name: str, text: str) -> ModelSource:
+    """The source that a URL or a hub id means, never a folder; raises ValueError."""
+    if is_url(text) and not text.startswith(HUB):
+        return ModelSource(name, check_url(text))
+    return parse_hub_id(name, text.removeprefix(HUB))
+
+
 def parse_location(name: str, location: str) -> ModelSource:
-    """The source of a model of any name: a folder, or a hub id with an optional revision; raises ValueError."""
+    """The source of a model of any name: a folder, a URL, or a hub id with an optional revision; raises ValueError."""
+    if is_url(location):
+        return parse_remote(name, location)
     if Path(location).is_dir():
         return ModelSource(name, location)
     hub_id, _, revision = location.partition("@")

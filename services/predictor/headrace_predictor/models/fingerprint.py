@@ -2,7 +2,7 @@
 
 It is a digest of the weights, of every JSON file beside them (configuration, tokenizer), of the dtype of the
 computation and of the sampler's version; for an adapter, of its files and of its base's fingerprint. For a model of the
-hub its revision, a commit, replaces the files.
+hub its revision, a commit, replaces the files; for one of a bucket or a registry the digest of its contents.
 
 Weights are not read twice: of a tensor up to 64 KiB all bytes are hashed, of a larger one 16 evenly spread blocks of 4
 KiB, each with the tensor's name, dtype and shape. So two trainings, fine-tunes or quantisations differ, and so does any
@@ -25,7 +25,7 @@ _WHOLE_BYTES = 64 * 1024
 _BLOCK_BYTES = 4 * 1024
 _BLOCKS = 16
 _CHARACTERS = 32
-_COMMIT = re.compile(r"[0-9a-f]{40}")
+_COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 def fingerprint_of(folder: Path, dtype: str, is_local: bool, base: str = "") -> str:
