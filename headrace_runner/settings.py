@@ -35,7 +35,8 @@ LOOPBACK = "127.0.0.1"
 REPLICA_STRIDE = 10  # Predictors listen on 9000, 9010, 9020, …
 
 _ENV_FILE = HOME / ".env"
-_PASSED_ON = ("TRANSFORMER_", "PREDICTOR_", "LOGGER_", "OTEL_", "HF_")
+_OF_CLIENTS = ("HF_", "AWS_", "AZURE_", "GOOGLE_", "FSSPEC_", "DOCKER_CONFIG")  # Of places that have models.
+_PASSED_ON = ("TRANSFORMER_", "PREDICTOR_", "LOGGER_", "OTEL_", *_OF_CLIENTS)
 
 _ORIGIN = r"https?://[A-Za-z0-9.\[\]:-]+"
 _HOST = r"[A-Za-z0-9.-]+"
@@ -143,7 +144,7 @@ class StackSettings(BaseSettings):
     )
     logger_metrics_port: MetricsPort = Field(9102, description="The logger's page. 0: none.")
     locust_port: Port = Field(8089, description="The page of `make load`.")
-    models: str = Field(DEFAULT_MODELS, description="Comma list of name=folder-or-hub-id[@revision].")
+    models: str = Field(DEFAULT_MODELS, description="Comma list of name=folder-or-hub-id[@revision] or name=URL.")
     predictor_endpoints: str = Field(
         "",
         description="Comma list of host:port of predictors on other hosts, used beside the local ones; a name stands"

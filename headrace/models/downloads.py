@@ -25,8 +25,9 @@ from typing import IO
 
 from headrace.errors import StartupError, StartupFault
 
-# What the services read of a model; each fetches some of these.
-MODEL_FILES = ("*.json", "*.safetensors", "*.gguf", "*.model", "*.spm", "*.txt", "*.jinja")
+# What the services read of a model; each fetches some of these, and a GGUF file where there is only one.
+MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.spm", "*.txt", "*.jinja")
+_GGUF = "*.gguf"
 LISTING = ".listing.json"
 _BEGINS_A_MODEL = ("config.json", "modules.json", "adapter_config.json")
 _ATTEMPTS = 3  # That bring nothing, one after another.
@@ -67,7 +68,7 @@ def cache_folder() -> Path:
 def is_plain(name: str) -> bool:
     """Whether the name of a remote file can be one below a folder, and is that of a file which services may read."""
     has_plain_parts = all(part and not part.startswith(".") and "\0" not in part for part in name.split("/"))
-    return has_plain_parts and any(fnmatchcase(name, pattern) for pattern in MODEL_FILES)
+    return has_plain_parts and any(fnmatchcase(name, pattern) for pattern in (*MODEL_FILES, _GGUF))
 
 
 def fetch_listed(location: str, patterns: Sequence[str], resolve: Callable[[], Listing], show: Report) -> Path:
@@ -193,7 +194,7 @@ def _is_at(file: IO[bytes], path: Path) -> bool:
 
 def _chosen(names: Sequence[str], patterns: Sequence[str]) -> Iterator[str]:
     """Those that match, archives, and an only GGUF file, which is a model by itself."""
-    models = [name for name in names if name.endswith(".gguf")]
+    models = [name for name in names if fnmatchcase(name, _GGUF)]
     for name in names:
         if name.startswith(".") or [name] == models or any(fnmatchcase(name, pattern) for pattern in patterns):
             yield name
@@ -219,7 +220,7 @@ def _model_folder(folder: Path) -> Path:
     """The folder itself, or the one below it that alone has a model."""
     if any((folder / name).is_file() for name in _BEGINS_A_MODEL):
         return folder
-    below = {path.parent for name in (*_BEGINS_A_MODEL, "*.gguf") for path in folder.rglob(name)}
+    below = {path.parent for name in (*_BEGINS_A_MODEL, _GGUF) for path in folder.rglob(name)}
     return below.pop() if len(below) == 1 else folder
 
 

@@ -30,7 +30,7 @@ def run_down() -> NoReturn:
 
 
 def models_setting(location: str, name: str) -> str:
-    """The value of MODELS for one model; raises StartupError for neither a folder nor a hub id."""
+    """The value of MODELS for one model; raises StartupError for another location than a folder, a hub id or a URL."""
     path = _absolute(location)
     name = name or _name_of(path)
     try:
@@ -76,8 +76,9 @@ def _absolute(location: str) -> str:
 
 
 def _name_of(location: str) -> str:
-    """The last part of a path or of a hub id."""
-    return Path(location).name if Path(location).is_dir() else location.partition("@")[0].rpartition("/")[2]
+    """The last part of a path, a hub id or a URL, without tag or revision."""
+    plain = location.partition("@")[0].rstrip("/").rpartition("/")[2]
+    return Path(location).name if Path(location).is_dir() else plain.partition(":")[0]
 
 
 def _become(module: str, *arguments: str) -> NoReturn:

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from headrace.models.weight_headers import read_header
 from headrace_predictor.engine.sampling.sampler import SAMPLER_VERSION
-from headrace_predictor.models.weight_files import read_header
 
 _WHOLE_BYTES = 64 * 1024
 _BLOCK_BYTES = 4 * 1024

@@ -13,8 +13,8 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from headrace.errors import StartupError
+from headrace.models.weight_headers import weight_bytes
 from headrace_predictor.engine.cpu.packed_linear import PackedLinear, packs
-from headrace_predictor.models.weight_files import weight_bytes
 from headrace_predictor.settings import PredictorSettings
 
 # These modules log long tables of missing weights, which Headrace logs in one line, and warnings on tensor parallelism,
