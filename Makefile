@@ -179,7 +179,7 @@ $(RUN_DEPENDENCIES): pyproject.toml constraints.txt | $(VENV)/bin/python
 	@touch $@
 
 $(DEV_DEPENDENCIES): $(RUN_DEPENDENCIES)
-	@$(PIP) -c constraints.txt -e '.[transformer,predictor,logger,postgres,runner,loadtest,dev]'
+	@$(PIP) -c constraints.txt -e '.[transformer,predictor,logger,postgres,runner,buckets,loadtest,dev]'
 	@touch $@
 
 # matplotlib draws the knee's picture.

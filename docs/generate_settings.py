@@ -31,7 +31,8 @@ Every setting is an environment variable or a line `NAME=value` in a file `.env`
 `docker compose` read where it exists; git ignores it. `.env.example` has the settings of the whole stack with their
 defaults, those of `docker compose` alone (`MEMORY_*` and others) too. An unknown or malformed setting is refused at
 start. `make up` and `make roll` refuse a setting of a service that the stack computes, and name the stack's own. The
-services also take OpenTelemetry's `OTEL_*` and the hub client's `HF_*`.
+services also take OpenTelemetry's `OTEL_*`, the hub client's `HF_*`, and the variables of
+[buckets and registries](models.md#buckets-and-registries).
 
 """
 

@@ -1,7 +1,8 @@
 """Settings from environment variables, refused when unknown or malformed.
 
 Each service declares a subclass of `ServiceSettings` with its prefix; a field's description is its documentation and
-what `--help` prints. Nothing else reads the environment but OpenTelemetry's own `OTEL_*` and the hub client's `HF_*`.
+what `--help` prints. Nothing else reads the environment but OpenTelemetry's own `OTEL_*`, the hub client's `HF_*`, and
+for models of buckets and registries `AWS_*`, `AZURE_*`, `GOOGLE_*`, `FSSPEC_*`, `DOCKER_CONFIG` and `XDG_CACHE_HOME`.
 """
 
 from __future__ import annotations
@@ -95,8 +96,9 @@ def models_field() -> Any:
         parse_own_models(DEFAULT_MODELS),
         validation_alias="MODELS",
         description=(
-            "Comma list of name=folder-or-hub-id[@revision], or org/name[@revision] for the model of that id, or"
-            " name=http://host:port/v1#served-name for a model at an engine that speaks OpenAI's API (docs/engines.md)."
+            "Comma list of name=folder-or-hub-id[@revision], of org/name[@revision] for the model of that id, of"
+            " name=URL of a bucket or a registry (docs/models.md), or of name=http://host:port/v1#served-name for a model"
+            " at an engine that speaks OpenAI's API (docs/engines.md)."
         ),
     )
 

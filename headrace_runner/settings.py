@@ -35,7 +35,8 @@ LOOPBACK = "127.0.0.1"
 REPLICA_STRIDE = 10  # Predictors listen on 9000, 9010, 9020, …
 
 _ENV_FILE = HOME / ".env"
-_PASSED_ON = ("TRANSFORMER_", "PREDICTOR_", "LOGGER_", "OTEL_", "HF_")
+_OF_CLIENTS = ("HF_", "AWS_", "AZURE_", "GOOGLE_", "FSSPEC_", "DOCKER_CONFIG")  # Of places that have models.
+_PASSED_ON = ("TRANSFORMER_", "PREDICTOR_", "LOGGER_", "OTEL_", *_OF_CLIENTS)
 
 _ORIGIN = r"https?://[A-Za-z0-9.\[\]:-]+"
 _HOST = r"[A-Za-z0-9.-]+"
@@ -144,7 +145,8 @@ class StackSettings(BaseSettings):
     logger_metrics_port: MetricsPort = Field(9102, description="The logger's page. 0: none.")
     locust_port: Port = Field(8089, description="The page of `make load`.")
     models: str = Field(
-        DEFAULT_MODELS, description="Comma list of name=folder-or-hub-id[@revision], or org/name of the hub."
+        DEFAULT_MODELS,
+        description="Comma list of name=folder-or-hub-id[@revision], or org/name of the hub, or name=URL.",
     )
     predictor_endpoints: str = Field(
         "",

@@ -13,11 +13,12 @@ from urllib.parse import unquote, urlsplit
 
 COMMIT = "a" * 40
 GATED = "somebody/gated"
+PRIVATE, TOKEN = "somebody/private", "hf_token"
 
 
 @contextmanager
 def serve_hub(models: Mapping[str, Path]) -> Iterator[str]:
-    """The address of a hub with these models, by id, and a gated one."""
+    """The address of a hub with these models, by id, of which PRIVATE needs TOKEN, and a gated one."""
 
     class Hub(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -26,6 +27,9 @@ def serve_hub(models: Mapping[str, Path]) -> Iterator[str]:
             path = unquote(urlsplit(self.path).path)
             if GATED in path:
                 self._send(b"", {"X-Error-Code": "GatedRepo", "X-Error-Message": "access is restricted"}, 403)
+                return
+            if PRIVATE in path and self.headers.get("Authorization") != f"Bearer {TOKEN}":
+                self._send(b"", {"X-Error-Code": "RepoNotFound"}, 401)
                 return
             for model, folder in models.items():
                 files = [file for file in folder.iterdir() if file.is_file()]

@@ -1,15 +1,21 @@
-"""Provides a model's files on the local disk: a folder as it is, a hub id by download into the hub's cache."""
+"""Provides a model's files on the local disk: a folder as it is, a hub id by download into the hub's cache.
+
+What a URL names lies in a cache of our own, see downloads.py.
+"""
 
 from __future__ import annotations
 
 import io
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import StartupError, StartupFault
+from headrace.models import buckets, oci
+from headrace.models.downloads import Report as Report
+from headrace.models.downloads import fetch_listed
 from headrace.models.sources import GGUF_SUFFIX, ModelSource
 
 if TYPE_CHECKING:
@@ -24,8 +30,8 @@ _MODEL_FILES = (
     "modules.json",
     "adapter_config.json",
 )  # Any of these makes a folder a model.
-
-Report = Callable[[str], None]
+_NO_TEXT = "mmproj"  # Begins the names of files for images.
+_LATER_PART = re.compile(r"-(?!00001)[0-9]{5}-of-[0-9]{5}\.gguf$")
 
 
 def fetch(source: ModelSource, patterns: Sequence[str], report: Report = lambda _: None) -> Path:
@@ -35,17 +41,7 @@ def fetch(source: ModelSource, patterns: Sequence[str], report: Report = lambda 
     downloaded.
     """
     if source.is_local:
-        folder = Path(source.location)
-        if folder.suffix == GGUF_SUFFIX:
-            return _of_gguf(source.name, folder)
-        if not any((folder / name).is_file() for name in _MODEL_FILES):
-            raise StartupError(
-                f"model {source.name}: {folder} has no config.json, as save_pretrained writes it, and no model.py"
-            )
-        return folder
-    # Its client takes a fifth of the transformer's start.
-    from huggingface_hub import errors, snapshot_download
-
+        return _model_folder(source.name, Path(source.location))
     where = f"model {source.name}: {source.location}"
 
     reported = ""
@@ -56,6 +52,18 @@ def fetch(source: ModelSource, patterns: Sequence[str], report: Report = lambda 
             reported = text
             logger.info("%s: %s", where, text)
             report(text)
+
+    if source.is_url:
+        resolve = oci.resolve if source.location.startswith("oci:") else buckets.resolve
+        show("fetching")
+        try:
+            return _model_folder(
+                source.name, fetch_listed(source.location, patterns, lambda: resolve(source.location), show)
+            )
+        except StartupError as error:
+            raise type(error)(f"model {source.name}: {error}") from error
+    # Its client takes a fifth of the transformer's start.
+    from huggingface_hub import errors, snapshot_download
 
     show("fetching from the hub")
     repository, _, quantisation = source.location.partition(":")
@@ -79,8 +87,30 @@ def fetch(source: ModelSource, patterns: Sequence[str], report: Report = lambda 
     except errors.HFValidationError:
         raise StartupError(f"{where} is neither a folder nor a hub id") from None
     except OSError:
-        raise StartupFault(f"{where}: the hub cannot be reached; check the network or name a local folder") from None
-    return _of_gguf(source.name, folder / min(patterns)) if quantisation else folder
+        raise StartupFault(
+            f"{where}: the hub cannot be reached; check the network or name a local folder"
+            "; containers reach it with MODELS_NETWORK=outer"
+        ) from None
+    if quantisation:
+        return _of_gguf(source.name, folder / min(patterns))
+    if not any(folder.iterdir()):
+        raise StartupError(
+            f"{where} has no model's files; of a GGUF repository name a quantisation: {repository}:Q4_K_M"
+        )
+    return folder
+
+
+def _model_folder(name: str, path: Path) -> Path:
+    """The folder of a model at a path: this, or one made of the only GGUF file in it; raises StartupError."""
+    if any((path / file).is_file() for file in _MODEL_FILES):
+        return path
+    files = [path] if path.is_file() else sorted(path.glob(f"*{GGUF_SUFFIX}"))
+    files = [file for file in files if not file.name.startswith(_NO_TEXT) and not _LATER_PART.search(file.name)]
+    if len(files) == 1:
+        return _of_gguf(name, files[0])
+    if files:
+        raise StartupError(f"model {name}: {path} has several GGUF files; name one: {', '.join(map(str, files))}")
+    raise StartupError(f"model {name}: {path} has no config.json, as save_pretrained writes it, and no model.py")
 
 
 def _files_of(repository: str, revision: str | None, quantisation: str) -> list[str]:
@@ -92,7 +122,7 @@ def _files_of(repository: str, revision: str | None, quantisation: str) -> list[
         files = [path.relative_to(folder).as_posix() for path in folder.rglob(f"*{GGUF_SUFFIX}")]
     else:
         files = [name for name in list_repo_files(repository, revision=revision) if name.endswith(GGUF_SUFFIX)]
-    files = [name for name in files if not Path(name).name.startswith("mmproj")]
+    files = [name for name in files if not Path(name).name.startswith(_NO_TEXT)]
     wanted = re.compile(rf"(?i)(.*[-._/])?{re.escape(quantisation)}(-[0-9]{{5}}-of-[0-9]{{5}})?\{GGUF_SUFFIX}")
     found = [name for name in files if wanted.fullmatch(name)]
     if not found:

@@ -1,7 +1,8 @@
 """Where models come from: `MODELS`, a comma list of `name=folder-or-hub-id[@revision]`.
 
 A GGUF file stands for a folder; on the hub, `org/repo:Q4_K_M` for the file of that quantisation. `org/name[@revision]`
-alone is the hub's model, under its id. An item can be a model at engines instead, see engine_sources.py.
+alone is the hub's model, under its id. In place of a hub id a URL may stand, see urls.py. An item can be a model at
+engines instead, see engine_sources.py.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.models.engine_sources import EngineSource, is_engine, parse_engine
+from headrace.models.urls import HUB, check_url, is_url
 
 DEFAULT_MODELS = "storyteller=models/storyteller,normalizer=models/normalizer"
 
@@ -26,7 +28,7 @@ GGUF_SUFFIX = ".gguf"
 
 @dataclass(frozen=True)
 class ModelSource:
-    """One served model: its public name, and a local folder or GGUF file, or a hub id with an optional revision.
+    """One served model: its public name, and a local folder or GGUF file, a URL, or a hub id with an optional revision.
 
     With `from_hub` the location is a hub id even where a folder has the same name.
     """
@@ -38,7 +40,11 @@ class ModelSource:
 
     @property
     def is_local(self) -> bool:
-        return not self.from_hub and is_local(self.location)
+        return not (self.from_hub or self.is_url) and is_local(self.location)
+
+    @property
+    def is_url(self) -> bool:
+        return is_url(self.location)
 
     @property
     def where(self) -> str:
@@ -90,6 +96,13 @@ def parse_hub_id(name: str, text: str) -> ModelSource:
     return ModelSource(name, hub_id, revision or None, from_hub=True)
 
 
+def parse_remote(name: str, text: str) -> ModelSource:
+    """The source that a URL or a hub id means, never a folder; raises ValueError."""
+    if is_url(text) and not text.startswith(HUB):
+        return ModelSource(name, check_url(text))
+    return parse_hub_id(name, text.removeprefix(HUB))
+
+
 def is_local(location: str) -> bool:
     """Whether a folder is there, or a GGUF file."""
     path = Path(location)
@@ -97,7 +110,9 @@ def is_local(location: str) -> bool:
 
 
 def parse_location(name: str, location: str) -> ModelSource:
-    """The source of a model of any name: what is local, or a hub id with an optional revision; raises ValueError."""
+    """The source of a model of any name: what is local, a URL, or a hub id with a revision; raises ValueError."""
+    if is_url(location):
+        return parse_remote(name, location)
     if is_local(location):
         return ModelSource(name, location)
     hub_id, _, revision = location.partition("@")

@@ -13,7 +13,7 @@ from typing import Any
 from headrace.clients import Policy
 from headrace.errors import StartupError
 from headrace_runner import settings as stack_settings
-from headrace_runner.command import access, chat, help_texts, records, start
+from headrace_runner.command import access, chat, help_texts, models, records, start
 from headrace_runner.command.gateway import Gateway
 from headrace_runner.replay import options as replay_options
 from headrace_runner.terminal import Painter, has_colours, short
@@ -67,12 +67,16 @@ def parser() -> argparse.ArgumentParser:
 
     up = command("up", _up, "start the stack", help_texts.UP, calls=False)
     serve = command("serve", _serve, "start the stack with one model", help_texts.SERVE, calls=False)
-    serve.add_argument("model", metavar="MODEL", help="a folder, or a hub id with or without @revision")
+    serve.add_argument("model", metavar="MODEL", help="a folder, a hub id with or without @revision, or a URL")
     serve.add_argument("--name", default="", help="what clients call it; without it the last part of MODEL")
     for starting in (up, serve):
         starting.add_argument("settings", nargs="*", metavar="NAME=value", help="settings of this stack")
         starting.add_argument("-v", "--verbose", action="store_true", help="print every address and a call by gRPC")
     command("down", _down, "stop the stack of this checkout", "Stops the stack of this checkout.", calls=False)
+
+    pull = command("pull", _pull, "fetch models now", help_texts.PULL, calls=False)
+    pull.add_argument("locations", nargs="+", metavar="LOCATION", help="a hub id with or without @revision, or a URL")
+    command("models", _models, "list the models in the caches", help_texts.MODELS, calls=False)
 
     talking = command("chat", _chat, "talk to a model", help_texts.CHAT)
     talking.add_argument("prompt", nargs="?", metavar="PROMPT", help="default: read from the terminal or the pipe")
@@ -151,6 +155,15 @@ def _serve(options: argparse.Namespace) -> None:
 
 def _down(_: argparse.Namespace) -> None:
     start.run_down()
+
+
+def _pull(options: argparse.Namespace) -> None:
+    for location in options.locations:
+        print(models.pull(location), flush=True)
+
+
+def _models(_: argparse.Namespace) -> None:
+    print(models.as_table(models.cached_models(), models.memory_bandwidth(), _painter()))
 
 
 def _chat(options: argparse.Namespace) -> None:

@@ -12,6 +12,16 @@ SERVE = """Starts the whole stack with one model, and stops it at Ctrl-C.
   headrace serve ./my-model                  a folder that save_pretrained wrote, or one with a model.py
   headrace serve Qwen/Qwen3-0.6B             a model of the hub, downloaded once
   headrace serve org/name@revision --name chat DEVICE=cuda"""
+PULL = """Fetches models into this machine's caches and prints their folders. A download that was cut continues where it
+stopped.
+
+  headrace pull Qwen/Qwen3-0.6B              of the hub
+  headrace pull s3://bucket/chat oci://registry.example/models/chat:v1
+
+docs/models.md names the credentials."""
+MODELS = """Lists the models in the caches: their size on the disk, the formats of their weights, the memory that they
+take without caches of prompts, and the most tokens a second that one stream can have on this machine's CPU: the
+measured bandwidth of its memory, by the bytes of the weights."""
 CHAT = """Talks to a text model of a running stack; the answer is printed as it comes.
 
   headrace chat                              a conversation on the terminal

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from headrace.errors import StartupError
-from headrace.models.sources import is_name, parse_location
+from headrace.models.sources import is_local, is_name, parse_location
+from headrace.models.urls import is_url
 from headrace_runner.settings import LOOPBACK, ROOT, StackSettings, check_name
 
 
@@ -31,7 +32,7 @@ def run_down() -> NoReturn:
 
 
 def models_setting(location: str, name: str) -> str:
-    """The value of MODELS for one model; raises StartupError for neither a folder nor a hub id."""
+    """The value of MODELS for one model; raises StartupError for another location than a folder, a hub id or a URL."""
     path = _absolute(location)
     name = name or _name_of(path)
     try:
@@ -72,13 +73,17 @@ def with_absolute_folders(models: str) -> str:
 
 
 def _absolute(location: str) -> str:
-    folder = Path(location).expanduser()
-    return os.path.abspath(folder) if location and folder.is_dir() else location
+    path = Path(location).expanduser()
+    return os.path.abspath(path) if location and is_local(str(path)) else location
 
 
 def _name_of(location: str) -> str:
-    """The last part of a path, or a hub id."""
-    return Path(location).name if Path(location).is_dir() else re.split("[@:]", location, maxsplit=1)[0]
+    """The last part of a path or URL, or a hub id; without tag or revision."""
+    path = Path(location)
+    if is_local(location):
+        return path.stem if path.is_file() else path.name
+    plain = re.split("@|:(?!/)", location.removeprefix("hf://"), maxsplit=1)[0]
+    return plain.rstrip("/").rpartition("/")[2] if is_url(location) else plain
 
 
 def _become(module: str, *arguments: str) -> NoReturn:

@@ -42,6 +42,7 @@ NOT_RUN = (
     "docker kill",
     "docker service",
     "docker swarm",
+    "headrace pull",
     "kubectl",
     "{ printf",
     "MODELS=",

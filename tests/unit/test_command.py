@@ -11,14 +11,17 @@ import pytest
 
 from headrace.errors import StartupError
 from headrace_protos import headrace_pb2 as pb
-from headrace_runner.command import records, start
+from headrace_runner.command import models, records, start
 from headrace_runner.command.__main__ import main, parse
 from headrace_runner.command.chat import Conversation
 from headrace_runner.settings import ROOT, StackSettings
 from headrace_runner.terminal import Painter
 
 PLAIN = Painter(coloured=False)
-COMMANDS = ("up", "serve", "down", "chat", "smoke", "replay", "load", "key", "certs", "log", "usage", "trace")
+COMMANDS = (
+    *("up", "serve", "down", "pull", "models", "chat", "smoke", "replay", "load", "key", "certs", "log", "usage"),
+    "trace",
+)
 NOW = datetime(2026, 5, 4, 12, tzinfo=UTC)
 
 
@@ -92,13 +95,21 @@ def test_a_folder_or_a_hub_id_is_served_under_its_own_name(tmp_path: Path, monke
     assert start.models_setting("my-model", "chat") == f"chat={tmp_path}/my-model"
     assert start.models_setting("org/Model-1.5@v2", "") == "org/Model-1.5=org/Model-1.5@v2"
     assert start.models_setting("gpt2", "") == "gpt2=gpt2"
+    assert start.models_setting("hf://org/Model@v2", "") == "Model=org/Model@v2"
+    assert start.models_setting("s3://bucket/a/story/", "") == "story=s3://bucket/a/story"
+    assert start.models_setting("oci://host:5000/a/story:v1", "") == "story=oci://host:5000/a/story:v1"
     assert start.with_absolute_folders("a=./my-model,b=org/name") == f"a={tmp_path}/my-model,b=org/name"
     assert start.with_absolute_folders("nonsense") == "nonsense"
 
 
 @pytest.mark.parametrize(
     ("location", "name", "message"),
-    [("./nothing", "", "'./nothing' is not a folder"), ("gpt2", "a b", "give another with --name"), ("a b", "", "a b")],
+    [
+        ("./nothing", "", "'./nothing' is not a folder"),
+        ("s3://", "", "'s3://' is not s3://bucket/prefix"),
+        ("gpt2", "a b", "give another with --name"),
+        ("a b", "", "a b"),
+    ],
 )
 def test_an_unusable_model_is_refused_in_one_line(location: str, name: str, message: str) -> None:
     with pytest.raises(StartupError) as refused:
@@ -207,3 +218,40 @@ def test_the_documentation_lists_every_command() -> None:
 def test_the_package_installs_the_command() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts == {"headrace": f"{main.__module__}:{main.__name__}"}
+
+
+def test_models_of_the_caches_are_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert models.as_table([], 1e9, PLAIN).startswith(f"no models in {tmp_path}/headrace/models and the hub's cache")
+    bucket, hub = tmp_path / "headrace/models/s3-b-m", tmp_path / "hub/models--org--name/snapshots" / ("c" * 40)
+    for folder in (bucket / "digest", hub):
+        folder.mkdir(parents=True)
+    (bucket / ".listing.json").write_text('{"location": "s3://b/m", "digest": "digest", "names": []}')
+    (bucket / "digest" / "q4.gguf").write_bytes(bytes(2_000_000))
+    tensors = b'{"a": {"dtype": "BF16", "shape": [500], "data_offsets": [0, 1000]}}'
+    (hub / "model.safetensors").write_bytes(len(tensors).to_bytes(8, "little") + tensors + bytes(1000))
+    (hub / "config.json").write_text("{}")
+    table = models.as_table(models.cached_models(), 1e9, PLAIN).splitlines()
+    assert [line.split() for line in table] == [
+        ["model", "size", "weights", "memory", "tokens/s"],
+        ["org/name@cccccccccccc", "0.0", "MB", "BF16", "1.0", "GB", "1,000,000"],
+        ["s3://b/m", "2.0", "MB", "GGUF", "1.0", "GB", "500"],
+        ["memory", "bandwidth", "1.0", "GB/s,", "all", "cores", "together"],
+    ]
+
+
+def test_the_bandwidth_of_the_memory_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "_PROBE_BYTES", 8 << 20)
+    assert 1e7 < models.memory_bandwidth() < 1e13
+
+
+def test_a_model_that_cannot_be_pulled_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["pull", "s3:///etc"])
+    assert capsys.readouterr().err == (
+        "'s3:///etc' is not s3://bucket/prefix, gs://…, az://… or oci://registry/repository:tag\n"
+    )

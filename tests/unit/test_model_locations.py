@@ -1,4 +1,4 @@
-"""A model is loaded from a configured source, the repository folder or an allowed hub id, and from nowhere else."""
+"""A model is loaded from a configured source, the repository folder, or an allowed hub id or URL; from nowhere else."""
 
 import pytest
 
@@ -102,3 +102,59 @@ def test_malformed_patterns_are_refused(monkeypatch):
     monkeypatch.setattr("sys.argv", ["predictor"])
     with pytest.raises(StartupError, match=r"PREDICTOR_HUB_ALLOW=.*: '/etc/\*' is not a pattern of hub ids"):
         load(PredictorSettings, "headrace_predictor")
+
+
+@pytest.fixture
+def urls(tmp_path):
+    return ModelLocations(
+        PredictorSettings(
+            MODELS=f"first={tmp_path}",
+            hub_allow="*/*,hf://org/*,s3://models/chat/*,oci://registry.example:5000/team/*,oci://*.corp/one",
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "location", "revision"),
+    [
+        ("hf://org/name@v1", "org/name", "v1"),
+        ("s3://models/chat/story/", "s3://models/chat/story", None),
+        ("s3://models/chat/a/b.gguf", "s3://models/chat/a/b.gguf", None),
+        ("oci://registry.example:5000/team/a/b:v1", "oci://registry.example:5000/team/a/b:v1", None),
+        (f"oci://eu.corp/one@sha256:{'a' * 64}", f"oci://eu.corp/one@sha256:{'a' * 64}", None),
+    ],
+)
+def test_a_url_that_matches_a_pattern_is_loaded_by_another_name(urls, source, location, revision):
+    found = urls.find("chat", source)
+    assert (found.location, found.revision, found.is_local) == (location, revision, False)
+    with pytest.raises((InvalidRequestError, NotFoundError)):
+        urls.find(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        *("s3://models/other/story", "s3://models-2/chat/story", "s3://x/models/chat/y", "gs://models/chat/story"),
+        *("oci://registry.example/team/a", "oci://evil.example/a.corp/one", "oci://eu.corp/two", "az://c/org/name"),
+        *("oci://eu.corp/one/two", "s3://models/chat"),
+    ],
+)
+def test_no_wildcard_reaches_from_one_part_of_a_url_into_another(urls, source):
+    with pytest.raises(ForbiddenError, match=f"^{source} may not be loaded; add it to PREDICTOR_HUB_ALLOW"):
+        urls.find("chat", source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        *("s3://models/chat/../secret", "s3://models/chat/..", "s3:///etc/passwd", "s3://", "s3://models/chat//x"),
+        *("file:///etc/passwd", "http://models/chat", "S3://models/chat/x", "s3://models/chat/a\n", "hf://../x"),
+        *("oci://registry.example:5000/team/../x", "oci://user@eu.corp/one", "oci://eu.corp/one@sha256:abc"),
+        *("oci://eu.corp/one:", "s3://models/chat/a?versionId=1", "s3://models/chat/*", "hf:///etc/passwd"),
+    ],
+)
+def test_malformed_urls_are_refused(urls, source):
+    with pytest.raises(InvalidRequestError):
+        urls.find("chat", source)
+    with pytest.raises((InvalidRequestError, NotFoundError)):
+        urls.find(source)

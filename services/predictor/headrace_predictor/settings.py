@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, ByteSize, DirectoryPath, Field
 from pydantic_settings import NoDecode, SettingsConfigDict
 
+from headrace.models.urls import check_pattern
 from headrace.payload.settings import RecordingSettings
 from headrace.settings import Models, Port, models_field, read_by
 
-_PATTERN = re.compile(r"[\w.*?-]+(/[\w.*?-]+)?")
-
 
 def _parse_patterns(text: str) -> tuple[str, ...]:
-    patterns = tuple(item.strip() for item in text.split(",") if item.strip())
-    for pattern in patterns:
-        if not _PATTERN.fullmatch(pattern):
-            raise ValueError(f"{pattern!r} is not a pattern of hub ids, such as org/* or org/name")
-    return patterns
+    return tuple(check_pattern(item.strip()) for item in text.split(",") if item.strip())
 
 
 class PredictorSettings(RecordingSettings):
@@ -130,7 +124,11 @@ class PredictorSettings(RecordingSettings):
         None, description="Folder whose sub-folders RepositoryModelLoad may load by their names."
     )
     hub_allow: Annotated[tuple[str, ...], NoDecode, read_by(_parse_patterns)] = Field(
-        (), description="Comma list of hub ids that RepositoryModelLoad may load; * and ? are wildcards, as in org/*."
+        (),
+        description=(
+            "Comma list of hub ids and URLs that RepositoryModelLoad may load; * and ? are wildcards, as in org/* or"
+            " s3://bucket/chat/*."
+        ),
     )
     development: bool = Field(False, description="Allow the transformer to kill this process; for demonstrations only.")
     payload_spool: Path = Field(

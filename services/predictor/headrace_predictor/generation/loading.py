@@ -26,6 +26,7 @@ from headrace.errors import StartupError
 from headrace.models.generation_config import describe, eos_ids_of, read_generation, rules_of
 from headrace.models.sources import GGUF_SUFFIX
 from headrace.models.tokenizer_files import own_eos_id
+from headrace.models.weight_headers import weight_bytes
 from headrace.sampling import defaults_of
 from headrace_predictor.engine.build import build_engine
 from headrace_predictor.engine.grammar import GrammarCompiler
@@ -33,7 +34,6 @@ from headrace_predictor.engine.runners.memory import memory_left
 from headrace_predictor.engine.runners.paged import PagedRunner
 from headrace_predictor.generation.loaded_model import LoadedGeneration
 from headrace_predictor.models.fingerprint import fingerprint_of
-from headrace_predictor.models.weight_files import weight_bytes
 from headrace_predictor.models.weights import dtype_name, load_weights, multiplies_bfloat16, prepare_torch
 from headrace_predictor.settings import PredictorSettings
 from headrace_protos import engine_pb2

@@ -2,7 +2,7 @@
 
 It is a digest of the weights, of every JSON file beside them (configuration, tokenizer), of the dtype of the
 computation and of the sampler's version; for an adapter, of its files and of its base's fingerprint. For a model of the
-hub its revision, a commit, replaces the files.
+hub its revision, a commit, replaces the files; for one of a bucket or a registry the digest of its contents.
 
 Weights are not read twice: of a tensor up to 64 KiB all bytes are hashed, of a larger one 16 evenly spread blocks of 4
 KiB, each with the tensor's name, dtype and shape. So two trainings, fine-tunes or quantisations differ, and so does any
@@ -20,14 +20,14 @@ from typing import IO
 
 from headrace.models.gguf.folder import WEIGHTS_FILE
 from headrace.models.gguf.reader import read_gguf
+from headrace.models.weight_headers import read_header
 from headrace_predictor.engine.sampling.sampler import SAMPLER_VERSION
-from headrace_predictor.models.weight_files import read_header
 
 _WHOLE_BYTES = 64 * 1024
 _BLOCK_BYTES = 4 * 1024
 _BLOCKS = 16
 _CHARACTERS = 32
-_COMMIT = re.compile(r"[0-9a-f]{40}")
+_COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 def fingerprint_of(folder: Path, dtype: str, is_local: bool, base: str = "") -> str:

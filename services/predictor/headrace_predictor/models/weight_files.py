@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from pathlib import Path
-from typing import IO, Any
 
 from headrace.models.gguf.folder import WEIGHTS_FILE
 from headrace.models.gguf.reader import read_gguf
 from headrace.models.sources import read_config
+from headrace.models.weight_headers import read_header
 
-_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit.
 _POINTER = b"version https://git-lfs"
 _WEIGHTS = "*.safetensors"
 _READ = (_WEIGHTS, "*.json", "*.model", "*.txt", "*.jinja")
@@ -39,35 +36,6 @@ def check_files(folder: Path) -> None:
                 raise ValueError(f"{folder} lacks {shard}, which its index of weights names")
     for path in weights:
         _check_weights(path)
-
-
-def read_header(file: IO[bytes]) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file, and the place of its first tensor; raises ValueError.
-
-    Source: https://huggingface.co/docs/safetensors, "Format".
-    """
-    length = int.from_bytes(file.read(8), "little")
-    if length > _MAX_HEADER_BYTES:
-        raise ValueError("the header of a safetensors file is too large")
-    header = json.loads(file.read(length))
-    if not isinstance(header, dict):
-        raise ValueError("the header of a safetensors file is no object")
-    return header, 8 + length
-
-
-def weight_bytes(folder: Path) -> Counter[str]:
-    """The bytes of a model's weights by their dtype, in the notation of safetensors or GGUF, such as BF16 or Q4_K."""
-    sizes: Counter[str] = Counter()
-    if (folder / WEIGHTS_FILE).is_symlink():
-        for place in read_gguf((folder / WEIGHTS_FILE).resolve(strict=True)).tensors.values():
-            sizes[place.type.name] += place.size
-    for path in folder.glob(_WEIGHTS):
-        with path.open("rb") as file:
-            header, _ = read_header(file)
-        for name in header.keys() - {"__metadata__"}:
-            begin, end = header[name]["data_offsets"]
-            sizes[header[name]["dtype"]] += end - begin
-    return sizes
 
 
 def _check_weights(path: Path) -> None:

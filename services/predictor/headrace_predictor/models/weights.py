@@ -14,10 +14,10 @@ from transformers import AutoConfig
 from transformers.utils.logging import disable_progress_bar
 
 from headrace.errors import StartupError
+from headrace.models.weight_headers import weight_bytes
 from headrace_predictor.engine.cpu.packed_linear import PackedLinear, packs
 from headrace_predictor.engine.runners.unread import read_weights
 from headrace_predictor.models.gguf_weights import has_gguf, load_gguf
-from headrace_predictor.models.weight_files import weight_bytes
 from headrace_predictor.settings import PredictorSettings
 
 # These modules log long tables of missing weights, which Headrace logs in one line, and warnings on tensor parallelism,

@@ -1,18 +1,18 @@
 """Which models may be loaded by name, and from where.
 
-In this order: the models of `MODELS`; a sub-folder of `PREDICTOR_MODEL_REPOSITORY`, under its own name; a hub id that
-matches `PREDICTOR_HUB_ALLOW`. A sub-folder `org` that holds folders alone is no model: they are models `org/name`.
-A model of the hub is loaded under its id, or under any other name with the id, and optionally a revision, as `source`.
-Text from callers is never used as a path.
+In this order: the models of `MODELS`; a sub-folder of `PREDICTOR_MODEL_REPOSITORY`, under its own name; a hub id or a
+URL that matches `PREDICTOR_HUB_ALLOW`. A sub-folder `org` that holds folders alone is no model: they are models
+`org/name`. A model of the hub is loaded under its id, or under any other name with the id, and optionally a revision,
+as `source`; a URL is always a `source`. Text from callers is never used as a path.
 """
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from headrace.errors import ForbiddenError, InvalidRequestError, NotFoundError
-from headrace.models.sources import ModelSource, is_name, parse_hub_id
+from headrace.models.sources import ModelSource, is_name, parse_hub_id, parse_remote
+from headrace.models.urls import matches
 from headrace_predictor.settings import PredictorSettings
 
 
@@ -36,14 +36,13 @@ class ModelLocations:
         try:
             if not is_name(name):
                 raise ValueError(f"{name!r} is not a name for a model")
-            from_hub = parse_hub_id(name, source or name)
+            remote = parse_remote(name, source) if source else parse_hub_id(name, name)
         except ValueError as error:
             raise InvalidRequestError(str(error)) from None
-        if not self._allowed(from_hub.location):
-            raise ForbiddenError(
-                f"hub id {from_hub.location!r} may not be loaded; add it to PREDICTOR_HUB_ALLOW to allow that"
-            )
-        return from_hub
+        if not self._allowed(remote.location):
+            what = remote.location if remote.is_url else f"hub id {remote.location!r}"
+            raise ForbiddenError(f"{what} may not be loaded; add it to PREDICTOR_HUB_ALLOW to allow that")
+        return remote
 
     def names(self) -> list[str]:
         """The models in the repository folder that can be loaded."""
@@ -65,8 +64,8 @@ class ModelLocations:
             return ModelSource(name, str(self._folder / name))
         return None
 
-    def _allowed(self, hub_id: str) -> bool:
-        return any(fnmatchcase(hub_id, pattern) for pattern in self._patterns)
+    def _allowed(self, location: str) -> bool:
+        return any(matches(location, pattern) for pattern in self._patterns)
 
 
 def _visible(folder: Path) -> dict[str, bool]:

@@ -1,0 +1,95 @@
+"""Models in buckets: `s3://`, `gs://` and `az://`, by fsspec and its implementations s3fs, gcsfs and adlfs.
+
+These find credentials and endpoints as their makers' own tools do, in the environment (AWS_*, GOOGLE_*, AZURE_*) or in
+the machine's identity; `FSSPEC_S3_ANON=true` reads public buckets. The digest of a listing is that of the names, sizes
+and versions (ETags) of its files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from headrace.errors import StartupError
+from headrace.models.downloads import Listing, RemoteFile, is_plain
+
+_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}
+_OPTIONS: Mapping[str, dict[str, Any]] = {
+    # Its defaults wait for a host that does not answer for half an hour.
+    "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 2}}},
+}
+_BLOCK_BYTES = 8 << 20
+_BLOCKS = 4  # Requests at once.
+_VERSIONS = ("VersionId", "generation", "ETag", "etag")
+_REFUSED = ("Credential", "Authentication", "Unauthorized", "RefreshError", "account_name", "Forbidden")
+
+
+def resolve(location: str) -> Listing:
+    """What lies at a checked URL; raises ConnectionError, and StartupError with one line."""
+    scheme, _, place = location.partition("://")
+    try:
+        import fsspec
+
+        cls = fsspec.get_filesystem_class(scheme)
+    except ImportError:
+        raise StartupError(
+            f"{location} needs the package {_PACKAGES[scheme]}: install headrace with its extra `buckets`"
+        ) from None
+    with _errors(location):
+        files = cls(skip_instance_cache=True, use_listings_cache=False, **_OPTIONS.get(scheme, {}))
+        found: dict[str, dict[str, Any]] = files.find(place, detail=True)
+    named = {_name(key, place): (key, details) for key, details in found.items()}
+    plain = sorted(name for name in named if is_plain(name))
+    basis = [(name, named[name][1]["size"], _version(named[name][1])) for name in plain]
+    digest = hashlib.sha256(json.dumps(basis).encode()).hexdigest()
+    return Listing(digest, tuple(_file(location, files, name, *named[name]) for name in plain))
+
+
+def _file(location: str, files: Any, name: str, key: str, details: Mapping[str, Any]) -> RemoteFile:
+    size = int(details["size"])
+
+    def is_current() -> bool:
+        with _errors(location):
+            return _version(files.info(key)) == _version(details)
+
+    return RemoteFile(name, size, partial(_read, location, files, key, size), is_current=is_current)
+
+
+def _read(location: str, files: Any, key: str, size: int, start: int) -> Iterator[bytes]:
+    while start < size:
+        starts = list(range(start, min(start + _BLOCKS * _BLOCK_BYTES, size), _BLOCK_BYTES))
+        ends = [min(begin + _BLOCK_BYTES, size) for begin in starts]
+        with _errors(location):
+            blocks = files.cat_ranges([key] * len(starts), starts, ends, on_error="raise")
+        for block, begin, end in zip(blocks, starts, ends, strict=True):
+            if len(block) != end - begin:
+                raise ConnectionError(f"{key} ended early")
+            yield block
+        start = ends[-1]
+
+
+def _name(key: str, place: str) -> str:
+    """Relative to the prefix; of a location that is one file, its own."""
+    return key.rpartition("/")[2] if key == place else key.removeprefix(f"{place}/")
+
+
+def _version(details: Mapping[str, Any]) -> str:
+    return next((str(details[name]) for name in _VERSIONS if details.get(name)), "")
+
+
+@contextmanager
+def _errors(location: str) -> Iterator[None]:
+    """Errors of the implementations, which have many types, as those of `resolve`."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise StartupError(f"{location} does not exist") from None
+    except Exception as error:
+        reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        if isinstance(error, PermissionError) or any(word in f"{type(error).__name__} {error}" for word in _REFUSED):
+            raise StartupError(f"{location} may not be read: {reason}; docs/models.md names the credentials") from None
+        raise ConnectionError(reason) from None

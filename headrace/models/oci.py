@@ -1,0 +1,94 @@
+"""Models in registries: `oci://`, by the OCI distribution specification (https://github.com/opencontainers/distribution-spec).
+
+An image has its model in `/models`, as KServe's modelcars do; its layers are archives. An artifact has files as layers,
+named by their annotations (ORAS, ModelPack), or by their media type: those of Ollama and Docker are a GGUF file. The
+digest of the manifest names the contents, and every manifest and layer must have its own digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import re
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from headrace.errors import StartupError, StartupFault
+from headrace.models.archives import unpack
+from headrace.models.downloads import Listing, RemoteFile, is_plain
+from headrace.models.registry import Registry
+from headrace.models.urls import parse_image
+
+_INDEXES = ("application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json")
+_MANIFESTS = ("application/vnd.oci.image.manifest.v1+json", "application/vnd.docker.distribution.manifest.v2+json")
+_IMAGES = ("application/vnd.oci.image.config.v1+json", "application/vnd.docker.container.image.v1+json")
+_IMAGE_FOLDER = "models"
+_NAMES = ("org.opencontainers.image.title", "org.cncf.model.filepath")
+_UNPACK = "io.deis.oras.content.unpack"
+_GGUF = ("application/vnd.ollama.image.model", "application/vnd.docker.ai.gguf.v3")
+_MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
+_MAX_MANIFEST_BYTES = 4 << 20
+_READ_BYTES = 1 << 20
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+
+
+def resolve(location: str) -> Listing:
+    """What a checked URL names; raises ConnectionError, and StartupError with one line."""
+    image = parse_image(location)
+    registry = Registry(location, image.host, image.repository)
+    try:
+        manifest, digest = _manifest(registry, image.reference)
+        if "manifests" in manifest:
+            manifest, digest = _manifest(registry, _for_this_machine(manifest["manifests"])["digest"])
+        folder = _IMAGE_FOLDER if manifest["config"]["mediaType"] in _IMAGES else ""
+        files = tuple(file for layer in manifest["layers"] if (file := _file(registry, layer, folder)) is not None)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+        raise StartupError(f"{location} has no manifest of an image or an artifact") from None
+    return Listing(digest, files)
+
+
+def _manifest(registry: Registry, reference: str) -> tuple[dict[str, Any], str]:
+    with registry.open(f"manifests/{reference}", {"Accept": ", ".join((*_MANIFESTS, *_INDEXES))}) as response:
+        data = registry.read(response, _MAX_MANIFEST_BYTES)
+    digest = hashlib.sha256(data).hexdigest()
+    if ":" in reference and reference != f"sha256:{digest}":
+        raise StartupFault(f"{registry.location}: the manifest {reference} arrived with another digest")
+    return json.loads(data), digest
+
+
+def _for_this_machine(manifests: list[dict[str, Any]]) -> dict[str, Any]:
+    """The manifest for this machine, else the first that is no attestation: a model suits every machine."""
+    machine = _MACHINES.get(platform.machine(), "")
+    usable = [each for each in manifests if each.get("platform", {}).get("os") != "unknown"]
+    own = [each for each in usable if each.get("platform", {}).get("architecture") == machine]
+    return (own or usable)[0]
+
+
+def _file(registry: Registry, layer: Mapping[str, Any], folder: str) -> RemoteFile | None:
+    """A layer as a file; None for one that has no part of the model."""
+    digest, kind = str(layer["digest"]), str(layer["mediaType"])
+    annotations = layer.get("annotations") or {}
+    if not _DIGEST.fullmatch(digest):
+        raise StartupError(f"{registry.location}: the digest {digest!r} is not one of sha256")
+    sha256, size, read = digest.partition(":")[2], int(layer["size"]), partial(_read, registry, digest)
+    name = next((str(annotations[key]) for key in _NAMES if annotations.get(key)), "")
+    is_archive = folder or annotations.get(_UNPACK) == "true" or ("tar" in kind and not name.endswith(".gguf"))
+    if is_archive and kind.endswith("zstd"):
+        raise StartupError(f"{registry.location}: layers in zstd are not read; build the image with gzip")
+    if is_archive:
+        # A marker of this name says that the archive was unpacked.
+        found = partial(unpack, registry.location, folder)
+        return RemoteFile(f".layer-{sha256}", size, read, sha256, unpack=found)
+    name = name or ("model.gguf" if kind in _GGUF else "")
+    return RemoteFile(name, size, read, sha256) if is_plain(name) else None
+
+
+def _read(registry: Registry, digest: str, start: int) -> Iterator[bytes]:
+    with registry.open(f"blobs/{digest}", {"Range": f"bytes={start}-"} if start else {}) as response:
+        skipped = start if response.status == 200 else 0  # A registry without ranges begins anew.
+        while data := registry.read(response, _READ_BYTES):
+            if len(data) > skipped:
+                yield data[skipped:]
+            skipped = max(0, skipped - len(data))

@@ -1,0 +1,44 @@
+"""What the headers of a model's weights say, without reading the weights."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import IO, Any
+
+from headrace.models.gguf.reader import read_gguf
+from headrace.models.sources import GGUF_SUFFIX
+
+_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit.
+_WEIGHTS = "*.safetensors"
+
+
+def read_header(file: IO[bytes]) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file, and the place of its first tensor; raises ValueError.
+
+    Source: https://huggingface.co/docs/safetensors, "Format".
+    """
+    length = int.from_bytes(file.read(8), "little")
+    if length > _MAX_HEADER_BYTES:
+        raise ValueError("the header of a safetensors file is too large")
+    header = json.loads(file.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("the header of a safetensors file is no object")
+    return header, 8 + length
+
+
+def weight_bytes(folder: Path) -> Counter[str]:
+    """The bytes of a model's weights by their dtype, in the notation of safetensors or GGUF, such as BF16 or Q4_K."""
+    sizes: Counter[str] = Counter()
+    files = [read_gguf(path.resolve()) for path in folder.glob(f"*{GGUF_SUFFIX}")]
+    places = {(place.path, place.begin): place for file in files for place in file.tensors.values()}
+    for place in places.values():
+        sizes[place.type.name] += place.size
+    for path in folder.glob(_WEIGHTS):
+        with path.open("rb") as file:
+            header, _ = read_header(file)
+        for name in header.keys() - {"__metadata__"}:
+            begin, end = header[name]["data_offsets"]
+            sizes[header[name]["dtype"]] += end - begin
+    return sizes
