@@ -185,19 +185,9 @@ class llama_port:  # noqa: N801
     async def __aenter__(self):
         port = free_port()
         model = os.environ["LLAMA_MODEL"]
-        command = (
-            os.environ["LLAMA_SERVER"],
-            "-m",
-            model,
-            "--port",
-            str(port),
-            "-np",
-            "4",
-            "-c",
-            "4096",
-            "--alias",
-            "chat",
-        )
+        address = ("--port", str(port), "--alias", "chat")
+        # Threads of small products spin on the cores of the other processes.
+        command = (os.environ["LLAMA_SERVER"], "-m", model, *address, "-np", "4", "-c", "4096", "-t", "1")
         self._process = server_process("llama.cpp's server", command, Path(self._log), {})
         process = await self._process.__aenter__()
         await until_started(lambda: answers(port, "/health"), process, 120.0)
