@@ -97,8 +97,8 @@ def models_field() -> Any:
         validation_alias="MODELS",
         description=(
             "Comma list of name=folder-or-hub-id[@revision], of org/name[@revision] for the model of that id, of"
-            " name=URL of a bucket or a registry (docs/models.md), or of name=http://host:port/v1#served-name for a model"
-            " at an engine that speaks OpenAI's API (docs/engines.md)."
+            " name=URL of a bucket or a registry (docs/models.md), or of name=http://host:port/v1#served-name for a"
+            " model at an engine that speaks OpenAI's API (docs/engines.md)."
         ),
     )
 

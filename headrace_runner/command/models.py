@@ -48,7 +48,9 @@ def pull(location: str) -> Path:
         sys.stderr.write(f"\r\033[K{location}: {text}" if is_terminal else f"{location}: {text}\n")
         sys.stderr.flush()
 
-    logging.getLogger("headrace").setLevel(logging.CRITICAL)  # It reports the same.
+    log = logging.getLogger("headrace")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # It reports the same.
     try:
         return fetch(parse_location(location, location), MODEL_FILES, report)
     except ValueError as error:
@@ -56,6 +58,7 @@ def pull(location: str) -> Path:
     except ImportError as error:
         raise StartupError(f"{location} needs the package {error.name}: install the extra `transformer`") from None
     finally:
+        log.setLevel(level)
         if is_terminal:
             sys.stderr.write("\n")
 

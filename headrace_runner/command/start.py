@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from headrace.errors import StartupError
 from headrace.models.sources import is_local, is_name, parse_location
-from headrace.models.urls import is_url
+from headrace.models.urls import HUB, is_url
 from headrace_runner.settings import LOOPBACK, ROOT, StackSettings, check_name
 
 
@@ -82,8 +82,10 @@ def _name_of(location: str) -> str:
     path = Path(location)
     if is_local(location):
         return path.stem if path.is_file() else path.name
-    plain = re.split("@|:(?!/)", location.removeprefix("hf://"), maxsplit=1)[0]
-    return plain.rstrip("/").rpartition("/")[2] if is_url(location) else plain
+    plain = location.removeprefix(HUB)
+    if is_url(plain):
+        plain = plain.partition("@")[0].rstrip("/").rpartition("/")[2]
+    return re.split("[@:]", plain, maxsplit=1)[0]
 
 
 def _become(module: str, *arguments: str) -> NoReturn:

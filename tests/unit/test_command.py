@@ -7,6 +7,8 @@ import tomllib
 from datetime import UTC, datetime
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 
 from headrace.errors import StartupError
@@ -95,7 +97,7 @@ def test_a_folder_or_a_hub_id_is_served_under_its_own_name(tmp_path: Path, monke
     assert start.models_setting("my-model", "chat") == f"chat={tmp_path}/my-model"
     assert start.models_setting("org/Model-1.5@v2", "") == "org/Model-1.5=org/Model-1.5@v2"
     assert start.models_setting("gpt2", "") == "gpt2=gpt2"
-    assert start.models_setting("hf://org/Model@v2", "") == "Model=org/Model@v2"
+    assert start.models_setting("hf://org/Model@v2", "") == "org/Model=org/Model@v2"
     assert start.models_setting("s3://bucket/a/story/", "") == "story=s3://bucket/a/story"
     assert start.models_setting("oci://host:5000/a/story:v1", "") == "story=oci://host:5000/a/story:v1"
     assert start.with_absolute_folders("a=./my-model,b=org/name") == f"a={tmp_path}/my-model,b=org/name"
@@ -228,7 +230,11 @@ def test_models_of_the_caches_are_a_table(tmp_path: Path, monkeypatch: pytest.Mo
     for folder in (bucket / "digest", hub):
         folder.mkdir(parents=True)
     (bucket / ".listing.json").write_text('{"location": "s3://b/m", "digest": "digest", "names": []}')
-    (bucket / "digest" / "q4.gguf").write_bytes(bytes(2_000_000))
+    writer = gguf.GGUFWriter(bucket / "digest" / "q4.gguf", "llama")
+    writer.add_tensor("output.weight", np.zeros((1000, 500), np.float32))
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
     tensors = b'{"a": {"dtype": "BF16", "shape": [500], "data_offsets": [0, 1000]}}'
     (hub / "model.safetensors").write_bytes(len(tensors).to_bytes(8, "little") + tensors + bytes(1000))
     (hub / "config.json").write_text("{}")
@@ -236,7 +242,7 @@ def test_models_of_the_caches_are_a_table(tmp_path: Path, monkeypatch: pytest.Mo
     assert [line.split() for line in table] == [
         ["model", "size", "weights", "memory", "tokens/s"],
         ["org/name@cccccccccccc", "0.0", "MB", "BF16", "1.0", "GB", "1,000,000"],
-        ["s3://b/m", "2.0", "MB", "GGUF", "1.0", "GB", "500"],
+        ["s3://b/m", "2.0", "MB", "F32", "1.0", "GB", "500"],
         ["memory", "bandwidth", "1.0", "GB/s,", "all", "cores", "together"],
     ]
 
