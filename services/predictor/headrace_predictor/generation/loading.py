@@ -79,7 +79,7 @@ def load_generation(
     loaded = None
     if settings.dtype == "auto" and device.type == "cpu" and auto is not AutoModelForSeq2SeqLM:
         sizes = weight_bytes(folder)
-        quantised = sum(size for kind, size in sizes.items() if kind.startswith("Q"))
+        quantised = sum(size for kind, size in sizes.items() if kind.startswith(("Q", "I", "F8")))
         if settings.weights != "auto" and 2 * (sizes["BF16"] + quantised) > sizes.total():
             settings = settings.model_copy(update={"dtype": "bf16"})
         elif (

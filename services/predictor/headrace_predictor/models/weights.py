@@ -1,4 +1,4 @@
-"""Loads weights of transformers' models: complete, onto one device, from safetensors only."""
+"""Loads weights of transformers' models: complete, onto one device, from safetensors or GGUF."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from headrace.models.weight_headers import weight_bytes
 from headrace_predictor.engine.cpu.packed_linear import PackedLinear, packs
 from headrace_predictor.engine.runners.unread import read_weights
 from headrace_predictor.models.gguf_weights import has_gguf, load_gguf
+from headrace_predictor.models.quantised_checkpoints import METHODS, load_quantised, quantisation_of
 from headrace_predictor.settings import PredictorSettings
 
 # These modules log long tables of missing weights, which Headrace logs in one line, and warnings on tensor parallelism,
@@ -91,22 +92,15 @@ def load_weights(name: str, folder: Path, auto: Any, dtype: str, device: torch.d
     for logger in _QUIET_LOGGERS:
         logging.getLogger(logger).setLevel(logging.ERROR)
     disable_progress_bar()  # type: ignore[no-untyped-call]  # Of the weights' reading, which takes seconds; a download's is shown.
-    if has_gguf(folder):
-        config = AutoConfig.from_pretrained(folder)
-        own = torch.bfloat16 if device.type == "cuda" else torch.float32
-        model, info = load_gguf(folder, auto._model_mapping[type(config)], config, _DTYPES.get(dtype, own))
+    own = _DTYPES.get(dtype, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    if has_gguf(folder) or quantisation_of(config):
+        read = load_gguf if has_gguf(folder) else load_quantised
+        model, info = read(folder, auto._model_mapping[type(config)], config, own)
         if device.type != "cpu":
             read_weights(model)
     else:
-        model, info = auto.from_pretrained(
-            folder,
-            dtype=_DTYPES.get(dtype, "auto" if device.type == "cuda" else torch.float32),
-            use_safetensors=True,
-            trust_remote_code=False,
-            local_files_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # They are refused here, by name.
-        )
+        model, info = _from_pretrained(name, folder, auto, config, dtype, own if device.type == "cpu" else "auto")
     if mismatched := sorted(info["mismatched_keys"]):
         shapes = [f"{key} is {list(there)}, config.json makes it {list(wanted)}" for key, there, wanted in mismatched]
         raise StartupError(f"model {name}: the weights in {folder} do not fit: {_some(shapes)}")
@@ -122,6 +116,28 @@ def load_weights(name: str, folder: Path, auto: Any, dtype: str, device: torch.d
     model.are_pages_of_files = weight_bytes(folder)[_STORED.get(model.dtype, "")] > 0
     _check_devices(name, model, device)
     return model
+
+
+def _from_pretrained(name: str, folder: Path, auto: Any, config: Any, dtype: str, own: Any) -> tuple[Any, Any]:
+    try:
+        return auto.from_pretrained(  # type: ignore[no-any-return]
+            folder,
+            dtype=_DTYPES.get(dtype, own),
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # They are refused here, by name.
+        )
+    except (ImportError, RuntimeError, ValueError) as error:
+        stated = getattr(config, "quantization_config", None)
+        if stated is None:
+            raise
+        method = stated.get("quant_method") if isinstance(stated, dict) else stated.quant_method
+        raise StartupError(
+            f"model {name} is quantised by {method}, which is not served: {str(error).splitlines()[0]}; take its "
+            f"unquantised weights, a GGUF file, or a checkpoint of {', '.join(METHODS)}"
+        ) from None
 
 
 def _some(names: Sequence[str]) -> str:

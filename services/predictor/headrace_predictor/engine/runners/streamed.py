@@ -57,8 +57,11 @@ def weight_format(name: str, model: Any, wanted: str) -> str | None:
     for an integer format that cannot be computed.
     """
     reason = _reason_against(model)
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    is_stored = all(hasattr(module, "stored") for module in (*linears, model.get_input_embeddings()))
+    outer = model.get_input_embeddings(), model.get_output_embeddings()
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear) and module not in outer]
+    # Of checkpoints neither embedding nor head are quantised: they get 8 bits, as with int4.
+    is_stored = bool(linears) and all(hasattr(module, "stored") for module in linears)
+    is_stored = is_stored and len({hasattr(module, "stored") for module in outer}) == 1
     if reason is None and (wanted == "q8_0" or (wanted == "auto" and is_stored)):
         attention = model.model.layers[0].self_attn
         if not any(one.out_features % panels.PANEL for one in (attention.q_proj, attention.k_proj)):
