@@ -93,7 +93,7 @@ def fetch(source: ModelSource, patterns: Sequence[str], report: Report = lambda 
         ) from None
     if quantisation:
         return _of_gguf(source.name, folder / min(patterns))
-    if not any(folder.iterdir()):
+    if not (folder.is_dir() and any(folder.iterdir())):
         raise StartupError(
             f"{where} has no model's files; of a GGUF repository name a quantisation: {repository}:Q4_K_M"
         )
@@ -115,13 +115,14 @@ def _model_folder(name: str, path: Path) -> Path:
 
 def _files_of(repository: str, revision: str | None, quantisation: str) -> list[str]:
     """The GGUF files of a quantisation in a repository; raises StartupError, and the hub's errors."""
-    from huggingface_hub import constants, list_repo_files, snapshot_download
+    from huggingface_hub import constants, model_info, snapshot_download
 
     if constants.HF_HUB_OFFLINE:
         folder = Path(snapshot_download(repository, revision=revision))
         files = [path.relative_to(folder).as_posix() for path in folder.rglob(f"*{GGUF_SUFFIX}")]
     else:
-        files = [name for name in list_repo_files(repository, revision=revision) if name.endswith(GGUF_SUFFIX)]
+        siblings = model_info(repository, revision=revision or "main").siblings or ()
+        files = [file.rfilename for file in siblings if file.rfilename.endswith(GGUF_SUFFIX)]
     files = [name for name in files if not Path(name).name.startswith(_NO_TEXT)]
     wanted = re.compile(rf"(?i)(.*[-._/])?{re.escape(quantisation)}(-[0-9]{{5}}-of-[0-9]{{5}})?\{GGUF_SUFFIX}")
     found = [name for name in files if wanted.fullmatch(name)]
