@@ -83,6 +83,7 @@ class Outbox:
         self._held = lock
         self._max_bytes = max_bytes
         self._newest = segments[-1] if segments else Segment(Path("0"), 0)  # The latter is full.
+        self._is_closed = False
         self._spares: deque[Segment] = deque()  # What follows; the last one is kept for ends.
         self._is_kept = False  # Whether the newest one is, because there is no room for another.
         self._wanted = (0, False)  # The size of a frame that found no room, and whether it is an end.
@@ -146,9 +147,10 @@ class Outbox:
         return deleted
 
     def close(self) -> None:
-        """Releases the folder; the next process may take it over."""
+        """Releases the folder; the next process may take it over. A disk may still be busy with a segment."""
+        self._is_closed = True
         self._newest.close()
-        for segment in self._spares:
+        for segment in tuple(self._spares):
             segment.close()
             segment.path.unlink(missing_ok=True)
         os.close(self._held)
@@ -186,6 +188,8 @@ class Outbox:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             try:
                 os.posix_fallocate(file, 0, size)
+                if self._is_closed:
+                    raise OSError("closed meanwhile")
                 self._spares.append(Segment(path, size, file))
             except OSError:
                 os.close(file)
