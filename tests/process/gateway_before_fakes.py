@@ -55,7 +55,7 @@ class FakeOpenAI(rest_pb2_grpc.OpenAIServicer):
         self.written = self.running = 0
 
     async def Model(self, request: Any, context: Context) -> AsyncIterator[HttpBody]:  # noqa: N802
-        yield echo("Model", request)
+        yield HttpBody(content_type=JSON, data=json.dumps(["Model", request.named("model"), ""]).encode())
 
     async def Completions(self, request: bytes, context: Context) -> AsyncIterator[HttpBody]:  # noqa: N802
         fields = json.loads(request or b"{}")

@@ -15,6 +15,8 @@ from headrace.models import buckets
 from headrace.models.downloads import MODEL_FILES
 from headrace.models.hub import fetch
 from headrace.models.sources import parse_location
+from tests.gguf_files import write_gguf
+from tests.model.test_gguf import random_model
 
 s3fs = pytest.importorskip("s3fs", reason="needs the extra `buckets`")
 BLOCK = 64 << 10
@@ -79,12 +81,14 @@ def test_a_prefix_is_a_folder_and_a_change_of_it_another_one(put):
     assert contents(folder) == FILES
 
 
-def test_an_only_gguf_file_is_fetched_whatever_the_patterns_are(put):
-    put("/chat/sub/story-q4.gguf", b"GGUF")
-    (file,) = fetched("s3://models/chat", ("*.json",)).iterdir()
-    assert (file.name, file.read_bytes()) == ("story-q4.gguf", b"GGUF")
-    (file,) = fetched("s3://models/chat/sub/story-q4.gguf").iterdir()
-    assert file.read_bytes() == b"GGUF"
+def test_an_only_gguf_file_is_fetched_whatever_the_patterns_are(put, tmp_path, monkeypatch):
+    monkeypatch.setattr("headrace.models.gguf.folder._CACHE", tmp_path / "gguf")
+    write_gguf(tmp_path / "made.gguf", random_model("llama")[0], "Q4_0")
+    data = (tmp_path / "made.gguf").read_bytes()
+    put("/chat/sub/story-q4.gguf", data)
+    for location in ("s3://models/chat", "s3://models/chat/sub/story-q4.gguf"):
+        link = fetched(location, ("*.json",)) / "model.gguf"
+        assert (link.resolve().name, link.read_bytes() == data) == ("story-q4.gguf", True)
 
 
 def test_a_cut_download_continues_after_a_restart(put, tmp_path):

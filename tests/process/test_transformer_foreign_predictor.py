@@ -208,7 +208,7 @@ async def test_the_transformer_requests_joined_answers_and_separates_them():
     server = Joining()
     async with foreign_server(server) as address:
         client = PredictorClient(address)
-        found = [each async for each in client.stream_bytes(b"", NO_DEADLINE)]
+        found = [each async for each in client.stream(b"", NO_DEADLINE)]
         await client.close()
     assert server.requests == [True]
     assert found == [answered(number).SerializeToString() for number in range(3)]
