@@ -24,15 +24,15 @@ _TURNED = ("llama", "mixtral", "granite", "smollm3")
 _SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 
 
-def write_gguf(path: Path, model: Any, types: str | dict[str, str] = "F32", **changed: Any) -> Any:
+def write_gguf(path: Path, model: Any, types: str | dict[str, str] = "F32", parts: int = 0, **changed: Any) -> Any:
     """Writes a model, with the storyteller's tokenizer; returns it with the weights that the file has.
 
-    `types`: of matrices, one for all or by the end of a name of transformers, "" for the rest. `changed`: metadata
-    without the architecture.
+    `types`: of matrices, one for all or by the end of a name of transformers, "" for the rest. `parts`: the
+    most tensors of a file, 0 for one file. `changed`: metadata without the architecture.
     """
     config, kind = model.config, model.config.model_type
     architecture = _ARCHITECTURES.get(kind, kind)
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=parts)
     _write_metadata(writer, config, kind, changed)
     write_tokens(writer, config.vocab_size)
     for own, part, written in named_tensors(model):

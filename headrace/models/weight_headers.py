@@ -31,7 +31,7 @@ def read_header(file: IO[bytes]) -> tuple[dict[str, Any], int]:
 def weight_bytes(folder: Path) -> Counter[str]:
     """The bytes of a model's weights by their dtype, in the notation of safetensors or GGUF, such as BF16 or Q4_K."""
     sizes: Counter[str] = Counter()
-    files = [read_gguf(path.resolve()) for path in folder.glob(f"*{GGUF_SUFFIX}")]
+    files = [read_gguf(path) for path in folder.glob(f"*{GGUF_SUFFIX}")]
     places = {(place.path, place.begin): place for file in files for place in file.tensors.values()}
     for place in places.values():
         sizes[place.type.name] += place.size

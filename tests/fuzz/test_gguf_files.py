@@ -70,7 +70,7 @@ def damaged(whole, kind, randomness):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_damaged_files_cost_little(kind, whole, tmp_path, monkeypatch):
-    monkeypatch.setattr("headrace.models.gguf.folder._CACHE", tmp_path / "cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     randomness, refused = random.Random(kind), 0
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for number in range(FILES):

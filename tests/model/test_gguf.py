@@ -180,6 +180,27 @@ async def test_a_file_and_weights_that_are_quantised_by_its_rule_give_the_same(t
         of_folder.engine.close()
 
 
+def test_a_model_in_parts_is_read_by_any_of_them(tmp_path):
+    model, _ = random_model("llama")
+    write_gguf(tmp_path / "whole.gguf", model, "Q8_0", parts=12)
+    parts = sorted(tmp_path.glob("whole-*.gguf"))
+    assert len(parts) > 1
+    # As the hub's cache has them: links to names that say nothing.
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    for number, part in enumerate(parts):
+        (snapshot / part.name).symlink_to(part.rename(tmp_path / f"blob{number}"))
+    with torch.no_grad():
+        expected = model(torch.tensor([_IDS])).logits[0, -1]
+    for part in (parts[0], parts[-1]):
+        generation = loaded(snapshot / part.name, dtype="fp32")
+        try:
+            (found,) = last_of(generation)
+        finally:
+            generation.engine.close()
+        assert (found - expected).norm() <= _ERROR * expected.norm()
+
+
 def test_packed_weights_of_a_file_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr("headrace_predictor.engine.runners.streamed._LEAST_KEPT_BYTES", 0)
     model, _ = random_model("qwen3")

@@ -81,8 +81,7 @@ def test_a_prefix_is_a_folder_and_a_change_of_it_another_one(put):
     assert contents(folder) == FILES
 
 
-def test_an_only_gguf_file_is_fetched_whatever_the_patterns_are(put, tmp_path, monkeypatch):
-    monkeypatch.setattr("headrace.models.gguf.folder._CACHE", tmp_path / "gguf")
+def test_an_only_gguf_file_is_fetched_whatever_the_patterns_are(put, tmp_path):
     write_gguf(tmp_path / "made.gguf", random_model("llama")[0], "Q4_0")
     data = (tmp_path / "made.gguf").read_bytes()
     put("/chat/sub/story-q4.gguf", data)

@@ -13,6 +13,7 @@ import tempfile
 from hashlib import sha256
 from pathlib import Path
 
+from headrace.models.downloads import cache_folder
 from headrace.models.gguf.configuration import config_of
 from headrace.models.gguf.reader import read_gguf
 from headrace.models.gguf.vocabulary import Vocabulary
@@ -20,18 +21,17 @@ from headrace.models.sources import GGUF_SUFFIX
 
 WEIGHTS_FILE = f"model{GGUF_SUFFIX}"  # The link; the other files of a model in several lie beside the target.
 _MAX_TEXT = 500
-_CACHE = Path("~/.cache/headrace/gguf")
 
 
 def gguf_folder(path: Path) -> Path:
     """The folder of a file; raises ValueError, which names the file, and OSError."""
-    path = path.resolve(strict=True)
+    path = Path(os.path.abspath(path))  # A link's own name tells the parts of a model.
     found = path.stat()
     code = b"".join(module.read_bytes() for module in sorted(Path(__file__).parent.glob("*.py")))
     identity = f"{path}\n{found.st_size}\n{found.st_mtime_ns}\n".encode()
     name = sha256(identity + code).hexdigest()[:32]
     failure = OSError(f"there is no folder for what is read from {path}")
-    for cache in (_CACHE.expanduser(), Path(tempfile.gettempdir()) / f"headrace-gguf-{os.getuid()}"):
+    for cache in (cache_folder().with_name("gguf"), Path(tempfile.gettempdir()) / f"headrace-gguf-{os.getuid()}"):
         try:
             cache.mkdir(mode=0o700, parents=True, exist_ok=True)
             if cache.stat().st_uid != os.getuid() or not os.access(cache, os.W_OK):

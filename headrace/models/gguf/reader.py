@@ -102,7 +102,12 @@ class GGUF:
 
 
 def read_gguf(path: Path) -> GGUF:
-    """The header of a file, and of those that belong to it; raises ValueError, which names the file, and OSError."""
+    """The header of a file, and of those that belong to it; raises ValueError, which names the file, and OSError.
+
+    They have the names of one model: a link with another name stands for the file that it leads to.
+    """
+    if path.is_symlink() and not _SPLIT.fullmatch(path.name):
+        path = path.parent / path.readlink()
     paths = [path]
     if match := _SPLIT.fullmatch(path.name):
         numbers = range(1, min(int(match[3]), _MAX_FILES) + 1)

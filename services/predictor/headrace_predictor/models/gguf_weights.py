@@ -110,7 +110,7 @@ def load_gguf(folder: Path, kind: Any, config: Any, dtype: torch.dtype) -> tuple
 
     Modules whose weights are quantised have them only after `read_weights` of runners/unread.py.
     """
-    file = read_gguf((folder / WEIGHTS_FILE).resolve())
+    file = read_gguf(folder / WEIGHTS_FILE)
     state: dict[str, Tensor] = {}
     unread: dict[str, StoredMatrix] = {}
     for name, matrix in _matrices(file, config, dtype):
