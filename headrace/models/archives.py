@@ -6,6 +6,7 @@ its target, so nothing on the disk leads out of the folder. Raises StartupError 
 
 from __future__ import annotations
 
+import lzma
 import os
 import shutil
 import tarfile
@@ -24,6 +25,8 @@ def unpack(location: str, root: str, archive: Path, folder: Path) -> None:
     try:
         with tarfile.open(archive) as members:
             for member in members:
+                if member.size > shutil.disk_usage(folder).free:
+                    raise ValueError(f"{member.name} has {member.size / 1e6:.1f} MB, more than the disk")
                 name = _name(member.name, root)
                 if PurePosixPath(name).name.startswith(_REMOVED):
                     raise ValueError(f"{member.name} removes a file of an earlier layer; build the image without that")
@@ -35,7 +38,7 @@ def unpack(location: str, root: str, archive: Path, folder: Path) -> None:
                     )
                 elif member.islnk():
                     links.append((name, _name(member.linkname, root)))
-                elif member.isfile():
+                elif member.isfile() and not member.issparse():
                     _write(members, member, folder / name)
                 else:
                     raise ValueError(f"{member.name} is not a file")
@@ -45,7 +48,7 @@ def unpack(location: str, root: str, archive: Path, folder: Path) -> None:
             (folder / name).unlink(missing_ok=True)
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             os.link(folder / target, folder / name)
-    except (ValueError, tarfile.TarError, EOFError, zlib.error) as error:
+    except (ValueError, tarfile.TarError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise StartupError(f"{location}: a layer cannot be unpacked: {str(error).splitlines()[0]}") from None
 
 
@@ -65,6 +68,9 @@ def _write(members: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> Non
     source = members.extractfile(member)
     if source is None:
         raise ValueError(f"{member.name} is not a file")
-    with source, unfinished.open("wb") as output:
-        shutil.copyfileobj(source, output, 1 << 20)
-    unfinished.replace(path)
+    try:
+        with source, unfinished.open("wb") as output:
+            shutil.copyfileobj(source, output, 1 << 20)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -54,7 +54,9 @@ def _file(location: str, files: Any, name: str, key: str, details: Mapping[str, 
 
     def is_current() -> bool:
         with _errors(location):
-            return _version(files.info(key)) == _version(details)
+            now = files.info(key)
+            both = [name for name in _VERSIONS if details.get(name) and now.get(name)]
+            return all(str(now[name]) == str(details[name]) for name in both)
 
     return RemoteFile(name, size, partial(_read, location, files, key, size), is_current=is_current)
 

@@ -31,7 +31,9 @@ def read_header(file: IO[bytes]) -> tuple[dict[str, Any], int]:
 def weight_bytes(folder: Path) -> Counter[str]:
     """The bytes of a model's weights by their dtype, in the notation of safetensors or GGUF, such as BF16 or Q4_K."""
     sizes: Counter[str] = Counter()
-    files = [read_gguf(path) for path in folder.glob(f"*{GGUF_SUFFIX}")]
+    # A folder that was made of a file has a link to it; others have such files as models of their own.
+    is_other = (folder / "config.json").is_file() and not (folder / f"model{GGUF_SUFFIX}").is_symlink()
+    files = [read_gguf(path) for path in folder.glob(f"*{GGUF_SUFFIX}") if not is_other]
     places = {(place.path, place.begin): place for file in files for place in file.tensors.values()}
     for place in places.values():
         sizes[place.type.name] += place.size

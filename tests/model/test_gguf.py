@@ -1,5 +1,6 @@
 """GGUF files: their weights are those that the file has, computed as they are where that is possible."""
 
+import json
 import threading
 
 import gguf
@@ -226,6 +227,40 @@ def test_sizes_that_the_tensors_do_not_have_are_refused(lie, tmp_path):
     data[at : at + 4] = (1 << 30).to_bytes(4, "little")
     (tmp_path / "model.gguf").write_bytes(data)
     with pytest.raises(ValueError, match=r"model\.gguf"):
+        gguf_folder(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [
+        ({"rope__scaling__factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"rope__scale_linear": 2.0}, {"rope_type": "linear", "factor": 2.0}),
+        (_YARN_FILE | {"rope__scaling__yarn_beta_fast": 16.0}, {"rope_type": "yarn", "beta_fast": 16.0}),
+    ],
+)
+def test_scalings_are_those_of_the_file(stated, expected, tmp_path):
+    model, _ = random_model("llama")
+    write_gguf(tmp_path / "model.gguf", model, **stated)
+    config = json.loads((gguf_folder(tmp_path / "model.gguf") / "config.json").read_text())
+    assert config["rope_parameters"] == config["rope_parameters"] | expected
+
+
+def test_a_head_that_is_rotated_in_part_is_refused(tmp_path):
+    model, _ = random_model("llama")
+    model.config.rope_parameters["partial_rotary_factor"] = 0.5
+    write_gguf(tmp_path / "model.gguf", model)
+    with pytest.raises(ValueError, match="rotates 32 of 64 numbers"):
+        gguf_folder(tmp_path / "model.gguf")
+
+
+def test_a_token_of_megabytes_is_refused(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["<unk>", "x" * (2 << 20)])
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    with pytest.raises(ValueError, match="tokens are too long"):
         gguf_folder(tmp_path / "model.gguf")
 
 

@@ -144,6 +144,23 @@ def test_logits_are_those_of_the_stated_numbers(name, method, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("method", "name", "tensor", "reason"),
+    [
+        ("gptq", "q_proj.bias", torch.ones(256), "q_proj.bias, which Qwen3ForCausalLM lacks"),
+        ("awq", "k_proj.R4_weight", torch.ones(4), "R4_weight, which is not known"),
+        ("awq", "codes", torch.ones(4, dtype=torch.int8), "is of torch.int8, without a scale"),
+        ("compressed-tensors, 8 bits", "q_proj.weight_g_idx", torch.zeros(256), "ordered by activations"),
+    ],
+)
+def test_tensors_that_are_not_known_are_refused(method, name, tensor, reason, tmp_path):
+    save(tmp_path, "qwen3", method)
+    state = load_file(tmp_path / "model.safetensors")
+    save_file(state | {f"model.layers.0.self_attn.{name}": tensor}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises((StartupError, ValueError), match=reason):
+        loaded(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("method", "changed", "reason"),
     [
         ("gptq", {"bits": 3}, "of 3 bits is not served"),

@@ -90,6 +90,13 @@ def test_an_only_gguf_file_is_fetched_whatever_the_patterns_are(put, tmp_path):
         assert (link.resolve().name, link.read_bytes() == data) == ("story-q4.gguf", True)
 
 
+def test_a_bucket_may_have_versions(put):
+    put("?versioning", b"<VersioningConfiguration><Status>Enabled</Status></VersioningConfiguration>")
+    for name, data in FILES.items():
+        put(f"/m/{name}", data)
+    assert contents(fetched("s3://models/m")) == FILES
+
+
 def test_a_cut_download_continues_after_a_restart(put, tmp_path):
     for name, data in FILES.items():
         put(f"/m/{name}", data)

@@ -17,6 +17,7 @@ from headrace.models.gguf.reader import GGUF
 
 _GELU = {"hidden_activation": "gelu_pytorch_tanh"}
 _MOST_LAYERS = 4096
+_BETAS = (("fast", 32.0), ("slow", 1.0))  # YaRN's.
 # Llama 3.1's rule, with which llama.cpp makes `rope_freqs.weight`.
 _LOW, _HIGH, _ORIGINAL = 1.0, 4.0, 8192
 
@@ -114,17 +115,22 @@ def _decoder(stated: _Stated, vocabulary: int, kind: str, model_type: str, **mor
         "max_position_embeddings": stated.number("context_length"),
         "vocab_size": vocabulary if embedding is None else embedding.shape[0],
         "tie_word_embeddings": not stated.has("output.weight"),
-        "rope_parameters": _rotary(stated, head_size),
+        "rope_parameters": _rotary(stated, head_size, rotates_parts=model_type == "phi3"),
         "use_cache": True,
         **more,
     }
 
 
-def _rotary(stated: _Stated, head_size: int, base: float = 10000.0) -> dict[str, Any]:
-    kind, own = stated.text("rope.scaling.type"), {"rope_theta": stated.real("rope.freq_base", base)}
+def _rotary(stated: _Stated, head_size: int, base: float = 10000.0, rotates_parts: bool = False) -> dict[str, Any]:
+    kind = stated.text("rope.scaling.type")
+    own: dict[str, Any] = {"rope_theta": stated.real("rope.freq_base", base)}
     context = stated.number("context_length")
     rotated = stated.number("rope.dimension_count", head_size)
     if rotated != head_size:
+        if not rotates_parts:
+            raise ValueError(
+                f"{stated.file.path} rotates {rotated} of {head_size} numbers of a head, which is not served"
+            )
         own["partial_rotary_factor"] = rotated / head_size
     if stated.has("rope_factors_long.weight"):
         original = stated.number("rope.scaling.original_context_length", context)
@@ -135,14 +141,20 @@ def _rotary(stated: _Stated, head_size: int, base: float = 10000.0) -> dict[str,
         return own | {"rope_type": "longrope"} | factors | scaling
     if stated.has("rope_freqs.weight"):
         return own | _of_factors(stated.factors("rope_freqs.weight"), own["rope_theta"], head_size, context)
-    factor = stated.real("rope.scaling.factor", 1.0)
-    if kind in ("", "none") or factor in (0.0, 1.0):
+    # Of files without a kind it is linear, in old ones by another name.
+    factor = stated.real("rope.scaling.factor", stated.real("rope.scale_linear", 1.0))
+    if kind == "none" or factor in (0.0, 1.0):
         return own | {"rope_type": "default"}
     original = stated.number("rope.scaling.original_context_length", int(context / factor))
-    if kind == "linear":
+    if kind in ("", "linear"):
         return own | {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
-        return own | {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        own |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        attention = stated.real("rope.scaling.attn_factor", 1.0) * (1 + 0.1 * math.log(factor))
+        fast, slow = (
+            stated.real(f"rope.scaling.yarn_beta_{name}", beta) for name, beta in (("fast", 32.0), ("slow", 1.0))
+        )
+        return own | {"attention_factor": attention, "beta_fast": fast, "beta_slow": slow}
     raise ValueError(f"{stated.file.path}: rope.scaling.type {kind[:64]!r} is not served")
 
 
@@ -195,7 +207,8 @@ def _phi3(stated: _Stated, vocabulary: int) -> dict[str, Any]:
     config = _decoder(stated, vocabulary, "Phi3ForCausalLM", "phi3", sliding_window=window)
     # Its heads are as large as the model's size says; a part of each is rotated.
     head_size = config["hidden_size"] // config["num_attention_heads"]
-    config |= {"rope_parameters": _rotary(stated, head_size), "original_max_position_embeddings": original}
+    rotary = _rotary(stated, head_size, rotates_parts=True)
+    config |= {"rope_parameters": rotary, "original_max_position_embeddings": original}
     return config | {"head_dim": head_size, "pad_token_id": None}
 
 

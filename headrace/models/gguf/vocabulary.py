@@ -83,6 +83,7 @@ _MERGE_LAST = (
     "gpt-4o",
     "llama4",
 )  # A word in the vocabulary is a token.
+_MOST_SPLITS = 1 << 28  # Characters of all parts of all tokens; Gemma 3's have 1 << 24.
 _NAMED = {
     "bos": "bos",
     "eos": "eos",
@@ -114,6 +115,8 @@ class Vocabulary:
             raise ValueError(f"{file.path} has no tokenizer")
         types = self._get("token_type", array, array("i", [_NORMAL]) * len(texts))
         scores = self._get("scores", array, array("f", [0.0]) * len(texts))
+        if sum(len(text) ** 2 for text in texts) > _MOST_SPLITS:
+            raise ValueError(f"{file.path}: the vocabulary is damaged: its tokens are too long")
         if not len(texts) == len(types) == len(scores):
             raise ValueError(f"{file.path}: the vocabulary is damaged: as many types and scores as tokens")
         self._types, self._scores = types, scores

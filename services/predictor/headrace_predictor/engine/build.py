@@ -28,7 +28,7 @@ from headrace_predictor.engine.runners.fused_layers import fuse_layers
 from headrace_predictor.engine.runners.interface import ModelRunner
 from headrace_predictor.engine.runners.memory import cache_shape, plan_memory
 from headrace_predictor.engine.runners.paged import PagedRunner
-from headrace_predictor.engine.runners.proof import PROVEN_LAYERS, Proof
+from headrace_predictor.engine.runners.proof import Proof, proven_layers
 from headrace_predictor.engine.runners.streamed import GROUPED, StreamedDecoder, packed_file, weight_format
 from headrace_predictor.engine.runners.unread import read_weights, stored_formats
 from headrace_predictor.engine.scheduler import Scheduler
@@ -65,7 +65,7 @@ def build_engine(
     }
     vocabulary = model.get_input_embeddings().num_embeddings
     is_grouped = not model.config.is_encoder_decoder and weight_format(name, model, settings.weights) == GROUPED
-    read_weights(model, PROVEN_LAYERS if is_grouped else None)
+    read_weights(model, proven_layers(model) if is_grouped else None)
     with torch.inference_mode():
         proof = Proof(model, shape, vocabulary, context, 2 * settings.step_tokens)
         if not model.config.is_encoder_decoder:

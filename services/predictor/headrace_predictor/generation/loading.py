@@ -24,16 +24,22 @@ from transformers.models.auto.modeling_auto import (
 
 from headrace.errors import StartupError
 from headrace.models.generation_config import describe, eos_ids_of, read_generation, rules_of
+from headrace.models.gguf import reader
+from headrace.models.gguf.folder import WEIGHTS_FILE
+from headrace.models.gguf.reader import read_gguf
 from headrace.models.sources import GGUF_SUFFIX
 from headrace.models.tokenizer_files import own_eos_id
 from headrace.models.weight_headers import weight_bytes
 from headrace.sampling import defaults_of
 from headrace_predictor.engine.build import build_engine
 from headrace_predictor.engine.grammar import GrammarCompiler
+from headrace_predictor.engine.runners import unread
 from headrace_predictor.engine.runners.memory import memory_left
 from headrace_predictor.engine.runners.paged import PagedRunner
 from headrace_predictor.generation.loaded_model import LoadedGeneration
+from headrace_predictor.models import gguf_blocks, gguf_weights, quantised_checkpoints
 from headrace_predictor.models.fingerprint import fingerprint_of
+from headrace_predictor.models.gguf_weights import has_gguf
 from headrace_predictor.models.weights import dtype_name, load_weights, multiplies_bfloat16, prepare_torch
 from headrace_predictor.settings import PredictorSettings
 from headrace_protos import engine_pb2
@@ -42,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 _LEAST_SHARE = 0.1  # Of the free memory, where other engines' caches may take as much: they may have it already.
 _WEIGHTS = ("*.safetensors", f"*{GGUF_SUFFIX}")
+_READERS = (gguf_blocks, gguf_weights, quantised_checkpoints, unread, reader)
 _MAPPINGS: dict[Any, Any] = {
     AutoModelForSeq2SeqLM: MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -134,9 +141,14 @@ def _load(
 
 
 def _digest(folder: Path, is_local: bool) -> str:
-    """A digest of the fingerprint, which leaves out parts of large tensors, and of when the files were changed."""
-    changed = [path.stat().st_mtime_ns for pattern in _WEIGHTS for path in sorted(folder.rglob(pattern))]
-    return sha256(f"{fingerprint_of(folder, '', is_local)} {changed}".encode()).hexdigest()[:32]
+    """A digest of the fingerprint, which leaves out parts of large tensors, of when the files were changed, and of the
+    code that reads quantised ones."""
+    paths = {path for pattern in _WEIGHTS for path in folder.rglob(pattern)}
+    if has_gguf(folder):
+        paths |= {place.path for place in read_gguf(folder / WEIGHTS_FILE).tensors.values()}
+    changed = [path.stat().st_mtime_ns for path in sorted(paths)]
+    code = b"".join(Path(str(module.__file__)).read_bytes() for module in _READERS)
+    return sha256(f"{fingerprint_of(folder, '', is_local)} {changed}".encode() + code).hexdigest()[:32]
 
 
 def _auto_class(name: str, folder: Path) -> Any:

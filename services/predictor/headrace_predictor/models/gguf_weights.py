@@ -7,6 +7,7 @@ them: those that it streams stay as they are, the rest become numbers of the mod
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from torch import Tensor
 
 from headrace.models.gguf.folder import WEIGHTS_FILE
 from headrace.models.gguf.reader import GGUF, TensorPlace, read_gguf
-from headrace_predictor.engine.cpu.grouped import GroupedMatrix, Numbers
+from headrace_predictor.engine.cpu.grouped import GroupedMatrix, Numbers, padded_bytes
+from headrace_predictor.engine.runners.streamed import GATED_MODELS
 from headrace_predictor.engine.runners.unread import leave_unread
 from headrace_predictor.engine.state.cache import Array
 from headrace_predictor.models.gguf_blocks import KINDS_OF, unpack
@@ -101,8 +103,8 @@ class StoredMatrix:
 
 
 def has_gguf(folder: Path) -> bool:
-    """Whether a folder's weights are a GGUF file."""
-    return (folder / WEIGHTS_FILE).is_file()
+    """Whether a folder was made of a GGUF file."""
+    return (folder / WEIGHTS_FILE).is_symlink()
 
 
 def load_gguf(folder: Path, kind: Any, config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
@@ -129,6 +131,12 @@ def load_gguf(folder: Path, kind: Any, config: Any, dtype: torch.dtype) -> tuple
     )
     if unexpected := sorted(report["unexpected_keys"]):
         raise ValueError(f"{file.path} has {unexpected[0]}, which {kind.__name__} lacks")
+    model.unread_bytes = sum(
+        padded_bytes(KINDS_OF[matrix.place.type.name], *matrix.place.shape)
+        if kind in GATED_MODELS
+        else math.prod(matrix.place.shape) * dtype.itemsize
+        for matrix in unread.values()
+    )
     for name, matrix in unread.items():
         module = model.get_submodule(name.removesuffix(".weight"))
         leave_unread(module, matrix)

@@ -26,6 +26,7 @@ _OF_LAYERS = (
     *("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv", "weight_zero_point"),
     "weight_g_idx",
 )
+_PLAIN = (torch.float32, torch.float16, torch.bfloat16)
 Parts = Mapping[str, Tensor]
 
 
@@ -39,10 +40,13 @@ def quantisation_of(config: Any) -> dict[str, Any]:
 class LayerMatrix:
     """The matrix of a layer, read from its tensors when it is needed; `kind` is the method of its quantisation."""
 
-    def __init__(self, kind: str, read: Callable[[], Numbers | Tensor]) -> None:
+    def __init__(self, kind: str, read: Callable[[], Numbers | Tensor], found: Numbers | Tensor) -> None:
         self.kind = kind
         self._read = read
-        self._held: Numbers | None = None
+        self._held: Numbers | None = None  # While it is packed, panel by panel.
+        if isinstance(found, Numbers):
+            outputs, inputs = found.numbers.shape
+            self._grouped = GroupedMatrix(0 if found.minimums.size else 1, outputs, inputs, self._rows)
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """All of it, as numbers."""
@@ -52,21 +56,13 @@ class LayerMatrix:
     @property
     def grouped(self) -> GroupedMatrix:
         """As it is; only of integers."""
-        found = self._held = self._whole()
-        kind = 0 if found.minimums.size else 1
-        outputs, inputs = found.numbers.shape
-        return GroupedMatrix(kind, outputs, inputs, self._rows)
+        return self._grouped
 
-    def _whole(self) -> Numbers:
+    def _rows(self, first: int, end: int) -> Numbers:
         found = self._held or self._read()
         if isinstance(found, Tensor):
             raise TypeError("a matrix of numbers is no matrix of integers")
-        return found
-
-    def _rows(self, first: int, end: int) -> Numbers:
-        found = self._held = self._whole()
-        if end == len(found.numbers):
-            self._held = None  # It has been packed.
+        self._held = None if end == len(found.numbers) else found
         return Numbers(*(part[first:end] for part in found))
 
 
@@ -82,12 +78,15 @@ def load_quantised(folder: Path, kind: Any, config: Any, dtype: torch.dtype) -> 
     state: dict[str, Tensor] = {}
     unread: dict[str, LayerMatrix] = {}
     for layer in sorted(layers):
-        names = [name for name in files if name.rpartition(".")[0] == layer and not name.endswith("bias")]
+        names = [name for name in files if name.rpartition(".")[0] == layer and not name.endswith(".bias")]
+        if unknown := [name for name in names if name.rpartition(".")[2] not in (*_OF_LAYERS, *_IGNORED, "weight")]:
+            raise ValueError(f"{folder} has {unknown[0]}, which is not known")
 
         def read(names: list[str] = names) -> Numbers | Tensor:
             return method({name.rpartition(".")[2]: _tensor(files[name], name) for name in names}, stated)
 
-        matrix, found = LayerMatrix(stated["quant_method"], read), read()
+        found = read()
+        matrix = LayerMatrix(stated["quant_method"], read, found)
         if isinstance(found, Numbers) and kind in GATED_MODELS:
             unread[layer] = matrix
             state[f"{layer}.weight"] = torch.zeros(1, dtype=dtype).expand(found.numbers.shape)
@@ -96,11 +95,18 @@ def load_quantised(folder: Path, kind: Any, config: Any, dtype: torch.dtype) -> 
     for name, path in files.items():
         place, _, part = name.rpartition(".")
         if part not in _IGNORED and (place not in layers or part == "bias"):
-            state[name] = _tensor(path, name).to(dtype)
+            tensor = _tensor(path, name)
+            if tensor.dtype not in _PLAIN:
+                raise ValueError(f"{path}: {name} is of {tensor.dtype}, without a scale that is known")
+            state[name] = tensor.to(dtype)
     del config.quantization_config
     model, report = kind.from_pretrained(
         None, config=config, state_dict=state, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
     )
+    # Some libraries write biases that a class lacks, all of them zero.
+    further = [name for name in report["unexpected_keys"] if name not in state or bool(state[name].any())]
+    if further:
+        raise ValueError(f"{folder} has {min(further)}, which {kind.__name__} lacks")
     for layer, matrix in unread.items():
         leave_unread(model.get_submodule(layer), matrix)
     return model, report
@@ -156,20 +162,25 @@ def _awq(parts: Parts, stated: Mapping[str, Any]) -> Numbers:
 
 
 def _compressed(parts: Parts, stated: Mapping[str, Any]) -> Numbers | Tensor:
-    scales = parts["weight_scale"]
-    if (words := parts.get("weight_packed")) is None:
+    if "weight_g_idx" in parts or stated.get("transform_config"):
+        raise ValueError("compressed-tensors with transforms, or ordered by activations, are not served")
+    scales, zeros, words = parts.get("weight_scale"), parts.get("weight_zero_point"), parts.get("weight_packed")
+    if words is None:
         weight = parts["weight"]
-        if weight.dtype == torch.int8 and "weight_zero_point" not in parts:
+        if weight.dtype == torch.int8 and scales is not None and zeros is None:
             return _of_groups(weight, scales.reshape(len(weight), -1), None)
         if weight.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-            return _fp8({"weight": weight, "weight_scale": scales}, stated)
+            groups = (stated.get("config_groups") or {}).values()
+            blocks = [(group.get("weights") or {}).get("block_structure") for group in groups]
+            return _fp8(parts, {**stated, "weight_block_size": next(filter(None, blocks), None)})
         raise ValueError(f"compressed-tensors of {weight.dtype} with zero points are not served")
-    if "weight_g_idx" in parts:
-        raise ValueError("compressed-tensors that are ordered by activations are not served")
-    if (shape := parts.get("weight_shape")) is not None and words.shape[1] * 8 != int(shape[1]):
+    if scales is None or words.shape[1] * 8 != int(parts.get("weight_shape", torch.tensor([0, words.shape[1] * 8]))[1]):
         raise ValueError("compressed-tensors of other than 4 bits in words are not served")
-    zeros = parts.get("weight_zero_point")
-    offset = torch.full_like(scales, 8) if zeros is None else _nibbles(zeros.t().contiguous()).t()[: len(scales)]
+    offset = torch.full_like(scales, 8)
+    if zeros is not None:
+        offset = _nibbles(zeros.t().contiguous()).t()[: len(scales)] if zeros.dtype == torch.int32 else zeros + 8
+    if offset.shape != scales.shape:
+        raise ValueError("compressed-tensors whose zero points do not fit their scales are not served")
     return _of_groups(_nibbles(words), scales, offset)
 
 
@@ -185,7 +196,9 @@ def _fp8(parts: Parts, stated: Mapping[str, Any]) -> Tensor:
     if block is not None and scales.dim() == 2:
         wide = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
         return weight * wide[: weight.shape[0], : weight.shape[1]]
-    return weight * scales.reshape(len(weight), -1)
+    if scales.numel() != len(weight):
+        raise ValueError(f"fp8 of {list(weight.shape)} with scales {list(scales.shape)} is not served")
+    return weight * scales.reshape(-1, 1)
 
 
 def _check(stated: Mapping[str, Any], bits: tuple[int, ...]) -> None:

@@ -71,9 +71,9 @@ def plan_memory(name: str, model: Any, shape: CacheShape, settings: PredictorSet
     copies = 2 if model.config.is_encoder_decoder else 1
     whole = ((settings.max_context or own) + 2 * BLOCK_TOKENS) * copies * shape.bytes_per_token
     # Weights that are still pages of their files count as free, until packing copies them.
-    weights = 0
+    weights = getattr(model, "unread_bytes", 0)
     if getattr(model, "are_pages_of_files", True):
-        weights = sum(tensor.numel() * tensor.itemsize for tensor in model.parameters())
+        weights += sum(tensor.numel() * tensor.itemsize for tensor in model.parameters())
     memory = cache_memory(name, model.device, settings, whole, weights)
     tokens = max(0, memory // (shape.bytes_per_token * BLOCK_TOKENS) - RESERVED) * BLOCK_TOKENS
     fits = max(0, tokens // copies - (copies - 1))

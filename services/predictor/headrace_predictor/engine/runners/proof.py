@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 _PIECES = (5, 9, 20, 39, 40)  # Where the chunks of the prompt end.
 _SPECIAL = 4  # Ids below are often those of padding, which some models leave out.
 _OUTPUT = 12  # Ids of an encoder-decoder model's answer.
-PROVEN_LAYERS = 2  # Of each kind, where a model has nothing but equal layers.
+_LAYERS = 2  # Of each kind, where a model has nothing but equal layers.
 _STEPS = 3  # Ids of `generate`.
 _PROMPT = 7  # The prompt of the sequence beside it, which decodes an id in each further step.
 # Differences by rounding only, relative to the largest logit; wrong attention differs by tens of percent.
@@ -242,8 +242,7 @@ class Proof:
             yield
             return
         decoder, whole = model.model, model.model.layers
-        kinds = getattr(model.config, "layer_types", None) or [""] * len(whole)
-        decoder.layers = whole[: max(i + 1 for i, kind in enumerate(kinds) if kinds[:i].count(kind) < PROVEN_LAYERS)]
+        decoder.layers = whole[: proven_layers(model)]
         try:
             yield
         finally:
@@ -335,6 +334,13 @@ class Proof:
             row = Row(follower, BLOCK_TOKENS, len(ids) - BLOCK_TOKENS)
             worst = max(worst, _largest(runner.run([row]), [whole[-1]]))
         return worst
+
+
+def proven_layers(model: Any) -> int:
+    """How many layers of a gated decoder the proof computes: up to the second of each kind."""
+    count = len(model.model.layers)
+    kinds = getattr(model.config, "layer_types", None) or [""] * count
+    return max(i + 1 for i, kind in enumerate(kinds[:count]) if kinds[:i].count(kind) < _LAYERS)
 
 
 def _largest(logits: Tensor, expected: Rows[Tensor]) -> float:

@@ -7,7 +7,6 @@ one: its products, norms and attention are the same code, called one by one.
 
 from __future__ import annotations
 
-from dataclasses import astuple
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -101,8 +100,8 @@ def packed_file(model: Any, format_: str, kept_at: Path | None, most: int) -> Pa
     size = 0
     for module in model.modules() if format_ == GROUPED else ():
         if isinstance(module, (nn.Linear, nn.Embedding)):
-            kind, outputs, inputs, _ = astuple(grouped_matrix(module))
-            size += padded_bytes(kind, outputs + panels.PANEL, inputs)
+            matrix = grouped_matrix(module)
+            size += padded_bytes(matrix.kind, matrix.outputs + panels.PANEL, matrix.inputs)
     for name, weight in () if format_ == GROUPED else model.named_parameters():
         if weight.dim() == 2:
             one = format_ if ".layers." in name else _FORMAT_OF_HEADS.get(format_, format_)

@@ -41,7 +41,7 @@ def leave_unread(module: Any, matrix: StoredMatrix) -> None:
 
 def _refuse(module: Any, _: Any) -> None:
     if module.is_unread:
-        raise RuntimeError("its weights have not been read")
+        raise RuntimeError(f"the weights of {list(module.weight.shape)} have not been read")
 
 
 @contextmanager
