@@ -7,7 +7,6 @@ them: those that it streams stay as they are, the rest become numbers of the mod
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,11 +19,10 @@ from torch import Tensor
 
 from headrace.models.gguf.folder import WEIGHTS_FILE
 from headrace.models.gguf.reader import GGUF, TensorPlace, read_gguf
-from headrace_predictor.engine.cpu.grouped import GroupedMatrix, Numbers, padded_bytes
-from headrace_predictor.engine.runners.streamed import GATED_MODELS
-from headrace_predictor.engine.runners.unread import leave_unread
+from headrace_predictor.engine.cpu.grouped import GroupedMatrix, Numbers
 from headrace_predictor.engine.state.cache import Array
 from headrace_predictor.models.gguf_blocks import KINDS_OF, unpack
+from headrace_predictor.models.stored_weights import build_model
 
 _ROWS_AT_ONCE = 1024
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -117,32 +115,10 @@ def load_gguf(folder: Path, kind: Any, config: Any, dtype: torch.dtype) -> tuple
     unread: dict[str, StoredMatrix] = {}
     for name, matrix in _matrices(file, config, dtype):
         if isinstance(matrix, StoredMatrix):
-            unread[name] = matrix
-            state[name] = torch.zeros(1, dtype=dtype).expand(matrix.place.shape)
+            unread[name.removesuffix(".weight")] = matrix
         else:
             state[name] = matrix.to(dtype)
-    model, report = kind.from_pretrained(
-        None,
-        config=config,
-        state_dict=state,
-        dtype=dtype,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
-    )
-    if unexpected := sorted(report["unexpected_keys"]):
-        raise ValueError(f"{file.path} has {unexpected[0]}, which {kind.__name__} lacks")
-    model.unread_bytes = sum(
-        padded_bytes(KINDS_OF[matrix.place.type.name], *matrix.place.shape)
-        if kind in GATED_MODELS
-        else math.prod(matrix.place.shape) * dtype.itemsize
-        for matrix in unread.values()
-    )
-    for name, matrix in unread.items():
-        module = model.get_submodule(name.removesuffix(".weight"))
-        leave_unread(module, matrix)
-        if module is model.get_input_embeddings() and config.tie_word_embeddings:
-            leave_unread(model.get_output_embeddings(), matrix)
-    return model, report
+    return build_model(file.path, kind, config, dtype, state, unread)
 
 
 def _matrices(file: GGUF, config: Any, dtype: torch.dtype) -> Iterator[tuple[str, StoredMatrix | Tensor]]:

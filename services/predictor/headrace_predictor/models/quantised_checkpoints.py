@@ -18,7 +18,7 @@ from torch import Tensor
 from headrace_predictor.engine.cpu.grouped import GroupedMatrix, Numbers
 from headrace_predictor.engine.cpu.panels import GROUP
 from headrace_predictor.engine.runners.streamed import GATED_MODELS
-from headrace_predictor.engine.runners.unread import leave_unread
+from headrace_predictor.models.stored_weights import build_model
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # Of a word's nibbles: the output of each.
 _IGNORED = ("input_scale", "k_scale", "v_scale", "weight_shape", "input_global_scale")
@@ -89,7 +89,6 @@ def load_quantised(folder: Path, kind: Any, config: Any, dtype: torch.dtype) -> 
         matrix = LayerMatrix(stated["quant_method"], read, found)
         if isinstance(found, Numbers) and kind in GATED_MODELS:
             unread[layer] = matrix
-            state[f"{layer}.weight"] = torch.zeros(1, dtype=dtype).expand(found.numbers.shape)
         else:
             state[f"{layer}.weight"] = matrix.values(dtype)
     for name, path in files.items():
@@ -100,16 +99,8 @@ def load_quantised(folder: Path, kind: Any, config: Any, dtype: torch.dtype) -> 
                 raise ValueError(f"{path}: {name} is of {tensor.dtype}, without a scale that is known")
             state[name] = tensor.to(dtype)
     del config.quantization_config
-    model, report = kind.from_pretrained(
-        None, config=config, state_dict=state, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
-    )
     # Some libraries write biases that a class lacks, all of them zero.
-    further = [name for name in report["unexpected_keys"] if name not in state or bool(state[name].any())]
-    if further:
-        raise ValueError(f"{folder} has {min(further)}, which {kind.__name__} lacks")
-    for layer, matrix in unread.items():
-        leave_unread(model.get_submodule(layer), matrix)
-    return model, report
+    return build_model(folder, kind, config, dtype, state, unread, drops_zeros=True)
 
 
 def _names(path: Path) -> list[str]:
