@@ -5,7 +5,8 @@
     oci://registry[:port]/repository[:tag][@sha256:…]
 
 A prefix is a folder, or one file. A pattern of allowed locations matches scheme and first part (bucket or host with
-port) by themselves, and the rest without tag and digest: no wildcard reaches from one into another.
+port) by themselves, and the rest, of which a tag or digest matters only where the pattern has one: no wildcard reaches
+from one into another.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ _OCI = re.compile(
     r"(:(?P<tag>\w[\w.-]{0,127}))?(@(?P<digest>sha256:[0-9a-f]{64}))?",
     re.ASCII,
 )
+_REFERENCE = re.compile("[:@]")  # Begins the tag or digest behind a repository.
 _PATTERN = re.compile(r"(s3|gs|az|oci)://[\w.*?:-]+(/[\w.=+@: *?-]+)*|[\w.*?-]+(/[\w.*?-]+)?", re.ASCII)
 
 
@@ -69,8 +71,9 @@ def matches(location: str, pattern: str) -> bool:
     """Whether a hub id or a checked URL matches a checked pattern."""
     if "://" not in location or "://" not in pattern:
         return "://" not in location + pattern and fnmatchcase(location, pattern)
-    if (image := _OCI.fullmatch(location)) is not None:
-        location = f"oci://{image['host']}/{image['repository']}"
     (scheme, _, place), (wanted_scheme, _, wanted) = location.partition("://"), pattern.partition("://")
     (first, _, rest), (wanted_first, _, wanted_rest) = place.partition("/"), wanted.partition("/")
-    return scheme == wanted_scheme and fnmatchcase(first, wanted_first) and fnmatchcase(rest, wanted_rest)
+    parts, wanted_parts = [scheme, first, rest], [wanted_scheme, wanted_first, wanted_rest]
+    if scheme == "oci":
+        parts[2:], wanted_parts[2:] = _REFERENCE.split(rest, 1), _REFERENCE.split(wanted_rest, 1)
+    return len(parts) >= len(wanted_parts) and all(map(fnmatchcase, parts, wanted_parts))
