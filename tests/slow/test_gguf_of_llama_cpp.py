@@ -66,7 +66,7 @@ def reference(model, path):
         tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
         for _, part, written in named_tensors(model):
             tensor = tensors[written]
-            values = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type))
+            values = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
             assert part.shape == values.shape
             part.copy_(torch.from_numpy(converted(written, values, model.config, back=True)))
         return model(torch.tensor([_IDS])).logits[0, -1]
