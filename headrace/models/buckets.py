@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -22,6 +23,7 @@ _OPTIONS: Mapping[str, dict[str, Any]] = {
     # Its defaults wait for a host that does not answer for half an hour.
     "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 2}}},
 }
+_LISTING_S = 20.0  # Of the retries of adlfs no setting shortens the three minutes.
 _BLOCK_BYTES = 8 << 20
 _BLOCKS = 4  # Requests at once.
 _VERSIONS = ("VersionId", "generation", "ETag", "etag")
@@ -33,15 +35,17 @@ def resolve(location: str) -> Listing:
     scheme, _, place = location.partition("://")
     try:
         import fsspec
+        from fsspec.asyn import sync
 
         cls = fsspec.get_filesystem_class(scheme)
     except ImportError:
         raise StartupError(
             f"{location} needs the package {_PACKAGES[scheme]}: install headrace with its extra `buckets`"
         ) from None
+    logging.getLogger(_PACKAGES[scheme]).setLevel(logging.CRITICAL)  # Errors come as exceptions too.
     with _errors(location):
         files = cls(skip_instance_cache=True, use_listings_cache=False, **_OPTIONS.get(scheme, {}))
-        found: dict[str, dict[str, Any]] = files.find(place, detail=True)
+        found: dict[str, dict[str, Any]] = sync(files.loop, files._find, place, detail=True, timeout=_LISTING_S)
     named = {_name(key, place): (key, details) for key, details in found.items()}
     plain = sorted(name for name in named if is_plain(name))
     basis = [(name, named[name][1]["size"], _version(named[name][1])) for name in plain]
@@ -90,6 +94,8 @@ def _errors(location: str) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise StartupError(f"{location} does not exist") from None
+    except TimeoutError:
+        raise ConnectionError(f"no answer within {_LISTING_S:g} s") from None
     except Exception as error:
         reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         if isinstance(error, PermissionError) or any(word in f"{type(error).__name__} {error}" for word in _REFUSED):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import socket
 import sys
 from urllib.request import Request, urlopen
 
@@ -140,6 +141,14 @@ def test_without_credentials_or_a_server_the_error_says_what_to_do(put, monkeypa
     with pytest.raises(StartupError, match=r"Unable to locate credentials; docs/models\.md names") as refused:
         fetched("s3://models/m")
     assert not isinstance(refused.value, StartupFault)
+
+
+def test_a_server_that_does_not_answer_is_not_waited_for(put, monkeypatch):
+    monkeypatch.setattr(buckets, "_LISTING_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*mute.getsockname()))
+        with pytest.raises(StartupFault, match=r"s3://models/m cannot be reached: no answer within 0\.5 s"):
+            fetched("s3://models/m")
 
 
 @pytest.mark.parametrize(("location", "package"), [("s3://b/m", "s3fs"), ("gs://b/m", "gcsfs"), ("az://b/m", "adlfs")])
