@@ -1,7 +1,9 @@
 # Every command of the project; `make` alone lists them.
 .DEFAULT_GOAL := help
 SHELL := bash
-PYTHON ?= python3.11
+IS_SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+PYTHON ?= $(or $(shell for python in python3 python3.13 python3.12 python3.11; do \
+  $$python -c '$(IS_SUPPORTED)' 2>/dev/null && echo $$python && break; done),python3)
 # Installing compiles nothing: what is imported is compiled then, once.
 unexport PYTHONDONTWRITEBYTECODE
 # A setting of .env, where there is one, else its default.
@@ -12,7 +14,7 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 VENV := .venv
 INSTALL := -m pip install --quiet --no-compile --disable-pip-version-check --root-user-action ignore
 PIP := $(VENV)/bin/python $(INSTALL)
-# The pip that Python 3.11 brings takes three times as long over the same packages.
+# The pip that Python brings takes three times as long over the same packages.
 NEW_PIP := pip==26.3
 new_venv = echo "installing into $(1)" && $(PYTHON) -m venv $(1) && $(1)/bin/python -m pip install --quiet --disable-pip-version-check $(NEW_PIP)
 RUN_DEPENDENCIES := $(VENV)/.installed-run
@@ -161,8 +163,8 @@ models: $(RUN_DEPENDENCIES) ## retrain the bundled models (about half an hour of
 	$(VENV)/bin/python -m models.train_normalizer
 
 $(VENV)/bin/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null \
-	  || { echo "Python 3.11 is needed; name one with PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c '$(IS_SUPPORTED)' 2>/dev/null \
+	  || { echo "Python 3.11, 3.12 or 3.13 is needed; name one with PYTHON=/path/to/python3.12" >&2; exit 1; }
 	@$(call new_venv,$(VENV))
 
 # torch comes first and alone: a wheel that pip finds on disk, else the index that TORCH_INDEX names.
@@ -172,14 +174,14 @@ define install_torch
   || $(PIP) --no-deps $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
 endef
 
-$(RUN_DEPENDENCIES): pyproject.toml constraints.txt | $(VENV)/bin/python
+$(RUN_DEPENDENCIES): pyproject.toml constraints.txt $(wildcard requirements/*.txt) | $(VENV)/bin/python
 	@echo "installing into $(VENV), once: about 2 minutes, 1.9 GB on disk"
 	$(install_torch)
-	@$(PIP) -c constraints.txt -e '.[transformer,predictor,logger,postgres,runner]'
+	@$(PIP) -c constraints.txt -e '.[postgres]'
 	@touch $@
 
 $(DEV_DEPENDENCIES): $(RUN_DEPENDENCIES)
-	@$(PIP) -c constraints.txt -e '.[transformer,predictor,logger,postgres,runner,buckets,loadtest,dev]'
+	@$(PIP) -c constraints.txt -e '.[postgres,buckets,loadtest,dev]'
 	@touch $@
 
 # matplotlib draws the knee's picture.

@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 
 from headrace.errors import StartupError
-from headrace_runner.settings import HOME, LOOPBACK, ROOT, StackSettings
+from headrace_runner.settings import HOME, LOOPBACK, PROGRAM, ROOT, StackSettings
 
 ENVOY_FOLDER = ROOT / "envoy"
 SECRETS = ("certificate.yaml", "client_authority.yaml")
@@ -162,7 +162,7 @@ def _check(settings: StackSettings) -> None:
         if not all((folder / name).is_file() for name in ("tls.crt", "tls.key")):
             raise StartupError(
                 f"GATEWAY_TLS={settings.gateway_tls}: must be a folder with a tls.crt and a tls.key;"
-                " `make certs` makes them for development"
+                f" `{PROGRAM} certs` makes them for development"
             )
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         # A password would be asked for on the terminal.

@@ -16,7 +16,7 @@ from headrace_runner.terminal import BOLD, GREEN, Painter, short
 
 _METHOD = "headrace.v1.TextGeneration/Generate"
 # Settings of `make up` that `make smoke` also needs.
-_GATEWAY_SETTINGS = ("GATEWAY_BIND", "GATEWAY_PORT")
+_GATEWAY_SETTINGS = ("GATEWAY_BIND", "GATEWAY_PORT", "PORT_OFFSET")
 
 
 class Report:

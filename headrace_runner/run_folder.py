@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from headrace.errors import StartupError
+from headrace_runner.settings import PROGRAM
 
 
 class RunFolder:
@@ -57,7 +58,8 @@ class RunFolder:
         lock = self._pid_file.open("a+")
         try:
             if not _try_lock(lock):
-                raise StartupError(f"a stack is running in {self.path} (process {self.holder()}); `make down` stops it")
+                running = f"a stack is running in {self.path} (process {self.holder()}); `{PROGRAM} down` stops it"
+                raise StartupError(f"{running}, PORT_OFFSET=1000 starts another one")
             os.ftruncate(lock.fileno(), 0)
             os.write(lock.fileno(), f"{os.getpid()}\n".encode())
         except BaseException:

@@ -13,7 +13,7 @@ from headrace.endpoints import parse_endpoints
 from headrace.errors import StartupError
 from headrace_runner.envoy_config import lua_path
 from headrace_runner.process import ProcessSpec
-from headrace_runner.settings import HOME, LOOPBACK, StackSettings, environment
+from headrace_runner.settings import HOME, IS_CHECKOUT, LOOPBACK, StackSettings, environment
 
 Environment = dict[str, str]
 
@@ -101,6 +101,8 @@ def plan(
         _refuse_computed(inherited, own)
         return ProcessSpec(name, command, tuning | inherited | own | added, port, _GRACE_S[kind])
 
+    if not IS_CHECKOUT:  # The services run in the user's folder, whose modules are not theirs.
+        inherited["PYTHONSAFEPATH"] = "1"
     tuning = predictor_tuning(settings) | rules
     places = {
         name: str(HOME / inherited[name]) if inherited.get(name) else str(settings.run_folder / default)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import sysconfig
 from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Annotated, Literal
@@ -27,9 +26,10 @@ from headrace.validation import first_fault, unknown_setting
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
 IS_CHECKOUT = (_CHECKOUT / "envoy" / "envoy.yaml").exists()
-# Envoy's configuration, the bundled models and the load test: the services' working folder.
-ROOT = _CHECKOUT if IS_CHECKOUT else Path(sysconfig.get_path("data"), "share", "headrace")
-# The user's `.env` and `.run`: for an installed package in the folder where the command runs.
+PROGRAM = "make" if IS_CHECKOUT else "headrace"  # What messages tell the user to run.
+# Envoy's configuration, the bundled models and the load test.
+ROOT = _CHECKOUT if IS_CHECKOUT else Path(__file__).resolve().parent / "share"
+# The user's `.env` and `.run`, and the services' working folder: for an installed package where the command runs.
 HOME = _CHECKOUT if IS_CHECKOUT else Path.cwd()
 LOOPBACK = "127.0.0.1"
 REPLICA_STRIDE = 10  # Predictors listen on 9000, 9010, 9020, …
@@ -55,8 +55,16 @@ def _matching(pattern: str, message: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-Port = Annotated[int, Field(ge=1, le=65535)]
-MetricsPort = Annotated[int, Field(ge=0, le=65535)]  # 0: no page.
+def _moved(port: int, info: ValidationInfo) -> int:
+    """The port with PORT_OFFSET added; 0 stays."""
+    moved = port and port + info.data.get("port_offset", 0)
+    if moved > _MAX_PORT:
+        raise ValueError(f"is above {_MAX_PORT} with PORT_OFFSET")
+    return int(moved)
+
+
+Port = Annotated[int, Field(ge=1, le=_MAX_PORT), AfterValidator(_moved)]
+MetricsPort = Annotated[int, Field(ge=0, le=_MAX_PORT), AfterValidator(_moved)]  # 0: no page.
 Origins = Annotated[
     str,
     _matching(rf"(\*|{_ORIGIN}(,{_ORIGIN})*)?", "must be * or a comma list of origins such as https://host:port"),
@@ -78,6 +86,13 @@ class StackSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_file=_ENV_FILE, env_ignore_empty=True, extra="ignore", frozen=True)
 
+    port_offset: int = Field(
+        0,
+        ge=0,
+        le=_MAX_PORT,
+        description="Added to every port of this table, for several stacks on one machine; the run folder of such a"
+        " stack is .run-OFFSET.",
+    )
     gateway_insecure: bool = Field(
         False,
         description="Whether the gateway may listen beyond loopback, where every caller may use the models.",
@@ -145,7 +160,7 @@ class StackSettings(BaseSettings):
     logger_metrics_port: MetricsPort = Field(9102, description="The logger's page. 0: none.")
     locust_port: Port = Field(8089, description="The page of `make load`.")
     models: str = Field(
-        DEFAULT_MODELS,
+        DEFAULT_MODELS if IS_CHECKOUT else DEFAULT_MODELS.replace("=", f"={ROOT}/"),
         description="Comma list of name=folder-or-hub-id[@revision], or org/name of the hub, or name=URL.",
     )
     predictor_endpoints: str = Field(
@@ -171,7 +186,7 @@ class StackSettings(BaseSettings):
     roll_patience_s: float = Field(
         600.0, ge=0, le=3600, description="Seconds that `make roll` gives the calls of each service that it replaces."
     )
-    run_folder: Path = Field(HOME / ".run", description="Logs, payload database and derived configuration.")
+    run_folder: Path = Field(Path(".run"), description="Logs, payload database and derived configuration.")
 
     @field_validator("gateway_bind")
     @classmethod
@@ -220,6 +235,12 @@ class StackSettings(BaseSettings):
             if endpoint in own:
                 raise ValueError(f"{endpoint} of PREDICTOR_ENDPOINTS is the address of a local predictor")
         return value
+
+    @field_validator("run_folder")
+    @classmethod
+    def _is_of_this_stack(cls, value: Path, info: ValidationInfo) -> Path:
+        offset = info.data.get("port_offset", 0)
+        return HOME / (f".run-{offset}" if offset and value == Path(".run") else value)
 
     @property
     def remote_predictors(self) -> tuple[tuple[str, int], ...]:

@@ -25,7 +25,7 @@ from headrace_runner.process import Process, Say
 from headrace_runner.readiness import Readiness
 from headrace_runner.run_folder import RunFolder
 from headrace_runner.service_process import ServiceProcess
-from headrace_runner.settings import LOOPBACK, ROOT, StackSettings
+from headrace_runner.settings import HOME, LOOPBACK, PROGRAM, StackSettings
 
 _POLL_S = 0.1
 _REPORT_S = 10.0
@@ -57,7 +57,7 @@ class Stack:
         self._change_gateway = change_gateway
         self._commands, self._environment = commands or {}, environment or {}
         plan = self._plan()
-        places = (self.folder.logs, ROOT, say, self._restore_folder)
+        places = (self.folder.logs, HOME, say, self._restore_folder)
         self._services = {
             spec.name: ServiceProcess(spec, *places) for spec in (*plan.predictors, plan.transformer, plan.logger)
         }
@@ -248,7 +248,7 @@ def _check_rolled(before: StackSettings, after: StackSettings) -> None:
     for name in StackSettings.model_fields:
         new = getattr(after, name)
         if name not in _ROLLED and new != getattr(before, name):
-            raise StartupError(f"{name.upper()}={new}: cannot change while the stack runs; `make down` first")
+            raise StartupError(f"{name.upper()}={new}: cannot change while the stack runs; `{PROGRAM} down` first")
 
 
 def check_ports(settings: StackSettings) -> None:
@@ -270,6 +270,9 @@ def check_ports(settings: StackSettings) -> None:
                         raise StartupError(f"{reason}; set {setting}=… to another") from None
                     taken[setting] = port
     if len(taken) > 1:
-        raise StartupError(f"ports {', '.join(map(str, taken.values()))} are taken; set {', '.join(taken)} to others")
+        raise StartupError(
+            f"ports {', '.join(map(str, taken.values()))} are taken; set PORT_OFFSET=1000, which moves all ports,"
+            f" or {', '.join(taken)} to others"
+        )
     for setting, port in taken.items():
         raise StartupError(f"port {port} is taken; set {setting}=… to another")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
-BOLD, DIM, GREEN, RED = "\033[1m", "\033[2m", "\033[32m", "\033[31m"
+BOLD, DIM, GREEN, RED, YELLOW = "\033[1m", "\033[2m", "\033[32m", "\033[31m", "\033[33m"
 _PLAIN = "\033[0m"
 
 

@@ -1,17 +1,19 @@
-"""`python3 requirements_of.py EXTRA… < pyproject.toml`: what the extras need, a requirement a line.
+"""`python3 requirements_of.py PART…`: what the parts need, a requirement a line.
 
-For the Dockerfile, which installs the packages before there is any code.
+A part is a file in the folder `requirements`, or an extra of `pyproject.toml`. For the Dockerfile, which installs the
+packages before there is any code.
 """
 
 import sys
 import tomllib
+from pathlib import Path
 
 
 def main() -> None:
-    project = tomllib.load(sys.stdin.buffer)["project"]
-    extras = project["optional-dependencies"]
-    for requirement in (*project["dependencies"], *(one for name in sys.argv[1:] for one in extras[name])):
-        sys.stdout.write(f"{requirement}\n")
+    extras = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for name in sys.argv[1:]:
+        file = Path("requirements", f"{name}.txt")
+        sys.stdout.write(file.read_text() if file.exists() else "".join(f"{each}\n" for each in extras[name]))
 
 
 if __name__ == "__main__":

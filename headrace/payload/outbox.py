@@ -264,7 +264,10 @@ def _take_over(folder: Path, max_bytes: int) -> Outbox | None:
     except BlockingIOError:
         os.close(lock)
         return None
-    paths = sorted(path for path in folder.iterdir() if _SEGMENT_NAME.fullmatch(path.name))
+    found = sorted(folder.iterdir())
+    paths = [path for path in found if _SEGMENT_NAME.fullmatch(path.name)]
+    if others := [path.name for path in found if path not in paths and path.name != "lock"]:
+        logger.warning("the spool %s has %s, which this version does not read", folder, others[0])
     while paths and _is_unused(paths[-1]):
         paths.pop()
     if segments := [Segment(path, size) for path in paths if (size := path.stat().st_size)]:

@@ -13,7 +13,7 @@ from typing import Any
 from headrace.clients import Policy
 from headrace.errors import StartupError
 from headrace_runner import settings as stack_settings
-from headrace_runner.command import access, chat, help_texts, models, records, start
+from headrace_runner.command import access, chat, doctor, help_texts, models, records, start
 from headrace_runner.command.gateway import Gateway
 from headrace_runner.replay import options as replay_options
 from headrace_runner.terminal import Painter, has_colours, short
@@ -67,12 +67,16 @@ def parser() -> argparse.ArgumentParser:
 
     up = command("up", _up, "start the stack", help_texts.UP, calls=False)
     serve = command("serve", _serve, "start the stack with one model", help_texts.SERVE, calls=False)
-    serve.add_argument("model", metavar="MODEL", help="a folder, a hub id with or without @revision, or a URL")
+    where = "a folder, a GGUF file, a hub id with or without @revision, or a URL; NAME=MODEL names it"
+    serve.add_argument("model", metavar="MODEL", help=where)
     serve.add_argument("--name", default="", help="what clients call it; without it the last part of MODEL")
-    for starting in (up, serve):
-        starting.add_argument("settings", nargs="*", metavar="NAME=value", help="settings of this stack")
-        starting.add_argument("-v", "--verbose", action="store_true", help="print every address and a call by gRPC")
-    command("down", _down, "stop the stack of this checkout", "Stops the stack of this checkout.", calls=False)
+    down = command("down", _down, "stop the stack", help_texts.DOWN, calls=False)
+    roll = command("roll", _roll, "replace the stack's services", help_texts.ROLL, calls=False)
+    examined = command("doctor", _doctor, "check this machine", help_texts.DOCTOR, calls=False)
+    for own in (up, serve, down, roll, examined):
+        own.add_argument("settings", nargs="*", metavar="NAME=value", help="settings of this stack")
+    for own in (up, serve):
+        own.add_argument("-v", "--verbose", action="store_true", help="print every address and a call by gRPC")
 
     pull = command("pull", _pull, "fetch models now", help_texts.PULL, calls=False)
     pull.add_argument("locations", nargs="+", metavar="LOCATION", help="a hub id with or without @revision, or a URL")
@@ -145,16 +149,25 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _up(options: argparse.Namespace) -> None:
-    start.run_up(options.settings, options.verbose)
+    start.run_runner("up", options.settings, *(["--verbose"] if options.verbose else []))
 
 
 def _serve(options: argparse.Namespace) -> None:
-    models = start.models_setting(options.model, options.name)
-    start.run_up([*options.settings, f"MODELS={models}"], options.verbose)
+    options.settings.append(f"MODELS={start.models_setting(options.model, options.name)}")
+    _up(options)
 
 
-def _down(_: argparse.Namespace) -> None:
-    start.run_down()
+def _down(options: argparse.Namespace) -> None:
+    start.run_runner("down", options.settings)
+
+
+def _roll(options: argparse.Namespace) -> None:
+    start.run_runner("roll", options.settings)
+
+
+def _doctor(options: argparse.Namespace) -> None:
+    start.take(options.settings)
+    raise SystemExit(doctor.examine(_painter()))
 
 
 def _pull(options: argparse.Namespace) -> None:

@@ -23,7 +23,7 @@ from headrace.clients import NAME_PATTERN, Policy
 from headrace.errors import StartupError
 from headrace.files import load_yaml, replace_file
 from headrace.validation import first_fault
-from headrace_runner.settings import HOME, StackSettings
+from headrace_runner.settings import HOME, PROGRAM, StackSettings
 from headrace_runner.terminal import short
 
 KEY_FILE = HOME / "config" / "keys.yaml"
@@ -76,7 +76,9 @@ def make_certificates(folder: Path, names: Iterable[str], *, ask_clients: bool =
     try:
         import trustme
     except ImportError:
-        raise StartupError("certificates need the package trustme; `make certs` installs it") from None
+        raise StartupError(
+            "certificates need the package trustme; `pip install trustme` or `make certs` installs it"
+        ) from None
     authority = trustme.CA(organization_name="Headrace development")
     try:
         server = authority.issue_cert(*dict.fromkeys((*LOCAL_NAMES, *names)))
@@ -111,7 +113,7 @@ def next_steps(folder: Path, settings: StackSettings, *, ask_clients: bool) -> s
     return "\n".join(
         (
             f"made in {at}, for development: the key is readable for every user of this machine",
-            f"start       make up GATEWAY_TLS={at}",
+            f"start       {PROGRAM} up GATEWAY_TLS={at}",
             f"curl        curl --cacert {at}/authority.crt{own} https://{address}/v2/health/ready",
             f"grpcurl     grpcurl -cacert {at}/authority.crt{of_grpcurl} {address} grpc.health.v1.Health/Check",
         )

@@ -6,12 +6,27 @@ UP = """Starts the whole stack as local processes, as `make up` does, and stops 
   headrace up PREDICTORS=2 DEVICE=cpu
   headrace up 'MODELS=a=./folder,b=organisation/name'
 
-docs/settings.md lists the settings; lines NAME=value of a file .env in the checkout are read too."""
+docs/settings.md lists the settings; lines NAME=value of a file .env are read too, in the checkout or, where the
+package is installed, in the current folder."""
 SERVE = """Starts the whole stack with one model, and stops it at Ctrl-C.
 
   headrace serve ./my-model                  a folder that save_pretrained wrote, or one with a model.py
+  headrace serve chat=./model-Q4_K_M.gguf    a GGUF file, which clients call chat
   headrace serve Qwen/Qwen3-0.6B             a model of the hub, downloaded once
   headrace serve org/name@revision --name chat DEVICE=cuda"""
+DOWN = """Stops the stack of this checkout or, if the package is installed, of the current folder.
+
+  headrace down
+  headrace down PORT_OFFSET=1000              the stack that was started with this setting"""
+ROLL = """Replaces the services of the running stack, without dropping a call: with the settings that are given and
+those of .env, and with the code that is installed now.
+
+  headrace roll PREDICTOR_MAX_RUNNING=8"""
+DOCTOR = """Checks what a start needs: Python and its packages, settings and files that they name, ports, memory, disk,
+the processor, Docker. A line for each, with what to do where something is wrong; exit code 1 if a start would fail.
+
+  headrace doctor
+  headrace doctor MODELS=chat=./folder PORT_OFFSET=1000"""
 PULL = """Fetches models into this machine's caches and prints their folders. A download that was cut continues where it
 stopped.
 

@@ -21,11 +21,12 @@ from pathlib import Path
 from headrace.errors import StartupError
 from headrace.models.downloads import LISTING, MODEL_FILES, cache_folder
 from headrace.models.hub import fetch
-from headrace.models.sources import parse_location
+from headrace.models.sources import ModelSource, parse_location
 from headrace.models.weight_headers import weight_bytes
+from headrace_runner.settings import HOME
 from headrace_runner.terminal import BOLD, Painter, printable
 
-_RUNTIME_BYTES = 1_000_000_000  # Of torch and the process, as .env.example has it.
+RUNTIME_BYTES = 1_000_000_000  # Of torch and the process, as .env.example has it.
 _PROBE_BYTES = 512 << 20
 _ROUNDS = 3
 
@@ -56,7 +57,7 @@ def pull(location: str) -> Path:
     except ValueError as error:
         raise StartupError(str(error)) from None
     except ImportError as error:
-        raise StartupError(f"{location} needs the package {error.name}: install the extra `transformer`") from None
+        raise StartupError(f"{location} needs the package {error.name}: `pip install headrace` has it") from None
     finally:
         log.setLevel(level)
         if is_terminal:
@@ -68,6 +69,15 @@ def cached_models() -> list[CachedModel]:
     return sorted((_read(location, folder) for location, folder in _folders()), key=lambda model: model.location)
 
 
+def weights_here(source: ModelSource) -> int:
+    """The bytes of a model's weights; 0 for a model that is not on this machine yet."""
+    path = HOME / source.location
+    if path.is_file():
+        return path.stat().st_size
+    found = ((where, folder) for where, folder in _folders() if where.partition("@")[0] == source.location)
+    return max((_read(*each).weights for each in ((source.location, path), *found)), default=0)
+
+
 def as_table(models: Sequence[CachedModel], bytes_per_s: float, paint: Painter) -> str:
     """A line for each model under a line of titles."""
     if not models:
@@ -77,7 +87,7 @@ def as_table(models: Sequence[CachedModel], bytes_per_s: float, paint: Painter) 
             printable(model.location),
             _gigabytes(model.size),
             model.formats or "-",
-            _gigabytes(model.weights + _RUNTIME_BYTES) if model.weights else "-",
+            _gigabytes(model.weights + RUNTIME_BYTES) if model.weights else "-",
             f"{bytes_per_s / model.weights:,.0f}" if model.weights else "-",
         )
         for model in models

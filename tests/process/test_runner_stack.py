@@ -174,7 +174,8 @@ async def test_an_envoy_that_refuses_its_configuration_is_a_startup_error(tmp_pa
 async def test_all_taken_ports_are_named_at_once(tmp_path: Path) -> None:
     settings = free_settings(tmp_path / "run")
     gateway, logger = settings.gateway_port, settings.logger_port
-    taken = f"^ports {gateway}, {logger} are taken; set GATEWAY_PORT, LOGGER_PORT to others$"
+    moved = "set PORT_OFFSET=1000, which moves all ports, or GATEWAY_PORT, LOGGER_PORT to others"
+    taken = f"^ports {gateway}, {logger} are taken; {moved}$"
     with ExitStack() as held:
         for port in (gateway, logger):
             held.enter_context(socket.create_server(("127.0.0.1", port)))

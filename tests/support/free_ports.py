@@ -46,6 +46,7 @@ def free_settings(run_folder: Path, **overrides: Any) -> StackSettings:
     for _ in range(100 * _ATTEMPTS):
         base = random.choice(_blocks())
         values: dict[str, Any] = {
+            "port_offset": 0,
             "gateway_bind": "127.0.0.1",
             "gateway_port": base,
             "gateway_inner_port": base + 1,
@@ -72,6 +73,16 @@ def free_settings(run_folder: Path, **overrides: Any) -> StackSettings:
             continue
         return settings
     raise StartupError(f"no free ports between {_FIRST} and {_LAST}")
+
+
+def free_offset() -> int:
+    """A PORT_OFFSET whose ports are free now: below those of `free_settings`."""
+    offsets = range(1_000, 10_000, 20)
+    for offset in random.sample(offsets, len(offsets)):
+        with suppress(StartupError):
+            check_ports(StackSettings(port_offset=offset))
+            return offset
+    raise StartupError(f"no free ports for an offset of {offsets}")
 
 
 async def start_stack(run_folder: Path, overrides: dict[str, Any], **arguments: Any) -> Stack:

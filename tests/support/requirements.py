@@ -1,12 +1,22 @@
-"""The distributions that others require."""
+"""What the parts of Headrace require, and the distributions that others require."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+_FOLDER = Path(__file__).parents[2] / "requirements"
+PARTS = ("command", "transformer", "predictor", "logger", "runner")  # Of a stack, all of them.
+
+
+def requirements(part: str) -> list[str]:
+    """What a part requires beyond the command, and what the command requires itself."""
+    lines = (_FOLDER / f"{part}.txt").read_text().splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
 
 
 def closure(requirements: Iterable[str]) -> set[str]:

@@ -77,10 +77,10 @@ class MakeUp:
             if compiled.is_dir():
                 (folder / compiled.relative_to(ROOT)).symlink_to(compiled)
         (folder / ".venv").symlink_to(ROOT / ".venv")
-        # A newer pyproject.toml would have make install the copy into the environment that it shares.
+        # Newer requirements would have make install the copy into the environment that it shares.
         installed = (ROOT / ".venv" / ".installed-run").stat().st_mtime_ns
-        for name in ("pyproject.toml", "constraints.txt"):
-            os.utime(folder / name, ns=(installed, installed))
+        for path in (folder / "pyproject.toml", folder / "constraints.txt", *folder.glob("requirements/*.txt")):
+            os.utime(path, ns=(installed, installed))
         settings = free_settings(folder)
         # The documented addresses, and those of this stack.
         self.addresses = {

@@ -21,7 +21,23 @@ from headrace_runner.terminal import Painter
 
 PLAIN = Painter(coloured=False)
 COMMANDS = (
-    *("up", "serve", "down", "pull", "models", "chat", "smoke", "replay", "load", "key", "certs", "log", "usage"),
+    *(
+        "up",
+        "serve",
+        "down",
+        "roll",
+        "doctor",
+        "pull",
+        "models",
+        "chat",
+        "smoke",
+        "replay",
+        "load",
+        "key",
+        "certs",
+        "log",
+        "usage",
+    ),
     "trace",
 )
 NOW = datetime(2026, 5, 4, 12, tzinfo=UTC)
@@ -82,12 +98,12 @@ def test_a_wrong_command_line_is_refused(arguments: list[str], capsys: pytest.Ca
 
 def test_a_setting_without_a_value_is_refused() -> None:
     with pytest.raises(StartupError, match="'PREDICTORS' is not NAME=value"):
-        start.run_up(["PREDICTORS"], verbose=False)
+        start.run_runner("up", ["PREDICTORS"])
 
 
 def test_a_name_that_is_no_setting_is_refused() -> None:
     with pytest.raises(StartupError, match=r"^PREDICTOR: unknown setting; did you mean PREDICTORS\?$"):
-        start.run_up(["PREDICTOR=2"], verbose=False)
+        start.run_runner("up", ["PREDICTOR=2"])
 
 
 def test_a_folder_or_a_hub_id_is_served_under_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,6 +113,8 @@ def test_a_folder_or_a_hub_id_is_served_under_its_own_name(tmp_path: Path, monke
     assert start.models_setting("my-model", "chat") == f"chat={tmp_path}/my-model"
     assert start.models_setting("org/Model-1.5@v2", "") == "org/Model-1.5=org/Model-1.5@v2"
     assert start.models_setting("gpt2", "") == "gpt2=gpt2"
+    assert start.models_setting("chat=./my-model", "") == f"chat={tmp_path}/my-model"
+    assert start.models_setting("a/b=org/Model@v2", "") == "a/b=org/Model@v2"
     assert start.models_setting("hf://org/Model@v2", "") == "org/Model=org/Model@v2"
     assert start.models_setting("s3://bucket/a/story/", "") == "story=s3://bucket/a/story"
     assert start.models_setting("oci://host:5000/a/story:v1", "") == "story=oci://host:5000/a/story:v1"

@@ -12,7 +12,7 @@ import pytest
 from packaging.utils import canonicalize_name
 
 from tests.support.import_graph import ROOT, imports, loaded_with, modules
-from tests.support.requirements import closure
+from tests.support.requirements import PARTS, closure, requirements
 
 HEADRACE = (
     ("headrace.json_schemas",),
@@ -188,14 +188,11 @@ def test_pure_logic_loads_no_library_of_models(module):
     assert not libraries & loaded_with(module)
 
 
-@pytest.mark.parametrize("extra", ["", "transformer", "predictor", "logger,postgres", "runner"])
-def test_a_part_requires_what_it_loads(extra):
-    """Without an extra: the command."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = [each for each in extra.split(",") if each]
-    required = [*project["dependencies"], *(one for name in extras for one in project["optional-dependencies"][name])]
-    names = closure(required)
-    entries = modules(f"headrace_{extras[0]}") if extras else ["headrace_runner.command.__main__"]
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_requires_what_it_loads(part):
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    names = closure([*requirements("command"), *requirements(part), *(extras["postgres"] if part == "logger" else [])])
+    entries = modules(f"headrace_{part}") if part != "command" else ["headrace_runner.command.__main__"]
     loaded = {name.split(".")[0] for entry in entries for name in loaded_with(entry)} - sys.stdlib_module_names
     distributions = packages_distributions()
     missing = {

@@ -1,7 +1,5 @@
 """Each private part of a library stands behind one module of ours, and its requirement has an upper bound."""
 
-import tomllib
-
 import pytest
 from h2.config import H2Configuration
 from h2.connection import H2Connection
@@ -9,6 +7,7 @@ from opentelemetry.sdk.metrics.view import ExplicitBucketHistogramAggregation
 from packaging.requirements import Requirement
 
 from tests.support.import_graph import ROOT
+from tests.support.requirements import PARTS, requirements
 
 SHIPPED = ("headrace", "headrace_runner", "services", "loadtest")
 MODULES = {
@@ -41,11 +40,7 @@ def test_the_sdk_makes_aggregations_where_ours_replaces_it():
 
 @pytest.mark.parametrize("name", ["h2", "llguidance", "opentelemetry-sdk", "torch", "transformers"])
 def test_the_requirement_has_an_upper_bound(name):
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    requirements = [
-        *project["dependencies"],
-        *(one for extra in project["optional-dependencies"].values() for one in extra),
-    ]
-    found = [each for each in map(Requirement, requirements) if each.name == name]
+    required = [one for part in PARTS for one in requirements(part)]
+    found = [each for each in map(Requirement, required) if each.name == name]
     assert found
     assert all("<" in {specifier.operator for specifier in each.specifier} for each in found)

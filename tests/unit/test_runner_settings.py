@@ -22,6 +22,8 @@ from headrace_transformer.settings import TransformerSettings
         ("GATEWAY_PROT", "8080", "GATEWAY_PROT: unknown setting; did you mean GATEWAY_PORT?"),
         ("GATEWAY_COLOUR", "red", "GATEWAY_COLOUR: unknown setting; docs/settings.md lists the known ones"),
         ("GATEWAY_PORT", "http", "GATEWAY_PORT=http: "),
+        ("PORT_OFFSET", "-1", "PORT_OFFSET=-1: "),
+        ("PORT_OFFSET", "60000", "GATEWAY_PORT=8080: is above 65535 with PORT_OFFSET"),
         ("GATEWAY_TRACE_PERCENT", "101", "GATEWAY_TRACE_PERCENT=101: "),
         ("GATEWAY_BIND", "localhost", "GATEWAY_BIND=localhost: "),
         ("GATEWAY_BIND", "0.0.0.0", "GATEWAY_BIND=0.0.0.0: everyone who reaches this address could "),
@@ -76,6 +78,21 @@ def test_the_environment_wins_over_the_file(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("PREDICTORS", "3")
     monkeypatch.setenv("PREDICTOR_PORT", "9500")
     assert stack_settings.load().predictor_ports == (9500, 9510, 9520)
+
+
+def test_an_offset_moves_every_port_and_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREDICTORS", "2")
+    monkeypatch.setenv("LOGGER_METRICS_PORT", "0")
+    usual = stack_settings.load()
+    monkeypatch.setenv("PORT_OFFSET", "1000")
+    moved = stack_settings.load()
+    assert moved.ports() == {name: tuple(port + 1000 for port in ports) for name, ports in usual.ports().items()}
+    assert (moved.gateway, moved.locust_port, moved.logger_metrics_port) == ("127.0.0.1:9080", 9089, 0)
+    assert moved.run_folder == usual.run_folder.with_name(".run-1000")
+    monkeypatch.setenv("RUN_FOLDER", "state")
+    assert stack_settings.load().run_folder == stack_settings.HOME / "state"
+    addresses = (moved.otel_exporter_otlp_endpoint, usual.otel_exporter_otlp_endpoint)
+    assert addresses[0] == addresses[1]  # Of another program.
 
 
 def test_an_address_of_all_interfaces_is_reached_on_loopback(tmp_path: Path) -> None:

@@ -1,0 +1,62 @@
+"""`headrace doctor` in this environment: it passes, and names a wrong setting of a service, of keys and of Envoy."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+from socket import create_server
+
+import pytest
+
+from headrace_runner.settings import StackSettings
+from tests.support.free_ports import free_offset
+
+
+def examined(*settings: str) -> tuple[int, dict[str, str]]:
+    """The exit code, and each check's line."""
+    done = subprocess.run(
+        [sys.executable, "-m", "headrace_runner.command", "doctor", f"PORT_OFFSET={free_offset()}", *settings],
+        env=os.environ | {"DEVICE": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.stderr == ""
+    return done.returncode, {line.split()[1]: line for line in done.stdout.splitlines()}
+
+
+def test_it_passes_where_a_stack_starts() -> None:
+    code, lines = examined()
+    assert code == 0, lines
+    assert lines["packages"].startswith("ok    packages   torch 2.")
+    assert lines["settings"].startswith("ok    settings   the services and Envoy accept them")
+    assert len(lines) == 8
+
+
+@pytest.mark.parametrize(
+    ("setting", "check", "message"),
+    [
+        ("TRANSFORMER_WORKERS=none", "settings", "TRANSFORMER_WORKERS=none: "),
+        ("LOGGER_RETENTION=1", "settings", "LOGGER_RETENTION: unknown setting"),
+        ("GATEWAY_KEYS=Makefile", "settings", "Makefile"),
+        ("GATEWAY_TLS=docs", "settings", "GATEWAY_TLS=docs: must be a folder with a tls.crt and a tls.key"),
+        ("DEVICE=tpu", "settings", "DEVICE=tpu: "),
+    ],
+)
+def test_a_start_that_would_fail_is_foretold(setting: str, check: str, message: str) -> None:
+    code, lines = examined(setting)
+    assert code == 1
+    assert lines[check].startswith("FAIL")
+    assert message in lines[check]
+
+
+def test_a_taken_port_is_named(tmp_path: Path) -> None:
+    offset = free_offset()
+    port = StackSettings(port_offset=offset).gateway_port
+    with closing(create_server(("127.0.0.1", port))):
+        code, lines = examined(f"PORT_OFFSET={offset}", f"RUN_FOLDER={tmp_path}")
+    assert code == 1
+    assert lines["ports"] == f"FAIL  ports      port {port} is taken; set GATEWAY_PORT=… to another"
