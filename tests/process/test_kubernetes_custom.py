@@ -1,18 +1,17 @@
-"""Custom resources of deploy/kubernetes by the published definitions, and what docs/kubernetes.md has the reader write.
+"""Custom resources of the chart by the published definitions, and what docs/kubernetes.md has the reader write.
 
 npm has the definitions as classes with types: TypeScript refuses an unknown field, and each class validates its values.
 KServe's resources are read by KServe's own client in test_kubernetes.py.
 """
 
 import json
-import os
 import re
 import subprocess
 
 import pytest
 import yaml
 
-from tests.support.kubernetes import DEPLOY, KUBECTL, ROOT, config_map, containers, render, with_components
+from tests.support.kubernetes import HELM, ROOT, containers, helm, of_kind, render
 
 PAGE = (ROOT / "docs" / "kubernetes.md").read_text()
 
@@ -24,14 +23,12 @@ PACKAGES = {
 }
 TSC = ("tsc", "--strict", "--module", "nodenext", "--target", "es2022", "--skipLibCheck")
 
-pytestmark = pytest.mark.skipif(KUBECTL is None, reason="there is no kubectl in PATH")
+pytestmark = pytest.mark.skipif(HELM is None, reason="needs helm: `make .venv-tools/helm/.installed`")
 
 
 @pytest.fixture(scope="module")
-def resources(tmp_path_factory):
-    documents = with_components(
-        tmp_path_factory.mktemp("custom"), "gateway-api", "keda", "observability", "inference-pool"
-    )
+def resources():
+    documents = (*render("gateway-api", "keda", "observability"), *render("inference-pool"))
     return [each for each in documents if each["apiVersion"].partition("/")[0] in PACKAGES]
 
 
@@ -56,7 +53,8 @@ def errors(folder, resources):
 
 @pytest.mark.skipif(not (MODULES / "@kubernetes-models").exists(), reason="`make .tools/.installed` with npm")
 def test_custom_resources_are_those_of_their_definitions(resources, tmp_path):
-    assert {each["kind"] for each in resources} == {"GRPCRoute", "HTTPRoute", "PodMonitor", "ScaledObject"}
+    kinds = {"GRPCRoute", "HTTPRoute", "PodMonitor", "PrometheusRule", "ScaledObject"}
+    assert {each["kind"] for each in resources} == kinds
     assert errors(tmp_path, resources) == ""
 
 
@@ -65,27 +63,17 @@ def block(language, word):
     return found
 
 
-def test_the_kustomization_of_the_page_takes_images_of_the_registry_and_settings(tmp_path):
-    text = block("yaml", "kind: Kustomization")
-    assert "../deploy/kubernetes/base" in text
-    # From another folder; kustomize takes relative paths alone.
-    (tmp_path / "kustomization.yaml").write_text(
-        text.replace("../deploy/kubernetes", os.path.relpath(DEPLOY, tmp_path.resolve()))
-    )
-    documents = render(tmp_path)
+def test_the_values_of_the_page_are_accepted(tmp_path):
+    (tmp_path / "values.yaml").write_text(block("yaml", "prefix:"))
+    documents = helm("--values", str(tmp_path / "values.yaml"))
     images = {each["image"] for each in containers(documents).values()}
-    ours = {f"registry.example.com/headrace-{name}:1" for name in ("transformer", "predictor", "logger")}
+    ours = {f"ghcr.io/example/headrace-{name}:0.1.0" for name in ("transformer", "predictor", "logger")}
     assert images - ours == {"envoyproxy/envoy:v1.40.0"}
-    settings = config_map(documents, "settings")["data"]
+    settings = of_kind(documents, "ConfigMap")["settings"]["data"]
     assert settings["TRANSFORMER_PAYLOAD_LOG"] == "metadata"
-    assert settings.items() >= config_map(render(DEPLOY / "base"), "settings")["data"].items()
+    assert settings.items() >= of_kind(render(), "ConfigMap")["settings"]["data"].items()
 
 
-def test_the_rule_of_the_page_has_the_alerts(tmp_path):
-    command = block("sh", "PrometheusRule")
-    assert command.rstrip().endswith("kubectl -n headrace apply -f -")
-    command = command.replace("kubectl -n headrace apply -f -", "cat")
-    output = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30)
-    rule = yaml.safe_load(output.stdout)
-    assert rule["kind"] == "PrometheusRule"
+def test_the_alerts_are_those_of_the_folder():
+    (rule,) = of_kind(render("observability"), "PrometheusRule").values()
     assert rule["spec"] == yaml.safe_load((ROOT / "deploy" / "observability" / "alerts.yaml").read_text())

@@ -5,8 +5,7 @@ import yaml
 
 from headrace.telemetry import picking
 from tests.support.kubernetes import (
-    DEPLOY,
-    KUBECTL,
+    HELM,
     ROOT,
     connections,
     labels,
@@ -14,21 +13,19 @@ from tests.support.kubernetes import (
     pod,
     render,
     selects,
-    with_components,
     workloads,
 )
 
-pytestmark = pytest.mark.skipif(KUBECTL is None, reason="there is no kubectl in PATH")
+pytestmark = pytest.mark.skipif(HELM is None, reason="needs helm: `make .venv-tools/helm/.installed`")
 
 ENVOY = yaml.safe_load((ROOT / "envoy" / "envoy.yaml").read_text())
 
 
 @pytest.fixture(scope="module")
-def rendered(tmp_path_factory):
-    """The base, and each component that connects or chooses pods."""
-    components = ("gateway-api", "hub", "inference-pool", "keda", "observability", "scale", "tls")
-    found = {name: with_components(tmp_path_factory.mktemp(name), name) for name in components}
-    return {"base": render(DEPLOY / "base"), **found}
+def rendered():
+    """The chart by default, and with each option that connects or chooses pods."""
+    options = ("gateway-api", "hub", "inference-pool", "keda", "observability", "scale", "tls")
+    return {"base": render(), **{option: render(option) for option in options}}
 
 
 def test_policies_allow_only_the_ports_that_are_called(rendered):
@@ -57,7 +54,7 @@ def test_policies_allow_only_the_ports_that_are_called(rendered):
 
 
 def test_policies_deny_what_they_do_not_allow_and_lead_outside_for_names_alone(rendered):
-    """In both directions; the hub needs its component, and metrics theirs."""
+    """In both directions; the hub needs its option, and metrics theirs."""
     deny = of_kind(rendered["base"], "NetworkPolicy")["default-deny"]["spec"]
     assert deny == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
     (names,) = of_kind(rendered["base"], "NetworkPolicy")["dns"]["spec"]["egress"]
@@ -77,8 +74,8 @@ def test_policies_deny_what_they_do_not_allow_and_lead_outside_for_names_alone(r
 
 
 def test_an_inference_gateway_chooses_gateways_and_its_picker_reaches_their_metrics(rendered):
-    documents, folder = rendered["inference-pool"], DEPLOY / "components" / "inference-pool"
-    router = yaml.safe_load((folder / "picker-values.yaml").read_text())["router"]
+    documents = rendered["inference-pool"]
+    router = yaml.safe_load((ROOT / "deploy" / "helm" / "picker-values.yaml").read_text())["router"]
     servers, epp = router["modelServers"], router["epp"]
     gateway = workloads(documents)["gateway"]
     assert selects({"matchLabels": servers["matchLabels"]}, labels(gateway))
@@ -103,7 +100,7 @@ def test_an_inference_gateway_chooses_gateways_and_its_picker_reaches_their_metr
         "to": [{"podSelector": {"matchLabels": servers["matchLabels"]}}],
         "ports": reads["ports"],
     }
-    (rule,) = of_kind(documents, "HTTPRoute")["inference"]["spec"]["rules"]
+    (rule,) = of_kind(documents, "HTTPRoute")["headrace"]["spec"]["rules"]
     assert [(each["kind"], each["name"]) for each in rule["backendRefs"]] == [("InferencePool", "headrace")]
 
 

@@ -1,8 +1,7 @@
-"""Kubernetes' manifests as kustomize renders them, and what their network policies allow."""
+"""Kubernetes' manifests as Helm and kustomize render them, and what their network policies allow."""
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -16,29 +15,46 @@ import yaml
 Document = dict[str, Any]
 
 ROOT = Path(__file__).parents[2]
-DEPLOY = ROOT / "deploy" / "kubernetes"
+CHART = ROOT / "deploy" / "helm" / "headrace"
+NAMESPACE = "headrace"
 COMPONENT = "app.kubernetes.io/component"
+HELM = shutil.which(ROOT / ".venv-tools" / "helm" / "bin" / "helm") or shutil.which("helm")
 KUBECTL = shutil.which("kubectl")
+# Each option of the chart, by a value that switches it on.
+OPTIONS = {
+    "gateway-api": "route.to=gateway",
+    "gpu": "gpu.enabled=true",
+    "hub": "hub.enabled=true",
+    "inference-pool": "route.to=inference-pool",
+    "keda": "autoscaling.by=keda",
+    "observability": "observability.enabled=true",
+    "postgres": "postgres.enabled=true",
+    "scale": "autoscaling.by=metrics",
+    "tls": "tls.enabled=true",
+    "without-keys": "withoutKeys=true",
+}
 
 
 @cache
-def render(folder: Path) -> tuple[Document, ...]:
+def render(*options: str, namespace: str = NAMESPACE) -> tuple[Document, ...]:
+    """The chart's documents, with some options."""
+    return helm(*(part for option in options for part in ("--set", OPTIONS[option])), namespace=namespace)
+
+
+def helm(*arguments: str, namespace: str = NAMESPACE) -> tuple[Document, ...]:
+    """The chart's documents, with arguments of `helm template`; AssertionError with what it refuses."""
+    return _documents(str(HELM), "template", "headrace", str(CHART), "--namespace", namespace, *arguments)
+
+
+def kustomize(folder: Path) -> tuple[Document, ...]:
     """The documents of a kustomization."""
-    command = (str(KUBECTL), "kustomize", str(folder))
+    return _documents(str(KUBECTL), "kustomize", str(folder))
+
+
+def _documents(*command: str) -> tuple[Document, ...]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    return tuple(yaml.safe_load_all(done.stdout))
-
-
-def with_components(folder: Path, *components: str) -> tuple[Document, ...]:
-    """The base with components, by a kustomization that is written to `folder`."""
-    base = os.path.relpath(DEPLOY, folder.resolve())
-    kustomization = {
-        "resources": [f"{base}/base"],
-        "components": [f"{base}/components/{component}" for component in components],
-    }
-    (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
-    return render(folder)
+    return tuple(each for each in yaml.safe_load_all(done.stdout) if each)
 
 
 def without_variables(text: str) -> str:
@@ -66,13 +82,6 @@ def containers(documents: tuple[Document, ...]) -> dict[str, Document]:
 
 def labels(workload: Document) -> dict[str, str]:
     return dict(workload["spec"]["template"]["metadata"]["labels"])
-
-
-def config_map(documents: tuple[Document, ...], name: str) -> Document:
-    """The generated ConfigMap whose name begins so."""
-    maps = of_kind(documents, "ConfigMap")
-    (found,) = (maps[each] for each in maps if each.rpartition("-")[0] == name)
-    return found
 
 
 _OF_CLUSTER = {"LOGGER_DATABASE_URL": "postgresql://user@host/log", "TRANSFORMER_SIGNING_KEY": "7f" * 32}

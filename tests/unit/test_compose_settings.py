@@ -17,13 +17,15 @@ from headrace_transformer.settings import TransformerSettings
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
-OVERLAYS = sorted(ROOT.glob("deploy/compose/*.yaml"))
+OVERLAYS = sorted([*ROOT.glob("deploy/compose/*.yaml"), *ROOT.glob("services/*.yaml")])
 OBSERVABILITY = yaml.safe_load((ROOT / "deploy/compose/observability.yaml").read_text())
 SCRAPED = yaml.safe_load((ROOT / "deploy" / "observability" / "prometheus.yaml").read_text())["scrape_configs"]
 EXAMPLE = (ROOT / ".env.example").read_text()
 LINES = dict(re.findall(r"^([A-Z_]+)=(.*)$", EXAMPLE, re.MULTILINE))
 # A setting of containers alone; `make up` reads the same line.
 EMPTY_IN_EXAMPLE = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "GATEWAY_TLS"}
+# Which file the images come from: the one variable whose value, not its default, decides.
+PUBLISHED = "${HEADRACE_IMAGES:+.published}"
 # deploy/compose/vllm.yaml serves another model, whose name is a variable too.
 OF_VLLM = "chat=http://vllm:8000/v1#chat;tokenizer=${VLLM_MODEL:-Qwen/Qwen3-0.6B}"
 # Rarely used settings of `make up`: docs/settings.md names them.
@@ -45,6 +47,7 @@ def test_every_variable_of_the_compose_files_has_the_default_of_the_example() ->
     texts = [path.read_text() for path in (ROOT / "compose.yaml", *OVERLAYS)]
     assert sum(text.count(OF_VLLM) for text in texts) == 1
     texts = [text.replace(f"${{MODELS:-{OF_VLLM}}}", "${VLLM_MODEL:-Qwen/Qwen3-0.6B}") for text in texts]
+    texts = [text.replace(PUBLISHED, "") for text in texts]
     used = [found for text in texts for found in re.findall(r"\$\{([A-Z_]+):?-([^}]*)\}", text)]
     assert len(used) > 20
     for name, default in used:
