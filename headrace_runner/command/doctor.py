@@ -182,13 +182,5 @@ def _text(path: str) -> str:
 
 
 _OF_SETTINGS = ("ports", "memory", "disk")
-_CHECKS: dict[str, Callable[[StackSettings], str]] = {
-    "python": _python,
-    "packages": _packages,
-    "settings": _settings,
-    "ports": _ports,
-    "memory": _memory,
-    "disk": _disk,
-    "processor": _processor,
-    "docker": _docker,
-}
+_ALL = (_python, _packages, _settings, _ports, _memory, _disk, _processor, _docker)
+_CHECKS: dict[str, Callable[[StackSettings], str]] = {check.__name__.strip("_"): check for check in _ALL}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,38 @@ def test_a_line_of_the_file_wins(checkout: Path) -> None:
 def test_an_empty_index_means_pips_own(checkout: Path) -> None:
     (checkout / ".env").write_text("TORCH_INDEX=\n")
     assert "--index-url" not in commands(checkout, ".venv/.installed-run")
+
+
+@pytest.mark.parametrize(
+    ("versions", "chosen"),
+    [
+        ({"python3": "3.12.4", "python3.13": "3.13.1"}, "python3"),
+        ({"python3": "3.9.2", "python3.11": "3.11.2", "python3.13": "3.13.1"}, "python3.13"),
+        ({"python3": "3.14.0", "python3.11": "3.11.2", "python3.12": "no such version"}, "python3.11"),
+        ({"python3": "3.10.1"}, "python3"),  # Which is then refused.
+    ],
+)
+def test_the_python_is_the_usual_one_else_the_newest_that_fits(
+    checkout: Path, versions: dict[str, str], chosen: str
+) -> None:
+    folder = checkout / "bin"
+    folder.mkdir()
+    for name, version in versions.items():
+        numbers = ", ".join(version.split(".")) if version[0].isdigit() else "0, 0"
+        own = f"import sys; sys.version_info = ({numbers}); exec(sys.argv[2])"
+        (folder / name).write_text(f"#!/bin/sh\nexec {sys.executable} -c '{own}' \"$@\"\n")
+        (folder / name).chmod(0o755)
+    for name in ("make", "bash", "cat", "sed", "tail"):
+        (folder / name).symlink_to(str(shutil.which(name)))
+    done = subprocess.run(
+        ["make", "--no-print-directory", "--eval", "show: ; @echo $(PYTHON)", "show"],
+        cwd=checkout,
+        env={"PATH": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == f"{chosen}\n", done.stderr
 
 
 def test_make_key_has_every_limit(checkout: Path) -> None:

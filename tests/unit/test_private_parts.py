@@ -1,10 +1,13 @@
 """Each private part of a library stands behind one module of ours, and its requirement has an upper bound."""
 
+import re
+
 import pytest
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 from opentelemetry.sdk.metrics.view import ExplicitBucketHistogramAggregation
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from tests.support.import_graph import ROOT
 from tests.support.requirements import PARTS, requirements
@@ -44,3 +47,18 @@ def test_the_requirement_has_an_upper_bound(name):
     found = [each for each in map(Requirement, required) if each.name == name]
     assert found
     assert all("<" in {specifier.operator for specifier in each.specifier} for each in found)
+
+
+def test_the_stubs_run_with_the_lowest_versions_that_are_required():
+    least = {each.name: each.specifier for each in map(Requirement, requirements("command"))}
+    for stubs in (ROOT / "headrace_protos").glob("*_pb2_grpc.py"):
+        (version,) = re.findall(r"^GRPC_GENERATED_VERSION = '([\d.]+)'$", stubs.read_text(), re.MULTILINE)
+        assert Version(version) <= lowest(least["grpcio"]), stubs.name
+    for stubs in (ROOT / "headrace_protos").glob("*_pb2.py"):
+        (version,) = re.findall(r"ValidateProtobufRuntimeVersion\(\s*\S+,\s*(\d+,\s*\d+,\s*\d+),", stubs.read_text())
+        assert Version(re.sub(r",\s*", ".", version)) <= lowest(least["protobuf"]), stubs.name
+
+
+def lowest(bounds):
+    (version,) = (each.version for each in bounds if each.operator == ">=")
+    return Version(version)
