@@ -138,12 +138,14 @@ def _choose_runner(
             fuse_layers(model)
             pack_linears(model)
         record = record_cuda_graph if settings.cuda_graphs and model.device.type == "cuda" else None
-        runner = PagedRunner(model, shape, blocks, record, adapters, proof.rotary, streamed)
+        runner = PagedRunner(
+            model, shape, blocks, record, adapters, proof.rotary, streamed, tells_positions=proof.tells_positions
+        )
         runner.probe()  # All layers; compiles what is not in Numba's cache.
     elif settings.weights != "auto":
         raise StartupError(f"model {name}: PREDICTOR_WEIGHTS={settings.weights} is not for it: {reason}")
     else:
-        logger.warning("model %s is run one row at a time: %s", name, reason)
         read_weights(model)
+        logger.warning("model %s is run one row at a time: %s", name, reason)
         runner = proof.row_runner()
     return runner, adapters, reason
