@@ -28,9 +28,6 @@ PAGED = {
     "phi3": "Phi 3, Phi 4",
     "gpt_neox": "GPT-NeoX, Pythia",
     "gemma2": "Gemma 2",
-    "gpt_oss": "GPT-OSS",
-    "deepseek_v3": "DeepSeek V3, R1, Kimi K2",
-    "gemma4": "Gemma 4, text",
 }
 # Those of them whose keys depend on the length of the sequence, or whose layers reach less than all of it.
 LIMITED = {
@@ -40,9 +37,12 @@ LIMITED = {
     "llama_dynamic": "Llama, dynamic scaling",
     "llama4": "Llama 4, text, untuned",
 }
-# Those of other runners, and those that ask a cache for positions.
+# Those of other runners, those that ask a cache for positions, and those whose rows are equal except for rounding.
 OTHERS = {
     "bloom": "BLOOM",
+    "gpt_oss": "GPT-OSS",
+    "deepseek_v3": "DeepSeek V3, R1, Kimi K2",
+    "gemma4": "Gemma 4, text",
     "llama4_tuned": "Llama 4, text",
     "doge": "Doge",
     "deepseek_v32": "DeepSeek V3.2",

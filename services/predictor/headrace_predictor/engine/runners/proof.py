@@ -23,6 +23,7 @@ from transformers import GenerationConfig
 
 from headrace.errors import StartupError
 from headrace_predictor.engine.cpu.packed_linear import pack_linears
+from headrace_predictor.engine.runners.batched import BatchedRunner
 from headrace_predictor.engine.runners.interface import ModelRunner
 from headrace_predictor.engine.runners.paged import PagedRunner
 from headrace_predictor.engine.runners.reach import attention_functions, find_reaches
@@ -139,6 +140,18 @@ class Proof:
             reason = f"its logits differ by {excess:.2g} of their size"
         model.set_attn_implementation(own)
         return reason
+
+    def batched_runner(self, blocks: int) -> BatchedRunner | None:
+        """The runner of batches, if it is right for the model."""
+        model = self._model
+        # Where an index selects positions, it may choose among equals by their number.
+        if self.rotary is not None or self._hides_masks:
+            return None
+        with suppress(*_FAILURES), self._near_limits():
+            if not self._excess(lambda: self._difference(lambda: BatchedRunner(model, 6))):
+                pack_linears(model)
+                return BatchedRunner(model, blocks)
+        return None
 
     def row_runner(self) -> ModelRunner:
         """The runner for one row at a time."""
