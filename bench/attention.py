@@ -63,7 +63,7 @@ def _cases(query_heads: int, key_heads: int) -> Iterator[tuple[str, int, Callabl
     packed = torch.randn(_PROMPT, query_heads + 2 * key_heads, _SIZE, generator=generator).bfloat16()
     angles = torch.rand(_PROMPT, _SIZE, generator=generator)
     cosines, sines = array_of(angles.cos().bfloat16()), array_of(angles.sin().bfloat16())
-    attention = kernel.Attention(query_heads, key_heads, _SIZE**-0.5)
+    attention = kernel.Attention(query_heads, _SIZE**-0.5)
 
     def attend(owners: Tensor, ends: Tensor) -> None:
         count = len(ends)

@@ -36,7 +36,8 @@ def _row(family: Family) -> str:
         return f"{name} | no: {family.fault} |\n"
     if not family.is_served:
         return f"{name} refused | {family.outcome} |\n"
-    return f"{name} `{family.outcome}` | {len(PROMPTS)} of {len(PROMPTS)} |\n"
+    runner = f"`{family.outcome}`{family.reason and ': '}{family.reason}"
+    return f"{name} {runner} | {len(PROMPTS)} of {len(PROMPTS)} |\n"
 
 
 def _encoder_row(family: Encoder) -> str:

@@ -27,6 +27,7 @@ PAGED = {
     "mistral": "Mistral",
     "phi3": "Phi 3, Phi 4",
     "gpt_neox": "GPT-NeoX, Pythia",
+    "gemma2": "Gemma 2",
 }
 # Those of them whose keys depend on the length of the sequence, or whose layers reach less than all of it.
 LIMITED = {
@@ -36,10 +37,12 @@ LIMITED = {
     "llama_dynamic": "Llama, dynamic scaling",
     "llama4": "Llama 4, text, untuned",
 }
-# Those that are served one row at a time.
-ONE_ROW = {
+# Those of other runners, those that ask a cache for positions, and those whose rows are equal except for rounding.
+OTHERS = {
     "bloom": "BLOOM",
-    "gemma2": "Gemma 2",
+    "gpt_oss": "GPT-OSS",
+    "deepseek_v3": "DeepSeek V3, R1, Kimi K2",
+    "gemma4": "Gemma 4, text",
     "llama4_tuned": "Llama 4, text",
     "doge": "Doge",
     "deepseek_v32": "DeepSeek V3.2",
@@ -50,7 +53,7 @@ ONE_ROW = {
     "marian": "Marian",
     "t5gemma": "T5Gemma",
 }
-ARCHITECTURES = PAGED | LIMITED | ONE_ROW | {"t5": "T5", "flan": "FLAN-T5"}
+ARCHITECTURES = PAGED | LIMITED | OTHERS | {"t5": "T5", "flan": "FLAN-T5"}
 _FAMILIES = {family.name: family for family in FAMILIES}
 
 

@@ -16,7 +16,7 @@ import torch
 import transformers as hf
 
 VOCABULARY = 1536
-PAGED, RAGGED, ROW, CACHELESS = RUNNERS = "paged", "ragged decoder", "one row", "one row, no cache"
+PAGED, BATCHED, RAGGED, ROW, CACHELESS = RUNNERS = "paged", "batched", "ragged decoder", "one row", "one row, no cache"
 
 _IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _DECODER = {
@@ -84,7 +84,10 @@ _TOWER = {
 
 @dataclass(frozen=True)
 class Family:
-    """`outcome` is the runner, or a part of the refusal's text; `fault` says what is wrong today: its test fails."""
+    """`outcome` is the runner, or a part of the refusal's text; `fault` says what is wrong today: its test fails.
+
+    `reason` is a part of why the runner is not a faster one.
+    """
 
     name: str
     model_type: str
@@ -93,6 +96,7 @@ class Family:
     common: dict[str, Any] = field(default_factory=lambda: _DECODER)
     fault: str = ""
     architecture: str = ""
+    reason: str = ""
 
     @property
     def is_served(self) -> bool:
@@ -133,8 +137,8 @@ def _known(config_class: type[Any], values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in known}
 
 
-def _decoder(name: str, model_type: str, outcome: str, fault: str = "", **given: Any) -> Family:
-    return Family(name, model_type, outcome, given, fault=fault)
+def _decoder(name: str, model_type: str, outcome: str, fault: str = "", reason: str = "", **given: Any) -> Family:
+    return Family(name, model_type, outcome, given, fault=fault, reason=reason)
 
 
 def _vision(
@@ -149,6 +153,7 @@ def _vision(
     return Family(name, model_type, outcome, configs, {})
 
 
+_COMPUTED_MASKS = "its layers compute with their masks"
 _OTHERWISE = "is not what transformers' generate computes"
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 10000.0}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
@@ -197,7 +202,7 @@ def _families() -> Iterator[Family]:
     yield _decoder("Llama 3", "llama", PAGED, rope_parameters=_LLAMA3 | {"original_max_position_embeddings": 32})
     yield _decoder("Llama, dynamic scaling", "llama", PAGED, rope_parameters=_DYNAMIC, max_position_embeddings=24)
     yield _decoder("Llama, LongRoPE", "llama", PAGED, rope_parameters=_LONG)
-    yield _decoder("Llama 4, text", "llama4_text", ROW, **_LLAMA4, floor_scale=16, attn_scale=0.5)
+    yield _decoder("Llama 4, text", "llama4_text", PAGED, **_LLAMA4, floor_scale=16, attn_scale=0.5)
     yield _decoder("Llama 4, text, untuned", "llama4_text", PAGED, **_LLAMA4, attn_temperature_tuning=False)
     yield _decoder("Qwen 2, Qwen 2.5", "qwen2", PAGED)
     yield _decoder("Qwen 2 with a window", "qwen2", PAGED, use_sliding_window=True, max_window_layers=1,
@@ -210,16 +215,20 @@ def _families() -> Iterator[Family]:
     yield _decoder("Qwen 3.5, text", "qwen3_5_text", ROW, **_DELTA)
     yield _decoder("Qwen 3.5 MoE, text", "qwen3_5_moe_text", ROW, **_SHARED, **_DELTA)
     yield _decoder("Gemma", "gemma", PAGED)
-    yield _decoder("Gemma 2", "gemma2", ROW, query_pre_attn_scalar=16, **_WINDOWS)
+    yield _decoder("Gemma 2", "gemma2", PAGED, query_pre_attn_scalar=16, **_WINDOWS)
+    yield _decoder("VaultGemma", "vaultgemma", PAGED, query_pre_attn_scalar=16, **_WINDOWS)
     yield _decoder("Gemma 3, text", "gemma3_text", PAGED, query_pre_attn_scalar=16, **_WINDOWS)
     yield _decoder("Gemma 3n, text", "gemma3n_text", PAGED, **_GEMMA3N, num_hidden_layers=4, num_kv_shared_layers=2,
                    sliding_window=12, layer_types=["sliding_attention", "full_attention"] * 2)
-    yield _decoder("Gemma 4, text", "gemma4_text", ROW, **_GEMMA3N, **_WINDOWS, global_head_dim=32)
+    yield _decoder("Gemma 4, text", "gemma4_text", PAGED, **_GEMMA3N, **_WINDOWS, global_head_dim=32)
+    yield _decoder("Gemma 4, shared keys", "gemma4_text", PAGED, **_GEMMA3N, num_hidden_layers=4,
+                   num_kv_shared_layers=2, sliding_window=12, global_head_dim=32,
+                   layer_types=["sliding_attention", "full_attention"] * 2)
     yield _decoder("Mistral", "mistral", PAGED, sliding_window=24)
     yield _decoder("Mixtral", "mixtral", PAGED, **_EXPERTS)
     yield _decoder("Ministral", "ministral", PAGED, **_WINDOWS)
     yield _decoder("Ministral 3, text", "ministral3", PAGED, rope_parameters=_BETA)
-    yield _decoder("Mistral 4", "mistral4", ROW, **_DEEPSEEK, rope_parameters=_BETA)
+    yield _decoder("Mistral 4", "mistral4", PAGED, **_DEEPSEEK, rope_parameters=_BETA)
     yield _decoder("Phi, Phi 2", "phi", PAGED)
     yield _decoder("Phi 3, Phi 4", "phi3", PAGED)
     yield _decoder("Phi 3, Phi 4 mini: LongRoPE", "phi3", PAGED,
@@ -227,18 +236,21 @@ def _families() -> Iterator[Family]:
     yield _decoder("Phi 3.5 MoE", "phimoe", PAGED, **_EXPERTS, sliding_window=20,
                    rope_parameters={**_LONG, "short_mscale": 1.1, "long_mscale": 1.3})
     yield _decoder("GPT-2", "gpt2", PAGED)
-    yield _decoder("GPT-J", "gptj", ROW, rotary_dim=8)
-    yield _decoder("GPT-Neo", "gpt_neo", ROW, attention_types=[[["global", "local"], 1]], window_size=12)
+    yield _decoder("GPT-J", "gptj", BATCHED, rotary_dim=8)
+    yield _decoder("GPT-Neo", "gpt_neo", BATCHED, attention_types=[[["global", "local"], 1]], window_size=12)
     yield _decoder("GPT-NeoX, Pythia", "gpt_neox", PAGED)
     yield _decoder("GPTBigCode, StarCoder", "gpt_bigcode", PAGED)
-    yield _decoder("GPT-OSS", "gpt_oss", ROW, **_EXPERTS, **_WINDOWS)
+    yield _decoder("GPT-OSS", "gpt_oss", PAGED, **_EXPERTS, **_WINDOWS)
     yield _decoder("OPT", "opt", PAGED, word_embed_proj_dim=64, ffn_dim=128)
-    yield _decoder("BLOOM", "bloom", ROW, tie_word_embeddings=False)
-    yield _decoder("Falcon", "falcon", ROW, num_kv_heads=2, new_decoder_architecture=True)
+    yield _decoder("BLOOM", "bloom", BATCHED, tie_word_embeddings=False)
+    yield _decoder("Falcon", "falcon", BATCHED, num_kv_heads=2, new_decoder_architecture=True)
     yield _decoder("Falcon-H1", "falcon_h1", ROW, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_state=16)
     yield _decoder("Falcon Mamba", "falcon_mamba", CACHELESS, state_size=8)
-    yield _decoder("MPT", "mpt", ROW)
-    yield _decoder("StableLM", "stablelm", ROW)
+    yield _decoder("Falcon 7B", "falcon", BATCHED)
+    yield _decoder("Falcon RW", "falcon", BATCHED, alibi=True, multi_query=False, bias=True, parallel_attn=False)
+    yield _decoder("MPT", "mpt", BATCHED)
+    yield _decoder("Persimmon", "persimmon", PAGED)
+    yield _decoder("StableLM", "stablelm", PAGED)
     yield _decoder("OLMo", "olmo", PAGED)
     yield _decoder("OLMo 2", "olmo2", PAGED)
     yield _decoder("OLMo 3", "olmo3", PAGED, **_WINDOWS)
@@ -247,30 +259,30 @@ def _families() -> Iterator[Family]:
     yield _decoder("Granite 3 MoE", "granitemoe", PAGED, **_EXPERTS)
     yield _decoder("Granite 4", "granitemoehybrid", ROW, **_EXPERTS, **_MAMBA, layer_types=["mamba", "attention"],
                    shared_intermediate_size=64)
-    yield _decoder("DeepSeek V2", "deepseek_v2", ROW, **_DEEPSEEK)
-    yield _decoder("DeepSeek V3, R1, Kimi K2", "deepseek_v3", ROW, **_DEEPSEEK)
-    yield _decoder("DeepSeek V3.2", "deepseek_v32", ROW, **_DEEPSEEK, index_topk=8,
+    yield _decoder("DeepSeek V2", "deepseek_v2", PAGED, **_DEEPSEEK)
+    yield _decoder("DeepSeek V3, R1, Kimi K2", "deepseek_v3", PAGED, **_DEEPSEEK)
+    yield _decoder("DeepSeek V3.2", "deepseek_v32", ROW, reason=_COMPUTED_MASKS, **_DEEPSEEK, index_topk=8,
                    index_n_heads=2, index_head_dim=16)
     yield _decoder("GLM 4", "glm", PAGED)
     yield _decoder("GLM 4 0414", "glm4", PAGED)
     yield _decoder("GLM 4.5, GLM 4.6", "glm4_moe", PAGED, **_DEEPSEEK | {"n_group": 1, "head_dim": 16})
-    yield _decoder("GLM 4.7 Flash", "glm4_moe_lite", ROW, **_DEEPSEEK | {"n_group": 1})
+    yield _decoder("GLM 4.7 Flash", "glm4_moe_lite", PAGED, **_DEEPSEEK | {"n_group": 1})
     yield _decoder("SmolLM3", "smollm3", PAGED, no_rope_layers=[1, 0])
     yield _decoder("Command R", "cohere", PAGED)
     yield _decoder("Command R7B, Command A", "cohere2", PAGED, **_WINDOWS)
     yield _decoder("StarCoder2", "starcoder2", PAGED, sliding_window=24)
-    yield _decoder("CodeGen", "codegen", ROW, rotary_dim=8)
+    yield _decoder("CodeGen", "codegen", BATCHED, rotary_dim=8)
     yield _decoder("EXAONE 4", "exaone4", PAGED, **_WINDOWS)
     yield _decoder("ERNIE 4.5", "ernie4_5", PAGED)
     yield _decoder("Seed-OSS", "seed_oss", PAGED)
     yield _decoder("Hunyuan", "hunyuan_v1_dense", PAGED)
-    yield _decoder("MiniCPM 3", "minicpm3", ROW, **_LATENT, num_key_value_heads=4)
+    yield _decoder("MiniCPM 3", "minicpm3", PAGED, **_LATENT, num_key_value_heads=4)
     yield _decoder("MiniMax", "minimax", CACHELESS, **_EXPERTS, layer_types=["linear_attention", "full_attention"],
                    block_size=16)
     yield _decoder("MiniMax M2", "minimax_m2", PAGED, **_EXPERTS)
     yield _decoder("LFM 2", "lfm2", ROW, layer_types=["conv", "full_attention"])
-    yield _decoder("Doge", "doge", ROW, sliding_window=12)
-    yield _decoder("Nemotron", "nemotron", ROW)
+    yield _decoder("Doge", "doge", ROW, reason=_COMPUTED_MASKS, sliding_window=12)
+    yield _decoder("Nemotron", "nemotron", PAGED)
     yield _decoder("Nemotron-H", "nemotron_h", ROW, layers_block_type=["mamba", "attention"], mamba_num_heads=8,
                    mamba_head_dim=16, ssm_state_size=16, n_groups=2)
     yield _decoder("Mamba", "mamba", CACHELESS, state_size=8)
@@ -282,7 +294,7 @@ def _families() -> Iterator[Family]:
     yield _decoder("RWKV", "rwkv", CACHELESS)
     yield _decoder("XLNet", "xlnet", _OTHERWISE, n_layer=2, d_model=64, n_head=4, d_inner=128)
     yield _decoder("BERT as a decoder", "bert", PAGED, is_decoder=True)
-    yield _vision("Llama 4", "llama4", ROW, {**_LLAMA4, "floor_scale": 16})
+    yield _vision("Llama 4", "llama4", PAGED, {**_LLAMA4, "floor_scale": 16})
     yield _vision("Llama 3.2 Vision", "mllama", PAGED, {"cross_attention_layers": [1]})
     yield _vision("LLaVA", "llava", PAGED, {"model_type": "llama"})
     yield _vision("Qwen2-VL", "qwen2_vl", PAGED, _MROPE)
@@ -291,7 +303,7 @@ def _families() -> Iterator[Family]:
     yield _vision("Qwen3-VL MoE", "qwen3_vl_moe", PAGED, _SHARED)
     yield _vision("Qwen 3.5", "qwen3_5", ROW, _DELTA)
     yield _vision("Gemma 3", "gemma3", PAGED, {"query_pre_attn_scalar": 16, **_WINDOWS})
-    yield _vision("Gemma 4", "gemma4", ROW, {**_GEMMA3N, **_WINDOWS, "global_head_dim": 32})
+    yield _vision("Gemma 4", "gemma4", PAGED, {**_GEMMA3N, **_WINDOWS, "global_head_dim": 32})
     yield _vision("Mistral 3", "mistral3", PAGED, {"model_type": "mistral"}, "pixtral")
     yield _vision("Ministral 3", "mistral3", PAGED, {"model_type": "ministral3", "rope_parameters": _BETA}, "pixtral")
     yield _vision("InternVL 3", "internvl", PAGED, {"model_type": "qwen2"})

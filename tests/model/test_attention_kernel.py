@@ -13,23 +13,24 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from headrace_predictor.engine.cpu import kernel
 from headrace_predictor.engine.cpu.kernel import Buffer
 from headrace_predictor.engine.cpu.vectors import exponentiate
-from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache, array_of
+from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache, LayerShape, array_of
 
 SIZE = 16
 BLOCKS = 12
 
 
-def filled_cache(heads, dtype, size=SIZE):
-    cache = KeyValueCache(CacheShape(1, heads, size, dtype), BLOCKS + 1, torch.device("cpu"))
+def filled_cache(heads, dtype, size=SIZE, value_size=None):
+    own = (LayerShape(heads, size, value_size or size),)
+    cache = KeyValueCache(CacheShape(1, heads, size, dtype, own), BLOCKS + 1, torch.device("cpu"))
     generator = torch.Generator().manual_seed(3)
     for pool in (*cache.keys, *cache.values):
         pool.copy_(torch.randn(pool.shape, generator=generator))
     return cache
 
 
-def attend(cache, ranges, packed, query_heads, scale, rotary=None, bias=None):
-    output = Buffer((len(packed), query_heads, packed.shape[2]), packed.dtype)
-    layer = kernel.Attention(query_heads, (packed.shape[1] - query_heads) // 2, scale, bias)
+def attend(cache, ranges, packed, query_heads, scale, rotary=None, **scores):
+    output = Buffer((len(packed), query_heads, cache.values[0].shape[-1]), packed.dtype)
+    layer = kernel.Attention(query_heads, scale, **scores)
     arrays = rotary and (array_of(rotary[0]), array_of(rotary[1]))
     return layer(cache.arrays[0], kernel.Ranges.of(*ranges), packed, output, arrays).view(output.array.shape)
 
@@ -82,14 +83,18 @@ class Prompt:
     rotates: bool
     start: int
     count: int
+    value_size: int
+    cap: float
+    has_sinks: bool
 
     def attend(self, cache, first, end, beside=0):
         """Output for tokens [first, end), in a step that begins with a token of each of `beside` other sequences."""
         query_heads = self.heads * self.group
-        packed = tokens(self.count, query_heads + 2 * self.heads, self.dtype, size=self.size)[first:end]
+        width = (query_heads + self.heads) * self.size + self.heads * self.value_size
+        packed = tokens(self.count, 1, self.dtype, size=width)[first:end]
         angles = 6 * torch.rand(self.count, self.size, generator=torch.Generator().manual_seed(1))[first:end]
         ends = torch.arange(first, end) + self.start + 1
-        others = tokens(beside, packed.shape[1], self.dtype, seed=6, size=self.size)
+        others = tokens(beside, 1, self.dtype, seed=6, size=width)
         other_ends = torch.arange(beside) + 20
         table = ints([*([[9 + i] * 8 for i in range(beside)]), [1, 2, 3, 4, 5, 6, 7, 8]])
         ends = torch.cat((other_ends, ends)).int()
@@ -103,6 +108,8 @@ class Prompt:
             *(torch.cat((others, packed)), query_heads, self.size**-0.5),
             rotary=rotary if self.rotates else None,
             bias=bias if self.distances else None,
+            cap=self.cap,
+            sinks=torch.randn(query_heads, generator=torch.Generator().manual_seed(4)) if self.has_sinks else None,
         )
         return output[beside:]
 
@@ -118,13 +125,16 @@ PROMPTS = st.builds(
     rotates=st.booleans(),
     start=st.integers(0, 100),
     count=st.integers(1, 150),
+    value_size=st.sampled_from([8, 16, 64]),
+    cap=st.sampled_from([0.0, 0.0, 2.0]),
+    has_sinks=st.booleans(),
 )
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @given(prompt=PROMPTS, cut=st.integers(0, 150), beside=st.integers(0, 3))
 def test_a_token_gets_the_same_bits_alone_in_chunks_and_among_others(threads, prompt, cut, beside):
-    caches = [filled_cache(prompt.heads, prompt.dtype, prompt.size) for _ in range(3)]
+    caches = [filled_cache(prompt.heads, prompt.dtype, prompt.size, prompt.value_size) for _ in range(3)]
     alone = torch.cat([prompt.attend(caches[0], i, i + 1) for i in range(prompt.count)])
     with_threads = torch.get_num_threads()
     torch.set_num_threads(threads)

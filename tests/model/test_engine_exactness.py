@@ -70,8 +70,8 @@ async def test_fixed_buffers_of_padded_rows_and_blocks_give_the_same(engine_of, 
         return forward
 
     class RecordingRunner(PagedRunner):
-        def __init__(self, model, shape, blocks, _, *others):
-            super().__init__(model, shape, blocks, record, *others)
+        def __init__(self, model, shape, blocks, _, *others, **named):
+            super().__init__(model, shape, blocks, record, *others, **named)
 
     monkeypatch.setattr(build, "PagedRunner", RecordingRunner)
     if not compiled:

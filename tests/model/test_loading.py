@@ -149,7 +149,7 @@ def test_a_model_loads_without_a_warning_of_its_libraries(caplog, monkeypatch, m
         ("llama", torch.float16, True, "bfloat16"),
         ("llama", torch.bfloat16, False, "float32"),
         ("llama", torch.float32, True, "float32"),
-        ("gemma2", torch.bfloat16, True, "float32"),
+        ("doge", torch.bfloat16, True, "float32"),
         ("t5", torch.bfloat16, True, "float32"),
     ],
 )
@@ -168,7 +168,7 @@ def test_a_model_of_16_bits_is_computed_in_bfloat16_where_that_is_fast_and_exact
     assert weights in (computed, "bf16")
     assert loaded.fingerprint == fingerprint_of(tmp_path, " ".join(dict.fromkeys([computed, weights])), True)
     (line,) = (record.getMessage() for record in caplog.records if record.name == loading.__name__)
-    slots = 32 if architecture == "gemma2" else loaded.engine.description["max_running"]
+    slots = 32 if architecture == "doge" else loaded.engine.description["max_running"]
     assert f"{computed} on cpu, {torch.get_num_threads()} threads, {slots} sequences at once, context 100 of" in line
     assert "KV cache of 0.0" in line
 

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from headrace.errors import InvalidRequestError
 from headrace.oip.prompt_scores import MAX_NUMBERS, PromptLogprobs, check_size
 from headrace.sampling import SamplingParameters
+from headrace_predictor.engine.runners.batched import BatchedRunner
 from headrace_predictor.engine.runners.paged import PagedRunner
 from headrace_transformer.predictors.oip.answers import BrokenAnswerError
 from tests.model.random_crowd import PROMPTS, crowd, model_and_crowd, random_engines, read_all, submit_crowd
@@ -65,13 +66,16 @@ def check_exact(scored, prompt, logprobs, top):
 def most_scored(monkeypatch):
     """The number of positions that each step scores."""
     counts = []
-    run = PagedRunner.run
 
-    def counting(self, rows):
-        counts.append(sum(len(row.scores) for row in rows))
-        return run(self, rows)
+    def counting(run):
+        def run_and_count(self, rows):
+            counts.append(sum(len(row.scores) for row in rows))
+            return run(self, rows)
 
-    monkeypatch.setattr(PagedRunner, "run", counting)
+        return run_and_count
+
+    for runner in (PagedRunner, BatchedRunner):
+        monkeypatch.setattr(runner, "run", counting(runner.run))
     return counts
 
 
@@ -89,7 +93,7 @@ async def test_the_storyteller_scores_as_transformers_does(engine_of, most_score
     check_exact(await prompt_of(engine.submit(scoring("again", prompts[1], 0))), prompts[1], expected[1], 0)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "opt", "gpt2", "gemma3"])
+@pytest.mark.parametrize("architecture", ["llama", "opt", "gpt2", "gemma3", "bloom"])
 async def test_other_requests_get_the_same_answers_as_alone(architecture, engine_of, most_scored):
     model, expected = model_and_crowd(architecture)
     logprobs = transformers_logprobs(model, LONG)
@@ -119,7 +123,7 @@ async def test_the_cached_blocks_of_a_scored_prompt_serve_others(engine_of):
     assert engine.statistics.cached_tokens >= 64
 
 
-@pytest.mark.parametrize("architecture", ["t5", "bart", "bloom", "mamba"])
+@pytest.mark.parametrize("architecture", ["t5", "bart", "doge", "mamba"])
 def test_other_runners_refuse_to_score_prompts(architecture, engine_of):
     assert not engine_of(random_model(architecture)).limits.scores_prompts
 

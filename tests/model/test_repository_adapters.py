@@ -154,7 +154,7 @@ async def test_a_model_has_a_maximum_of_adapters_and_loading_one_again_does_not_
         assert (await answer(repository, "cook"))[0] == folders.expected["cook"]
 
 
-@pytest.mark.parametrize("architecture", ["gemma2", "t5"])
+@pytest.mark.parametrize("architecture", ["doge", "t5"])
 async def test_a_base_of_another_runner_refuses_adapters(serve, folders, architecture):
     model = save_random_model(architecture, folders.folder / architecture)
     save_random_adapter(folders.folder / f"of-{architecture}", model, "other")

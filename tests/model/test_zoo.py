@@ -54,6 +54,7 @@ async def test_a_family_gives_the_ids_of_generate_or_is_refused(family, tmp_path
     engine = load(source, model)
     try:
         assert engine.description["runner"] == family.outcome
+        assert family.reason in engine.description.get("runner_reason", "")
         # In a crowd of all lengths, in chunks of 32 tokens, past windows and limits; two sampled alike.
         slots = submit_crowd(engine)
         sampled = [engine.submit(request(name, PROMPTS[3], 12, temperature=0.9)) for name in ("one", "two")]

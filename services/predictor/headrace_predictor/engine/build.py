@@ -1,8 +1,8 @@
 """Builds the engine of a loaded transformers model: memory, runner, scheduler.
 
-Three kinds of runners; the fastest that supports the model is chosen: paged for decoders that take an attention
-function (see proof.py), ragged for T5 and its family, one row at a time for the rest. A model or memory that
-cannot be served raises StartupError here, with one line of text.
+Four kinds of runners; the fastest that supports the model is chosen: paged for decoders that take an attention
+function (see proof.py), batched for other decoders, ragged for T5 and its family, one row at a time for the rest. A
+model or memory that cannot be served raises StartupError here, with one line of text.
 """
 
 from __future__ import annotations
@@ -138,12 +138,16 @@ def _choose_runner(
             fuse_layers(model)
             pack_linears(model)
         record = record_cuda_graph if settings.cuda_graphs and model.device.type == "cuda" else None
-        runner = PagedRunner(model, shape, blocks, record, adapters, proof.rotary, streamed)
+        runner = PagedRunner(
+            model, shape, blocks, record, adapters, proof.rotary, streamed, tells_positions=proof.tells_positions
+        )
         runner.probe()  # All layers; compiles what is not in Numba's cache.
     elif settings.weights != "auto":
         raise StartupError(f"model {name}: PREDICTOR_WEIGHTS={settings.weights} is not for it: {reason}")
     else:
-        logger.warning("model %s is run one row at a time: %s", name, reason)
         read_weights(model)
+        if (batched := proof.batched_runner(blocks)) is not None:
+            return batched, None, None
+        logger.warning("model %s is run one row at a time: %s", name, reason)
         runner = proof.row_runner()
     return runner, adapters, reason

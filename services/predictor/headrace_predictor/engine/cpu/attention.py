@@ -7,15 +7,18 @@ Neighbouring tokens of a prompt, and query heads that share a key head, read eac
 query has sums of its own, always in the same order, so its result is the same to the last bit, for any other contents
 of the step and any division of its sequence into chunks.
 
-Shapes, with T tokens in the step: packed [T, query heads, then key heads, then value heads, head size], of which keys
+Shapes, with T tokens in the step: packed [T, n] has the heads of queries, then of keys, then of values, of which keys
 and values are written to the cache first; or queries only, if nothing is written. Cosines and sines [T, head size] of
-the rotary position embedding of queries and keys, [0, 0] for none. The cache's keys [blocks, layers, 2, heads, head
-size, BLOCK_TOKENS] and values [blocks, layers, 2, heads, BLOCK_TOKENS, head size], the same memory: keys are at 0 of
-the third dimension, values at 1. The output [T, query heads, head size]. table int32 [sequences, blocks of the
-longest]; owners int32 [T], each token's row of the table; firsts and ends int32 [T], the range of positions that a
-token attends to, its own being ends - 1 if keys are written; both ascend along the tokens of a sequence. bias float32
-[query heads, n] is added to scores by distance, the furthest first; it is constant from distance n - 1 on; [query
-heads, 0] for none. Values at or beyond a tile's end are never read.
+the rotary position embedding of queries and keys, [0, 0] for none. The cache's keys [blocks, slots, heads, head size,
+BLOCK_TOKENS] and values [blocks, slots, heads, BLOCK_TOKENS, value size] are the same memory, see cache.py; a layer has
+a slot of each. The output [T, query heads, value size]. table int32 [sequences, blocks of the longest]; owners int32
+[T], each token's row of the table; firsts and ends int32 [T], the range of positions that a token attends to, its own
+being ends - 1 if keys are written; both ascend along the tokens of a sequence. Values at or beyond a tile's end are
+never read.
+
+Scores: above a cap of 0, a score becomes cap * tanh(score / cap). bias float32 [query heads, n] is added by distance,
+the furthest first; it is constant from distance n - 1 on; [query heads, 0] for none. sinks float32 [query heads] are
+scores of positions without values, which take their share of the weights; [0] for none.
 
 Rotation is that of transformers' `apply_rotary_pos_emb`: it pairs each number with the one half a head further on.
 """
@@ -30,12 +33,20 @@ import numpy as np
 from numba import njit, prange
 
 from headrace_predictor.engine.cpu.compiled import OPTIONS
-from headrace_predictor.engine.cpu.vectors import add_weighted_rows, array_at, exponentiate, narrow, widen
+from headrace_predictor.engine.cpu.vectors import (
+    add_weighted_rows,
+    array_at,
+    cap_numbers,
+    exponentiate,
+    narrow,
+    widen,
+)
 from headrace_predictor.engine.state.cache import BLOCK_TOKENS
 
 # Queries that read the cache together: neighbours in a prompt attend to nearly the same positions.
 _TILE_ROWS = 64
 _FEW_ROWS = 8  # For so few, a block is not worth a copy in float32.
+_SINK = 16  # Scores behind the last block, for a sink: `exponentiate` takes multiples of this.
 
 _THREADS = threading.Lock()
 numba.config.THREADING_LAYER = "workqueue"  # The only layer without a system library.
@@ -64,26 +75,32 @@ def write_tokens(
     sines: Any,
     keys: Any,
     values: Any,
-    layer: Any,
+    key_slot: Any,
+    value_slot: Any,
     table: Any,
     owners: Any,
     ends: Any,
     query_heads: Any,
 ) -> None:
     """Writes all keys and values before any is read: a token attends to earlier tokens, also to those of this step."""
-    tokens, all_heads, size = packed.shape
-    heads = (all_heads - query_heads) // 2
+    heads, size, value_size = keys.shape[2], keys.shape[3], values.shape[4]
+    first_key = query_heads * size
+    first_value = first_key + heads * size
+    if packed.shape[1] == first_key:
+        return
     key = np.empty(size, np.float32)
-    for i in range(tokens):
+    for i in range(len(packed)):
         position = ends[i] - 1
         block, offset = table[owners[i], position // BLOCK_TOKENS], position % BLOCK_TOKENS
         row = i if len(cosines) else 0
-        block_keys, block_values = keys[block, layer, 0], values[block, layer, 1]
+        block_keys, block_values = keys[block, key_slot], values[block, value_slot]
         for h in range(heads):
-            _turn(packed[i, query_heads + h], cosines[row], sines[row], _ONE, key)
-            value = packed[i, query_heads + heads + h]
+            start = first_key + h * size
+            _turn(packed[i, start : start + size], cosines[row], sines[row], _ONE, key)
             for d in range(size):
                 block_keys[h, d, offset] = narrow(key[d], block_keys[h, d, offset])
+            value = packed[i, first_value + h * value_size :]
+            for d in range(value_size):
                 block_values[h, offset, d] = narrow(widen(value[d]), block_values[h, offset, d])
 
 
@@ -107,14 +124,14 @@ def _reaching(firsts: Any, ends: Any, start: Any) -> Any:
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _score(
-    queries: Any, keys: Any, layer: Any, blocks: Any, firsts: Any, ends: Any, h: Any, key: Any, scores: Any
+    queries: Any, keys: Any, slot: Any, blocks: Any, firsts: Any, ends: Any, h: Any, key: Any, scores: Any
 ) -> None:
     """Adds the products of queries [rows, head size] and a head's keys to scores [rows, positions]."""
     group = len(queries) // len(ends)
-    for start in range(firsts[0] // BLOCK_TOKENS * BLOCK_TOKENS, scores.shape[1], BLOCK_TOKENS):
+    for start in range(firsts[0] // BLOCK_TOKENS * BLOCK_TOKENS, ends[-1], BLOCK_TOKENS):
         near, far = _reaching(firsts, ends, start)
         rows, positions = slice(near * group, far * group), slice(start, start + BLOCK_TOKENS)
-        stored = keys[blocks[start // BLOCK_TOKENS], layer, 0, h]
+        stored = keys[blocks[start // BLOCK_TOKENS], slot, h]
         if len(queries) <= _FEW_ROWS:
             add_weighted_rows(queries[rows], stored, scores[rows, positions])
         else:
@@ -123,8 +140,14 @@ def _score(
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
-def _weigh(scores: Any, first: Any, end: Any, bias: Any) -> Any:
-    """Turns scores into weights over [first, end), zeros elsewhere in its blocks; returns the inverse of their sum."""
+def _weigh(scores: Any, first: Any, end: Any, cap: Any, bias: Any, sink: Any) -> Any:
+    """Turns scores into weights over [first, end), zeros elsewhere in its blocks; returns the inverse of their sum.
+
+    `sink` has one number or none; behind the blocks of [first, end) are `_SINK` scores that nothing reads.
+    """
+    start, stop = first // BLOCK_TOKENS * BLOCK_TOKENS, (end + BLOCK_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    if cap > 0:
+        cap_numbers(scores[start:stop], cap)
     furthest = len(bias) - 1
     if furthest >= 0:
         near = max(first, end - 1 - furthest)
@@ -132,23 +155,26 @@ def _weigh(scores: Any, first: Any, end: Any, bias: Any) -> Any:
             scores[t] += bias[0]
         for t in range(near, end):
             scores[t] += bias[t - end + 1 + furthest]
-    start, stop = first // BLOCK_TOKENS * BLOCK_TOKENS, (end + BLOCK_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     scores[start:first] = _LOWEST
     scores[end:stop] = _LOWEST
+    if len(sink):
+        scores[stop : stop + _SINK] = _LOWEST
+        scores[stop] = sink[0]
+        stop += _SINK
     return _ONE / exponentiate(scores[start:stop])
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _sum(
-    weights: Any, values: Any, layer: Any, blocks: Any, firsts: Any, ends: Any, h: Any, value: Any, sums: Any
+    weights: Any, values: Any, slot: Any, blocks: Any, firsts: Any, ends: Any, h: Any, value: Any, sums: Any
 ) -> None:
-    """Adds a head's values, times weights [rows, positions], to sums [rows, head size]."""
+    """Adds a head's values, times weights [rows, positions], to sums [rows, value size]."""
     group = len(sums) // len(ends)
-    for start in range(firsts[0] // BLOCK_TOKENS * BLOCK_TOKENS, weights.shape[1], BLOCK_TOKENS):
+    for start in range(firsts[0] // BLOCK_TOKENS * BLOCK_TOKENS, ends[-1], BLOCK_TOKENS):
         near, far = _reaching(firsts, ends, start)
         used = min(BLOCK_TOKENS, ends[-1] - start)
         rows, positions = slice(near * group, far * group), slice(start, start + used)
-        stored = values[blocks[start // BLOCK_TOKENS], layer, 1, h, :used]
+        stored = values[blocks[start // BLOCK_TOKENS], slot, h, :used]
         if len(sums) <= _FEW_ROWS:
             add_weighted_rows(weights[rows, positions], stored, sums[rows])
         else:
@@ -163,42 +189,50 @@ def attend_tile(
     sines: Any,
     keys: Any,
     values: Any,
-    layer: Any,
+    key_slot: Any,
+    value_slot: Any,
     blocks: Any,
     firsts: Any,
     ends: Any,
-    bias: Any,
     scale: Any,
+    cap: Any,
+    bias: Any,
+    sinks: Any,
     out: Any,
     heads: Any,
 ) -> None:
     """Attends for neighbouring tokens of one sequence, whose blocks are `blocks`, with a range of key heads."""
-    tokens, query_heads, size = out.shape
-    group = query_heads // keys.shape[3]
+    tokens, query_heads, value_size = out.shape
+    size = keys.shape[3]
+    group = query_heads // keys.shape[2]
     rows = tokens * group  # For each token one row for each of the query heads that share a key head.
     # Both ends of the range ascend along the tokens.
     first_block, end_block = firsts[0] // BLOCK_TOKENS, (ends[-1] + BLOCK_TOKENS - 1) // BLOCK_TOKENS
     queries = np.empty((rows, size), np.float32)
-    scores = np.empty((rows, end_block * BLOCK_TOKENS), np.float32)
+    scores = np.empty((rows, end_block * BLOCK_TOKENS + _SINK), np.float32)
     inverses = np.empty(rows, np.float32)
-    sums = np.empty((rows, size), np.float32)
-    block = np.empty(size * BLOCK_TOKENS, np.float32)
+    sums = np.empty((rows, value_size), np.float32)
+    key = np.empty((size, BLOCK_TOKENS), np.float32)
+    value = np.empty((BLOCK_TOKENS, value_size), np.float32)
     for h in range(heads[0], heads[1]):
         for i in range(tokens):
             turning = i if len(cosines) else 0
             for g in range(group):
-                _turn(packed[i, h * group + g], cosines[turning], sines[turning], scale, queries[i * group + g])
+                start = (h * group + g) * size
+                query = packed[i, start : start + size]
+                _turn(query, cosines[turning], sines[turning], scale, queries[i * group + g])
         scores[:, first_block * BLOCK_TOKENS :] = _ZERO
-        _score(queries, keys, layer, blocks, firsts, ends, h, block.reshape(size, BLOCK_TOKENS), scores)
-        for i in range(tokens):
-            for g in range(group):
-                inverses[i * group + g] = _weigh(scores[i * group + g], firsts[i], ends[i], bias[h * group + g])
-        sums[:] = _ZERO
-        _sum(scores, values, layer, blocks, firsts, ends, h, block.reshape(BLOCK_TOKENS, size), sums)
+        _score(queries, keys, key_slot, blocks, firsts, ends, h, key, scores)
         for i in range(tokens):
             for g in range(group):
                 row, a = i * group + g, h * group + g
-                for d in range(size):
+                inverses[row] = _weigh(scores[row], firsts[i], ends[i], cap, bias[a], sinks[a : a + 1])
+        sums[:] = _ZERO
+        _sum(scores, values, value_slot, blocks, firsts, ends, h, value, sums)
+        for i in range(tokens):
+            for g in range(group):
+                row, a = i * group + g, h * group + g
+                for d in range(value_size):
                     out[i, a, d] = narrow(sums[row, d] * inverses[row], out[i, a, d])
 
 
@@ -228,65 +262,71 @@ def parts(owners: Any, query_heads: Any, heads: Any, divided: Any = False) -> An
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _attend_in_turn(
     address: Any,
-    all_heads: Any,
+    width: Any,
     cosines: Any,
     sines: Any,
     keys: Any,
     values: Any,
-    layer: Any,
+    key_slot: Any,
+    value_slot: Any,
     table: Any,
     owners: Any,
     firsts: Any,
     ends: Any,
-    bias: Any,
     scale: Any,
+    cap: Any,
+    bias: Any,
+    sinks: Any,
     out: Any,
 ) -> None:
-    packed = array_at(address, (len(out), all_heads, out.shape[2]), out)
-    write_tokens(packed, cosines, sines, keys, values, layer, table, owners, ends, out.shape[1])
-    work = parts(owners, out.shape[1], keys.shape[3])
+    packed = array_at(address, (len(out), width), out)
+    write_tokens(packed, cosines, sines, keys, values, key_slot, value_slot, table, owners, ends, out.shape[1])
+    work = parts(owners, out.shape[1], keys.shape[2])
     for n in range(len(work)):
         i, j = work[n, 0], work[n, 1]
         turning = slice(i, j) if len(cosines) else slice(0, 1)
         attend_tile(
-            *(packed[i:j], cosines[turning], sines[turning], keys, values, layer, table[owners[i]]),
-            *(firsts[i:j], ends[i:j], bias, scale, out[i:j], work[n, 2:]),
+            *(packed[i:j], cosines[turning], sines[turning], keys, values, key_slot, value_slot, table[owners[i]]),
+            *(firsts[i:j], ends[i:j], scale, cap, bias, sinks, out[i:j], work[n, 2:]),
         )
 
 
 @njit(parallel=True, **OPTIONS)  # type: ignore[untyped-decorator]
 def _attend_in_parallel(
     address: Any,
-    all_heads: Any,
+    width: Any,
     cosines: Any,
     sines: Any,
     keys: Any,
     values: Any,
-    layer: Any,
+    key_slot: Any,
+    value_slot: Any,
     table: Any,
     owners: Any,
     firsts: Any,
     ends: Any,
-    bias: Any,
     scale: Any,
+    cap: Any,
+    bias: Any,
+    sinks: Any,
     out: Any,
 ) -> None:
-    packed = array_at(address, (len(out), all_heads, out.shape[2]), out)
-    write_tokens(packed, cosines, sines, keys, values, layer, table, owners, ends, out.shape[1])
-    work = parts(owners, out.shape[1], keys.shape[3])
+    packed = array_at(address, (len(out), width), out)
+    write_tokens(packed, cosines, sines, keys, values, key_slot, value_slot, table, owners, ends, out.shape[1])
+    work = parts(owners, out.shape[1], keys.shape[2])
     for n in prange(len(work)):
         i, j = work[n, 0], work[n, 1]
         turning = slice(i, j) if len(cosines) else slice(0, 1)
         attend_tile(
-            *(packed[i:j], cosines[turning], sines[turning], keys, values, layer, table[owners[i]]),
-            *(firsts[i:j], ends[i:j], bias, scale, out[i:j], work[n, 2:]),
+            *(packed[i:j], cosines[turning], sines[turning], keys, values, key_slot, value_slot, table[owners[i]]),
+            *(firsts[i:j], ends[i:j], scale, cap, bias, sinks, out[i:j], work[n, 2:]),
         )
 
 
 def attend(threads: int, *arguments: Any) -> None:
     """Computes all tokens with `threads` threads.
 
-    The arguments: the address of contiguous `packed`, its number of heads, and those of the module, the output last.
+    The arguments: the address of contiguous `packed`, its width, and those of the module, the output last.
     """
     if threads == 1:
         _attend_in_turn(*arguments)

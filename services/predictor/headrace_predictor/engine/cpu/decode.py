@@ -336,17 +336,19 @@ def _write(token: Any, parameters: Any, layer: Any, model: Any) -> None:
     _, sizes, numbers, _, keys, values = model
     query_heads, size = sizes[QUERY_HEADS], sizes[HEAD_SIZE]
     heads = query_heads + 2 * sizes[KEY_HEADS]
-    packed = array_at(parameters[PACKED] + token * heads * size * 4, (1, heads, size), _F)
+    packed = array_at(parameters[PACKED] + token * heads * size * 4, (1, heads * size), _F)
     for h in range(query_heads + sizes[KEY_HEADS]):
         norm = layer[QUERY_NORM] if h < query_heads else layer[KEY_NORM]
         if norm:
-            norm_row(packed[0, h], array_at(norm, (size,), _F), numbers[EPSILON], packed[0, h])
+            head = packed[0, h * size : (h + 1) * size]
+            norm_row(head, array_at(norm, (size,), _F), numbers[EPSILON], head)
     cosines = array_at(parameters[COSINES] + token * size * 4, (1, size), _F)
     sines = array_at(parameters[SINES] + token * size * 4, (1, size), _F)
     table = array_at(parameters[TABLE], (parameters[SEQUENCES], parameters[WIDTH]), _I)
     owners = array_at(parameters[OWNERS] + token * 4, (1,), _I)
     ends = array_at(parameters[ENDS] + token * 4, (1,), _I)
-    write_tokens(packed, cosines, sines, keys, values, layer[LAYER], table, owners, ends, query_heads)
+    slot = 2 * layer[LAYER]  # Of a cache of equal layers: the values' is the next.
+    write_tokens(packed, cosines, sines, keys, values, slot, slot + 1, table, owners, ends, query_heads)
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
@@ -359,17 +361,20 @@ def _attend(chunk: Any, parameters: Any, layer: Any, model: Any) -> None:
     first, count = part[0], part[1] - part[0]
     owner = array_at(parameters[OWNERS], (parameters[TOKENS],), _I)[first]
     attend_tile(
-        array_at(parameters[PACKED] + first * heads * size * 4, (count, heads, size), _F),
+        array_at(parameters[PACKED] + first * heads * size * 4, (count, heads * size), _F),
         array_at(parameters[COSINES] + first * size * 4, (count, size), _F),
         array_at(parameters[SINES] + first * size * 4, (count, size), _F),
         keys,
         values,
-        layer[LAYER],
+        2 * layer[LAYER],
+        2 * layer[LAYER] + 1,
         array_at(parameters[TABLE] + owner * parameters[WIDTH] * 4, (parameters[WIDTH],), _I),
         array_at(parameters[FIRSTS + layer[REACH]] + first * 4, (count,), _I),
         array_at(parameters[ENDS] + first * 4, (count,), _I),
-        np.empty((query_heads, 0), np.float32),
         numbers[SCORE_SCALE],
+        np.float32(0),
+        np.empty((query_heads, 0), np.float32),
+        np.empty(0, np.float32),
         array_at(parameters[ATTENDED] + first * query_heads * size * 4, (count, query_heads, size), _F),
         part[2:],
     )

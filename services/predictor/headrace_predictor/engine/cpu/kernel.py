@@ -25,7 +25,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def takes(query: Tensor) -> bool:
-    """Whether the kernel supports queries [..., head size] of this device, dtype and size."""
+    """Whether the kernel supports queries, or values, [..., head size] of this device, dtype and size."""
     return takes_heads(query.device, query.dtype, query.shape[-1])
 
 
@@ -57,15 +57,19 @@ class Ranges(NamedTuple):
 
 
 class Attention:
-    """Attention of layers with these heads; no key heads if nothing is written to the cache.
+    """Attention with scores of one kind: `bias` float32 [query heads, n], `sinks` [query heads], see attention.py."""
 
-    `bias` is float32 [query heads, n], see attention.py.
-    """
-
-    def __init__(self, query_heads: int, key_heads: int, scale: float = 1.0, bias: Tensor | None = None) -> None:
-        self._all_heads = query_heads + 2 * key_heads
-        self._scale = np.float32(scale)
+    def __init__(
+        self,
+        query_heads: int,
+        scale: float = 1.0,
+        cap: float = 0.0,
+        bias: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        self._scale, self._cap = np.float32(scale), np.float32(cap)
         self._bias = np.empty((query_heads, 0), dtype=np.float32) if bias is None else bias.numpy()
+        self._sinks = np.empty(0, dtype=np.float32) if sinks is None else sinks.detach().float().numpy()
 
     def __call__(
         self,
@@ -75,16 +79,16 @@ class Attention:
         output: Buffer,
         rotary: tuple[Array, Array] | None = None,
     ) -> Tensor:
-        """Writes the output [T, query heads, head size] for packed queries, keys, values [T, all heads x head size].
+        """Writes the output [T, query heads, value size] for packed queries, keys and values: see attention.py.
 
-        The cache and `rotary`, cosines and sines [T, head size], have the dtype of `packed`.
+        `packed` is [T, ...]. The cache and `rotary`, cosines and sines [T, head size], have its dtype.
         """
         packed = packed.contiguous()
-        nothing = cache.keys[0, 0, 0, 0, :0, :0]
+        nothing = cache.keys[0, 0, 0, :0, :0]
         cosines, sines = rotary or (nothing, nothing)
         cpu_attention.attend(
-            *(torch.get_num_threads(), packed.data_ptr(), self._all_heads, cosines, sines),
-            *(*cache, *ranges, self._bias, self._scale, output.array),
+            *(torch.get_num_threads(), packed.data_ptr(), packed.stride(0), cosines, sines),
+            *(*cache, *ranges, self._scale, self._cap, self._bias, self._sinks, output.array),
         )
         return output.tensor
 

@@ -97,6 +97,30 @@ def exponentiate(typing_context: Any, scores: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def cap_numbers(typing_context: Any, numbers: Any, cap: Any) -> Any:
+    """Replaces float32 numbers [n], contiguous, by cap * tanh(number / cap); n is a multiple of 16."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
+        count = cgutils.unpack_tuple(builder, array.shape)[0]
+        vector = ir.VectorType(_FLOAT, _LANES)
+        zero, one, minus_two = (ir.Constant(vector, [number] * _LANES) for number in (0.0, 1.0, -2.0))
+        bound = splat(builder, arguments[1], _LANES)
+        with cgutils.for_range_slice(builder, _SIZE(0), count, _SIZE(_LANES), _SIZE) as (at, _):
+            number = builder.fdiv(_load(builder, array.data, at, _LANES), bound)
+            negative = builder.fsub(zero, number)
+            size = builder.select(builder.fcmp_ordered("<", number, negative), negative, number)
+            # tanh of the size, which is the same without its sign.
+            power = _exp(builder, builder.fmul(minus_two, size))
+            part = builder.fdiv(builder.fsub(one, power), builder.fadd(one, power))
+            signed = builder.select(builder.fcmp_ordered("<", number, negative), builder.fsub(zero, part), part)
+            _store(builder, builder.fmul(bound, signed), array.data, at)
+        return context.get_dummy_value()
+
+    return types.void(numbers, cap), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def add_squares(typing_context: Any, numbers: Any) -> Any:
     """The sum of the squares of float32 numbers [n], contiguous: 16 sums, then their halves. n is a multiple of 16."""
 

@@ -1,8 +1,8 @@
 """Paged attention behind transformers' AttentionInterface, which every layer of a paged model calls, and its input.
 
 The tokens of a step are packed into one row [1, T]: first those of `decodes` sequences that compute one id each, then
-chunks of prompts. The step's plan, the model's keyword argument `step_plan`, has the sequence of each token, and the
-blocks of its keys and values; everything is in tensors with fixed meanings, so that a recorded decode pass can be
+chunks of prompts. The step's plan, in a context variable, has the sequence of each token, and the blocks of its keys
+and values; everything is in tensors with fixed meanings, so that a recorded decode pass can be
 replayed with other contents.
 
 A layer writes the keys and values of the step's tokens to their blocks, at places given by position, so a step can be
@@ -12,10 +12,12 @@ device and dtype, otherwise in plain torch, which runs anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Sequence as Rows
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -34,7 +36,11 @@ from headrace_predictor.engine.state.sequence import Row
 _T = TypeVar("_T")
 
 NAME = "headrace_paged"
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask")
+_UNSUPPORTED = ("position_bias", "head_mask")
+
+
+# Not an argument: not every model passes those that it does not know down to its layers.
+_CURRENT: ContextVar[StepPlan] = ContextVar("step plan")
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,15 @@ class StepPlan:
     ends: Tensor  # int32 [T], each token's position + 1: it attends to positions before that.
     adapted: Sequence[AdaptedTokens] = ()  # The tokens that have adapters.
     _derived: dict[tuple[object, ...], Any] = field(default_factory=dict)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """During the block, the layers of a model compute this step."""
+        token = _CURRENT.set(self)
+        try:
+            yield
+        finally:
+            _CURRENT.reset(token)
 
     def firsts(self, reach: Reach) -> Tensor:
         """The first position [T] that each token attends to."""
@@ -94,6 +109,11 @@ class StepPlan:
             self._derived[key] = derive()
         derived: _T = self._derived[key]
         return derived
+
+
+def current_plan() -> StepPlan:
+    """The plan of the step that a model computes; LookupError without one."""
+    return _CURRENT.get()
 
 
 class StepPlanner:
@@ -138,6 +158,21 @@ class StepPlanner:
         return np.ascontiguousarray(self._table[: len(rows), :width])
 
 
+class PackedPositions:
+    """In place of a cache of transformers, for models that ask one how many tokens precede those of a pass."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self._ends = plan.ends
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
+        """For each token of the step [T], its position less its place: models add the place."""
+        return self._ends.long() - 1 - torch.arange(len(self._ends), device=self._ends.device)
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any) -> tuple[Tensor, Tensor]:
+        """Returns what is given: `paged_attention` stores it."""
+        return keys, values
+
+
 def adapted_tokens(rows: Rows[Row]) -> list[AdaptedTokens]:
     """The tokens of packed rows that have adapters; those of neighbouring rows with the same one are together."""
     adapted: list[AdaptedTokens] = []
@@ -162,59 +197,85 @@ def paged_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    step_plan: StepPlan | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Query [1, heads, T, head size] to output [1, T, heads, head size], as the interface requires."""
-    if step_plan is None:
-        raise ValueError("paged attention needs a step plan")
     if unknown := [name for name in _UNSUPPORTED if others.get(name) is not None]:
         raise NotImplementedError(f"attention with {', '.join(unknown)}")
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    reach: Reach = module.reach  # type: ignore[assignment]  # Not `sliding_window`: some families only have the mask.
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    attend = _attend_compiled if kernel.takes(queries) else _attend_in_copies
-    return attend(step_plan, layer, queries, keys, values, scale, reach)[None], None
+    scores = Scores(
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        others.get("softcap") or 0.0,
+        others.get("s_aux"),
+        module.reach,  # type: ignore[arg-type]  # Not `sliding_window`: some families only have the mask.
+    )
+    attend = _attend_compiled if kernel.takes(queries) and kernel.takes(values) else _attend_in_copies
+    return attend(current_plan(), module.layer_idx, queries, keys, values, scores)[None], None  # type: ignore[arg-type]
+
+
+class Scores(NamedTuple):
+    """How attention weighs: the products' scale, the cap of scores (0: none), sinks [query heads], and the reach."""
+
+    scale: float
+    cap: float
+    sinks: Tensor | None
+    reach: Reach
 
 
 def _attend_compiled(
-    plan: StepPlan, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float, reach: Reach
+    plan: StepPlan, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scores: Scores
 ) -> Tensor:
-    """Output [T, heads, head size]."""
-    packed = torch.cat((queries, keys, values), dim=1)
-    attend = kernel.Attention(queries.shape[1], keys.shape[1], scale)
-    output = kernel.Buffer(queries.shape, queries.dtype)
-    return attend(plan.cache.arrays[layer], plan.ranges(reach), packed, output).view(queries.shape)
+    """Output [T, heads, value size]."""
+    parts = queries, keys, values
+    if keys.shape[2] == values.shape[2]:
+        packed = torch.cat(parts, dim=1)
+    else:
+        packed = torch.cat([heads.flatten(1) for heads in parts], dim=1)
+    attend = kernel.Attention(queries.shape[1], scores.scale, scores.cap, sinks=scores.sinks)
+    output = kernel.Buffer((*queries.shape[:2], values.shape[2]), queries.dtype)
+    return attend(plan.cache.arrays[layer], plan.ranges(scores.reach), packed, output).view(output.array.shape)
 
 
 def _attend_in_copies(
-    plan: StepPlan, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float, reach: Reach
+    plan: StepPlan, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scores: Scores
 ) -> Tensor:
-    """Output [T, heads, head size], from copies of the blocks."""
+    """Output [T, heads, value size], from copies of the blocks."""
     plan.cache.write(layer, plan.places(), keys, values)
     outputs = []
     if decodes := plan.decodes:
-        read_keys, read_values = plan.cache.read(layer, plan.table[:decodes])
-        grouped = queries[:decodes].reshape(decodes, keys.shape[1], -1, queries.shape[-1])
-        scores = torch.matmul(grouped, read_keys).float() * scale
-        weights = scores.masked_fill(~plan.decode_mask(reach), -torch.inf).softmax(-1).to(values.dtype)
-        outputs.append(torch.matmul(weights, read_values).view_as(queries[:decodes]))
-    outputs += [_prefill(plan, layer, chunk, queries, scale, reach) for chunk in plan.chunks]
+        copies = plan.cache.read(layer, plan.table[:decodes])
+        mask = plan.decode_mask(scores.reach)
+        outputs.append(_attend_rows(queries[:decodes, :, None], *copies, mask, scores)[:, :, 0])
+    for chunk in plan.chunks:
+        blocks = -(-(chunk.start + chunk.count) // BLOCK_TOKENS)
+        copies = plan.cache.read(layer, plan.table[chunk.owner : chunk.owner + 1, :blocks])
+        query = queries[chunk.at : chunk.at + chunk.count].transpose(0, 1)[None]
+        outputs.append(_attend_rows(query, *copies, plan.chunk_mask(chunk, scores.reach), scores)[0].transpose(0, 1))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _prefill(plan: StepPlan, layer: int, chunk: Chunk, queries: Tensor, scale: float, reach: Reach) -> Tensor:
-    """Output [tokens, heads, head size] of a chunk whose keys and values are already in the cache."""
-    blocks = -(-(chunk.start + chunk.count) // BLOCK_TOKENS)
-    keys, values = plan.cache.read(layer, plan.table[chunk.owner : chunk.owner + 1, :blocks])
-    query = queries[chunk.at : chunk.at + chunk.count].transpose(0, 1)[None]
-    group = query.shape[1] // keys.shape[1]
-    keys = keys.transpose(2, 3)
-    if group > 1:
-        keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-    mask = plan.chunk_mask(chunk, reach)
-    return F.scaled_dot_product_attention(query, keys, values, mask, scale=scale)[0].transpose(0, 1)
+def _attend_rows(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scores: Scores) -> Tensor:
+    """Output [rows, heads, n, value size] for queries [rows, heads, n, head size], with copies of blocks."""
+    rows, heads, count, size = query.shape
+    group = heads // keys.shape[1]
+    if count > 1 and not scores.cap and scores.sinks is None:
+        keys = keys.transpose(2, 3)
+        if group > 1:
+            keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+        return F.scaled_dot_product_attention(query, keys, values, mask, scale=scores.scale)
+    # The queries of a group are rows of one product, the group before the positions.
+    products = torch.matmul(query.reshape(rows, -1, group * count, size), keys).float() * scores.scale
+    weights = products.view(rows, heads, count, -1)
+    if scores.cap:
+        weights = scores.cap * torch.tanh(weights / scores.cap)
+    weights = weights.masked_fill(~mask, -torch.inf)
+    if scores.sinks is not None:
+        sinks = scores.sinks.float()[None, :, None, None].expand(rows, -1, count, 1)
+        weights = torch.cat((weights, sinks), dim=-1).softmax(-1)[..., :-1]
+    else:
+        weights = weights.softmax(-1)
+    output = torch.matmul(weights.to(values.dtype).reshape(rows, -1, group * count, weights.shape[-1]), values)
+    return output.view(rows, heads, count, -1)
 
 
 AttentionInterface.register(NAME, paged_attention)

@@ -30,7 +30,7 @@ from headrace_predictor.engine.adapters import LowRank, LowRankWeights, Part
 from headrace_predictor.engine.cpu import kernel
 from headrace_predictor.engine.cpu.kernel import Buffer
 from headrace_predictor.engine.cpu.packed_linear import PackedLinear, packs
-from headrace_predictor.engine.runners.attention import StepPlan
+from headrace_predictor.engine.runners.attention import StepPlan, current_plan
 from headrace_predictor.engine.runners.reach import Reach
 from headrace_predictor.engine.state.cache import Array, array_of
 
@@ -82,7 +82,7 @@ class _Attention:
         self._query_heads: int = attention.q_proj.out_features // self._size
         self._key_heads: int = attention.k_proj.out_features // self._size
         self._reach: Reach = attention.reach
-        self._attend = kernel.Attention(self._query_heads, self._key_heads, scale)
+        self._attend = kernel.Attention(self._query_heads, scale)
         # Qwen3 norms each query head and each key head.
         norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         self._head_norms = [kernel.RmsNorm(norm) for norm in norms if norm is not None]
@@ -135,12 +135,10 @@ class GatedLayer(nn.Module):
     def takes(layer: Any) -> bool:
         return isinstance(layer.mlp.act_fn, SWISH)
 
-    def forward(
-        self, hidden: Tensor, *, step_plan: StepPlan, position_embeddings: tuple[Tensor, Tensor], **_: Any
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
         """Hidden states [1, T, model size], as transformers' models call it."""
         hidden = hidden[0]
-        return self.compute(hidden, step_plan, self.workspace(hidden, position_embeddings))[None]
+        return self.compute(hidden, current_plan(), self.workspace(hidden, position_embeddings))[None]
 
     def workspace(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Workspace:
         """For hidden states [T, model size] and what a model's rotary module returns, [1, T, head size] each."""
@@ -216,13 +214,13 @@ class OPTLayer(nn.Module):
     def takes(layer: Any) -> bool:
         return layer.do_layer_norm_before and isinstance(layer.activation_fn, nn.ReLU)
 
-    def forward(self, hidden: Tensor, *, step_plan: StepPlan, **_: Any) -> Tensor:
+    def forward(self, hidden: Tensor, **_: Any) -> Tensor:
         """Hidden states [1, T, model size]."""
-        hidden = hidden[0]
-        adapted: list[tuple[int, int, OPTProducts]] = _products_of(self, step_plan) if step_plan.adapted else []
+        hidden, plan = hidden[0], current_plan()
+        adapted: list[tuple[int, int, OPTProducts]] = _products_of(self, plan) if plan.adapted else []
         attentions = [(begin, end, products.attention) for begin, end, products in adapted]
         output = self._attention.output(hidden)
-        attended = self._attention(self._norms[0](hidden), step_plan, output, None, _projections(attentions))
+        attended = self._attention(self._norms[0](hidden), plan, output, None, _projections(attentions))
         hidden = self._output.plus(attended, hidden)
         _add_outputs(attentions, attended, hidden)
         normed = self._norms[1](hidden)

@@ -7,9 +7,9 @@ after the weights: with N predictors on one GPU each gets its share, whatever th
 
 from __future__ import annotations
 
-import math
 import re
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import torch
 
 from headrace.errors import StartupError, StartupFault
 from headrace_predictor.engine.state.blocks import RESERVED
-from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape
+from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, LayerShape
 from headrace_predictor.settings import PredictorSettings
 
 _ROOM = 1 << 30
@@ -30,22 +30,31 @@ _ALREADY_SCALED = ("longrope", "llama3")  # Kinds of scalings whose configuratio
 
 
 def cache_shape(model: Any) -> CacheShape:
-    """What a model stores for each token, from its configuration; of layers that differ, their mean."""
+    """What a model stores for each token, from its configuration."""
     config = model.config.get_text_config(decoder=True)
     count = _first(config, "num_decoder_layers", "decoder_layers", "num_hidden_layers") or 1
-    own = [*config.per_layer_config] if getattr(config, "is_heterogeneous", False) else [config]
-    sizes = [_heads(one) for one in own]
-    if len(set(sizes)) == 1:
-        return CacheShape(count, *sizes[0], model.dtype)
-    mean = math.ceil(sum(heads * size for heads, size in sizes) / count)
-    return CacheShape(count, 1, mean, model.dtype, differs=True)
+    if getattr(config, "is_heterogeneous", False):
+        layers = [_layer_shape(one) for one in config.per_layer_config]
+    else:
+        layers = [_layer_shape(config)] * count
+    stored: dict[str, int] = {}  # By type, the layers whose keys and values others use.
+    for layer, mode in enumerate(getattr(config, "kv_sharing_modes", None) or ()):
+        if mode == "store":
+            stored[config.layer_types[layer]] = layer
+        elif mode == "reuse":
+            layers[layer] = layers[layer]._replace(source=stored[config.layer_types[layer]])
+    heads, size, value_size, _ = layers[0]
+    is_even = len(set(layers)) == 1 and size == value_size
+    return CacheShape(count, heads, size, model.dtype, () if is_even else tuple(layers))
 
 
-def _heads(config: Any) -> tuple[int, int]:
-    """The number of heads of keys, and their size."""
+def _layer_shape(config: Any) -> LayerShape:
     heads = _first(config, "num_attention_heads", "num_heads") or 1
+    if "qk_nope_head_dim" in {field.name for field in fields(config)}:
+        # Latent attention stores the keys and values of every head.
+        return LayerShape(heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
     size = _first(config, "head_dim", "d_kv") or (_first(config, "hidden_size", "d_model") or heads) // heads
-    return _first(config, "num_key_value_heads") or heads, size
+    return LayerShape(_first(config, "num_key_value_heads") or heads, size, size)
 
 
 def _first(config: Any, *names: str) -> int | None:

@@ -18,7 +18,7 @@ from headrace_predictor.engine.cpu.packed_linear import PackedLinear
 from headrace_predictor.engine.cpu.step_sizes import size_above
 from headrace_predictor.engine.faults import check_numbers
 from headrace_predictor.engine.runners.adapters import AdapterHooks, Adapters
-from headrace_predictor.engine.runners.attention import NAME, StepPlan, StepPlanner, adapted_tokens
+from headrace_predictor.engine.runners.attention import NAME, PackedPositions, StepPlan, StepPlanner, adapted_tokens
 from headrace_predictor.engine.runners.decode_graphs import DecodeGraphs, Record
 from headrace_predictor.engine.runners.fused_layers import GatedLayer
 from headrace_predictor.engine.runners.rotary import SequenceRotary
@@ -85,14 +85,19 @@ class PagedRunner:
         adapters: Adapters | None = None,
         rotary: SequenceRotary | None = None,
         streamed: StreamedDecoder | None = None,
+        tells_positions: bool = False,
     ) -> None:
-        """After `find_reaches`. With `record`, decode-only steps without adapters are recorded and replayed."""
+        """After `find_reaches`. With `record`, decode-only steps without adapters are recorded and replayed.
+
+        With `tells_positions`, the model gets positions by `PackedPositions` too.
+        """
         self._adapters = adapters
         self._model = model
         self._cache = KeyValueCache(shape, blocks, model.device)
         self._planner = StepPlanner(self._cache)
         self.streamed = streamed
         self._flat = streamed or (FlatDecoder(model) if FlatDecoder.takes(model) else None)
+        self._tells_positions = tells_positions
         self._rotary = rotary
         self.scaling = None if rotary is None else rotary.scaling
         # A recorded pass would repeat the factors of its first rows.
@@ -169,13 +174,14 @@ class PagedRunner:
         return self._call(ids, positions, plan, places)
 
     def _call(self, ids: Tensor, positions: Tensor, plan: StepPlan, places: Tensor | None) -> Tensor:
-        logits: Tensor = self._model(
-            input_ids=ids,
-            position_ids=positions,
-            step_plan=plan,
-            use_cache=False,
-            logits_to_keep=0 if places is None else places,  # 0 means all.
-        ).logits[0]
+        with plan.current():
+            logits: Tensor = self._model(
+                input_ids=ids,
+                position_ids=positions,
+                use_cache=False,
+                past_key_values=PackedPositions(plan) if self._tells_positions else None,
+                logits_to_keep=0 if places is None else places,  # 0 means all.
+            ).logits[0]
         return logits
 
     def _tensor(self, values: list[Any]) -> Tensor:

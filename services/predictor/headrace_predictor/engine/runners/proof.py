@@ -23,9 +23,10 @@ from transformers import GenerationConfig
 
 from headrace.errors import StartupError
 from headrace_predictor.engine.cpu.packed_linear import pack_linears
+from headrace_predictor.engine.runners.batched import BatchedRunner
 from headrace_predictor.engine.runners.interface import ModelRunner
 from headrace_predictor.engine.runners.paged import PagedRunner
-from headrace_predictor.engine.runners.reach import find_reaches
+from headrace_predictor.engine.runners.reach import attention_functions, find_reaches
 from headrace_predictor.engine.runners.rotary import SequenceRotary
 from headrace_predictor.engine.runners.row import CachelessRunner, CausalRunner, EncoderDecoderRunner, decoder_start
 from headrace_predictor.engine.runners.streamed import GATED_MODELS
@@ -78,6 +79,7 @@ class Proof:
         length = min(_PIECES[-1], context)
         first = min(_SPECIAL, vocabulary - 1)
         self._ids = [first + (7 * i * i + 3 * i) % (vocabulary - first) for i in range(length)]
+        self.tells_positions = False  # Of `PagedRunner`.
         self._hides_masks = False  # Whether layers compute with their masks elsewhere than in the attention function.
 
     def check_generate(self, name: str) -> None:
@@ -108,20 +110,25 @@ class Proof:
     def of_paged(self) -> str | None:
         """Why `PagedRunner` cannot run the model; None if it can: then the attention modules have their reach."""
         model = self._model
-        if not getattr(model, "_supports_attention_backend", False):
+        # Some classes that do not say so take one.
+        if not (getattr(model, "_supports_attention_backend", False) or model._can_set_attn_implementation()):
             return "it does not take an attention function"
-        if self._shape.differs:
-            return "its layers store keys of different sizes"
-        own = model.config._attn_implementation
+        own = attention_functions(model)
 
         def difference() -> float:
             model.set_attn_implementation(own)
-            return self._difference(lambda: PagedRunner(model, self._shape, 6, rotary=self.rotary))
+            tells = self.tells_positions
+            return self._difference(
+                lambda: PagedRunner(model, self._shape, 6, rotary=self.rotary, tells_positions=tells)
+            )
 
         try:
             with self._few_layers(), self._near_limits() as changed:
                 self._find_reaches(len(self._ids) if changed else self._context)
                 excess = self._excess(difference)
+                if excess:
+                    self.tells_positions = True
+                    excess = self._excess(difference)
             self._find_reaches(self._context)
         except Exception as error:
             logger.debug("paged attention failed in the proof", exc_info=True)
@@ -133,6 +140,18 @@ class Proof:
             reason = f"its logits differ by {excess:.2g} of their size"
         model.set_attn_implementation(own)
         return reason
+
+    def batched_runner(self, blocks: int) -> BatchedRunner | None:
+        """The runner of batches, if it is right for the model."""
+        model = self._model
+        # Where an index selects positions, it may choose among equals by their number.
+        if self.rotary is not None or self._hides_masks:
+            return None
+        with suppress(*_FAILURES), self._near_limits():
+            if not self._excess(lambda: self._difference(lambda: BatchedRunner(model, 6))):
+                pack_linears(model)
+                return BatchedRunner(model, blocks)
+        return None
 
     def row_runner(self) -> ModelRunner:
         """The runner for one row at a time."""

@@ -60,9 +60,19 @@ class _Mask:
         return reach
 
 
+def attention_functions(model: Any) -> dict[str, str]:
+    """The names of a model's attention functions by part of its configuration, as `set_attn_implementation` takes them.
+
+    Towers of images and sound may have others than the decoder.
+    """
+    config = model.config
+    parts = {"": config} | {name: getattr(config, name) for name in config.sub_configs}
+    return {name: part._attn_implementation for name, part in parts.items() if part is not None}
+
+
 def find_reaches(model: Any, context: int) -> None:
     """Sets `reach` of every attention module; raises what the model raises if it does more with a mask than pass it."""
-    own = model.config._attn_implementation
+    own = attention_functions(model)
     model.set_attn_implementation(_NAME)
     try:
         model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), use_cache=False)

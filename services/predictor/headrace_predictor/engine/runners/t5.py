@@ -190,7 +190,7 @@ class T5Runner:
         owners = torch.arange(len(query), dtype=torch.int32)
         packed = query if written is None else torch.cat((query, *written), dim=1)
         ranges = kernel.Ranges.of(table, owners, looks_at.firsts, looks_at.ends)
-        attend = kernel.Attention(query.shape[1], (packed.shape[1] - query.shape[1]) // 2, bias=bias)
+        attend = kernel.Attention(query.shape[1], bias=bias)
         return attend(self._cache.arrays[layer], ranges, packed, kernel.Buffer(query.shape, query.dtype))
 
     def _attend_in_copies(self, layer: int, table: Tensor, looks_at: _Range, query: Tensor, bias: Tensor) -> Tensor:

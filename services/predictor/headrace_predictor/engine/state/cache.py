@@ -70,32 +70,74 @@ class GrowingMemory:
         madvise(self._bytes.data_ptr() + page, min(_PAGE, self._size - page), _MADV_POPULATE_WRITE)
 
 
+class LayerShape(NamedTuple):
+    """What a layer stores for each token: `heads` keys and as many values. It may read those of an earlier `source`."""
+
+    heads: int
+    key_size: int
+    value_size: int
+    source: int | None = None
+
+
 @dataclass(frozen=True)
 class CacheShape:
-    """What a model's layers store for each token; if it `differs` by layer, the mean as one head."""
+    """What a model's layers store for each token: equal keys and values, unless `own` has each layer's own."""
 
     layers: int
     heads: int
     head_size: int
     dtype: torch.dtype
-    differs: bool = False
+    own: tuple[LayerShape, ...] = ()
+
+    def of(self, layer: int) -> LayerShape:
+        """What a layer stores."""
+        return self.own[layer] if self.own else LayerShape(self.heads, self.head_size, self.head_size)
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of keys and values in all layers."""
-        return 2 * self.layers * self.heads * self.head_size * self.dtype.itemsize
+        return self._places[0] * self.dtype.itemsize
+
+    def slots(self, layer: int) -> tuple[int, int]:
+        """The places of a layer's keys and of its values in a block, in multiples of the numbers of each."""
+        source = self.of(layer).source
+        return self._places[1][layer if source is None else source]
+
+    @cached_property
+    def _places(self) -> tuple[int, dict[int, tuple[int, int]]]:
+        """The numbers of a token, and the slots of each layer that stores something.
+
+        What has one size is together, and begins at a multiple of its size.
+        """
+        storing = [layer for layer in range(self.layers) if self.of(layer).source is None]
+        parts = [
+            (self.of(layer).heads * size, layer, which)
+            for layer in storing
+            for which, size in enumerate((self.of(layer).key_size, self.of(layer).value_size))
+        ]
+        sizes = sorted({size for size, *_ in parts}, reverse=True)
+        slots: dict[tuple[int, int], int] = {}
+        end = 0
+        for size in sizes:
+            end = -(-end // size)
+            for _, layer, which in (part for part in parts if part[0] == size):
+                slots[layer, which] = end
+                end += 1
+            end *= size
+        whole = math.lcm(*sizes)
+        return -(-end // whole) * whole, {layer: (slots[layer, 0], slots[layer, 1]) for layer in storing}
 
 
 class LayerArrays(NamedTuple):
-    """A layer of the cache for the compiled kernels: its index, and the memory of all layers in two shapes.
+    """A layer of the cache for the compiled kernels: the memory of all layers in two shapes, and the layer's slots.
 
-    Keys [blocks, layers, 2, heads, head size, BLOCK_TOKENS], values [blocks, layers, 2, heads, BLOCK_TOKENS, head
-    size]: of the third dimension keys are 0, values 1.
+    Keys [blocks, slots, heads, head size, BLOCK_TOKENS], values [blocks, slots, heads, BLOCK_TOKENS, head size].
     """
 
     keys: Array
     values: Array
-    layer: int
+    key_slot: int
+    value_slot: int
 
 
 class KeyValueCache:
@@ -108,23 +150,32 @@ class KeyValueCache:
     def __init__(self, shape: CacheShape, blocks: int, device: torch.device) -> None:
         self.shape = shape
         self.device = device
-        size = (blocks, shape.layers, 2, shape.heads, shape.head_size * BLOCK_TOKENS)
+        size = (blocks, shape.bytes_per_token // shape.dtype.itemsize * BLOCK_TOKENS)
         self._growing: GrowingMemory | None = None
         if device.type == "cpu":
             self._growing = GrowingMemory(math.prod(size) * shape.dtype.itemsize)
             self._memory = self._growing.tensor(size, shape.dtype)
         else:
             self._memory = torch.zeros(size, dtype=shape.dtype, device=device)
-        self._keys = self._memory.view(*self._memory.shape[:-1], shape.head_size, BLOCK_TOKENS)
-        self._values = self._memory.view(*self._memory.shape[:-1], BLOCK_TOKENS, shape.head_size)
-        self.keys = [self._keys[:, layer, 0] for layer in range(shape.layers)]
-        self.values = [self._values[:, layer, 1] for layer in range(shape.layers)]
+        self.keys = [self._keys(layer)[:, shape.slots(layer)[0]] for layer in range(shape.layers)]
+        self.values = [self._values(layer)[:, shape.slots(layer)[1]] for layer in range(shape.layers)]
 
     @cached_property
     def arrays(self) -> list[LayerArrays]:
         """The layers for the compiled kernels, on the same memory."""
-        keys, values = array_of(self._keys), array_of(self._values)
-        return [LayerArrays(keys, values, layer) for layer in range(self.shape.layers)]
+        return [
+            LayerArrays(array_of(self._keys(layer)), array_of(self._values(layer)), *self.shape.slots(layer))
+            for layer in range(self.shape.layers)
+        ]
+
+    def _keys(self, layer: int) -> Tensor:
+        """The memory in the form of a layer's keys, [blocks, slots, ...]."""
+        heads, size, _, _ = self.shape.of(layer)
+        return self._memory.view(len(self._memory), -1, heads, size, BLOCK_TOKENS)
+
+    def _values(self, layer: int) -> Tensor:
+        heads, _, size, _ = self.shape.of(layer)
+        return self._memory.view(len(self._memory), -1, heads, BLOCK_TOKENS, size)
 
     def expect(self, last: int) -> None:
         """Prepares memory for the blocks up to `last`, before they are written; need not be called."""
@@ -140,13 +191,19 @@ class KeyValueCache:
     def read(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of blocks [rows, n]: keys [rows, heads, size, tokens] and values [rows, heads, tokens, size]."""
         rows, count = blocks.shape
-        shape = self.shape
         flat = blocks.reshape(-1)
-        keys = self.keys[layer].index_select(0, flat).view(rows, count, shape.heads, shape.head_size, BLOCK_TOKENS)
-        values = self.values[layer].index_select(0, flat).view(rows, count, shape.heads, BLOCK_TOKENS, shape.head_size)
+        heads, size, value_size, _ = self.shape.of(layer)
         return (
-            keys.permute(0, 2, 3, 1, 4).reshape(rows, shape.heads, shape.head_size, count * BLOCK_TOKENS),
-            values.transpose(1, 2).reshape(rows, shape.heads, count * BLOCK_TOKENS, shape.head_size),
+            self.keys[layer]
+            .index_select(0, flat)
+            .view(rows, count, heads, size, BLOCK_TOKENS)
+            .permute(0, 2, 3, 1, 4)
+            .reshape(rows, heads, size, count * BLOCK_TOKENS),
+            self.values[layer]
+            .index_select(0, flat)
+            .view(rows, count, heads, BLOCK_TOKENS, value_size)
+            .transpose(1, 2)
+            .reshape(rows, heads, count * BLOCK_TOKENS, value_size),
         )
 
     def clear(self, blocks: Rows[int]) -> None:
