@@ -2,7 +2,7 @@
 
 import copy
 import random
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -11,31 +11,24 @@ import transformers as hf
 from headrace.sampling import SamplingParameters
 from headrace_predictor.engine.cpu import kernel
 from headrace_predictor.engine.cpu.packed_linear import pack_linears
-from headrace_predictor.engine.runners.memory import cache_shape
 from headrace_predictor.engine.runners.t5 import T5Runner
-from headrace_predictor.engine.scheduler import Scheduler
-from headrace_predictor.engine.state.blocks import BlockManager
-from headrace_predictor.engine.state.cache import BLOCK_TOKENS
 from headrace_predictor.engine.state.sequence import Row, Sequence
 from headrace_predictor.engine.state.slot import MergingSlot
+from tests.model.step_loop import END_ID, Loop, make_requests
 from tests.random_models import greedy, random_model
 from tests.support.requests import submission
 from tests.zoo import VOCABULARY
 
-END_ID = 2  # `greedy` generates a fixed length, so never this id.
 FEW_BLOCKS = 14  # The longest request takes seven.
 SMALL = {"vocab_size": VOCABULARY, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
 SMALL |= {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": END_ID}
 
 
-def make_requests(count, seed):
-    """Prompts and output lengths, both ragged."""
-    chosen = random.Random(seed)
-    lengths = [(chosen.choice([1, 5, 20, 26, 31, 32, 33, 56, 65, 75]), chosen.randint(1, 24)) for _ in range(count)]
-    return [([chosen.randrange(3, VOCABULARY) for _ in range(prompt)], output) for prompt, output in lengths]
-
-
 REQUESTS = make_requests(24, seed=3)
+
+
+def t5_loop(model, **limits):
+    return Loop(model, partial(T5Runner, model), **limits)
 
 
 @cache
@@ -53,65 +46,13 @@ def attention(request, monkeypatch):
         pytest.skip("Numba is not installed")
 
 
-class Loop:
-    """The engine's loop without threads: schedules, runs, takes the likeliest token; replays rows after an error."""
-
-    def __init__(self, model, blocks=200, max_running=12, step_tokens=64):
-        with torch.inference_mode():
-            self.runner = T5Runner(model, cache_shape(model), blocks)
-        manager = BlockManager(blocks, BLOCK_TOKENS)
-        self.scheduler = Scheduler(manager, max_running, 1000, step_tokens, self.runner.reuses_prefixes)
-        self.failed = []
-
-    def add(self, prompt, length, output_ids=()):
-        sampling = SamplingParameters(max_tokens=length, min_tokens=length, temperature=0)
-        request = submission("x", prompt, sampling, list(output_ids))
-        sequence = Sequence(request, MergingSlot(sampling), frozenset(), self.runner.start_ids)
-        self.scheduler.add(sequence, 1)
-        return sequence
-
-    def run_all(self):
-        while self.scheduler.sequences:
-            self.step()
-
-    def step(self):
-        rows = self.scheduler.schedule(self.scheduler.step_tokens)
-        try:
-            self.run(rows)
-        except (IndexError, RuntimeError):
-            for row in rows:
-                try:
-                    self.run([row])
-                except IndexError:
-                    self.fail(row.sequence)
-
-    @torch.inference_mode()
-    def run(self, rows):
-        logits = self.runner.run(rows)
-        sampling = [row for row in rows if row.samples]
-        assert logits.shape == (len(sampling), VOCABULARY)
-        logits[:, END_ID] = -torch.inf
-        for row in rows:
-            self.scheduler.complete(row)
-        for row, scores in zip(sampling, logits, strict=True):
-            if scores.isnan().any():
-                self.fail(row.sequence)
-            elif row.sequence.append(int(scores.argmax())):
-                self.scheduler.remove(row.sequence)
-
-    @torch.inference_mode()
-    def fail(self, sequence):
-        self.failed.append(sequence)
-        self.runner.clear(self.scheduler.remove(sequence, forget=True))
-
-
 @pytest.mark.parametrize("architecture", ["t5", "flan"])
 def test_a_staggered_and_preempted_crowd_gets_the_answers_of_generate(attention, architecture):
     model, expected = generated(architecture)
     # Else the comparison would hold for models that repeat one token, or that do not see their prompt.
     assert len({tuple(ids) for ids in expected if len(ids) > 4}) == sum(len(ids) > 4 for ids in expected)
     assert sum(len(set(ids)) > 4 for ids in expected) > len(expected) // 2
-    loop = Loop(model, blocks=FEW_BLOCKS)
+    loop = t5_loop(model, blocks=FEW_BLOCKS)
     sequences = []
     for i, request in enumerate(REQUESTS):
         sequences.append(loop.add(*request))
@@ -132,7 +73,7 @@ def generated_far():
 
 def test_distances_beyond_the_largest_distinct_one_are_exact(attention):
     model, prompt, expected = generated_far()
-    loop = Loop(model)
+    loop = t5_loop(model)
     sequence = loop.add(prompt, len(expected))
     loop.run_all()
     assert sequence.output_ids == expected
@@ -140,7 +81,7 @@ def test_distances_beyond_the_largest_distinct_one_are_exact(attention):
 
 def test_rows_can_be_in_any_order_left_out_or_repeated(attention):
     model, expected = generated("t5")
-    loop = Loop(model)
+    loop = t5_loop(model)
     chosen = random.Random(2)
     sequences = [loop.add(*request) for request in REQUESTS[:10]]
     with torch.inference_mode():
@@ -156,7 +97,7 @@ def test_rows_can_be_in_any_order_left_out_or_repeated(attention):
 @pytest.mark.parametrize("fault", ["prompt", "output"])
 def test_a_row_that_raises_fails_alone(fault):
     model, expected = generated("t5")
-    loop = Loop(model)
+    loop = t5_loop(model)
     prompt, length = REQUESTS[0]
     sequences = [loop.add(*request) for request in REQUESTS[:6]]
     bad = ([*prompt, VOCABULARY], length) if fault == "prompt" else (prompt, 3, [5, VOCABULARY])
@@ -169,7 +110,7 @@ def test_a_row_that_raises_fails_alone(fault):
 
 def test_interrupted_steps_can_be_repeated():
     model, expected = generated("t5")
-    loop = Loop(model)
+    loop = t5_loop(model)
     passes = 0
 
     def break_off(module, arguments):
@@ -199,14 +140,14 @@ def test_it_continues_from_output_of_any_length(attention, step_tokens):
     model, prompt, expected = generated_far()
     expected = expected[:24]
     # With 4 tokens a step, the earlier output of the request is computed in chunks.
-    loop = Loop(model, max_running=4, step_tokens=step_tokens)
+    loop = t5_loop(model, max_running=4, step_tokens=step_tokens)
     sequences = [loop.add(prompt, 24, expected[:given]) for given in range(24)]
     loop.run_all()
     assert [sequence.output_ids for sequence in sequences] == [expected] * 24
 
 
 def test_the_next_token_depends_on_every_token_of_the_prompt(attention):
-    runner = Loop(random_model("t5")).runner
+    runner = t5_loop(random_model("t5")).runner
     prompt = [5, 7, 11, 13]
     prompts = [prompt, *([*prompt[:i], 17, *prompt[i + 1 :]] for i in range(len(prompt)))]
     rows = []
@@ -230,7 +171,7 @@ def test_nan_affects_only_its_request(attention):
         # NaN is only in these prompts' logits, not in every token's.
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
         model.shared.weight[poison] = torch.nan
-    loop = Loop(model, blocks=FEW_BLOCKS)
+    loop = t5_loop(model, blocks=FEW_BLOCKS)
     sequences, culprits = [], []
     for i, request in enumerate(requests):
         # The long one fills most of the blocks, which others use after it.
@@ -255,7 +196,7 @@ def test_bfloat16_with_packed_weights_is_as_near_as_transformers_own():
     model.to(torch.bfloat16)
     allowed = 2 * (transformers_logits() - exact).abs().max()
     pack_linears(model)
-    loop = Loop(model)
+    loop = t5_loop(model)
     sequence = loop.add(prompt, 8, output)
     rows = loop.scheduler.schedule(1000)
     with torch.inference_mode():

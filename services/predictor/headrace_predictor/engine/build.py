@@ -1,8 +1,9 @@
 """Builds the engine of a loaded transformers model: memory, runner, scheduler.
 
-Four kinds of runners; the fastest that supports the model is chosen: paged for decoders that take an attention
-function (see proof.py), batched for other decoders, ragged for T5 and its family, one row at a time for the rest. A
-model or memory that cannot be served raises StartupError here, with one line of text.
+Of six kinds of runners the fastest that supports the model is chosen: paged for decoders that take an attention function
+(see proof.py), hybrid for those with recurrent states, batched for other decoders; ragged for T5 and its family,
+encoder-decoder for others of that kind; one row at a time for the rest. A model or memory that cannot be served raises
+StartupError here, with one line of text.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from headrace_predictor.engine.runners.interface import ModelRunner
 from headrace_predictor.engine.runners.memory import cache_shape, plan_memory
 from headrace_predictor.engine.runners.paged import PagedRunner
 from headrace_predictor.engine.runners.proof import Proof, proven_layers
+from headrace_predictor.engine.runners.states import state_bytes
 from headrace_predictor.engine.runners.streamed import GROUPED, StreamedDecoder, packed_file, weight_format
 from headrace_predictor.engine.runners.unread import read_weights, stored_formats
 from headrace_predictor.engine.scheduler import Scheduler
@@ -55,7 +57,9 @@ def build_engine(
     Without `eos_ids` the model's own are the end tokens. For `kept_at` see `packed_file`.
     """
     shape = cache_shape(model)
-    own_context, context, blocks, max_running = plan_memory(name, model, shape, settings)
+    with torch.inference_mode():
+        own_state = state_bytes(model)
+    own_context, context, blocks, max_running = plan_memory(name, model, shape, settings, own_state)
     # Before a runner packs the weights in a form of its own.
     size = {
         "parameter_count": str(sum(tensor.numel() for tensor in model.parameters())),
@@ -146,8 +150,7 @@ def _choose_runner(
         raise StartupError(f"model {name}: PREDICTOR_WEIGHTS={settings.weights} is not for it: {reason}")
     else:
         read_weights(model)
-        if (batched := proof.batched_runner(blocks)) is not None:
-            return batched, None, None
-        logger.warning("model %s is run one row at a time: %s", name, reason)
-        runner = proof.row_runner()
+        runner, reason = proof.other_runner(blocks, reason)
+        if reason is not None:
+            logger.warning("model %s is run one row at a time: %s", name, reason)
     return runner, adapters, reason

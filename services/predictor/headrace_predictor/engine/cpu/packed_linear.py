@@ -12,8 +12,8 @@ A packed copy replaces the weight, unless the embedding shares the weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,13 @@ _TRIAL_NUMBERS, _TRIAL_ROWS = 2**15, 128  # In bfloat16 few numbers differ.
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
+class WeightKind(NamedTuple):
+    """What some layers of transformers read of another layer's weight."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+
 class PackedLinear(nn.Module):
     """x [..., in] to x·weightᵀ + bias [..., out]; `weight` is [out, in].
 
@@ -32,11 +39,9 @@ class PackedLinear(nn.Module):
     another tensor [..., out].
     """
 
-    # Some layers of transformers read the dtype of the next layer's weight, if it has one.
-    weight = None
-
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
+        self.weight = WeightKind(weight.dtype, weight.device)
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _ROWS)
         self._bias = None if bias is None else bias.detach()
         is_half = weight.dtype == torch.bfloat16
@@ -114,13 +119,29 @@ def packs(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def pack_linears(model: Any) -> None:
-    """Replaces the linear layers of a model for inference, where they can be packed."""
+def pack_linears(model: Any, only: Collection[Any] | None = None) -> None:
+    """Replaces the linear layers of a model for inference, where they can be packed: `only` these, by default all."""
     if not packs(model.device, model.dtype):
         return
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
+            if only is not None and child not in only:
+                continue
             if type(child) is nn.Linear:
                 setattr(module, name, PackedLinear(child.weight, child.bias))
             elif type(child) is Conv1D:  # GPT-2's, whose weight is transposed.
                 setattr(module, name, PackedLinear(child.weight.t(), child.bias))
+
+
+def pack_called(model: Any, run: Callable[[], None]) -> None:
+    """Packs the linear layers that `run` calls, and runs it again: the weights of others may be read as they are."""
+    called: set[Any] = set()
+    linears = [module for module in model.modules() if type(module) is nn.Linear]
+    hooks = [linear.register_forward_hook(lambda linear, *_: called.add(linear)) for linear in linears]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    pack_linears(model, called)
+    run()

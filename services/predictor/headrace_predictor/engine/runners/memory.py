@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from headrace.errors import StartupError, StartupFault
+from headrace_predictor.engine.runners.states import key_layers
 from headrace_predictor.engine.state.blocks import RESERVED
 from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, LayerShape
 from headrace_predictor.settings import PredictorSettings
@@ -32,9 +33,10 @@ _ALREADY_SCALED = ("longrope", "llama3")  # Kinds of scalings whose configuratio
 def cache_shape(model: Any) -> CacheShape:
     """What a model stores for each token, from its configuration."""
     config = model.config.get_text_config(decoder=True)
-    count = _first(config, "num_decoder_layers", "decoder_layers", "num_hidden_layers") or 1
+    own_layers = key_layers(model.config)
+    count = own_layers or _first(config, "num_decoder_layers", "num_hidden_layers") or 1
     if getattr(config, "is_heterogeneous", False):
-        layers = [_layer_shape(one) for one in config.per_layer_config]
+        layers = [_layer_shape(one) for one in config.per_layer_config][:own_layers]
     else:
         layers = [_layer_shape(config)] * count
     stored: dict[str, int] = {}  # By type, the layers whose keys and values others use.
@@ -70,8 +72,13 @@ class MemoryPlan(NamedTuple):
     max_running: int
 
 
-def plan_memory(name: str, model: Any, shape: CacheShape, settings: PredictorSettings) -> MemoryPlan:
-    """Plans the memory of a loaded model, whose weights are not packed yet; raises StartupError."""
+def plan_memory(
+    name: str, model: Any, shape: CacheShape, settings: PredictorSettings, state_bytes: int = 0
+) -> MemoryPlan:
+    """Plans the memory of a loaded model, whose weights are not packed yet; raises StartupError.
+
+    `state_bytes`: what a sequence needs beside its blocks, outside of `PREDICTOR_KV_CACHE_MEMORY`.
+    """
     stated = stated_context(model.config.get_text_config(decoder=True))
     if stated is not None and settings.max_context > stated:
         raise StartupError(f"model {name}: PREDICTOR_MAX_CONTEXT={settings.max_context}, but its context is {stated}")
@@ -84,6 +91,12 @@ def plan_memory(name: str, model: Any, shape: CacheShape, settings: PredictorSet
     if getattr(model, "are_pages_of_files", True):
         weights += sum(tensor.numel() * tensor.itemsize for tensor in model.parameters())
     memory = cache_memory(name, model.device, settings, whole, weights)
+    most_running = _MOST_RUNNING
+    if state_bytes and settings.kv_cache_memory is None:
+        one = state_bytes + _TOKENS_OF_ONE * shape.bytes_per_token
+        most_running = min(max(memory // one, _LEAST_RUNNING), memory // 2 // state_bytes, _MOST_RUNNING)
+        most_running = settings.max_running or max(most_running, 1)
+        memory -= most_running * state_bytes
     tokens = max(0, memory // (shape.bytes_per_token * BLOCK_TOKENS) - RESERVED) * BLOCK_TOKENS
     fits = max(0, tokens // copies - (copies - 1))
     needed = settings.max_context or min(own, _LEAST_CONTEXT)
@@ -95,7 +108,7 @@ def plan_memory(name: str, model: Any, shape: CacheShape, settings: PredictorSet
             f"have {memory / 1e9:.2g}; raise PREDICTOR_KV_CACHE_MEMORY or lower PREDICTOR_MAX_CONTEXT"
         )
     context = settings.max_context or min(own, fits)
-    running = settings.max_running or min(_MOST_RUNNING, max(_LEAST_RUNNING, tokens // copies // _TOKENS_OF_ONE))
+    running = settings.max_running or min(most_running, max(_LEAST_RUNNING, tokens // copies // _TOKENS_OF_ONE))
     # Limited to the blocks that whole contexts of all running requests can fill.
     useful = running * 2 * copies * (context + BLOCK_TOKENS) // BLOCK_TOKENS
     return MemoryPlan(own, context, min(tokens // BLOCK_TOKENS, useful) + RESERVED, running)

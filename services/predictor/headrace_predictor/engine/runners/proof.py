@@ -22,13 +22,16 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from headrace.errors import StartupError
-from headrace_predictor.engine.cpu.packed_linear import pack_linears
+from headrace_predictor.engine.cpu.packed_linear import pack_called, pack_linears
 from headrace_predictor.engine.runners.batched import BatchedRunner
+from headrace_predictor.engine.runners.encoder_decoder import EncoderDecoderRunner
+from headrace_predictor.engine.runners.hybrid import HybridRunner
 from headrace_predictor.engine.runners.interface import ModelRunner
 from headrace_predictor.engine.runners.paged import PagedRunner
 from headrace_predictor.engine.runners.reach import attention_functions, find_reaches
 from headrace_predictor.engine.runners.rotary import SequenceRotary
-from headrace_predictor.engine.runners.row import CachelessRunner, CausalRunner, EncoderDecoderRunner, decoder_start
+from headrace_predictor.engine.runners.row import CachelessRunner, CausalRunner, EncoderDecoderRowRunner, decoder_start
+from headrace_predictor.engine.runners.states import key_layers, recurrent_states
 from headrace_predictor.engine.runners.streamed import GATED_MODELS
 from headrace_predictor.engine.runners.t5 import T5Runner
 from headrace_predictor.engine.runners.unread import as_zeros
@@ -43,6 +46,7 @@ _SPECIAL = 4  # Ids below are often those of padding, which some models leave ou
 _OUTPUT = 12  # Ids of an encoder-decoder model's answer.
 _LAYERS = 2  # Of each kind, where a model has nothing but equal layers.
 _STEPS = 3  # Ids of `generate`.
+_CROWD = (5, 9, 14)  # The prompts of sequences that decode together.
 _PROMPT = 7  # The prompt of the sequence beside it, which decodes an id in each further step.
 # Differences by rounding only, relative to the largest logit; wrong attention differs by tens of percent.
 _TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-6}
@@ -110,6 +114,8 @@ class Proof:
     def of_paged(self) -> str | None:
         """Why `PagedRunner` cannot run the model; None if it can: then the attention modules have their reach."""
         model = self._model
+        if recurrent_states(model) is not None:
+            return "it has recurrent states"
         # Some classes that do not say so take one.
         if not (getattr(model, "_supports_attention_backend", False) or model._can_set_attn_implementation()):
             return "it does not take an attention function"
@@ -141,7 +147,7 @@ class Proof:
         model.set_attn_implementation(own)
         return reason
 
-    def batched_runner(self, blocks: int) -> BatchedRunner | None:
+    def _batched_runner(self, blocks: int) -> BatchedRunner | None:
         """The runner of batches, if it is right for the model."""
         model = self._model
         # Where an index selects positions, it may choose among equals by their number.
@@ -153,7 +159,66 @@ class Proof:
                 return BatchedRunner(model, blocks)
         return None
 
-    def row_runner(self) -> ModelRunner:
+    def other_runner(self, blocks: int, reason: str) -> tuple[ModelRunner, str | None]:
+        """The runner of a decoder that is not paged, and why it computes one row at a time."""
+        if recurrent_states(self._model) is None:
+            batched = self._batched_runner(blocks)
+            return (self._row_runner(), reason) if batched is None else (batched, None)
+        reason = "its positions are scaled by the length of a sequence"
+        if self.rotary is None:
+            # Not every model takes several ids, or several rows, beside states.
+            for together, whole in ((True, False), (True, True), (False, False), (False, True)):
+                found = self._fault_of_hybrid(whole, together)
+                if found is None:
+                    runner = HybridRunner(self._model, self._shape, blocks, whole, together)
+                    runner.pack()
+                    return runner, None if together else reason
+                reason = found
+        return self._row_runner(), reason
+
+    def _fault_of_hybrid(self, whole: bool, together: bool) -> str | None:
+        """Why `HybridRunner` cannot run the model so; None if it can: then the attention modules have their reach."""
+        model = self._model
+        own = attention_functions(model)
+        try:
+            with self._near_limits() as changed:
+                self._find_layers_reaches(len(self._ids) if changed else self._context)
+                excess = self._excess(lambda: self._hybrid_difference(own, whole, together))
+            self._find_layers_reaches(self._context)
+        except Exception as error:
+            logger.debug("recurrent states failed in the proof", exc_info=True)
+            reason = f"its recurrent states are of another kind ({type(error).__name__}: {error})"
+        else:
+            if not excess:
+                return None
+            reason = f"its logits differ by {excess:.2g} of their size"
+        model.set_attn_implementation(own)
+        return reason
+
+    def _hybrid_difference(self, own: dict[str, str], whole: bool, together: bool) -> float:
+        """As `_difference`, and that of sequences of different lengths which decode together."""
+
+        def make() -> HybridRunner:
+            return HybridRunner(model, self._shape, 6, whole, together)
+
+        model, ids = self._model, self._ids
+        model.set_attn_implementation(own)
+        expected = self._run(ids)
+        worst = self._difference(make)
+        runner = make()
+        sequences = [detached_sequence(ids[:length]) for length in _CROWD if length + _STEPS <= len(ids)]
+        for number, sequence in enumerate(sequences):
+            sequence.blocks = [RESERVED + number]
+        for step in range(_STEPS + 1):
+            decoding = sequences[1:] if step == _STEPS else sequences
+            rows = [Row(one, one.computed, len(one.ids) - one.computed) for one in decoding]
+            worst = max(worst, _largest(runner.run(rows), [expected[len(one.ids) - 1] for one in decoding]))
+            for one in decoding:
+                one.computed = len(one.ids)
+                one.ids = ids[: one.computed + 1]
+        return worst
+
+    def _row_runner(self) -> ModelRunner:
         """The runner for one row at a time."""
         model = self._model
         for whole in (True,) if self._hides_masks else (False, True):
@@ -164,19 +229,25 @@ class Proof:
         return CachelessRunner(model)
 
     def encoder_decoder_runner(self, blocks: int) -> tuple[ModelRunner, str | None]:
-        """The runner of an encoder-decoder model, and why it is not the ragged one."""
-        model, reason = self._model, "it is an encoder-decoder model of another family than T5"
-        if T5Runner.supports(model):
-            excess = self._excess(lambda: self._difference_of_decoder(lambda: T5Runner(model, self._shape, 6)))
+        """The runner of an encoder-decoder model, and why it computes one row at a time."""
+        model = self._model
+        maker = T5Runner if T5Runner.supports(model) else EncoderDecoderRunner
+        try:
+            excess = self._excess(lambda: self._difference_of_decoder(lambda: maker(model, self._shape, 6)))
+        except Exception as error:
+            logger.debug("the decoder failed in the proof", exc_info=True)
+            reason = f"its attention is of another kind ({type(error).__name__}: {error})"
+        else:
             if not excess:
-                pack_linears(model)
-                return T5Runner(model, self._shape, blocks), None
+                runner = maker(model, self._shape, blocks)
+                pack_called(model, runner.probe)
+                return runner, None
             reason = f"its logits differ by {excess:.2g} of their size"
         # Some decoders cannot continue with several ids; one at a time is what `generate` does.
         stepwise = True
         with suppress(*_FAILURES):
-            stepwise = bool(self._excess(lambda: self._difference_of_decoder(lambda: EncoderDecoderRunner(model))))
-        return EncoderDecoderRunner(model, stepwise), reason
+            stepwise = bool(self._excess(lambda: self._difference_of_decoder(lambda: EncoderDecoderRowRunner(model))))
+        return EncoderDecoderRowRunner(model, stepwise), reason
 
     def _difference_of_decoder(self, make: Callable[[], ModelRunner]) -> float:
         """As `_difference`, for two prompts whose answers continue by some ids and then one by one."""
@@ -208,19 +279,20 @@ class Proof:
         return _TOLERANCES.get(self._shape.dtype, 3e-2)
 
     def _excess(self, difference: Callable[[], float]) -> float:
-        """A difference beyond the tolerance, else 0; where rounding may be the cause, float32 decides."""
+        """A difference beyond the tolerance, else 0; where rounding may be the cause, wider numbers decide."""
         tolerance = self._tolerance
         found = difference()
-        if found > tolerance and self._shape.dtype not in _TOLERANCES:
-            with suppress(*_FAILURES), self._in_float32():
+        if found > tolerance and self._shape.dtype is not torch.float64:
+            wide = torch.float64 if self._shape.dtype is torch.float32 else torch.float32
+            with suppress(*_FAILURES), self._widened(wide):
                 return found if difference() > tolerance / 10 else 0.0
         return found if found > tolerance else 0.0
 
     @contextmanager
-    def _in_float32(self) -> Iterator[None]:
-        """Computes in float32, where an id has the same experts in every batch; widens one layer's weights at once."""
+    def _widened(self, dtype: torch.dtype) -> Iterator[None]:
+        """Computes in wider numbers, where an id has the same experts in every batch; one layer's weights at once."""
         own: dict[Any, list[tuple[Any, str, Any]]] = {}
-        shape, self._shape = self._shape, replace(self._shape, dtype=torch.float32)
+        shape, self._shape = self._shape, replace(self._shape, dtype=dtype)
         modules = [*self._model.modules()]
         layers = {layer for module in modules if isinstance(module, torch.nn.ModuleList) for layer in module}
 
@@ -229,7 +301,7 @@ class Proof:
                 for name, parameter in part._parameters.items():
                     if parameter is not None and parameter.dtype is shape.dtype:
                         own.setdefault(module, []).append((part, name, parameter))
-                        part._parameters[name] = torch.nn.Parameter(parameter.float(), requires_grad=False)
+                        part._parameters[name] = torch.nn.Parameter(parameter.to(dtype), requires_grad=False)
 
         def narrow(module: Any, *_: Any) -> None:
             for part, name, parameter in own.pop(module, ()):
@@ -249,6 +321,12 @@ class Proof:
         with as_zeros(self._model):
             find_reaches(self._model, context)
         self._hides_masks = False
+
+    def _find_layers_reaches(self, context: int) -> None:
+        """Where recurrent states have no layers with attention beside them, nothing."""
+        if key_layers(self._model.config):
+            with as_zeros(self._model):
+                find_reaches(self._model, context)
 
     @contextmanager
     def _few_layers(self) -> Iterator[None]:

@@ -1,8 +1,8 @@
 """Runs a model of transformers one row at a time, with transformers' own caches.
 
 It serves the models that the batching runners cannot: every architecture of `generate`, at the cost of one forward pass
-for each row. `CausalRunner` and `EncoderDecoderRunner` keep a cache for each sequence in its `state`; `CachelessRunner`
-computes every id at each step, for models with another kind of memory.
+for each row. `CausalRunner` and `EncoderDecoderRowRunner` keep a cache for each sequence in its `state`;
+`CachelessRunner` computes every id at each step, for models with another kind of memory.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class CausalRunner(_RowRunner):
         return logits
 
 
-class EncoderDecoderRunner(_RowRunner):
+class EncoderDecoderRowRunner(_RowRunner):
     """Encoder-decoder models: the encoder runs once, the output has its own cache.
 
     With `stepwise`, as in `generate`, a pass of the decoder has one id: some compute several at once otherwise.

@@ -1,9 +1,6 @@
 """Runs T5 and its family: in every step one encoder pass for new prompts and one decoder pass for all rows.
 
-A sequence's ids are prompt, decoder start token, output. Its blocks hold keys and values of each at its position: for
-the prompt those that cross-attention reads, computed once by the encoder, for the rest those of the decoder's
-self-attention. Both have the same size, and nothing is stored elsewhere: the blocks that the scheduler counts are all
-the memory in use, and a step can be repeated, whatever its rows.
+ragged.py has where keys and values lie.
 
 In the decoder, positions enter only by a bias that depends on the distance between query and key, so tokens of many
 sequences, at any position, pass the decoder packed in one row, and each attends to a range of its own sequence. Output
@@ -24,10 +21,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import MT5ForConditionalGeneration, T5ForConditionalGeneration, UMT5ForConditionalGeneration
 
-from headrace_predictor.engine.cpu import kernel
 from headrace_predictor.engine.faults import check_numbers
+from headrace_predictor.engine.runners.ragged import RaggedAttention, Range, prompt_places, relative_biases
 from headrace_predictor.engine.runners.row import decoder_start
-from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache
+from headrace_predictor.engine.state.cache import CacheShape, KeyValueCache
 from headrace_predictor.engine.state.sequence import Row, Sequence, detached_sequence
 
 # Whether the decoder's outputs are divided by the root of their size before the projection to the vocabulary.
@@ -37,15 +34,6 @@ _SCALES_OUTPUTS: dict[type, Callable[[Any], bool]] = {
     UMT5ForConditionalGeneration: lambda config: config.tie_word_embeddings,
 }
 _SHORT_PROMPT = 16  # Prompts up to this length are padded together.
-_COPIED_TOKENS = 64  # The number of tokens whose blocks are copied at a time if there is no kernel.
-
-
-@dataclass(frozen=True)
-class _Range:
-    """The positions `firsts` to `ends` [tokens] of its own sequence that each token attends to, int32."""
-
-    firsts: Tensor
-    ends: Tensor
 
 
 @dataclass(frozen=True)
@@ -53,9 +41,8 @@ class _Tokens:
     """The decoder's tokens of a step, all rows packed."""
 
     ids: Tensor  # int64 [tokens].
-    table: Tensor  # int32 [tokens, blocks of the longest sequence], padded with block 0.
-    prompt: _Range
-    own: _Range
+    prompt: Range
+    own: Range
     sampled: list[int]  # The tokens whose logits are needed.
 
 
@@ -73,8 +60,8 @@ class T5Runner:
         self._model = model
         self._scale = config.d_model**-0.5 if _SCALES_OUTPUTS[type(model)](config) else None
         self._cache = KeyValueCache(shape, blocks, model.device)
-        self._biases = _biases(model.decoder)
-        self._no_bias = torch.zeros((config.num_heads, 1), device=model.device)
+        self._attention = RaggedAttention(self._cache)
+        self._biases = relative_biases(model.decoder)
         # Compiles the kernels before the first request.
         self.probe()
 
@@ -113,9 +100,8 @@ class T5Runner:
             mask = torch.arange(longest)[None] < torch.tensor([len(prompt) for prompt in prompts])[:, None]
             ids, mask = ids.to(self._cache.device), mask.to(self._cache.device)
             encoded = self._model.encoder(input_ids=ids, attention_mask=mask).last_hidden_state[mask]
-            blocks = np.concatenate([_prompt_blocks(sequence) for sequence in group])
-            offsets = np.concatenate([np.arange(len(prompt)) % BLOCK_TOKENS for prompt in prompts])
-            places = self._tensor(blocks), self._tensor(offsets)
+            blocks, offsets = zip(*(prompt_places(sequence) for sequence in group), strict=True)
+            places = self._tensor(np.concatenate(blocks)), self._tensor(np.concatenate(offsets))
             for index, block in enumerate(self._model.decoder.block):
                 attention = block.layer[1].EncDecAttention
                 keys, values = self._heads(attention.k(encoded)), self._heads(attention.v(encoded))
@@ -140,14 +126,12 @@ class T5Runner:
             if row.samples:
                 sampled.append(len(ids) - 1)
         self._cache.expect(int(table.max()))
-        if len(ids) > len(rows):
-            table = table.repeat(counts, axis=0)
-        prompt_end = self._tensor(np.array(prompt_ends, dtype=np.int32))
+        owners = self._tensor(np.arange(len(rows), dtype=np.int32).repeat(counts))
+        blocks, prompt_end = self._tensor(table), self._tensor(np.array(prompt_ends, dtype=np.int32))
         return _Tokens(
             self._tensor(np.array(ids)),
-            self._tensor(table),
-            _Range(torch.zeros_like(prompt_end), prompt_end),
-            _Range(prompt_end, self._tensor(np.array(ends, dtype=np.int32))),
+            Range(blocks, owners, torch.zeros_like(prompt_end), prompt_end),
+            Range(blocks, owners, prompt_end, self._tensor(np.array(ends, dtype=np.int32))),
             sampled,
         )
 
@@ -160,55 +144,16 @@ class T5Runner:
 
             attention, normed = own.SelfAttention, own.layer_norm(hidden)
             query, key, value = (self._heads(part(normed)) for part in (attention.q, attention.k, attention.v))
-            attended = self._attend(index, tokens.table, tokens.own, query, bias, (key, value))
+            attended = self._attention(index, tokens.own, query, (key, value), bias=bias)
             hidden = _bounded(hidden + attention.o(attended))
 
             attention, normed = cross.EncDecAttention, cross.layer_norm(hidden)
             query = self._heads(attention.q(normed))
-            attended = self._attend(index, tokens.table, tokens.prompt, query, self._no_bias)
+            attended = self._attention(index, tokens.prompt, query)
             hidden = _bounded(hidden + attention.o(attended))
 
             hidden = _bounded(feed_forward(hidden))
         return hidden
-
-    def _attend(
-        self,
-        layer: int,
-        table: Tensor,
-        looks_at: _Range,
-        query: Tensor,
-        bias: Tensor,
-        written: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        """Output [tokens, heads x head size]. `written`, keys and values, are stored at each range's last position."""
-        if not kernel.takes(query):
-            if written is not None:
-                last = looks_at.ends.long() - 1
-                block = table.gather(1, (last // BLOCK_TOKENS)[:, None])[:, 0].long()
-                self._cache.write(layer, (block, last % BLOCK_TOKENS), *written)
-            return self._attend_in_copies(layer, table, looks_at, query, bias)
-        owners = torch.arange(len(query), dtype=torch.int32)
-        packed = query if written is None else torch.cat((query, *written), dim=1)
-        ranges = kernel.Ranges.of(table, owners, looks_at.firsts, looks_at.ends)
-        attend = kernel.Attention(query.shape[1], bias=bias)
-        return attend(self._cache.arrays[layer], ranges, packed, kernel.Buffer(query.shape, query.dtype))
-
-    def _attend_in_copies(self, layer: int, table: Tensor, looks_at: _Range, query: Tensor, bias: Tensor) -> Tensor:
-        """The same in plain torch, from copies of the blocks, a bounded number at a time."""
-        outputs = []
-        furthest = bias.shape[1] - 1
-        position = torch.arange(table.shape[1] * BLOCK_TOKENS, device=table.device)[None]
-        for part in range(0, len(query), _COPIED_TOKENS):
-            some = slice(part, part + _COPIED_TOKENS)
-            keys, values = self._cache.read(layer, table[some])
-            firsts, ends = looks_at.firsts[some, None], looks_at.ends[some, None]
-            distance = (ends - 1 - position).clamp(0, furthest)
-            scores = torch.matmul(query[some, :, None], keys)[:, :, 0].float()
-            scores += bias[:, furthest - distance].transpose(0, 1)
-            hidden = (position < firsts) | (position >= ends)
-            weights = scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1).to(values.dtype)
-            outputs.append(torch.matmul(weights[:, :, None], values).flatten(1))
-        return torch.cat(outputs)
 
     def _heads(self, projected: Tensor) -> Tensor:
         shape = self._cache.shape
@@ -228,26 +173,6 @@ def _groups(sequences: Rows[Sequence]) -> Iterator[list[Sequence]]:
             group = []
         group.append(sequence)
     yield group
-
-
-def _prompt_blocks(sequence: Sequence) -> NDArray[np.int64]:
-    """The block of each prompt token."""
-    return np.array(sequence.blocks).repeat(BLOCK_TOKENS)[: len(sequence.input_ids)]
-
-
-def _biases(decoder: Any) -> list[Tensor]:
-    """The bias of each layer, float32 [heads, distances]: the furthest first, constant beyond it."""
-    biases = []
-    for block in decoder.block:
-        attention = block.layer[0].SelfAttention
-        if attention.has_relative_attention_bias:
-            distances = attention.relative_attention_max_distance + 1
-            bias = attention.compute_bias(1, distances, past_seen_tokens=distances - 1)
-            biases.append(bias[0, :, 0].float().contiguous())
-        else:
-            # In T5 all layers share the first layer's; in UMT5 each has its own.
-            biases.append(biases[-1])
-    return biases
 
 
 def _bounded(hidden: Tensor) -> Tensor:

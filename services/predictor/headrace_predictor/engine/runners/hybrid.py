@@ -1,0 +1,208 @@
+"""Runs models with recurrent states, alone or beside attention (Qwen 3.5, Granite 4, Mamba, …): all rows that decode
+pass the model together.
+
+A pass is transformers' own, over [rows, 1] ids or over [1, ids] of a chunk of a prompt. The states of sequences lie in
+slots (slots.py), on which a pass works in place; keys and values of attention layers lie in the sequences' blocks, and
+each row attends to its own (attention.py), so that no row is padded to the length of another. Everything else in these
+models is computed row by row. `proof.py` verifies at load that this is right for the model.
+
+While a pass runs, its sequences have no state. If it fails, their ids are computed again from the first on, and so they
+are if a step is repeated after its states have advanced.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence as Rows
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from headrace_predictor.engine.cpu.packed_linear import pack_called
+from headrace_predictor.engine.faults import check_numbers
+from headrace_predictor.engine.runners.attention import StepPlanner, paged_attention
+from headrace_predictor.engine.runners.slots import Slots, State
+from headrace_predictor.engine.runners.states import first_states, recurrent_states
+from headrace_predictor.engine.state.cache import CacheShape, KeyValueCache
+from headrace_predictor.engine.state.sequence import Row, detached_sequence
+
+NAME = "headrace_hybrid"
+
+
+class _Pass:
+    """The number of the layer whose keys come next in the current pass."""
+
+    layer = 0
+
+    def keep(self, layer: int, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """In place of a cache's: the attention itself writes them to the blocks."""
+        self.layer = layer
+        return keys, values
+
+
+class HybridRunner:
+    """See the module; after `find_reaches`. `blocks` is the size of the cache, with the reserved block.
+
+    With `whole`, prompts are computed in one pass, together with their last chunk: some models cannot continue from
+    states with more than one id. Without `together` each row has a pass of its own: some compute wrongly with states of
+    several rows.
+    """
+
+    start_ids: tuple[int, ...] = ()
+    reuses_prefixes = False
+    scores_prompts = False
+    scaling = None
+
+    def __init__(self, model: Any, shape: CacheShape, blocks: int, whole: bool = False, together: bool = True) -> None:
+        """Raises ValueError if the model has no recurrent states."""
+        states = recurrent_states(model)
+        if states is None:
+            raise ValueError("the model has no recurrent states")
+        self.reads_whole_prompts = whole
+        self.description = "hybrid" if together else "one row"
+        self._together = together
+        self._model = model
+        takes = inspect.signature(model.forward).parameters
+        self._takes_positions = "position_ids" in takes
+        # The logits of a long prompt's other positions would take far more memory than its keys and values.
+        self._only_last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        self._states = states
+        self._pass = _Pass()
+        self._cache: KeyValueCache | None = None
+        if states.attention_layers:
+            self._cache = _cache_of_layers(shape, blocks, model.device, states.attention_layers)
+            self._planner = StepPlanner(self._cache)
+            states.keep_keys(self._pass.keep)
+            for module in model.modules():
+                if "reach" in vars(module):
+                    module.current_pass = self._pass
+            model.set_attn_implementation(NAME)
+        with self._attending([_first_row()]):
+            self._slots = Slots(first_states(model, states))
+
+    def run(self, rows: Rows[Row]) -> Tensor:
+        logits: dict[Row, Tensor] = {}
+        decodes = [row for row in rows if row.count == 1 and row.start and _done(row) == row.start]
+        if decodes and self._together:
+            logits.update(self._decode(decodes))
+        for row in rows:
+            if row not in logits:
+                logits[row] = self._prefill(row)
+        sampled = [logits[row] for row in rows if row.samples]
+        return torch.stack(sampled) if sampled else torch.empty(0)
+
+    def clear(self, blocks: Rows[int]) -> None:
+        if self._cache is not None:
+            self._cache.clear(blocks)
+
+    def probe(self) -> None:
+        row = _first_row()
+        check_numbers(self.run([row]))
+        row.sequence.ids.append(0)
+        check_numbers(self.run([Row(row.sequence, 1, 1)]))
+
+    def pack(self) -> None:
+        """Packs the weights of the model's linear layers."""
+        pack_called(self._model, self.probe)
+
+    def _decode(self, rows: Rows[Row]) -> dict[Row, Tensor]:
+        """The logits of rows with one id, computed together."""
+        states = [_take_state(row) for row in rows]
+        self._slots.gather(states)
+        order = sorted(zip(rows, states, strict=True), key=lambda both: both[1].slot)
+        ordered = [row for row, _ in order]
+        logits = self._compute(ordered, 0, continues=True)
+        for row, state in order:
+            state.done += 1
+            row.sequence.state = state
+        return dict(zip(ordered, logits, strict=True))
+
+    def _prefill(self, row: Row) -> Tensor:
+        """The last logits of a row; nothing for a part of a prompt that a later row computes."""
+        sequence, end = row.sequence, row.start + row.count
+        state = _take_state(row) if _done(row) in range(1, row.start + 1) else None
+        if self.reads_whole_prompts and state is None and end < len(sequence.ids):
+            return torch.empty(0)
+        if state is None:
+            state, sequence.state = self._slots.take(), None
+        done = state.done
+        step = 1 if self.reads_whole_prompts and done else end - done
+        logits = torch.empty(0)
+        for start in range(done, end, step):
+            logits = self._compute([Row(sequence, start, step)], state.slot, continues=start > 0)
+        state.done = end
+        sequence.state = state
+        return logits[0]
+
+    def _compute(self, rows: Rows[Row], slot: int, continues: bool) -> Tensor:
+        """The last logits [rows, vocabulary] of rows with as many ids each, whose states are from `slot` on."""
+        positions = {}
+        if self._takes_positions:
+            positions = {"position_ids": self._tensor([[*range(row.start, row.start + row.count)] for row in rows])}
+        arguments = self._states.begin(self._slots.view(slot, len(rows)) if continues else None)
+        with self._attending(rows):
+            output = self._model(
+                input_ids=self._tensor([row.ids for row in rows]),
+                use_cache=True,
+                **positions,
+                **arguments,
+                **self._only_last,
+            )
+        self._slots.write(slot, self._states.end(output))
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    def _attending(self, rows: Rows[Row]) -> AbstractContextManager[None]:
+        return nullcontext() if self._cache is None else self._planner.plan(rows).current()
+
+    def _tensor(self, values: list[list[int]]) -> Tensor:
+        return torch.tensor(values, device=self._model.device)
+
+
+def _first_row() -> Row:
+    """That of a sequence with one id, in the reserved block."""
+    sequence = detached_sequence([0])
+    sequence.blocks = [0]
+    return Row(sequence, 0, 1)
+
+
+def _done(row: Row) -> int:
+    """How many ids the state of a row's sequence has seen; 0 without one."""
+    state: State | None = row.sequence.state
+    return 0 if state is None else state.done
+
+
+def _take_state(row: Row) -> State:
+    """Takes the state from its sequence, until the pass that changes it has succeeded."""
+    state: State = row.sequence.state
+    row.sequence.state = None
+    return state
+
+
+def _cache_of_layers(shape: CacheShape, blocks: int, device: torch.device, layers: Rows[int]) -> KeyValueCache:
+    """A cache for those layers of a model, which finds each by its number in the model."""
+    cache = KeyValueCache(shape, blocks, device)
+    numbers = [layers.index(layer) if layer in layers else 0 for layer in range(max(layers) + 1)]
+    cache.keys, cache.values = ([parts[number] for number in numbers] for parts in (cache.keys, cache.values))
+    if device.type == "cpu":
+        cache.arrays = [cache.arrays[number] for number in numbers]
+    return cache
+
+
+def _attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **others: Any
+) -> tuple[Tensor, None]:
+    """Query [rows, heads, ids, head size] to output [rows, ids, heads, head size]; either rows or ids are one."""
+    current: _Pass = module.current_pass
+    module.layer_idx = current.layer  # Of a module that several layers share.
+    if len(query) == 1:
+        return paged_attention(module, query, key, value, None, **others)
+    query, key, value = (part.transpose(0, 2) for part in (query, key, value))  # All rows in one.
+    output, _ = paged_attention(module, query, key, value, None, **others)
+    return output.transpose(0, 1), None
+
+
+AttentionInterface.register(NAME, _attention)

@@ -1,0 +1,115 @@
+"""Attention of a decoder's tokens to ranges of their own sequences' blocks, for encoder-decoder models.
+
+A sequence's ids are prompt, decoder start token, output. Its blocks hold keys and values of each at its position: for
+the prompt those that cross-attention reads, computed once by the encoder, for the rest those of the decoder's
+self-attention. Both have the same size, and nothing is stored elsewhere: the blocks that the scheduler counts are all
+the memory in use, and a step can be repeated, whatever its rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace_predictor.engine.cpu import kernel
+from headrace_predictor.engine.state.cache import BLOCK_TOKENS, KeyValueCache
+from headrace_predictor.engine.state.sequence import Sequence
+
+_COPIED_TOKENS = 64  # The number of tokens whose blocks are copied at a time if there is no kernel.
+
+
+@dataclass(frozen=True)
+class Range:
+    """The positions `firsts` to `ends` [tokens] of its own sequence that each token attends to, int32.
+
+    `owners` int32 [tokens] are the tokens' rows of `table` int32 [sequences, blocks of the longest], which is padded
+    with block 0.
+    """
+
+    table: Tensor
+    owners: Tensor
+    firsts: Tensor
+    ends: Tensor
+
+
+class RaggedAttention:
+    """The attention of all layers that share these heads; `bias` and `scale` as in kernel.Attention."""
+
+    def __init__(self, cache: KeyValueCache) -> None:
+        self._cache = cache
+
+    def __call__(
+        self,
+        layer: int,
+        looks_at: Range,
+        query: Tensor,
+        written: tuple[Tensor, Tensor] | None = None,
+        *,
+        bias: Tensor | None = None,
+        scale: float = 1.0,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Output [tokens, heads x head size] of queries [tokens, heads, head size].
+
+        `written`, keys and values, are stored at each range's last position. `softcap` bounds scores.
+        """
+        if not kernel.takes(query):
+            if written is not None:
+                last = looks_at.ends.long() - 1
+                block = looks_at.table[looks_at.owners.long(), last // BLOCK_TOKENS].long()
+                self._cache.write(layer, (block, last % BLOCK_TOKENS), *written)
+            return self._in_copies(layer, looks_at, query, bias, scale, softcap)
+        packed = query if written is None else torch.cat((query, *written), dim=1)
+        ranges = kernel.Ranges.of(looks_at.table, looks_at.owners, looks_at.firsts, looks_at.ends)
+        attend = kernel.Attention(query.shape[1], scale, softcap or 0.0, bias)
+        return attend(self._cache.arrays[layer], ranges, packed, kernel.Buffer(query.shape, query.dtype))
+
+    def _in_copies(
+        self, layer: int, looks_at: Range, query: Tensor, bias: Tensor | None, scale: float, softcap: float | None
+    ) -> Tensor:
+        """The same in plain torch, from copies of the blocks, a bounded number at a time."""
+        outputs = []
+        tokens, heads, size = query.shape
+        position = torch.arange(looks_at.table.shape[1] * BLOCK_TOKENS, device=query.device)[None]
+        for part in range(0, tokens, _COPIED_TOKENS):
+            some = slice(part, part + _COPIED_TOKENS)
+            keys, values = self._cache.read(layer, looks_at.table[looks_at.owners[some].long()])
+            firsts, ends = looks_at.firsts[some, None], looks_at.ends[some, None]
+            grouped = query[some].reshape(len(keys), keys.shape[1], -1, size)
+            scores = torch.matmul(grouped, keys)
+            scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
+            if softcap is not None:
+                scores = torch.tanh(scores / softcap) * softcap
+            if bias is not None:
+                furthest = bias.shape[1] - 1
+                distance = (ends - 1 - position).clamp(0, furthest)
+                scores += bias[:, furthest - distance].transpose(0, 1).reshape(*scores.shape[:3], -1)
+            hidden = (position < firsts) | (position >= ends)
+            weights = scores.masked_fill(hidden[:, None, None], -torch.inf).softmax(-1).to(values.dtype)
+            outputs.append(torch.matmul(weights, values).reshape(-1, heads * size))
+        return torch.cat(outputs)
+
+
+def prompt_places(sequence: Sequence) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The block of each prompt token, and its offset there."""
+    count = len(sequence.input_ids)
+    return np.array(sequence.blocks).repeat(BLOCK_TOKENS)[:count], np.arange(count) % BLOCK_TOKENS
+
+
+def relative_biases(decoder: object) -> list[Tensor]:
+    """The bias of each layer of T5's kind, float32 [heads, distances]: the furthest first, constant beyond it."""
+    biases: list[Tensor] = []
+    for block in decoder.block:  # type: ignore[attr-defined]
+        attention = block.layer[0].SelfAttention
+        if attention.has_relative_attention_bias:
+            distances = attention.relative_attention_max_distance + 1
+            bias = attention.compute_bias(1, distances, past_seen_tokens=distances - 1)
+            biases.append(bias[0, :, 0].float().contiguous())
+        else:
+            # In T5 all layers share the first layer's; in UMT5 each has its own.
+            biases.append(biases[-1])
+    return biases

@@ -1,0 +1,84 @@
+"""Slots for the states of sequences: the rows of tensors that a pass reads and writes where they lie.
+
+A pass takes the first slots, so what it computes together is moved there if it is elsewhere: one row when a sequence
+comes or goes, nothing while the same sequences decode. A slot is free when nothing refers to its `State` any more.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+from torch import Tensor
+
+_FIRST_SLOTS = 4
+
+
+class State:
+    """A sequence's states: `slot` has those after its first `done` ids."""
+
+    def __init__(self, slot: int) -> None:
+        self.slot = slot
+        self.done = 0
+
+
+class Slots:
+    """`tensors` [slots, …] grow with the number of sequences; `like` are tensors [1, …]. For one thread."""
+
+    def __init__(self, like: Sequence[Tensor]) -> None:
+        self.tensors = [tensor.new_zeros((_FIRST_SLOTS, *tensor.shape[1:])) for tensor in like]
+        self._owners: list[weakref.ref[State] | None] = [None] * _FIRST_SLOTS
+
+    def take(self) -> State:
+        """A free slot, whose contents are those of an earlier sequence."""
+        free = next((slot for slot in range(len(self._owners)) if self._owner(slot) is None), None)
+        if free is None:
+            free = len(self._owners)
+            self.tensors = [_doubled(tensor) for tensor in self.tensors]
+            self._owners += [None] * free
+        state = State(free)
+        self._owners[free] = weakref.ref(state)
+        return state
+
+    def gather(self, states: Sequence[State]) -> None:
+        """Moves states to the first slots, in any order."""
+        count = len(states)
+        chosen = {state.slot for state in states}
+        targets = (slot for slot in range(count) if slot not in chosen)
+        for state in states:
+            if state.slot >= count:
+                self._exchange(state, next(targets))
+
+    def view(self, first: int, count: int) -> list[Tensor]:
+        """The states in neighbouring slots, where they lie."""
+        return [tensor[first : first + count] for tensor in self.tensors]
+
+    def write(self, first: int, states: Sequence[Tensor]) -> None:
+        """Stores states [rows, …], unless they are written where they lie already."""
+        for tensor, state in zip(self.tensors, states, strict=True):
+            place = tensor[first : first + len(state)]
+            if place.data_ptr() != state.data_ptr():
+                place.copy_(state)
+
+    def _exchange(self, state: State, target: int) -> None:
+        source, other = state.slot, self._owner(target)
+        # All memory that it needs, before anything is changed.
+        moved = [tensor[target].clone() for tensor in self.tensors] if other is not None else []
+        for tensor in self.tensors:
+            tensor[target] = tensor[source]
+        for tensor, contents in zip(self.tensors, moved, strict=False):
+            tensor[source] = contents
+        state.slot = target
+        self._owners[source], self._owners[target] = self._owners[target], self._owners[source]
+        if other is not None:
+            other.slot = source
+
+    def _owner(self, slot: int) -> State | None:
+        owner = self._owners[slot]
+        return None if owner is None else owner()
+
+
+def _doubled(tensor: Tensor) -> Tensor:
+    larger = tensor.new_zeros((2 * len(tensor), *tensor.shape[1:]))
+    larger[: len(tensor)] = tensor
+    return larger

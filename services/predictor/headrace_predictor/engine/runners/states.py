@@ -1,0 +1,170 @@
+"""The recurrent states of transformers' models (Mamba, gated delta rule, convolutions, RWKV) as flat lists of tensors.
+
+A state is a list of tensors [rows, …], in an order that is the model's own: what a pass reads, and what it leaves for
+the next id of each row. `recurrent_states` finds where a model keeps them. A pass may write to the tensors that it is
+given.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, MiniMaxForCausalLM, RecurrentGemmaForCausalLM, RwkvForCausalLM
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
+from transformers.models.minimax.modeling_minimax import MiniMaxCache
+
+from headrace_predictor.engine.runners.unread import as_zeros
+
+KeepKeys = Callable[..., tuple[Tensor, Tensor]]  # Of a layer's number, keys and values; gives what is attended to.
+
+
+class States(ABC):
+    """Where a model keeps its states.
+
+    `attention_layers` are the numbers of those layers that store keys, in `cache`.
+    """
+
+    attention_layers: tuple[int, ...] = ()
+    cache: Any = None
+
+    @abstractmethod
+    def begin(self, states: list[Tensor] | None) -> dict[str, Any]:
+        """The arguments of a forward pass that continues from states; None: of new sequences."""
+
+    @abstractmethod
+    def end(self, output: Any) -> list[Tensor]:
+        """The states that a pass has left."""
+
+    def keep_keys(self, keep: KeepKeys) -> None:
+        """Lets `keep` store the keys and values of attention layers."""
+        for number in self.attention_layers:
+            self.cache.layers[number].update = partial(keep, number)
+
+
+class _CachedStates(States):
+    """Those in transformers' cache, in layers of its own kind."""
+
+    def __init__(self, model: Any) -> None:
+        self.cache = DynamicCache(config=model.config)
+        self._name = "cache_params" if "cache_params" in _arguments(model) else "past_key_values"
+        layers = list(enumerate(self.cache.layers))
+        self.attention_layers = tuple(number for number, layer in layers if isinstance(layer, CacheLayerMixin))
+        self._layers: list[Any] = [layer for _, layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
+        self._places: list[tuple[dict[int, Tensor], dict[int, bool], int]] = []
+
+    def begin(self, states: list[Tensor] | None) -> dict[str, Any]:
+        for layer in self._layers:
+            for number in range(layer.number_of_states):
+                layer.is_conv_states_initialized[number] = layer.is_recurrent_states_initialized[number] = False
+                layer.has_previous_state[number] = states is not None
+        for (held, is_held, number), state in zip(self._places, states or (), strict=states is not None):
+            held[number], is_held[number] = state, True
+        return {self._name: self.cache}
+
+    def end(self, output: Any) -> list[Tensor]:
+        if not self._places:
+            self._places = [*self._find_places()]
+        return [held[number] for held, _, number in self._places]
+
+    def _find_places(self) -> Iterator[tuple[dict[int, Tensor], dict[int, bool], int]]:
+        """After a pass: where a layer keeps a tensor, where it keeps whether it does, and the tensor's number."""
+        for layer in self._layers:
+            for number in range(layer.number_of_states):
+                for held, is_held in (
+                    (layer.conv_states, layer.is_conv_states_initialized),
+                    (layer.recurrent_states, layer.is_recurrent_states_initialized),
+                ):
+                    if is_held[number]:
+                        yield held, is_held, number
+
+
+class _MiniMaxStates(States):
+    """Those in MiniMax's own kind of cache, beside its keys."""
+
+    def __init__(self, model: Any) -> None:
+        kinds = model.config.layer_types
+        self._linear = [number for number, kind in enumerate(kinds) if kind == "linear_attention"]
+        self.attention_layers = tuple(number for number in range(len(kinds)) if number not in self._linear)
+        self.cache = MiniMaxCache()  # type: ignore[no-untyped-call]
+        self.cache.layers = [DynamicLayer() for _ in kinds]  # type: ignore[no-untyped-call]
+
+    def begin(self, states: list[Tensor] | None) -> dict[str, Any]:
+        self.cache.linear_cache = [None] * len(self.cache.layers)
+        for number, state in zip(self._linear, states or (), strict=False):
+            self.cache.linear_cache[number] = state
+        return {"past_key_values": self.cache}
+
+    def end(self, output: Any) -> list[Tensor]:
+        return [self.cache.linear_cache[number] for number in self._linear]
+
+
+class _GriffinStates(_CachedStates):
+    """Those that RecurrentGemma's blocks keep as attributes, beside a cache of keys."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self._layers = []  # The cache's own stay empty.
+        self._blocks = [module for module in model.modules() if hasattr(module, "rg_lru")]
+
+    def begin(self, states: list[Tensor] | None) -> dict[str, Any]:
+        left = iter(states or ())
+        for block in self._blocks:
+            block.conv1d_state, block.rg_lru.recurrent_states = next(left, None), next(left, None)
+        return super().begin(None)
+
+    def end(self, output: Any) -> list[Tensor]:
+        return [state for block in self._blocks for state in (block.conv1d_state, block.rg_lru.recurrent_states)]
+
+
+class _RwkvStates(States):
+    """Those that RWKV takes and returns."""
+
+    def begin(self, states: list[Tensor] | None) -> dict[str, Any]:
+        return {"state": states}
+
+    def end(self, output: Any) -> list[Tensor]:
+        return list(output.state)
+
+
+def recurrent_states(model: Any) -> States | None:
+    """Where a model keeps recurrent states; None if it has none."""
+    if isinstance(model, RwkvForCausalLM):
+        return _RwkvStates()
+    if isinstance(model, RecurrentGemmaForCausalLM):
+        return _GriffinStates(model)
+    if isinstance(model, MiniMaxForCausalLM):
+        return _MiniMaxStates(model)
+    return None if key_layers(model.config) is None else _CachedStates(model)
+
+
+def key_layers(config: Any) -> int | None:
+    """How many layers of a decoder store keys, if some have recurrent states; None if none has."""
+    if config.is_encoder_decoder:
+        return None
+    layers = DynamicCache(config=config).layers
+    if not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers):
+        return None
+    return sum(isinstance(layer, CacheLayerMixin) for layer in layers)
+
+
+def first_states(model: Any, states: States) -> list[Tensor]:
+    """The states [1, …] after a first id."""
+    ids = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+    with as_zeros(model):
+        return states.end(model(input_ids=ids, use_cache=True, **states.begin(None)))
+
+
+def state_bytes(model: Any) -> int:
+    """The bytes of one sequence's states."""
+    states = recurrent_states(model)
+    return 0 if states is None else sum(state.nbytes for state in first_states(model, states))
+
+
+def _arguments(model: Any) -> Any:
+    return inspect.signature(model.forward).parameters
