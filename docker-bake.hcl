@@ -7,6 +7,8 @@ variable "IMAGE_TAG" { default = "latest" }
 variable "BASE_IMAGE" { default = "python:3.11-slim-bookworm" }
 variable "TORCH_INDEX" { default = "https://download.pytorch.org/whl/cpu" }
 variable "TORCH_CUDA_INDEX" { default = "https://download.pytorch.org/whl/cu130" }
+# Not empty: for this machine's engine alone, which has neither other architectures nor attestations nor annotations.
+variable "LOCAL" { default = "" }
 variable "SOURCE" { default = "" }
 variable "REVISION" { default = "" }
 # Seconds: the date of a release's commit; without it images have the time of their build.
@@ -29,9 +31,9 @@ group "default" { targets = ["image", "predictor-cuda"] }
 
 target "published" {
   dockerfile = "services/Dockerfile"
-  platforms  = ["linux/amd64", "linux/arm64"]
+  platforms  = [for each in ["linux/amd64", "linux/arm64"] : each if LOCAL == ""]
   args       = { BASE_IMAGE = BASE_IMAGE, SOURCE_DATE_EPOCH = SOURCE_DATE_EPOCH == "" ? null : SOURCE_DATE_EPOCH }
-  attest     = ["type=provenance,mode=max", "type=sbom"]
+  attest     = [for each in ["type=provenance,mode=max", "type=sbom"] : each if LOCAL == ""]
 }
 
 target "image" {
@@ -42,7 +44,7 @@ target "image" {
   args        = { TORCH_INDEX = TORCH_INDEX }
   tags        = ["${HEADRACE_IMAGES}${part}:${IMAGE_TAG}"]
   labels      = label(part)
-  annotations = [for name, value in label(part) : "index,manifest:${name}=${value}"]
+  annotations = [for name, value in label(part) : "index,manifest:${name}=${value}" if LOCAL == ""]
 }
 
 target "predictor-cuda" {
@@ -51,5 +53,5 @@ target "predictor-cuda" {
   args        = { TORCH_INDEX = TORCH_CUDA_INDEX }
   tags        = ["${HEADRACE_IMAGES}predictor:${IMAGE_TAG}-cuda"]
   labels      = label("predictor-cuda")
-  annotations = [for name, value in label("predictor-cuda") : "index,manifest:${name}=${value}"]
+  annotations = [for name, value in label("predictor-cuda") : "index,manifest:${name}=${value}" if LOCAL == ""]
 }
