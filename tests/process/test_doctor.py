@@ -40,10 +40,8 @@ def test_it_passes_where_a_stack_starts() -> None:
     ("setting", "check", "message"),
     [
         ("TRANSFORMER_WORKERS=none", "settings", "TRANSFORMER_WORKERS=none: "),
-        ("LOGGER_RETENTION=1", "settings", "LOGGER_RETENTION: unknown setting"),
         ("GATEWAY_KEYS=Makefile", "settings", "Makefile"),
         ("GATEWAY_TLS=docs", "settings", "GATEWAY_TLS=docs: must be a folder with a tls.crt and a tls.key"),
-        ("DEVICE=tpu", "settings", "DEVICE=tpu: "),
     ],
 )
 def test_a_start_that_would_fail_is_foretold(setting: str, check: str, message: str) -> None:

@@ -1,6 +1,6 @@
 """The wheel, in an environment that has only what the command loads: its data files, its command, its modules.
 
-tests/system/test_installed_stack.py has a stack of it.
+tests/slow/test_installed_stack.py has a stack of it.
 """
 
 from __future__ import annotations

@@ -155,7 +155,6 @@ def test_a_stream_survives_its_predictor(installed: InstalledStack) -> None:
     assert installed.predictor().pid != killed
 
 
-@pytest.mark.full
 def test_it_rolls(installed: InstalledStack) -> None:
     before = installed.predictor().pid
     assert "every service has been replaced" in installed.run("roll")
