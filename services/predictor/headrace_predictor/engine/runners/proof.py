@@ -23,7 +23,7 @@ from transformers import GenerationConfig
 
 from headrace.errors import StartupError
 from headrace_predictor.engine.cpu.packed_linear import pack_linears
-from headrace_predictor.engine.runners.batched import BatchedRunner
+from headrace_predictor.engine.runners.batched import BatchedRunner, transpose_weights
 from headrace_predictor.engine.runners.interface import ModelRunner
 from headrace_predictor.engine.runners.paged import PagedRunner
 from headrace_predictor.engine.runners.reach import attention_functions, find_reaches
@@ -149,7 +149,7 @@ class Proof:
             return None
         with suppress(*_FAILURES), self._near_limits():
             if not self._excess(lambda: self._difference(lambda: BatchedRunner(model, 6))):
-                pack_linears(model)
+                transpose_weights(model)
                 return BatchedRunner(model, blocks)
         return None
 
