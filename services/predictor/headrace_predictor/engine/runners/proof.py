@@ -22,8 +22,8 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from headrace.errors import StartupError
-from headrace_predictor.engine.cpu.packed_linear import pack_called, pack_linears
-from headrace_predictor.engine.runners.batched import BatchedRunner
+from headrace_predictor.engine.cpu.packed_linear import pack_called
+from headrace_predictor.engine.runners.batched import BatchedRunner, transpose_weights
 from headrace_predictor.engine.runners.encoder_decoder import EncoderDecoderRunner
 from headrace_predictor.engine.runners.hybrid import HybridRunner
 from headrace_predictor.engine.runners.interface import ModelRunner
@@ -155,7 +155,7 @@ class Proof:
             return None
         with suppress(*_FAILURES), self._near_limits():
             if not self._excess(lambda: self._difference(lambda: BatchedRunner(model, 6))):
-                pack_linears(model)
+                transpose_weights(model)
                 return BatchedRunner(model, blocks)
         return None
 
