@@ -1,0 +1,156 @@
+"""What one forward pass for all rows gives: tokens a second of families of decoders, and of the same one row at a time.
+
+Published architectures in shapes of 50 to 80 million parameters with random weights, float32, one thread, every setting
+by default. A caller has one request after another, 32 tokens in, 64 out, greedy, of random ids. Both engines of a
+family are in one process; a round measures each case with both, one after the other, in random order. Seconds are those
+of the process's processor time, callers included, so that other processes of the machine hardly matter.
+
+`python -m bench.families` writes bench/results/families.json; six minutes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import transformers as hf
+
+from bench.runs import machine, parser, write
+from bench.statistics import estimate, paired_ratios
+from headrace.sampling import SamplingParameters
+from headrace_predictor.engine.build import build_engine
+from headrace_predictor.engine.engine import ContinuousBatchingEngine
+from headrace_predictor.engine.runners.proof import Proof
+from headrace_predictor.settings import PredictorSettings
+from headrace_protos.steps_pb2 import Submission
+
+_RANDOM = random.Random(1)  # noqa: S311
+_STREAMS = (1, 8)
+_PROMPT_TOKENS, _TOKENS, _WARM_UP_S = 32, 64, 1.0
+_COMMON: dict[str, Any] = {"vocab_size": 16384, "hidden_size": 512, "max_position_embeddings": 2048}
+_ENDLESS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+_EXPERTS = {"num_experts_per_tok": 4, "n_routed_experts": 16, "num_local_experts": 16}
+_CONFIGS: dict[str, Callable[[], Any]] = {
+    "Gemma 2": partial(hf.Gemma2Config, **_COMMON, **_ENDLESS, **_HEADS, num_hidden_layers=12, intermediate_size=2048),
+    "GPT-OSS": partial(
+        hf.GptOssConfig, **_COMMON, **_ENDLESS, **_HEADS, **_EXPERTS, num_hidden_layers=8, intermediate_size=384
+    ),
+    "DeepSeek V3": partial(
+        hf.DeepseekV3Config,
+        **_COMMON,
+        **_ENDLESS,
+        **_EXPERTS,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        intermediate_size=1536,
+        moe_intermediate_size=256,
+        q_lora_rank=256,
+        kv_lora_rank=128,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=32,
+        v_head_dim=64,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+    ),
+    "BLOOM": partial(hf.BloomConfig, vocab_size=16384, hidden_size=512, n_layer=14, n_head=8, **_ENDLESS),
+}
+
+
+def main() -> None:
+    options = parser(__doc__, "families")
+    options.add_argument("--rounds", type=int, default=5, help="rounds (default 5)")
+    options.add_argument("--seconds", type=float, default=5.0, help="of each case (default 5)")
+    options.add_argument("--only", nargs="+", choices=_CONFIGS, default=_CONFIGS, help="families (default all)")
+    given = options.parse_args()
+    torch.set_num_threads(1)
+    report: dict[str, Any] = {"machine": machine(), "rounds": given.rounds}
+    for name in given.only:
+        report[name] = asyncio.run(_measure(name, given.rounds, given.seconds))
+        for case, found in report[name]["ratios"].items():
+            print(
+                f"{name:12} {case:10} {found['median']:.2f} times as many ({found['low']:.2f} to {found['high']:.2f})"
+            )
+    write(given.out, report)
+
+
+async def _measure(name: str, rounds: int, seconds: float) -> dict[str, Any]:
+    torch.manual_seed(0)
+    auto: Any = hf.AutoModelForCausalLM
+    model = auto.from_config(_CONFIGS[name](), dtype=torch.float32).eval()
+    size = model.num_parameters()
+    rates: dict[str, dict[str, list[float]]] = {}
+    with ExitStack() as stack:
+        # One row first: the other runner packs the weights.
+        with patch.object(Proof, "of_paged", lambda _: "measured"), patch.object(Proof, "batched_runner", _no_runner):
+            engines = {"one row": _engine(name, model, stack)}
+        again = auto.from_config(_CONFIGS[name](), dtype=torch.float32).eval()
+        again.load_state_dict(model.state_dict())
+        together = _engine(name, again, stack)
+        engines[together.description["runner"]] = together
+        cases = [(engine, streams) for engine in engines for streams in _STREAMS]
+        for _ in range(rounds):
+            for engine, streams in _RANDOM.sample(cases, len(cases)):
+                own = rates.setdefault(engine, {}).setdefault(f"{streams} streams", [])
+                own.append(await _rate(engines[engine], streams, seconds))
+    before, after = rates["one row"], rates[together.description["runner"]]
+    ratios = {case: estimate(paired_ratios(after[case], before[case])) for case in before}
+    return {
+        "parameters": size,
+        "tokens_per_cpu_s": rates,
+        "ratios": {case: {"median": one.median, "low": one.low, "high": one.high} for case, one in ratios.items()},
+    }
+
+
+def _no_runner(*_: Any) -> None:
+    """In place of a proof that a runner is right."""
+
+
+def _engine(name: str, model: Any, stack: ExitStack) -> ContinuousBatchingEngine:
+    model.generation_config.eos_token_id = None
+    engine = build_engine(name, model, PredictorSettings(max_context=512))
+    stack.callback(engine.close)
+    return engine
+
+
+async def _rate(engine: ContinuousBatchingEngine, streams: int, seconds: float) -> float:
+    """Tokens a second of processor time, after a warm-up."""
+    callers = [asyncio.create_task(_repeat(engine)) for _ in range(streams)]
+    try:
+        await asyncio.sleep(_WARM_UP_S)
+        before, began = engine.statistics.tokens, time.process_time()
+        await asyncio.sleep(seconds)
+        return (engine.statistics.tokens - before) / (time.process_time() - began)
+    finally:
+        for caller in callers:
+            caller.cancel()
+        await asyncio.gather(*callers, return_exceptions=True)
+        while engine.load.running or engine.load.waiting:  # noqa: ASYNC110  # the engine has no event for it
+            await asyncio.sleep(0.01)
+
+
+async def _repeat(engine: ContinuousBatchingEngine) -> None:
+    while True:
+        prompt = [_RANDOM.randrange(10, 1000) for _ in range(_PROMPT_TOKENS)]
+        sampling = SamplingParameters(max_tokens=_TOKENS, temperature=0.0, seed=1, chunk_ms=1000)
+        slot = engine.submit(
+            Submission(request_id="bench", prompt_ids=prompt, sampling=sampling.model_dump_json().encode())
+        )
+        try:
+            while (await slot.read()).finish_reason is None:
+                pass
+        finally:
+            slot.cancel()
+
+
+if __name__ == "__main__":
+    main()
