@@ -36,8 +36,8 @@ LIMITED = {
     "llama_dynamic": "Llama, dynamic scaling",
     "llama4": "Llama 4, text, untuned",
 }
-# Those that are served one row at a time.
-ONE_ROW = {
+# Those with other runners.
+OTHERS = {
     "bloom": "BLOOM",
     "gemma2": "Gemma 2",
     "llama4_tuned": "Llama 4, text",
@@ -50,7 +50,7 @@ ONE_ROW = {
     "marian": "Marian",
     "t5gemma": "T5Gemma",
 }
-ARCHITECTURES = PAGED | LIMITED | ONE_ROW | {"t5": "T5", "flan": "FLAN-T5"}
+ARCHITECTURES = PAGED | LIMITED | OTHERS | {"t5": "T5", "flan": "FLAN-T5"}
 _FAMILIES = {family.name: family for family in FAMILIES}
 
 
