@@ -117,3 +117,11 @@ def test_rows_that_decode_pass_the_decoder_together(name):
     passes.clear()
     loop.step()
     assert len(passes) == 1
+
+
+def test_experts_that_leave_out_tokens_of_a_crowd_are_refused():
+    model = _FAMILIES["NLLB MoE"].model()
+    Loop(model, partial(EncoderDecoderRunner, model))
+    model.config.moe_eval_capacity_token_fraction = 0.5
+    with pytest.raises(ValueError, match="experts leave out tokens"):
+        Loop(model, partial(EncoderDecoderRunner, model))

@@ -42,6 +42,9 @@ class EncoderDecoderRunner:
     scaling = None
 
     def __init__(self, model: Any, shape: CacheShape, blocks: int) -> None:
+        """Raises ValueError for a model whose experts take a limited share of a pass's tokens."""
+        if getattr(model.config, "moe_eval_capacity_token_fraction", 1.0) < 1:
+            raise ValueError("its experts leave out tokens, others in another crowd")
         self.start_ids: tuple[int, ...] = (decoder_start(model),)
         self._model = model
         self._decoder = model.get_decoder()
