@@ -15,7 +15,7 @@ def main() -> None:
     (packages,) = folder.glob("lib/python3.*/site-packages")
     for name in closure([f"headrace[{extras}]"]) - {"headrace"}:
         try:
-            metadata = Path(str(distribution(name).locate_file(""))) / distribution(name)._path.name  # type: ignore[attr-defined]
+            metadata = Path(distribution(name)._path)  # type: ignore[attr-defined]
         except PackageNotFoundError:  # Of another platform.
             continue
         (packages / metadata.name).symlink_to(metadata)
