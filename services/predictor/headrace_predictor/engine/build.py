@@ -29,7 +29,8 @@ from headrace_predictor.engine.runners.fused_layers import fuse_layers
 from headrace_predictor.engine.runners.interface import ModelRunner
 from headrace_predictor.engine.runners.memory import cache_shape, plan_memory
 from headrace_predictor.engine.runners.paged import PagedRunner
-from headrace_predictor.engine.runners.proof import Proof, proven_layers
+from headrace_predictor.engine.runners.proof import Proof
+from headrace_predictor.engine.runners.proof_conditions import proven_layers
 from headrace_predictor.engine.runners.states import state_bytes
 from headrace_predictor.engine.runners.streamed import GROUPED, StreamedDecoder, packed_file, weight_format
 from headrace_predictor.engine.runners.unread import read_weights, stored_formats

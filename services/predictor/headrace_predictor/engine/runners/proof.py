@@ -28,11 +28,11 @@ from headrace_predictor.engine.runners.encoder_decoder import EncoderDecoderRunn
 from headrace_predictor.engine.runners.hybrid import HybridRunner
 from headrace_predictor.engine.runners.interface import ModelRunner
 from headrace_predictor.engine.runners.paged import PagedRunner
+from headrace_predictor.engine.runners.proof_conditions import few_layers, near_limits, widened
 from headrace_predictor.engine.runners.reach import attention_functions, find_reaches
 from headrace_predictor.engine.runners.rotary import SequenceRotary
 from headrace_predictor.engine.runners.row import CachelessRunner, CausalRunner, EncoderDecoderRowRunner, decoder_start
 from headrace_predictor.engine.runners.states import key_layers, recurrent_states
-from headrace_predictor.engine.runners.streamed import GATED_MODELS
 from headrace_predictor.engine.runners.t5 import T5Runner
 from headrace_predictor.engine.runners.unread import as_zeros
 from headrace_predictor.engine.state.blocks import RESERVED
@@ -44,29 +44,12 @@ logger = logging.getLogger(__name__)
 _PIECES = (5, 9, 20, 39, 40)  # Where the chunks of the prompt end.
 _SPECIAL = 4  # Ids below are often those of padding, which some models leave out.
 _OUTPUT = 12  # Ids of an encoder-decoder model's answer.
-_LAYERS = 2  # Of each kind, where a model has nothing but equal layers.
 _STEPS = 3  # Ids of `generate`.
 _CROWD = (5, 9, 14)  # The prompts of sequences that decode together.
 _PROMPT = 7  # The prompt of the sequence beside it, which decodes an id in each further step.
 # Differences by rounding only, relative to the largest logit; wrong attention differs by tens of percent.
 _TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-6}
 _RECURRENCE = 10  # Times as much where a state carries rounding on from id to id, in float32 whatever the weights.
-# Attributes of configurations and modules that are numbers of positions, and their values in the test.
-_LIMITS = {
-    "sliding_window": 8,
-    "sliding_window_size": 8,
-    "attention_window_size": 8,
-    "local_attention": 8,
-    "attention_chunk_size": 8,
-    "original_max_position_embeddings": 10,
-    "floor_scale": 4,
-    "relative_attention_max_distance": 20,
-    "index_topk": 6,
-    "keep_window_size": 6,
-}
-# Where positions are scaled dynamically; elsewhere the number of positions in a table.
-_GROWING = {"max_position_embeddings": 10, "original_max_seq_len": 10, "max_seq_len_cached": 10}
-
 
 # What models raise for a cache, or for several ids beside one, that they cannot continue from.
 _FAILURES = (AssertionError, AttributeError, IndexError, TypeError, ValueError, RuntimeError)
@@ -103,7 +86,7 @@ class Proof:
             return _largest(torch.cat(answer.logits), [*whole[len(ids) - 1 : -1]]) / 3
 
         try:
-            with self._few_layers():
+            with few_layers(model):
                 excess = self._excess(difference)
         finally:
             model.generation_config = own
@@ -130,7 +113,7 @@ class Proof:
             )
 
         try:
-            with self._few_layers(), self._near_limits() as changed:
+            with few_layers(model), near_limits(self._model, self.rotary, self._far) as changed:
                 self._find_reaches(len(self._ids) if changed else self._context)
                 excess = self._excess(difference)
                 if excess:
@@ -154,7 +137,7 @@ class Proof:
         # Where an index selects positions, it may choose among equals by their number.
         if self.rotary is not None or self._hides_masks:
             return None
-        with suppress(*_FAILURES), self._near_limits():
+        with suppress(*_FAILURES), near_limits(self._model, self.rotary, self._far):
             if not self._excess(lambda: self._difference(lambda: BatchedRunner(model, 6))):
                 transpose_weights(model)
                 return BatchedRunner(model, blocks)
@@ -182,7 +165,7 @@ class Proof:
         model = self._model
         own = attention_functions(model)
         try:
-            with self._near_limits() as changed:
+            with near_limits(self._model, self.rotary, self._far) as changed:
                 self._find_layers_reaches(len(self._ids) if changed else self._context)
                 excess = self._excess(lambda: self._hybrid_difference(own, whole, together) / _RECURRENCE) * _RECURRENCE
             self._find_layers_reaches(self._context)
@@ -224,7 +207,7 @@ class Proof:
         model = self._model
         for whole in (True,) if self._hides_masks else (False, True):
             # Not every model has a cache that transformers can continue from.
-            with suppress(*_FAILURES), self._near_limits():
+            with suppress(*_FAILURES), near_limits(self._model, self.rotary, self._far):
                 if not self._excess(partial(self._difference, partial(CausalRunner, model, self.rotary, whole))):
                     return CausalRunner(model, self.rotary, whole)
         return CachelessRunner(model)
@@ -252,7 +235,7 @@ class Proof:
 
     def _difference_of_decoder(self, make: Callable[[], ModelRunner]) -> float:
         """As `_difference`, for two prompts whose answers continue by some ids and then one by one."""
-        with self._near_limits():
+        with near_limits(self._model, self.rotary, self._far):
             runner, start = make(), decoder_start(self._model)
             prompts, output = (self._ids, self._ids[:_PROMPT]), self._ids[:_OUTPUT]
             expected = [
@@ -285,37 +268,18 @@ class Proof:
         found = difference()
         if found > tolerance and self._shape.dtype is not torch.float64:
             wide = torch.float64 if self._shape.dtype is torch.float32 else torch.float32
-            with suppress(*_FAILURES), self._widened(wide):
+            with suppress(*_FAILURES), self._in(wide):
                 return found if difference() > tolerance / 10 else 0.0
         return found if found > tolerance else 0.0
 
     @contextmanager
-    def _widened(self, dtype: torch.dtype) -> Iterator[None]:
-        """Computes in wider numbers, where an id has the same experts in every batch; one layer's weights at once."""
-        own: dict[Any, list[tuple[Any, str, Any]]] = {}
+    def _in(self, dtype: torch.dtype) -> Iterator[None]:
         shape, self._shape = self._shape, replace(self._shape, dtype=dtype)
-        modules = [*self._model.modules()]
-        layers = {layer for module in modules if isinstance(module, torch.nn.ModuleList) for layer in module}
-
-        def widen(module: Any, _: Any) -> None:
-            for part in module.modules() if module in layers else [module]:
-                for name, parameter in part._parameters.items():
-                    if parameter is not None and parameter.dtype is shape.dtype:
-                        own.setdefault(module, []).append((part, name, parameter))
-                        part._parameters[name] = torch.nn.Parameter(parameter.to(dtype), requires_grad=False)
-
-        def narrow(module: Any, *_: Any) -> None:
-            for part, name, parameter in own.pop(module, ()):
-                part._parameters[name] = parameter
-
-        hooks = [module.register_forward_pre_hook(widen) for module in modules]
-        hooks += [module.register_forward_hook(narrow, always_call=True) for module in modules]
         try:
-            yield
+            with widened(self._model, shape.dtype, dtype):
+                yield
         finally:
             self._shape = shape
-            for hook in hooks:
-                hook.remove()
 
     def _find_reaches(self, context: int) -> None:
         self._hides_masks = True
@@ -328,51 +292,6 @@ class Proof:
         if key_layers(self._model.config):
             with as_zeros(self._model):
                 find_reaches(self._model, context)
-
-    @contextmanager
-    def _few_layers(self) -> Iterator[None]:
-        """Leaves out those layers of a gated decoder that repeat earlier ones: after the second of each kind.
-
-        Rounding adds up over the layers, so float32 would be asked about most deep models of bfloat16.
-        """
-        model = self._model
-        if type(model) not in GATED_MODELS:
-            yield
-            return
-        decoder, whole = model.model, model.model.layers
-        decoder.layers = whole[: proven_layers(model)]
-        try:
-            yield
-        finally:
-            decoder.layers = whole
-
-    @contextmanager
-    def _near_limits(self) -> Iterator[bool]:
-        """Sets what is within the context and beyond the test to a few positions; gives whether there is any."""
-        grows = self.rotary is not None and self.rotary.scaling.grows
-        config = self._model.config
-        holders = [
-            vars(one) for one in {id(one): one for one in (config, config.get_text_config(decoder=True))}.values()
-        ]
-        rotary = [holder["rope_parameters"] for holder in holders if isinstance(holder.get("rope_parameters"), dict)]
-        rotary += [own for one in rotary for own in one.values() if isinstance(own, dict)]
-        holders += [*rotary, *(vars(module) for module in self._model.modules())]
-        changed = []
-        for name, near in (_LIMITS | (_GROWING if grows else {})).items():
-            for holder in holders:
-                value = holder.get(name)
-                if isinstance(value, int) and near < value < self._far:
-                    changed.append((holder, name, value))
-                    holder[name] = near
-        # Dynamically scaled modules replace theirs.
-        buffers = [(module, dict(module._buffers)) for module in self._model.modules() if hasattr(module, "rope_type")]
-        try:
-            yield bool(changed)
-        finally:
-            for holder, name, value in changed:
-                holder[name] = value
-            for module, own in buffers:
-                module._buffers.update(own)
 
     def _expected(self, steps: int) -> tuple[Tensor, list[Tensor]]:
         """The logits of each position of the whole prompt, and of the short one's last position as it grows."""
@@ -432,13 +351,6 @@ class Proof:
             row = Row(follower, BLOCK_TOKENS, len(ids) - BLOCK_TOKENS)
             worst = max(worst, _largest(runner.run([row]), [whole[-1]]))
         return worst
-
-
-def proven_layers(model: Any) -> int:
-    """How many layers of a gated decoder the proof computes: up to the second of each kind."""
-    count = len(model.model.layers)
-    kinds = getattr(model.config, "layer_types", None) or [""] * count
-    return max(i + 1 for i, kind in enumerate(kinds[:count]) if kinds[:i].count(kind) < _LAYERS)
 
 
 def _largest(logits: Tensor, expected: Rows[Tensor]) -> float:
