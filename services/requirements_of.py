@@ -9,12 +9,13 @@ import tomllib
 from pathlib import Path
 
 
-def main() -> None:
+def requirements_of(*parts: str) -> list[str]:
+    """The lines; those that begin with # are comments."""
     extras = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for name in sys.argv[1:]:
-        file = Path("requirements", f"{name}.txt")
-        sys.stdout.write(file.read_text() if file.exists() else "".join(f"{each}\n" for each in extras[name]))
+    files = {name: Path("requirements", f"{name}.txt") for name in parts}
+    lines = (file.read_text().splitlines() if file.exists() else extras[name] for name, file in files.items())
+    return [line for part in lines for line in part]
 
 
 if __name__ == "__main__":
-    main()
+    sys.stdout.write("".join(f"{line}\n" for line in requirements_of(*sys.argv[1:])))

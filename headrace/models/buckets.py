@@ -23,7 +23,7 @@ _OPTIONS: Mapping[str, dict[str, Any]] = {
     # Its defaults wait for a host that does not answer for half an hour.
     "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 2}}},
 }
-_LISTING_S = 20.0  # Of the retries of adlfs no setting shortens the three minutes.
+_LISTING_S = 30.0  # Of the retries of adlfs no setting shortens the three minutes.
 _BLOCK_BYTES = 8 << 20
 _BLOCKS = 4  # Requests at once.
 _VERSIONS = ("VersionId", "generation", "ETag", "etag")
@@ -45,7 +45,10 @@ def resolve(location: str) -> Listing:
     logging.getLogger(_PACKAGES[scheme]).setLevel(logging.CRITICAL)  # Errors come as exceptions too.
     with _errors(location):
         files = cls(skip_instance_cache=True, use_listings_cache=False, **_OPTIONS.get(scheme, {}))
-        found: dict[str, dict[str, Any]] = sync(files.loop, files._find, place, detail=True, timeout=_LISTING_S)
+        try:
+            found: dict[str, dict[str, Any]] = sync(files.loop, files._find, place, detail=True, timeout=_LISTING_S)
+        except TimeoutError:
+            raise ConnectionError(f"no listing within {_LISTING_S:g} s") from None
     named = {_name(key, place): (key, details) for key, details in found.items()}
     plain = sorted(name for name in named if is_plain(name))
     basis = [(name, named[name][1]["size"], _version(named[name][1])) for name in plain]
@@ -94,8 +97,6 @@ def _errors(location: str) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise StartupError(f"{location} does not exist") from None
-    except TimeoutError:
-        raise ConnectionError(f"no answer within {_LISTING_S:g} s") from None
     except Exception as error:
         reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         if isinstance(error, PermissionError) or any(word in f"{type(error).__name__} {error}" for word in _REFUSED):

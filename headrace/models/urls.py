@@ -5,8 +5,8 @@
     oci://registry[:port]/repository[:tag][@sha256:…]
 
 A prefix is a folder, or one file. A pattern of allowed locations matches scheme and first part (bucket or host with
-port) by themselves, and the rest, of which a tag or digest matters only where the pattern has one: no wildcard reaches
-from one into another.
+port) by themselves, and the rest: no wildcard reaches from one into another. A pattern's tag (`:v*`) or digest
+(`@sha256:…`) is compared with what is fetched, which is the digest where a location has one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ _OCI = re.compile(
     r"(:(?P<tag>\w[\w.-]{0,127}))?(@(?P<digest>sha256:[0-9a-f]{64}))?",
     re.ASCII,
 )
-_REFERENCE = re.compile("[:@]")  # Begins the tag or digest behind a repository.
 _PATTERN = re.compile(r"(s3|gs|az|oci)://[\w.*?:-]+(/[\w.=+@: *?-]+)*|[\w.*?-]+(/[\w.*?-]+)?", re.ASCII)
 
 
@@ -73,7 +72,17 @@ def matches(location: str, pattern: str) -> bool:
         return "://" not in location + pattern and fnmatchcase(location, pattern)
     (scheme, _, place), (wanted_scheme, _, wanted) = location.partition("://"), pattern.partition("://")
     (first, _, rest), (wanted_first, _, wanted_rest) = place.partition("/"), wanted.partition("/")
-    parts, wanted_parts = [scheme, first, rest], [wanted_scheme, wanted_first, wanted_rest]
-    if scheme == "oci":
-        parts[2:], wanted_parts[2:] = _REFERENCE.split(rest, 1), _REFERENCE.split(wanted_rest, 1)
-    return len(parts) >= len(wanted_parts) and all(map(fnmatchcase, parts, wanted_parts))
+    if (found := _OCI.fullmatch(location)) is not None:
+        # What is fetched: of a tag with a digest the latter.
+        reference = f"@{found['digest']}" if found["digest"] else f":{found['tag'] or 'latest'}"
+        rest = found["repository"]
+        wanted_rest, kind, wanted_reference = _split_reference(wanted_rest)
+        if kind and not (reference[0] == kind and fnmatchcase(reference[1:], wanted_reference)):
+            return False
+    return scheme == wanted_scheme and fnmatchcase(first, wanted_first) and fnmatchcase(rest, wanted_rest)
+
+
+def _split_reference(rest: str) -> tuple[str, str, str]:
+    """The repository of a pattern, `:` or `@` or nothing, and what follows."""
+    at = next((i for i, letter in enumerate(rest) if letter in ":@"), len(rest))
+    return rest[:at], rest[at : at + 1], rest[at + 1 :]

@@ -6,6 +6,7 @@ change nothing and take seconds, because some run programs: torch, the services'
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import platform
@@ -50,7 +51,7 @@ _INSTRUCTIONS |= {"asimd": "NEON", "i8mm": "int8", "bf16": "bf16", "sve": "SVE"}
 
 
 class Remark(Exception):  # noqa: N818
-    """A start would succeed, but the user may want to know this; one line."""
+    """Nothing that the user has to mend, such as a stack that runs already; one line."""
 
 
 def examine(paint: Painter) -> int:
@@ -70,7 +71,7 @@ def examine(paint: Painter) -> int:
             text = check(settings or StackSettings.model_construct())
         except Remark as remark:
             colour, word, text = YELLOW, "note", str(remark)
-        except (StartupError, OSError, ImportError, subprocess.TimeoutExpired) as error:
+        except (StartupError, ValueError, OSError, ImportError, subprocess.TimeoutExpired) as error:
             colour, word, text, code = RED, "FAIL", str(error), 1
         print(f"{paint(colour, f'{word:<4}')}  {name:<9}  {text}", flush=True)
     return code
@@ -120,7 +121,8 @@ def _ports(settings: StackSettings) -> str:
 
 
 def _memory(settings: StackSettings) -> str:
-    weights = {source.location: models.weights_here(source) for source in parse_own_models(settings.models)}
+    with contextlib.chdir(stack_settings.HOME):
+        weights = {source.location: models.weights_here(source) for source in parse_own_models(settings.models)}
     needed = (sum(weights.values()) + models.RUNTIME_BYTES) * settings.predictors + models.RUNTIME_BYTES
     found = {name: int(size) * 1024 for name, size in re.findall(r"(\w+): +(\d+) kB", _text("/proc/meminfo"))}
     total, available = found["MemTotal"], found["MemAvailable"]

@@ -41,12 +41,14 @@ def test_it_passes_where_a_stack_starts() -> None:
     [
         ("TRANSFORMER_WORKERS=none", "settings", "TRANSFORMER_WORKERS=none: "),
         ("GATEWAY_KEYS=Makefile", "settings", "Makefile"),
+        ("MODELS=chat=./nonexistent", "memory", "nonexistent"),
         ("GATEWAY_TLS=docs", "settings", "GATEWAY_TLS=docs: must be a folder with a tls.crt and a tls.key"),
     ],
 )
 def test_a_start_that_would_fail_is_foretold(setting: str, check: str, message: str) -> None:
     code, lines = examined(setting)
     assert code == 1
+    assert len(lines) == 8 or check == "settings"
     assert lines[check].startswith("FAIL")
     assert message in lines[check]
 

@@ -85,10 +85,37 @@ def test_the_schema_has_every_value_and_refuses_others():
         "settings.PREDICTOR_MAX_RUNNING=8",
         "autoscaling.by=load",
         "logger.replicas=2",
+        "gateway.pod.terminationGracePeriodSeconds=9",
+        "route.host=*.example.com",
     ):
         with pytest.raises(AssertionError, match="values don't meet the specifications"):
             helm("--set", refused)
+    for refused, message in (
+        ("route.to=gateway,tls.enabled=true", "exclude each other"),
+        ("autoscaling.by=metrics,autoscaling.min=5,autoscaling.max=2", "autoscaling.min is above"),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            helm("--set", refused)
     assert workloads(helm("--set", "logger.replicas=2,postgres.enabled=true"))["logger"]["spec"]["replicas"] == 2
+
+
+def test_drains_secrets_and_tolerations_are_those_of_the_values():
+    documents = helm(
+        *("--set", "gateway.drain=1800,predictor.drain=300,secrets[0]=buckets,gpu.enabled=true"),
+        *("--set", "predictor.pod.tolerations[0].key=models,predictor.pod.tolerations[0].operator=Exists"),
+    )
+    specs = {name: pod(each) for name, each in workloads(documents).items()}
+    assert {name: spec["terminationGracePeriodSeconds"] for name, spec in specs.items()} == {
+        "gateway": 1845,
+        "predictor": 330,
+        "logger": 45,
+    }
+    found = containers(documents)
+    assert environment(documents, found["transformer"])["TRANSFORMER_DRAIN_S"] == "1800"
+    assert environment(documents, found["predictor"])["PREDICTOR_DRAIN_S"] == "300"
+    for name in SERVICES:
+        assert {"secretRef": {"name": "buckets"}} in found[name]["envFrom"]
+    assert [each["key"] for each in specs["predictor"]["tolerations"]] == ["nvidia.com/gpu", "models"]
 
 
 def test_a_setting_of_the_user_wins_and_replaces_the_pods(base):

@@ -147,7 +147,7 @@ def test_a_server_that_does_not_answer_is_not_waited_for(put, monkeypatch):
     monkeypatch.setattr(buckets, "_LISTING_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*mute.getsockname()))
-        with pytest.raises(StartupFault, match=r"s3://models/m cannot be reached: no answer within 0\.5 s"):
+        with pytest.raises(StartupFault, match=r"s3://models/m cannot be reached: no listing within 0\.5 s"):
             fetched("s3://models/m")
 
 

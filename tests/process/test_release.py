@@ -17,6 +17,7 @@ from headrace import __version__
 from tests.support.kubernetes import CHART, HELM, ROOT
 
 TOOLS = ROOT / ".venv-tools" / "release"
+SHARE = "headrace_runner/share"  # What a stack reads, by links.
 IMAGES = {"transformer", "predictor", "logger", "loadtest"}
 
 
@@ -79,7 +80,12 @@ def test_wheel_and_source_distribution_have_the_modules_and_the_chart_its_files(
     with tarfile.open(dist / f"headrace-{__version__}.tar.gz") as sdist:
         sources = {name.partition("/")[2] for name in sdist.getnames()}
     assert {"headrace/errors.py", "headrace_predictor/servicer.py", "headrace_runner/command/__main__.py"} <= names
-    assert {"headrace/errors.py", "envoy/envoy.yaml", "models/storyteller/config.json", "LICENSE"} <= sources
+    assert {
+        "headrace/errors.py",
+        "LICENSE",
+        f"{SHARE}/envoy/envoy.yaml",
+        f"{SHARE}/models/storyteller/config.json",
+    } <= sources
     with tarfile.open(dist / f"headrace-{__version__}.tgz") as chart:
         assert all(each.isfile() or each.isdir() for each in chart.getmembers())
         charted = set(chart.getnames())

@@ -91,7 +91,8 @@ def environment(documents: tuple[Document, ...], container: Document) -> dict[st
     """A container's variables; one with a value of the cluster has 1, or what it needs."""
     variables: dict[str, str] = {}
     for source in container.get("envFrom", ()):
-        variables |= of_kind(documents, "ConfigMap")[source["configMapRef"]["name"]]["data"]
+        if settings := source.get("configMapRef"):
+            variables |= of_kind(documents, "ConfigMap")[settings["name"]]["data"]
     for each in container.get("env", ()):
         if key := each.get("valueFrom", {}).get("configMapKeyRef"):
             variables[each["name"]] = of_kind(documents, "ConfigMap")[key["name"]]["data"][key["key"]]

@@ -109,7 +109,7 @@ def urls(tmp_path):
     return ModelLocations(
         PredictorSettings(
             MODELS=f"first={tmp_path}",
-            hub_allow="*/*,hf://org/*,s3://models/chat/*,oci://registry.example:5000/team/*,oci://*.corp/one,oci://one.tag/a*:v*",
+            hub_allow="*/*,hf://org/*,s3://models/chat/*,oci://registry.example:5000/team/*,oci://*.corp/one,oci://one.tag/a*:v*,oci://one.digest/a@sha256:a*",
         )
     )
 
@@ -122,6 +122,7 @@ def urls(tmp_path):
         ("s3://models/chat/a/b.gguf", "s3://models/chat/a/b.gguf", None),
         ("oci://registry.example:5000/team/a/b:v1", "oci://registry.example:5000/team/a/b:v1", None),
         ("oci://one.tag/ab:v2", "oci://one.tag/ab:v2", None),
+        *((f"oci://one.digest/a{tag}@sha256:{'a' * 64}",) * 2 + (None,) for tag in ("", ":v1")),
         (f"oci://eu.corp/one@sha256:{'a' * 64}", f"oci://eu.corp/one@sha256:{'a' * 64}", None),
     ],
 )
@@ -138,6 +139,7 @@ def test_a_url_that_matches_a_pattern_is_loaded_by_another_name(urls, source, lo
         *("s3://models/other/story", "s3://models-2/chat/story", "s3://x/models/chat/y", "gs://models/chat/story"),
         *("oci://registry.example/team/a", "oci://evil.example/a.corp/one", "oci://eu.corp/two", "az://c/org/name"),
         *("oci://eu.corp/one/two", "s3://models/chat", "oci://one.tag/ab", "oci://one.tag/ab:w", "oci://one.tag/b:v1"),
+        *(f"oci://one.tag/ab:v2@sha256:{'a' * 64}", f"oci://one.digest/a@sha256:{'b' * 64}", "oci://one.digest/a:v1"),
     ],
 )
 def test_no_wildcard_reaches_from_one_part_of_a_url_into_another(urls, source):
