@@ -26,6 +26,7 @@ from headrace_predictor.engine.lookup import PromptLookup
 from headrace_predictor.engine.runners.adapters import Adapters
 from headrace_predictor.engine.runners.decode_graphs import record_cuda_graph
 from headrace_predictor.engine.runners.fused_layers import fuse_layers
+from headrace_predictor.engine.runners.hybrid import HybridRunner
 from headrace_predictor.engine.runners.interface import ModelRunner
 from headrace_predictor.engine.runners.memory import cache_shape, plan_memory
 from headrace_predictor.engine.runners.paged import PagedRunner
@@ -78,7 +79,9 @@ def build_engine(
         runner, adapters, reason = _choose_runner(name, model, shape, blocks, proof, settings, kept_at)
         looks_up = settings.prompt_lookup and isinstance(runner, PagedRunner) and runner.is_exact()
     if reason is not None and not settings.max_running:
-        max_running = _ROWS_RUNNING
+        max_running = min(max_running, _ROWS_RUNNING)
+    if isinstance(runner, HybridRunner):
+        runner.limit(max_running)
     manager = BlockManager(blocks, BLOCK_TOKENS)
     scheduler = Scheduler(
         manager,

@@ -20,6 +20,8 @@ from headrace_predictor.engine.faults import check_numbers
 from headrace_predictor.engine.state.cache import BLOCK_TOKENS, GrowingMemory
 from headrace_predictor.engine.state.sequence import Row, detached_sequence
 
+_SHORT = 128
+
 
 class BatchedRunner:
     """See the module. `blocks` is the size of the cache, with the reserved block."""
@@ -40,8 +42,7 @@ class BatchedRunner:
         sampled: dict[int, Tensor] = {}
         scored: dict[int, Tensor] = {}
         alone = [(i,) for i, row in enumerate(rows) if row.count > 1]
-        together = tuple(i for i, row in enumerate(rows) if row.count == 1)
-        for numbers in [*alone, together] if together else alone:
+        for numbers in [*alone, *_alike(rows)]:
             logits = self._pass([rows[i] for i in numbers])
             for i, own in zip(numbers, logits, strict=True):
                 if rows[i].samples:
@@ -86,6 +87,21 @@ class BatchedRunner:
 
     def _tensor(self, values: Any) -> Tensor:
         return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(self._model.device)
+
+
+def _alike(rows: Rows[Row]) -> list[tuple[int, ...]]:
+    """The numbers of rows with one id, in groups of which none has a row of more than twice another's length.
+
+    Each row is padded to the longest of its group. Lengths up to `_SHORT` are alike.
+    """
+    groups: list[list[int]] = []
+    shortest = 0
+    for i in sorted((i for i, row in enumerate(rows) if row.count == 1), key=lambda i: rows[i].start):
+        if not groups or rows[i].start >= 2 * max(shortest, _SHORT):
+            groups.append([])
+            shortest = rows[i].start
+        groups[-1].append(i)
+    return [tuple(group) for group in groups]
 
 
 def transpose_weights(model: Any) -> None:

@@ -104,6 +104,8 @@ class EncoderDecoderRunner:
             return self._decode([row], [len(sequence.input_ids)], encoded)[0]
         finally:
             self._places = None
+            # Layers mark themselves one by one: after a pass that failed between them, none may wait for a prompt.
+            self._memory.is_updated = dict.fromkeys(range(self._cache.shape.layers), True)
 
     def _decode(self, rows: Rows[Row], begins: list[int], encoded: Any = None) -> Tensor:
         """The last logits [rows, vocabulary] of rows with as many ids each, from `begins` on."""

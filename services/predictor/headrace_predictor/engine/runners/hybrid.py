@@ -30,6 +30,7 @@ from headrace_predictor.engine.state.cache import CacheShape, KeyValueCache
 from headrace_predictor.engine.state.sequence import Row, detached_sequence
 
 NAME = "headrace_hybrid"
+_PIECE = 512  # Ids of a pass that computes a state again.
 
 
 class _Pass:
@@ -83,14 +84,22 @@ class HybridRunner:
         with self._attending([_first_row()]):
             self._slots = Slots(first_states(model, states))
 
+    def limit(self, states: int) -> None:
+        """Sets how many sequences have states: beyond that, one that is not in the step is computed again later."""
+        self._slots.most = states
+
     def run(self, rows: Rows[Row]) -> Tensor:
         logits: dict[Row, Tensor] = {}
-        decodes = [row for row in rows if row.count == 1 and row.start and _done(row) == row.start]
-        if decodes and self._together:
-            logits.update(self._decode(decodes))
+        decodes: list[Row] = []
+        if self._together:
+            decodes = [row for row in rows if row.count == 1 and row.start and _done(row) == row.start]
+        self._slots.kept = {row.sequence.state for row in rows}
+        # Prompts first: where one fails, the states of the others have not advanced.
         for row in rows:
-            if row not in logits:
+            if row not in decodes:
                 logits[row] = self._prefill(row)
+        if decodes:
+            logits.update(self._decode(decodes))
         sampled = [logits[row] for row in rows if row.samples]
         return torch.stack(sampled) if sampled else torch.empty(0)
 
@@ -129,10 +138,13 @@ class HybridRunner:
         if state is None:
             state, sequence.state = self._slots.take(), None
         done = state.done
-        step = 1 if self.reads_whole_prompts and done else end - done
+        step = max(row.count, _PIECE)  # All at once, the ids of a lost state could take any memory and time.
+        if self.reads_whole_prompts:
+            step = 1 if done else end
         logits = torch.empty(0)
         for start in range(done, end, step):
-            logits = self._compute([Row(sequence, start, step)], state.slot, continues=start > 0)
+            piece = Row(sequence, start, min(step, end - start))
+            logits = self._compute([piece], state.slot, continues=start > 0)
         state.done = end
         sequence.state = state
         return logits[0]

@@ -34,6 +34,8 @@ def cache_shape(model: Any) -> CacheShape:
     """What a model stores for each token, from its configuration."""
     config = model.config.get_text_config(decoder=True)
     own_layers = key_layers(model.config)
+    if own_layers == 0:
+        return CacheShape(1, 1, 1, model.dtype)  # It has nothing in blocks, which only count its ids.
     count = own_layers or _first(config, "num_decoder_layers", "num_hidden_layers") or 1
     if getattr(config, "is_heterogeneous", False):
         layers = [_layer_shape(one) for one in config.per_layer_config][:own_layers]
@@ -44,7 +46,7 @@ def cache_shape(model: Any) -> CacheShape:
         if mode == "store":
             stored[config.layer_types[layer]] = layer
         elif mode == "reuse":
-            layers[layer] = layers[layer]._replace(source=stored[config.layer_types[layer]])
+            layers[layer] = layers[layer]._replace(source=stored.get(config.layer_types[layer]))
     heads, size, value_size, _ = layers[0]
     is_even = len(set(layers)) == 1 and size == value_size
     return CacheShape(count, heads, size, model.dtype, () if is_even else tuple(layers))
@@ -90,7 +92,8 @@ def plan_memory(
     weights = getattr(model, "unread_bytes", 0)
     if getattr(model, "are_pages_of_files", True):
         weights += sum(tensor.numel() * tensor.itemsize for tensor in model.parameters())
-    memory = cache_memory(name, model.device, settings, whole, weights)
+    states = (settings.max_running or _LEAST_RUNNING) * state_bytes
+    memory = cache_memory(name, model.device, settings, whole + states, weights)
     most_running = _MOST_RUNNING
     if state_bytes and settings.kv_cache_memory is None:
         one = state_bytes + _TOKENS_OF_ONE * shape.bytes_per_token

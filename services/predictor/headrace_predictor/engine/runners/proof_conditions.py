@@ -12,7 +12,7 @@ from headrace_predictor.engine.runners.rotary import SequenceRotary
 from headrace_predictor.engine.runners.streamed import GATED_MODELS
 
 _LAYERS = 2  # Of each kind, where a model has nothing but equal layers.
-# Attributes of configurations and modules that are numbers of positions, and their values in the test.
+# Attributes of configurations and modules that are numbers of positions or of tokens, and their values in the test.
 _LIMITS = {
     "sliding_window": 8,
     "sliding_window_size": 8,
@@ -24,6 +24,7 @@ _LIMITS = {
     "relative_attention_max_distance": 20,
     "index_topk": 6,
     "keep_window_size": 6,
+    "expert_capacity": 4,
 }
 # Where positions are scaled dynamically; elsewhere the number of positions in a table.
 _GROWING = {"max_position_embeddings": 10, "original_max_seq_len": 10, "max_seq_len_cached": 10}

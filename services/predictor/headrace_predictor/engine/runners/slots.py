@@ -15,7 +15,7 @@ _FIRST_SLOTS = 4
 
 
 class State:
-    """A sequence's states: `slot` has those after its first `done` ids."""
+    """A sequence's states: `slot` has those after its first `done` ids; it loses them when `done` becomes 0."""
 
     def __init__(self, slot: int) -> None:
         self.slot = slot
@@ -23,19 +23,32 @@ class State:
 
 
 class Slots:
-    """`tensors` [slots, …] grow with the number of sequences; `like` are tensors [1, …]. For one thread."""
+    """`tensors` [slots, …] grow with the number of sequences, to `most` slots; `like` are tensors [1, …].
+
+    Beyond `most` a state that is not in `kept` loses its slot. For one thread.
+    """
+
+    most = 256
 
     def __init__(self, like: Sequence[Tensor]) -> None:
         self.tensors = [tensor.new_zeros((_FIRST_SLOTS, *tensor.shape[1:])) for tensor in like]
+        self.kept: set[State | None] = set()
         self._owners: list[weakref.ref[State] | None] = [None] * _FIRST_SLOTS
 
     def take(self) -> State:
         """A free slot, whose contents are those of an earlier sequence."""
-        free = next((slot for slot in range(len(self._owners)) if self._owner(slot) is None), None)
+        owners = [self._owner(slot) for slot in range(len(self._owners))]
+        free = next((slot for slot, owner in enumerate(owners) if owner is None), None)
+        if free is None and len(owners) >= self.most:
+            free = next((slot for slot, owner in enumerate(owners) if owner not in self.kept), None)
+            if free is not None and (loser := owners[free]) is not None:
+                loser.done = 0
         if free is None:
-            free = len(self._owners)
-            self.tensors = [_doubled(tensor) for tensor in self.tensors]
-            self._owners += [None] * free
+            free = len(owners)
+            size = min(2 * free, max(self.most, free + 1))
+            for number, tensor in enumerate(self.tensors):  # One after the other: both sizes take memory meanwhile.
+                self.tensors[number] = _longer(tensor, size)
+            self._owners += [None] * (size - free)
         state = State(free)
         self._owners[free] = weakref.ref(state)
         return state
@@ -78,7 +91,7 @@ class Slots:
         return None if owner is None else owner()
 
 
-def _doubled(tensor: Tensor) -> Tensor:
-    larger = tensor.new_zeros((2 * len(tensor), *tensor.shape[1:]))
+def _longer(tensor: Tensor, size: int) -> Tensor:
+    larger = tensor.new_zeros((size, *tensor.shape[1:]))
     larger[: len(tensor)] = tensor
     return larger

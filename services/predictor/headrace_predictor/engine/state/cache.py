@@ -192,7 +192,8 @@ class KeyValueCache:
         """Copies of blocks [rows, n]: keys [rows, heads, size, tokens] and values [rows, heads, tokens, size]."""
         rows, count = blocks.shape
         flat = blocks.reshape(-1)
-        heads, size, value_size, _ = self.shape.of(layer)
+        heads, size = self.keys[layer].shape[1:3]
+        value_size = self.values[layer].shape[3]
         return (
             self.keys[layer]
             .index_select(0, flat)
