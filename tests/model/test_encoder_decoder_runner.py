@@ -106,6 +106,29 @@ def test_an_interrupted_pass_leaves_the_model_as_it_was(name):
     assert sequence.output_ids == generated(name)[1][0]
 
 
+def test_a_prompt_that_fails_between_layers_leaves_rows_that_decode_as_they_are(name):
+    loop = loop_of(name)
+    sequence = loop.add(*REQUESTS[0])
+    loop.step()
+    decoder = loop.runner._model.get_decoder()
+    layers = decoder.block if hasattr(decoder, "block") else decoder.layers
+
+    def break_off(*_):
+        raise IndexError("the prompt's fault")
+
+    loop.add([5, 7, 11], 8)
+    handle = layers[1].register_forward_pre_hook(break_off)
+    rows = loop.scheduler.schedule(64)
+    (newcomer,) = (row for row in rows if row.start == 0)
+    with pytest.raises(IndexError), torch.inference_mode():
+        loop.runner.run([newcomer])
+    handle.remove()
+    loop.run([row for row in rows if row is not newcomer])
+    loop.fail(newcomer.sequence)
+    loop.run_all()
+    assert sequence.output_ids == generated(name)[1][0]
+
+
 def test_rows_that_decode_pass_the_decoder_together(name):
     loop = loop_of(name)
     for _ in range(8):

@@ -180,6 +180,21 @@ def test_slots_keep_their_contents_wherever_they_are_moved():
             assert [float(tensor.sum()) for tensor in slots.view(state.slot, 1)] == [2 * one, one]
 
 
+def test_beyond_their_limit_states_are_lost_and_computed_again(name):
+    expected = generated(name)[1]
+    loop = loop_of(name, max_running=6)
+    loop.runner.limit(4)
+    sequences = [loop.add(*request) for request in REQUESTS[:6]]
+    with torch.inference_mode():
+        while loop.scheduler.sequences:
+            rows = loop.scheduler.schedule(64)
+            for few in (rows[:3], rows[3:]):
+                if few:
+                    loop.run(few)
+    assert [sequence.output_ids for sequence in sequences] == expected[:6]
+    assert {len(tensor) for tensor in loop.runner._slots.tensors} == {4}
+
+
 def test_only_layers_with_attention_store_keys():
     model = generated("Qwen 3.5, text")[0]
     assert model.config.num_hidden_layers == 2
