@@ -1,4 +1,8 @@
-"""Atomic operations on int64 arrays, and waiting, for compiled code that several threads run at once."""
+"""Atomic operations on int64 arrays, and waiting, for compiled code that several threads run at once.
+
+All are sequentially consistent: a thread that counts itself into a slot and then reads which pass is the latest needs
+both in this order, also on processors whose loads may overtake earlier stores (Arm).
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from numba.extending import intrinsic
 
 _SIZE = ir.IntType(64)
 _INT = ir.IntType(32)
+_ORDER = "seq_cst"
 _PAUSES = {"x86_64": ("llvm.x86.sse2.pause", []), "aarch64": ("llvm.aarch64.hint", [ir.Constant(_INT, 1)])}
 
 
@@ -26,7 +31,7 @@ def add_to(typing_context: Any, array: Any, index: Any) -> Any:
     """Adds 1 to a number; returns what it was."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.atomic_rmw("add", _place(context, builder, signature, arguments), _SIZE(1), "acq_rel")
+        return builder.atomic_rmw("add", _place(context, builder, signature, arguments), _SIZE(1), _ORDER)
 
     return types.int64(array, types.int64), generate
 
@@ -36,7 +41,7 @@ def subtract_from(typing_context: Any, array: Any, index: Any) -> Any:
     """Subtracts 1 from a number; returns what it was."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.atomic_rmw("sub", _place(context, builder, signature, arguments), _SIZE(1), "acq_rel")
+        return builder.atomic_rmw("sub", _place(context, builder, signature, arguments), _SIZE(1), _ORDER)
 
     return types.int64(array, types.int64), generate
 
@@ -46,7 +51,7 @@ def read(typing_context: Any, array: Any, index: Any) -> Any:
     """A number, which another thread may have written."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.load_atomic(_place(context, builder, signature, arguments), "acquire", 8)
+        return builder.load_atomic(_place(context, builder, signature, arguments), _ORDER, 8)
 
     return types.int64(array, types.int64), generate
 
@@ -56,7 +61,7 @@ def publish(typing_context: Any, array: Any, index: Any, value: Any) -> Any:
     """Writes a number; who reads it also sees what was written before."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.store_atomic(arguments[2], _place(context, builder, signature, arguments), "release", 8)
+        builder.store_atomic(arguments[2], _place(context, builder, signature, arguments), _ORDER, 8)
         return context.get_dummy_value()
 
     return types.void(array, types.int64, types.int64), generate
