@@ -32,7 +32,8 @@ async def test_a_killed_container_is_restarted_and_only_its_own_calls_fail(stack
     async with load(stack.gateway, KINDS) as seen, channel(stack.gateway) as open_channel:
         await until(lambda: seen.succeeded_since(0))
         started = asyncio.Event()
-        stream = asyncio.create_task(generate(open_channel, 200, started))
+        # Longer than a kill takes on a busy machine.
+        stream = asyncio.create_task(generate(open_channel, 200, started, pace=40))
         await started.wait()
         killed = time.monotonic()
         with stack.timed(f"kill -9 {service}: healthy again"):

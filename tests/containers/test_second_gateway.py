@@ -9,7 +9,9 @@ from tests.containers.stack import ROOT
 
 
 def test_the_second_gateway_of_the_readme_works(engine, tmp_path):
-    shutil.copy(ROOT / "compose.yaml", tmp_path)
+    (tmp_path / "services").mkdir()
+    for file in ("compose.yaml", "services/images.yaml"):
+        shutil.copy(ROOT / file, tmp_path / file)
     (override,) = re.findall(
         r"```yaml\n(# compose\.override\.yaml.*?)```", (ROOT / "envoy/README.md").read_text(), re.S
     )
