@@ -46,6 +46,30 @@ class Loop:
         while self.scheduler.sequences:
             self.step()
 
+    def run_staggered(self, requests):
+        """Answers requests that come while earlier ones run."""
+        sequences = []
+        for i, request in enumerate(requests):
+            sequences.append(self.add(*request))
+            if i % 3:
+                self.step()
+        self.run_all()
+        return [sequence.output_ids for sequence in sequences]
+
+    @torch.inference_mode()
+    def run_shuffled(self, requests, repeated):
+        """Answers requests by steps of which a `repeated` share is computed twice, and only some rows count."""
+        chosen = random.Random(2)
+        sequences = [self.add(*request) for request in requests]
+        while self.scheduler.sequences:
+            rows = self.scheduler.schedule(64)
+            chosen.shuffle(rows)
+            if chosen.random() < repeated:
+                self.runner.run(rows)
+                self.runner.probe()
+            self.run(rows[: chosen.randint(1, len(rows))])
+        return [sequence.output_ids for sequence in sequences]
+
     def step(self):
         rows = self.scheduler.schedule(self.scheduler.step_tokens)
         try:

@@ -1,7 +1,6 @@
 """Encoder-decoder models other than T5, many sequences at once, equal `generate` of each prompt alone."""
 
 import copy
-import random
 from functools import cache, partial
 
 import pytest
@@ -46,13 +45,7 @@ def attention(request, monkeypatch):
 def test_a_staggered_and_preempted_crowd_gets_the_answers_of_generate(name, attention):
     expected = generated(name)[1]
     loop = loop_of(name, blocks=FEW_BLOCKS)
-    sequences = []
-    for i, request in enumerate(REQUESTS):
-        sequences.append(loop.add(*request))
-        if i % 3:
-            loop.step()
-    loop.run_all()
-    assert [sequence.output_ids for sequence in sequences] == expected
+    assert loop.run_staggered(REQUESTS) == expected
     assert loop.scheduler.preempted > 0
     assert loop.scheduler.blocks.free == loop.scheduler.blocks.total
 
@@ -60,16 +53,7 @@ def test_a_staggered_and_preempted_crowd_gets_the_answers_of_generate(name, atte
 def test_rows_can_be_in_any_order_left_out_or_repeated(name):
     expected = generated(name)[1]
     loop = loop_of(name)
-    chosen = random.Random(2)
-    sequences = [loop.add(*request) for request in REQUESTS[:8]]
-    with torch.inference_mode():
-        while loop.scheduler.sequences:
-            rows = loop.scheduler.schedule(64)
-            chosen.shuffle(rows)
-            loop.runner.run(rows)
-            loop.runner.probe()
-            loop.run(rows[: chosen.randint(1, len(rows))])
-    assert [sequence.output_ids for sequence in sequences] == expected[:8]
+    assert loop.run_shuffled(REQUESTS[:8], repeated=1) == expected[:8]
 
 
 @pytest.mark.parametrize("step_tokens", [4, 64])

@@ -48,13 +48,7 @@ def name(request):
 def test_a_staggered_and_preempted_crowd_gets_the_answers_of_generate(name):
     expected = generated(name)[1]
     loop = loop_of(name, blocks=FEW_BLOCKS)
-    sequences = []
-    for i, request in enumerate(REQUESTS):
-        sequences.append(loop.add(*request))
-        if i % 3:
-            loop.step()
-    loop.run_all()
-    assert [sequence.output_ids for sequence in sequences] == expected
+    assert loop.run_staggered(REQUESTS) == expected
     assert loop.scheduler.preempted > 0
     assert loop.scheduler.blocks.free == loop.scheduler.blocks.total
 
@@ -62,17 +56,7 @@ def test_a_staggered_and_preempted_crowd_gets_the_answers_of_generate(name):
 def test_rows_can_be_in_any_order_left_out_or_repeated(name):
     expected = generated(name)[1]
     loop = loop_of(name)
-    chosen = random.Random(2)
-    sequences = [loop.add(*request) for request in REQUESTS[:8]]
-    with torch.inference_mode():
-        while loop.scheduler.sequences:
-            rows = loop.scheduler.schedule(64)
-            chosen.shuffle(rows)
-            if chosen.random() < 0.2:
-                loop.runner.run(rows)
-                loop.runner.probe()
-            loop.run(rows[: chosen.randint(1, len(rows))])
-    assert [sequence.output_ids for sequence in sequences] == expected[:8]
+    assert loop.run_shuffled(REQUESTS[:8], repeated=0.2) == expected[:8]
 
 
 def test_interrupted_steps_can_be_repeated(name):

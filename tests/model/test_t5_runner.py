@@ -1,7 +1,6 @@
 """T5 and its family, many sequences at once, equal `generate` of each prompt alone."""
 
 import copy
-import random
 from functools import cache, partial
 
 import pytest
@@ -53,13 +52,7 @@ def test_a_staggered_and_preempted_crowd_gets_the_answers_of_generate(attention,
     assert len({tuple(ids) for ids in expected if len(ids) > 4}) == sum(len(ids) > 4 for ids in expected)
     assert sum(len(set(ids)) > 4 for ids in expected) > len(expected) // 2
     loop = t5_loop(model, blocks=FEW_BLOCKS)
-    sequences = []
-    for i, request in enumerate(REQUESTS):
-        sequences.append(loop.add(*request))
-        if i % 3:
-            loop.step()
-    loop.run_all()
-    assert [sequence.output_ids for sequence in sequences] == expected
+    assert loop.run_staggered(REQUESTS) == expected
     assert loop.scheduler.preempted > 0
     assert loop.scheduler.blocks.free == loop.scheduler.blocks.total
 
@@ -82,16 +75,7 @@ def test_distances_beyond_the_largest_distinct_one_are_exact(attention):
 def test_rows_can_be_in_any_order_left_out_or_repeated(attention):
     model, expected = generated("t5")
     loop = t5_loop(model)
-    chosen = random.Random(2)
-    sequences = [loop.add(*request) for request in REQUESTS[:10]]
-    with torch.inference_mode():
-        while loop.scheduler.sequences:
-            rows = loop.scheduler.schedule(64)
-            chosen.shuffle(rows)
-            loop.runner.run(rows)
-            loop.runner.probe()
-            loop.run(rows[: chosen.randint(1, len(rows))])
-    assert [sequence.output_ids for sequence in sequences] == expected[:10]
+    assert loop.run_shuffled(REQUESTS[:10], repeated=1) == expected[:10]
 
 
 @pytest.mark.parametrize("fault", ["prompt", "output"])

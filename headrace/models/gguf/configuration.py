@@ -151,9 +151,7 @@ def _rotary(stated: _Stated, head_size: int, base: float = 10000.0, rotates_part
     if kind == "yarn":
         own |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
         attention = stated.real("rope.scaling.attn_factor", 1.0) * (1 + 0.1 * math.log(factor))
-        fast, slow = (
-            stated.real(f"rope.scaling.yarn_beta_{name}", beta) for name, beta in (("fast", 32.0), ("slow", 1.0))
-        )
+        fast, slow = (stated.real(f"rope.scaling.yarn_beta_{name}", beta) for name, beta in _BETAS)
         return own | {"attention_factor": attention, "beta_fast": fast, "beta_slow": slow}
     raise ValueError(f"{stated.file.path}: rope.scaling.type {kind[:64]!r} is not served")
 
