@@ -373,7 +373,10 @@ async def test_all_calls_of_a_dead_predictor_are_retried_and_errors_of_requests_
         text = await asyncio.to_thread(lambda: urllib.request.urlopen(page, timeout=10).read().decode())
         return int(text.removeprefix(f"{name}: "))
 
-    async with running_gateway(tmp_path, predictors=2) as gateway, gateway.channel("predictor") as channel:
+    async with (
+        running_gateway(tmp_path, with_rare_health_checks, predictors=2) as gateway,
+        gateway.channel("predictor") as channel,
+    ):
         stub = inference_pb2_grpc.GRPCInferenceServiceStub(channel)
         for status in ("INTERNAL", "DEADLINE_EXCEEDED", "UNKNOWN") * 10:
             with pytest.raises(grpc.aio.AioRpcError) as failed:
@@ -393,7 +396,7 @@ async def test_all_calls_of_a_dead_predictor_are_retried_and_errors_of_requests_
         await asyncio.gather(*(stub.ModelMetadata(request, timeout=30) for _ in range(count)))
 
         async def ejected() -> bool:
-            return await ejections(gateway) == 1
+            return await ejections(gateway) >= 1
 
         await until(ejected)  # Envoy's main thread counts it, after the worker has answered.
 
@@ -521,6 +524,14 @@ async def test_a_busy_service_does_not_count_as_dead_and_a_draining_one_gets_no_
             return (await gateway.post()).status == 503
 
         await until(drained)
+
+
+def with_rare_health_checks(config: envoy_config.Config) -> None:
+    """A dead predictor is then found by its calls alone: a host that a health check has found gets no call, so that
+    none ejects it."""
+    for cluster in config["static_resources"]["clusters"]:
+        for check in cluster.get("health_checks", ()):
+            check["interval"] = check["no_traffic_interval"] = "600s"
 
 
 def with_a_tenth_of_the_limits(config: envoy_config.Config) -> None:
