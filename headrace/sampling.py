@@ -217,11 +217,21 @@ class SamplingParameters(BaseModel):
         return self.temperature < GREEDY_BELOW
 
     @property
-    def takes_likeliest(self) -> bool:
-        """Whether each token is the likeliest of the model's own logits, and nothing else is wanted of these."""
+    def is_filtered(self) -> bool:
+        """Whether a token is drawn from a part of the vocabulary."""
+        return not self.is_greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a token depends on the model's own logits, seed and position alone, and only the token is wanted."""
         has_penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
         is_free = not (self.has_restrictions or self.structured_outputs or self.min_tokens)
-        return self.is_greedy and is_free and not (has_penalties or self.logprobs)
+        return is_free and not (has_penalties or self.logprobs)
+
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether each token is the likeliest of the model's own logits, and nothing else is wanted of these."""
+        return self.is_greedy and self.is_plain
 
     @property
     def has_restrictions(self) -> bool:

@@ -3,18 +3,15 @@
 import contextlib
 import copy
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
-from headrace_predictor.engine import build
 from headrace_predictor.engine.cpu import kernel
 from headrace_predictor.engine.runners import attention
 from headrace_predictor.engine.runners.attention import StepPlan
 from headrace_predictor.engine.runners.memory import cache_shape
-from headrace_predictor.engine.runners.paged import PagedRunner
 from headrace_predictor.engine.runners.proof import Proof
 from headrace_predictor.engine.runners.rotary import SequenceRotary
 from tests.model.bfloat16 import needs_bfloat16_processor
@@ -58,27 +55,6 @@ async def test_several_threads_give_the_same(engine_of):
         assert await crowd(engine_of(model)) == expected
     finally:
         torch.set_num_threads(threads)
-
-
-@pytest.mark.parametrize("compiled", [True, False])
-async def test_fixed_buffers_of_padded_rows_and_blocks_give_the_same(engine_of, monkeypatch, compiled):
-    """CUDA graphs without a GPU: replaying a recorded pass calls it."""
-    recorded = []
-
-    def record(forward: Callable[[], torch.Tensor]):
-        recorded.append(forward)
-        return forward
-
-    class RecordingRunner(PagedRunner):
-        def __init__(self, model, shape, blocks, _, *others, **named):
-            super().__init__(model, shape, blocks, record, *others, **named)
-
-    monkeypatch.setattr(build, "PagedRunner", RecordingRunner)
-    if not compiled:
-        monkeypatch.setattr(kernel, "takes", lambda query: False)
-    model, expected = model_and_crowd("gemma3")
-    assert await crowd(engine_of(model, cache_tokens=400, prompt_lookup=False)) == expected
-    assert len(recorded) > 2
 
 
 @pytest.mark.parametrize(

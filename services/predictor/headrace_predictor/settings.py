@@ -86,7 +86,14 @@ class PredictorSettings(RecordingSettings):
             " and that is faster. The answer is the same."
         ),
     )
-    cuda_graphs: bool = Field(False, description="Record decode steps on CUDA and replay them.")
+    cuda_graphs: bool = Field(True, description="Record decode steps on CUDA at start, and replay them.")
+    exact: bool = Field(
+        False,
+        description=(
+            "On CUDA an answer's bits do not depend on the requests beside it: all products in tiles of one size, which"
+            " takes longer. On the CPU that holds anyway where docs/models.md says so."
+        ),
+    )
     step_tokens: int = Field(
         2048, ge=16, description="Maximum of tokens that one forward pass computes, of prompts and outputs together."
     )

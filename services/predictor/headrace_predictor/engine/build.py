@@ -23,8 +23,9 @@ from headrace_predictor.engine.grammar import GrammarCompiler
 from headrace_predictor.engine.interface import EngineLimits
 from headrace_predictor.engine.load import PrefillPace
 from headrace_predictor.engine.lookup import PromptLookup
+from headrace_predictor.engine.overlap import Overlap
+from headrace_predictor.engine.runners import gpu_start as gpu
 from headrace_predictor.engine.runners.adapters import Adapters
-from headrace_predictor.engine.runners.decode_graphs import record_cuda_graph
 from headrace_predictor.engine.runners.fused_layers import fuse_layers
 from headrace_predictor.engine.runners.hybrid import HybridRunner
 from headrace_predictor.engine.runners.interface import ModelRunner
@@ -77,11 +78,14 @@ def build_engine(
         if not model.config.is_encoder_decoder:
             proof.check_generate(name)
         runner, adapters, reason = _choose_runner(name, model, shape, blocks, proof, settings, kept_at)
-        looks_up = settings.prompt_lookup and isinstance(runner, PagedRunner) and runner.is_exact()
+        chooser = runner if isinstance(runner, PagedRunner) and runner.chooses else None
+        looks_up = settings.prompt_lookup and not chooser and isinstance(runner, PagedRunner) and runner.is_exact()
     if reason is not None and not settings.max_running:
         max_running = min(max_running, _ROWS_RUNNING)
     if isinstance(runner, HybridRunner):
         runner.limit(max_running)
+    if chooser and settings.cuda_graphs:
+        gpu.record(name, chooser, max_running, context)
     manager = BlockManager(blocks, BLOCK_TOKENS)
     scheduler = Scheduler(
         manager,
@@ -102,6 +106,7 @@ def build_engine(
         flush,
         grammars,
         PromptLookup(manager) if looks_up else None,
+        Overlap(chooser) if chooser else None,
     )
     size |= {"max_running": str(max_running), "block_tokens": str(BLOCK_TOKENS), "cache_blocks": str(manager.total)}
     streamed = runner.streamed if isinstance(runner, PagedRunner) else None
@@ -128,12 +133,13 @@ def _choose_runner(
     """The runner, the adapters that it can compute, and why it is not a faster one."""
     runner: ModelRunner
     adapters: Adapters | None = None
-    reason: str | None = None
     if model.config.is_encoder_decoder and settings.weights != "auto":
         raise StartupError(f"model {name}: PREDICTOR_WEIGHTS={settings.weights} is for decoders only")
     if model.config.is_encoder_decoder:
         runner, reason = proof.encoder_decoder_runner(blocks)
-    elif (reason := proof.of_paged()) is None:
+        return runner, None, reason
+    reason, operations = gpu.prove(name, model, proof, settings.exact)
+    if reason is None:
         format_ = weight_format(name, model, settings.weights)
         if format_ != GROUPED:
             read_weights(model)
@@ -145,9 +151,15 @@ def _choose_runner(
         else:
             fuse_layers(model)
             pack_linears(model)
-        record = record_cuda_graph if settings.cuda_graphs and model.device.type == "cuda" else None
         runner = PagedRunner(
-            model, shape, blocks, record, adapters, proof.rotary, streamed, tells_positions=proof.tells_positions
+            model,
+            shape,
+            blocks,
+            adapters,
+            proof.rotary,
+            streamed,
+            tells_positions=proof.tells_positions,
+            operations=operations,
         )
         runner.probe()  # All layers; compiles what is not in Numba's cache.
     elif settings.weights != "auto":

@@ -41,6 +41,7 @@ from headrace_predictor.engine.interface import (
 )
 from headrace_predictor.engine.load import LoadMeter, PrefillPace, ProgressWatch, QueueEstimate
 from headrace_predictor.engine.lookup import PromptLookup
+from headrace_predictor.engine.overlap import Overlap, is_plain
 from headrace_predictor.engine.publisher import Publisher
 from headrace_predictor.engine.runners.adapters import Adapters
 from headrace_predictor.engine.runners.interface import ModelRunner
@@ -48,7 +49,7 @@ from headrace_predictor.engine.scheduler import Scheduler
 from headrace_predictor.engine.state.in_flight import queue_full
 from headrace_predictor.engine.state.sequence import Row, Sequence
 from headrace_predictor.engine.state.slot import MergingSlot, SequenceOutput
-from headrace_predictor.engine.step import StepRunner
+from headrace_predictor.engine.step import Outcome, StepRunner
 from headrace_protos.steps_pb2 import Submission
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class ContinuousBatchingEngine:
         flush: Callable[[], None] = lambda: None,
         grammars: GrammarCompiler | None = None,
         lookup: PromptLookup | None = None,
+        overlap: Overlap | None = None,
     ) -> None:
         self.limits = limits
         self.statistics = EngineStatistics()
@@ -102,6 +104,7 @@ class ContinuousBatchingEngine:
         self._step_timeout_s = step_timeout_s
         self._grammars = grammars
         self._lookup = lookup
+        self._overlap = overlap
         self._passes = count()
         self._step_under_way: int | None = None  # The number of the current pass.
         self._steps = StepRunner(runner, self.statistics, self._make_room, self._begin_pass)
@@ -236,28 +239,51 @@ class ContinuousBatchingEngine:
         self._step_under_way = None
         self._flush()  # Before the rows are computed: if that ends the process, the sequences that started are known.
         self._begin_pass()
-        served: set[Sequence] = set()
-        if rows:
-            chunks = [(row.start, row.count) for row in rows if row.count > 1 and not row.sequence.decodes]
+        if not rows:
+            self._look_for_stuck(set())
+        elif self._overlap is None or not all(map(is_plain, rows)) or not self._decode(rows, self._overlap):
             started = time.perf_counter()
-            results, failed = self._steps.run(rows)
-            seconds = time.perf_counter() - started
-            self._meter.end(rows, seconds)
-            self._publisher.publish(results)
-            for sequence, error in failed:
-                self._publisher.end(sequence, "failed", error, forget=True)
-            served = {result.row.sequence for result in results}
-            self._scheduler.regain()
-            elapsed = time.perf_counter() - started
-            if self._lookup is not None and not chunks:
-                self._lookup.observe(rows, seconds)
-            if not any(row.proposed for row in rows):
-                self._pace.observe(len(rows) - len(chunks), chunks, elapsed)
-                if not chunks:
-                    self._estimate.stepped(elapsed)
-            self.statistics.steps += 1
-            self.statistics.step_ns += int(elapsed * 1e9)
-        self._look_for_stuck(served)
+            self._end_step(rows, self._steps.run(rows), started)
+
+    def _decode(self, rows: list[Row], overlap: Overlap) -> bool:
+        """Steps in which the same rows decode, until one has to be planned; whether there was any."""
+        started = first = time.perf_counter()
+        for computed, outcome in overlap.steps(rows, self._follow):
+            if started != first:
+                self._step_under_way = None
+                self._flush()
+                self._begin_pass()
+            self.statistics.forward_ns += int((time.perf_counter() - started) * 1e9)
+            self._end_step(computed, self._steps.judge(outcome), started)
+            started = time.perf_counter()
+        return started != first
+
+    def _follow(self, rows: list[Row]) -> list[Row]:
+        with self._changed:
+            if self._closing or self._dead.is_set():
+                return []
+            return self._scheduler.follow(rows, time.monotonic())
+
+    def _end_step(self, rows: list[Row], outcome: Outcome, started: float) -> None:
+        """Publishes what a step that began at `started` has computed, and measures it."""
+        chunks = [(row.start, row.count) for row in rows if row.count > 1 and not row.sequence.decodes]
+        results, failed = outcome
+        seconds = time.perf_counter() - started
+        self._meter.end(rows, seconds)
+        self._publisher.publish(results)
+        for sequence, error in failed:
+            self._publisher.end(sequence, "failed", error, forget=True)
+        self._scheduler.regain()
+        elapsed = time.perf_counter() - started
+        if self._lookup is not None and not chunks:
+            self._lookup.observe(rows, seconds)
+        if not any(row.proposed for row in rows):
+            self._pace.observe(len(rows) - len(chunks), chunks, elapsed)
+            if not chunks:
+                self._estimate.stepped(elapsed)
+        self.statistics.steps += 1
+        self.statistics.step_ns += int(elapsed * 1e9)
+        self._look_for_stuck({result.row.sequence for result in results})
 
     def _schedule(self) -> list[Row]:
         """The rows of this step; sequences that are cancelled, late or crowded out of the queue end first."""

@@ -119,6 +119,26 @@ class Scheduler(InFlight):
         self._shares.charge(rows.values())
         return list(rows.values())
 
+    def follow(self, rows: list[Row], now: float) -> list[Row]:
+        """The rows of the step after one of `rows`, whose tokens are not known yet; none where it has to be planned."""
+        running = [row.sequence for row in rows if row.sequence.blocks]
+        if self.waiting or self.crowded_out or len(self.running) > len(running):
+            return []
+        following = []
+        for sequence in running:
+            if sequence.slot.cancelled or sequence.overdue(now) is not None:
+                return []
+            if len(sequence.output_ids) + 1 >= (sequence.sampling.max_tokens or 0):
+                continue  # The coming token is its last.
+            if len(sequence.ids) >= len(sequence.blocks) * self.blocks.block_tokens:
+                block = self.blocks.take()
+                if block is None:
+                    return []
+                sequence.blocks.append(block)
+            following.append(Row.of_coming(sequence))
+        self._shares.charge(following)
+        return following
+
     def make_room(self, rows: list[Row]) -> Sequence | None:
         """Reduces the load after a step ran out of memory: first smaller steps, then fewer sequences at once.
 

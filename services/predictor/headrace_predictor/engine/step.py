@@ -66,7 +66,10 @@ class StepRunner:
 
     def run(self, rows: list[Row]) -> Outcome:
         """Computes the rows; raises errors for which no request is to blame."""
-        outcome = self._run(rows)
+        return self.judge(self._run(rows))
+
+    def judge(self, outcome: Outcome) -> Outcome:
+        """The outcome in which rows without numbers fail; raises errors for which no request is to blame."""
         broken = [row for row, token_id, _, scores in outcome.results if _is_broken(row, token_id, scores)]
         if not (outcome.failed or broken):
             return outcome

@@ -6,8 +6,8 @@ and values; everything is in tensors with fixed meanings, so that a recorded dec
 replayed with other contents.
 
 A layer writes the keys and values of the step's tokens to their blocks, at places given by position, so a step can be
-repeated. Then each token's query attends to its own sequence's blocks: with the compiled kernel if it supports the
-device and dtype, otherwise in plain torch, which runs anywhere.
+repeated. Then each token's query attends to its own sequence's blocks: with the GPU's kernel or the processor's, where
+they support the device and dtype, otherwise in plain torch, which runs anywhere, from copies of the blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from transformers import AttentionInterface
 from headrace_predictor.engine.adapters import AdaptedTokens, Adapter
 from headrace_predictor.engine.cpu import kernel
 from headrace_predictor.engine.cpu.kernel import Ranges
+from headrace_predictor.engine.gpu.operations import Attend, Scores, Tokens
 from headrace_predictor.engine.runners.reach import Reach
 from headrace_predictor.engine.state.cache import BLOCK_TOKENS, KeyValueCache
 from headrace_predictor.engine.state.sequence import Row
@@ -64,6 +65,7 @@ class StepPlan:
     owners: Tensor  # int32 [T], each token's row of the table.
     ends: Tensor  # int32 [T], each token's position + 1: it attends to positions before that.
     adapted: Sequence[AdaptedTokens] = ()  # The tokens that have adapters.
+    attend: Attend | None = None  # The GPU's kernel.
     _derived: dict[tuple[object, ...], Any] = field(default_factory=dict)
 
     @contextmanager
@@ -82,6 +84,26 @@ class StepPlan:
     def ranges(self, reach: Reach) -> Ranges:
         """What each token attends to, for the compiled kernel."""
         return self._once(("ranges", reach), lambda: Ranges.of(self.table, self.owners, self.firsts(reach), self.ends))
+
+    def tokens(self, reach: Reach) -> Tokens:
+        """What each token attends to, for the GPU's kernels."""
+        return self._once(
+            ("tokens", reach),
+            lambda: Tokens(self.decodes, self.table, self.owners, self.firsts(reach), self.ends, self.tiles),
+        )
+
+    def tiles(self, most: int) -> Tensor:
+        """The chunks in tiles of up to `most` tokens, see `Tokens`."""
+
+        def divided() -> Tensor:
+            parts = [
+                (chunk.at + first, min(most, chunk.count - first), chunk.owner)
+                for chunk in self.chunks
+                for first in range(0, chunk.count, most)
+            ]
+            return torch.tensor(parts, dtype=torch.int32, device=self.ends.device)
+
+        return self._once(("tiles", most), divided)
 
     def places(self) -> tuple[Tensor, Tensor]:
         """The block [T] of each token's own keys and values, and the offset [T] in it."""
@@ -119,10 +141,11 @@ def current_plan() -> StepPlan:
 class StepPlanner:
     """Creates plans; keeps the table of running sequences between steps, because it hardly changes."""
 
-    def __init__(self, cache: KeyValueCache) -> None:
+    def __init__(self, cache: KeyValueCache, attend: Attend | None = None) -> None:
         self._cache = cache
+        self._attend = attend
         self._table = np.zeros((0, 0), dtype=np.int32)
-        self._filled: list[list[int]] = []  # The blocks in each of its rows.
+        self._filled: list[tuple[list[int], int]] = []  # The blocks in each of its rows.
 
     def plan(self, rows: Rows[Row], adapted: Sequence[AdaptedTokens] = ()) -> StepPlan:
         """The plan for rows, of which those with one id come first; `adapted`: see `adapted_tokens`."""
@@ -137,7 +160,7 @@ class StepPlanner:
         table = self._blocks(rows, -(-max(ends) // BLOCK_TOKENS))
         self._cache.expect(int(table.max()))
         tensors = self._tensor(table), self._tensor(owners), self._tensor(ends)
-        return StepPlan(self._cache, decodes, chunks, *tensors, adapted)
+        return StepPlan(self._cache, decodes, chunks, *tensors, adapted, self._attend)
 
     def _tensor(self, values: list[int] | NDArray[np.int32]) -> Tensor:
         # numpy reads a list in half of torch's time.
@@ -147,15 +170,23 @@ class StepPlanner:
         if self._table.shape[0] < len(rows) or self._table.shape[1] < width:
             # Twice the needed size, so that it rarely grows.
             self._table = np.zeros((2 * len(rows), 2 * width), dtype=np.int32)
-            self._filled = [[]] * (2 * len(rows))
+            self._filled = [([], 0)] * (2 * len(rows))
         for i, row in enumerate(rows):
-            blocks = row.sequence.blocks[: self._table.shape[1]]
-            # After a preemption any block may differ.
-            if self._filled[i] != blocks:
+            blocks = row.sequence.blocks
+            if not is_filled(self._filled[i], blocks):
+                used = blocks[: self._table.shape[1]]
                 self._table[i] = 0
-                self._table[i, : len(blocks)] = blocks
-                self._filled[i] = blocks
+                self._table[i, : len(used)] = used
+                self._filled[i] = blocks, len(blocks)
         return np.ascontiguousarray(self._table[: len(rows), :width])
+
+
+def is_filled(filled: tuple[list[int], int], blocks: list[int]) -> bool:
+    """Whether a row of a table that was filled with a list of so many blocks has these.
+
+    A sequence's list only grows; after a preemption, when any block may differ, it has another.
+    """
+    return filled[0] is blocks and filled[1] == len(blocks)
 
 
 class PackedPositions:
@@ -204,26 +235,22 @@ def paged_attention(
         raise NotImplementedError(f"attention with {', '.join(unknown)}")
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     scores = Scores(
-        query.shape[-1] ** -0.5 if scaling is None else scaling,
-        others.get("softcap") or 0.0,
-        others.get("s_aux"),
-        module.reach,  # type: ignore[arg-type]  # Not `sliding_window`: some families only have the mask.
+        query.shape[-1] ** -0.5 if scaling is None else scaling, others.get("softcap") or 0.0, others.get("s_aux")
     )
-    attend = _attend_compiled if kernel.takes(queries) and kernel.takes(values) else _attend_in_copies
-    return attend(current_plan(), module.layer_idx, queries, keys, values, scores)[None], None  # type: ignore[arg-type]
-
-
-class Scores(NamedTuple):
-    """How attention weighs: the products' scale, the cap of scores (0: none), sinks [query heads], and the reach."""
-
-    scale: float
-    cap: float
-    sinks: Tensor | None
-    reach: Reach
+    # Not `sliding_window`: some families only have the mask.
+    plan, layer, reach = current_plan(), module.layer_idx, module.reach
+    if plan.attend is not None:
+        plan.cache.write(layer, plan.places(), keys, values)  # type: ignore[arg-type]
+        memory = plan.cache.keys[layer], plan.cache.values[layer]  # type: ignore[index]
+        output = plan.attend(queries, *memory, plan.tokens(reach), scores)  # type: ignore[arg-type]
+    else:
+        attend = _attend_compiled if kernel.takes(queries) and kernel.takes(values) else _attend_in_copies
+        output = attend(plan, layer, reach, queries, keys, values, scores)  # type: ignore[arg-type]
+    return output[None], None
 
 
 def _attend_compiled(
-    plan: StepPlan, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scores: Scores
+    plan: StepPlan, layer: int, reach: Reach, queries: Tensor, keys: Tensor, values: Tensor, scores: Scores
 ) -> Tensor:
     """Output [T, heads, value size]."""
     parts = queries, keys, values
@@ -233,24 +260,24 @@ def _attend_compiled(
         packed = torch.cat([heads.flatten(1) for heads in parts], dim=1)
     attend = kernel.Attention(queries.shape[1], scores.scale, scores.cap, sinks=scores.sinks)
     output = kernel.Buffer((*queries.shape[:2], values.shape[2]), queries.dtype)
-    return attend(plan.cache.arrays[layer], plan.ranges(scores.reach), packed, output).view(output.array.shape)
+    return attend(plan.cache.arrays[layer], plan.ranges(reach), packed, output).view(output.array.shape)
 
 
 def _attend_in_copies(
-    plan: StepPlan, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scores: Scores
+    plan: StepPlan, layer: int, reach: Reach, queries: Tensor, keys: Tensor, values: Tensor, scores: Scores
 ) -> Tensor:
     """Output [T, heads, value size], from copies of the blocks."""
     plan.cache.write(layer, plan.places(), keys, values)
     outputs = []
     if decodes := plan.decodes:
         copies = plan.cache.read(layer, plan.table[:decodes])
-        mask = plan.decode_mask(scores.reach)
+        mask = plan.decode_mask(reach)
         outputs.append(_attend_rows(queries[:decodes, :, None], *copies, mask, scores)[:, :, 0])
     for chunk in plan.chunks:
         blocks = -(-(chunk.start + chunk.count) // BLOCK_TOKENS)
         copies = plan.cache.read(layer, plan.table[chunk.owner : chunk.owner + 1, :blocks])
         query = queries[chunk.at : chunk.at + chunk.count].transpose(0, 1)[None]
-        outputs.append(_attend_rows(query, *copies, plan.chunk_mask(chunk, scores.reach), scores)[0].transpose(0, 1))
+        outputs.append(_attend_rows(query, *copies, plan.chunk_mask(chunk, reach), scores)[0].transpose(0, 1))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 

@@ -1,24 +1,39 @@
 """Recorded decode passes: on CUDA, launching its many small kernels dominates a step; a graph launches all at once.
 
-A pass is recorded for each bucket of rows and of blocks for each row, over buffers at fixed addresses; a step copies
-its contents in and replays. Rows that only pad a bucket read and write block 0, which no sequence owns. The recorded
-code is the code that runs without graphs; `record` is a parameter so that buckets and buffers can be tested without a
-GPU.
+A pass is recorded at start for each bucket of rows, with the choice of tokens: of the likeliest, and of drawn ones. It
+reads buffers at fixed addresses; its last operation writes the chosen tokens where the next one reads its ids. A step
+copies only what differs: the ends of its tokens, changed rows of the table, and ids unless the pass before left them.
+Rows that only pad a bucket read and write block 0, which no sequence owns. The recorded code is the code that runs
+without graphs; `record` is a parameter so that buckets and buffers can be tested without a GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence as Rows
+from functools import partial
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from headrace_predictor.engine.runners.attention import StepPlan
+from headrace_predictor.engine.gpu.operations import Attend
+from headrace_predictor.engine.runners.attention import StepPlan, is_filled
+from headrace_predictor.engine.sampling.sampler import choose
 from headrace_predictor.engine.state.cache import KeyValueCache
+from headrace_predictor.engine.state.sequence import Row
+
+
+class Pass(NamedTuple):
+    """What a pass leaves until the next one runs: logits [rows, vocabulary], and the tokens [rows] chosen by them."""
+
+    logits: Tensor
+    tokens: Tensor
+
 
 Forward = Callable[[Tensor, Tensor, StepPlan], Tensor]
-Record = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
+Record = Callable[[Callable[[], Pass]], Callable[[], Pass]]
 
 _WARM_UPS = 2  # Libraries choose algorithms and allocate in their first calls, which must not be recorded.
 
@@ -30,75 +45,108 @@ def row_bucket(rows: int) -> int:
     return -(-rows // 8) * 8 if rows <= 32 else -(-rows // 16) * 16
 
 
-def block_bucket(blocks: int) -> int:
-    """The blocks for each row of the pass that serves `blocks` blocks: powers of two."""
-    return 1 << (max(1, blocks) - 1).bit_length()
+class CudaRecorder:
+    """Records the kernels that a function launches; all graphs share one pool of memory, the largest is to be first."""
 
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
 
-def record_cuda_graph(forward: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Records the kernels that `forward` launches; the returned function launches them again, into the same output."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(_WARM_UPS):
-            forward()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = forward()
+    def __call__(self, compute: Callable[[], Pass]) -> Callable[[], Pass]:
+        """The returned function launches them again, into the same output."""
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UPS):
+                compute()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            output = compute()
 
-    def replay() -> Tensor:
-        graph.replay()
-        return output
+        def replay() -> Pass:
+            graph.replay()
+            return output
 
-    return replay
-
-
-@dataclass(frozen=True)
-class _Pass:
-    """One recorded pass and the buffers that it reads."""
-
-    ids: Tensor
-    positions: Tensor
-    table: Tensor
-    ends: Tensor
-    replay: Callable[[], Tensor]
+        return replay
 
 
 class DecodeGraphs:
-    """Passes of `forward(ids [1, rows], positions [1, rows], plan)`, each recorded at its first use."""
+    """Passes of `forward(ids [1, rows], positions [1, rows], plan)` for up to `rows` rows of up to `blocks` blocks."""
 
-    def __init__(self, forward: Forward, cache: KeyValueCache, record: Record = record_cuda_graph) -> None:
+    def __init__(
+        self, forward: Forward, cache: KeyValueCache, attend: Attend, rows: int, blocks: int, record: Record
+    ) -> None:
         self._forward = forward
         self._cache = cache
-        self._record = record
-        self._passes: dict[tuple[int, int], _Pass] = {}
+        self._attend = attend
+        self.rows = rows
+        most, device = row_bucket(rows), cache.device
+        self._ids = torch.zeros(1, most, dtype=torch.long, device=device)
+        self._ends = torch.ones(most, dtype=torch.int32, device=device)
+        self._owners = torch.arange(most, dtype=torch.int32, device=device)
+        self._table = torch.zeros(most, blocks, dtype=torch.int32, device=device)
+        self._temperatures = torch.zeros(most, device=device)
+        self._numbers = torch.zeros(most, dtype=torch.float64, device=device)
+        self._filled: list[tuple[list[int], int]] = [([], 0)] * most  # The blocks in each row of the table.
+        buckets = sorted({row_bucket(count) for count in range(1, rows + 1)}, reverse=True)
+        self._passes = {
+            (bucket, draws): record(partial(self._compute, bucket, draws))
+            for bucket in buckets
+            for draws in (True, False)
+        }
 
-    def run(self, ids: Tensor, positions: Tensor, plan: StepPlan) -> Tensor:
-        """Logits [rows, vocabulary] of a plan without chunks; the next run overwrites them."""
-        rows, blocks = plan.table.shape
-        key = row_bucket(rows), block_bucket(blocks)
-        if key not in self._passes:
-            self._passes[key] = self._make(*key)
-        recorded = self._passes[key]
-        for buffer, filler in ((recorded.table, 0), (recorded.ends, 1), (recorded.ids, 0), (recorded.positions, 0)):
-            buffer.fill_(filler)
-        recorded.table[:rows, :blocks] = plan.table
-        recorded.ends[:rows] = plan.ends
-        recorded.ids[:, :rows] = ids
-        recorded.positions[:, :rows] = positions
-        return recorded.replay()[:rows]
+    def __len__(self) -> int:
+        return len(self._passes)
 
-    def _make(self, rows: int, blocks: int) -> _Pass:
-        device = self._cache.device
-        ids, positions = (torch.zeros(1, rows, dtype=torch.long, device=device) for _ in range(2))
-        table = torch.zeros(rows, blocks, dtype=torch.int32, device=device)
-        owners = torch.arange(rows, dtype=torch.int32, device=device)
-        ends = torch.ones(rows, dtype=torch.int32, device=device)
+    def run(self, rows: Rows[Row], ids: Rows[int] | Tensor | None, drawn: Rows[tuple[float, float]]) -> Pass:
+        """Computes rows with one id each.
 
-        def forward() -> Tensor:
-            # A plan caches derived tensors, so each pass needs its own.
-            plan = StepPlan(self._cache, rows, [], table, owners, ends)
-            return self._forward(ids, positions, plan)
+        `ids` of the rows; None: the tokens of the pass before, of the same rows. `drawn`: temperatures and uniform
+        numbers; where the temperature is 0, the likeliest token is chosen.
+        """
+        count = len(rows)
+        bucket = row_bucket(count)
+        self._fill_table(rows, bucket)
+        ends = np.ones(bucket, np.int32)
+        ends[:count] = [row.start + 1 for row in rows]
+        self._ends[:bucket].copy_(on_device(ends, self._cache.device))
+        if ids is not None:
+            given = ids if isinstance(ids, Tensor) else on_device(np.array(ids), self._cache.device)
+            self._ids[0, :count] = given
+        draws = any(temperature for temperature, _ in drawn)
+        if draws:
+            parameters = on_device(np.array(drawn), self._cache.device)
+            self._temperatures[:count] = parameters[:, 0]
+            self._numbers[:count] = parameters[:, 1]
+        logits, tokens = self._passes[bucket, draws]()
+        return Pass(logits[:count], tokens[:count])
 
-        return _Pass(ids, positions, table, ends, self._record(forward))
+    def _fill_table(self, rows: Rows[Row], bucket: int) -> None:
+        changed = []
+        for i in range(bucket):
+            blocks = rows[i].sequence.blocks if i < len(rows) else []
+            if not is_filled(self._filled[i], blocks):
+                self._filled[i] = blocks, len(blocks)
+                changed.append(i)
+        if changed:
+            contents = np.zeros((len(changed), self._table.shape[1]), np.int32)
+            for at, i in enumerate(changed):
+                blocks, length = self._filled[i]
+                contents[at, :length] = blocks[:length]
+            device = self._cache.device
+            self._table.index_copy_(0, on_device(np.array(changed), device), on_device(contents, device))
+
+    def _compute(self, rows: int, draws: bool) -> Pass:
+        # A plan caches derived tensors, so each pass needs its own.
+        ends = self._ends[:rows]
+        plan = StepPlan(self._cache, rows, [], self._table[:rows], self._owners[:rows], ends, attend=self._attend)
+        logits = self._forward(self._ids[:, :rows], (ends.long() - 1)[None], plan)
+        tokens = choose(logits, *((self._temperatures[:rows], self._numbers[:rows]) if draws else ()))
+        self._ids[0, :rows] = tokens.clamp(min=0)
+        return Pass(logits, tokens)
+
+
+def on_device(values: Any, device: torch.device) -> Tensor:
+    """A copy of an array on a device; on CUDA from pinned memory, so that nothing waits for it."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -34,7 +34,7 @@ from headrace_predictor.engine.runners.attention import StepPlan, current_plan
 from headrace_predictor.engine.runners.reach import Reach
 from headrace_predictor.engine.state.cache import Array, array_of
 
-_GATED = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
+GATED = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 SWISH = (nn.SiLU, SiLUActivation)
 
 
@@ -262,7 +262,7 @@ def fuse_layers(model: Any) -> None:
 
 def _fused(layer: Any, model: Any) -> nn.Module | None:
     # Exactly the class: a subclass may compute something else.
-    kind = GatedLayer if type(layer) in _GATED else OPTLayer if type(layer) is OPTDecoderLayer else None
+    kind = GatedLayer if type(layer) in GATED else OPTLayer if type(layer) is OPTDecoderLayer else None
     if kind is None or not kernel.takes_heads(model.device, model.dtype, layer.self_attn.head_dim):
         return None
     return kind(layer) if kind.takes(layer) else None

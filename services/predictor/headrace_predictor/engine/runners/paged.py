@@ -17,14 +17,17 @@ from headrace_predictor.engine.cpu import kernel
 from headrace_predictor.engine.cpu.packed_linear import PackedLinear
 from headrace_predictor.engine.cpu.step_sizes import size_above
 from headrace_predictor.engine.faults import check_numbers
+from headrace_predictor.engine.gpu.operations import Operations
 from headrace_predictor.engine.runners.adapters import AdapterHooks, Adapters
 from headrace_predictor.engine.runners.attention import NAME, PackedPositions, StepPlan, StepPlanner, adapted_tokens
 from headrace_predictor.engine.runners.decode_graphs import DecodeGraphs, Record
 from headrace_predictor.engine.runners.fused_layers import GatedLayer
+from headrace_predictor.engine.runners.gpu_decoder import GpuDecoder
 from headrace_predictor.engine.runners.rotary import SequenceRotary
 from headrace_predictor.engine.runners.streamed import GATED_MODELS, StreamedDecoder
-from headrace_predictor.engine.state.cache import CacheShape, KeyValueCache
-from headrace_predictor.engine.state.sequence import Row, detached_sequence
+from headrace_predictor.engine.sampling.sampler import choose_each, uniform
+from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache
+from headrace_predictor.engine.state.sequence import Row, Sequence, detached_sequence
 
 _UNPADDED = 32  # Rows of a step without prompts; sizes below have products of their own.
 _PADDING = 8  # Maximum of tokens in a row of padding: a model may have few positions.
@@ -81,31 +84,77 @@ class PagedRunner:
         model: Any,
         shape: CacheShape,
         blocks: int,
-        record: Record | None = None,
         adapters: Adapters | None = None,
         rotary: SequenceRotary | None = None,
         streamed: StreamedDecoder | None = None,
         tells_positions: bool = False,
+        operations: Operations | None = None,
     ) -> None:
-        """After `find_reaches`. With `record`, decode-only steps without adapters are recorded and replayed.
+        """After `find_reaches`. With `tells_positions`, the model gets positions by `PackedPositions` too.
 
-        With `tells_positions`, the model gets positions by `PackedPositions` too.
+        `operations`: the GPU's kernels.
         """
         self._adapters = adapters
         self._model = model
         self._cache = KeyValueCache(shape, blocks, model.device)
-        self._planner = StepPlanner(self._cache)
+        self._attend = None if operations is None else operations.attend
+        self._planner = StepPlanner(self._cache, self._attend)
         self.streamed = streamed
+        self._gpu = None if operations is None or not GpuDecoder.takes(model) else GpuDecoder(model, operations)
         self._flat = streamed or (FlatDecoder(model) if FlatDecoder.takes(model) else None)
         self._tells_positions = tells_positions
         self._rotary = rotary
         self.scaling = None if rotary is None else rotary.scaling
-        # A recorded pass would repeat the factors of its first rows.
-        self._graphs = DecodeGraphs(self._forward, self._cache, record) if record and rotary is None else None
+        self._graphs: DecodeGraphs | None = None
+        self._left: list[Sequence] = []  # Those whose tokens the last recorded pass has left for the next one.
         self._hooks = AdapterHooks(model)
         self._filler = detached_sequence([0] * (_PADDING + 1))  # Longer than its rows, so that none samples.
         self._filler.blocks = [0]
         model.set_attn_implementation(NAME)
+
+    def record(self, record: Record, rows: int, context: int) -> int:
+        """Records the decode passes of up to `rows` rows of contexts so long; returns their number.
+
+        Only of a runner that `chooses`: else a pass would repeat the factors of its first rows' positions, or copies.
+        """
+        if self._attend is None:
+            raise ValueError("a runner without kernels records nothing")
+        blocks = -(-context // BLOCK_TOKENS)
+        self._graphs = DecodeGraphs(self._forward, self._cache, self._attend, rows, blocks, record)
+        return len(self._graphs)
+
+    def choose(self, rows: Rows[Row], positions: Rows[int], tokens: Tensor | None = None) -> Tensor:
+        """Computes rows with one id each, and chooses their tokens [rows] at these output positions, on the device.
+
+        `tokens`: the rows' ids, where the host does not know them yet. The parameters are plain. On CUDA nothing waits
+        for the device.
+        """
+        parameters = [row.sequence.sampling for row in rows]
+        ids: Tensor | list[int] | None = tokens
+        sequences = [row.sequence for row in rows]
+        if tokens is None:
+            ids = [row.sequence.ids[row.start] for row in rows]
+        elif self._graphs is not None and sequences == self._left:
+            ids = None
+        is_filtered = any(one.is_filtered for one in parameters)
+        if self._graphs is None or len(rows) > self._graphs.rows:
+            known = self._tensor(ids) if isinstance(ids, list) else tokens.clamp(min=0)  # type: ignore[union-attr]
+            logits = self._decode(rows, known[None])
+            return choose_each(logits, parameters, positions)
+        drawn = [(0.0, 0.0)] * len(rows)
+        if not is_filtered:
+            drawn = [
+                (0.0, 0.0) if one.is_greedy else (one.temperature, uniform(one.seed or 0, position))
+                for one, position in zip(parameters, positions, strict=True)
+            ]
+        done = self._graphs.run(rows, ids.clamp(min=0) if isinstance(ids, Tensor) else ids, drawn)
+        self._left = [] if is_filtered else sequences
+        return choose_each(done.logits, parameters, positions) if is_filtered else done.tokens
+
+    @property
+    def chooses(self) -> bool:
+        """Whether `choose` is right and pays: on a GPU with kernels."""
+        return self._attend is not None and self._rotary is None
 
     def run(self, rows: Rows[Row]) -> Tensor:
         numbers = self._adapter_numbers(rows)
@@ -147,14 +196,16 @@ class PagedRunner:
         missing = size_above(tokens) - tokens
         return [Row(self._filler, 0, min(_PADDING, missing - at)) for at in range(0, missing, _PADDING)]
 
-    def _decode(self, rows: Rows[Row]) -> Tensor:
+    def _decode(self, rows: Rows[Row], ids: Tensor | None = None) -> Tensor:
         """Runs rows with one id, their last: the logits of all ids are wanted, and no row scores."""
-        ids = self._tensor([[row.sequence.ids[row.start] for row in rows]])
+        if ids is None:
+            last = [row.sequence.ids[row.start] for row in rows]
+            if self._graphs is not None and len(rows) <= self._graphs.rows:
+                self._left = []
+                return self._graphs.run(rows, last, [(0.0, 0.0)] * len(rows)).logits
+            ids = self._tensor([last])
         positions = self._tensor([[row.start for row in rows]])
-        plan = self._planner.plan(rows)
-        return (
-            self._graphs.run(ids, positions, plan) if self._graphs else self._forward_rows(rows, ids, positions, plan)
-        )
+        return self._forward_rows(rows, ids, positions, self._planner.plan(rows))
 
     def _forward_rows(
         self, rows: Rows[Row], ids: Tensor, positions: Tensor, plan: StepPlan, places: Tensor | None = None
@@ -168,6 +219,8 @@ class PagedRunner:
         """Logits of the tokens at `places`, by default of all."""
         if self._flat is not None:
             return self._flat(ids, positions, plan, places)
+        if self._gpu is not None and not plan.adapted:
+            return self._gpu(ids, positions, plan, places)
         if plan.adapted:
             with self._hooks.adding(plan.adapted):
                 return self._call(ids, positions, plan, places)

@@ -23,6 +23,7 @@ from transformers import GenerationConfig
 
 from headrace.errors import StartupError
 from headrace_predictor.engine.cpu.packed_linear import pack_called
+from headrace_predictor.engine.gpu.operations import Operations
 from headrace_predictor.engine.runners.batched import BatchedRunner, transpose_weights
 from headrace_predictor.engine.runners.encoder_decoder import EncoderDecoderRunner
 from headrace_predictor.engine.runners.hybrid import HybridRunner
@@ -95,8 +96,11 @@ class Proof:
                 f"model {name}: the forward pass of {type(model).__name__} is not what transformers' generate computes"
             )
 
-    def of_paged(self) -> str | None:
-        """Why `PagedRunner` cannot run the model; None if it can: then the attention modules have their reach."""
+    def of_paged(self, operations: Operations | None = None) -> str | None:
+        """Why `PagedRunner` cannot run the model; None if it can: then the attention modules have their reach.
+
+        `operations`: the GPU's kernels, which are proven with it.
+        """
         model = self._model
         if recurrent_states(model) is not None:
             return "it has recurrent states"
@@ -107,9 +111,15 @@ class Proof:
 
         def difference() -> float:
             model.set_attn_implementation(own)
-            tells = self.tells_positions
             return self._difference(
-                lambda: PagedRunner(model, self._shape, 6, rotary=self.rotary, tells_positions=tells)
+                lambda: PagedRunner(
+                    model,
+                    self._shape,
+                    6,
+                    rotary=self.rotary,
+                    tells_positions=self.tells_positions,
+                    operations=operations,
+                )
             )
 
         try:

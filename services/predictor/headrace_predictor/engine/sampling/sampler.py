@@ -75,19 +75,43 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], masks: tuple[list[int], 
     is_plain = scores is raw and all(row.sampling.is_greedy and not row.sampling.logprobs for row in rows)
     if is_plain and not raw.is_cuda:
         return _largest(raw.numpy())
-    token_ids = argmax(scores)
-    highest = scores.gather(1, token_ids[:, None])
-    usable = highest.isfinite()[:, 0]
+    parameters = [row.sampling for row in rows]
+    token_ids = choose_each(scores, parameters, [len(row.output_ids) for row in rows])
     if scores is not raw:
-        usable &= maximum(raw).isfinite()
-    sampled = [i for i, row in enumerate(rows) if not row.sampling.is_greedy]
-    if sampled:
-        index = torch.tensor(sampled, device=raw.device)
-        token_ids[index] = _draw(_at(scores, index), highest[index], [rows[i] for i in sampled])
-    token_ids = token_ids.where(usable, NO_TOKEN)
+        token_ids = token_ids.where(maximum(raw).isfinite(), NO_TOKEN)
     if any(row.sampling.logprobs for row in rows):
         return _with_logprobs(raw, token_ids, rows)
     return Sampled(token_ids.tolist(), [None] * len(rows))
+
+
+def choose_each(logits: Tensor, parameters: Sequence[SamplingParameters], positions: Sequence[int]) -> Tensor:
+    """Token ids [rows] on the device for rows at these output positions, by temperature, seed and filters.
+
+    On CUDA nothing waits for the device.
+    """
+    scores = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+    token_ids = argmax(scores)
+    highest = scores.gather(1, token_ids[:, None])
+    usable = highest.isfinite()[:, 0]
+    drawn = [i for i, one in enumerate(parameters) if not one.is_greedy]
+    if drawn:
+        index = torch.tensor(drawn, device=scores.device)
+        numbers = [uniform(parameters[i].seed or 0, positions[i]) for i in drawn]
+        token_ids[index] = _draw(_at(scores, index), highest[index], [parameters[i] for i in drawn], numbers)
+    return token_ids.where(usable, NO_TOKEN)
+
+
+def choose(logits: Tensor, temperatures: Tensor | None = None, numbers: Tensor | None = None) -> Tensor:
+    """As `choose_each` without filters, from tensors [rows]; a temperature of 0 takes the likeliest, as none do."""
+    scores = logits if logits.dtype == torch.float64 else logits.float()
+    token_ids = argmax(scores)
+    highest = scores.gather(1, token_ids[:, None])
+    usable = highest.isfinite()[:, 0]
+    if temperatures is not None and numbers is not None:
+        divisors = temperatures.where(temperatures > 0, 1.0)[:, None].to(scores.dtype)
+        drawn = invert((scores - highest).div_(divisors).softmax(-1), numbers)
+        token_ids = drawn.where(temperatures > 0, token_ids)
+    return token_ids.where(usable, NO_TOKEN)
 
 
 def _largest(logits: NDArray[Any]) -> Sampled:
@@ -166,22 +190,22 @@ def _mask_early_end(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     return scores.index_put((at[:, 0], at[:, 1]), scores.new_tensor(-torch.inf))
 
 
-def _draw(scores: Tensor, highest: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+def _draw(
+    scores: Tensor, highest: Tensor, parameters: Sequence[SamplingParameters], uniforms: Sequence[float]
+) -> Tensor:
     """Samples ids by each row's temperature, filters and uniform number; `highest` [rows, 1] is the largest score."""
-    parameters = [row.sampling for row in rows]
     # Subtract first: a low temperature would magnify the rounding errors of large scores.
     relative = (scores - highest).div_(_column([s.temperature for s in parameters], scores))
     probabilities = relative.softmax(-1)
-    drawn = [uniform(row.sampling.seed or 0, len(row.output_ids)) for row in rows]
-    numbers = torch.tensor(drawn, dtype=torch.float64, device=scores.device)
-    filtered = [i for i, s in enumerate(parameters) if s.top_k > 0 or s.top_p < 1 or s.min_p > 0]
+    numbers = torch.tensor(uniforms, dtype=torch.float64, device=scores.device)
+    filtered = [i for i, s in enumerate(parameters) if s.is_filtered]
     if not filtered:
         return invert(probabilities, numbers)
     index = torch.tensor(filtered, device=scores.device)
     chosen = _draw_filtered(
         _at(scores, index), _at(probabilities, index), numbers[index], [parameters[i] for i in filtered]
     )
-    if len(filtered) == len(rows):
+    if len(filtered) == len(parameters):
         return chosen
     return invert(probabilities, numbers).index_copy_(0, index, chosen)
 

@@ -256,6 +256,13 @@ class Row:
     def __post_init__(self) -> None:
         self.samples = self.start + self.count - len(self.proposed) == len(self.sequence.ids)
 
+    @classmethod
+    def of_coming(cls, sequence: Sequence) -> Row:
+        """The row of the id that the step under way chooses."""
+        row = cls(sequence, len(sequence.ids), 1)
+        row.samples = True
+        return row
+
     @property
     def ids(self) -> list[int]:
         return [*self.sequence.ids[self.start : self.start + self.count], *self.proposed]

@@ -1,0 +1,1 @@
+"""Triton kernels for a model on a GPU, and what they take."""

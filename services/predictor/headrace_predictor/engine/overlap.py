@@ -1,0 +1,106 @@
+"""Steps of rows that decode, whose results the host handles while the device computes the next one.
+
+A row's next id is then known on the device alone. The end of a sequence is noticed one step late: what that step
+computed of it is dropped; it wrote only to a place of that sequence's own blocks, before any step that may use them.
+Each token is that of the engine's plain steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Rows
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from headrace_predictor.engine.state.sequence import Row
+from headrace_predictor.engine.step import Outcome, Result
+
+logger = logging.getLogger(__name__)
+
+
+class TokenChooser(Protocol):
+    """A model runner that chooses tokens on its device."""
+
+    def choose(self, rows: Rows[Row], positions: Rows[int], tokens: Tensor | None = None) -> Tensor:
+        """Computes rows with one id each, and chooses their tokens [rows] at these output positions.
+
+        `tokens`: the rows' ids, where the host does not know them yet. Returns before the device has computed them.
+        """
+
+
+class _Pending(NamedTuple):
+    """A step that has begun; `read` waits for the device and returns its tokens."""
+
+    rows: list[Row]
+    tokens: Tensor
+    read: Callable[[], list[int]]
+
+
+def is_plain(row: Row) -> bool:
+    """Whether a row's next token depends on nothing that the host derives from its earlier ones."""
+    sequence = row.sequence
+    return (
+        row.count == 1
+        and row.samples
+        and not row.scores
+        and sequence.sampling.is_plain
+        and not sequence.sampling.pace
+        and sequence.row.rules is None
+        and sequence.constraint is None
+        and sequence.adapter is None
+        and not sequence.alone
+    )
+
+
+class Overlap:
+    """See the module; for the engine's thread."""
+
+    def __init__(self, runner: TokenChooser) -> None:
+        self._runner = runner
+
+    def steps(self, rows: list[Row], follow: Callable[[list[Row]], list[Row]]) -> Iterator[tuple[list[Row], Outcome]]:
+        """Rows and outcome of each step; each begins before the outcome of the one before is read.
+
+        `follow` has the rows of the next step, none where it has to be planned. A step that cannot begin ends them: the
+        plain step has the same error, and finds its cause.
+        """
+        pending = self._begin(rows, None)
+        while pending is not None:
+            next_rows = follow(pending.rows)
+            following = self._begin(next_rows, pending) if next_rows else None
+            results = map(Result, pending.rows, pending.read(), [None] * len(pending.rows))
+            yield pending.rows, Outcome([result for result in results if result.row.sequence.blocks], [])
+            pending = following
+
+    def _begin(self, rows: list[Row], before: _Pending | None) -> _Pending | None:
+        positions = [row.start + 1 - len(row.sequence.ids) + len(row.sequence.output_ids) for row in rows]
+        tokens = None
+        try:
+            if before is not None:
+                tokens = before.tokens
+                if len(rows) < len(before.rows):
+                    places = {row.sequence: i for i, row in enumerate(before.rows)}
+                    tokens = tokens[[places[row.sequence] for row in rows]]
+            chosen = self._runner.choose(rows, positions, tokens)
+            return _Pending(rows, chosen, _reading(chosen))
+        except Exception:
+            logger.warning("a step did not begin before the last one's end", exc_info=True)
+            return None
+
+
+def _reading(tokens: Tensor) -> Callable[[], list[int]]:
+    if not tokens.is_cuda:
+        return tokens.tolist
+    host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+    host.copy_(tokens, non_blocking=True)
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record()
+
+    def read() -> list[int]:
+        copied.synchronize()
+        return host.tolist()
+
+    return read

@@ -1,0 +1,223 @@
+"""The GPU's path on a CPU: plain operations stand for the kernels, and a recorded pass is a call of it."""
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from headrace_predictor.engine import build
+from headrace_predictor.engine.runners import gpu_start as start
+from headrace_predictor.engine.runners.memory import cache_shape
+from headrace_predictor.engine.runners.paged import PagedRunner
+from headrace_predictor.engine.runners.reach import find_reaches
+from headrace_predictor.engine.state.cache import BLOCK_TOKENS
+from headrace_predictor.engine.state.sequence import Row, detached_sequence
+from tests.model.random_crowd import PROMPTS, crowd, model_and_crowd, random_engines, read_all, request
+from tests.random_models import random_model
+from tests.support import plain_kernels
+from tests.support.full import FULL
+from tests.zoo import VOCABULARY
+
+
+def recorded(compute):
+    return compute
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Engines take the GPU's path from now on. The list has, for each step that chose, whether it overlapped."""
+    overlaps = []
+    choose = PagedRunner.choose
+
+    def counted(self, rows, positions, tokens=None):
+        overlaps.append(tokens is not None)
+        return choose(self, rows, positions, tokens)
+
+    def prove(name, model, proof, is_exact):
+        reason = proof.of_paged(plain_kernels)
+        return reason, None if reason else plain_kernels
+
+    monkeypatch.setattr(PagedRunner, "choose", counted)
+    monkeypatch.setattr(start, "prove", prove)
+    monkeypatch.setattr(start, "record", lambda name, runner, rows, context: runner.record(recorded, rows, context))
+    assert build.gpu is start
+    return overlaps
+
+
+@pytest.fixture
+def engine_of():
+    with random_engines() as make:
+        yield make
+
+
+class Steps:
+    """Random steps of growing sequences, which share prefixes; some are dropped and their blocks used again."""
+
+    def __init__(self, seed):
+        self._random = random.Random(seed)
+        self._free = list(range(1, 60))
+        self.running = []
+
+    def next(self):
+        rows = []
+        if self.running and self._random.random() < 0.1:
+            dropped = self.running.pop(self._random.randrange(len(self.running)))
+            self._free += [block for block in dropped.blocks if not any(block in one.blocks for one in self.running)]
+        if len(self.running) < 6 and self._random.random() < 0.4 and len(self._free) > 12:
+            self.running.append(self._new())
+        for sequence in self.running:
+            known = len(sequence.ids) - sequence.computed
+            count = known if known <= 8 or self._random.random() < 0.5 else self._random.randint(2, known)
+            while len(sequence.blocks) * BLOCK_TOKENS < sequence.computed + count:
+                sequence.blocks.append(self._free.pop())
+            rows.append(Row(sequence, sequence.computed, count))
+        self._random.shuffle(rows)
+        return rows
+
+    def _new(self):
+        ids = [self._random.randrange(VOCABULARY) for _ in range(self._random.randint(1, 90))]
+        sequence = detached_sequence(ids)
+        if self.running and self._random.random() < 0.5:
+            shared = self._random.choice(self.running)
+            full = min(shared.computed // BLOCK_TOKENS, 1)
+            sequence.ids = [*shared.ids[: full * BLOCK_TOKENS], *ids]
+            sequence.blocks, sequence.computed = shared.blocks[:full], full * BLOCK_TOKENS
+        return sequence
+
+    def end(self, rows):
+        for row in rows:
+            row.sequence.computed += row.count
+            if row.samples:
+                row.sequence.ids.append(self._random.randrange(VOCABULARY))
+        crowded = [one for one in self.running if len(one.ids) > 120]
+        for one in crowded:
+            self.running.remove(one)
+            self._free += [block for block in one.blocks if not any(block in other.blocks for other in self.running)]
+
+
+# Grouped queries with norms of heads; a window; biases; layers of transformers, with caps, sinks, unlike sizes, chunks.
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen2", "gemma2", "gpt_oss", "deepseek_v3", "llama4"])
+def test_random_steps_have_the_logits_of_the_cpu_s_path(family):
+    model = random_model(family).float()
+    with torch.inference_mode():
+        find_reaches(model, 160)
+        runners = [
+            PagedRunner(model, cache_shape(model), 60, operations=operations) for operations in (plain_kernels, None)
+        ]
+        runners[0].record(recorded, 4, 160)
+        steps = Steps(len(family))
+        for _ in range(2000 // 7 if FULL else 40):
+            rows = steps.next()
+            if not rows:
+                continue
+            on_gpu, on_cpu = (runner.run(rows) for runner in runners)
+            size = float(torch.cat((on_cpu.abs().flatten(), torch.ones(1))).max())
+            torch.testing.assert_close(on_gpu / size, on_cpu / size, atol=1e-5, rtol=0)
+            steps.end(rows)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
+async def test_a_crowd_has_the_tokens_of_generate(family, engine_of, on_gpu):
+    model, expected = model_and_crowd(family)
+    engine = engine_of(model, cache_tokens=400)
+    assert await crowd(engine) == expected
+
+
+async def test_sampled_tokens_are_those_of_plain_steps(engine_of, on_gpu, monkeypatch):
+    """Greedy, drawn and filtered, alone and together: chosen in the recorded pass or after it."""
+    model = random_model("qwen3")
+    kinds = [{}, {"temperature": 0.9}, {"temperature": 0.8, "top_k": 20}, {"temperature": 1.2, "top_p": 0.8}]
+
+    async def answers(engine):
+        slots = [
+            engine.submit(request(f"r{i}", PROMPTS[i % 12], 25, seed=i, min_tokens=0, **kinds[i % 4 if i < 8 else 1]))
+            for i in range(12)
+        ]
+        return [await read_all(slot) for slot in slots]
+
+    overlapped = await answers(engine_of(model))
+    assert sum(on_gpu) > len(on_gpu) / 2
+    monkeypatch.undo()
+    assert overlapped == await answers(engine_of(model))
+
+
+class Scenario:
+    """Random arrivals, lengths, stops, cancels and preemptions."""
+
+    def __init__(self, seed):
+        choice = np.random.default_rng(seed)
+        self.cache_tokens = int(choice.choice([260, 900]))
+        self.max_running = int(choice.choice([2, 8]))
+        self.requests = []
+        for i in range(int(choice.integers(1, 9))):
+            sampling = {"temperature": float(choice.choice([0.0, 0.9])), "seed": i, "min_tokens": 0}
+            if choice.random() < 0.3:
+                sampling["stop_token_ids"] = [int(token) for token in choice.integers(0, VOCABULARY, 60)]
+            if choice.random() < 0.15:
+                sampling["repetition_penalty"] = 1.2
+            self.requests.append(
+                (
+                    float(choice.choice([0.0, 0.0, 0.01])),
+                    PROMPTS[int(choice.integers(12))],
+                    int(choice.integers(1, 34)),
+                    sampling,
+                    int(choice.integers(1, 9)) if choice.random() < 0.2 else None,
+                )
+            )
+
+    async def run(self, engine):
+        slots = []
+        for i, (delay_s, prompt, length, sampling, _) in enumerate(self.requests):
+            await asyncio.sleep(delay_s)
+            slots.append(engine.submit(request(f"r{i}", prompt, length, **sampling)))
+        answers = []
+        for slot, (*_, cancelled_after) in zip(slots, self.requests, strict=True):
+            if cancelled_after is None:
+                answers.append(await read_all(slot))
+            else:
+                ids = (await slot.read()).output_ids
+                slot.cancel()
+                answers.append(ids[:1])
+        return answers
+
+
+async def test_overlapping_steps_have_the_tokens_of_plain_ones(engine_of, on_gpu, monkeypatch):
+    model = random_model("llama")
+    scenarios = [Scenario(seed) for seed in range(500 if FULL else 25)]
+    outcomes = []
+    for _ in range(2):
+        engines = {}
+        answers = []
+        for scenario in scenarios:
+            key = scenario.cache_tokens, scenario.max_running
+            if key not in engines:
+                engines[key] = engine_of(model, cache_tokens=key[0], max_running=key[1])
+            answers.append(await scenario.run(engines[key]))
+        outcomes.append(answers)
+        monkeypatch.undo()
+    assert outcomes[0] == outcomes[1]
+    assert sum(on_gpu) > len(on_gpu) / 2
+
+
+async def test_a_fault_in_an_overlapped_step_fails_its_request_alone(engine_of, on_gpu):
+    model = random_model("llama")
+    engine = engine_of(model)
+    alone = [await read_all(engine.submit(request(f"a{i}", PROMPTS[i], 30, min_tokens=0))) for i in range(3)]
+    runner = engine._runner
+    choose, run, culprit = runner.choose, runner.run, "r1"
+
+    def failing(function):
+        def call(rows, *others):
+            if any(row.sequence.id == culprit and len(row.sequence.output_ids) > 5 for row in rows):
+                raise ValueError("broken")
+            return function(rows, *others)
+
+        return call
+
+    runner.choose, runner.run = failing(choose), failing(run)
+    slots = [engine.submit(request(f"r{i}", PROMPTS[i], 30, min_tokens=0)) for i in range(3)]
+    with pytest.raises(Exception, match="the model failed on this request"):
+        await read_all(slots[1])
+    assert [await read_all(slots[i]) for i in (0, 2)] == [alone[0], alone[2]]

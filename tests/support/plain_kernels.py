@@ -1,0 +1,65 @@
+"""The operations of the GPU's kernels in plain torch, as headrace_predictor/engine/gpu/operations.py has them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from headrace_predictor.engine.gpu.operations import HeadNorms, Scores, Tokens
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, tokens: Tokens, scores: Scores) -> Tensor:
+    page = values.shape[2]
+    group = queries.shape[1] // values.shape[1]
+    outputs = []
+    for query, owner, first, end in zip(
+        queries, tokens.owners.tolist(), tokens.firsts.tolist(), tokens.ends.tolist(), strict=True
+    ):
+        blocks = tokens.table[owner, : -(-end // page)].long()
+        key = keys[blocks].permute(1, 2, 0, 3).flatten(2)[:, :, first:end].float()
+        value = values[blocks].transpose(0, 1).flatten(1, 2)[:, first:end].float()
+        products = query.float().view(len(key), group, -1) @ key * scores.scale
+        if scores.cap:
+            products = scores.cap * torch.tanh(products / scores.cap)
+        if scores.sinks is not None:
+            products = torch.cat((products, scores.sinks.float().view(-1, group, 1)), -1)
+        weights = products.softmax(-1)[..., : end - first]
+        outputs.append((weights @ value).flatten(0, 1).to(queries.dtype))
+    return torch.stack(outputs)
+
+
+def turn_and_store(
+    packed: Tensor, rotary: tuple[Tensor, Tensor], norms: HeadNorms | None, keys: Tensor, values: Tensor, tokens: Tokens
+) -> Tensor:
+    heads, size, page = keys.shape[1:]
+    parts = packed.view(len(packed), -1, size)
+    queries, new_keys, new_values = parts.split((parts.shape[1] - 2 * heads, heads, heads), 1)
+    if norms is not None:
+        queries, new_keys = (
+            F.rms_norm(part.float(), (size,), weight.float(), norms.epsilon)
+            for part, weight in ((queries, norms.query), (new_keys, norms.key))
+        )
+    position = tokens.ends.long() - 1
+    block, offset = tokens.table[tokens.owners.long(), position // page].long(), position % page
+    keys[block, :, :, offset] = _turned(new_keys, *rotary).to(keys.dtype)
+    values[block, :, offset] = new_values
+    return _turned(queries, *rotary).to(packed.dtype)
+
+
+def _turned(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    near, far = heads.float().chunk(2, -1)
+    return heads.float() * cosines.float()[:, None] + torch.cat((-far, near), -1) * sines.float()[:, None]
+
+
+def add_norm(hidden: Tensor, added: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    total = hidden if added is None else hidden + added
+    return total, F.rms_norm(total.float(), (len(weight),), weight.float(), epsilon).to(hidden.dtype)
+
+
+def gate(gate_up: Tensor) -> Tensor:
+    first, second = gate_up.float().chunk(2, -1)
+    return (F.silu(first) * second).to(gate_up.dtype)
+
+
+linear = F.linear
