@@ -1,13 +1,16 @@
 """The Triton kernels beside their plain twins: on a GPU where there is one, else by Triton's interpreter."""
 
+import os
+import subprocess
+import sys
 from itertools import accumulate
 
 import numpy as np
 import pytest
 import torch
-from headrace_predictor.engine.gpu.plain import HeadNorms, Scores, Tokens
 
-from headrace_predictor.engine.gpu import plain
+from headrace_predictor.engine.gpu.operations import HeadNorms, Scores, Tokens
+from tests.support import plain_kernels as plain
 
 kernels = pytest.importorskip("headrace_predictor.engine.gpu.kernels", exc_type=ImportError)  # Triton is for x86.
 
@@ -27,7 +30,7 @@ class Step:
     """A random step: decoding sequences, then chunks, in blocks of a shuffled cache."""
 
     def __init__(self, random, heads, size, value_size, page, dtype, window=0):
-        lengths = [int(random.integers(1, 160 + page)) for _ in range(random.integers(1, 5 if page == 32 else 3))]
+        lengths = [int(random.integers(1, 160 + page)) for _ in range(random.integers(2, 5 if page == 32 else 3))]
         counts = [1] * int(random.integers(0, len(lengths) + 1))
         counts += [int(random.integers(2, 40)) for _ in range(len(lengths) - len(counts))]
         lengths = [max(length, count) for length, count in zip(lengths, counts, strict=True)]
@@ -65,26 +68,30 @@ class Step:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("heads", "group", "size", "value_size", "page"),
-    [(2, 2, 16, 16, 32), (1, 7, 64, 64, 32), (2, 1, 24, 16, 32), (1, 20, 40, 40, 256)],
+    ("heads", "group", "size", "value_size", "page", "kind"),
+    [
+        *((2, 2, 16, 16, 32, kind) for kind in ("plain", "window", "cap", "sinks")),
+        (1, 7, 64, 64, 32, "plain"),
+        (2, 1, 24, 16, 32, "window"),
+        (1, 20, 40, 40, 256, "sinks"),
+    ],
 )
-@pytest.mark.parametrize("kind", ["plain", "window", "cap", "sinks"])
 def test_attention_is_that_of_the_plain_one(heads, group, size, value_size, page, kind, dtype):
-    random = np.random.default_rng([heads, group, size, page, len(kind)])
+    random = np.random.default_rng([group, size, page, len(kind)])
     for is_exact in (False, True):
         step = Step(random, heads, size, value_size, page, dtype, window=21 if kind == "window" else 0)
         sinks = step.random(heads * group) if kind == "sinks" else None
         scores = Scores(size**-0.5, 5.0 if kind == "cap" else 0.0, sinks)
         queries = step.random(step.total, heads * group + 3, size)[:, 1 : 1 + heads * group]  # Of a wider row.
         arguments = queries, step.keys, step.values, step.tokens, scores
-        close(kernels.Attention(is_exact)(*arguments), plain.attend(*arguments))
+        close(kernels.PagedAttention(is_exact)(*arguments), plain.attend(*arguments))
 
 
 @pytest.mark.parametrize("is_exact", [False, True])
 def test_a_token_has_the_same_bits_alone_and_among_others(is_exact):
     step = Step(np.random.default_rng(3), 2, 16, 16, 32, torch.float32)
     queries = step.random(step.total, 4, 16)
-    together = kernels.Attention(is_exact)(queries, step.keys, step.values, step.tokens, Scores(0.25))
+    together = kernels.PagedAttention(is_exact)(queries, step.keys, step.values, step.tokens, Scores(0.25))
     tokens = step.tokens
     among = (
         tokens.decodes if not is_exact else step.total
@@ -95,7 +102,7 @@ def test_a_token_has_the_same_bits_alone_and_among_others(is_exact):
         alone = Tokens(
             1, table, torch.zeros_like(tokens.owners[one]), tokens.firsts[one], tokens.ends[one], tokens.tiles
         )
-        answer = kernels.Attention(is_exact)(queries[one], step.keys, step.values, alone, Scores(0.25))
+        answer = kernels.PagedAttention(is_exact)(queries[one], step.keys, step.values, alone, Scores(0.25))
         assert torch.equal(answer[0], together[i])
 
 
@@ -142,3 +149,13 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(rows, outputs, inputs,
         torch.nn.functional.linear(x.float(), weight.float(), bias.float()).to(dtype) / inputs**0.5,
     )
     assert torch.equal(kernels.linear(x[-1:], weight, bias)[0], together[-1])
+
+
+def test_the_kernels_compile_for_a_gpu(tmp_path):
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.support.compile_kernels", "90", "bf16"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert {name for name, *_ in lines} == {"_attend", "_join", "_turn_and_store", "_add_norm", "_gate", "_linear"}
+    assert max(int(shared) for *_, shared in lines) <= 99 << 10  # What a block has on every GPU since Ampere.

@@ -54,27 +54,26 @@ def _turn_and_store(
     source = packed + token.to(tl.int64) * packed_row + head * size
     vector = tl.load(source + d, mask=is_number, other=0.0)
     if head >= query_heads + key_heads:
-        place = values + block * value_block + (head - query_heads - key_heads) * value_head + offset * size
-        tl.store(place + d, vector, mask=is_number)
+        value_place = values + block * value_block + (head - query_heads - key_heads) * value_head + offset * size
+        tl.store(value_place + d, vector, mask=is_number)
     else:
         half: tl.constexpr = size // 2
         other = tl.where(d < half, d + half, d - half)  # The number that a number is turned with.
-        dtype = vector.dtype
-        vector = vector.to(tl.float32)
-        partner = tl.load(source + other, mask=is_number, other=0.0).to(tl.float32)
+        first = vector.to(tl.float32)
+        second = tl.load(source + other, mask=is_number, other=0.0).to(tl.float32)
         if has_norms:
             norm = query_norm if head < query_heads else key_norm
-            inverse = tl.rsqrt(tl.sum(vector * vector, 0) / size + epsilon)
-            vector *= inverse * tl.load(norm + d, mask=is_number, other=0.0).to(tl.float32)
-            partner *= inverse * tl.load(norm + other, mask=is_number, other=0.0).to(tl.float32)
+            inverse = tl.rsqrt(tl.sum(first * first, 0) / size + epsilon)
+            first *= inverse * tl.load(norm + d, mask=is_number, other=0.0).to(tl.float32)
+            second *= inverse * tl.load(norm + other, mask=is_number, other=0.0).to(tl.float32)
         cosine = tl.load(cosines + token * size + d, mask=is_number, other=0.0).to(tl.float32)
         sine = tl.load(sines + token * size + d, mask=is_number, other=0.0).to(tl.float32)
-        turned = (vector * cosine + tl.where(d < half, -partner, partner) * sine).to(dtype)
+        turned = (first * cosine + tl.where(d < half, -second, second) * sine).to(vector.dtype)
         if head < query_heads:
             tl.store(queries + (token.to(tl.int64) * query_heads + head) * size + d, turned, mask=is_number)
         else:
-            place = keys + block * key_block + (head - query_heads) * key_head + offset
-            tl.store(place + d * page, turned, mask=is_number)
+            key_place = keys + block * key_block + (head - query_heads) * key_head + offset
+            tl.store(key_place + d * page, turned, mask=is_number)
 
 
 def turn_and_store(

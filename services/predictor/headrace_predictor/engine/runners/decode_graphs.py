@@ -60,7 +60,7 @@ class CudaRecorder:
                 compute()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = compute()
 
         def replay() -> Pass:
