@@ -209,3 +209,10 @@ def test_integer_weights_of_an_encoder_decoder_are_refused(tmp_path):
     random_model("t5").save_pretrained(tmp_path)
     with pytest.raises(StartupError, match="PREDICTOR_WEIGHTS=int8 is for decoders only"):
         loading.load_generation("m", tmp_path, True, PredictorSettings(weights="int8"), torch.device("cpu"))
+
+
+def test_a_model_without_room_on_the_gpu_is_refused_with_the_figures(tmp_path, monkeypatch):
+    random_model("llama").save_pretrained(tmp_path)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 10**9))
+    with pytest.raises(StartupError, match=r"its weights are .* GB, and 1e-06 of the GPU's 1 GB are free"):
+        load_weights("big", tmp_path, AutoModelForCausalLM, "fp32", torch.device("cuda"))

@@ -114,6 +114,7 @@ def load_weights(name: str, folder: Path, auto: Any, dtype: str, device: torch.d
             f"model {name}: after a short text transformers leaves block-sparse attention, so answers to long ones "
             "would change; set attention_type to original_full in config.json"
         )
+    _check_room(name, model, device)
     model = model.to(device).eval()
     # Weights that were converted have memory of their own already.
     model.are_pages_of_files = weight_bytes(folder)[_STORED.get(model.dtype, "")] > 0
@@ -151,6 +152,18 @@ def _some(names: Sequence[str]) -> str:
 def dtype_name(model: Any) -> str:
     """The model's own dtype in torch's notation, such as float32."""
     return str(model.dtype).removeprefix("torch.")
+
+
+def _check_room(name: str, model: Any, device: torch.device) -> None:
+    """Checks that the weights, which go from their file straight to a GPU, have room there."""
+    if device.type == "cuda":
+        size = sum(tensor.numel() * tensor.itemsize for tensor in model.parameters())
+        free, total = torch.cuda.mem_get_info(device)
+        if size > free:
+            raise StartupError(
+                f"model {name}: its weights are {size / 1e9:.3g} GB, and {free / 1e9:.3g} of the GPU's "
+                f"{total / 1e9:.3g} GB are free"
+            )
 
 
 def _check_devices(name: str, model: Any, device: torch.device) -> None:
