@@ -52,7 +52,7 @@ target "image" {
 target "predictor-cuda" {
   inherits    = ["published"]
   target      = "predictor"
-  args        = { TORCH_INDEX = TORCH_CUDA_INDEX }
+  args        = { TORCH_INDEX = TORCH_CUDA_INDEX, COMPILER = "gcc libc6-dev" }
   tags        = ["${HEADRACE_IMAGES}predictor:${IMAGE_TAG}-cuda"]
   labels      = label("predictor-cuda")
   annotations = [for name, value in label("predictor-cuda") : "index,manifest:${name}=${value}" if LOCAL == ""]

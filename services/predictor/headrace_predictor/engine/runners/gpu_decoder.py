@@ -58,8 +58,11 @@ class GpuDecoder:
 
     @staticmethod
     def takes(model: Any) -> bool:
-        """Whether it is exactly of a known class: a subclass may compute something else."""
-        return type(model) in GATED_MODELS and all(
+        """Whether it is exactly of a known class (a subclass may compute something else) and turns whole heads."""
+        if type(model) not in GATED_MODELS:
+            return False
+        turns_all = 2 * len(model.model.rotary_emb.inv_freq) == model.model.layers[0].self_attn.head_dim
+        return turns_all and all(
             type(layer) in GATED and isinstance(layer.mlp.act_fn, SWISH) for layer in model.model.layers
         )
 
