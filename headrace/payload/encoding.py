@@ -15,7 +15,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from headrace.payload.parts import Begin, Chunk, DeferredTensors, End, OpenRecord, Tensors
 from headrace.payload.records import answer_of, as_text, shorten_refused
 from headrace.payload.rules import Digest, PayloadRules
-from headrace_protos.headrace_pb2 import PayloadChunk, PayloadRecord, PayloadTensor, PredictorPart
+from headrace_protos.headrace_pb2 import PayloadChunk, PayloadRecord, PayloadTensor
 
 INCOMPLETE = PayloadRecord(incomplete=True).SerializeToString()
 
@@ -34,7 +34,7 @@ class Encoder:
     def begin(self, opened: OpenRecord) -> bytes:
         """The first part of a record."""
         begin = opened.begin
-        record = PayloadRecord(**_begin_fields(opened.id, begin))
+        record = _begin_record(opened.id, begin)
         if self._rules.redactions:
             self._rules.redact(record)
             opened.is_redacted = (record.prompt, record.parameters) != (begin.prompt, begin.parameters)
@@ -64,17 +64,14 @@ class Encoder:
 
     def end(self, end: End, opened: OpenRecord) -> bytes:
         """The last part of a record."""
-        record = PayloadRecord(**_end_fields(end))
+        fields = {name: storable(value) if isinstance(value, str) else value for name, value in end.fields.items()}
+        record = PayloadRecord(**fields)
         self._add_tensors(end.outputs, record.outputs)
         record.chunks.extend(opened.held)
         if opened.is_redacted:
             record.ClearField("prompt_ids")  # They would reveal what is redacted.
         self._rules.redact(record)
         return record.SerializeToString()
-
-    def end_without_contents(self, end: End) -> bytes:
-        """The last part of a record whose end could not be encoded."""
-        return PayloadRecord(status="UNKNOWN", duration_ms=end.duration_ms, incomplete=True).SerializeToString()
 
     def forget(self, opened: OpenRecord) -> None:
         """Releases the chunks that a record holds, at its end."""
@@ -163,7 +160,7 @@ def fitted(data: bytes, max_bytes: int) -> bytes | None:
     """A serialized record shrunk to a size, the least important fields first; None if it does not fit even so."""
     record = PayloadRecord.FromString(data)
     record.text = answer_of(record)
-    for leave_out in (_tokens, _chunks, _contents):
+    for leave_out in (_tokens, lambda record: record.ClearField("chunks"), _contents):
         if record.ByteSize() <= max_bytes:
             break
         leave_out(record)
@@ -176,10 +173,6 @@ def _tokens(record: PayloadRecord) -> None:
         chunk.ClearField("token_ids")
         chunk.ClearField("logprobs")
     record.ClearField("prompt_ids")
-
-
-def _chunks(record: PayloadRecord) -> None:
-    record.ClearField("chunks")
 
 
 def _contents(record: PayloadRecord) -> None:
@@ -198,32 +191,14 @@ def storable(text: str) -> str:
     return text
 
 
-def _begin_fields(record_id: bytes, begin: Begin) -> dict[str, Any]:
-    """The fields of a record that are known when its request arrives."""
+def _begin_record(record_id: bytes, begin: Begin) -> PayloadRecord:
+    """What is known of a record when its request arrives."""
     seconds, microseconds = divmod(begin.time_us, 1_000_000)
     texts = zip(Begin._fields[:-2], begin[:-2], strict=True)  # Without metadata and time.
     named: dict[str, Any] = {name: storable(text) for name, text in texts if text}
-    named["record_id"] = as_text(record_id)
-    named["time"] = Timestamp(seconds=seconds, nanos=microseconds * 1000)
-    if begin.metadata:
-        named["metadata"] = {storable(key): storable(value) for key, value in begin.metadata.items()}
-    return named
-
-
-def _end_fields(end: End) -> dict[str, Any]:
-    """The fields of a record that are known at its end and not at their defaults, without tensors."""
-    named: dict[str, Any] = {"status": end.status, "duration_ms": end.duration_ms}
-    for name in ("message", "failed_hop", "finish_reason", "fingerprint", "served_model", "text"):
-        if text := getattr(end, name):
-            named[name] = storable(text)
-    for name in ("usage", "ttft_ms", "engine_ms"):
-        if (value := getattr(end, name)) is not None:
-            named[name] = value
-    for name in ("resumes", "incomplete", "sampling", "prompt_kind", "continuity"):
-        if value := getattr(end, name):
-            named[name] = value
-    if end.predictors:
-        named["predictors"] = [PredictorPart(predictor=name, offset_ms=at_ms) for name, at_ms in end.predictors]
-    if len(end.prompt_ids):
-        named["prompt_ids"] = end.prompt_ids
-    return named
+    return PayloadRecord(
+        record_id=as_text(record_id),
+        time=Timestamp(seconds=seconds, nanos=microseconds * 1000),
+        metadata={storable(key): storable(value) for key, value in begin.metadata.items()},
+        **named,
+    )

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from headrace_protos.headrace_pb2 import PayloadChunk, Usage
+from headrace_protos.headrace_pb2 import PayloadChunk
 
 # The memory that a part takes beside its contents.
 PART_BYTES = 400
@@ -102,54 +102,31 @@ class Chunk(NamedTuple):
     outputs: Tensors
 
 
-@dataclass(slots=True, kw_only=True)
-class End:
-    """The outcome of the request; `predictors` have the milliseconds until the first token of each."""
+class End(NamedTuple):
+    """The outcome of the request: fields of PayloadRecord by name, whose texts need not be UTF-8, and the tensors."""
 
-    status: str
-    message: str = ""
-    failed_hop: str = ""
-    finish_reason: str = ""
-    usage: Usage | None = None
-    text: str | None = None
-    outputs: Tensors = ()
-    ttft_ms: float | None = None
-    duration_ms: float = 0.0
-    resumes: int = 0
-    fingerprint: str = ""
-    served_model: str = ""
-    incomplete: bool = False
-    engine_ms: float | None = None
-    predictors: Sequence[tuple[str, float]] = ()
-    prompt_ids: Sequence[int] = ()
-    sampling: str = ""
-    prompt_kind: str = ""
-    continuity: str = ""
+    fields: Mapping[str, Any]
+    outputs: Tensors
 
 
+@dataclass(slots=True, eq=False)
 class OpenRecord:
     """The state of a record from its begin to its end; but for `waiting`, of the thread that writes."""
 
-    __slots__ = (
-        *("begin", "dropped", "has_ttft", "held", "held_bytes", "id", "incomplete", "inputs", "is_redacted"),
-        *("is_settled", "segment", "waiting", "written", "written_bytes"),
-    )
-
-    def __init__(self, record_id: bytes, begin: Begin, inputs: Tensors) -> None:
-        self.id = record_id
-        self.begin = begin
-        self.inputs = inputs
-        self.written: list[bytes] = []  # The serialized parts that are on disk.
-        self.written_bytes = 0
-        self.segment = 0  # The one with the first of them.
-        self.is_settled = False  # Whether its begin is on disk or dropped.
-        self.waiting: asyncio.Future[None] | None = None  # Of the answer that waits for that.
-        self.is_redacted = False  # Whether rules have changed the prompt or the parameters.
-        self.incomplete = False
-        self.dropped = False
-        self.has_ttft = False
-        self.held: list[PayloadChunk] = []  # Chunks that wait for the end, to be redacted.
-        self.held_bytes = 0
+    id: bytes
+    begin: Begin
+    inputs: Tensors
+    written: list[bytes] = field(default_factory=list)  # The serialized parts that are on disk.
+    written_bytes: int = 0
+    segment: int = 0  # The one with the first of them.
+    is_settled: bool = False  # Whether its begin is on disk or dropped.
+    waiting: asyncio.Future[None] | None = None  # Of the answer that waits for that.
+    is_redacted: bool = False  # Whether rules have changed the prompt or the parameters.
+    incomplete: bool = False
+    dropped: bool = False
+    has_ttft: bool = False
+    held: list[PayloadChunk] = field(default_factory=list)  # Chunks that wait for the end, to be redacted.
+    held_bytes: int = 0
 
 
 @dataclass(slots=True)

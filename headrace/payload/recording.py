@@ -74,7 +74,7 @@ class Recording:
         self._recorder = recorder
         self._writer = recorder.writer
         self._arrived = time.monotonic()
-        self._predictors: list[tuple[str, float]] = []
+        self._predictors: list[dict[str, str | float]] = []  # PredictorParts.
         self._ttft_ms: float | None = None
         self._is_open = False
         self._is_written = False  # Whether the begin was put.
@@ -146,7 +146,7 @@ class Recording:
 
     def answered_by(self, predictor: str) -> None:
         """Notes that the next chunk is the first one of this predictor; only the newest notes are kept."""
-        self._predictors.append((predictor, (time.monotonic() - self._arrived) * 1000))
+        self._predictors.append({"predictor": predictor, "offset_ms": (time.monotonic() - self._arrived) * 1000})
         del self._predictors[:-_MAX_PREDICTORS]
 
     def end(
@@ -177,29 +177,28 @@ class Recording:
         except Exception:
             self._miss(FAILED, exc_info=True)
             outputs, text, prompt_ids, cost = (), None, (), PART_BYTES
-        end = End(
-            status=status,
-            message=message,
-            failed_hop=failed_hop,
-            finish_reason=finish_reason,
-            usage=usage,
-            text=text,
-            outputs=outputs,
-            ttft_ms=self._ttft_ms,
-            duration_ms=duration_ms,
-            resumes=self.resumes,
-            fingerprint=self.fingerprint,
-            served_model=self.served_model,
-            incomplete=self._incomplete,
-            engine_ms=None if self.engine_s is None else 1000 * self.engine_s,
-            predictors=self._predictors,
-            prompt_ids=prompt_ids,
-            sampling=self.sampling if self._keeps_request else "",
-            prompt_kind=self.prompt_kind if self._keeps_request else "",
-            continuity=self.continuity,
-        )
+        fields = {
+            "status": status,
+            "message": message,
+            "failed_hop": failed_hop,
+            "finish_reason": finish_reason,
+            "usage": usage,
+            "text": text,
+            "ttft_ms": self._ttft_ms,
+            "duration_ms": duration_ms,
+            "resumes": self.resumes,
+            "fingerprint": self.fingerprint,
+            "served_model": self.served_model,
+            "incomplete": self._incomplete,
+            "engine_ms": None if self.engine_s is None else 1000 * self.engine_s,
+            "predictors": self._predictors,
+            "prompt_ids": prompt_ids,
+            "sampling": self.sampling if self._keeps_request else "",
+            "prompt_kind": self.prompt_kind if self._keeps_request else "",
+            "continuity": self.continuity,
+        }
         # Put even beyond the memory: there is one end for each open request, and a record needs its end.
-        self._write(end, cost)
+        self._write(End(fields, outputs), cost)
 
     def end_with(self, error: HeadraceError) -> None:
         """Ends the record with an error."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -29,8 +28,7 @@ from headrace.payload.outbox import Outbox
 from headrace.payload.parts import OpenRecord, Write
 from headrace.payload.records import is_callers_own
 from headrace.rpc.limits.byte_budget import MAX_MESSAGE_BYTES
-
-logger = logging.getLogger(__name__)
+from headrace_protos.headrace_pb2 import PayloadRecord
 
 MAX_RECORD_BYTES = MAX_MESSAGE_BYTES - 1024  # Room for what an AppendRequest adds.
 _GATHER_S = 0.05
@@ -245,7 +243,8 @@ class PayloadWriter:
                     self._add(parts, record, partial(encoder.chunks, (chunk,), record))
         end = write.end
         if end is not None and not self._add(parts, record, partial(encoder.end, end, record)):
-            parts.append(encoder.end_without_contents(end))
+            unknown = PayloadRecord(status="UNKNOWN", duration_ms=end.fields["duration_ms"], incomplete=True)
+            parts.append(unknown.SerializeToString())
         if record.incomplete:
             parts.append(INCOMPLETE)
         data = b"".join(parts)
@@ -255,7 +254,7 @@ class PayloadWriter:
                 record.dropped = not record.written
                 return self._lose(record, FULL if size > largest else TOO_LARGE)
             return data
-        if is_callers_own(end.status):
+        if is_callers_own(end.fields["status"]):
             data = shortened(data)
         if 2 * len(data) > MAX_RECORD_BYTES:  # With the text once more, which the logger joins.
             data = fitted(data, MAX_RECORD_BYTES) or self._lose(record, TOO_LARGE)

@@ -6,7 +6,7 @@ found quickly. SQLite cannot know which of the two applies, so `page` counts mat
 
 A page is first found without the bodies of its records, which may be large; the bodies are then read in batches, so
 that records without a reader take no memory. Records stay serialized: a `Found` is the record for a reader, assembled
-from parts that protobuf merges; nothing of it is parsed except for a text search.
+from parts that protobuf merges; only a text search parses them.
 
 Pure except for the connection that the functions take.
 """
@@ -20,9 +20,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import sqlalchemy as sql
-from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto, FileDescriptorProto
-from google.protobuf.descriptor_pool import DescriptorPool
-from google.protobuf.message_factory import GetMessageClass
 
 from headrace.errors import DeadlineError, InvalidRequestError
 from headrace_logger.store.filters import Filters
@@ -94,8 +91,10 @@ def read(connection: sql.Connection, filters: Filters, rows: Sequence[Row]) -> S
         return [None] * len(rows)
     chosen = whole_rows().where(records.c.position.in_(shown))
     # Without an order, which would make SQLite hold all of them.
-    bodies = {row.position: row for row in connection.execute(chosen)}
-    return [_found(filters, row, bodies.get(row.position)) for row in rows]
+    wholes = {row.position: row for row in connection.execute(chosen) if _has_text(filters, row.body)}
+    return [
+        Found(whole.body, whole.gateway, token_of(row)) if (whole := wholes.get(row.position)) else None for row in rows
+    ]
 
 
 def fitting(rows: Sequence[Row], room: int) -> int:
@@ -209,16 +208,10 @@ def _with_calls() -> sql.FromClause:
     return records.outerjoin(calls, calls.c.call_id == records.c.call_id)
 
 
-def _found(filters: Filters, row: Row, whole: Row | None) -> Found | None:
-    if whole is None or not _has_text(filters, whole.body):
-        return None
-    return Found(whole.body, whole.gateway, token_of(row))
-
-
 def _has_text(filters: Filters, body: bytes) -> bool:
     """Whether a record contains the text; protobuf stores strings unchanged, so most records need no parsing."""
     text = filters.text
-    return not text or (text.encode() in body and filters.has_text(_Texts.FromString(body)))
+    return not text or (text.encode() in body and filters.has_text(PayloadRecord.FromString(body)))
 
 
 def lookups(filters: Filters) -> list[sql.Select[Any]]:
@@ -232,26 +225,6 @@ def _few(connection: sql.Connection, filters: Filters) -> sql.Select[Any] | None
         if connection.execute(sql.select(sql.func.count()).select_from(statement.subquery())).scalar_one() <= FEW:
             return statement
     return None
-
-
-def _texts() -> Any:
-    """A message class with only the texts of a record, which are searched: the rest is not parsed."""
-    message = DescriptorProto(name="Texts")
-    for name in ("prompt", "text"):
-        message.field.add(
-            name=name,
-            number=PayloadRecord.DESCRIPTOR.fields_by_name[name].number,
-            type=FieldDescriptorProto.TYPE_STRING,
-            label=FieldDescriptorProto.LABEL_OPTIONAL,
-        )
-    pool = DescriptorPool()
-    pool.AddSerializedFile(
-        FileDescriptorProto(name="texts.proto", message_type=[message], syntax="proto3").SerializeToString()
-    )
-    return GetMessageClass(pool.FindMessageTypeByName("Texts"))
-
-
-_Texts = _texts()
 
 
 def _newest_first() -> tuple[sql.ColumnElement[Any], ...]:
