@@ -76,7 +76,10 @@ class HeadraceError(Exception):
         self, message: str, *, hop: str | None = None, retry_after_ms: int | None = None, param: str | None = None
     ) -> None:
         super().__init__(message)
-        self.message = _cut(message)
+        data = message.encode(errors="replace")
+        if len(data) > _MAX_MESSAGE_BYTES:
+            message = data[:_MAX_MESSAGE_BYTES].decode(errors="ignore") + "…"
+        self.message = message
         self.hop = hop
         self.retry_after_ms = retry_after_ms
         self.param = param
@@ -154,9 +157,6 @@ class OverloadedError(HeadraceError):
 class RequestFailedError(HeadraceError):
     """This request failed inside; other requests are not affected."""
 
-    status = StatusCode.INTERNAL
-    http_status = 500
-
 
 class HopBrokenError(HeadraceError):
     """A hop died or broke the protocol."""
@@ -233,8 +233,3 @@ def from_metadata(code: StatusCode, message: str, metadata: Mapping[str, str], h
     return cls(
         message, hop=metadata.get(FAILED_HOP) or hop, retry_after_ms=int(retry_after) if retry_after.isdigit() else None
     )
-
-
-def _cut(message: str) -> str:
-    data = message.encode(errors="replace")
-    return message if len(data) <= _MAX_MESSAGE_BYTES else data[:_MAX_MESSAGE_BYTES].decode(errors="ignore") + "…"

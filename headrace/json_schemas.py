@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
 
@@ -152,17 +151,21 @@ class _Reader:
                 schema[name] = int(value)
         for name in _BOUNDS:
             value = schema.get(name)
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                is_low = name.endswith("inimum")
-                if (is_low and value < -_MAX_BOUND) or (not is_low and value > _MAX_BOUND):
-                    schema[name] = -_MAX_BOUND if is_low else _bounded(value, kind)
-        for divisor in _divisors(schema):
-            before, self._divisor = self._divisor, math.lcm(self._divisor, divisor)
-            lcm = self._divisor
-            if lcm > _MAX_DIVISOR and self._is_strict:
+            if not _is_number(value):
+                continue
+            if name.endswith("inimum"):
+                schema[name] = max(value, -_MAX_BOUND)
+            elif value > _MAX_BOUND:  # Of integers, what has 64 bits.
+                schema[name] = min(int(value), 2**63 - 1) if kind == "integer" else _MAX_BOUND
+        divisor = schema.get("multipleOf")
+        if _is_number(divisor) and divisor:
+            digits = Decimal(str(divisor)).normalize().as_tuple().digits  # Without the decimal point.
+            lcm = math.lcm(self._divisor, int("".join(map(str, digits))))
+            if lcm <= _MAX_DIVISOR:
+                self._divisor = lcm
+            elif self._is_strict:
                 raise ValueError(f"multipleOf: the least common multiple of all is {lcm}, more than {_MAX_DIVISOR}")
-            if lcm > _MAX_DIVISOR:
-                self._divisor = before
+            else:
                 self._drop(schema, "multipleOf")
         self._read_text(schema)
         if isinstance(choices := schema.get("anyOf"), list):
@@ -172,7 +175,10 @@ class _Reader:
             tag = self._tag_of(choices)
             kinds = {kind for one in choices if isinstance(kind := self._resolved(one).get("type"), str)} - {"number"}
             if tag is None and len(kinds) < len(choices):
-                closed = [_closed(one) for one in choices]
+                closed = [
+                    {"additionalProperties": False, **one} if isinstance(one, dict) and "$ref" not in one else one
+                    for one in choices
+                ]
                 if self._tells_apart(closed):
                     choices = closed
                 else:
@@ -261,6 +267,10 @@ def _annotates(name: str, value: Any) -> bool:
     return name in _ANNOTATIONS or name.startswith("x-") or (name == "$schema" and not is_dialect)
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
@@ -276,11 +286,6 @@ def _looks_around(schema: dict[str, Any]) -> bool:
     return isinstance(pattern, str) and bool(_LOOK_AROUND.search(pattern)) and not pattern.startswith("^(?=")
 
 
-def _closed(schema: Any) -> Any:
-    """An object without other properties; a reference as it is."""
-    return schema if not isinstance(schema, dict) or "$ref" in schema else {"additionalProperties": False, **schema}
-
-
 def _beginning_with_none(words: list[str]) -> str:
     """A pattern of what begins with none of the words, and is as long as their common beginning and one more."""
     rests: dict[str, list[str]] = {}
@@ -289,18 +294,6 @@ def _beginning_with_none(words: list[str]) -> str:
     others = f"[^{re.escape(''.join(rests))}]"
     more = [re.escape(first) + _beginning_with_none(rest) for first, rest in rests.items() if all(rest)]
     return f"(?:{'|'.join([others, *more])})"
-
-
-def _bounded(value: float, kind: Any) -> float:
-    """A maximum beyond the limit: of integers, what has 64 bits."""
-    return min(int(value), 2**63 - 1) if kind == "integer" else _MAX_BOUND
-
-
-def _divisors(schema: dict[str, Any]) -> Iterator[int]:
-    """The digits of `multipleOf`, without the decimal point."""
-    value = schema.get("multipleOf")
-    if isinstance(value, int | float) and not isinstance(value, bool) and value:
-        yield int("".join(map(str, Decimal(str(value)).normalize().as_tuple().digits)))
 
 
 def _closing(pattern: str, at: int) -> int:

@@ -49,9 +49,15 @@ def resolve(location: str) -> Listing:
             found: dict[str, dict[str, Any]] = sync(files.loop, files._find, place, detail=True, timeout=_LISTING_S)
         except TimeoutError:
             raise ConnectionError(f"no listing within {_LISTING_S:g} s") from None
-    named = {_name(key, place): (key, details) for key, details in found.items()}
+    # Names are relative to the prefix; a location that is one file has that file's name.
+    prefix = f"{place.rpartition('/')[0]}/" if place in found else f"{place}/"
+    named = {key.removeprefix(prefix): (key, details) for key, details in found.items()}
     plain = sorted(name for name in named if is_plain(name))
-    basis = [(name, named[name][1]["size"], _version(named[name][1])) for name in plain]
+    basis = []
+    for name in plain:
+        _, details = named[name]
+        version = next((str(details[key]) for key in _VERSIONS if details.get(key)), "")
+        basis.append((name, details["size"], version))
     digest = hashlib.sha256(json.dumps(basis).encode()).hexdigest()
     return Listing(digest, tuple(_file(location, files, name, *named[name]) for name in plain))
 
@@ -79,15 +85,6 @@ def _read(location: str, files: Any, key: str, size: int, start: int) -> Iterato
                 raise ConnectionError(f"{key} ended early")
             yield block
         start = ends[-1]
-
-
-def _name(key: str, place: str) -> str:
-    """Relative to the prefix; of a location that is one file, its own."""
-    return key.rpartition("/")[2] if key == place else key.removeprefix(f"{place}/")
-
-
-def _version(details: Mapping[str, Any]) -> str:
-    return next((str(details[name]) for name in _VERSIONS if details.get(name)), "")
 
 
 @contextmanager

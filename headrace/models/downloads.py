@@ -73,7 +73,8 @@ def is_plain(name: str) -> bool:
 
 def fetch_listed(location: str, patterns: Sequence[str], resolve: Callable[[], Listing], show: Report) -> Path:
     """The folder with the files at a location that match, and an only GGUF file; raises StartupError in one line."""
-    place = cache_folder() / f"{re.sub('[^a-z0-9]+', '-', location.lower())[-64:]}-{_sha256(location.encode())[:8]}"
+    digest = hashlib.sha256(location.encode()).hexdigest()
+    place = cache_folder() / f"{re.sub('[^a-z0-9]+', '-', location.lower())[-64:]}-{digest[:8]}"
     try:
         try:
             listing = resolve()
@@ -103,7 +104,8 @@ def _fetch_files(folder: Path, files: Sequence[RemoteFile], show: Report) -> Non
     folder.mkdir(parents=True, exist_ok=True)
     missing = [file for file in files if not (folder / file.name).exists()]
     total = sum(file.size for file in missing)
-    needed = total - sum(_size(_part(folder / file.name)) for file in missing)
+    parts = (_part(folder / file.name) for file in missing)
+    needed = total - sum(part.stat().st_size for part in parts if part.exists())
     if needed > (free := shutil.disk_usage(folder).free):
         raise StartupFault(f"{folder}: {needed / 1e6:.1f} MB are missing, and the disk has {free / 1e6:.1f} MB")
     done = 0
@@ -170,13 +172,6 @@ def _part(path: Path) -> Path:
     return path.with_name(f".{path.name}.part")
 
 
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
-
-
 def _lock(file: IO[bytes], show: Report) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -222,7 +217,3 @@ def _model_folder(folder: Path) -> Path:
         return folder
     below = {path.parent for name in (*_BEGINS_A_MODEL, _GGUF) for path in folder.rglob(name)}
     return below.pop() if len(below) == 1 else folder
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()

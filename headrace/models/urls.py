@@ -76,13 +76,7 @@ def matches(location: str, pattern: str) -> bool:
         # What is fetched: of a tag with a digest the latter.
         reference = f"@{found['digest']}" if found["digest"] else f":{found['tag'] or 'latest'}"
         rest = found["repository"]
-        wanted_rest, kind, wanted_reference = _split_reference(wanted_rest)
-        if kind and not (reference[0] == kind and fnmatchcase(reference[1:], wanted_reference)):
+        wanted_rest, *wanted_reference = re.split("(?=[:@])", wanted_rest, maxsplit=1)
+        if wanted_reference and not fnmatchcase(reference, wanted_reference[0]):
             return False
     return scheme == wanted_scheme and fnmatchcase(first, wanted_first) and fnmatchcase(rest, wanted_rest)
-
-
-def _split_reference(rest: str) -> tuple[str, str, str]:
-    """The repository of a pattern, `:` or `@` or nothing, and what follows."""
-    at = next((i for i, letter in enumerate(rest) if letter in ":@"), len(rest))
-    return rest[:at], rest[at : at + 1], rest[at + 1 :]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -179,14 +180,6 @@ def _llama(stated: _Stated, vocabulary: int) -> dict[str, Any]:
     return _decoder(stated, vocabulary, "LlamaForCausalLM", "llama", **biases)
 
 
-def _qwen2(stated: _Stated, vocabulary: int) -> dict[str, Any]:
-    return _decoder(stated, vocabulary, "Qwen2ForCausalLM", "qwen2", use_sliding_window=False)
-
-
-def _qwen3(stated: _Stated, vocabulary: int) -> dict[str, Any]:
-    return _decoder(stated, vocabulary, "Qwen3ForCausalLM", "qwen3", use_sliding_window=False)
-
-
 def _qwen3_mixture(stated: _Stated, vocabulary: int) -> dict[str, Any]:
     experts = {
         "num_experts": stated.number("expert_count"),
@@ -255,8 +248,8 @@ def _smollm3(stated: _Stated, vocabulary: int) -> dict[str, Any]:
 
 _MAKERS: Mapping[str, Callable[[_Stated, int], dict[str, Any]]] = {
     "llama": _llama,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
+    "qwen2": partial(_decoder, kind="Qwen2ForCausalLM", model_type="qwen2", use_sliding_window=False),
+    "qwen3": partial(_decoder, kind="Qwen3ForCausalLM", model_type="qwen3", use_sliding_window=False),
     "qwen3moe": _qwen3_mixture,
     "phi3": _phi3,
     "gemma2": _gemma2,
