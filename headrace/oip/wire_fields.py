@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 from google.protobuf.message import DecodeError
 
-_VARINT, _FIXED64, _LENGTH_DELIMITED, _START_GROUP, _END_GROUP, _FIXED32 = range(6)
-_FIXED_BYTES = {_FIXED64: 8, _FIXED32: 4}
-_MAX_VARINT_BYTES = 10
+from headrace.rpc.limits.wire_limits import END_GROUP, FIXED32, FIXED64, LENGTH_DELIMITED, START_GROUP, VARINT, varint
+
+_FIXED_BYTES = {FIXED64: 8, FIXED32: 4}
 _MAX_DEPTH = 100  # Of groups in groups, as in the generated parsers.
 
 
@@ -23,9 +23,9 @@ def fields(data: bytes | memoryview) -> Iterator[tuple[int, int, int, int]]:
     while at < size:
         start = at
         # Numbers of one byte without a call: almost all are.
-        tag, at = (data[at], at + 1) if data[at] < 0x80 else _varint(data, at)
+        tag, at = (data[at], at + 1) if data[at] < 0x80 else varint(data, at)
         kind = tag & 7
-        if kind == _LENGTH_DELIMITED:
+        if kind == LENGTH_DELIMITED:
             if at < size and data[at] < 0x80 and data[at] < size - at:
                 contents = at + 1
                 at = contents + data[at]
@@ -40,7 +40,7 @@ def fields(data: bytes | memoryview) -> Iterator[tuple[int, int, int, int]]:
 
 def field_head(number: int, size: int) -> bytes:
     """The tag and length before the contents of a length-delimited field."""
-    return _as_varint(number << 3 | _LENGTH_DELIMITED) + _as_varint(size)
+    return _as_varint(number << 3 | LENGTH_DELIMITED) + _as_varint(size)
 
 
 def _as_varint(value: int) -> bytes:
@@ -59,17 +59,17 @@ def _end_of(data: bytes | memoryview, tag: int, at: int) -> int:
         number, kind = tag >> 3, tag & 7
         if not number:
             raise DecodeError("a field has no number")
-        if kind == _START_GROUP:
+        if kind == START_GROUP:
             if len(groups) == _MAX_DEPTH:
                 raise DecodeError("too many groups in groups")
             groups.append(number)
-        elif kind == _END_GROUP:
+        elif kind == END_GROUP:
             if not groups or groups.pop() != number:
                 raise DecodeError("a group ends that has not begun")
-        elif kind == _LENGTH_DELIMITED:
+        elif kind == LENGTH_DELIMITED:
             _, at = _contents(data, at)
-        elif kind == _VARINT:
-            _, at = _varint(data, at)
+        elif kind == VARINT:
+            _, at = varint(data, at)
         elif kind in _FIXED_BYTES:
             at += _FIXED_BYTES[kind]
             if at > len(data):
@@ -78,26 +78,12 @@ def _end_of(data: bytes | memoryview, tag: int, at: int) -> int:
             raise DecodeError("a field has no type")
         if not groups:
             return at
-        tag, at = _varint(data, at)
+        tag, at = varint(data, at)
 
 
 def _contents(data: bytes | memoryview, at: int) -> tuple[int, int]:
     """Where the contents of a length-delimited field begin and end whose length is at a position."""
-    length, at = _varint(data, at)
+    length, at = varint(data, at)
     if length > len(data) - at:
         raise DecodeError("a field ends beyond the message")
     return at, at + length
-
-
-def _varint(data: bytes | memoryview, at: int) -> tuple[int, int]:
-    """The number at a position, and the position after it."""
-    value = 0
-    for shift in range(0, 7 * _MAX_VARINT_BYTES, 7):
-        if at >= len(data):
-            break
-        byte = data[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-    raise DecodeError("a number is cut off")

@@ -14,15 +14,14 @@ theirs: above a limit, their share beyond it ends, those first that began to wai
 be reaching. The oldest calls stay, as many as cannot together hold more than the limit. Growth that stays when they
 have ended is not theirs, and ends no more calls.
 
-Owned by the event loop. Calls are grouped by caller only while there are more calls of a kind than one caller may have:
-until then a waiting call costs only one entry in a dictionary.
+Owned by the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import ItemsView, Mapping
+from collections.abc import ItemsView
 from contextlib import suppress
 from operator import itemgetter
 from typing import Protocol
@@ -146,7 +145,7 @@ class _Kind:
         self._most = most
         self._most_of_one = min(most, most_of_one)
         self._since: dict[Waiting, float] = {}
-        self._of: dict[str, dict[Waiting, float]] = {}  # By caller, while calls are grouped.
+        self._of: dict[str, dict[Waiting, float]] = {}  # By caller.
 
     def __len__(self) -> int:
         return len(self._since)
@@ -157,37 +156,18 @@ class _Kind:
     def add(self, call: Waiting, now: float) -> Waiting | None:
         """Returns the call that has to end for it, if one has to."""
         self._since[call] = now
-        if len(self._since) <= self._most_of_one and not self._of:
-            return None
-        return self._surplus(call, now)
-
-    def discard(self, call: Waiting) -> None:
-        if self._since.pop(call, None) is None or not self._of:
-            return
-        caller = call.caller
-        of_caller = self._of[caller]
-        del of_caller[call]
-        if not of_caller:
-            del self._of[caller]
-        if len(self._since) <= self._most_of_one // 2:
-            self._of.clear()
-
-    def _surplus(self, call: Waiting, now: float) -> Waiting | None:
-        if self._of:
-            self._of.setdefault(call.caller, {})[call] = now
-        else:
-            for each, since in self._since.items():
-                self._of.setdefault(each.caller, {})[each] = since
-        own = self._of[call.caller]
+        own = self._of.setdefault(call.caller, {})
+        own[call] = now
         if call.caller and len(own) > self._most_of_one:
             return next(iter(own))
         if len(self._since) > self._most:
-            return self._longest_of_the_greediest()
+            # Of the caller with most calls; of two such, the one whose first call has waited for longer.
+            return next(iter(max(self._of.values(), key=lambda calls: (len(calls), -next(iter(calls.values()))))))
         return None
 
-    def _longest_of_the_greediest(self) -> Waiting:
-        def greed(calls: Mapping[Waiting, float]) -> tuple[int, float]:
-            return len(calls), -next(iter(calls.values()))
-
-        greediest: Mapping[Waiting, float] = max(self._of.values(), key=greed)
-        return next(iter(greediest))
+    def discard(self, call: Waiting) -> None:
+        if self._since.pop(call, None) is not None:
+            own = self._of[call.caller]
+            del own[call]
+            if not own:
+                del self._of[call.caller]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import DecodeError
 
 from headrace.errors import InvalidRequestError
 
@@ -35,9 +36,22 @@ _VARINTS = frozenset(
         FieldDescriptor.TYPE_ENUM,
     }
 )
-_VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
-_GROUP_TAGS = (3, 4)
+VARINT, FIXED64, LENGTH_DELIMITED, START_GROUP, END_GROUP, FIXED32 = range(6)  # Wire types.
 _MAX_VARINT_BYTES = 10
+
+
+def varint(data: bytes | memoryview, at: int) -> tuple[int, int]:
+    """The number at a position, and the position after it; raises DecodeError."""
+    value = 0
+    for shift in range(0, 7 * _MAX_VARINT_BYTES, 7):
+        if at >= len(data):
+            break
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+    raise DecodeError("a number is cut off")
 
 
 @dataclass(frozen=True)
@@ -84,10 +98,15 @@ class Walk:
 
     def proceed(self, max_fields: int) -> bool:
         """Walks over so many fields at most; whether the walk is at its end."""
+        if not self._ended:
+            try:
+                self._ended = self._walk(max_fields)
+            except DecodeError:
+                self._ended = True
+        return self._ended
+
+    def _walk(self, max_fields: int) -> bool:
         data, at, inside = self._data, self._at, self._inside
-        if self._ended:
-            return True
-        self._ended = True  # Unless the loop comes to its end.
         end, schema = inside[-1]
         for _ in range(max_fields):
             while at >= end:
@@ -100,28 +119,10 @@ class Walk:
                 raise InvalidRequestError(
                     f"the request has more than {MAX_FIELDS} protobuf fields; send large tensors as raw contents"
                 )
-            tag = shift = 0
-            while True:
-                if at >= end or shift > 63:
-                    return True
-                byte = data[at]
-                at += 1
-                tag |= (byte & 0x7F) << shift
-                if byte < 0x80:
-                    break
-                shift += 7
+            tag, at = varint(data, at)
             kind = tag & 7
-            if kind == _LENGTH_DELIMITED:
-                length = shift = 0
-                while True:
-                    if at >= end or shift > 63:
-                        return True
-                    byte = data[at]
-                    at += 1
-                    length |= (byte & 0x7F) << shift
-                    if byte < 0x80:
-                        break
-                    shift += 7
+            if kind == LENGTH_DELIMITED:
+                length, at = varint(data, at)
                 if length > end - at:
                     return True
                 number = tag >> 3
@@ -138,18 +139,13 @@ class Walk:
                             " tensors as raw contents"
                         )
                 at += length
-            elif kind == _VARINT:
-                last = at + _MAX_VARINT_BYTES
-                while at < end and data[at] >= 0x80:
-                    at += 1
-                    if at == last:
-                        return True
-                at += 1
-            elif kind == _FIXED64:
+            elif kind == VARINT:
+                _, at = varint(data, at)
+            elif kind == FIXED64:
                 at += 8
-            elif kind == _FIXED32:
+            elif kind == FIXED32:
                 at += 4
-            elif kind not in _GROUP_TAGS:
+            elif kind not in (START_GROUP, END_GROUP):
                 return True
-        self._at, self._ended = at, False
+        self._at = at
         return False
