@@ -113,19 +113,16 @@ class ClientSpans:
     def open(self, method: str, timeout_s: float | None) -> tuple[dict[str, str], Callable[[StatusCode], None]]:
         """Begins the span of the next call; returns the metadata that carry its context, and what ends the span."""
         hook = _hooks.get()
-        span, end = self._begin(method, timeout_s, hook)
+        span, end = self.begin(method, timeout_s, hook)
         carried = carried_headers(trace.set_span_in_context(span))
         if hook is not None and hook.follows:
             carried[LINK] = hook.follows
         return carried, end
 
-    def begin(self, method: str, timeout_s: float | None, hook: ClientSpan) -> None:
-        """Begins the span of a call that is carried by messages of another call; `hook` ends it."""
-        self._begin(method, timeout_s, hook)
-
-    def _begin(
+    def begin(
         self, method: str, timeout_s: float | None, hook: ClientSpan | None
     ) -> tuple[Span, Callable[[StatusCode], None]]:
+        """Begins the span of a call; `hook` can end it too, where messages of another call carry the call."""
         began, attributes = time.monotonic(), attributes_of(name_of(method))
         links = links_to(hook.follows) if hook is not None and hook.follows else ()
         named = attributes | {REQUEST_ID: current_request_id()}

@@ -105,11 +105,17 @@ class HttpExchange:
         return await self.body.read()
 
     async def write(self, body: HttpBody) -> None:
+        """Returns when the bytes are in the connection's buffer."""
         if self._is_reset:
             return
         if not self._has_begun:
             self._send_head(body.content_type)
-        await self._write_bytes(body.data)
+        size = len(body.data)
+        if self._unyielded + size > _AT_ONCE_BYTES or size > self._connection.room(self.stream_id):
+            await self._write_in_pieces(body.data)
+        elif size:
+            self._unyielded += size
+            self._connection.send_data(self.stream_id, body.data)
 
     async def abort(
         self, code: StatusCode, details: str = "", trailing_metadata: Iterable[tuple[str, str]] = ()
@@ -153,15 +159,6 @@ class HttpExchange:
         self._cancel_for(NotReadyError("the service stops"))
 
     # ------------------------------------------------------------------
-
-    async def _write_bytes(self, data: bytes) -> None:
-        """Returns when the bytes are in the connection's buffer."""
-        size = len(data)
-        if self._unyielded + size > _AT_ONCE_BYTES or size > self._connection.room(self.stream_id):
-            await self._write_in_pieces(data)
-        elif size:
-            self._unyielded += size
-            self._connection.send_data(self.stream_id, data)
 
     def _cancel_for(self, error: HeadraceError) -> None:
         if self._task is not None and not self._task.done():

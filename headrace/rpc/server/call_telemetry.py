@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 
 from grpc import StatusCode
 from opentelemetry import context as otel_context
 from opentelemetry import propagate, trace
 from opentelemetry.metrics import Meter
-from opentelemetry.trace import Span, SpanKind, Tracer
+from opentelemetry.trace import SpanKind, Tracer
 
 from headrace.clients import CLIENT
 from headrace.telemetry.identity import (
@@ -90,10 +89,6 @@ class MethodTelemetry:
         }
         self.level = logging.DEBUG if method in _PROBES else logging.INFO
 
-    def begin(self, metadata: Metadata) -> ServerSpan:
-        """A call that begins now, in the task that serves it."""
-        return ServerSpan(self, metadata)
-
     def measure(self, protocol: str, code: StatusCode, duration_s: float, client: str) -> None:
         labels = self._labels[protocol, code]
         if client:
@@ -115,7 +110,11 @@ class ServerSpan:
         parent = propagate.extract(carrier)
         request_id = carrier.get(REQUEST_ID_METADATA, "")
         self._client = carrier.get(CLIENT, "")
-        self._span = self._start(parent, carrier, request_id)
+        attributes = method.span_attributes[self._protocol] | {REQUEST_ID: request_id}
+        if self._client:
+            attributes[CLIENT_NAME] = self._client
+        links = links_to(carrier[LINK]) if LINK in carrier else ()
+        self._span = method.server.tracer.start_span(method.name, parent, SpanKind.SERVER, attributes, links)
         self._is_measured = not is_tracing_suppressed(parent)
         # Never detached: a call runs in a task, and so in a context, of its own.
         otel_context.attach(trace.set_span_in_context(self._span, parent))
@@ -137,11 +136,3 @@ class ServerSpan:
         if self._client:
             named[CLIENT_NAME] = self._client
         log_call(level, named, code, duration_s, current_request_id(), self._span, self._first_message_s)
-
-    def _start(self, parent: otel_context.Context, carrier: Mapping[str, str], request_id: str) -> Span:
-        method = self._method
-        attributes = method.span_attributes[self._protocol] | {REQUEST_ID: request_id}
-        if self._client:
-            attributes[CLIENT_NAME] = self._client
-        links = links_to(carrier[LINK]) if LINK in carrier else ()
-        return method.server.tracer.start_span(method.name, parent, SpanKind.SERVER, attributes, links)

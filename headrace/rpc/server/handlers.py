@@ -97,7 +97,7 @@ class ServedMethod:
         metadata = tuple(context.invocation_metadata() or ())
         if self._telemetry is None:
             return await self._answer(context, metadata, None)
-        observed, code = self._telemetry.begin(metadata), StatusCode.OK
+        observed, code = ServerSpan(self._telemetry, metadata), StatusCode.OK
         try:
             response = await self._answer(context, metadata, observed)
             code = status_of(context.code())

@@ -198,7 +198,11 @@ class Server:
         await self.health.enter_graceful_shutdown()
         ends_at = time.monotonic() + self._drain_s
         for drain in self._at_drain:
-            await self._drain(drain)
+            try:
+                await drain(self._drain_s)
+            except Exception:
+                # The stop goes on, whatever happens.
+                logger.exception("draining failed")
         left_s = max(_LEAST_S, ends_at - time.monotonic())
         stopped = asyncio.create_task(self._stop_calls(left_s))
         # The remaining calls end with the reason, and have the rest of the time to send it.
@@ -215,13 +219,6 @@ class Server:
 
     async def _stop_calls(self, grace_s: float) -> None:
         await asyncio.gather(self.grpc.stop(grace_s), *(other.stop(grace_s) for other, _ in self._others))
-
-    async def _drain(self, drain: Callable[[float], Awaitable[None]]) -> None:
-        try:
-            await drain(self._drain_s)
-        except Exception:
-            # The stop goes on, whatever happens.
-            logger.exception("draining failed")
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
