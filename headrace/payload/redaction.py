@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,8 @@ from typing import Any
 import re2
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from headrace.payload.answer_redaction import Match, replace, replace_all
 from headrace.validation import first_fault
-from headrace_protos.headrace_pb2 import PayloadRecord, PayloadTensor
+from headrace_protos.headrace_pb2 import PayloadChunk, PayloadRecord, PayloadTensor
 
 REDACTED = "[redacted]"
 
@@ -152,10 +152,13 @@ class Redaction:
 
     def _redact_answer(self, record: PayloadRecord) -> None:
         if self._pattern is None:
-            replace_all(record.chunks, REDACTED)
+            replacement = REDACTED
+            for chunk in record.chunks:
+                if chunk.text:
+                    chunk.text, replacement = replacement, ""
+            _clear_ids(record.chunks)
         else:
-            matches = self._pattern.matches("".join(chunk.text for chunk in record.chunks))
-            replace(record.chunks, matches, self._pattern.replace)
+            self._pattern.replace_in_chunks(record.chunks)
         if record.text:
             record.text = self._text(record.text)
 
@@ -172,21 +175,40 @@ class _Pattern:
             raise ValueError(f"{pattern!r} is no pattern of RE2: {_message(error)}") from None
         if self._expression.search(""):
             raise ValueError(f"{pattern!r} matches where there is no text")
-        self.replace = replace
+        self._replace = replace
 
-    def matches(self, text: str) -> list[Match]:
-        """Where the pattern matches, in order."""
-        spans = (Match(*match.span()) for match in self._expression.finditer(text))
-        return [span for span in spans if span.start < span.end]
+    def _matches(self, text: str) -> list[tuple[int, int]]:
+        """Where matches begin and end, in order."""
+        spans = (match.span() for match in self._expression.finditer(text))
+        return [(start, end) for start, end in spans if start < end]
 
     def replaced(self, text: str) -> str:
         """The text with its matches replaced."""
         text = text.encode(errors="replace").decode()  # Escapes of JSON can hold halves of surrogate pairs.
         pieces, at = [], 0
-        for start, end in self.matches(text):
-            pieces += [text[at:start], self.replace]
+        for start, end in self._matches(text):
+            pieces += [text[at:start], self._replace]
             at = end
         return "".join([*pieces, text[at:]])
+
+    def replace_in_chunks(self, chunks: Sequence[PayloadChunk]) -> None:
+        """Replaces the matches in the joined texts of an answer's chunks."""
+        texts = [chunk.text for chunk in chunks]
+        matches, begin, last = deque(self._matches("".join(texts))), 0, 0
+        for number, (chunk, text) in enumerate(zip(chunks, texts, strict=True), 1):
+            end, at, pieces = begin + len(text), begin, []
+            while matches and matches[0][0] < end:
+                match_start, match_end = matches[0]
+                if match_start >= begin:
+                    pieces += [text[at - begin : match_start - begin], self._replace]
+                at, last = min(match_end, end), number
+                if match_end > end:
+                    break  # The match continues in the next text.
+                matches.popleft()
+            if last == number:
+                chunk.text = "".join([*pieces, text[at - begin :]])
+            begin = end
+        _clear_ids(chunks[:last])
 
 
 def _field_and_names(path: str) -> tuple[str, list[str]]:
@@ -268,6 +290,12 @@ def _keep(tensor: PayloadTensor, values: dict[str, Any]) -> None:
             tensor.ClearField(name)  # type: ignore[arg-type]  # The name is one of its fields.
         elif values[name] != getattr(tensor, name):
             setattr(tensor, name, values[name])
+
+
+def _clear_ids(chunks: Sequence[PayloadChunk]) -> None:
+    for chunk in chunks:
+        chunk.ClearField("token_ids")
+        chunk.ClearField("logprobs")
 
 
 def _json(value: Any) -> str:

@@ -28,7 +28,6 @@ HEADRACE = (
     ("headrace.rpc.http2",),
     ("headrace.oip",),
     ("headrace.processor", "headrace.python_tensors", "headrace.step_messages"),
-    ("headrace.payload.answer_redaction",),
     ("headrace.payload.redaction",),
     (
         "headrace.payload.drops",
