@@ -64,7 +64,8 @@ class FrameConnection(asyncio.Protocol):
 
     def __init__(self, receive: Callable[[bytes], None], drained: Callable[[], None] | None = None) -> None:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.ended.add_done_callback(_mark_retrieved)
+        # A connection whose owner has gone has no reader of its error, which asyncio would report.
+        self.ended.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         self.received = 0  # Messages.
         self.receive = receive
         self._drained = drained
@@ -148,9 +149,3 @@ class FrameConnection(asyncio.Protocol):
             self.ended.set_exception(failure)
         else:
             self.ended.set_result(None)
-
-
-def _mark_retrieved(ended: asyncio.Future[None]) -> None:
-    """A connection whose owner has gone has no reader of its error, which asyncio would report."""
-    if not ended.cancelled():
-        ended.exception()

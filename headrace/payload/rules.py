@@ -111,7 +111,9 @@ def parse_modes(text: str) -> Modes:
     models: dict[str, Mode] = {}
     for item in filter(None, map(str.strip, text.split(","))):
         name, equals, word = (part.strip() for part in item.rpartition("="))
-        mode = _mode(word)
+        if word not in tuple(Mode):
+            raise ValueError(f"{word!r} is no mode; there are {', '.join(Mode)}")
+        mode = Mode(word)
         if not equals:
             if default is not None:
                 raise ValueError(f"two modes for all models, {default.value} and {word}; write model={word} for one")
@@ -136,13 +138,6 @@ def parse_metadata(text: str) -> frozenset[str]:
         if name.endswith("-bin"):
             raise ValueError(f"{name} is binary metadata, which is not recorded")
     return names
-
-
-def _mode(word: str) -> Mode:
-    try:
-        return Mode(word)
-    except ValueError:
-        raise ValueError(f"{word!r} is no mode; there are {', '.join(Mode)}") from None
 
 
 def _fraction(request_id: str) -> float:

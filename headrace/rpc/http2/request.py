@@ -42,7 +42,7 @@ def read_head(headers: Iterable[tuple[bytes, bytes]]) -> RequestHead:
         elif name == ":method":
             verb = value
         elif name == _TIMEOUT:
-            timeout_s = _seconds(value)
+            timeout_s = seconds_of(value)
         elif not name.startswith(":") and name not in _NOT_METADATA:
             metadata.append((name, value))
     return RequestHead(verb, path, tuple(metadata), timeout_s)
@@ -101,8 +101,8 @@ class RequestBody:
             self._reader.set_result(None)
 
 
-def _seconds(grpc_timeout: str) -> float | None:
-    """gRPC's header, digits and a unit; None where it is neither."""
+def seconds_of(grpc_timeout: str) -> float | None:
+    """The value of gRPC's header, digits and a unit; None where it is neither."""
     digits, unit = grpc_timeout[:-1], grpc_timeout[-1:]
     if unit not in _UNIT_S or not (digits.isascii() and digits.isdecimal() and len(digits) <= _MAX_DIGITS):
         return None

@@ -32,6 +32,7 @@ from opentelemetry.proto.resource.v1 import resource_pb2
 
 from headrace.payload.records import as_uuid7, next_id
 from headrace.rpc import Context
+from headrace.rpc.http2.request import seconds_of
 from headrace_logger.store.store import Store
 from headrace_logger.tails import Tails
 from headrace_protos.headrace_pb2 import GatewayCall, PayloadRecord
@@ -76,7 +77,6 @@ _BROKE = {"UC", "UR", "UF", "UPE"}
 _NOT_REACHED = {"UF", "UH"}
 # The clusters whose services record requests, and their hops.
 _RECORDERS = {"transformer": "transformer", "transformer_http": "transformer", "direct": "predictor"}
-_UNIT_MS = {"H": 3_600_000, "M": 60_000, "S": 1_000, "m": 1, "u": 1e-3, "n": 1e-6}
 # The gateway notices an expired deadline of the caller up to this much early.
 _DEADLINE_MARGIN_MS = 10
 
@@ -179,7 +179,8 @@ def _status(values: _Values, flags: set[str], gateway: GatewayCall) -> str:
     """The gRPC status name, for any protocol of the caller."""
     if flags & _LEFT:
         # In Envoy's flags an expired deadline of the caller looks like a cancellation.
-        late = gateway.duration_ms + _DEADLINE_MARGIN_MS >= _milliseconds(values.get("grpc_timeout", ""))
+        timeout_s = seconds_of(values.get("grpc_timeout", ""))
+        late = timeout_s is not None and gateway.duration_ms + _DEADLINE_MARGIN_MS >= 1000 * timeout_s
         return "DEADLINE_EXCEEDED" if late else "CANCELLED"
     if _is_grpc(values) and not flags & _BROKE:
         return _NAMES.get(_number(values, "grpc_status", 2), "UNKNOWN")
@@ -210,19 +211,9 @@ def _is_grpc(values: _Values) -> bool:
     return values.get("content_type", "").startswith("application/grpc") and not is_transcoded
 
 
-def _milliseconds(grpc_timeout: str) -> float:
-    """Parses gRPC's timeout header, digits and a unit; infinity if it is missing or unreadable."""
-    digits, unit = grpc_timeout[:-1], grpc_timeout[-1:]
-    return int(digits) * _UNIT_MS[unit] if _is_number(digits) and unit in _UNIT_MS else float("inf")
-
-
 def _number(values: _Values, name: str, default: int = 0) -> int:
     text = values.get(name, "")
-    return int(text) if _is_number(text) else default
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS else default
 
 
 def _with_bytes_for_strings() -> Any:

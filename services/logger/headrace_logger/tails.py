@@ -19,6 +19,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from typing import Any
 
 from headrace.errors import HeadraceError, NotReadyError, OverloadedError
@@ -42,14 +43,11 @@ class Shown:
     def __init__(self, record: PayloadRecord) -> None:
         self.record = record
         self.size = record.ByteSize()
-        self._columns: Mapping[str, Any] | None = None
         self._serialized: bytes | None = None
 
-    @property
+    @cached_property
     def columns(self) -> Mapping[str, Any]:
-        if self._columns is None:
-            self._columns = columns_of(self.record)
-        return self._columns
+        return columns_of(self.record)
 
     async def serialized(self) -> bytes:
         """The record's bytes on the wire."""
@@ -78,7 +76,12 @@ class OpenTail:
         while self._error is None:
             shown = self._tails.at(self._place)
             if shown is None:
-                await self._wait()
+                self._changed.clear()
+                self.is_waiting = True
+                try:
+                    await self._changed.wait()
+                finally:
+                    self.is_waiting = False
                 continue
             self._place += 1
             if self._filters.passes(shown.record, shown.columns):
@@ -88,14 +91,6 @@ class OpenTail:
             if looked_at % _TURN == 0:
                 await asyncio.sleep(0)
         raise self._error
-
-    async def _wait(self) -> None:
-        self._changed.clear()
-        self.is_waiting = True
-        try:
-            await self._changed.wait()
-        finally:
-            self.is_waiting = False
 
     def wake(self) -> None:
         """Notifies the tail of new records."""

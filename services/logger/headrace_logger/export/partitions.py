@@ -54,7 +54,8 @@ def export_hours(database: Location, output: str, since: datetime | None, now: d
         final = snapshot.final_position()
         for hour in snapshot.hours():
             below = f"{datetime.fromtimestamp(hour * 3600, UTC):date=%Y-%m-%d/hour=%H}"
-            exported = _exported(folder, below)
+            found = (_NAME.fullmatch(name) for name in folder.names(below))
+            exported = max((int(name[1]) for name in found if name), default=0)
             if exported > snapshot.last_ever:
                 raise StartupError(
                     f"--output {shown(output)}: it has records that {name_of(database)} never had: name another folder"
@@ -75,12 +76,6 @@ def _filters(since: datetime | None, now: datetime) -> Filters:
 
 def _hour_of(time: datetime) -> datetime:
     return time.replace(minute=0, second=0, microsecond=0)
-
-
-def _exported(folder: Folder, below: str) -> int:
-    """The position up to which the log was read for the files of an hour."""
-    found = (_NAME.fullmatch(name) for name in folder.names(below))
-    return max((int(name[1]) for name in found if name), default=0)
 
 
 def _write(snapshot: Snapshot, part: Part, folder: Folder, below: str) -> int:

@@ -163,7 +163,7 @@ class PostgresqlDatabase(Database):
                 self._reading.dispose()
                 return work()
         except DBAPIError as error:
-            self._fail(_description_of(error), is_away=error.connection_invalidated or not _has_code(error))
+            self._fail(_description_of(error), is_away=error.connection_invalidated or _code_of(error) is None)
             raise NotReadyError("the payload store does not answer") from error
         except (StartupError, UnreachableError) as error:
             self._fail(str(error), is_away=True)
@@ -185,8 +185,8 @@ class PostgresqlDatabase(Database):
             logger.error("the payload store does not answer; trying again: %s", description)
 
 
-def _has_code(error: DBAPIError) -> bool:
-    return getattr(error.orig, "sqlstate", None) is not None
+def _code_of(error: DBAPIError) -> str | None:
+    return getattr(error.orig, "sqlstate", None)
 
 
 def _holds(session: sql.Connection) -> bool:
@@ -287,7 +287,7 @@ def _description_of(error: DBAPIError) -> str:
 
 def _error_of(error: DBAPIError, url: sql.URL) -> StartupError | UnreachableError:
     text = f"LOGGER_DATABASE_URL={_shown(url)}: {_description_of(error)}"
-    code = getattr(error.orig, "sqlstate", None)
+    code = _code_of(error)
     is_permanent = code is not None and not code.startswith(_PASSING)
     if is_permanent or (code is None and any(reason in text for reason in _REFUSED)):
         return StartupError(text)
