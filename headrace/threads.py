@@ -91,21 +91,14 @@ class FairThreads:
 
 async def run_in_daemon_thread(name: str, work: Callable[[], T]) -> T:
     """Runs `work` on a thread that does not hold up the process's end: a download can take minutes."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def report(outcome: Callable[[], None]) -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(lambda: None if done.done() else outcome())
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()  # A cancellation of the wait leaves it alone.
 
     def run() -> None:
         try:
-            result = work()
-        except BaseException as error:
-            failure = error
-            report(lambda: done.set_exception(failure))
-        else:
-            report(lambda: done.set_result(result))
+            done.set_result(work())
+        except BaseException as error:  # Whoever waits for it has it.
+            done.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()
-    return await done
+    return await asyncio.wrap_future(done)

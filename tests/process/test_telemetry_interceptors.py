@@ -3,6 +3,7 @@ likewise."""
 
 import asyncio
 from contextlib import asynccontextmanager, nullcontext
+from functools import partial
 
 import grpc
 import pytest
@@ -15,7 +16,7 @@ from opentelemetry.trace import StatusCode as SpanStatus
 
 from headrace.errors import DeadlineError, InvalidRequestError, RequestFailedError
 from headrace.rpc.client.channel import UnaryMethod, open_channel, open_plain_channel
-from headrace.rpc.client.interceptors import ClientSpan, ClientSpans, telemetry_client_interceptors
+from headrace.rpc.client.interceptors import ClientSpan, ClientSpans, client_interceptors
 from headrace.rpc.server.call_telemetry import ServerTelemetry
 from headrace.rpc.server.handlers import Interceptor
 from headrace.telemetry.identity import current_request_id, set_request_id, trace_id_of
@@ -137,8 +138,8 @@ async def bench(monkeypatch):
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     tracer, measured = provider.get_tracer("test"), Measured()
-    client = telemetry_client_interceptors(tracer, measured.meter)
-    monkeypatch.setattr("headrace.rpc.client.channel.telemetry_client_interceptors", lambda: client)
+    observed = partial(client_interceptors, tracer=tracer, meter=measured.meter)
+    monkeypatch.setattr("headrace.rpc.client.channel.client_interceptors", observed)
     methods = Methods()
     async with (
         served(methods, tracer, measured.meter) as (_, target),

@@ -10,7 +10,7 @@ from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.errors import HeadraceError, from_rpc_error
-from headrace.rpc.client.interceptors import ClientSpans, error_client_interceptors, telemetry_client_interceptors
+from headrace.rpc.client.interceptors import ClientSpans, client_interceptors
 from headrace.rpc.limits.byte_budget import MESSAGE_OPTIONS
 from headrace.telemetry.identity import carried_headers
 from headrace.telemetry.rpc import is_tracing_suppressed
@@ -45,9 +45,7 @@ def open_plain_channel(target: str) -> grpc.aio.Channel:
 
 def open_channel(target: str, hop: str) -> grpc.aio.Channel:
     """A channel to `target` (host:port) whose failed calls raise `HeadraceError` signed `hop`."""
-    # The first interceptor is the outermost: spans see the status before it is translated.
-    interceptors = (*error_client_interceptors(hop), *telemetry_client_interceptors())
-    return grpc.aio.insecure_channel(target, options=channel_options(), interceptors=interceptors)
+    return grpc.aio.insecure_channel(target, options=channel_options(), interceptors=client_interceptors(hop))
 
 
 class UnaryMethod:

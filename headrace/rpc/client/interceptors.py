@@ -161,19 +161,14 @@ class _StreamStream(_Interceptor, grpc.aio.StreamStreamClientInterceptor):
         return await self._intercept(continuation, client_call_details, request_iterator)
 
 
-def telemetry_client_interceptors(
-    tracer: Tracer | None = None, meter: Meter | None = None
+def client_interceptors(
+    hop: str, tracer: Tracer | None = None, meter: Meter | None = None
 ) -> Sequence[grpc.aio.ClientInterceptor]:
-    """Interceptors that open a client span around each call and send its context along."""
-    one, many = ClientSpans(tracer, meter, streams=False).call, ClientSpans(tracer, meter, streams=True).call
-    return (_UnaryUnary(one), _UnaryStream(many), _StreamStream(many))
-
-
-def error_client_interceptors(hop: str) -> Sequence[grpc.aio.ClientInterceptor]:
-    """Interceptors for a channel to `hop`: its calls raise `HeadraceError`."""
+    """Interceptors for a channel to `hop`: a span around each call, which goes along, and errors as `HeadraceError`."""
+    of_one, of_many = ClientSpans(tracer, meter, streams=False), ClientSpans(tracer, meter, streams=True)
 
     async def one(continuation: Any, details: Any, request: Any) -> Any:
-        call = await continuation(details, request)
+        call = await of_one.call(continuation, details, request)
         try:
             # Not `call.code()`: a caller that is cancelled while it waits must cancel the call as well.
             await call
@@ -182,7 +177,7 @@ def error_client_interceptors(hop: str) -> Sequence[grpc.aio.ClientInterceptor]:
         return call  # Its response can be awaited again.
 
     async def many(continuation: Any, details: Any, request: Any) -> Any:
-        return _translated(await continuation(details, request), hop)
+        return _translated(await of_many.call(continuation, details, request), hop)
 
     return (_UnaryUnary(one), _UnaryStream(many), _StreamStream(many))
 

@@ -40,6 +40,7 @@ metadata = sql.MetaData()
 _TEXT = sql.String().with_variant(sql.Text(collation="C"), "postgresql")
 # SQLite numbers only columns of exactly this type.
 _NUMBER = sql.BigInteger().with_variant(sql.Integer(), "sqlite")
+_INDEXED = ("model", "request_id", "trace_id", "client", "status", "finish_reason")  # Columns of records.
 
 
 schema_version = sql.Table("schema_version", metadata, sql.Column("version", sql.Integer, nullable=False))
@@ -49,12 +50,7 @@ records = sql.Table(
     sql.Column("position", _NUMBER, primary_key=True),
     sql.Column("record_id", _TEXT, nullable=False, unique=True),
     sql.Column("time_us", sql.BigInteger, nullable=False),
-    sql.Column("model", _TEXT, nullable=False),
-    sql.Column("request_id", _TEXT, nullable=False),
-    sql.Column("trace_id", _TEXT, nullable=False),
-    sql.Column("client", _TEXT, nullable=False),
-    sql.Column("status", _TEXT, nullable=False),
-    sql.Column("finish_reason", _TEXT, nullable=False),
+    *(sql.Column(name, _TEXT, nullable=False) for name in _INDEXED),
     sql.Column("duration_ms", sql.Double),
     sql.Column("duration_class", sql.Integer),
     sql.Column("ttft_ms", sql.Double),
@@ -64,10 +60,7 @@ records = sql.Table(
     # Whether the request was refused, or left by its caller, before any output.
     sql.Column("refused", sql.Boolean, nullable=False),
     sql.Column("body", sql.LargeBinary, nullable=False),
-    *(
-        sql.Index(f"records_by_{name}", name, "time_us")
-        for name in ("model", "request_id", "trace_id", "client", "status", "finish_reason")
-    ),
+    *(sql.Index(f"records_by_{name}", name, "time_us") for name in _INDEXED),
     # For scans of the newest records: it contains every column that they compare.
     sql.Index("records_by_time", "time_us", "position", "duration_ms", "ttft_ms"),
     sql.Index("records_by_duration", "duration_class"),
