@@ -90,7 +90,10 @@ def _constraint(given: dict[str, Any]) -> Constraint:
     if kind in _TEXTS and isinstance(value, str) and len(value) > MAX_BYTES:
         raise _too_large()
     if kind == "json":
-        return Constraint(kind, _schema(value), disable)
+        schema = _parsed(value) if isinstance(value, str) else value
+        if not isinstance(schema, (dict, bool)):
+            raise ValueError("json must be a JSON schema, as an object or its text")
+        return Constraint(kind, enforceable(schema), disable)
     if kind == "json_object" and value is not True:
         raise ValueError("json_object must be true or false")
     if kind in ("regex", "grammar") and not (isinstance(value, str) and value):
@@ -98,13 +101,6 @@ def _constraint(given: dict[str, Any]) -> Constraint:
     if kind == "choice":
         return Constraint(kind, _choices(value), disable)
     return Constraint(kind, value, disable)
-
-
-def _schema(value: Any) -> dict[str, Any]:
-    schema = _parsed(value) if isinstance(value, str) else value
-    if not isinstance(schema, (dict, bool)):
-        raise ValueError("json must be a JSON schema, as an object or its text")
-    return enforceable(schema)
 
 
 def _choices(value: Any) -> list[str]:

@@ -89,7 +89,9 @@ def fetch_listed(location: str, patterns: Sequence[str], resolve: Callable[[], L
         if not chosen:
             raise StartupError(f"{location} has no file of a model")
         _fetch_files(folder, [file for file in listing.files if file.name in chosen], show)
-        _keep(place, {"location": location, "digest": listing.digest, "names": names})
+        unfinished = place / f"{LISTING}.{os.getpid()}-{threading.get_ident()}"
+        unfinished.write_text(json.dumps({"location": location, "digest": listing.digest, "names": names}))
+        unfinished.replace(place / LISTING)
         return _model_folder(folder)
     except ConnectionError as error:
         raise StartupFault(
@@ -193,12 +195,6 @@ def _chosen(names: Sequence[str], patterns: Sequence[str]) -> Iterator[str]:
     for name in names:
         if name.startswith(".") or [name] == models or any(fnmatchcase(name, pattern) for pattern in patterns):
             yield name
-
-
-def _keep(place: Path, listing: dict[str, object]) -> None:
-    unfinished = place / f"{LISTING}.{os.getpid()}-{threading.get_ident()}"
-    unfinished.write_text(json.dumps(listing))
-    unfinished.replace(place / LISTING)
 
 
 def _earlier(place: Path, patterns: Sequence[str]) -> Path | None:

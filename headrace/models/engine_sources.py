@@ -96,6 +96,10 @@ class _Stated(BaseModel):
     kind: str = ""
     max_running: int | None = None
 
+    def source(self, name: str) -> EngineSource:
+        addresses = tuple(address.rstrip("/") for address in self.addresses)
+        return EngineSource(name, addresses, self.model, self.tokenizer, self.key_file, self.kind, self.max_running)
+
 
 def read_engines(path: Path) -> tuple[EngineSource, ...]:
     """The engines of a file; raises StartupError."""
@@ -103,16 +107,9 @@ def read_engines(path: Path) -> tuple[EngineSource, ...]:
         stated: Any = yaml.safe_load(path.read_text()) or {}
         if not isinstance(stated, Mapping):
             raise ValueError("must be an object of models")
-        return tuple(_of(str(name), _Stated.model_validate(value)) for name, value in stated.items())
+        return tuple(_Stated.model_validate(value).source(str(name)) for name, value in stated.items())
     except ValidationError as error:
         place, message = first_fault(error)
         raise StartupError(f"{path}: {'.'.join(map(str, place))}: {message}") from None
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise StartupError(f"{path}: {error}") from error
-
-
-def _of(name: str, stated: _Stated) -> EngineSource:
-    addresses = tuple(address.rstrip("/") for address in stated.addresses)
-    return EngineSource(
-        name, addresses, stated.model, stated.tokenizer, stated.key_file, stated.kind, stated.max_running
-    )

@@ -46,20 +46,14 @@ def _load_with_names(data: bytes | memoryview, refused: orjson.JSONDecodeError) 
     if _NON_FINITE.search(data):
         try:
             values = json.loads(bytes(data))
-            if _SURROGATE.search(data):
-                _refuse_surrogates(values)
+            if _SURROGATE.search(data):  # orjson refuses strings that are not UTF-8, Python's parser does not.
+                json.dumps(values, ensure_ascii=False).encode()
             return values
+        except UnicodeEncodeError:
+            raise InvalidRequestError("the body is not JSON: a string has half of a surrogate pair") from None
         except (ValueError, RecursionError):
             pass  # The message of orjson is better.
     raise InvalidRequestError(f"the body is not JSON: {refused}") from None
-
-
-def _refuse_surrogates(values: Any) -> None:
-    """Raises InvalidRequestError where a string is not UTF-8; orjson refuses them, Python's parser does not."""
-    try:
-        json.dumps(values, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise InvalidRequestError("the body is not JSON: a string has half of a surrogate pair") from None
 
 
 def dump_array(array: Array) -> bytes:

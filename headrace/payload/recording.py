@@ -172,7 +172,10 @@ class Recording:
             usage = Usage(prompt_tokens=self.prompt_tokens, completion_tokens=self.completion_tokens)
         duration_ms = (time.monotonic() - self._arrived) * 1000
         try:
-            outputs, prompt_ids = self._within_memory(outputs), self._kept_ids()
+            outputs, prompt_ids = self._without_large(outputs), self.prompt_ids if self._keeps_request else ()
+            # The record matters more than its contents: those for which there is no room are left out.
+            outputs = outputs if self._has_room(size_of(outputs)) else ()
+            prompt_ids = prompt_ids if self._has_room(TOKEN_BYTES * len(prompt_ids)) else ()
             cost = PART_BYTES + len(text or "") + size_of(outputs) + TOKEN_BYTES * len(prompt_ids)
         except Exception:
             self._miss(FAILED, exc_info=True)
@@ -253,22 +256,12 @@ class Recording:
     def _is_settled(self) -> bool:
         return self._record is not None and self._record.is_settled
 
-    def _within_memory(self, tensors: Tensors) -> Tensors:
-        """The tensors that are kept; none if there is no room for them: the record matters more."""
-        tensors = self._without_large(tensors)
-        if not tensors or self._writer.has_room(size_of(tensors)):
-            return tensors
+    def _has_room(self, cost: int) -> bool:
+        """Whether there is memory for some contents of the end; counts them as dropped if there is none."""
+        if not cost or self._writer.has_room(cost):
+            return True
         self._miss(MEMORY)
-        return ()
-
-    def _kept_ids(self) -> Sequence[int]:
-        """The prompt's ids; none if there is no room for them."""
-        if not self._keeps_request or len(self.prompt_ids) == 0:
-            return ()
-        if self._writer.has_room(TOKEN_BYTES * len(self.prompt_ids)):
-            return self.prompt_ids
-        self._miss(MEMORY)
-        return ()
+        return False
 
     def _without_large(self, tensors: Tensors) -> Tensors:
         """The tensors without the contents that the writer would not read."""

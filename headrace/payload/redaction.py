@@ -89,7 +89,9 @@ class Redaction:
                 record.parameters = self._parameters(record.parameters)
                 record.sampling = self._parameters(record.sampling)
             elif field == "metadata":
-                self._redact_metadata(record)
+                kept = _changed_at(dict(record.metadata), self._names, self._value)
+                record.metadata.clear()
+                record.metadata.update(kept or {})
             elif field in _TENSORS:
                 self._redact_tensors(getattr(record, field))
             elif text := getattr(record, field):
@@ -129,12 +131,6 @@ class Redaction:
             return _json(_changed_at(values, self._names, self._value))
         except (ValueError, RecursionError):
             return _json(REDACTED)
-
-    def _redact_metadata(self, record: PayloadRecord) -> None:
-        values = dict(record.metadata)
-        kept = _changed_at(values, self._names, self._value)
-        record.metadata.clear()
-        record.metadata.update(kept or {})
 
     def _redact_tensors(self, tensors: Any) -> None:
         if self._field is None or not tensors:

@@ -90,8 +90,11 @@ class PayloadRules:
     def mode(self, model: str, request_id: str, client: str = "") -> Mode:
         """The mode of a request; if it is not sampled, METADATA for a named client, else OFF."""
         mode = self.models.get(model, self.default)
-        if mode is not Mode.OFF and self.sample < 1.0 and _fraction(request_id) >= self.sample:
-            return Mode.METADATA if client else Mode.OFF
+        if mode is not Mode.OFF and self.sample < 1.0:
+            # The same for an id in every process.
+            digest = hashlib.blake2b(request_id.encode(errors="replace"), digest_size=6).digest()
+            if int.from_bytes(digest, "big") / 2**48 >= self.sample:
+                return Mode.METADATA if client else Mode.OFF
         return mode
 
     @property
@@ -138,9 +141,3 @@ def parse_metadata(text: str) -> frozenset[str]:
         if name.endswith("-bin"):
             raise ValueError(f"{name} is binary metadata, which is not recorded")
     return names
-
-
-def _fraction(request_id: str) -> float:
-    """A number in [0, 1) that is the same for an id in every process."""
-    digest = hashlib.blake2b(request_id.encode(errors="replace"), digest_size=6).digest()
-    return int.from_bytes(digest, "big") / 2**48

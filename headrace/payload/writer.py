@@ -183,16 +183,13 @@ class PayloadWriter:
             self._puts.popleft()
             done.append(write)
         if done and self._fsync:
-            self._sync(outbox)
+            try:
+                outbox.sync()
+            except OSError as error:
+                self._drops.warn("write", "the spool %s cannot be written: %s", outbox.source, error.strerror)
         for write in done:
             self._settle(write.record)
             self._done_bytes += write.cost
-
-    def _sync(self, outbox: Outbox) -> None:
-        try:
-            outbox.sync()
-        except OSError as error:
-            self._drops.warn("write", "the spool %s cannot be written: %s", outbox.source, error.strerror)
 
     def _settle(self, record: OpenRecord) -> None:
         if record.is_settled:

@@ -120,7 +120,11 @@ class ServedMethod:
                 if self._takes_stream:
                     request: Any = RequestStream(context, self._reading, call)
                 else:
-                    request = await self._only_request(context, call)
+                    raw: Any = await call.receive(context.read())
+                    if raw is grpc.aio.EOF:
+                        raise InvalidRequestError("the call carries no message")
+                    call.begin()
+                    request = await self._reading.only(raw, call)
                 if self._yields:
                     await self._write_all(request, context, observed, call)
                     return None
@@ -140,13 +144,6 @@ class ServedMethod:
         except Exception:
             logger.exception("%s failed", self._method)
             await self._abort(context, RequestFailedError("internal error"), call)
-
-    async def _only_request(self, context: Context, call: AdmittedCall) -> Any:
-        raw: Any = await call.receive(context.read())
-        if raw is grpc.aio.EOF:
-            raise InvalidRequestError("the call carries no message")
-        call.begin()
-        return await self._reading.only(raw, call)
 
     async def _write_all(self, request: Any, context: Context, observed: ServerSpan | None, call: AdmittedCall) -> None:
         """Writes the responses. Left to grpc, a call cancelled during a write would leave the generator open until the

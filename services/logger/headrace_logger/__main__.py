@@ -33,7 +33,10 @@ async def serve(settings: LoggerSettings) -> None:
     server = Server("logger", settings, [PAYLOAD_LOG])
     store = Store(settings.database_url or settings.database, settings.fsync)
     server.at_stop(store.close)
-    tails = _tails(server, store)
+    tails = Tails()
+    if store.is_shared:
+        tails = shared = SharedTails()
+        server.own("following of other loggers", shared.follow(store))
     ingest = PayloadIngestServicer(store, tails, server.stopping)
     PayloadLogServicer(store, tails).add_to(server.grpc)
     headrace_pb2_grpc.add_PayloadIngestServicer_to_server(ingest, server.grpc)
@@ -48,14 +51,6 @@ async def serve(settings: LoggerSettings) -> None:
     server.own("retention", retention.run())
     server.own("end of tails", _end_tails(server, tails))
     await server.run()
-
-
-def _tails(server: Server, store: Store) -> Tails:
-    if not store.is_shared:
-        return Tails()
-    tails = SharedTails()
-    server.own("following of other loggers", tails.follow(store))
-    return tails
 
 
 async def _report_health(server: Server, store: Store, refused: str | None = None) -> str | None:

@@ -54,7 +54,12 @@ def backup(database: Path, file: Path, progress: Progress | None = None) -> int:
         source.backup(target, pages=_PAGES, progress=progress)
         _check_integrity(file, target)
         count = _count(target)
-    _write_through(file.parent)
+    # The new name survives a power failure too.
+    folder = os.open(file.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
     return count
 
 
@@ -150,15 +155,6 @@ def _errors_of(path: Path) -> Iterator[None]:
         if getattr(error, "sqlite_errorcode", 0) & _PRIMARY_CODE in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             raise StartupError(f"{path} is in use: stop its logger, and all others that read it") from None
         raise StartupError(f"{path}: {error}") from None
-
-
-def _write_through(folder: Path) -> None:
-    """Makes a new name survive a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _run(command: str, options: argparse.Namespace) -> str:

@@ -27,10 +27,10 @@ from headrace.errors import StartupError
 from headrace.files import private_file
 from headrace_logger.command import database_of, run_command
 from headrace_logger.export.shapes import SHAPES, write_lines
-from headrace_logger.export.snapshot import Snapshot, batches
+from headrace_logger.export.snapshot import Snapshot, batches, filters_of
 from headrace_logger.store.filters import Filters
 from headrace_logger.store.opening import Location
-from headrace_protos.headrace_pb2 import PayloadRecord, QueryPayloadsRequest
+from headrace_protos.headrace_pb2 import PayloadRecord
 
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
@@ -85,7 +85,8 @@ def _run(options: argparse.Namespace) -> str:
         from headrace_logger.export.partitions import export_hours
 
         return export_hours(database, options.output, options.since, datetime.now(UTC))
-    count, left_out = export(database, options.format, options.output, _filters(options))
+    filters = filters_of(options.since, options.until, options.model)
+    count, left_out = export(database, options.format, options.output, filters)
     lines = [f"{count} records"]
     lines += [f"left out {number}: {reason}" for reason, number in left_out.most_common()]
     return "\n".join(lines)
@@ -120,17 +121,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     if options.partition and (options.format != "parquet" or options.until or options.model or options.output == "-"):
         parser.error("--partition goes with --format parquet, a folder as --output, and no filter but --since")
     return options
-
-
-def _filters(options: argparse.Namespace) -> Filters:
-    request = QueryPayloadsRequest()
-    if options.model is not None:
-        request.model = options.model
-    if options.since:
-        request.since.FromDatetime(options.since)
-    if options.until:
-        request.until.FromDatetime(options.until)
-    return Filters(request)
 
 
 @contextmanager

@@ -34,10 +34,8 @@ from pyarrow import fs
 from headrace.errors import StartupError
 from headrace.files import private_file
 from headrace_logger.export.parquet import write_parquet
-from headrace_logger.export.snapshot import Part, Snapshot, batches
-from headrace_logger.store.filters import Filters
+from headrace_logger.export.snapshot import Part, Snapshot, batches, filters_of
 from headrace_logger.store.opening import Location, name_of
-from headrace_protos.headrace_pb2 import QueryPayloadsRequest
 
 _SETTLED = timedelta(minutes=1)  # After its end an hour is over: the gateway's lines of its last calls have come.
 _PIECE_BYTES = 8 * 1024 * 1024
@@ -50,7 +48,8 @@ def export_hours(database: Location, output: str, since: datetime | None, now: d
     `since` is rounded down to a whole hour.
     """
     records = files = 0
-    with closing(Snapshot(database, _filters(since, now))) as snapshot, open_folder(output) as folder:
+    filters = filters_of(since and _hour_of(since), _hour_of(now - _SETTLED))
+    with closing(Snapshot(database, filters)) as snapshot, open_folder(output) as folder:
         final = snapshot.final_position()
         for hour in snapshot.hours():
             below = f"{datetime.fromtimestamp(hour * 3600, UTC):date=%Y-%m-%d/hour=%H}"
@@ -64,14 +63,6 @@ def export_hours(database: Location, output: str, since: datetime | None, now: d
             records += count
             files += bool(count)
     return f"{records} records in {files} new files"
-
-
-def _filters(since: datetime | None, now: datetime) -> Filters:
-    request = QueryPayloadsRequest()
-    if since is not None:
-        request.since.FromDatetime(_hour_of(since))
-    request.until.FromDatetime(_hour_of(now - _SETTLED))
-    return Filters(request)
 
 
 def _hour_of(time: datetime) -> datetime:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import sqlalchemy as sql
@@ -28,7 +29,7 @@ from headrace_logger.store.filters import Filters
 from headrace_logger.store.opening import Location, name_of, open_for_export
 from headrace_logger.store.shares import SIZE
 from headrace_logger.store.tables import OF_CALL_FOR_NOW, calls, now_us, records
-from headrace_protos.headrace_pb2 import PayloadRecord
+from headrace_protos.headrace_pb2 import PayloadRecord, QueryPayloadsRequest
 
 _ROWS = 500
 _BYTES = 4 * 1024 * 1024
@@ -123,6 +124,12 @@ class Snapshot:
                 yield connection
         except DatabaseError as error:
             raise StartupError(f"{name_of(self._database)}: {' '.join(str(error.orig).split())}") from None
+
+
+def filters_of(since: datetime | None, until: datetime | None, model: str | None = None) -> Filters:
+    """The filters of an export; None is no bound."""
+    bounds: dict[str, Any] = {"since": since, "until": until, "model": model}
+    return Filters(QueryPayloadsRequest(**bounds))
 
 
 def batches(records: Iterable[PayloadRecord]) -> Iterator[list[PayloadRecord]]:

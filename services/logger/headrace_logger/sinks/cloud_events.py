@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import Any
 from urllib.parse import quote
@@ -63,7 +64,9 @@ class CloudEventsSink(HttpSink):
             events.append(self._event(record, REQUEST_TYPE, "request", values["time"], data))
         if has_response or not has_request:
             data = {name: values[name] for name in (*_BOTH, *_RESPONSE)}
-            end = _later(values["time"], record.duration_ms)
+            end = values["time"]
+            with suppress(OverflowError, ValueError):
+                end = end and end + timedelta(milliseconds=record.duration_ms)
             events.append(self._event(record, RESPONSE_TYPE, "response", end, data))
         return events
 
@@ -96,13 +99,6 @@ def _parsed(parameters: str) -> Any:
     except orjson.JSONDecodeError:
         return parameters
     return orjson.Fragment(parameters)
-
-
-def _later(time: datetime | None, duration_ms: float) -> datetime | None:
-    try:
-        return time and time + timedelta(milliseconds=duration_ms)
-    except (OverflowError, ValueError):
-        return time
 
 
 def _traceparent(record: PayloadRecord) -> str:

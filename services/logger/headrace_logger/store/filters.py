@@ -43,7 +43,11 @@ class Filters:
     def __init__(self, request: QueryPayloadsRequest | TailPayloadsRequest) -> None:
         self.text = request.text_contains
         self._comparisons = [
-            (*_COMPARISONS[field.name], _ceil_us(value) if isinstance(value, Timestamp) else value)
+            # Rounded up, because records have whole microseconds.
+            (
+                *_COMPARISONS[field.name],
+                _microseconds(value, rounds=math.ceil) if isinstance(value, Timestamp) else value,
+            )
             for field, value in request.ListFields()
             if field.name in _COMPARISONS
         ]
@@ -79,7 +83,7 @@ def columns_of(record: PayloadRecord) -> dict[str, Any]:
     ttft_ms = record.ttft_ms if record.HasField("ttft_ms") and not math.isnan(record.ttft_ms) else None
     return {
         "record_id": record.record_id,
-        "time_us": _microseconds(record.time, record.time.nanos // 1_000),
+        "time_us": _microseconds(record.time, rounds=math.floor),
         "model": record.model,
         "request_id": record.request_id,
         "trace_id": record.trace_id,
@@ -100,11 +104,6 @@ def class_of(ms: float) -> int:
     return math.floor(4 * math.log2(min(max(_SHORTEST_MS, ms), _LONGEST_MS)))
 
 
-def _ceil_us(time: Timestamp) -> int:
-    """Rounds up, because records have whole microseconds."""
-    return _microseconds(time, -(-time.nanos // 1_000))
-
-
-def _microseconds(time: Timestamp, fraction_us: int) -> int:
+def _microseconds(time: Timestamp, rounds: Callable[[float], int]) -> int:
     """Microseconds since 1970, clamped to the 64 bits of an SQLite integer."""
-    return max(-(2**63), min(time.seconds * 1_000_000 + fraction_us, 2**63 - 1))
+    return max(-(2**63), min(time.seconds * 1_000_000 + rounds(time.nanos / 1_000), 2**63 - 1))

@@ -73,7 +73,9 @@ class UsageSums:
 
     def add(self, connection: sql.Connection, records: Sequence[PayloadRecord]) -> None:
         """Adds records that have not been added before."""
-        self._refresh(connection, records)
+        # Unknown models may have answered at other loggers; only this one writes to an SQLite file.
+        if is_postgresql(connection) and (unknown := {record.model for record in records} - self._models):
+            self._models.update(among(connection, usage.c.model, unknown))
         sums: dict[_Key, list[int]] = {}
         for record in records:
             total = sums.setdefault(self._key(record), [0] * len(_SUMS))
@@ -81,11 +83,6 @@ class UsageSums:
                 total[index] += value
         rows = [key._asdict() | dict(zip(_SUMS, values, strict=True)) for key, values in sums.items()]
         upsert(connection, usage, rows, added=_SUMS)
-
-    def _refresh(self, connection: sql.Connection, records: Sequence[PayloadRecord]) -> None:
-        """Looks up whether unknown models have answered at other loggers; only this one writes to an SQLite file."""
-        if is_postgresql(connection) and (unknown := {record.model for record in records} - self._models):
-            self._models.update(among(connection, usage.c.model, unknown))
 
     def _key(self, record: PayloadRecord) -> _Key:
         model = record.model
