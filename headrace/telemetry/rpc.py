@@ -20,14 +20,11 @@ from headrace.telemetry.gathered import Gathered, histogram
 from headrace.telemetry.identity import span_id_of, trace_id_of
 from headrace.telemetry.logs import call_log
 
-# Neither traced nor measured: health and reflection, which Envoy and Docker call constantly; the payload ingest,
-# calls that last for days; the gateway's access log.
-UNTOLD = (
-    "/grpc.health.",
-    "/grpc.reflection.",
-    "/headrace.v1.PayloadIngest/",
-    "/opentelemetry.proto.collector.logs.v1.LogsService/",
-)
+# Neither traced nor measured: health and reflection, which Envoy and Docker call constantly; internal calls of services
+# and of the gateway, which may last for days: the payload ingest, the gateway's access log.
+PROBES = ("/grpc.health.", "/grpc.reflection.")
+INNER = ("/headrace.v1.PayloadIngest/", "/opentelemetry.proto.collector.logs.v1.LogsService/")
+UNTOLD = (*PROBES, *INNER)
 LINK = "x-headrace-link"  # Metadata: a traceparent that the server's span links to; the gateway removes a stranger's.
 OTHER = "_OTHER"
 _KNOWN_METHODS = 1024

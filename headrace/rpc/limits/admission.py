@@ -29,12 +29,10 @@ from headrace.rpc.limits.idle_calls import IdleCalls
 from headrace.rpc.limits.response_head import Pairs, ResponseHead
 from headrace.settings import ServiceSettings
 from headrace.telemetry.identity import Metadata
+from headrace.telemetry.rpc import INNER, PROBES
 
 FIRST_MESSAGE_S = 120.0
-_UNCOUNTED = ("/grpc.health.", "/grpc.reflection.")
 _WATCH = "/grpc.health.v1.Health/Watch"
-# Internal: calls of services and of the gateway, which may be silent for long and as large as records.
-_INNER = ("/headrace.v1.PayloadIngest/", "/opentelemetry.proto.collector.logs.v1.LogsService/")
 
 T = TypeVar("T")
 
@@ -127,8 +125,8 @@ class AdmittedCall:
     ) -> None:
         self.metadata = metadata
         self._admission = admission
-        self._is_counted = not method.startswith(_UNCOUNTED)
-        self.is_inner = method.startswith(_INNER)
+        self._is_counted = not method.startswith(PROBES)
+        self.is_inner = method.startswith(INNER)  # It may be silent for long, and as large as records.
         self._watches = method == _WATCH
         self.may_be_idle = request_streaming or self._watches  # By design.
         self.may_arrive = not self._watches and not self.is_inner
