@@ -34,7 +34,6 @@ class FairThreads:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing waits or runs."""
         return not self._held
 
     def submit(self, caller: str, function: Callable[..., T], *arguments: Any, cost: float = 1.0) -> Future[T] | None:

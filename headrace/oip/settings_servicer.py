@@ -77,7 +77,6 @@ class OpenInferenceBase(inference_pb2_grpc.GRPCInferenceServiceServicer):
 
 
 def trace_settings() -> dict[str, str]:
-    """The settings in effect."""
     sampler = getattr(trace.get_tracer_provider(), "sampler", None)
     return {
         "trace_mode": "opentelemetry",

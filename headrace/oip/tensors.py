@@ -139,7 +139,6 @@ def checked_shape(name: str, dimensions: Sequence[int]) -> Shape:
 
 
 def decode_raw(name: str, tensor: RawTensor) -> Array:
-    """The tensor's array."""
     return _from_raw(name, tensor.datatype, dtype_of(name, tensor.datatype), tensor.shape, tensor.data)
 
 

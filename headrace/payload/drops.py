@@ -27,8 +27,6 @@ _WHOLE_AFTER_S = 3.0
 
 
 class Drops:
-    """How many parts were dropped, by reason."""
-
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self._next_warning: dict[str, float] = {}

@@ -41,7 +41,6 @@ class Encoder:
         return record.SerializeToString()
 
     def inputs(self, opened: OpenRecord) -> bytes:
-        """The request's tensors."""
         record = PayloadRecord()
         self._add_tensors(opened.inputs, record.inputs)
         self._rules.redact(record)

@@ -20,8 +20,6 @@ HEADER_BYTES = _CRC.size + _REST.size
 
 
 class Frame(NamedTuple):
-    """See the module."""
-
     kind: int
     number: int
     record_id: bytes

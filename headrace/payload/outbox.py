@@ -156,7 +156,6 @@ class Outbox:
         os.close(self._held)
 
     def remove(self) -> None:
-        """Deletes the folder and its contents."""
         for segment in (self._newest, *self._spares):
             segment.close()
         with _locked(self._folder.parent):

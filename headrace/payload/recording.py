@@ -204,7 +204,6 @@ class Recording:
         self._write(End(fields, outputs), cost)
 
     def end_with(self, error: HeadraceError) -> None:
-        """Ends the record with an error."""
         self.end(error.status.name, error.message, error.hop or self._recorder.hop)
 
     def __enter__(self) -> Recording:

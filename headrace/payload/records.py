@@ -79,7 +79,6 @@ def was_generated(record: PayloadRecord) -> bool:
 
 
 def answer_of(record: PayloadRecord) -> str:
-    """The answer's text."""
     return record.text or "".join(chunk.text for chunk in record.chunks)
 
 
@@ -100,7 +99,6 @@ def was_refused(record: PayloadRecord) -> bool:
 
 
 def shorten_refused(record: PayloadRecord) -> None:
-    """Shortens the record of a refused request."""
     if not was_refused(record):
         return
     for name, kept in (("prompt", KEPT_CHARACTERS), ("parameters", KEPT_CHARACTERS), ("model", _KEPT_NAME)):

@@ -103,7 +103,6 @@ class PayloadRules:
         return any(redaction.redacts_answers for redaction in self.redactions)
 
     def redact(self, record: PayloadRecord) -> None:
-        """Applies the redaction rules to a part of a record, in place."""
         for redaction in self.redactions:
             redaction.redact(record)
 

@@ -73,7 +73,6 @@ class RecordingSettings(ServiceSettings):
 
     @property
     def payload_rules(self) -> PayloadRules:
-        """What is recorded of requests."""
         return PayloadRules(
             default=self.payload_log.default,
             models=self.payload_log.models,

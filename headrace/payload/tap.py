@@ -77,7 +77,6 @@ class PayloadTap:
 
     @classmethod
     def of(cls, settings: RecordingSettings, hop: str) -> PayloadTap:
-        """A tap with a service's settings."""
         return cls(
             settings.logger,
             settings.payload_rules,

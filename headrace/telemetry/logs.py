@@ -49,7 +49,6 @@ def set_up_logging(service: str, level: str, log_format: LogFormat, meter: Meter
 
 
 def formatter(service: str, log_format: LogFormat) -> logging.Formatter:
-    """The formatter of lines."""
     if log_format == "json" or (log_format == "auto" and not sys.stderr.isatty()):
         fields = ["levelname", "name", "message"]
         return JsonFormatter(fields, timestamp="time", rename_fields=_JSON_NAMES, static_fields={"service": service})

@@ -85,7 +85,6 @@ class HttpServer:
     # ------------------------------------------------------------------ of the connections
 
     def open_stream(self, connection: HttpConnection, stream_id: int, headers: Headers) -> HttpExchange:
-        """What a stream begins with its headers."""
         return HttpExchange(connection, stream_id, headers, self._methods)
 
     def opened(self, connection: HttpConnection) -> bool:

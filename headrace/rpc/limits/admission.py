@@ -97,7 +97,6 @@ class Admission:
 
     @property
     def idle(self) -> int:
-        """The number of idle calls."""
         return len(self._idle)
 
     def call(self, method: str, request_streaming: bool, metadata: Metadata = ()) -> AdmittedCall:

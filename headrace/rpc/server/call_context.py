@@ -63,7 +63,6 @@ class CallContext:
 
     @cached_property
     def client(self) -> Client:
-        """The client that calls."""
         return client_of(self.metadata)
 
     @cached_property

@@ -51,8 +51,6 @@ _OTHER_CLIENTS = "other"
 
 
 class ServerTelemetry:
-    """The telemetry of a server's calls."""
-
     def __init__(self, tracer: Tracer | None = None, meter: Meter | None = None) -> None:
         self.tracer = tracer or trace.get_tracer("headrace")
         self.duration = duration_histogram(meter, "rpc.server.call.duration")

@@ -50,7 +50,6 @@ class Shown:
         return columns_of(self.record)
 
     async def serialized(self) -> bytes:
-        """The record's bytes on the wire."""
         if self._serialized is None:
             write = self.record.SerializeToString
             self._serialized = await asyncio.to_thread(write) if self.size > _LARGE_BYTES else write()
@@ -93,7 +92,6 @@ class OpenTail:
         raise self._error
 
     def wake(self) -> None:
-        """Notifies the tail of new records."""
         self._changed.set()
 
     def fail(self, error: HeadraceError) -> None:

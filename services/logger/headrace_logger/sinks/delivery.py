@@ -30,8 +30,6 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class Event:
-    """The unit of delivery to a sink."""
-
     id: str
     headers: Mapping[str, str]
     body: bytes

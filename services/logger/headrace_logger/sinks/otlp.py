@@ -72,7 +72,6 @@ def export_request(record: PayloadRecord) -> ExportTraceServiceRequest:
 
 
 def span_of(record: PayloadRecord) -> Span:
-    """The span of a generation."""
     attributes = _attributes(record)
     is_traced = re.fullmatch("[0-9a-f]{32}", record.trace_id) and re.fullmatch("[0-9a-f]{16}", record.span_id)
     begin_ns = max(0, record.time.ToNanoseconds())
@@ -212,8 +211,6 @@ class GrpcSink(_Spans):
 
 
 class OtlpHttpSink(_Spans, HttpSink):
-    """Posts to a receiver."""
-
     tried_again = (401, 403, 404, 408, 429)
 
     def __init__(self, url: str, headers: Mapping[str, str], timeout_s: float, connections: int) -> None:

@@ -107,7 +107,6 @@ def fitting(rows: Sequence[Row], room: int) -> int:
 
 
 def one(connection: sql.Connection, position: int) -> Found | None:
-    """The record at a position."""
     row = connection.execute(whole_rows().where(records.c.position == position)).one_or_none()
     return Found(row.body, row.gateway) if row else None
 

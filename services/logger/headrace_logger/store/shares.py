@@ -106,7 +106,6 @@ def first_to_go(connection: sql.Connection, max_bytes: int) -> Sequence[sql.Colu
 
 
 def forget_empty(connection: sql.Connection) -> None:
-    """Forgets clients without records."""
     connection.execute(sql.delete(shares).where(shares.c.bytes <= 0))
 
 
