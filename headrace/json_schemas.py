@@ -150,13 +150,13 @@ class _Reader:
             if isinstance(value := schema.get(name), float) and value.is_integer():
                 schema[name] = int(value)
         for name in _BOUNDS:
-            value = schema.get(name)
-            if not _is_number(value):
+            bound: Any = schema.get(name)
+            if not _is_number(bound):
                 continue
             if name.endswith("inimum"):
-                schema[name] = max(value, -_MAX_BOUND)
-            elif value > _MAX_BOUND:  # Of integers, what has 64 bits.
-                schema[name] = min(int(value), 2**63 - 1) if kind == "integer" else _MAX_BOUND
+                schema[name] = max(bound, -_MAX_BOUND)
+            elif bound > _MAX_BOUND:  # Of integers, what has 64 bits.
+                schema[name] = min(int(bound), 2**63 - 1) if kind == "integer" else _MAX_BOUND
         divisor = schema.get("multipleOf")
         if _is_number(divisor) and divisor:
             digits = Decimal(str(divisor)).normalize().as_tuple().digits  # Without the decimal point.

@@ -63,7 +63,10 @@ class Encoder:
 
     def end(self, end: End, opened: OpenRecord) -> bytes:
         """The last part of a record."""
-        fields = {name: storable(value) if isinstance(value, str) else value for name, value in end.fields.items()}
+        fields: dict[str, Any] = dict(end.fields)
+        for name, value in fields.items():
+            if isinstance(value, str):
+                fields[name] = storable(value)
         record = PayloadRecord(**fields)
         self._add_tensors(end.outputs, record.outputs)
         record.chunks.extend(opened.held)

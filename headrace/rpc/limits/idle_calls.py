@@ -162,7 +162,9 @@ class _Kind:
             return next(iter(own))
         if len(self._since) > self._most:
             # Of the caller with most calls; of two such, the one whose first call has waited for longer.
-            return next(iter(max(self._of.values(), key=lambda calls: (len(calls), -next(iter(calls.values()))))))
+            most = max(len(calls) for calls in self._of.values())
+            firsts = (next(iter(calls)) for calls in self._of.values() if len(calls) == most)
+            return min(firsts, key=self._since.__getitem__)
         return None
 
     def discard(self, call: Waiting) -> None:
