@@ -65,6 +65,8 @@ class Encoder:
         """The last part of a record."""
         fields: dict[str, Any] = dict(end.fields)
         for name, value in fields.items():
+            if isinstance(value, bytes):
+                raise TypeError(f"{name} is bytes, not text")
             if isinstance(value, str):
                 fields[name] = storable(value)
         record = PayloadRecord(**fields)
