@@ -5,6 +5,9 @@ that a fault here cannot stop the stream. Only `flushed` is awaited, for a secon
 
     Recording → PayloadWriter → Outbox, on disk → thread payload-shipper → the logger
 
+A second thread ships the spools of ended processes, one after the other; each is removed once the logger has all its
+records.
+
 What is not written yet is bounded by `memory` bytes, the outbox by `spool_max` bytes. Beyond these bounds parts are
 dropped, and counted in `dropped` by reason. Without its begin the whole record is dropped; without a chunk the record
 is `incomplete`; the end of a record that began is never dropped. The outbox survives this process: the next process
@@ -18,10 +21,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
-from collections import Counter
+from collections import Counter, deque
+from functools import partial
 from pathlib import Path
 
+import grpc
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
@@ -34,14 +40,20 @@ from headrace.payload.recording import Recorder, Recording
 from headrace.payload.records import next_id
 from headrace.payload.rules import Digest, PayloadRules
 from headrace.payload.settings import RecordingSettings
-from headrace.payload.shipping import PayloadShipping
+from headrace.payload.shipper import AppendCall, SourceShipper
 from headrace.payload.writer import PayloadWriter
+from headrace.rpc.client.channel import channel_options
+from headrace_protos.headrace_pb2 import AppendResponse
 
 logger = logging.getLogger(__name__)
 
 REASON = "headrace.reason"
 _OPEN_AGAIN_S = 1.0
 _POLL_S = 0.01  # The interval at which a drain checks whether it is done.
+_APPEND = "/headrace.v1.PayloadIngest/Append"
+_JOIN_S = 1.0
+# A logger that is stopped but not dead keeps its connection: only a ping detects it.
+_KEEPALIVE_S, _KEEPALIVE_TIMEOUT_S = 10.0, 5.0
 
 
 class PayloadTap:
@@ -72,7 +84,12 @@ class PayloadTap:
         self._recorder = Recorder(self.rules, self._writer, self._drops, hop, spool)
         self._last_id = 0
         self._boxes: list[Outbox] = []
-        self._shipper: PayloadShipping | None = None
+        # Once the spool is open: what ships this process's records, and those of ended ones.
+        self._own: SourceShipper | None = None
+        self._orphans: deque[SourceShipper] = deque()
+        self._channel: grpc.Channel | None = None
+        self._threads: list[threading.Thread] = []
+        self._stopping = threading.Event()
         self._opening: asyncio.Task[None] | None = None
 
     @classmethod
@@ -110,12 +127,16 @@ class PayloadTap:
     @property
     def oldest_s(self) -> float:
         """Time since the end of the oldest record that was sent and is not acknowledged; 0 if none; for any thread."""
-        return self._shipper.oldest_s if self._shipper else 0.0
+        return max((source.oldest_s for source in self._sources), default=0.0)
 
     @property
     def unacknowledged(self) -> int:
         """How many records were sent that the logger has yet to commit."""
-        return self._shipper.unacknowledged if self._shipper else 0
+        return sum(source.unacknowledged for source in self._sources)
+
+    @property
+    def _sources(self) -> tuple[SourceShipper, ...]:
+        return () if self._own is None else (self._own, *self._orphans)
 
     def start(self) -> None:
         """Opens the spool and starts the threads; raises StartupError if the setting of the folder is wrong.
@@ -131,7 +152,7 @@ class PayloadTap:
             self._opening = asyncio.create_task(self._open_later(), name="open the spool")
 
     async def _open_later(self) -> None:
-        while self._shipper is None:
+        while self._own is None:
             await asyncio.sleep(_OPEN_AGAIN_S)
             with contextlib.suppress(StartupError):
                 self._start(*await asyncio.to_thread(open_outboxes, self._root, self._spool_max))
@@ -139,9 +160,38 @@ class PayloadTap:
 
     def _start(self, own: Outbox, orphans: list[Outbox]) -> None:
         self._boxes = [own, *orphans]
-        self._shipper = PayloadShipping(self._target, own, orphans, self._drops, self._recorder.hop, self._writer.wake)
-        self._writer.start(own, lambda: sum(orphan.size for orphan in orphans), self._shipper.own.wake)
-        self._shipper.start()
+        # Neither traced nor recorded: the channel belongs to no request.
+        options = channel_options(_KEEPALIVE_S, _KEEPALIVE_TIMEOUT_S)
+        self._channel = grpc.insecure_channel(self._target, options=options)
+        append: AppendCall = self._channel.stream_stream(_APPEND, response_deserializer=AppendResponse.FromString)
+        ship = partial(
+            SourceShipper, append, self._target, drops=self._drops, hop=self._recorder.hop, freed=self._writer.wake
+        )
+        self._own = ship(own, ends=False)
+        self._orphans = deque(ship(orphan, ends=True) for orphan in orphans)
+        self._writer.start(own, lambda: sum(orphan.size for orphan in orphans), self._own.wake)
+        self._threads = [
+            threading.Thread(target=self._own.run, name="payload-shipper", daemon=True),
+            threading.Thread(target=self._take_over, name="payload-takeover", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _take_over(self) -> None:
+        while self._orphans and not self._stopping.is_set():
+            self._orphans[0].run()
+            if not self._stopping.is_set() or self._orphans[0].idle:
+                self._remove(self._orphans[0].outbox)
+                self._orphans.popleft()
+
+    def _remove(self, outbox: Outbox) -> None:
+        try:
+            outbox.remove()
+        except OSError as error:
+            # The next process ships it again, which changes nothing, and retries the removal.
+            self._drops.warn("remove", "the spool %s cannot be removed: %s", outbox.source, error.strerror)
+            with contextlib.suppress(OSError):
+                outbox.close()
 
     def begin(self, begin: Begin, inputs: Tensors = ()) -> Recording:
         """Opens the recording of a request that arrived now."""
@@ -176,12 +226,12 @@ class PayloadTap:
         Returns whether the logger has all of them.
         """
         self._writer.write_gathered()
-        if self._shipper is None:
+        if (own := self._own) is None:
             return self._writer.idle
         deadline = time.monotonic() + timeout_s
-        while not (done := self._writer.idle and self._shipper.idle) and time.monotonic() < deadline:
+        while not (done := self._writer.idle and own.idle and not self._orphans) and time.monotonic() < deadline:
             self._writer.wake()
-            self._shipper.own.hurry()
+            own.hurry()
             await asyncio.sleep(_POLL_S)
         if not done:
             self._drops.warn("drain", "payload records are left in %s: the next start sends them", self._root)
@@ -198,8 +248,26 @@ class PayloadTap:
     def close(self) -> None:
         """Writes what is put and ends the threads, each within a second; not for the event loop's thread."""
         written = self._writer.close()
-        if self._shipper is not None:
-            self._shipper.close(remove=written)
+        if self._own is not None:
+            self._close_spools(self._own, remove=written)
         elif not self._writer.idle:
             self._drops.count(DISK)
         self._drops.whole(at_end=True)
+
+    def _close_spools(self, own: SourceShipper, *, remove: bool) -> None:
+        """Ends the threads and releases the spools; `remove` deletes this process's spool if all of it is shipped."""
+        self._stopping.set()
+        for source in self._sources:
+            source.stop()
+        for thread in self._threads:
+            thread.join(_JOIN_S)
+        if self._channel is not None:
+            self._channel.close()
+        if any(thread.is_alive() for thread in self._threads):
+            return  # The disk hangs: the kernel releases the locks when the process ends.
+        for orphan in self._orphans:
+            orphan.outbox.close()
+        if remove and own.idle:
+            self._remove(own.outbox)
+        else:
+            own.outbox.close()

@@ -183,9 +183,7 @@ async def test_every_record_is_exported_once_oldest_first_over_any_number_of_pag
 async def test_records_that_are_committed_during_the_export_are_left_to_the_next(store, run, tmp_path, monkeypatch):
     monkeypatch.setattr(snapshot, "_ROWS", 1)
     await store.append([recorded(number) for number in range(1, 4)])
-    with closing(
-        snapshot.Snapshot(tmp_path / "payloads.sqlite3", export._filters(export._parse(("--output", "-"))))
-    ) as taken:
+    with closing(snapshot.Snapshot(tmp_path / "payloads.sqlite3", snapshot.filters_of(None, None))) as taken:
         records = taken.records()
         next(records)
         # The logger writes, deletes and empties its write-ahead log while a slow reader holds the export.
@@ -205,9 +203,7 @@ async def test_no_record_is_missing_because_others_are_deleted_while_it_is_read(
         return min(1, fitting(rows, room))
 
     monkeypatch.setattr(reading, "fitting", delete_first)
-    with closing(
-        snapshot.Snapshot(tmp_path / "payloads.sqlite3", export._filters(export._parse(("--output", "-"))))
-    ) as taken:
+    with closing(snapshot.Snapshot(tmp_path / "payloads.sqlite3", snapshot.filters_of(None, None))) as taken:
         assert [uuid.UUID(record.record_id).int for record in taken.records()] == [1, 2, 3]
 
 
