@@ -34,7 +34,7 @@ async def serve(settings: LoggerSettings) -> None:
     store = Store(settings.database_url or settings.database, settings.fsync)
     server.at_stop(store.close)
     tails = Tails()
-    if store.is_shared:
+    if store.database.is_shared:
         tails = shared = SharedTails()
         server.own("following of other loggers", shared.follow(store))
     ingest = PayloadIngestServicer(store, tails, server.stopping)

@@ -99,10 +99,17 @@ def _reading(path: Path) -> Iterator[sqlite3.Connection]:
 
 @contextmanager
 def _alone_with(database: Path, force: bool) -> Iterator[sqlite3.Connection]:
-    """The database, locked against everyone else; it is created, and removed again if the block fails."""
-    is_new = _create(database)
-    if not (is_new or force):
-        raise StartupError(f"{database} exists: --force replaces it, with every record in it")
+    """The database, locked against everyone else; it is created, private, and removed if the block fails."""
+    try:
+        database.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(os.open(database, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+        is_new = True
+    except FileExistsError:
+        is_new = False
+        if not force:
+            raise StartupError(f"{database} exists: --force replaces it, with every record in it") from None
+    except OSError as error:
+        raise StartupError(f"{database}: {error.strerror}") from None
     try:
         with closing(sqlite3.connect(database, isolation_level=None, timeout=0)) as connection:
             with _errors_of(database):
@@ -116,18 +123,6 @@ def _alone_with(database: Path, force: bool) -> Iterator[sqlite3.Connection]:
         if is_new:
             database.unlink(missing_ok=True)
         raise
-
-
-def _create(database: Path) -> bool:
-    """Creates an empty file that only its owner can read; False if there is one."""
-    try:
-        database.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.close(os.open(database, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
-    except FileExistsError:
-        return False
-    except OSError as error:
-        raise StartupError(f"{database}: {error.strerror}") from None
-    return True
 
 
 def _check_different(file: Path, database: Path) -> None:

@@ -77,5 +77,5 @@ class Retention:
         await self._store.forget(now - max(self._age_us, _REMEMBERED_US))
         if self._usage_us:
             await self._store.forget_usage(now - self._usage_us)
-        await self._store.give_back()
+        await self._store.database.give_back()
         return expired

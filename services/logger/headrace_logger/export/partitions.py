@@ -59,24 +59,16 @@ def export_hours(database: Location, output: str, since: datetime | None, now: d
                 raise StartupError(
                     f"--output {shown(output)}: it has records that {name_of(database)} never had: name another folder"
                 )
-            count = _write(snapshot, Part(hour, exported, final), folder, below)
-            records += count
-            files += bool(count)
+            some = batches(snapshot.records(Part(hour, exported, final)))
+            if first := next(some, None):
+                with folder.writing(below, f"payloads-{final:012}.parquet") as file:
+                    records += write_parquet(file, chain([first], some))
+                files += 1
     return f"{records} records in {files} new files"
 
 
 def _hour_of(time: datetime) -> datetime:
     return time.replace(minute=0, second=0, microsecond=0)
-
-
-def _write(snapshot: Snapshot, part: Part, folder: Folder, below: str) -> int:
-    """Writes the file of a part, if it has records; returns their number."""
-    some = batches(snapshot.records(part))
-    first = next(some, None)
-    if first is None:
-        return 0
-    with folder.writing(below, f"payloads-{part.last:012}.parquet") as file:
-        return write_parquet(file, chain([first], some))
 
 
 class Folder:

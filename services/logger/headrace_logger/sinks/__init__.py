@@ -36,7 +36,7 @@ async def start_sinks(settings: LoggerSettings, store: Store, server: Server) ->
         runner = SinkRunner(sink, store, concurrency=settings.sink_concurrency, from_beginning=from_beginning)
         runners[sink.name] = runner
         server.at_stop(runner.close)
-        if store.is_shared:
+        if store.database.is_shared:
             server.own(f"sink {sink.name}", runner.run_alone())
         else:
             await runner.start()

@@ -137,7 +137,7 @@ class SinkRunner:
     async def run_alone(self) -> None:
         """Sends, until it is cancelled, while no other logger sends to this sink."""
         while True:
-            async with self._store.alone(f"sink {self._sink.name}") as is_alone:
+            async with self._store.database.alone(f"sink {self._sink.name}") as is_alone:
                 with suppress(NotReadyError):
                     await self.start()
                     await self._run_while(is_alone)
@@ -251,25 +251,17 @@ class SinkRunner:
                     logger.exception("the sink %s fails with the event %s, which is skipped", self._sink.name, event.id)
                     return
                 self.counts["retried"] += 1
-                self._warn_unavailable(error)
+                if (now := time.monotonic()) >= self._next_warning:
+                    self._next_warning, self._is_unavailable = now + _WARN_EVERY_S, True
+                    logger.warning("the sink %s accepts no events: %s", self._sink.name, error or type(error).__name__)
                 await asyncio.sleep(wait_s)
                 delay_s = min(2 * delay_s, _MAX_DELAY_S)
             else:
                 self.counts["delivered"] += 1
-                self._log_recovery()
+                if self._is_unavailable:
+                    self._is_unavailable = False
+                    logger.info("the sink %s accepts events again", self._sink.name)
                 return
-
-    def _warn_unavailable(self, error: Exception) -> None:
-        now = time.monotonic()
-        if now >= self._next_warning:
-            self._next_warning = now + _WARN_EVERY_S
-            self._is_unavailable = True
-            logger.warning("the sink %s accepts no events: %s", self._sink.name, error or type(error).__name__)
-
-    def _log_recovery(self) -> None:
-        if self._is_unavailable:
-            self._is_unavailable = False
-            logger.info("the sink %s accepts events again", self._sink.name)
 
 
 async def _retrying(call: Callable[Arguments, Awaitable[T]], *args: Arguments.args, **kwargs: Arguments.kwargs) -> T:

@@ -49,7 +49,7 @@ class _Batch(NamedTuple):
 
 
 class Store:
-    """The records of a database; an SQLite file is one that only its owner can read.
+    """The records of a `database`; an SQLite file is one that only its owner can read.
 
     With `fsync` SQLite's commits survive a power failure; without it, only the death of the process. `search_s` is the
     limit of a text search and of a sum of usage.
@@ -62,17 +62,12 @@ class Store:
         self._search_s = search_s
         self._deletions = Deletions()
         self._usage = usage.UsageSums()
-        self._database = open_database(location, fsync, self._load, self._commits.count_lost_database)
+        self.database = open_database(location, fsync, self._load, self._commits.count_lost_database)
         self._notices: list[Callable[[], None]] = []
         self._gathered: list[AppendRequest] = []
         self._next_commit: asyncio.Task[set[int]] | None = None
         self._committing = asyncio.Lock()
         self._refused_until = 0.0  # From a commit of records that failed, to the next one or this time.
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether other loggers may write to the database too."""
-        return self._database.is_shared
 
     def _load(self, connection: sql.Connection) -> None:
         """Reads what is kept in memory too."""
@@ -96,7 +91,7 @@ class Store:
         async with self._committing:
             requests, self._gathered, self._next_commit = self._gathered, [], None
             try:
-                new = await self._database.run_writing(self._commits.observe, requests, lambda: self._add(requests))
+                new = await self.database.run_writing(self._commits.observe, requests, lambda: self._add(requests))
             except NotReadyError:
                 self._refused_until = time.monotonic() + _REFUSED_S
                 raise
@@ -107,7 +102,7 @@ class Store:
         return {id(request) for request in new}
 
     def _add(self, requests: Sequence[AppendRequest]) -> Sequence[AppendRequest]:
-        with self._database.begin() as connection:
+        with self.database.begin() as connection:
             return writing.append(connection, requests, tables.now_us(), self._deletions, self._usage)
 
     async def add_calls(self, calls: Sequence[GatewayLine]) -> list[PayloadRecord]:
@@ -116,15 +111,15 @@ class Store:
         A call is joined to the services' records with its call_id. Without such a record it is a record of its own
         until one arrives. Returns those of calls that no service can record.
         """
-        return await self._database.write(writing.add_calls, calls, tables.now_us()) if calls else []
+        return await self.database.write(writing.add_calls, calls, tables.now_us()) if calls else []
 
     async def get(
         self, record_id: str, lender: Reader | None = None, client: str | None = None
     ) -> AsyncGenerator[Found, None]:
         """Yields the record with this id, if there is one and it is the client's; `lender` as in `query`."""
-        for row in await self._database.select(reading.by_record_id(record_id, client)):
+        for row in await self.database.select(reading.by_record_id(record_id, client)):
             async with _loan(lender, row.size):
-                if (found := await self._database.read(reading.one, row.position)) is not None:
+                if (found := await self.database.read(reading.one, row.position)) is not None:
                     yield found
 
     async def query(
@@ -135,7 +130,7 @@ class Store:
         `lender` bounds the large records in memory. Raises DeadlineError, which states the progress, if a text search
         takes too long.
         """
-        before = await self._database.read(reading.place_of, page_token) if page_token else None
+        before = await self.database.read(reading.place_of, page_token) if page_token else None
         rows_per_read = _ROWS_PER_READ if filters.text else min(limit, _ROWS_PER_READ)
         give_up_at, looked_through = time.monotonic() + self._search_s, 0
         async with aclosing(self._batches(filters, before, rows_per_read, lender)) as batches:
@@ -154,7 +149,7 @@ class Store:
     ) -> AsyncGenerator[_Batch, None]:
         """The rows of a query, in batches of a few bytes or of one record; a batch's loan lasts until the next one."""
         while True:
-            rows, found = await self._database.read(reading.page, filters, before, rows_per_read, FREE_BYTES)
+            rows, found = await self.database.read(reading.page, filters, before, rows_per_read, FREE_BYTES)
             is_full = len(rows) == rows_per_read
             rest = rows[len(found) :]
             if found:
@@ -163,7 +158,7 @@ class Store:
                 count = max(1, reading.fitting(rest, _BYTES_PER_BATCH))
                 some, rest = rest[:count], rest[count:]
                 async with _loan(lender, sum(row.size for row in some)):
-                    found = await self._database.read(reading.read, filters, some)
+                    found = await self.database.read(reading.read, filters, some)
                     yield _Batch(some, found, is_full or bool(rest))
             if not is_full:
                 return
@@ -171,7 +166,7 @@ class Store:
 
     async def usage(self, query: usage.UsageQuery) -> UsageResponse:
         """The usage by group; raises InvalidRequestError if there are too many groups."""
-        return await self._database.read(usage.select, query, self._search_s)
+        return await self.database.read(usage.select, query, self._search_s)
 
     async def delete(self, of_client: str | None = None, /, **key: str) -> int:
         """Deletes every record with one key permanently: record_id, request_id or client; returns their number.
@@ -181,15 +176,15 @@ class Store:
         """
         ((column, value),) = key.items()
         # Registered first, so that records that arrive meanwhile are covered.
-        await self._database.write(self._deletions.add, column, value, of_client or "", tables.now_us())
+        await self.database.write(self._deletions.add, column, value, of_client or "", tables.now_us())
         chosen = tables.records.c[column] == value
         if of_client is not None:
             chosen &= tables.records.c.client == of_client
         deleted = 0
-        while batch := await self._database.write(delete_some, chosen):
+        while batch := await self.database.write(delete_some, chosen):
             deleted += batch
         if deleted:
-            await self.give_back()
+            await self.database.give_back()
         return deleted
 
     async def after(self, position: int, limit: int, with_calls: bool = False) -> list[Stored]:
@@ -198,23 +193,23 @@ class Store:
         `with_calls`: also the records of calls that no service can have recorded. Without the gateway's part, so that
         every read of a record returns the same.
         """
-        return await self._database.read(reading.after, position, limit, with_calls)
+        return await self.database.read(reading.after, position, limit, with_calls)
 
     async def last_position(self) -> int:
         """The position of the newest commit, even if deleted; 0 if there was none."""
-        return await self._database.read(reading.last_position)
+        return await self.database.read(reading.last_position)
 
     async def newest_position(self) -> int:
         """The position of the newest record; 0 if there is none."""
-        return await self._database.read(reading.newest_position)
+        return await self.database.read(reading.newest_position)
 
     async def cursors(self) -> dict[str, int]:
-        return {row.name: row.position for row in await self._database.select(sql.select(tables.cursors))}
+        return {row.name: row.position for row in await self.database.select(sql.select(tables.cursors))}
 
     async def move_cursor(self, name: str, position: int) -> None:
         """Saves a reader's position under its name; returns after the commit."""
         row = {"name": name, "position": position}
-        await self._database.write(
+        await self.database.write(
             lambda connection: tables.upsert(connection, tables.cursors, [row], replaced=("position",))
         )
 
@@ -227,22 +222,18 @@ class Store:
 
         Empty when none are left. Records of only the gateway's line count as position 0.
         """
-        return await self._database.write(shares.expire_some, before_us, max_bytes)
+        return await self.database.write(shares.expire_some, before_us, max_bytes)
 
     async def forget(self, before_us: int) -> None:
         """Forgets sequences that were received, and calls that were deleted, before a time."""
-        while await self._database.write(shares.forget_some, before_us):
+        while await self.database.write(shares.forget_some, before_us):
             pass
-        await self._database.write(self._deletions.load)
+        await self.database.write(self._deletions.load)
 
     async def forget_usage(self, before_us: int) -> None:
         """Forgets the usage of hours that ended before a time."""
-        while await self._database.write(usage.forget_some, before_us):
+        while await self.database.write(usage.forget_some, before_us):
             pass
-
-    async def give_back(self) -> None:
-        """Returns deleted records' space to the file system, where this is the logger's task."""
-        await self._database.give_back()
 
     async def check(self) -> None:
         """Commits a small write; raises NotReadyError unless it, and the records that came last, could be committed."""
@@ -254,16 +245,12 @@ class Store:
 
     async def check_reading(self) -> None:
         """Raises NotReadyError unless the store answers to reads."""
-        await self._database.select(sql.select(tables.records.c.position).limit(1))
-
-    def alone(self, name: str) -> AbstractAsyncContextManager[Callable[[], bool]]:
-        """Of a shared store: waits until no other logger has this name; gives a check, which blocks, that it is so."""
-        return self._database.alone(name)
+        await self.database.select(sql.select(tables.records.c.position).limit(1))
 
     async def close(self) -> None:
         """Ends the threads after their current work and closes the database."""
         async with self._committing:
-            await self._database.close()
+            await self.database.close()
 
 
 def _loan(lender: Reader | None, size: int) -> AbstractAsyncContextManager[None]:
