@@ -36,10 +36,10 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 def resolve(location: str) -> Listing:
     """What a checked URL names; raises ConnectionError, and StartupError with one line."""
-    image = parse_image(location)
-    registry = Registry(location, image.host, image.repository)
+    host, repository, reference = parse_image(location)
+    registry = Registry(location, host, repository)
     try:
-        manifest, digest = _manifest(registry, image.reference)
+        manifest, digest = _manifest(registry, reference)
         if "manifests" in manifest:
             manifest, digest = _manifest(registry, _for_this_machine(manifest["manifests"])["digest"])
         folder = _IMAGE_FOLDER if manifest["config"]["mediaType"] in _IMAGES else ""

@@ -12,7 +12,6 @@ port) by themselves, and the rest: no wildcard reaches from one into another. A 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 HUB = "hf://"
@@ -24,15 +23,6 @@ _OCI = re.compile(
     re.ASCII,
 )
 _PATTERN = re.compile(r"(s3|gs|az|oci)://[\w.*?:-]+(/[\w.=+@: *?-]+)*|[\w.*?-]+(/[\w.*?-]+)?", re.ASCII)
-
-
-@dataclass(frozen=True)
-class Image:
-    """An image or artifact of a registry; `reference` is its digest, or its tag."""
-
-    host: str
-    repository: str
-    reference: str
 
 
 def is_url(location: str) -> bool:
@@ -48,12 +38,12 @@ def check_url(location: str) -> str:
     return location.rstrip("/")
 
 
-def parse_image(location: str) -> Image:
-    """The parts of a URL that `check_url` has checked."""
+def parse_image(location: str) -> tuple[str, str, str]:
+    """Host, repository, and digest or else tag, of a registry's URL that `check_url` has checked."""
     found = _OCI.fullmatch(location)
     if found is None:
         raise ValueError(f"{location!r} is not oci://registry/repository:tag")
-    return Image(found["host"], found["repository"], found["digest"] or found["tag"] or "latest")
+    return found["host"], found["repository"], found["digest"] or found["tag"] or "latest"
 
 
 def check_pattern(pattern: str) -> str:

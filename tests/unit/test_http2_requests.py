@@ -60,8 +60,8 @@ def test_a_malformed_deadline_is_ignored(value):
     ],
 )
 def test_a_path_finds_its_method(table, verb, path, name, argument):
-    target = table.find(verb, path)
-    assert (target.method.name, target.argument) == (name, argument)
+    method, _, found = table.find(verb, path)
+    assert (method.name, found) == (name, argument)
 
 
 @pytest.mark.parametrize(

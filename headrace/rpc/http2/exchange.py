@@ -134,10 +134,10 @@ class HttpExchange:
         if target is None:
             self._task = loop.create_task(self._refuse(), name="http-call")
         else:
-            self._argument = target.argument
-            self._error_body = target.method.error_body or self._error_body
+            method, served, self._argument = target
+            self._error_body = method.error_body or self._error_body
             context = cast(Context, self)
-            self._task = loop.create_task(target.served.serve(None, context), name="http-call")
+            self._task = loop.create_task(served.serve(None, context), name="http-call")
         self._task.add_done_callback(self._end)
         if self._deadline_at is not None:
             left_s = self._deadline_at - time.monotonic()

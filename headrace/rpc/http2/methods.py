@@ -49,14 +49,6 @@ class HttpMethod:
     verb: str = ""
 
 
-class Target(NamedTuple):
-    """The method that a request is for, and its argument where it takes no body."""
-
-    method: HttpMethod
-    served: ServedMethod
-    argument: Argument | None
-
-
 class MethodTable:
     """The methods of one server; `hop` signs errors, which have the shape of `error_body`."""
 
@@ -73,8 +65,11 @@ class MethodTable:
             reading = RequestReading(None, lambda request: request)
             self._methods[path] = method, ServedMethod(self._interceptor, path, handler, reading)
 
-    def find(self, verb: str, path: str) -> Target | None:
-        """The target of a request, None for an unknown path or method; `path` may have a query."""
+    def find(self, verb: str, path: str) -> tuple[HttpMethod, ServedMethod, Argument | None] | None:
+        """The method that a request is for, and its argument where it takes no body; `path` may have a query.
+
+        None for an unknown path or verb.
+        """
         path, _, query = path.partition("?")
         found, rest = self._methods.get(path), ""
         if found is None:
@@ -86,4 +81,4 @@ class MethodTable:
         if verb != (method.verb or ("POST" if method.takes_body else "GET")):
             return None
         argument = None if method.takes_body else Argument(unquote(rest), dict(parse_qsl(query)))
-        return Target(method, served, argument)
+        return method, served, argument

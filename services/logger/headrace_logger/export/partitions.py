@@ -34,7 +34,7 @@ from pyarrow import fs
 from headrace.errors import StartupError
 from headrace.files import private_file
 from headrace_logger.export.parquet import write_parquet
-from headrace_logger.export.snapshot import Part, Snapshot, batches, filters_of
+from headrace_logger.export.snapshot import Snapshot, batches, filters_of
 from headrace_logger.store.opening import Location, name_of
 
 _SETTLED = timedelta(minutes=1)  # After its end an hour is over: the gateway's lines of its last calls have come.
@@ -59,7 +59,7 @@ def export_hours(database: Location, output: str, since: datetime | None, now: d
                 raise StartupError(
                     f"--output {shown(output)}: it has records that {name_of(database)} never had: name another folder"
                 )
-            some = batches(snapshot.records(Part(hour, exported, final)))
+            some = batches(snapshot.records_of_hour(hour, after=exported, up_to=final))
             if first := next(some, None):
                 with folder.writing(below, f"payloads-{final:012}.parquet") as file:
                     records += write_parquet(file, chain([first], some))

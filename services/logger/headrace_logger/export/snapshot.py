@@ -4,7 +4,7 @@
         for record in snapshot.records(): ...
 
 Oldest first, by the records' times. Records committed later are not included; records deleted meanwhile are missing.
-`hours` and `Part` divide them, for exports that continue an earlier one.
+`hours` and `records_of_hour` divide them, for exports that continue an earlier one.
 
 Rows are read in transactions that end before their records are returned, so a slow reader does not keep the logger from
 truncating its write-ahead log; at most 4 MiB, or one record, at a time.
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -35,24 +34,6 @@ _ROWS = 500
 _BYTES = 4 * 1024 * 1024
 _BATCH_ROWS, _BATCH_BYTES = 1000, 2 * 1024 * 1024
 _HOUR_US = 3600 * 1_000_000
-
-
-@dataclass(frozen=True)
-class Part:
-    """The records of an hour, counted since 1970, with positions above `after` and up to `last`."""
-
-    hour: int
-    after: int
-    last: int
-
-    def clauses(self) -> list[sql.ColumnElement[bool]]:
-        begin_us = self.hour * _HOUR_US
-        return [
-            records.c.time_us >= begin_us,
-            records.c.time_us < begin_us + _HOUR_US,
-            records.c.position > self.after,
-            records.c.position <= self.last,
-        ]
 
 
 class Snapshot:
@@ -89,9 +70,18 @@ class Snapshot:
             found = connection.execute(first.where(called, records.c.of_call == OF_CALL_FOR_NOW)).scalar_one()
         return self.last if found is None else min(self.last, int(found) - 1)
 
-    def records(self, part: Part | None = None) -> Iterator[PayloadRecord]:
-        """Yields each record with the gateway's part; with `part`, each record of that."""
-        clauses = [*self._clauses, *(part.clauses() if part else ())]
+    def records_of_hour(self, hour: int, after: int, up_to: int) -> Iterator[PayloadRecord]:
+        """As `records`, of an hour, counted since 1970, and with positions above `after` and up to another one."""
+        return self.records(
+            records.c.time_us >= hour * _HOUR_US,
+            records.c.time_us < (hour + 1) * _HOUR_US,
+            records.c.position > after,
+            records.c.position <= up_to,
+        )
+
+    def records(self, *conditions: sql.ColumnElement[bool]) -> Iterator[PayloadRecord]:
+        """Yields each record that fulfils the conditions, with the gateway's part."""
+        clauses = [*self._clauses, *conditions]
         last: reading.Place | None = None
         while rows := self._page(clauses, last):
             for row in rows:

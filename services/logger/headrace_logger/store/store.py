@@ -17,7 +17,6 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
-from typing import NamedTuple
 
 import sqlalchemy as sql
 
@@ -38,14 +37,6 @@ _CHECK = "health check"
 _REFUSED_S = 30.0
 _ROWS_PER_READ = 100
 _BYTES_PER_BATCH = 1024 * 1024
-
-
-class _Batch(NamedTuple):
-    """Rows of a query, the matching record of each or None, and whether more rows follow."""
-
-    rows: Sequence[Row]
-    found: Sequence[Found | None]
-    is_followed: bool
 
 
 class Store:
@@ -134,32 +125,35 @@ class Store:
         rows_per_read = _ROWS_PER_READ if filters.text else min(limit, _ROWS_PER_READ)
         give_up_at, looked_through = time.monotonic() + self._search_s, 0
         async with aclosing(self._batches(filters, before, rows_per_read, lender)) as batches:
-            async for batch in batches:
-                for record in filter(None, batch.found):
+            async for rows, found, is_followed in batches:
+                for record in filter(None, found):
                     yield record
                     limit -= 1
                     if limit == 0:
                         return
-                looked_through += len(batch.rows)
-                if filters.text and batch.is_followed and time.monotonic() >= give_up_at:
-                    raise reading.searched_too_long(looked_through, batch.rows[-1])
+                looked_through += len(rows)
+                if filters.text and is_followed and time.monotonic() >= give_up_at:
+                    raise reading.searched_too_long(looked_through, rows[-1])
 
     async def _batches(
         self, filters: Filters, before: Place | None, rows_per_read: int, lender: Reader | None
-    ) -> AsyncGenerator[_Batch, None]:
-        """The rows of a query, in batches of a few bytes or of one record; a batch's loan lasts until the next one."""
+    ) -> AsyncGenerator[tuple[Sequence[Row], Sequence[Found | None], bool], None]:
+        """The rows of a query, in batches of a few bytes or of one record; a batch's loan lasts until the next one.
+
+        A batch has rows, the matching record of each or None, and whether more rows follow.
+        """
         while True:
             rows, found = await self.database.read(reading.page, filters, before, rows_per_read, FREE_BYTES)
             is_full = len(rows) == rows_per_read
             rest = rows[len(found) :]
             if found:
-                yield _Batch(rows[: len(found)], found, is_full or bool(rest))
+                yield rows[: len(found)], found, is_full or bool(rest)
             while rest:
                 count = max(1, reading.fitting(rest, _BYTES_PER_BATCH))
                 some, rest = rest[:count], rest[count:]
                 async with _loan(lender, sum(row.size for row in some)):
                     found = await self.database.read(reading.read, filters, some)
-                    yield _Batch(some, found, is_full or bool(rest))
+                    yield some, found, is_full or bool(rest)
             if not is_full:
                 return
             before = Place(rows[-1].time_us, rows[-1].position)
