@@ -101,7 +101,7 @@ class Walk:
         if not self._ended:
             try:
                 self._ended = self._walk(max_fields)
-            except DecodeError:
+            except (DecodeError, IndexError):
                 self._ended = True
         return self._ended
 
@@ -119,10 +119,11 @@ class Walk:
                 raise InvalidRequestError(
                     f"the request has more than {MAX_FIELDS} protobuf fields; send large tensors as raw contents"
                 )
-            tag, at = varint(data, at)
+            # Numbers of one byte without a call: almost all are.
+            tag, at = (data[at], at + 1) if data[at] < 0x80 else varint(data, at)
             kind = tag & 7
             if kind == LENGTH_DELIMITED:
-                length, at = varint(data, at)
+                length, at = (data[at], at + 1) if data[at] < 0x80 else varint(data, at)
                 if length > end - at:
                     return True
                 number = tag >> 3
