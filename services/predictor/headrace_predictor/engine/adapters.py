@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import re2
 import torch
@@ -26,8 +26,6 @@ from transformers.pytorch_utils import Conv1D
 from headrace.models.kinds import ADAPTER_FILE
 from headrace.models.sources import read_config
 from headrace_predictor.engine.cpu.packed_linear import PackedLinear
-
-_T = TypeVar("_T")
 
 MAX_RANK = 256
 _MAX_PATTERNS = 4096
@@ -86,15 +84,18 @@ class LowRank:
         return cls(LowRankWeights(down, up), packed)
 
 
+Products = Mapping[str, LowRank | None]  # Of a fused layer, by names of its own.
+
+
 @dataclass(eq=False)
 class Adapter:
-    """The products of a loaded adapter: those of fused layers by layer, in a form of their own, others by module path.
+    """The products of a loaded adapter: those of fused layers by layer, others by module path.
 
     `number` is unique in its engine, also after the adapter has been unloaded.
     """
 
     number: int
-    layers: dict[nn.Module, object]
+    layers: dict[nn.Module, Products]
     modules: dict[str, LowRank]
 
 

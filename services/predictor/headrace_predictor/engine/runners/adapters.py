@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace_predictor.engine.adapters import AdaptedTokens, Adapter, LowRank, linear_shapes, read_adapter
+from headrace_predictor.engine.adapters import AdaptedTokens, Adapter, LowRank, Products, linear_shapes, read_adapter
 from headrace_predictor.engine.cpu.packed_linear import packs
 from headrace_predictor.engine.runners.fused_layers import FUSED
 
@@ -38,7 +38,7 @@ class Adapters:
         with torch.inference_mode():
             weights = read_adapter(folder, self._shapes, self._dtype, self._model.device)
             packed = packs(self._model.device, self._dtype)
-            layers: dict[nn.Module, object] = {}
+            layers: dict[nn.Module, Products] = {}
             for path, layer in self._model.named_modules():
                 if isinstance(layer, FUSED):
                     own = [name for name in weights if name.startswith(f"{path}.")]

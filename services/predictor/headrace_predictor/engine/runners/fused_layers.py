@@ -26,7 +26,7 @@ from transformers.models.opt.modeling_opt import OPTDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from headrace_predictor.engine.adapters import LowRank, LowRankWeights, Part
+from headrace_predictor.engine.adapters import LowRank, LowRankWeights, Part, Products
 from headrace_predictor.engine.cpu import kernel
 from headrace_predictor.engine.cpu.kernel import Buffer
 from headrace_predictor.engine.cpu.packed_linear import PackedLinear, packs
@@ -44,30 +44,6 @@ class Workspace(NamedTuple):
     rotary: tuple[Array, Array]  # Cosines and sines [T, head size].
     normed: Buffer  # [T, model size]
     attended: Buffer  # [T, query heads, head size]
-
-
-class AttentionProducts(NamedTuple):
-    """What an adapter adds in an attention: to queries, keys and values, which are one output, and after it."""
-
-    projections: LowRank | None
-    output: LowRank | None
-
-
-class GatedProducts(NamedTuple):
-    """What an adapter adds in a layer of gated feed-forward; the outputs of gate and up are one."""
-
-    attention: AttentionProducts
-    has_gate: bool
-    gate_up: LowRank | None
-    down: LowRank | None
-
-
-class OPTProducts(NamedTuple):
-    """What an adapter adds in OPT's layer."""
-
-    attention: AttentionProducts
-    first: LowRank | None
-    second: LowRank | None
 
 
 class _Attention:
@@ -91,12 +67,10 @@ class _Attention:
         """A buffer for the output for hidden states [T, model size]."""
         return Buffer((len(hidden), self._query_heads, self._size), hidden.dtype)
 
-    def products(self, weights: Mapping[str, LowRankWeights], output: str, packed: bool) -> AttentionProducts:
-        """An adapter's, from its weights by path in the layer; `output` is the output layer's name."""
+    def projections(self, weights: Mapping[str, LowRankWeights], packed: bool) -> LowRank | None:
+        """What an adapter adds to queries, keys and values, which are one output."""
         parts = [weights.get(f"self_attn.{name}") for name in ("q_proj", "k_proj", "v_proj")]
-        return AttentionProducts(
-            LowRank.joined(parts, self._sizes, packed), _product(weights, f"self_attn.{output}", packed)
-        )
+        return LowRank.joined(parts, self._sizes, packed)
 
     def __call__(
         self,
@@ -146,15 +120,15 @@ class GatedLayer(nn.Module):
         rotary = array_of(cosines[0]), array_of(sines[0])
         return Workspace(rotary, Buffer(hidden.shape, hidden.dtype), self._attention.output(hidden))
 
-    def products(self, weights: Mapping[str, LowRankWeights], packed: bool) -> GatedProducts:
+    def products(self, weights: Mapping[str, LowRankWeights], packed: bool) -> Products:
         """An adapter's products, from its weights by path in the layer."""
-        gate, up = weights.get("mlp.gate_proj"), weights.get("mlp.up_proj")
-        return GatedProducts(
-            self._attention.products(weights, "o_proj", packed),
-            gate is not None,
-            LowRank.joined((gate, up), (self._width, self._width), packed),
-            _product(weights, "mlp.down_proj", packed),
-        )
+        gate_up = weights.get("mlp.gate_proj"), weights.get("mlp.up_proj")
+        return {
+            "projections": self._attention.projections(weights, packed),
+            "output": _product(weights, "self_attn.o_proj", packed),
+            "gate_up": LowRank.joined(gate_up, (self._width, self._width), packed),
+            "down": _product(weights, "mlp.down_proj", packed),
+        }
 
     def compute(self, hidden: Tensor, plan: StepPlan, workspace: Workspace) -> Tensor:
         """Hidden states [T, model size]."""
@@ -170,31 +144,23 @@ class GatedLayer(nn.Module):
     def _compute_adapted(self, hidden: Tensor, plan: StepPlan, workspace: Workspace) -> Tensor:
         output, gate, up, down = self._linears
         rotary, buffer, attended = workspace
-        adapted: list[tuple[int, int, GatedProducts]] = _products_of(self, plan)
-        attentions = [(begin, end, products.attention) for begin, end, products in adapted]
         normed = self._first_norm(hidden, buffer)
-        heads = self._attention(normed, plan, attended, rotary, _projections(attentions))
+        heads = self._attention(normed, plan, attended, rotary, _parts(self, plan, "projections"))
         hidden = output.plus(heads, hidden)
-        _add_outputs(attentions, heads, hidden)
+        _add(self, plan, "output", heads, hidden)
         normed = self._second_norm(hidden, buffer)
         gates = gate.forward(normed, "swish")
-        # Without the activation, and once for neighbours, because a product of few rows costs as much as one of many.
-        for begin, end in _runs([(begin, end) for begin, end, products in adapted if products.has_gate]):
-            gates[begin:end] = gate.forward(normed[begin:end])
-        ups: list[tuple[int, int, Tensor]] = []
-        for begin, end, products in adapted:
-            if products.gate_up is not None:
-                gate_part, up_part = products.gate_up(normed[begin:end]).chunk(2, dim=-1)
-                if products.has_gate:
-                    functional.silu(gates[begin:end].add_(gate_part), inplace=True)
-                ups.append((begin, end, up_part))
+        parts, ups = _parts(self, plan, "gate_up"), []
+        _compute_again(gate, normed, gates, parts)
+        for part in parts:
+            gate_part, up_part = part.product(normed[part.begin : part.end]).chunk(2, dim=-1)
+            functional.silu(gates[part.begin : part.end].add_(gate_part), inplace=True)
+            ups.append(up_part)
         inner = up.times(normed, gates)
-        for begin, end, up_part in ups:
-            inner[begin:end].addcmul_(up_part, gates[begin:end])
+        for part, up_part in zip(parts, ups, strict=True):
+            inner[part.begin : part.end].addcmul_(up_part, gates[part.begin : part.end])
         hidden = down.plus(inner, hidden)
-        for begin, end, products in adapted:
-            if products.down is not None:
-                Part(begin, end, products.down).add(inner, hidden)
+        _add(self, plan, "down", inner, hidden)
         return hidden
 
 
@@ -217,33 +183,30 @@ class OPTLayer(nn.Module):
     def forward(self, hidden: Tensor, **_: Any) -> Tensor:
         """Hidden states [1, T, model size]."""
         hidden, plan = hidden[0], current_plan()
-        adapted: list[tuple[int, int, OPTProducts]] = _products_of(self, plan) if plan.adapted else []
-        attentions = [(begin, end, products.attention) for begin, end, products in adapted]
         output = self._attention.output(hidden)
-        attended = self._attention(self._norms[0](hidden), plan, output, None, _projections(attentions))
+        projections = _parts(self, plan, "projections")
+        attended = self._attention(self._norms[0](hidden), plan, output, None, projections)
         hidden = self._output.plus(attended, hidden)
-        _add_outputs(attentions, attended, hidden)
+        _add(self, plan, "output", attended, hidden)
         normed = self._norms[1](hidden)
         inner = self._first.forward(normed, "relu")
-        firsts = [Part(begin, end, products.first) for begin, end, products in adapted if products.first is not None]
-        for begin, end in _runs([(part.begin, part.end) for part in firsts]):
-            inner[begin:end] = self._first.forward(normed[begin:end])  # See GatedLayer.
+        firsts = _parts(self, plan, "first")
+        _compute_again(self._first, normed, inner, firsts)
         for part in firsts:
             part.add(normed, inner)
             inner[part.begin : part.end].relu_()
         hidden = self._second.plus(inner, hidden)
-        for begin, end, products in adapted:
-            if products.second is not None:
-                Part(begin, end, products.second).add(inner, hidden)
+        _add(self, plan, "second", inner, hidden)
         return hidden[None]
 
-    def products(self, weights: Mapping[str, LowRankWeights], packed: bool) -> OPTProducts:
+    def products(self, weights: Mapping[str, LowRankWeights], packed: bool) -> Products:
         """An adapter's products, from its weights by path in the layer."""
-        return OPTProducts(
-            self._attention.products(weights, "out_proj", packed),
-            _product(weights, "fc1", packed),
-            _product(weights, "fc2", packed),
-        )
+        return {
+            "projections": self._attention.projections(weights, packed),
+            "output": _product(weights, "self_attn.out_proj", packed),
+            "first": _product(weights, "fc1", packed),
+            "second": _product(weights, "fc2", packed),
+        }
 
 
 FUSED = (GatedLayer, OPTLayer)
@@ -272,25 +235,24 @@ def _product(weights: Mapping[str, LowRankWeights], path: str, packed: bool) -> 
     return LowRank(weights[path], packed) if path in weights else None
 
 
-def _products_of(layer: nn.Module, plan: StepPlan) -> list[Any]:
-    """The tokens of a step that have an adapter of this layer, as begin and end, and its products."""
-    return [(begin, end, adapter.layers[layer]) for adapter, begin, end in plan.adapted if layer in adapter.layers]
+def _parts(layer: nn.Module, plan: StepPlan, name: str) -> list[Part]:
+    """The tokens of a step that have an adapter with this product in the layer."""
+    found = ((begin, end, adapter.layers.get(layer, {}).get(name)) for adapter, begin, end in plan.adapted)
+    return [Part(begin, end, product) for begin, end, product in found if product is not None]
 
 
-def _projections(attentions: Sequence[tuple[int, int, AttentionProducts]]) -> list[Part]:
-    return [Part(begin, end, each.projections) for begin, end, each in attentions if each.projections is not None]
+def _add(layer: nn.Module, plan: StepPlan, name: str, x: Tensor, output: Tensor) -> None:
+    """Adds the adapters' products of inputs [T, in] to outputs [T, out]."""
+    for part in _parts(layer, plan, name):
+        part.add(x, output)
 
 
-def _add_outputs(attentions: Sequence[tuple[int, int, AttentionProducts]], heads: Tensor, hidden: Tensor) -> None:
-    for begin, end, each in attentions:
-        if each.output is not None:
-            Part(begin, end, each.output).add(heads, hidden)
-
-
-def _runs(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ascending ranges, with neighbours as one."""
+def _compute_again(linear: PackedLinear, x: Tensor, output: Tensor, parts: Sequence[Part]) -> None:
+    """Writes a layer's outputs without the activation: once for neighbours, because a product of few rows costs as
+    much as one of many."""
     runs: list[tuple[int, int]] = []
-    for begin, end in ranges:
-        first = runs.pop()[0] if runs and runs[-1][1] == begin else begin
-        runs.append((first, end))
-    return runs
+    for part in parts:
+        begin = runs.pop()[0] if runs and runs[-1][1] == part.begin else part.begin
+        runs.append((begin, part.end))
+    for begin, end in runs:
+        output[begin:end] = linear.forward(x[begin:end])
