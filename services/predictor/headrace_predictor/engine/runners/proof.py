@@ -122,24 +122,35 @@ class Proof:
                 )
             )
 
+        def excess() -> float:
+            found = self._excess(difference)
+            if found:
+                self.tells_positions = True
+                found = self._excess(difference)
+            return found
+
+        fault = self._fault(excess, "its attention is of another kind", self._find_reaches)
+        if fault is not None:
+            model.set_attn_implementation(own)
+        return fault
+
+    def _fault(self, excess: Callable[[], float], kind: str, find: Callable[[int], None] | None = None) -> str | None:
+        """Why a runner cannot run the model: because its logits differ, or because of a kind that it does not know.
+
+        None if it can: then `find` has set what the attention modules reach within the context.
+        """
         try:
-            with few_layers(model), near_limits(self._model, self.rotary, self._far) as changed:
-                self._find_reaches(len(self._ids) if changed else self._context)
-                excess = self._excess(difference)
-                if excess:
-                    self.tells_positions = True
-                    excess = self._excess(difference)
-            self._find_reaches(self._context)
+            with few_layers(self._model), near_limits(self._model, self.rotary, self._far) as changed:
+                if find is not None:
+                    find(len(self._ids) if changed else self._context)
+                found = excess()
+            if find is not None:
+                find(self._context)
         except Exception as error:
-            logger.debug("paged attention failed in the proof", exc_info=True)
-            kind = "its layers compute with their masks" if self._hides_masks else "its attention is of another kind"
-            reason = f"{kind} ({type(error).__name__}: {error})"
-        else:
-            if not excess:
-                return None
-            reason = f"its logits differ by {excess:.2g} of their size"
-        model.set_attn_implementation(own)
-        return reason
+            logger.debug("a runner failed in the proof", exc_info=True)
+            kind = "its layers compute with their masks" if self._hides_masks else kind
+            return f"{kind} ({type(error).__name__}: {error})"
+        return f"its logits differ by {found:.2g} of their size" if found else None
 
     def _batched_runner(self, blocks: int) -> BatchedRunner | None:
         """The runner of batches, if it is right for the model."""
@@ -172,22 +183,15 @@ class Proof:
 
     def _fault_of_hybrid(self, whole: bool, together: bool) -> str | None:
         """Why `HybridRunner` cannot run the model so; None if it can: then the attention modules have their reach."""
-        model = self._model
-        own = attention_functions(model)
-        try:
-            with near_limits(self._model, self.rotary, self._far) as changed:
-                self._find_layers_reaches(len(self._ids) if changed else self._context)
-                excess = self._excess(lambda: self._hybrid_difference(own, whole, together) / _RECURRENCE) * _RECURRENCE
-            self._find_layers_reaches(self._context)
-        except Exception as error:
-            logger.debug("recurrent states failed in the proof", exc_info=True)
-            reason = f"its recurrent states are of another kind ({type(error).__name__}: {error})"
-        else:
-            if not excess:
-                return None
-            reason = f"its logits differ by {excess:.2g} of their size"
-        model.set_attn_implementation(own)
-        return reason
+        own = attention_functions(self._model)
+
+        def excess() -> float:
+            return self._excess(lambda: self._hybrid_difference(own, whole, together) / _RECURRENCE) * _RECURRENCE
+
+        fault = self._fault(excess, "its recurrent states are of another kind", self._find_layers_reaches)
+        if fault is not None:
+            self._model.set_attn_implementation(own)
+        return fault
 
     def _hybrid_difference(self, own: dict[str, str], whole: bool, together: bool) -> float:
         """As `_difference`, and that of sequences of different lengths which decode together."""
@@ -226,47 +230,41 @@ class Proof:
         """The runner of an encoder-decoder model, and why it computes one row at a time."""
         model = self._model
         maker = T5Runner if T5Runner.supports(model) else EncoderDecoderRunner
-        try:
-            excess = self._excess(lambda: self._difference_of_decoder(lambda: maker(model, self._shape, 6)))
-        except Exception as error:
-            logger.debug("the decoder failed in the proof", exc_info=True)
-            reason = f"its attention is of another kind ({type(error).__name__}: {error})"
-        else:
-            if not excess:
-                runner = maker(model, self._shape, blocks)
-                pack_called(model, runner.probe)
-                return runner, None
-            reason = f"its logits differ by {excess:.2g} of their size"
+        difference = partial(self._difference_of_decoder, partial(maker, model, self._shape, 6))
+        reason = self._fault(partial(self._excess, difference), "its attention is of another kind")
+        if reason is None:
+            runner = maker(model, self._shape, blocks)
+            pack_called(model, runner.probe)
+            return runner, None
         # Some decoders cannot continue with several ids; one at a time is what `generate` does.
         stepwise = True
-        with suppress(*_FAILURES):
-            stepwise = bool(self._excess(lambda: self._difference_of_decoder(lambda: EncoderDecoderRowRunner(model))))
+        with suppress(*_FAILURES), near_limits(model, self.rotary, self._far):
+            stepwise = bool(self._excess(partial(self._difference_of_decoder, partial(EncoderDecoderRowRunner, model))))
         return EncoderDecoderRowRunner(model, stepwise), reason
 
     def _difference_of_decoder(self, make: Callable[[], ModelRunner]) -> float:
         """As `_difference`, for two prompts whose answers continue by some ids and then one by one."""
-        with near_limits(self._model, self.rotary, self._far):
-            runner, start = make(), decoder_start(self._model)
-            prompts, output = (self._ids, self._ids[:_PROMPT]), self._ids[:_OUTPUT]
-            expected = [
-                self._model(
-                    input_ids=self._tensor(prompt), decoder_input_ids=self._tensor([start, *output]), use_cache=False
-                ).logits[0]
-                for prompt in prompts
-            ]
-            sequences = [detached_sequence(prompt, (start,)) for prompt in prompts]
-            worst, done = 0.0, None
-            for number, sequence in enumerate(sequences):
-                sequence.blocks = [RESERVED + 2 * number, RESERVED + 2 * number + 1]
-            for end in (0, *range(min(5, len(output)), len(output) + 1)):
-                rows = []
-                for prompt, sequence in zip(prompts, sequences, strict=True):
-                    sequence.ids = [*prompt, start, *output[:end]]
-                    first = 0 if done is None else len(prompt) + 1 + done
-                    rows.append(Row(sequence, first, len(sequence.ids) - first))
-                done = end
-                worst = max(worst, _largest(runner.run(rows), [logits[end] for logits in expected]))
-            return worst
+        runner, start = make(), decoder_start(self._model)
+        prompts, output = (self._ids, self._ids[:_PROMPT]), self._ids[:_OUTPUT]
+        expected = [
+            self._model(
+                input_ids=self._tensor(prompt), decoder_input_ids=self._tensor([start, *output]), use_cache=False
+            ).logits[0]
+            for prompt in prompts
+        ]
+        sequences = [detached_sequence(prompt, (start,)) for prompt in prompts]
+        worst, done = 0.0, None
+        for number, sequence in enumerate(sequences):
+            sequence.blocks = [RESERVED + 2 * number, RESERVED + 2 * number + 1]
+        for end in (0, *range(min(5, len(output)), len(output) + 1)):
+            rows = []
+            for prompt, sequence in zip(prompts, sequences, strict=True):
+                sequence.ids = [*prompt, start, *output[:end]]
+                first = 0 if done is None else len(prompt) + 1 + done
+                rows.append(Row(sequence, first, len(sequence.ids) - first))
+            done = end
+            worst = max(worst, _largest(runner.run(rows), [logits[end] for logits in expected]))
+        return worst
 
     @property
     def _tolerance(self) -> float:
