@@ -76,7 +76,7 @@ load-check: $(DEV_DEPENDENCIES) ## exit code 1 where a running stack does not me
 
 .PHONY: smoke
 smoke: $(RUN_DEPENDENCIES) ## every endpoint of a model, against a running stack (MODEL=, GATEWAY_PORT=)
-	@exec $(VENV)/bin/python -m headrace_runner.smoke --model '$(MODEL)'
+	@exec $(VENV)/bin/python -m headrace_runner.command smoke '$(MODEL)'
 
 .PHONY: replay
 replay: $(RUN_DEPENDENCIES) ## logged streams again at another stack, compared token by token (AGAINST=host:port, SINCE=, MODEL=, FROM=, OUT=)

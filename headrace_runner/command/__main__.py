@@ -14,7 +14,7 @@ from headrace.clients import Policy
 from headrace.errors import StartupError
 from headrace_runner import settings as stack_settings
 from headrace_runner.command import access, chat, doctor, help_texts, models, records, start
-from headrace_runner.command.gateway import Gateway
+from headrace_runner.gateway import Gateway
 from headrace_runner.replay import options as replay_options
 from headrace_runner.terminal import Painter, has_colours, short
 
@@ -199,7 +199,12 @@ def _chat(options: argparse.Namespace) -> None:
 def _smoke(options: argparse.Namespace) -> None:
     gateway = _gateway(options)
     gateway.check()
-    start.run_smoke(gateway.address, options.model)
+    try:
+        from headrace_runner.smoke.smoke import smoke  # Needs packages that the command does without.
+    except ImportError as error:
+        raise StartupError(f"smoke needs the package {error.name}: `pip install headrace` has it") from None
+    if smoke(gateway.address, options.model):
+        raise SystemExit(1)
 
 
 def _load(options: argparse.Namespace) -> None:

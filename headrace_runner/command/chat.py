@@ -13,7 +13,7 @@ import grpc
 
 from headrace.errors import StartupError
 from headrace_protos import headrace_pb2 as pb
-from headrace_runner.command.gateway import Gateway
+from headrace_runner.gateway import Gateway
 from headrace_runner.terminal import BOLD, DIM, Painter, printable
 
 _HELP = "an empty line or Ctrl-D ends, /new clears the conversation, Ctrl-C ends an answer"

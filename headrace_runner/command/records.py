@@ -18,7 +18,7 @@ from headrace.errors import StartupError
 from headrace.rpc.client.caller_key import headers
 from headrace.telemetry.page import DIRECT
 from headrace_protos import headrace_pb2 as pb
-from headrace_runner.command.gateway import TIMEOUT_S, Gateway
+from headrace_runner.gateway import TIMEOUT_S, Gateway
 from headrace_runner.terminal import BOLD, GREEN, RED, Painter, one_line, printable
 
 MAX_RECORDS = 1000  # The maximum of one page.

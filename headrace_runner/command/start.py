@@ -1,4 +1,4 @@
-"""`headrace up`, `serve`, `smoke` and `load`: replaces this process by the program that does it."""
+"""`headrace up`, `serve` and `load`: replaces this process by the program that does it."""
 
 from __future__ import annotations
 
@@ -49,10 +49,6 @@ def models_setting(location: str, name: str) -> str:
     if not is_name(name) or "," in path:
         raise StartupError(f"{name!r} cannot be a model's name; give another with --name")
     return f"{name}={source.where}"
-
-
-def run_smoke(address: str, model: str) -> NoReturn:
-    _become("headrace_runner.smoke", "--gateway", address, "--model", model)
 
 
 def run_load(address: str, settings: StackSettings, mode: str, locust: Sequence[str]) -> NoReturn:

@@ -6,8 +6,8 @@ may refuse them with INVALID_ARGUMENT.
 
 from __future__ import annotations
 
-import asyncio
 import json
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -195,27 +195,27 @@ def _of_text_endpoints(gateway: Gateway, model: Model) -> Iterator[Check]:
         yield _rest(gateway, "/classify", {**ids, "input": "the fox"}, '"label": ', protocol="vLLM")
 
 
-async def _ids_and_back(gateway: Gateway, named: dict[str, str]) -> Answer:
-    ids = json.loads((await gateway.rest("/tokenize", {**named, "prompt": _PROMPT})).expect(200).text)["tokens"]
-    return await gateway.rest("/detokenize", {**named, "tokens": ids})
+def _ids_and_back(gateway: Gateway, named: dict[str, str]) -> Answer:
+    ids = json.loads(gateway.rest("/tokenize", {**named, "prompt": _PROMPT}).expect(200).text)["tokens"]
+    return gateway.rest("/detokenize", {**named, "tokens": ids})
 
 
-async def _record(gateway: Gateway, request: headrace_pb2.GenerateRequest) -> Answer:
+def _record(gateway: Gateway, request: headrace_pb2.GenerateRequest) -> Answer:
     """Generates, and polls for the record, which is written after the request."""
     request_id = f"smoke-{uuid.uuid4()}"
     named = headrace_pb2.GenerateRequest(request_id=request_id)
     named.MergeFrom(request)
-    (await ask(gateway.text, "Generate", named)).expect(200)
+    ask(gateway.text, "Generate", named).expect(200)
     for _ in range(_RECORD_POLLS):
-        found = await ask(gateway.log, "Query", headrace_pb2.QueryPayloadsRequest(request_id=request_id))
+        found = ask(gateway.log, "Query", headrace_pb2.QueryPayloadsRequest(request_id=request_id))
         if found.expect(200).pieces:
             [record, *_] = found.expect(200, f'prompt: "{_PROMPT}"', 'status: "OK"').pieces
-            by_id = (await gateway.rest(f"/headrace/v1/payloads/{record.record_id}")).expect(200)
+            by_id = gateway.rest(f"/headrace/v1/payloads/{record.record_id}").expect(200)
             if json.loads(by_id.text).get("text", "") != record.text:
                 raise Failed("Get by REST returns another text")
-            page = await gateway.rest(f"/headrace/v1/payloads?request_id={request_id}")
+            page = gateway.rest(f"/headrace/v1/payloads?request_id={request_id}")
             return page.expect(200, f'"record_id": "{record.record_id}"')
-        await asyncio.sleep(_POLL_S)
+        time.sleep(_POLL_S)
     raise Failed(f"no record within {_RECORD_POLLS * _POLL_S:g} s")
 
 

@@ -1,6 +1,6 @@
 """A gateway as ordinary clients see it: a gRPC channel, one with the predictor's authority, and HTTP; its models.
 
-Calls have the key of HEADRACE_KEY. A model's metadata and configuration determine what it must answer.
+A model's metadata and configuration determine what it must answer.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -18,11 +18,11 @@ import httpx2
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 
-from headrace.errors import FAILED_HOP
+from headrace.errors import FAILED_HOP, StartupError
 from headrace.rpc.client.caller_key import headers
-from headrace_protos import headrace_pb2_grpc
 from headrace_protos import inference_pb2 as pb
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from headrace_runner import gateway
 
 _MERGED_ANSWERS = 2  # On a busy machine a short answer may have been read when it was whole: that many are repeated.
 _TIMEOUT_S = 60.0
@@ -36,7 +36,7 @@ _TEXT = re.compile(r'(?:text|content|text_output)"?: ?"[^"]|raw_output_contents:
 _NOT_FINITE = re.compile(r"[\[,:] ?-?(?:NaN|Infinity)")
 
 
-class Failed(Exception):  # noqa: N818  # It reports a finding, not an error of the program.
+class Failed(StartupError):  # noqa: N818  # It reports a finding, not an error of the program.
     """A check's expectation is not met."""
 
 
@@ -82,20 +82,20 @@ class Check:
 
     protocol: str
     name: str
-    call: Callable[[], Awaitable[Answer]]
+    call: Callable[[], Answer]
     contents: tuple[str, ...] = ()
     status: int = 200
     streamed: bool = False
     may_refuse: bool = False
     finite: bool = False
 
-    async def run(self) -> str:
+    def run(self) -> str:
         """Returns the table's text; raises Failed, or errors of the network, if it does not pass."""
-        answer = await self.call()
+        answer = self.call()
         for _ in range(_MERGED_ANSWERS):
             if not self.streamed or len(answer.pieces) > 1:
                 break
-            answer = await self.call()
+            answer = self.call()
         if self.may_refuse and answer.status in ("400", _CODES[400], _IN_STREAM):
             return f"the model's own refusal: {answer.error}"
         answer.expect(self.status, *(self.contents if self.status == 200 else ()))
@@ -116,36 +116,29 @@ class Check:
         return f"{len(answer.pieces)} pieces, the first after {first_ms:.0f} ms, the last after {last_ms:.0f} ms"
 
 
-class Gateway:
+class Gateway(gateway.Gateway):
     """See the module; to be closed."""
 
     def __init__(self, address: str) -> None:
-        direct = (("grpc.enable_http_proxy", 0),)
-        channel = grpc.aio.insecure_channel(address, options=direct)
-        at_predictor = grpc.aio.insecure_channel(address, options=(*direct, ("grpc.default_authority", "predictor")))
-        self._channels = (channel, at_predictor)
-        self.inference = GRPCInferenceServiceStub(channel)
-        self.predictor = GRPCInferenceServiceStub(at_predictor)
-        self.text = headrace_pb2_grpc.TextGenerationStub(channel)
-        self.log = headrace_pb2_grpc.PayloadLogStub(channel)
-        self.health = health_pb2_grpc.HealthStub(channel)
-        self.reflection = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[arg-type]
-        self._http = httpx2.AsyncClient(
-            base_url=f"http://{address}", headers=headers(), timeout=_TIMEOUT_S, trust_env=False
-        )
+        super().__init__(address)
+        self._at_predictor = gateway.open_channel(address, ("grpc.default_authority", "predictor"))
+        self.predictor = GRPCInferenceServiceStub(self._at_predictor)
+        self.health = health_pb2_grpc.HealthStub(self.channel)
+        self.reflection = reflection_pb2_grpc.ServerReflectionStub(self.channel)
+        self._http = httpx2.Client(base_url=f"http://{address}", headers=headers(), timeout=_TIMEOUT_S, trust_env=False)
 
-    async def close(self) -> None:
-        await self._http.aclose()
-        for channel in self._channels:
-            await channel.close()
+    def close(self) -> None:
+        self._http.close()
+        self._at_predictor.close()
+        self.channel.close()
 
-    async def rest(self, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Answer:
+    def rest(self, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Answer:
         """Sends a GET, or a POST of JSON or of bytes."""
         pieces: list[Any] = []
         times, started = [], time.monotonic()
         sent = {} if body is None else {"content" if isinstance(body, bytes) else "json": body}
-        async with self._http.stream("POST" if sent else "GET", path, headers=dict(headers or {}), **sent) as response:
-            async for piece in response.aiter_raw() if "content" in sent else response.aiter_lines():
+        with self._http.stream("POST" if sent else "GET", path, headers=dict(headers or {}), **sent) as response:
+            for piece in response.iter_raw() if "content" in sent else response.iter_lines():
                 if piece:
                     pieces.append(piece)
                     times.append(time.monotonic() - started)
@@ -153,25 +146,20 @@ class Gateway:
         return answer if response.status_code == 200 else answer._replace(error=_error_of(path, answer.text))
 
 
-async def ask(stub: Any, name: str, request: Any) -> Answer:
+def ask(stub: Any, name: str, request: Any) -> Answer:
     """Makes a gRPC call of any kind with one request."""
     pieces, times, started, method = [], [], time.monotonic(), getattr(stub, name)
-    is_stream = isinstance(method, grpc.aio.StreamStreamMultiCallable)
-    own = tuple(headers().items())
-    call = method(_one(request) if is_stream else request, timeout=_TIMEOUT_S, metadata=own)
+    is_stream = isinstance(method, grpc.StreamStreamMultiCallable)
     try:
-        async for message in call if hasattr(call, "__aiter__") else _one(await call):
+        found = method(iter([request]) if is_stream else request, timeout=_TIMEOUT_S)
+        for message in found if hasattr(found, "__next__") else [found]:
             pieces.append(message)
             times.append(time.monotonic() - started)
-    except grpc.aio.AioRpcError as error:
+    except grpc.RpcError as error:
         metadata = {key: str(value) for key, value in error.trailing_metadata() or ()}
         return Answer(error.code().name, error.details() or "", pieces, times, metadata)
     errors = [message.error_message for message in pieces if getattr(message, "error_message", "")]
     return Answer(_IN_STREAM if errors else "OK", "; ".join(errors), pieces, times, {})
-
-
-async def _one(message: Any) -> AsyncIterator[Any]:
-    yield message
 
 
 def _error_of(path: str, body: str) -> str:
@@ -206,24 +194,17 @@ class Model:
     takes_text: bool
 
 
-async def ready_models(gateway: Gateway, address: str) -> list[str]:
-    index = await ask(gateway.inference, "RepositoryIndex", pb.RepositoryIndexRequest(ready=True))
-    if index.error:
-        raise Failed(f"no stack answers at {address}: {index.error}")
-    return [model.name for model in index.pieces[0].models]
-
-
-async def describe(gateway: Gateway, name: str) -> Model:
+def describe(gateway: Gateway, name: str) -> Model:
     """Queries the stack; raises Failed if there is no such model or no stack."""
 
-    async def about(stub: Any, method: str, request: Any) -> Any:
-        answer = await ask(stub, method, request)
+    def about(stub: Any, method: str, request: Any) -> Any:
+        answer = ask(stub, method, request)
         if answer.error:
             raise Failed(f"model {name!r}: {answer.status}: {answer.error}")
         return answer.pieces[0]
 
-    metadata = await about(gateway.inference, "ModelMetadata", pb.ModelMetadataRequest(name=name))
-    config = (await about(gateway.inference, "ModelConfig", pb.ModelConfigRequest(name=name))).config
+    metadata = about(gateway.inference, "ModelMetadata", pb.ModelMetadataRequest(name=name))
+    config = about(gateway.inference, "ModelConfig", pb.ModelConfigRequest(name=name)).config
     parameters = {key: value.string_value for key, value in config.parameters.items()}
     kinds = {"embedding": Kind.EMBEDDING, "classification": Kind.CLASSIFICATION}
     kind = Kind.PROCESSOR if metadata.platform == "headrace_processor" else Kind.TENSORS
@@ -233,11 +214,11 @@ async def describe(gateway: Gateway, name: str) -> Model:
     details = ", many answers to a request" if decoupled else ""
     if any(tensor.name == "text_input" for tensor in metadata.inputs):
         kind = Kind.TEXT
-        inner = (await about(gateway.predictor, "ModelConfig", pb.ModelConfigRequest(name=name))).config
+        inner = about(gateway.predictor, "ModelConfig", pb.ModelConfigRequest(name=name)).config
         build = "encoder-decoder" if inner.parameters["is_encoder_decoder"].string_value == "true" else "decoder"
         details = f", {build}, {'with' if has_chat_template else 'without'} chat template"
     elif kind in kinds.values():
-        takes_text = f'"{name}"' in (await gateway.rest("/v1/models")).expect(200).text
+        takes_text = f'"{name}"' in gateway.rest("/v1/models").expect(200).text
         details = " of texts and ids" if takes_text else " of ids"
     tensors = (*metadata.inputs, *metadata.outputs)
     return Model(

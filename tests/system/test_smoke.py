@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_runner.smoke.__main__ import smoke
+from headrace_runner.smoke.smoke import smoke
 from tests.random_encoders import save_random_encoder, save_words_tokenizer
 from tests.support.free_ports import free_settings
 
@@ -19,7 +19,7 @@ async def command(*arguments):
     """Exit code, output and errors of `make smoke`'s program."""
     return await asyncio.to_thread(
         subprocess.run,
-        [sys.executable, "-m", "headrace_runner.smoke", *arguments],
+        [sys.executable, "-m", "headrace_runner.command", "smoke", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -29,7 +29,7 @@ async def command(*arguments):
 
 # A decoder with a chat template: test_headrace_command.py.
 async def test_an_encoder_decoder_passes(stack, capsys):
-    failed = await smoke(stack.gateway, "normalizer")
+    failed = await asyncio.to_thread(smoke, stack.gateway, "normalizer")
     output = capsys.readouterr().out
     assert failed == 0, output
     assert output.startswith("normalizer: text generation, encoder-decoder, without chat template\n")
@@ -61,7 +61,7 @@ async def test_without_a_name_every_model_is_checked_by_its_kind_whatever_proxy_
     (tmp_path / "counting" / "model.py").write_text(COUNTING)
     own = ",".join(f"{name}={tmp_path / name}" for name in ("embedder", "classifier", "counting"))
     stack = await new_stack(models=f"identity=models/identity,{own}")
-    failed = await smoke(stack.gateway)
+    failed = await asyncio.to_thread(smoke, stack.gateway)
     output = capsys.readouterr().out
     assert failed == 0, output
     for line in (
@@ -89,7 +89,7 @@ async def test_a_failing_endpoint_is_named_and_the_exit_code_is_1(new_stack):
         models="storyteller=models/storyteller",
         commands={"transformer": (sys.executable, "-m", "tests.system.mute_transformer")},
     )
-    done = await command("--gateway", stack.gateway, "--model", "storyteller")
+    done = await command("--gateway", stack.gateway, "storyteller")
     assert done.returncode == 1
     failed = [line for line in done.stdout.splitlines() if line.startswith("  FAIL")]
     # An answer without text is not reported. What renders messages fails, whole and streamed.
@@ -102,10 +102,10 @@ async def test_a_failing_endpoint_is_named_and_the_exit_code_is_1(new_stack):
 
 async def test_a_missing_stack_and_a_missing_model_are_one_line_each(stack, tmp_path):
     nowhere, unknown = await asyncio.gather(
-        command("--gateway", free_settings(tmp_path).gateway, "--model", "storyteller"),
-        command("--gateway", stack.gateway, "--model", "nobody"),
+        command("--gateway", free_settings(tmp_path).gateway, "storyteller"),
+        command("--gateway", stack.gateway, "nobody"),
     )
-    for done, text in ((nowhere, "UNAVAILABLE"), (unknown, "model 'nobody': NOT_FOUND: no model 'nobody'")):
+    for done, text in ((nowhere, "no stack answers at"), (unknown, "model 'nobody': NOT_FOUND: no model 'nobody'")):
         assert done.returncode == 1
         assert len(done.stderr.splitlines()) == 1, done.stderr
         assert text in done.stderr

@@ -1,4 +1,4 @@
-"""The gateway of a running stack, for the command's gRPC calls, which have the key of HEADRACE_KEY."""
+"""The gateway of a running stack, for gRPC calls, which have the key of HEADRACE_KEY."""
 
 from __future__ import annotations
 
@@ -17,14 +17,19 @@ TIMEOUT_S = 10.0
 _MAX_MESSAGE = 64 * 1024 * 1024
 
 
+def open_channel(address: str, *options: tuple[str, Any]) -> grpc.Channel:
+    """A channel without a proxy, with further options."""
+    own = (("grpc.max_receive_message_length", _MAX_MESSAGE), ("grpc.enable_http_proxy", 0), *options)
+    return with_key(grpc.insecure_channel(address, options=own))
+
+
 class Gateway:
     def __init__(self, address: str) -> None:
         self.address = address
-        options = (("grpc.max_receive_message_length", _MAX_MESSAGE), ("grpc.enable_http_proxy", 0))
-        self._channel = with_key(grpc.insecure_channel(address, options=options))
-        self.inference: Any = GRPCInferenceServiceStub(self._channel)
-        self.text: Any = headrace_pb2_grpc.TextGenerationStub(self._channel)
-        self.log: Any = headrace_pb2_grpc.PayloadLogStub(self._channel)
+        self.channel = open_channel(address)
+        self.inference: Any = GRPCInferenceServiceStub(self.channel)
+        self.text: Any = headrace_pb2_grpc.TextGenerationStub(self.channel)
+        self.log: Any = headrace_pb2_grpc.PayloadLogStub(self.channel)
 
     def check(self) -> None:
         """Raises StartupError unless a stack answers."""
