@@ -1,4 +1,4 @@
-"""The gateway of a running stack, for gRPC calls, which have the key of HEADRACE_KEY."""
+"""The gateway of a running stack, for gRPC calls, which have the caller's key."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from headrace.errors import StartupError
-from headrace.rpc.client.caller_key import with_key
+from headrace.rpc.client.caller_key import KEY, with_key
 from headrace_protos import headrace_pb2_grpc, inference_pb2
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 
@@ -17,10 +17,10 @@ TIMEOUT_S = 10.0
 _MAX_MESSAGE = 64 * 1024 * 1024
 
 
-def open_channel(address: str, *options: tuple[str, Any]) -> grpc.Channel:
-    """A channel without a proxy, with further options."""
+def open_channel(address: str, *options: tuple[str, Any], key: str = KEY) -> grpc.Channel:
+    """A channel without a proxy, with further options; `key` is the environment variable of the calls' key."""
     own = (("grpc.max_receive_message_length", _MAX_MESSAGE), ("grpc.enable_http_proxy", 0), *options)
-    return with_key(grpc.insecure_channel(address, options=own))
+    return with_key(grpc.insecure_channel(address, options=own), key)
 
 
 class Gateway:
@@ -30,6 +30,9 @@ class Gateway:
         self.inference: Any = GRPCInferenceServiceStub(self.channel)
         self.text: Any = headrace_pb2_grpc.TextGenerationStub(self.channel)
         self.log: Any = headrace_pb2_grpc.PayloadLogStub(self.channel)
+
+    def close(self) -> None:
+        self.channel.close()
 
     def check(self) -> None:
         """Raises StartupError unless a stack answers."""

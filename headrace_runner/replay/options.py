@@ -6,7 +6,6 @@ Texts of models are made safe for terminals.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import math
 import os
@@ -14,14 +13,16 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from headrace.errors import StartupError
 from headrace.files import private_file
+from headrace_runner.gateway import Gateway
 from headrace_runner.replay.records import LoggedStream, of_file, of_stack
-from headrace_runner.replay.replay import FailedError, Replay, Target, open_channel
+from headrace_runner.replay.replay import FailedError, Replay, Target
 from headrace_runner.replay.results import TROUBLE, Difference, Results
 from headrace_runner.terminal import BOLD, GREEN, RED, Painter, has_colours, one_line, printable
 
@@ -75,7 +76,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
 
 
-async def replay(options: argparse.Namespace, gateway: str) -> int:
+def replay(options: argparse.Namespace, gateway: str) -> int:
     """Runs a replay and prints its report; returns the exit code. Raises StartupError.
 
     `gateway` is the stack whose payload log is read; `options` are those of `add_options` and `since`.
@@ -87,11 +88,8 @@ async def replay(options: argparse.Namespace, gateway: str) -> int:
     def found(logged: LoggedStream, finding: Difference | FailedError) -> None:
         print("\n".join(found_lines(logged, finding, paint)), flush=True)
 
-    source = open_channel(gateway)
-    against = open_channel(options.against)
-    try:
-        target = Target(options.against, against, options.timeout)
-        await target.check()
+    with closing(Gateway(gateway)) as source, closing(Target(options.against, options.timeout)) as target:
+        target.check()
         run = Replay(
             target,
             concurrency=options.concurrency,
@@ -104,11 +102,8 @@ async def replay(options: argparse.Namespace, gateway: str) -> int:
             records = of_file(options.file, options.since, options.model)
         else:
             records = of_stack(source, options.since, options.model)
-        results = await run.run(records)
+        results = run.run(records)
         seconds = time.monotonic() - begun
-    finally:
-        await source.close()
-        await against.close()
     print("\n".join(summary_lines(results, paint)))
     if options.out:
         write_json(options.out, _about(options, gateway, seconds) | results.as_dict())
@@ -118,7 +113,7 @@ async def replay(options: argparse.Namespace, gateway: str) -> int:
 def run(options: argparse.Namespace, gateway: str) -> int:
     """`replay`, with errors as one line on standard error and exit code 2."""
     try:
-        return asyncio.run(replay(options, gateway))
+        return replay(options, gateway)
     except StartupError as error:
         sys.stderr.write(f"{error}\n")
         return TROUBLE

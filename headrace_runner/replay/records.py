@@ -12,7 +12,7 @@ token. A record that cannot be replayed has a reason, in a few words, by which t
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,10 +23,9 @@ from google.protobuf.json_format import ParseDict, ParseError
 
 from headrace.errors import StartupError
 from headrace.payload.records import REPLAY_PREFIX, answer_of, is_replay, was_generated
-from headrace.rpc.client.caller_key import headers
 from headrace.sampling import SamplingParameters
 from headrace_protos.headrace_pb2 import GenerateRequest, PayloadRecord, QueryPayloadsRequest, TokenIds
-from headrace_protos.headrace_pb2_grpc import PayloadLogStub
+from headrace_runner.gateway import Gateway
 
 PAGE = 100
 _TIMEOUT_S = 60.0
@@ -52,29 +51,24 @@ NO_FINGERPRINT = "answered by another server's model"
 OTHER_SAMPLING = "sampling parameters redacted or of another version"
 
 
-async def of_stack(
-    channel: grpc.aio.Channel, since: datetime, model: str | None
-) -> AsyncGenerator[PayloadRecord, None]:
+def of_stack(gateway: Gateway, since: datetime, model: str | None) -> Iterator[PayloadRecord]:
     """The records that arrived from `since` until now; those of the replay itself are later."""
     query = QueryPayloadsRequest(page_size=PAGE, model=model)
     query.since.FromDatetime(since)
     query.until.FromDatetime(datetime.now(UTC))
-    stub = PayloadLogStub(channel)
     while True:
         try:
-            call = stub.Query(query, timeout=_TIMEOUT_S, metadata=tuple(headers().items()))
             # Whole: the logger ends calls of those who read slowly.
-            page = [record async for record in call]
-        except grpc.aio.AioRpcError as error:
+            page = list(gateway.log.Query(query, timeout=_TIMEOUT_S))
+        except grpc.RpcError as error:
             raise StartupError(f"the payload log cannot be read: {error.code().name}: {error.details()}") from None
-        for record in page:
-            yield record
+        yield from page
         if len(page) < PAGE:
             return
         query.page_token = page[-1].page_token
 
 
-async def of_file(path: Path, since: datetime | None, model: str | None) -> AsyncGenerator[PayloadRecord, None]:
+def of_file(path: Path, since: datetime | None, model: str | None) -> Iterator[PayloadRecord]:
     """The records of a file that arrived from `since` on, of one model or of all."""
     for record in _read(path):
         arrived = record.time.ToDatetime(tzinfo=UTC)

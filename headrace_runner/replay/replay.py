@@ -1,32 +1,30 @@
 """Replays the streams of a source at another stack, a few at a time: one call of `Generate` for each, over one channel.
 
-One task reads records and queues those that can be replayed; `concurrency` workers replay and compare them. The queue
-is as long as there are workers, so that records are read no faster than they are replayed. Calls have the key of
-HEADRACE_AGAINST_KEY, or without it that of HEADRACE_KEY.
+The calls run on `concurrency` threads; everything else, on the caller's. As many streams again wait for a thread at
+most, so that records are read no faster than they are replayed. Calls have the key of HEADRACE_AGAINST_KEY, or without
+it that of HEADRACE_KEY.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import grpc
 
 from headrace.errors import RETRY_AFTER_MS, StartupError
-from headrace.rpc.client.caller_key import headers
+from headrace.rpc.client.caller_key import KEY, headers
 from headrace_protos.headrace_pb2 import GenerateRequest, PayloadRecord
 from headrace_protos.headrace_pb2_grpc import TextGenerationStub
 from headrace_protos.inference_pb2 import ModelConfigRequest, ServerLiveRequest
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
+from headrace_runner.gateway import TIMEOUT_S, open_channel
 from headrace_runner.replay.records import LoggedStream, select
 from headrace_runner.replay.results import Answer, Difference, Results, compare
 
 AGAINST_KEY = "HEADRACE_AGAINST_KEY"
-_TIMEOUT_S = 10.0
-_MAX_MESSAGE = 64 * 1024 * 1024
 _TTFT_MS = "x-ttft-ms"
 
 Found = Callable[[LoggedStream, "Difference | FailedError"], None]
@@ -40,39 +38,36 @@ class FailedError(Exception):
         self.status = status
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    options = (("grpc.max_receive_message_length", _MAX_MESSAGE), ("grpc.enable_http_proxy", 0))
-    return grpc.aio.insecure_channel(address, options=options)
-
-
 class Target:
-    """See the module; `timeout_s` is the deadline of each request, its repetitions included."""
+    """See the module; to be closed. `timeout_s` is the deadline of each request, its repetitions included."""
 
-    def __init__(self, address: str, channel: grpc.aio.Channel, timeout_s: float) -> None:
+    def __init__(self, address: str, timeout_s: float) -> None:
         self.address = address
-        self._inference: Any = GRPCInferenceServiceStub(channel)
-        self._text: Any = TextGenerationStub(channel)
+        self._channel = open_channel(address, key=AGAINST_KEY if headers(AGAINST_KEY) else KEY)
+        self._inference: Any = GRPCInferenceServiceStub(self._channel)
+        self._text: Any = TextGenerationStub(self._channel)
         self._timeout_s = timeout_s
-        self._metadata = tuple((headers(AGAINST_KEY) or headers()).items())
 
-    async def check(self) -> None:
+    def close(self) -> None:
+        """Ends the calls that run."""
+        self._channel.close()
+
+    def check(self) -> None:
         """Raises StartupError unless a stack answers."""
         try:
-            await self._inference.ServerLive(ServerLiveRequest(), timeout=_TIMEOUT_S, metadata=self._metadata)
-        except grpc.aio.AioRpcError as error:
+            self._inference.ServerLive(ServerLiveRequest(), timeout=TIMEOUT_S)
+        except grpc.RpcError as error:
             raise StartupError(f"no stack answers at {self.address}: {error.code().name}: {error.details()}") from None
 
-    async def fingerprint(self, model: str) -> str:
+    def fingerprint(self, model: str) -> str:
         """The fingerprint of the model's weights there; empty if it has none, or if there is no such model."""
         try:
-            answer = await self._inference.ModelConfig(
-                ModelConfigRequest(name=model), timeout=_TIMEOUT_S, metadata=self._metadata
-            )
-        except grpc.aio.AioRpcError:
+            answer = self._inference.ModelConfig(ModelConfigRequest(name=model), timeout=TIMEOUT_S)
+        except grpc.RpcError:
             return ""  # The calls of Generate fail too, and are reported.
         return str(answer.config.parameters["fingerprint"].string_value)
 
-    async def generate(self, request: GenerateRequest) -> Answer:
+    def generate(self, request: GenerateRequest) -> Answer:
         """The answer to a request; a refusal for lack of capacity is repeated after its `retry-after-ms`.
 
         Raises FailedError.
@@ -80,31 +75,31 @@ class Target:
         give_up_at = time.monotonic() + self._timeout_s
         while True:
             try:
-                return await self._generate(request, give_up_at - time.monotonic())
-            except grpc.aio.AioRpcError as error:
+                return self._generate(request, give_up_at - time.monotonic())
+            except grpc.RpcError as error:
                 pause_s = _retry_after_s(error)
                 if pause_s is None or time.monotonic() + pause_s >= give_up_at:
                     raise FailedError(error.code().name, error.details() or "") from None
-            await asyncio.sleep(pause_s)
+            time.sleep(pause_s)
 
-    async def _generate(self, request: GenerateRequest, timeout_s: float) -> Answer:
+    def _generate(self, request: GenerateRequest, timeout_s: float) -> Answer:
         token_ids: list[int] = []
         texts: list[str] = []
         finish_reason = ""
         begun = time.monotonic()
-        call = self._text.Generate(request, timeout=timeout_s, metadata=self._metadata)
-        async for response in call:
+        call = self._text.Generate(request, timeout=timeout_s)
+        for response in call:
             token_ids += response.token_ids
             texts.append(response.text)
             finish_reason = response.finish_reason or finish_reason
         duration_ms = (time.monotonic() - begun) * 1000
-        trailers = dict(await call.trailing_metadata() or ())
+        trailers = dict(call.trailing_metadata() or ())
         ttft = trailers.get(_TTFT_MS)
         ttft_ms = None if ttft is None else float(ttft)
         return Answer(tuple(token_ids), "".join(texts), finish_reason, ttft_ms, duration_ms)
 
 
-def _retry_after_s(error: grpc.aio.AioRpcError) -> float | None:
+def _retry_after_s(error: Any) -> float | None:
     """The pause before the request may be repeated; None if it must not be."""
     if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
         return None
@@ -122,42 +117,44 @@ class Replay:
         self._limit = limit
         self._from_text = from_text
         self._found = found
-        self._queue: asyncio.Queue[LoggedStream | None] = asyncio.Queue(concurrency)
 
-    async def run(self, records: AsyncGenerator[PayloadRecord, None]) -> Results:
-        """Reads and replays all records, and closes `records`; raises what reading them raises."""
+    def run(self, records: Iterable[PayloadRecord]) -> Results:
+        """Reads and replays all records; raises what reading them raises."""
+        threads = ThreadPoolExecutor(self._concurrency, "replay")
+        running: dict[Future[Answer], LoggedStream] = {}
         try:
-            async with asyncio.TaskGroup() as tasks:
-                for number in range(self._concurrency):
-                    tasks.create_task(self._work(), name=f"replay {number}")
-                tasks.create_task(self._read(records), name="read records")
-        except ExceptionGroup as group:
-            raise group.exceptions[0] from None
+            for stream in self._selected(records):
+                running[threads.submit(self._target.generate, stream.request)] = stream
+                if len(running) == 2 * self._concurrency:
+                    self._take(running)
+            while running:
+                self._take(running)
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
         for model in self.results.fingerprints():
-            self.results.weights[model] = await self._target.fingerprint(model)
+            self.results.weights[model] = self._target.fingerprint(model)
         return self.results
 
-    async def _read(self, records: AsyncGenerator[PayloadRecord, None]) -> None:
+    def _selected(self, records: Iterable[PayloadRecord]) -> Iterator[LoggedStream]:
         results, selected = self.results, 0
-        async with aclosing(records):
-            async for record in records:
-                stream = select(record, self._from_text)
-                if isinstance(stream, str):
-                    results.not_comparable[stream] += 1
-                    continue
-                if selected == self._limit:
-                    results.limit_reached = True
-                    break
-                selected += 1
-                results.add_weights(stream)
-                await self._queue.put(stream)
-        for _ in range(self._concurrency):
-            await self._queue.put(None)
+        for record in records:
+            stream = select(record, self._from_text)
+            if isinstance(stream, str):
+                results.not_comparable[stream] += 1
+                continue
+            if selected == self._limit:
+                results.limit_reached = True
+                return
+            selected += 1
+            results.add_weights(stream)
+            yield stream
 
-    async def _work(self) -> None:
-        while (stream := await self._queue.get()) is not None:
+    def _take(self, running: dict[Future[Answer], LoggedStream]) -> None:
+        """Waits for an answer, and compares those that have come."""
+        for ended in wait(running, return_when=FIRST_COMPLETED).done:
+            stream = running.pop(ended)
             try:
-                answer = await self._target.generate(stream.request)
+                answer = ended.result()
             except FailedError as failure:
                 self.results.add_failure(stream, failure.status, str(failure))
                 self._found(stream, failure)

@@ -22,7 +22,8 @@ from headrace.errors import FAILED_HOP, StartupError
 from headrace.rpc.client.caller_key import headers
 from headrace_protos import inference_pb2 as pb
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from headrace_runner import gateway
+from headrace_runner.gateway import Gateway as GrpcGateway
+from headrace_runner.gateway import open_channel
 
 _MERGED_ANSWERS = 2  # On a busy machine a short answer may have been read when it was whole: that many are repeated.
 _TIMEOUT_S = 60.0
@@ -116,12 +117,12 @@ class Check:
         return f"{len(answer.pieces)} pieces, the first after {first_ms:.0f} ms, the last after {last_ms:.0f} ms"
 
 
-class Gateway(gateway.Gateway):
+class Gateway(GrpcGateway):
     """See the module; to be closed."""
 
     def __init__(self, address: str) -> None:
         super().__init__(address)
-        self._at_predictor = gateway.open_channel(address, ("grpc.default_authority", "predictor"))
+        self._at_predictor = open_channel(address, ("grpc.default_authority", "predictor"))
         self.predictor = GRPCInferenceServiceStub(self._at_predictor)
         self.health = health_pb2_grpc.HealthStub(self.channel)
         self.reflection = reflection_pb2_grpc.ServerReflectionStub(self.channel)
@@ -130,7 +131,7 @@ class Gateway(gateway.Gateway):
     def close(self) -> None:
         self._http.close()
         self._at_predictor.close()
-        self.channel.close()
+        super().close()
 
     def rest(self, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Answer:
         """Sends a GET, or a POST of JSON or of bytes."""

@@ -122,7 +122,7 @@ async def replay(source: str, against: str, folder: Path, *arguments: str) -> tu
     """The exit code and the JSON report."""
     out = folder / "report.json"
     options = parse(["replay", against, "--since", "1h", "--out", str(out), *arguments])
-    code = await replay_options.replay(options, source)
+    code = await asyncio.to_thread(replay_options.replay, options, source)
     return code, json.loads(out.read_text())
 
 

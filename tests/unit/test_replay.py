@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+import threading
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -226,33 +226,34 @@ class ScriptedTarget:
 
     def __init__(self) -> None:
         self.open = self.most_open = 0
+        self._lock = threading.Lock()
+        self._two_are_open = threading.Event()
 
-    async def fingerprint(self, model: str) -> str:
+    def fingerprint(self, model: str) -> str:
         return "g"
 
-    async def generate(self, request: pb.GenerateRequest) -> Answer:
-        self.open += 1
-        self.most_open = max(self.most_open, self.open)
-        for _ in range(3):
-            await asyncio.sleep(0)
-        self.open -= 1
+    def generate(self, request: pb.GenerateRequest) -> Answer:
+        with self._lock:
+            self.open += 1
+            self.most_open = max(self.most_open, self.open)
+            if self.open == 2:
+                self._two_are_open.set()
+        assert self._two_are_open.wait(20)
+        with self._lock:
+            self.open -= 1
         if request.prompt_ids[0] == 8:
             raise FailedError("UNAVAILABLE", "down")
         return answer(1, 2, 3, 9 if request.prompt_ids[0] == 9 else 4)
 
 
 def replay(records: list[pb.PayloadRecord], **options: Any) -> tuple[Results, ScriptedTarget, list[str]]:
-    async def source() -> Any:
-        for each in records:
-            yield each
-
     target, lines = ScriptedTarget(), list[str]()
     run = Replay(
         target,  # type: ignore[arg-type]
         **{"concurrency": 2, "limit": 100, "from_text": False} | options,
         found=lambda logged, found: lines.extend(found_lines(logged, found, PLAIN)),
     )
-    return asyncio.run(run.run(source())), target, lines
+    return run.run(records), target, lines
 
 
 def test_every_record_is_counted_once_and_few_run_at_once() -> None:
@@ -281,10 +282,7 @@ def test_the_limit_ends_a_run_and_is_reported() -> None:
 
 
 def read(path: Path, since: datetime | None = None, model: str | None = None) -> list[pb.PayloadRecord]:
-    async def all_of() -> list[pb.PayloadRecord]:
-        return [each async for each in of_file(path, since, model)]
-
-    return asyncio.run(all_of())
+    return [*of_file(path, since, model)]
 
 
 def test_the_lines_of_an_export_and_of_rest_are_read(tmp_path: Path) -> None:

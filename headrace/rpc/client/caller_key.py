@@ -22,9 +22,9 @@ def headers(variable: str = KEY) -> dict[str, str]:
     return {_AUTHORIZATION: f"Bearer {key}"} if key else {}
 
 
-def with_key(channel: grpc.Channel) -> grpc.Channel:
-    """The channel; its calls have the key, if there is one."""
-    return grpc.intercept_channel(channel, _Adder()) if headers() else channel
+def with_key(channel: grpc.Channel, variable: str = KEY) -> grpc.Channel:
+    """The channel; its calls have the key of an environment variable, if there is one."""
+    return grpc.intercept_channel(channel, _Adder(variable)) if headers(variable) else channel
 
 
 class _Adder(
@@ -35,8 +35,11 @@ class _Adder(
 ):
     """Adds the headers to every call."""
 
+    def __init__(self, variable: str) -> None:
+        self._variable = variable
+
     def _intercept(self, continuation: Callable[[Any, Any], Any], details: Any, request: Any) -> Any:
-        metadata = (*(details.metadata or ()), *headers().items())
+        metadata = (*(details.metadata or ()), *headers(self._variable).items())
         return continuation(details._replace(metadata=metadata), request)
 
     intercept_unary_unary: Any = _intercept
