@@ -24,9 +24,11 @@ def open_channel(address: str, *options: tuple[str, Any], key: str = KEY) -> grp
 
 
 class Gateway:
-    def __init__(self, address: str) -> None:
+    """`key` is the environment variable of the calls' key. To be closed."""
+
+    def __init__(self, address: str, key: str = KEY) -> None:
         self.address = address
-        self.channel = open_channel(address)
+        self.channel = open_channel(address, key=key)
         self.inference: Any = GRPCInferenceServiceStub(self.channel)
         self.text: Any = headrace_pb2_grpc.TextGenerationStub(self.channel)
         self.log: Any = headrace_pb2_grpc.PayloadLogStub(self.channel)

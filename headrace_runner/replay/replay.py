@@ -17,10 +17,8 @@ import grpc
 from headrace.errors import RETRY_AFTER_MS, StartupError
 from headrace.rpc.client.caller_key import KEY, headers
 from headrace_protos.headrace_pb2 import GenerateRequest, PayloadRecord
-from headrace_protos.headrace_pb2_grpc import TextGenerationStub
 from headrace_protos.inference_pb2 import ModelConfigRequest, ServerLiveRequest
-from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from headrace_runner.gateway import TIMEOUT_S, open_channel
+from headrace_runner.gateway import TIMEOUT_S, Gateway
 from headrace_runner.replay.records import LoggedStream, select
 from headrace_runner.replay.results import Answer, Difference, Results, compare
 
@@ -38,31 +36,24 @@ class FailedError(Exception):
         self.status = status
 
 
-class Target:
-    """See the module; to be closed. `timeout_s` is the deadline of each request, its repetitions included."""
+class Target(Gateway):
+    """The other stack; `timeout_s` is the deadline of each request, its repetitions included."""
 
     def __init__(self, address: str, timeout_s: float) -> None:
-        self.address = address
-        self._channel = open_channel(address, key=AGAINST_KEY if headers(AGAINST_KEY) else KEY)
-        self._inference: Any = GRPCInferenceServiceStub(self._channel)
-        self._text: Any = TextGenerationStub(self._channel)
+        super().__init__(address, AGAINST_KEY if headers(AGAINST_KEY) else KEY)
         self._timeout_s = timeout_s
-
-    def close(self) -> None:
-        """Ends the calls that run."""
-        self._channel.close()
 
     def check(self) -> None:
         """Raises StartupError unless a stack answers."""
         try:
-            self._inference.ServerLive(ServerLiveRequest(), timeout=TIMEOUT_S)
+            self.inference.ServerLive(ServerLiveRequest(), timeout=TIMEOUT_S)
         except grpc.RpcError as error:
             raise StartupError(f"no stack answers at {self.address}: {error.code().name}: {error.details()}") from None
 
     def fingerprint(self, model: str) -> str:
         """The fingerprint of the model's weights there; empty if it has none, or if there is no such model."""
         try:
-            answer = self._inference.ModelConfig(ModelConfigRequest(name=model), timeout=TIMEOUT_S)
+            answer = self.inference.ModelConfig(ModelConfigRequest(name=model), timeout=TIMEOUT_S)
         except grpc.RpcError:
             return ""  # The calls of Generate fail too, and are reported.
         return str(answer.config.parameters["fingerprint"].string_value)
@@ -87,7 +78,7 @@ class Target:
         texts: list[str] = []
         finish_reason = ""
         begun = time.monotonic()
-        call = self._text.Generate(request, timeout=timeout_s)
+        call = self.text.Generate(request, timeout=timeout_s)
         for response in call:
             token_ids += response.token_ids
             texts.append(response.text)
