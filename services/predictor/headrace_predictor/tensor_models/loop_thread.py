@@ -36,10 +36,10 @@ class Mailbox:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._functions: deque[Callable[[], None]] = deque()
+        self._functions: deque[Callable[[], object]] = deque()
         self._is_due = False
 
-    def post(self, function: Callable[[], None]) -> None:
+    def post(self, function: Callable[[], object]) -> None:
         """Has the loop run a function, which must not raise; from any thread."""
         self._functions.append(function)
         # `_run` clears this before it looks for functions, so it finds one that was appended while this was set.
@@ -52,25 +52,6 @@ class Mailbox:
         self._is_due = False
         while self._functions:
             self._functions.popleft()()
-
-
-class Work:
-    """A task on the thread's loop."""
-
-    def __init__(self, mailbox: Mailbox) -> None:
-        self.task: asyncio.Task[Any] | None = None
-        self.has_ended = False
-        self._mailbox = mailbox
-
-    def cancel(self) -> None:
-        """Cancels the task; returns at once."""
-        if not self.has_ended:
-            # The mailbox keeps the order of calls, so the task has started by then.
-            self._mailbox.post(self._cancel)
-
-    def _cancel(self) -> None:
-        if self.task is not None:
-            self.task.cancel()
 
 
 class LoopThread:
@@ -92,31 +73,29 @@ class LoopThread:
         """The number of tasks that have not ended."""
         return len(asyncio.all_tasks(self._loop))
 
-    def start(self, begin: Callable[[], Coroutine[Any, Any, T]], ended: Callable[[T | None], None]) -> Work:
+    def start(
+        self, begin: Callable[[], Coroutine[Any, Any, T]], ended: Callable[[T | None], None]
+    ) -> Callable[[], None]:
         """Runs `begin()`, which must not raise, as a task; raises NotReadyError once stopping.
 
-        `ended` is called on the thread with the task's result, or with None if it was cancelled.
+        `ended` is called on the thread with the task's result, or with None if it was cancelled. Gives a function that
+        cancels the task, and does not wait for that.
         """
-        work = Work(self.mailbox)
-
-        async def run() -> None:
-            result = await begin()
-            work.has_ended = True
-            ended(result)
-
-        def cancelled(task: asyncio.Task[None]) -> None:
-            if task.cancelled():
-                work.has_ended = True
-                ended(None)
+        tasks: list[asyncio.Task[T]] = []
 
         def create() -> None:
-            work.task = self._loop.create_task(run())
-            work.task.add_done_callback(cancelled)
+            tasks.append(self._loop.create_task(begin()))
+            tasks[0].add_done_callback(lambda task: ended(None if task.cancelled() else task.result()))
+
+        def cancel() -> None:
+            if not (tasks and tasks[0].done()):
+                # The mailbox keeps the order of calls, so the task has started by then.
+                self.mailbox.post(lambda: tasks[0].cancel())
 
         if self.stopping or self._stopped.is_set():
             raise NotReadyError("the model is stopping")
         self.mailbox.post(create)
-        return work
+        return cancel
 
     def call(self, begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Returns or raises the outcome of `begin()`, including SystemExit; blocks until then."""

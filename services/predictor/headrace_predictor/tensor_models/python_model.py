@@ -206,7 +206,7 @@ class PythonModel:
             mailbox.post(partial(self._count, outcome or "cancelled", submitted_at, started_at))
 
         try:
-            work = self.thread.start(partial(self._run, request, channel), ended)
+            cancel = self.thread.start(partial(self._run, request, channel), ended)
         except HeadraceError:
             self._admission.leave()
             raise
@@ -217,7 +217,7 @@ class PythonModel:
         finally:
             self._open.discard(channel)
             channel.leave()
-            work.cancel()
+            cancel()
 
     def _count(self, outcome: Outcome, submitted_at: float, started_at: float) -> None:
         """Counts a request whose code has ended; runs on the event loop."""
