@@ -7,6 +7,7 @@ happened to the request.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -125,16 +126,21 @@ class EngineLoad:
     """The engine's current load.
 
     `batch` is the number of sequences in the latest step, 0 when idle; `blocks_in_use` the share of the cache that
-    running sequences hold; `oldest_age_s` the time since the oldest sequence was submitted, 0 if there is none;
-    `waiting_tokens` the prompt tokens that are still to be computed.
+    running sequences hold; `oldest_submitted_at` the time of time.monotonic() when the oldest sequence was submitted, 0
+    if there is none; `waiting_tokens` the prompt tokens that are still to be computed.
     """
 
-    running: int
-    waiting: int
-    batch: int
-    blocks_in_use: float
-    oldest_age_s: float
+    running: int = 0
+    waiting: int = 0
+    batch: int = 0
+    blocks_in_use: float = 0.0
+    oldest_submitted_at: float = 0.0
     waiting_tokens: int = 0
+
+    @property
+    def oldest_age_s(self) -> float:
+        """The time since the oldest sequence was submitted; 0 if there is none."""
+        return max(0.0, time.monotonic() - self.oldest_submitted_at) if self.oldest_submitted_at else 0.0
 
 
 class Engine(Protocol):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections import deque
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Rows
@@ -79,13 +78,12 @@ class LoadMeter:
         with self._guard:
             running, waiting = list(self._scheduler.running), list(self._scheduler.waiting)
             prompts = [sequence.remaining for sequence in running + waiting if not sequence.decodes]
-        oldest = min((sequence.timeline.submitted for sequence in running + waiting), default=None)
         return EngineLoad(
             running=len(running),
             waiting=len(waiting),
             batch=self._batch,
             blocks_in_use=self._scheduler.blocks.in_use,
-            oldest_age_s=0.0 if oldest is None else max(0.0, time.monotonic() - oldest),
+            oldest_submitted_at=min((sequence.timeline.submitted for sequence in running + waiting), default=0.0),
             waiting_tokens=sum(prompts),
         )
 

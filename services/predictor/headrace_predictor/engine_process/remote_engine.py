@@ -19,6 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import fields
 from itertools import count
 from pathlib import Path
 from typing import Protocol
@@ -115,7 +116,7 @@ class RemoteEngine:
         self._name = name
         self._connection = connection
         self._silence_s = silence_s
-        self._state = engine_pb2.EngineState()
+        self.load = EngineLoad()  # As of the latest report; of no sequences once the process has ended.
         self._own = OwnChannel()
         self._sinks: dict[int, StepSink] = {_OWN_CHANNEL: self._own}
         self._channels, self._numbers = count(1), count(1)
@@ -130,18 +131,6 @@ class RemoteEngine:
         self._look: asyncio.TimerHandle | None = self._loop.call_later(_LOOK_S, self._look_for_silence)
         connection.receive = self._receive
         connection.ended.add_done_callback(self._lost)
-
-    @property
-    def load(self) -> EngineLoad:
-        state = self._state
-        return EngineLoad(
-            running=state.running,
-            waiting=state.waiting,
-            batch=state.batch,
-            blocks_in_use=state.blocks_in_use,
-            oldest_age_s=max(0.0, time.monotonic() - state.oldest_submitted_at) if state.oldest_submitted_at else 0.0,
-            waiting_tokens=state.waiting_tokens,
-        )
 
     @property
     def has_ended(self) -> bool:
@@ -232,7 +221,7 @@ class RemoteEngine:
     def _receive(self, message: bytes) -> None:
         frame = engine_pb2.EngineFrame.FromString(message)
         if frame.HasField("state"):
-            self._state = frame.state
+            self.load = EngineLoad(**{field.name: getattr(frame.state, field.name) for field in fields(EngineLoad)})
             for field, value in frame.state.counters.ListFields():
                 setattr(self.statistics, field.name, value)
         for loaded in frame.adapters:
@@ -261,7 +250,7 @@ class RemoteEngine:
         self._ended.set()
         if self._look is not None:
             self._look.cancel()
-        self._state = engine_pb2.EngineState()
+        self.load = EngineLoad()
         self._adapters.lost()
         lost: dict[int, list[engine_pb2.SequenceEnd]] = defaultdict(list)
         steps: dict[int, steps_pb2.Step] = defaultdict(steps_pb2.Step)

@@ -220,12 +220,4 @@ class SequenceFrames:
 
 def state_message(load: EngineLoad, statistics: EngineStatistics) -> engine_pb2.EngineState:
     """The engine's state as a message."""
-    return engine_pb2.EngineState(
-        running=load.running,
-        waiting=load.waiting,
-        batch=load.batch,
-        blocks_in_use=load.blocks_in_use,
-        oldest_submitted_at=time.monotonic() - load.oldest_age_s if load.running or load.waiting else 0.0,
-        waiting_tokens=load.waiting_tokens,
-        counters=engine_pb2.EngineCounters(**vars(statistics)),
-    )
+    return engine_pb2.EngineState(**vars(load), counters=engine_pb2.EngineCounters(**vars(statistics)))

@@ -13,7 +13,7 @@ from headrace.errors import DrainingError, HeadraceError, StartupError
 from headrace.oip.model_description import FINGERPRINT, INPUT_IDS, OUTPUT_IDS, ModelDescription, TensorSpec
 from headrace.oip.prompt_scores import PROMPT_LOGPROBS, PROMPT_TOP_LOGPROB_IDS, PROMPT_TOP_LOGPROBS
 from headrace.oip.stream_infer import FINAL
-from headrace_predictor.engine.interface import Engine, EngineStatistics, OutputSlot
+from headrace_predictor.engine.interface import EngineStatistics, OutputSlot
 from headrace_predictor.generation.loaded_model import LoadedModel
 from headrace_predictor.generation.requests import (
     LOGPROBS,
@@ -50,15 +50,8 @@ class GenerationModel:
         self.description = _describe(loaded)
         self.telemetry = GenerationTelemetry(loaded.name, meter)
         self.resumable: set[Resumable] = set()
-        self._loaded = loaded
-
-    @property
-    def engine(self) -> Engine:
-        return self._loaded.engine
-
-    @property
-    def loaded(self) -> LoadedModel:
-        return self._loaded
+        self.loaded = loaded
+        self.engine = loaded.engine
 
     @property
     def statistics(self) -> EngineStatistics:
@@ -91,12 +84,12 @@ class GenerationModel:
 
     async def warm_up(self) -> None:
         """Generates two tokens with the engine: a model that is ready has generated before."""
-        sampling = self._loaded.defaults.changed({"max_tokens": 2, "ignore_eos": True}).resolved(2)
+        sampling = self.loaded.defaults.changed({"max_tokens": 2, "ignore_eos": True}).resolved(2)
         submission = Submission(
             request_id="warm-up",
             prompt_ids=[0],
             sampling=sampling.model_dump_json().encode(),
-            adapter=self._loaded.adapter,
+            adapter=self.loaded.adapter,
         )
         slot = self.engine.submit(submission)
         try:
@@ -104,7 +97,7 @@ class GenerationModel:
                 pass
         except HeadraceError as error:
             raise StartupError(
-                f"model {self.name}: {self._loaded.architecture} is not served: {error.message}"
+                f"model {self.name}: {self.loaded.architecture} is not served: {error.message}"
             ) from None
 
     async def died(self) -> None:
@@ -118,7 +111,7 @@ class GenerationModel:
         self, request: pb.ModelInferRequest, deadline: Deadline, caller: Caller
     ) -> Iterator[tuple[OutputSlot, ObservedGeneration]]:
         """Submits a request; yields its output slot and its telemetry. Leaving the block cancels the request."""
-        slot = self.engine.submit(read_request(self._loaded, request, deadline, caller))
+        slot = self.engine.submit(read_request(self.loaded, request, deadline, caller))
         with self.telemetry.observed(slot.timeline) as observed:
             try:
                 yield slot, observed
