@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -40,6 +40,17 @@ def one_line(text: str, width: int) -> str:
     """Text on one line, truncated to a width."""
     line = printable(" ".join(text.split()), keep="")
     return line if len(line) <= width else f"{line[: width - 1]}…"
+
+
+def table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[str]) -> list[str]:
+    """Aligned lines, the titles first; the columns with these titles are aligned to the left, others to the right."""
+    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+    lines = []
+    for row in (titles, *rows):
+        cells = zip(row, titles, widths, strict=True)
+        aligned = (cell.ljust(width) if title in left else cell.rjust(width) for cell, title, width in cells)
+        lines.append("  ".join(aligned).rstrip())
+    return lines
 
 
 def short(path: Path) -> str:

@@ -24,7 +24,7 @@ from headrace.models.hub import fetch
 from headrace.models.sources import ModelSource, parse_location
 from headrace.models.weight_headers import weight_bytes
 from headrace_runner.settings import HOME
-from headrace_runner.terminal import BOLD, Painter, printable
+from headrace_runner.terminal import BOLD, Painter, printable, table
 
 RUNTIME_BYTES = 1_000_000_000  # Of torch and the process, as .env.example has it.
 _PROBE_BYTES = 512 << 20
@@ -92,15 +92,7 @@ def as_table(models: Sequence[CachedModel], bytes_per_s: float, paint: Painter) 
         )
         for model in models
     ]
-    titles = ("model", "size", "weights", "memory", "tokens/s")
-    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
-    first, *lines = (
-        "  ".join(
-            cell.rjust(width) if number % 2 or number == 4 else cell.ljust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in (titles, *rows)
-    )
+    first, *lines = table(("model", "size", "weights", "memory", "tokens/s"), rows, ("model", "weights"))
     return "\n".join([paint(BOLD, first), *lines, f"memory bandwidth {_gigabytes(bytes_per_s)}/s, all cores together"])
 
 

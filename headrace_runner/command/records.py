@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
@@ -19,7 +19,7 @@ from headrace.rpc.client.caller_key import headers
 from headrace.telemetry.page import DIRECT
 from headrace_protos import headrace_pb2 as pb
 from headrace_runner.gateway import TIMEOUT_S, Gateway
-from headrace_runner.terminal import BOLD, GREEN, RED, Painter, one_line, printable
+from headrace_runner.terminal import BOLD, GREEN, RED, Painter, one_line, printable, table
 
 MAX_RECORDS = 1000  # The maximum of one page.
 _SPAN = re.compile(r"(\d+)([smhd])")
@@ -222,22 +222,11 @@ def usage_table(response: pb.UsageResponse, paint: Painter) -> str:
         return "no requests"
     keys = [key for key in _KEYS if groups[0].HasField(key)]
     titles = [*keys, *(_TITLES.get(name, name) for name in _SUMS), "seconds"]
-    rows = [[*(_name(group, key) for key in keys), *_numbers(group)] for group in groups]
-    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
-
-    def line(cells: list[str]) -> str:
-        aligned = (
-            cell.ljust(width) if index < len(keys) else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        )
-        return "  ".join(aligned).rstrip()
-
-    return "\n".join([paint(BOLD, line(titles)), *map(line, rows)])
+    rows = [_cells(group, keys) for group in groups]
+    first, *lines = table(titles, rows, keys)
+    return "\n".join([paint(BOLD, first), *lines])
 
 
-def _name(group: pb.UsageGroup, key: str) -> str:
-    return one_line(getattr(group, key), _NAME) or "-"
-
-
-def _numbers(group: pb.UsageGroup) -> list[str]:
-    return [*(f"{getattr(group, name):,}" for name in _SUMS), f"{group.seconds:,.1f}"]
+def _cells(group: pb.UsageGroup, keys: Sequence[str]) -> list[str]:
+    names = [one_line(getattr(group, key), _NAME) or "-" for key in keys]
+    return [*names, *(f"{getattr(group, name):,}" for name in _SUMS), f"{group.seconds:,.1f}"]
