@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -24,50 +23,15 @@ _INDEXES = 16
 LATER = f"{_INDEXES}+"
 
 
-@dataclass
-class Tally:
-    """A number of events and their total duration."""
-
-    count: int = 0
-    ns: int = 0
-
-    def add(self, ns: int, count: int = 1) -> None:
-        self.count += count
-        self.ns += ns
-
-    def as_message(self) -> pb.StatisticDuration:
-        return pb.StatisticDuration(count=self.count, ns=self.ns)
-
-
-@dataclass
-class ResponseTally:
-    """Outcomes of the responses at one index; a response without outputs is empty."""
-
-    success: Tally = field(default_factory=Tally)
-    empty: Tally = field(default_factory=Tally)
-    fail: Tally = field(default_factory=Tally)
-    cancel: Tally = field(default_factory=Tally)
-
-    def as_message(self) -> pb.InferResponseStatistics:
-        return pb.InferResponseStatistics(
-            compute_infer=self.success.as_message(),
-            compute_output=pb.StatisticDuration(count=self.success.count),  # Included in compute_infer.
-            success=self.success.as_message(),
-            empty_response=self.empty.as_message(),
-            fail=self.fail.as_message(),
-            cancel=self.cancel.as_message(),
-        )
-
-
 class RequestStatistics:
     """See the module. `max_batch_size` is the model's, 0 if its tensors have no batch dimension."""
 
     def __init__(self, max_batch_size: int = 0) -> None:
-        self.success = Tally()
-        self.fail = Tally()
+        self.success = pb.StatisticDuration()
+        self.fail = pb.StatisticDuration()
         self.inferences = 0
         self.last_inference_ms = 0
-        self.responses: dict[str, ResponseTally] = {}
+        self.responses: dict[str, pb.InferResponseStatistics] = {}
         self._batches = max_batch_size > 0
 
     def begin(self, request: pb.ModelInferRequest, deadline: Deadline) -> CountedRequest:
@@ -75,9 +39,13 @@ class RequestStatistics:
         shape = list(request.inputs[0].shape) if self._batches and request.inputs else []
         return CountedRequest(self, shape[0] if len(shape) > 1 else 1, deadline, wants_empty_final(request))
 
-    def at(self, index: int) -> ResponseTally:
-        """The tally of the responses at an index."""
-        return self.responses.setdefault(str(index) if index < _INDEXES else LATER, ResponseTally())
+    def at(self, index: int) -> pb.InferResponseStatistics:
+        """The outcomes of the responses at an index; a response without outputs is empty."""
+        name = str(index) if index < _INDEXES else LATER
+        if name not in self.responses:
+            fields = pb.InferResponseStatistics.DESCRIPTOR.fields
+            self.responses[name] = pb.InferResponseStatistics(**{each.name: pb.StatisticDuration() for each in fields})
+        return self.responses[name]
 
 
 class CountedRequest:
@@ -93,8 +61,13 @@ class CountedRequest:
         self._complete = False
 
     def response(self, response: pb.ModelInferResponse) -> None:
-        tally = self._tally()
-        (tally.success if response.outputs else tally.empty).add(self._lap())
+        tally, lap_ns = self._tally(), self._lap()
+        if response.outputs:
+            _add(tally.success, lap_ns)
+            _add(tally.compute_infer, lap_ns)
+            _add(tally.compute_output, 0)  # Included in compute_infer.
+        else:
+            _add(tally.empty_response, lap_ns)
         self._responses += 1
         self._complete = FINAL in response.parameters and response.parameters[FINAL].bool_param
 
@@ -110,20 +83,25 @@ class CountedRequest:
         # A reader may stop after the last response without waiting for the end of the stream.
         left = isinstance(error, asyncio.CancelledError | GeneratorExit) and not self._complete
         if left and not self._deadline.passed(DEADLINE_MARGIN_S):
-            self._tally().cancel.add(self._lap())
+            _add(self._tally().cancel, self._lap())
         elif left or isinstance(error, Exception):
-            self._tally().fail.add(self._lap())
-            statistics.fail.add(duration_ns)
+            _add(self._tally().fail, self._lap())
+            _add(statistics.fail, duration_ns)
         else:
             if self._empty_final:
-                self._tally().empty.add(self._lap())
-            statistics.success.add(duration_ns)
+                _add(self._tally().empty_response, self._lap())
+            _add(statistics.success, duration_ns)
             statistics.inferences += self._batch
 
-    def _tally(self) -> ResponseTally:
+    def _tally(self) -> pb.InferResponseStatistics:
         return self._statistics.at(self._responses)
 
     def _lap(self) -> int:
         now = time.monotonic_ns()
         lap, self._last = now - self._last, now
         return lap
+
+
+def _add(tally: pb.StatisticDuration, ns: int) -> None:
+    tally.count += 1
+    tally.ns += ns

@@ -108,14 +108,14 @@ class Serving:
             inference_count=self.requests.inferences,
             execution_count=counted.steps - steps,
             inference_stats=pb.InferStatistics(
-                success=self.requests.success.as_message(),
-                fail=self.requests.fail.as_message(),
+                success=self.requests.success,
+                fail=self.requests.fail,
                 queue=duration(count=ended, ns=counted.queue_ns - queue_ns),
                 compute_input=converted,
                 compute_infer=duration(count=ended, ns=counted.compute_ns - compute_ns),
                 compute_output=converted,
             ),
-            response_stats={index: tally.as_message() for index, tally in self.requests.responses.items()},
+            response_stats=self.requests.responses,
         )
 
     def _sign(self, response: pb.ModelInferResponse) -> None:
