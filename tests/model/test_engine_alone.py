@@ -3,9 +3,7 @@
 import pytest
 
 from headrace.errors import InvalidRequestError, NotReadyError, RequestFailedError
-from headrace.frames import Frames
 from headrace_predictor.engine_process.step_frames import StepFrames
-from headrace_protos.engine_pb2 import EngineFrame
 from tests.model.crowd import CROWD, assert_crowd_is_unharmed, outcome, submit_crowd
 from tests.model.fakes import FakeRunner, Gate, expected, read_all, request
 from tests.waiting import until
@@ -111,5 +109,5 @@ async def test_an_isolated_request_is_computed_after_its_caller_is_notified(engi
     await until(lambda: engine.statistics.succeeded)
     # One notification, though its prompt takes several steps.
     assert len(runner.steps) > 12
-    (announcement,) = (EngineFrame.FromString(message) for frame in sent for message in Frames().feed(frame))
+    (announcement,) = sent
     assert [(key.channel, key.number) for key in announcement.alone] == [(1, 2)]

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from contextlib import suppress
 
 from headrace.errors import StartupFault
@@ -32,23 +33,18 @@ class EngineHost:
     def __init__(self, prepare: str = "") -> None:
         self.prepare = prepare
         self._control: socket.socket | None = None
-        self._pid = 0
+        self.pid = 0  # 0: there is none.
         self._turn = asyncio.Lock()
         self._unread = b""
         self._started: asyncio.Future[int] | None = None
         self._listens = False
 
-    @property
-    def pid(self) -> int:
-        """The host's process id; 0: there is none."""
-        return self._pid
-
     def fork(self) -> None:
         """Makes the host a fork of this process, which has the libraries and no threads."""
         self._control, theirs = socket.socketpair()
         parent = os.getpid()
-        self._pid = os.fork()
-        if not self._pid:
+        self.pid = os.fork()
+        if not self.pid:
             self._control.close()
             host.main(theirs, parent)
         theirs.close()
@@ -84,12 +80,12 @@ class EngineHost:
         self._control, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
-                host.command(theirs.fileno(), os.getpid()),
+                (sys.executable, "-m", host.__name__, str(theirs.fileno()), str(os.getpid())),
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 env=os.environ | _ENVIRONMENT,
             )
-        self._pid = process.pid
+        self.pid = process.pid
         process.returncode = 0  # This class waits for its end.
         return self._control
 
@@ -125,7 +121,7 @@ class EngineHost:
             return
         self._stop_listening()
         self._control.close()
-        pid, self._pid, self._control, self._unread = self._pid, 0, None, b""
+        pid, self.pid, self._control, self._unread = self.pid, 0, None, b""
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         with suppress(ChildProcessError):

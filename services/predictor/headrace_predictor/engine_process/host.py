@@ -27,12 +27,6 @@ from headrace.rpc.limits.byte_budget import give_memory_back
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _MADV_DONTNEED = 4  # <asm-generic/mman-common.h>
 _LEAST_BYTES = 1 << 20
-_SELF = "headrace_predictor.engine_process.host"
-
-
-def command(control: int, parent: int) -> tuple[str, ...]:
-    """The command that starts a host."""
-    return (sys.executable, "-m", _SELF, str(control), str(parent))
 
 
 def main(control: socket.socket, parent: int) -> NoReturn:

@@ -6,19 +6,11 @@ import asyncio
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
 
 from headrace.errors import StartupError, StartupFault
 from headrace_protos import engine_pb2
 
 _LOAD_S = 600.0  # The longest that loading an adapter takes.
-
-
-class LoadedAdapter(NamedTuple):
-    """Its number in the engine process, and the fingerprint of the base with it."""
-
-    number: int
-    fingerprint: str
 
 
 class RemoteAdapters:
@@ -29,8 +21,8 @@ class RemoteAdapters:
         self._numbers = count(1)
         self._loading: dict[int, asyncio.Future[engine_pb2.AdapterLoaded]] = {}
 
-    async def load(self, name: str, folder: Path, is_local: bool) -> LoadedAdapter:
-        """Raises StartupError."""
+    async def load(self, name: str, folder: Path, is_local: bool) -> tuple[int, str]:
+        """The adapter's number in the process, and the fingerprint of the base with it; raises StartupError."""
         number = next(self._numbers)
         self._loading[number] = loading = asyncio.get_running_loop().create_future()
         adapter = engine_pb2.AdapterToLoad(number=number, name=name, folder=str(folder), is_local=is_local)
@@ -49,7 +41,7 @@ class RemoteAdapters:
             del self._loading[number]
         if result.error:
             raise (StartupFault if result.is_fault else StartupError)(result.error)
-        return LoadedAdapter(number, result.fingerprint)
+        return number, result.fingerprint
 
     def unload(self, number: int) -> None:
         self._command(engine_pb2.EngineCommands(unloaded_adapters=[number]))

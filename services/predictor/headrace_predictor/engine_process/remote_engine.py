@@ -39,7 +39,7 @@ from headrace_predictor.engine.interface import (
     sampling_of,
 )
 from headrace_predictor.engine.state.slot import MergingSlot, Reader, wake
-from headrace_predictor.engine_process.remote_adapters import LoadedAdapter, RemoteAdapters
+from headrace_predictor.engine_process.remote_adapters import RemoteAdapters
 from headrace_predictor.engine_process.step_frames import Key
 from headrace_protos import engine_pb2, steps_pb2
 
@@ -184,8 +184,8 @@ class RemoteEngine:
         if (channel, number) in self._in_flight:
             self._command(engine_pb2.EngineCommands(reported=[_message((channel, number))]))
 
-    async def load_adapter(self, name: str, folder: Path, is_local: bool) -> LoadedAdapter:
-        """Loads an adapter of the model; raises StartupError."""
+    async def load_adapter(self, name: str, folder: Path, is_local: bool) -> tuple[int, str]:
+        """Loads an adapter of the model; returns its number and the fingerprint of both; raises StartupError."""
         if self._closing or self._ended.is_set():
             raise StartupFault(f"model {name}: the engine of its base is stopping")
         return await self._adapters.load(name, folder, is_local)

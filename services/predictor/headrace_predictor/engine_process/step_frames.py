@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 
 from headrace.errors import HeadraceError
-from headrace.frames import framed
 from headrace.oip.prompt_scores import PromptLogprobs
 from headrace.step_messages import write_error
 from headrace_predictor.engine.interface import EngineLoad, EngineStatistics, Logprobs, Timeline, Usage
@@ -27,7 +26,7 @@ Key = tuple[int, int]  # Channel, number.
 class StepFrames:
     """See the module. `send` takes a frame; it may wait for the socket."""
 
-    def __init__(self, send: Callable[[bytes], None]) -> None:
+    def __init__(self, send: Callable[[engine_pb2.EngineFrame], None]) -> None:
         self.lock = threading.Lock()
         self.sequences: dict[Key, SequenceFrames] = {}  # Those that have not ended.
         self._send = send
@@ -58,12 +57,12 @@ class StepFrames:
                 frame.steps.add(channel=channel, step=step.message().SerializeToString())
             if frame.ended or time.monotonic() - self._state_sent_at >= _STATE_S:
                 self._add_state(frame)
-            self._send(framed(frame.SerializeToString()))
+            self._send(frame)
 
     def send(self, frame: engine_pb2.EngineFrame) -> None:
         """Sends a frame of its own."""
         with self._sending:
-            self._send(framed(frame.SerializeToString()))
+            self._send(frame)
 
     def send_state(self, interval_s: float) -> None:
         """Sends the engine's state, unless a frame had it within the interval."""
@@ -71,7 +70,7 @@ class StepFrames:
             if time.monotonic() - self._state_sent_at >= interval_s:
                 frame = engine_pb2.EngineFrame()
                 self._add_state(frame)
-                self._send(framed(frame.SerializeToString()))
+                self._send(frame)
 
     def step_of(self, channel: int) -> _Step:
         """What is collected for a channel; the caller holds the lock."""

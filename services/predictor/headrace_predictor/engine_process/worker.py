@@ -16,6 +16,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -48,10 +49,7 @@ def run(connection: socket.socket) -> NoReturn:
         _serve(connection, frames, launch)
         status = os.EX_OK
     except StartupError as error:
-        _send(
-            connection,
-            framed(engine_pb2.EngineFrame(startup_error=str(error), is_fault=error.is_fault).SerializeToString()),
-        )
+        _send(connection, engine_pb2.EngineFrame(startup_error=str(error), is_fault=error.is_fault))
         status = os.EX_CONFIG
     except (OSError, StopIteration):
         status = os.EX_OK  # The front has ended.
@@ -65,7 +63,7 @@ def run(connection: socket.socket) -> NoReturn:
 def _serve(connection: socket.socket, commands: Iterator[bytes], launch: engine_pb2.EngineLaunch) -> None:
     settings = json.loads(launch.settings)
     set_up_logging("predictor", settings["log_level"], settings["log_format"])
-    frames = StepFrames(lambda frame: _send(connection, frame))
+    frames = StepFrames(partial(_send, connection))
     if launch.prepare:
         module, _, function = launch.prepare.partition(":")
         getattr(importlib.import_module(module), function)()
@@ -77,7 +75,7 @@ def _serve(connection: socket.socket, commands: Iterator[bytes], launch: engine_
     give_memory_back()
     engine = loaded.engine
     frames.report(lambda: state_message(engine.load, engine.statistics))
-    _send(connection, framed(engine_pb2.EngineFrame(ready=_facts(loaded)).SerializeToString()))
+    frames.send(engine_pb2.EngineFrame(ready=_facts(loaded)))
     threading.Thread(target=_report, args=(engine, frames), name=f"report-{launch.model}", daemon=True).start()
     adapters = AdapterLoading(loaded, frames.send)
     for message in commands:
@@ -132,9 +130,9 @@ def _submit(submission: Submission, engine: ContinuousBatchingEngine, frames: St
         output.fail(error, refused=True)
 
 
-def _send(connection: socket.socket, frame: bytes) -> None:
+def _send(connection: socket.socket, frame: engine_pb2.EngineFrame) -> None:
     try:
-        connection.sendall(frame)
+        connection.sendall(framed(frame.SerializeToString()))
     except OSError:
         os._exit(os.EX_OK)  # The front has ended.
 
