@@ -24,7 +24,14 @@ from transformers import AttentionInterface, DynamicCache, EncoderDecoderCache, 
 from transformers.cache_utils import DynamicLayer
 
 from headrace_predictor.engine.faults import check_numbers
-from headrace_predictor.engine.runners.ragged import RaggedAttention, Range, prompt_places, relative_biases
+from headrace_predictor.engine.runners.ragged import (
+    RaggedAttention,
+    Range,
+    decoder_ids,
+    prompt_places,
+    ranges_of,
+    relative_biases,
+)
 from headrace_predictor.engine.runners.row import decoder_start
 from headrace_predictor.engine.state.cache import CacheShape, KeyValueCache
 from headrace_predictor.engine.state.sequence import Row, detached_sequence
@@ -71,12 +78,12 @@ class EncoderDecoderRunner:
         logits: dict[Row, Tensor] = {}
         decodes = [row for row in rows if row.start and row.count == 1]
         if decodes:
-            logits.update(zip(decodes, self._decode(decodes, [row.start for row in decodes]), strict=True))
+            logits.update(zip(decodes, self._decode(decodes), strict=True))
         for row in rows:
             if row.start == 0:
                 logits[row] = self._begin(row)
             elif row not in logits:
-                logits[row] = self._decode([row], [row.start])[0]
+                logits[row] = self._decode([row])[0]
         sampled = [logits[row] for row in rows if row.samples]
         return torch.stack(sampled) if sampled else torch.empty(0)
 
@@ -101,19 +108,17 @@ class EncoderDecoderRunner:
         self._memory.is_updated = {}
         self._places = self._tensor(blocks), self._tensor(offsets)
         try:
-            return self._decode([row], [len(sequence.input_ids)], encoded)[0]
+            return self._decode([row], encoded)[0]
         finally:
             self._places = None
             # Layers mark themselves one by one: after a pass that failed between them, none may wait for a prompt.
             self._memory.is_updated = dict.fromkeys(range(self._cache.shape.layers), True)
 
-    def _decode(self, rows: Rows[Row], begins: list[int], encoded: Any = None) -> Tensor:
-        """The last logits [rows, vocabulary] of rows with as many ids each, from `begins` on."""
-        prompts = [len(row.sequence.input_ids) for row in rows]
-        self._look(rows, begins, prompts)
-        ends = [row.start + row.count for row in rows]
-        ids = [row.sequence.ids[begin:end] for row, begin, end in zip(rows, begins, ends, strict=True)]
-        earlier = [begin - prompt for begin, prompt in zip(begins, prompts, strict=True)]
+    def _decode(self, rows: Rows[Row], encoded: Any = None) -> Tensor:
+        """The last logits [rows, vocabulary] of rows with as many ids each for the decoder."""
+        self._prompt, self._outputs = ranges_of(self._cache, rows)
+        ids = [decoder_ids(row) for row in rows]
+        earlier = [max(0, row.start - len(row.sequence.input_ids)) for row in rows]
         positions = {}
         if self._takes_positions:
             numbers = np.array(earlier)[:, None] + np.arange(len(ids[0]))
@@ -128,19 +133,6 @@ class EncoderDecoderRunner:
             )
         logits: Tensor = output.logits[:, -1]
         return logits
-
-    def _look(self, rows: Rows[Row], begins: list[int], prompts: list[int]) -> None:
-        """Sets what the pass's tokens attend to."""
-        counts = [row.start + row.count - begin for row, begin in zip(rows, begins, strict=True)]
-        table = np.zeros((len(rows), max(len(row.sequence.blocks) for row in rows)), dtype=np.int32)
-        for i, row in enumerate(rows):
-            table[i, : len(row.sequence.blocks)] = row.sequence.blocks
-        self._cache.expect(int(table.max()))
-        owners = self._tensor(np.arange(len(rows), dtype=np.int32).repeat(counts))
-        ends = [end for row, begin in zip(rows, begins, strict=True) for end in range(begin, row.start + row.count)]
-        blocks, prompt_ends = self._tensor(table), self._tensor(np.array(prompts, dtype=np.int32).repeat(counts))
-        self._prompt = Range(blocks, owners, torch.zeros_like(prompt_ends), prompt_ends)
-        self._outputs = Range(blocks, owners, prompt_ends, self._tensor(np.array(ends, dtype=np.int32) + 1))
 
     @contextmanager
     def _attending(self, earlier: list[int]) -> Iterator[None]:
@@ -199,10 +191,10 @@ class EncoderDecoderRunner:
                 firsts = torch.maximum(looks_at.firsts, looks_at.ends - window)
                 looks_at = Range(looks_at.table, looks_at.owners, firsts, looks_at.ends)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        attended = self._attention(
+        output = self._attention(
             module.layer_idx, looks_at, _tokens(query), written, bias=bias, scale=scale, softcap=softcap
         )
-        return attended.view(len(query), query.shape[2], -1)
+        return output.view(len(query), query.shape[2], -1)
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self._cache.device)

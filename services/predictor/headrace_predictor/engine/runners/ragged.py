@@ -8,6 +8,7 @@ the memory in use, and a step can be repeated, whatever its rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from headrace_predictor.engine.cpu import kernel
 from headrace_predictor.engine.state.cache import BLOCK_TOKENS, KeyValueCache
-from headrace_predictor.engine.state.sequence import Sequence
+from headrace_predictor.engine.state.sequence import Row, Sequence
 
 _COPIED_TOKENS = 64  # The number of tokens whose blocks are copied at a time if there is no kernel.
 
@@ -92,6 +93,30 @@ class RaggedAttention:
             weights = scores.masked_fill(hidden[:, None, None], -torch.inf).softmax(-1).to(values.dtype)
             outputs.append(torch.matmul(weights, values).reshape(-1, heads * size))
         return torch.cat(outputs)
+
+
+def decoder_ids(row: Row) -> list[int]:
+    """The ids of a row that the decoder computes: those behind the prompt."""
+    return row.sequence.ids[max(row.start, len(row.sequence.input_ids)) : row.start + row.count]
+
+
+def ranges_of(cache: KeyValueCache, rows: Rows[Row]) -> tuple[Range, Range]:
+    """What the decoder's tokens of packed rows attend to: the prompt, and the ids behind it up to their own."""
+    table = np.zeros((len(rows), max(len(row.sequence.blocks) for row in rows)), dtype=np.int32)
+    prompts = [len(row.sequence.input_ids) for row in rows]
+    counts, ends = [], list[int]()
+    for row, own, prompt in zip(rows, table, prompts, strict=True):
+        own[: len(row.sequence.blocks)] = row.sequence.blocks
+        begin, end = max(row.start, prompt), row.start + row.count
+        counts.append(end - begin)
+        ends += range(begin + 1, end + 1)
+    cache.expect(int(table.max()))
+    owners = np.arange(len(rows)).repeat(counts)
+    blocks, owner, prompt_end, end_ = (
+        torch.from_numpy(np.asarray(array, dtype=np.int32)).to(cache.device)
+        for array in (table, owners, np.repeat(prompts, counts), ends)
+    )
+    return Range(blocks, owner, torch.zeros_like(prompt_end), prompt_end), Range(blocks, owner, prompt_end, end_)
 
 
 def prompt_places(sequence: Sequence) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,14 @@ from torch import Tensor
 from transformers import MT5ForConditionalGeneration, T5ForConditionalGeneration, UMT5ForConditionalGeneration
 
 from headrace_predictor.engine.faults import check_numbers
-from headrace_predictor.engine.runners.ragged import RaggedAttention, Range, prompt_places, relative_biases
+from headrace_predictor.engine.runners.ragged import (
+    RaggedAttention,
+    Range,
+    decoder_ids,
+    prompt_places,
+    ranges_of,
+    relative_biases,
+)
 from headrace_predictor.engine.runners.row import decoder_start
 from headrace_predictor.engine.state.cache import CacheShape, KeyValueCache
 from headrace_predictor.engine.state.sequence import Row, Sequence, detached_sequence
@@ -34,16 +40,6 @@ _SCALES_OUTPUTS: dict[type, Callable[[Any], bool]] = {
     UMT5ForConditionalGeneration: lambda config: config.tie_word_embeddings,
 }
 _SHORT_PROMPT = 16  # Prompts up to this length are padded together.
-
-
-@dataclass(frozen=True)
-class _Tokens:
-    """The decoder's tokens of a step, all rows packed."""
-
-    ids: Tensor  # int64 [tokens].
-    prompt: Range
-    own: Range
-    sampled: list[int]  # The tokens whose logits are needed.
 
 
 class T5Runner:
@@ -73,10 +69,12 @@ class T5Runner:
     def run(self, rows: Rows[Row]) -> Tensor:
         if new := [row.sequence for row in rows if row.start == 0]:
             self._encode(new)
-        tokens = self._pack(rows)
-        hidden = self._decode(tokens)
-        if len(tokens.sampled) < len(hidden):
-            hidden = hidden[tokens.sampled]
+        ids = [decoder_ids(row) for row in rows]
+        hidden = self._decode(self._tensor(np.concatenate(ids)), *ranges_of(self._cache, rows))
+        lasts = np.cumsum([len(own) for own in ids]) - 1
+        sampled = [int(last) for last, row in zip(lasts, rows, strict=True) if row.samples]
+        if len(sampled) < len(hidden):
+            hidden = hidden[sampled]
         hidden = self._model.decoder.final_layer_norm(hidden)
         if self._scale is not None:
             hidden = hidden * self._scale
@@ -107,49 +105,21 @@ class T5Runner:
                 keys, values = self._heads(attention.k(encoded)), self._heads(attention.v(encoded))
                 self._cache.write(index, places, keys, values)
 
-    def _pack(self, rows: Rows[Row]) -> _Tokens:
-        ids: list[int] = []
-        sampled = []
-        prompt_ends: list[int] = []
-        ends: list[int] = []
-        counts = []
-        table = np.zeros((len(rows), max(len(row.sequence.blocks) for row in rows)), dtype=np.int32)
-        for i, row in enumerate(rows):
-            sequence, end = row.sequence, row.start + row.count
-            prompt = len(sequence.input_ids)
-            begin = max(row.start, prompt)
-            ids += sequence.ids[begin:end]
-            ends += range(begin + 1, end + 1)
-            prompt_ends += [prompt] * (end - begin)
-            counts.append(end - begin)
-            table[i, : len(sequence.blocks)] = sequence.blocks
-            if row.samples:
-                sampled.append(len(ids) - 1)
-        self._cache.expect(int(table.max()))
-        owners = self._tensor(np.arange(len(rows), dtype=np.int32).repeat(counts))
-        blocks, prompt_end = self._tensor(table), self._tensor(np.array(prompt_ends, dtype=np.int32))
-        return _Tokens(
-            self._tensor(np.array(ids)),
-            Range(blocks, owners, torch.zeros_like(prompt_end), prompt_end),
-            Range(blocks, owners, prompt_end, self._tensor(np.array(ends, dtype=np.int32))),
-            sampled,
-        )
-
-    def _decode(self, tokens: _Tokens) -> Tensor:
+    def _decode(self, ids: Tensor, prompt: Range, outputs: Range) -> Tensor:
         """The decoder's last hidden states [tokens, model size], before the last norm."""
         decoder = self._model.decoder
-        hidden: Tensor = decoder.embed_tokens(tokens.ids)
+        hidden: Tensor = decoder.embed_tokens(ids)
         for index, (block, bias) in enumerate(zip(decoder.block, self._biases, strict=True)):
             own, cross, feed_forward = block.layer
 
             attention, normed = own.SelfAttention, own.layer_norm(hidden)
             query, key, value = (self._heads(part(normed)) for part in (attention.q, attention.k, attention.v))
-            attended = self._attention(index, tokens.own, query, (key, value), bias=bias)
+            attended = self._attention(index, outputs, query, (key, value), bias=bias)
             hidden = _bounded(hidden + attention.o(attended))
 
             attention, normed = cross.EncDecAttention, cross.layer_norm(hidden)
             query = self._heads(attention.q(normed))
-            attended = self._attention(index, tokens.prompt, query)
+            attended = self._attention(index, prompt, query)
             hidden = _bounded(hidden + attention.o(attended))
 
             hidden = _bounded(feed_forward(hidden))
