@@ -18,42 +18,35 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AttentionInterface, DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from headrace_predictor.engine.faults import check_numbers
 from headrace_predictor.engine.runners.ragged import (
-    RaggedAttention,
+    RaggedRunner,
     Range,
     decoder_ids,
     prompt_places,
     ranges_of,
     relative_biases,
 )
-from headrace_predictor.engine.runners.row import decoder_start
-from headrace_predictor.engine.state.cache import CacheShape, KeyValueCache
-from headrace_predictor.engine.state.sequence import Row, detached_sequence
+from headrace_predictor.engine.state.cache import CacheShape
+from headrace_predictor.engine.state.sequence import Row
 
 NAME = "headrace_encoder_decoder"
 _PAST = "past_key_values_length"
 
 
-class EncoderDecoderRunner:
-    """See the module. `blocks` is the size of the cache, with the reserved block."""
+class EncoderDecoderRunner(RaggedRunner):
+    """See the module."""
 
     description = "encoder-decoder"
-    reuses_prefixes = False
-    scores_prompts = False
-    scaling = None
 
     def __init__(self, model: Any, shape: CacheShape, blocks: int) -> None:
         """Raises ValueError for a model whose experts take a limited share of a pass's tokens."""
         if getattr(model.config, "moe_eval_capacity_token_fraction", 1.0) < 1:
             raise ValueError("its experts leave out tokens, others in another crowd")
-        self.start_ids: tuple[int, ...] = (decoder_start(model),)
-        self._model = model
+        super().__init__(model, shape, blocks)
         self._decoder = model.get_decoder()
         self._takes_positions = "decoder_position_ids" in inspect.signature(model.forward).parameters
         self._positional = [
@@ -64,8 +57,6 @@ class EncoderDecoderRunner:
         parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
         self._configs: list[Any] = [*{id(part.config): part.config for part in parts}.values()]
         self._own_attention = [config._attn_implementation for config in self._configs]
-        self._cache = KeyValueCache(shape, blocks, model.device)
-        self._attention = RaggedAttention(self._cache)
         self._biases = relative_biases(self._decoder) if hasattr(self._decoder, "block") else []
         self._prompt: Range | None = None
         self._outputs: Range | None = None
@@ -86,16 +77,6 @@ class EncoderDecoderRunner:
                 logits[row] = self._decode([row])[0]
         sampled = [logits[row] for row in rows if row.samples]
         return torch.stack(sampled) if sampled else torch.empty(0)
-
-    def clear(self, blocks: Rows[int]) -> None:
-        self._cache.clear(blocks)
-
-    def probe(self) -> None:
-        sequence = detached_sequence([0], self.start_ids)
-        sequence.blocks = [0]
-        check_numbers(self.run([Row(sequence, 0, 2)]))
-        sequence.ids.append(0)
-        check_numbers(self.run([Row(sequence, 2, 1)]))
 
     def _encode(self, prompt: list[int]) -> Any:
         return self._model.get_encoder()(input_ids=self._tensor(np.array([prompt])), return_dict=True)
@@ -195,9 +176,6 @@ class EncoderDecoderRunner:
             module.layer_idx, looks_at, _tokens(query), written, bias=bias, scale=scale, softcap=softcap
         )
         return output.view(len(query), query.shape[2], -1)
-
-    def _tensor(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self._cache.device)
 
 
 def _as_they_are(_: int, keys: Tensor, values: Tensor, *__: Any, **___: Any) -> tuple[Tensor, Tensor]:

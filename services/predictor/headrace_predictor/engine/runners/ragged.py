@@ -1,4 +1,4 @@
-"""Attention of a decoder's tokens to ranges of their own sequences' blocks, for encoder-decoder models.
+"""Attention of a decoder's tokens to ranges of their own sequences' blocks, and the base of runners with it.
 
 A sequence's ids are prompt, decoder start token, output. Its blocks hold keys and values of each at its position: for
 the prompt those that cross-attention reads, computed once by the encoder, for the rest those of the decoder's
@@ -8,8 +8,10 @@ the memory in use, and a step can be repeated, whatever its rows.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace_predictor.engine.cpu import kernel
-from headrace_predictor.engine.state.cache import BLOCK_TOKENS, KeyValueCache
-from headrace_predictor.engine.state.sequence import Row, Sequence
+from headrace_predictor.engine.faults import check_numbers
+from headrace_predictor.engine.runners.row import decoder_start
+from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache
+from headrace_predictor.engine.state.sequence import Row, Sequence, detached_sequence
 
 _COPIED_TOKENS = 64  # The number of tokens whose blocks are copied at a time if there is no kernel.
 
@@ -93,6 +97,37 @@ class RaggedAttention:
             weights = scores.masked_fill(hidden[:, None, None], -torch.inf).softmax(-1).to(values.dtype)
             outputs.append(torch.matmul(weights, values).reshape(-1, heads * size))
         return torch.cat(outputs)
+
+
+class RaggedRunner(ABC):
+    """What the runners of encoder-decoder models share. `blocks` is the size of the cache, with the reserved block."""
+
+    reuses_prefixes = False
+    scores_prompts = False
+    scaling = None
+
+    def __init__(self, model: Any, shape: CacheShape, blocks: int) -> None:
+        self.start_ids: tuple[int, ...] = (decoder_start(model),)
+        self._model = model
+        self._cache = KeyValueCache(shape, blocks, model.device)
+        self._attention = RaggedAttention(self._cache)
+
+    @abstractmethod
+    def run(self, rows: Rows[Row]) -> Tensor:
+        """See ModelRunner."""
+
+    def clear(self, blocks: Rows[int]) -> None:
+        self._cache.clear(blocks)
+
+    def probe(self) -> None:
+        sequence = detached_sequence([0], self.start_ids)
+        sequence.blocks = [0]
+        check_numbers(self.run([Row(sequence, 0, 2)]))
+        sequence.ids.append(0)
+        check_numbers(self.run([Row(sequence, 2, 1)]))
+
+    def _tensor(self, array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(self._cache.device)
 
 
 def decoder_ids(row: Row) -> list[int]:

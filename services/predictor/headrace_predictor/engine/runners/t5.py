@@ -16,22 +16,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import MT5ForConditionalGeneration, T5ForConditionalGeneration, UMT5ForConditionalGeneration
 
-from headrace_predictor.engine.faults import check_numbers
 from headrace_predictor.engine.runners.ragged import (
-    RaggedAttention,
+    RaggedRunner,
     Range,
     decoder_ids,
     prompt_places,
     ranges_of,
     relative_biases,
 )
-from headrace_predictor.engine.runners.row import decoder_start
-from headrace_predictor.engine.state.cache import CacheShape, KeyValueCache
-from headrace_predictor.engine.state.sequence import Row, Sequence, detached_sequence
+from headrace_predictor.engine.state.cache import CacheShape
+from headrace_predictor.engine.state.sequence import Row, Sequence
 
 # Whether the decoder's outputs are divided by the root of their size before the projection to the vocabulary.
 _SCALES_OUTPUTS: dict[type, Callable[[Any], bool]] = {
@@ -42,21 +39,15 @@ _SCALES_OUTPUTS: dict[type, Callable[[Any], bool]] = {
 _SHORT_PROMPT = 16  # Prompts up to this length are padded together.
 
 
-class T5Runner:
-    """See the module. `blocks` is the size of the cache, with the reserved block."""
+class T5Runner(RaggedRunner):
+    """See the module."""
 
     description = "ragged decoder"
-    reuses_prefixes = False
-    scores_prompts = False
-    scaling = None
 
     def __init__(self, model: Any, shape: CacheShape, blocks: int) -> None:
+        super().__init__(model, shape, blocks)
         config = model.config
-        self.start_ids: tuple[int, ...] = (decoder_start(model),)
-        self._model = model
         self._scale = config.d_model**-0.5 if _SCALES_OUTPUTS[type(model)](config) else None
-        self._cache = KeyValueCache(shape, blocks, model.device)
-        self._attention = RaggedAttention(self._cache)
         self._biases = relative_biases(model.decoder)
         # Compiles the kernels before the first request.
         self.probe()
@@ -80,14 +71,6 @@ class T5Runner:
             hidden = hidden * self._scale
         logits: Tensor = self._model.lm_head(hidden)
         return logits
-
-    def clear(self, blocks: Rows[int]) -> None:
-        self._cache.clear(blocks)
-
-    def probe(self) -> None:
-        sequence = detached_sequence([0], self.start_ids)
-        sequence.blocks = [0]
-        check_numbers(self.run([Row(sequence, 0, len(sequence.ids))]))
 
     def _encode(self, sequences: Rows[Sequence]) -> None:
         """Encodes prompts and writes the keys and values of cross-attention."""
@@ -128,9 +111,6 @@ class T5Runner:
     def _heads(self, projected: Tensor) -> Tensor:
         shape = self._cache.shape
         return projected.view(-1, shape.heads, shape.head_size)
-
-    def _tensor(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self._cache.device)
 
 
 def _groups(sequences: Rows[Sequence]) -> Iterator[list[Sequence]]:
