@@ -90,10 +90,8 @@ def load_encoder(
     load = _static_embedding if files.is_static else _transformer
     loaded = load(name, files, kind, settings, device)
     limits = loaded.limits
-    # A classifier with a decoder fails on a batch whose rows have different numbers of the id that ends a text.
-    alone = limits.end_id is not None
-    network = RowNetwork(loaded.compute, limits.pad_id, device, loaded.dtype, alone, loaded.scaling)
-    size = network.prove(limits.vocabulary_size, limits.max_length, limits.end_id)
+    network = RowNetwork(loaded.compute, limits, device, loaded.dtype, loaded.scaling)
+    size = network.prove()
     dtype = str(loaded.dtype).removeprefix("torch.")
     logger.info(
         "model %s: %s, %.1fM parameters, %s on %s, rows of %d, %s",
@@ -122,16 +120,7 @@ def load_encoder(
     inputs += (TensorSpec(name, "INT64", [-1, -1], optional=True) for name in limits.optional_inputs)
     platform, rows = "pytorch_transformers", limits.max_rows
     description = ModelDescription(platform, inputs, [output], max_batch_size=rows, parameters=parameters)
-    return EncoderModel(
-        name,
-        network,
-        limits,
-        description,
-        max_delay_s=settings.batch_delay_ms / 1000,
-        # Requests that will form the next batch do not count as waiting.
-        max_waiting=settings.max_waiting + settings.batch_rows,
-        timeout_s=settings.step_timeout,
-    )
+    return EncoderModel(name, network, limits, description, settings)
 
 
 def _transformer(

@@ -18,13 +18,14 @@ from headrace.oip.stream_infer import FINAL
 from headrace.oip.tensors import Tensor, add_output
 from headrace_predictor.counts import RequestCounts
 from headrace_predictor.models.served_model import ANY_CALLER, VERSION, Caller
+from headrace_predictor.settings import PredictorSettings
 from headrace_predictor.tensor_models.batching import BatchWorker
 from headrace_predictor.tensor_models.rows import ATTENTION_MASK, RowLimits, RowNetwork, Rows, Vectors, read_rows
 from headrace_protos import inference_pb2 as pb
 
 
 class EncoderModel:
-    """A ServedModel; owns its thread. For the settings of its batches see batching.py."""
+    """A ServedModel; owns its thread."""
 
     def __init__(
         self,
@@ -32,10 +33,7 @@ class EncoderModel:
         network: RowNetwork,
         limits: RowLimits,
         description: ModelDescription,
-        *,
-        max_delay_s: float,
-        max_waiting: int,
-        timeout_s: float,
+        settings: PredictorSettings,
     ) -> None:
         self.name = name
         self.description = description
@@ -45,9 +43,10 @@ class EncoderModel:
             name,
             network.run,
             max_rows=limits.max_rows,
-            max_delay_s=max_delay_s,
-            max_waiting=max_waiting,
-            timeout_s=timeout_s,
+            max_delay_s=settings.batch_delay_ms / 1000,
+            # Requests that will form the next batch do not count as waiting.
+            max_waiting=settings.max_waiting + settings.batch_rows,
+            timeout_s=settings.step_timeout,
             # After a device error every later call fails too.
             fatal=(torch.AcceleratorError,),
         )

@@ -43,7 +43,10 @@ _LOW_PRECISION_TOLERANCE = 0.1
 
 @dataclass(frozen=True)
 class RowLimits:
-    """A model's limits; `token_types` is 0 if it takes no token_type_ids. Each row needs the id `end_id`, if any."""
+    """A model's limits; `token_types` is 0 if it takes no token_type_ids. Each row needs the id `end_id`, if any.
+
+    `pad_id` is the model's own padding id.
+    """
 
     vocabulary_size: int
     max_length: int
@@ -134,21 +137,16 @@ def _integers(tensor: Tensor, shape: tuple[int, ...], below: int) -> Ids:
 
 
 class RowNetwork:
-    """See the module. `pad_id` is the model's own padding id; with `alone` no rows are padded."""
+    """See the module."""
 
     def __init__(
-        self,
-        compute: Compute,
-        pad_id: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        alone: bool = False,
-        scaling: Scaling | None = None,
+        self, compute: Compute, limits: RowLimits, device: torch.device, dtype: torch.dtype, scaling: Scaling | None
     ) -> None:
-        self.pads_rows = not alone
+        # A classifier with a decoder fails on a batch whose rows have different numbers of the id that ends a text.
+        self.pads_rows = limits.end_id is None
+        self._limits = limits
         self._scaling = scaling
         self._compute = compute
-        self._pad_id = pad_id
         self._device = device
         self._dtype = dtype
 
@@ -156,22 +154,24 @@ class RowNetwork:
         """Returns the vectors [rows, size] of each request."""
         if not self.pads_rows or self._differ_in_stage(requests):
             return [np.concatenate([self._forward(row) for row in _single_rows(rows)]) for rows in requests]
-        vectors = self._forward(pad(requests, self._pad_id))
+        vectors = self._forward(pad(requests, self._limits.pad_id))
         ends = np.cumsum([len(rows[INPUT_IDS]) for rows in requests])
         return np.split(vectors, ends[:-1])
 
-    def prove(self, vocabulary_size: int, max_length: int, end_id: int | None = None) -> int:
-        """Decides whether rows can be padded, each ending in `end_id`; returns the size of a vector."""
-        ids = np.array([i for i in range(_LENGTHS[-1] + 2) if i not in (self._pad_id, end_id)], dtype=np.int64)
-        rows = [np.roll(ids, length)[: min(length, max_length)] % vocabulary_size for length in _LENGTHS]
+    def prove(self) -> int:
+        """Decides whether rows can be padded; returns the size of a vector."""
+        limits = self._limits
+        special = limits.pad_id, limits.end_id
+        ids = np.array([i for i in range(_LENGTHS[-1] + 2) if i not in special], dtype=np.int64)
+        rows = [np.roll(ids, length)[: min(length, limits.max_length)] % limits.vocabulary_size for length in _LENGTHS]
         for row in rows:
-            row[-1] = row[-1] if end_id is None else end_id
+            row[-1] = row[-1] if limits.end_id is None else limits.end_id
         plain = [_plain(row) for row in rows]
         alone = np.concatenate([self._forward(row) for row in plain[:-1]])
         if self.pads_rows:
             tolerance = _TOLERANCES.get(self._dtype, _LOW_PRECISION_TOLERANCE)
             try:
-                padded = self._forward(pad(plain, self._pad_id))[:-1]
+                padded = self._forward(pad(plain, limits.pad_id))[:-1]
                 self.pads_rows = bool(np.abs(padded - alone).max() <= tolerance * max(1.0, np.abs(alone).max()))
             except (ValueError, IndexError, RuntimeError):
                 self.pads_rows = False
