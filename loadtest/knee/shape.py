@@ -52,7 +52,8 @@ class KneeShape(LoadTestShape):
         if search is not None:
             self._continue(search)
             if search.done:
-                self._conclude(search)
+                self._knees.append(Knee(self._kind.__name__, self._kind.row, search.knee, search.bounded, self._levels))
+                self._search = None
                 return self.tick()
             return search.level, _SPAWN_RATE, [self._kind]
         return None
@@ -106,10 +107,6 @@ class KneeShape(LoadTestShape):
         self._session.knee = (
             f"Knee of {self._kind.__name__}: held {search.held}{above}; measuring {search.level} users."
         )
-
-    def _conclude(self, search: KneeSearch) -> None:
-        self._knees.append(Knee(self._kind.__name__, self._kind.row, search.knee, search.bounded, self._levels))
-        self._search = None
 
     def _finish(self) -> None:
         session, given = self._session, self._environment.parsed_options

@@ -156,22 +156,18 @@ def rows(found: Figures, seconds: float) -> list[dict[str, Any]]:
 
 def _common(session: Session, records: str) -> dict[str, Any]:
     """`records`: the address of a request's records, without its id."""
+    session.note_course()
     slowest = session.measures.total.slowest
     session.shown.extend(request.request_id for request in slowest if request.request_id not in session.shown)
     return {
         "objective": str(session.options.objective),
-        "course": _course(session),
+        "course": chart_points([point for _, point in sorted(session.course.items())], _POINTS),
         "predictors": _predictors(session),
         "slowest": [_linked(session, records, request) for request in slowest],
         "knee": session.knee,
         "failed_total": session.measures.total.count(figures.FAILED),
         "requests_total": session.measures.total.count(figures.REQUESTS),
     }
-
-
-def _course(session: Session) -> list[dict[str, Any]]:
-    session.note_course()
-    return chart_points([point for _, point in sorted(session.course.items())], _POINTS)
 
 
 def _predictors(session: Session) -> list[dict[str, Any]]:

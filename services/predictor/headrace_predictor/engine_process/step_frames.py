@@ -14,7 +14,7 @@ from collections.abc import Callable
 from headrace.errors import HeadraceError
 from headrace.oip.prompt_scores import PromptLogprobs
 from headrace.step_messages import write_error
-from headrace_predictor.engine.interface import EngineLoad, EngineStatistics, Logprobs, Timeline, Usage
+from headrace_predictor.engine.interface import Logprobs, Timeline, Usage
 from headrace_predictor.engine.state.slot import Reader
 from headrace_protos import engine_pb2, headrace_pb2, steps_pb2
 
@@ -215,8 +215,3 @@ class SequenceFrames:
     def _message(self) -> engine_pb2.SequenceKey:
         channel, number = self._key
         return engine_pb2.SequenceKey(channel=channel, number=number)
-
-
-def state_message(load: EngineLoad, statistics: EngineStatistics) -> engine_pb2.EngineState:
-    """The engine's state as a message."""
-    return engine_pb2.EngineState(**vars(load), counters=engine_pb2.EngineCounters(**vars(statistics)))

@@ -27,7 +27,7 @@ from headrace.frames import framed, messages
 from headrace.rpc.limits.byte_budget import give_memory_back
 from headrace.telemetry.logs import set_up_logging
 from headrace_predictor.engine.engine import ContinuousBatchingEngine
-from headrace_predictor.engine_process.step_frames import StepFrames, state_message
+from headrace_predictor.engine_process.step_frames import StepFrames
 from headrace_predictor.generation.loaded_model import LoadedGeneration
 from headrace_predictor.generation.loading import load_launched
 from headrace_predictor.models.fingerprint import fingerprint_of
@@ -74,7 +74,7 @@ def _serve(connection: socket.socket, commands: Iterator[bytes], launch: engine_
     gc.freeze()
     give_memory_back()
     engine = loaded.engine
-    frames.report(lambda: state_message(engine.load, engine.statistics))
+    frames.report(partial(_state, engine))
     frames.send(engine_pb2.EngineFrame(ready=_facts(loaded)))
     threading.Thread(target=_report, args=(engine, frames), name=f"report-{launch.model}", daemon=True).start()
     adapters = AdapterLoading(loaded, frames.send)
@@ -101,6 +101,10 @@ def _facts(loaded: LoadedGeneration) -> engine_pb2.EngineFacts:
         description=loaded.engine.description,
         device_memory=torch.cuda.memory_reserved() if loaded.device == "cuda" else memory,
     )
+
+
+def _state(engine: ContinuousBatchingEngine) -> engine_pb2.EngineState:
+    return engine_pb2.EngineState(**vars(engine.load), counters=engine_pb2.EngineCounters(**vars(engine.statistics)))
 
 
 def _report(engine: ContinuousBatchingEngine, frames: StepFrames) -> None:

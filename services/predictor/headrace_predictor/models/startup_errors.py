@@ -20,8 +20,5 @@ def as_startup_error(model: str) -> Iterator[None]:
         raise
     except Exception as error:
         logger.debug("model %s cannot be loaded", model, exc_info=True)
-        raise StartupError(f"model {model} cannot be loaded: {_first_line(error)}") from None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        text = str(error).strip() or type(error).__name__
+        raise StartupError(f"model {model} cannot be loaded: {text.splitlines()[0]}") from None

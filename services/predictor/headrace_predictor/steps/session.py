@@ -58,7 +58,7 @@ class TransformerSession:
         self._accepted: asyncio.TimerHandle | None = None  # Sends acceptances that no step's message has carried.
         # Sequences that run in isolation from now on: confirmed to the engine once the transformer has been sent the
         # notice.
-        self._isolated: list[tuple[EngineStream, int]] = []
+        self.isolated: list[tuple[EngineStream, int]] = []
         self._send_is_due = False
         self._loads_due = True
         self._loads_at = 0.0
@@ -73,10 +73,6 @@ class TransformerSession:
         if not self.connection.ended.done():
             self._pending.append(step)
             self.send_soon()
-
-    def announce_isolated(self, stream: EngineStream, number: int) -> None:
-        """Confirms to the engine that a sequence runs isolated, once the transformer has been sent the notice."""
-        self._isolated.append((stream, number))
 
     def forget(self, number: int) -> None:
         """The sequence has ended."""
@@ -95,7 +91,7 @@ class TransformerSession:
         self._send_is_due = False
         if not self.connection.can_send:
             return
-        isolated, self._isolated = self._isolated, []
+        isolated, self.isolated = self.isolated, []
         if message := self._message():
             self.connection.send(message)
         for stream, number in isolated:
@@ -257,8 +253,7 @@ class EngineStream:
 
     def take(self, step: bytes, ended: Sequence[engine_pb2.SequenceEnd], alone: Sequence[int]) -> None:
         """Passes a step on to the transformer, ends the sequences that it ends, and notes those that run isolated."""
-        for number in alone:
-            self._session.announce_isolated(self, number)
+        self._session.isolated += ((self, number) for number in alone)
         self._session.put(step)
         for end in ended:
             error = error_named(end.error, "the sequence failed") if end.error else None

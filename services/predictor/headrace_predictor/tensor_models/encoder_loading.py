@@ -142,7 +142,8 @@ def _transformer(
     # Some models have a pooling layer for classification; embeddings do not use it.
     optional = {"optional": "pooler."} if task == "feature-extraction" else {}
     model = load_weights(name, files.inner, auto, settings.dtype, device, **optional)
-    if INPUT_IDS not in inspect.signature(model.forward).parameters:
+    takes = inspect.signature(model.forward).parameters
+    if INPUT_IDS not in takes:
         raise ValueError(f"{type(model).__name__} reads no token ids")
     config = model.config.get_text_config()
     config.use_cache = False
@@ -161,7 +162,7 @@ def _transformer(
         model.get_input_embeddings().num_embeddings,
         _max_length(model, files, settings.max_context),
         settings.batch_rows,
-        _token_types(model),
+        getattr(model.config, "type_vocab_size", 0) or 0 if TOKEN_TYPE_IDS in takes else 0,
         config.pad_token_id or 0,
         takes_pooling_mask=any(pooling.get("include_prompt") is False for pooling in poolings),
         end_id=config.eos_token_id if ends_text else None,
@@ -247,11 +248,6 @@ def _max_length(model: Any, files: SentenceFiles, setting: int) -> int:
             positions = module.num_embeddings - module.padding_idx - 1
     lengths = [length for length in (positions, files.max_length, setting) if length and length > 0]
     return min(lengths, default=_UNSTATED_LENGTH)
-
-
-def _token_types(model: Any) -> int:
-    takes = TOKEN_TYPE_IDS in inspect.signature(model.forward).parameters
-    return int(getattr(model.config, "type_vocab_size", 0) or 0) if takes else 0
 
 
 def _activation_of(name: str, files: SentenceFiles, config: Any, labels: int) -> Activation:
