@@ -138,24 +138,21 @@ class Figures:
     def rows(self) -> list[str]:
         return sorted({row for row, _ in (*self.histograms, *self.counts)})
 
-    def of(self, measure: str, rows: Iterable[str] | None = None) -> Histogram:
-        """The histogram of a measure over some rows, or over all."""
-        wanted = set(self.rows if rows is None else rows)
+    def of(self, measure: str, row: str | None = None) -> Histogram:
+        """The histogram of a measure of a row, or over all."""
         total = Histogram()
-        for (row, name), histogram in self.histograms.items():
-            if name == measure and row in wanted:
+        for (own, name), histogram in self.histograms.items():
+            if name == measure and row in (None, own):
                 total.add(histogram)
         return total
 
-    def count(self, what: str, rows: Iterable[str] | None = None) -> int:
-        wanted = set(self.rows if rows is None else rows)
-        return sum(number for (row, name), number in self.counts.items() if name == what and row in wanted)
+    def count(self, what: str, row: str | None = None) -> int:
+        return sum(number for (own, name), number in self.counts.items() if name == what and row in (None, own))
 
-    def good_share(self, rows: Iterable[str] | None = None) -> float | None:
+    def good_share(self, row: str | None = None) -> float | None:
         """The share of requests that met the objective; None without requests."""
-        chosen = None if rows is None else list(rows)
-        requests = self.count(REQUESTS, chosen)
-        return self.count(GOOD, chosen) / requests if requests else None
+        requests = self.count(REQUESTS, row)
+        return self.count(GOOD, row) / requests if requests else None
 
     def to_message(self) -> dict[str, Any]:
         return {
@@ -183,11 +180,11 @@ def verdicts(total: Figures, least_share: float) -> dict[str, tuple[bool, str]]:
     """Of `--check`: row → whether enough of its requests were good, and the figures in words."""
     result = {}
     for row in total.rows:
-        requests = total.count(REQUESTS, [row])
-        share = total.good_share([row]) or 0.0
-        words = [f"{100 * share:.1f} % of {requests} requests good, {total.count(FAILED, [row])} failed"]
+        requests = total.count(REQUESTS, row)
+        share = total.good_share(row) or 0.0
+        words = [f"{100 * share:.1f} % of {requests} requests good, {total.count(FAILED, row)} failed"]
         for measure in (TTFT, GAP, WHOLE, CANCEL):
-            quantiles = total.of(measure, [row]).quantiles((0.5, 0.99))
+            quantiles = total.of(measure, row).quantiles((0.5, 0.99))
             if quantiles:
                 words.append(f"{measure} p50 {quantiles['p50']:.1f} ms, p99 {quantiles['p99']:.1f} ms")
         result[row] = (requests > 0 and share >= least_share, "; ".join(words))

@@ -138,17 +138,17 @@ def rows(found: Figures, seconds: float) -> list[dict[str, Any]]:
     """One object a row: rates over `seconds`, quantiles."""
     result = []
     for row in found.rows:
-        share = found.good_share([row])
+        share = found.good_share(row)
         result.append(
             {
                 "row": row,
-                "requests": found.count(figures.REQUESTS, [row]) / seconds,
-                "failed": found.count(figures.FAILED, [row]) / seconds,
-                "goodput": found.count(figures.GOOD, [row]) / seconds,
+                "requests": found.count(figures.REQUESTS, row) / seconds,
+                "failed": found.count(figures.FAILED, row) / seconds,
+                "goodput": found.count(figures.GOOD, row) / seconds,
                 "good_percent": None if share is None else 100 * share,
-                "tokens": found.count(figures.TOKENS, [row]) / seconds,
-                "messages": found.count(figures.MESSAGES, [row]) / seconds,
-                **{measure.replace(" ", "_"): found.of(measure, [row]).quantiles(_SHARES) for measure in _MEASURES},
+                "tokens": found.count(figures.TOKENS, row) / seconds,
+                "messages": found.count(figures.MESSAGES, row) / seconds,
+                **{measure.replace(" ", "_"): found.of(measure, row).quantiles(_SHARES) for measure in _MEASURES},
             }
         )
     return result
