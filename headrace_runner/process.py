@@ -2,6 +2,11 @@
 
 Its output goes straight to the log file, so none is lost if the supervisor is killed. The process leads its own
 session: Ctrl-C reaches only the runner, which stops everything in order.
+
+A service can be replaced without losing a call (headrace/rpc/server/listeners.py). `replace` starts a successor, which
+loads while the running one serves, and listens on the same port once it can serve. Then the running one retires: it
+takes no new calls and ends when its calls have ended. One predecessor at a time may be retiring; the next replacement
+waits for it, and ends it after its timeout.
 """
 
 from __future__ import annotations
@@ -10,9 +15,8 @@ import asyncio
 import json
 import os
 import signal
-import sys
+import socket
 import time
-from asyncio.subprocess import Process as Running
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,12 +25,14 @@ from typing import IO
 
 from headrace.errors import StartupError
 from headrace.processes import how_it_ended
-from headrace_runner import tether
+from headrace.rpc.server.listeners import NOTIFY_SOCKET, READY_MESSAGE, RETIRE
+from headrace_runner.running import Retiring, Running, ended, short_path, signal_to, spawn
 
 FIRST_DELAY_S = 0.2
 MAX_DELAY_S = 10.0
 STEADY_S = 30.0  # After a run of this length the backoff starts at the first delay again.
 
+_LOAD_TIMEOUT_S = 1800.0  # The same as compose.yaml's time for a download.
 _TAIL_BYTES = 4096
 _REASONED = (os.EX_CONFIG, os.EX_TEMPFAIL)  # Exit codes after a line with the reason.
 _ENDING = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
@@ -71,6 +77,9 @@ class Process:
         self._stopping = asyncio.Event()
         self._supervision: asyncio.Task[None] | None = None
         self.has_served = False  # Then its settings are right: whatever ends it may pass.
+        self._replaced = asyncio.Event()
+        self._retiring: Retiring | None = None
+        self._end_of_predecessor: asyncio.Task[int] | None = None
 
     @property
     def pid(self) -> int:
@@ -92,8 +101,49 @@ class Process:
         if process is not None and signum in _ENDING:
             await process.wait()
 
+    async def replace(self, spec: ProcessSpec, listen: str, patience_s: float) -> None:
+        """Replaces the process by one of `spec`; returns when it takes all new calls.
+
+        The previous one has `patience_s` to finish its calls. `listen` is the variable that sets how the service
+        listens. Raises StartupError with one line if the successor does not start: the running one continues as before.
+        """
+        await self.predecessor_ended()
+        running = self._process
+        if running is None or running.returncode is not None:
+            raise StartupError(f"{self.spec.name} is starting; try again")
+        with (
+            short_path() as folder,
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready,
+        ):
+            ready.setblocking(False)
+            ready.bind(f"{folder}/ready")
+            own = {listen: "take-over", NOTIFY_SOCKET: ready.getsockname()}
+            successor = await self._run(spec.command, {**spec.environment, **own})
+            try:
+                await self._until_listening(successor, ready)
+                if self._process is not running or running.returncode is not None:
+                    raise StartupError(f"{self.spec.name} ended during its replacement and was restarted")
+            except BaseException:
+                signal_to(successor, signal.SIGKILL)
+                await ended(successor)
+                raise
+        self.spec = spec
+        self._retiring = Retiring(running, patience_s)
+        self._process = successor
+        self._replaced.set()
+        signal_to(running, RETIRE)
+
+    async def predecessor_ended(self) -> None:
+        """Returns when the process that was replaced last has ended; its patience limits the wait."""
+        if self._retiring is not None:
+            await self._retiring.end(self.spec.grace_s)
+            self._retiring = None
+
     async def stop(self) -> None:
-        """Ends the process, by SIGKILL after its grace period, and the supervision."""
+        """Ends the process, by SIGKILL after its grace period, a predecessor that is retiring, and the supervision."""
+        retiring, self._retiring = self._retiring, None
+        if retiring is not None:
+            retiring.terminate()
         self._stopping.set()
         if self._supervision is None:
             return
@@ -103,6 +153,8 @@ class Process:
             self._say(f"{self.spec.name} did not stop within {self.spec.grace_s:g} s and was killed")
             self._signal(signal.SIGKILL)
         await asyncio.gather(self._supervision, return_exceptions=True)
+        if retiring is not None:
+            await retiring.end(self.spec.grace_s)
 
     def last_line(self) -> str:
         """The log's last line that is not empty; empty if there is no log."""
@@ -147,10 +199,31 @@ class Process:
         return exit_code
 
     async def _until_end(self, process: Running) -> int:
-        """Waits for the end of the run that `process` begins; returns its exit code."""
-        exit_code = await process.wait()
-        end_group(process.pid)
-        return exit_code
+        """Waits for the end of the current process, also after a replacement; returns its exit code."""
+        while True:
+            end = asyncio.create_task(ended(process), name=f"{self.spec.name}'s end")
+            replaced = asyncio.create_task(self._replaced.wait(), name=f"{self.spec.name}'s successor")
+            await asyncio.wait({end, replaced}, return_when=asyncio.FIRST_COMPLETED)
+            replaced.cancel()
+            if self._process is process or self._process is None:
+                return await end
+            self._replaced.clear()
+            self._end_of_predecessor, process = end, self._process
+
+    async def _until_listening(self, successor: Running, ready: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        readiness = asyncio.create_task(loop.sock_recv(ready, len(READY_MESSAGE)), name="readiness")
+        end = asyncio.create_task(successor.wait(), name="successor's end")
+        try:
+            await asyncio.wait({readiness, end}, timeout=_LOAD_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            if end.done():
+                raise StartupError(f"the new {self.spec.name} did not start: {self.last_line()}")
+            if not readiness.done():
+                raise StartupError(f"the new {self.spec.name} did not serve within {_LOAD_TIMEOUT_S:g} s")
+        finally:
+            for task in (readiness, end):
+                task.cancel()
+            await asyncio.gather(readiness, end, return_exceptions=True)
 
     async def _run(self, command: tuple[str, ...], environment: Mapping[str, str] | None = None) -> Running:
         environment = self.spec.environment if environment is None else environment
@@ -176,34 +249,6 @@ class Process:
     def _signal(self, signum: signal.Signals) -> None:
         with suppress(ProcessLookupError):
             os.kill(self.pid, signum)
-
-
-async def spawn(
-    command: tuple[str, ...], environment: Mapping[str, str], working_folder: Path, log: IO[bytes]
-) -> Running:
-    """Starts a command that leads its own session, writes to the log, and dies with this process."""
-    return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), *command),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        cwd=working_folder,
-        env=dict(environment),
-        start_new_session=True,
-    )
-
-
-def signal_to(process: Running, signum: signal.Signals) -> None:
-    """Sends a signal to a process unless it has ended."""
-    with suppress(ProcessLookupError):
-        if process.returncode is None:
-            os.kill(process.pid, signum)
-
-
-def end_group(leader: int) -> None:
-    """Kills the remaining children of a process that has ended."""
-    with suppress(ProcessLookupError):
-        os.killpg(leader, signal.SIGKILL)
 
 
 def _message(line: str) -> str:

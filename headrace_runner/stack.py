@@ -24,7 +24,6 @@ from headrace_runner import envoy_config, services
 from headrace_runner.process import Process, Say
 from headrace_runner.readiness import Readiness
 from headrace_runner.run_folder import RunFolder
-from headrace_runner.service_process import ServiceProcess
 from headrace_runner.settings import HOME, LOOPBACK, PROGRAM, StackSettings
 
 _POLL_S = 0.1
@@ -58,14 +57,7 @@ class Stack:
         self._commands, self._environment = commands or {}, environment or {}
         plan = self._plan()
         places = (self.folder.logs, HOME, say, self._restore_folder)
-        self._services = {
-            spec.name: ServiceProcess(spec, *places) for spec in (*plan.predictors, plan.transformer, plan.logger)
-        }
-        self._processes: dict[str, Process] = {
-            spec.name: self._services.get(spec.name) or Process(spec, *places)
-            for stage in plan.stages()
-            for spec in stage
-        }
+        self._processes = {spec.name: Process(spec, *places) for stage in plan.stages() for spec in stage}
         self._stages = [[self._processes[spec.name] for spec in stage] for stage in plan.stages()]
         self._supervisions: list[asyncio.Task[None]] = []
         self._keeping_folder: asyncio.Task[None] | None = None
@@ -139,9 +131,9 @@ class Stack:
             for spec in (*plan.predictors, plan.transformer, plan.logger):
                 self._say(f"rolling {spec.name}")
                 kind = spec.name.partition("-")[0].upper()
-                await self._services[spec.name].replace(spec, f"{kind}_LISTEN", settings.roll_patience_s)
+                await self._processes[spec.name].replace(spec, f"{kind}_LISTEN", settings.roll_patience_s)
                 if spec in plan.predictors:
-                    await self._services[spec.name].predecessor_ended()
+                    await self._processes[spec.name].predecessor_ended()
         except BaseException:
             self.settings = before
             raise

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO
 
 from headrace_runner import process
-from headrace_runner.process import Running
+from headrace_runner.running import Running
 from tests.support.zygote import MAX_REQUEST
 
 # The modules that each service imports after its settings, see zygote.py; predictors of tests and benchmarks, modules

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from headrace_runner.process import Running
+from headrace_runner.running import Running
 from tests.support.forkserver import spawn
 
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-from headrace_runner.process import Running
+from headrace_runner.running import Running
 from headrace_runner.services import predictor_tuning
 from tests.chaos.health import serves
 from tests.support.forkserver import spawn
