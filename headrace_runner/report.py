@@ -33,7 +33,6 @@ class Report:
         self._say(f"starting; logs are in {short(self._stack.folder.logs)}")
 
     def ready(self, name: str) -> None:
-        """Reports one process as ready."""
         name = "gateway" if name == "envoy" else name
         seconds = f"{self._seconds():5.1f} s"
         self._say(f"{self._label(name)} {self._stack.addresses[name]:<21} {self._paint(GREEN, seconds)}")

@@ -51,7 +51,6 @@ class Histogram:
             self.greatest = value
 
     def add(self, other: Histogram) -> None:
-        """Adds the other's values."""
         for bucket, count in other.buckets.items():
             self.buckets[bucket] = self.buckets.get(bucket, 0) + count
         self.count += other.count

@@ -24,7 +24,6 @@ _connected: dict[str, Any] = {}
 
 
 def connect() -> None:
-    """Adds the listeners."""
     if _connected:
         return
     _connected["environment"] = None

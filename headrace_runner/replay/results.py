@@ -126,7 +126,6 @@ class Results:
         return SAME if self.same else TROUBLE
 
     def add(self, logged: LoggedStream, answer: Answer, difference: Difference | None) -> None:
-        """Adds a compared stream."""
         if difference is None:
             self.same += 1
         else:
@@ -137,7 +136,6 @@ class Results:
             self.duration.add(logged.duration_ms, answer.duration_ms)
 
     def add_failure(self, logged: LoggedStream, status: str, message: str) -> None:
-        """Adds a stream whose replay failed with a gRPC status."""
         self.failed.append(_names(logged) | {"status": status, "message": message})
 
     def add_weights(self, logged: LoggedStream) -> None:

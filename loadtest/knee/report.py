@@ -49,7 +49,6 @@ def write(folder: Path, conditions: dict[str, Any], knees: Sequence[Knee]) -> li
 
 
 def markdown(report: dict[str, Any], knees: Sequence[Knee], picture: str) -> str:
-    """The report for people."""
     lines = ["# The knee", "", f"{report['date']}, {report['cores']} cores. Objective: {report['objective']}."]
     lines += ["", "| condition | value |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in report.items() if name not in ("date", "cores", "knees")]

@@ -33,7 +33,6 @@ class RequestCounts:
         return max(1, int(self.mean_compute_s * 1000))
 
     def add(self, outcome: Outcome, submitted_at: float, started_at: float, ended_at: float) -> None:
-        """Counts a request that has ended."""
         setattr(self, outcome, getattr(self, outcome) + 1)
         self.queue_ns += int((started_at - submitted_at) * 1e9)
         self.compute_ns += int((ended_at - started_at) * 1e9)

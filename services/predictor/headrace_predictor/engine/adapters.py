@@ -50,7 +50,6 @@ class LowRankWeights(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes of both."""
         return self.down.nbytes + self.up.nbytes
 
 

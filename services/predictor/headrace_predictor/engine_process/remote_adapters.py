@@ -47,13 +47,11 @@ class RemoteAdapters:
         self._command(engine_pb2.EngineCommands(unloaded_adapters=[number]))
 
     def take(self, loaded: engine_pb2.AdapterLoaded) -> None:
-        """Takes the result of a load."""
         loading = self._loading.get(loaded.number)
         if loading is not None and not loading.done():
             loading.set_result(loaded)
 
     def lost(self) -> None:
-        """The process has ended."""
         for loading in self._loading.values():
             if not loading.done():
                 loading.set_exception(ConnectionError())

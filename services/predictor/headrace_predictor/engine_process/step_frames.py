@@ -41,7 +41,6 @@ class StepFrames:
         self._state = state
 
     def add(self, key: Key) -> SequenceFrames:
-        """The output of a new sequence."""
         sequence = self.sequences[key] = SequenceFrames(self, key)
         return sequence
 

@@ -88,7 +88,6 @@ class ServedEngines:
         self._adapters: frozenset[str] = frozenset()
 
     def add(self, model: ServedModel) -> None:
-        """Starts to observe a model's engine."""
         if isinstance(model, AdapterModel):
             self._adapters |= {model.name}
         if _has_engine(model):
@@ -123,7 +122,6 @@ class ServedEngines:
             return sum(each.device_memory for each in self._served.values())
 
     def loads(self) -> dict[str, EngineLoad]:
-        """The current load of each model's engine."""
         with self._lock:
             served = dict(self._served)
         return {name: each.engine.load for name, each in served.items()}
@@ -139,7 +137,6 @@ class ServedEngines:
         }
 
     def adapters(self) -> frozenset[str]:
-        """The names of the adapters that are served."""
         return self._adapters
 
     def totals(self) -> dict[str, Counter[str]]:

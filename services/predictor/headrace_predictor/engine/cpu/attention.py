@@ -259,68 +259,44 @@ def parts(owners: Any, query_heads: Any, heads: Any, divided: Any = False) -> An
     return found[:count]
 
 
-@njit(**OPTIONS)  # type: ignore[untyped-decorator]
-def _attend_in_turn(
-    address: Any,
-    width: Any,
-    cosines: Any,
-    sines: Any,
-    keys: Any,
-    values: Any,
-    key_slot: Any,
-    value_slot: Any,
-    table: Any,
-    owners: Any,
-    firsts: Any,
-    ends: Any,
-    scale: Any,
-    cap: Any,
-    bias: Any,
-    sinks: Any,
-    out: Any,
-) -> None:
-    packed = array_at(address, (len(out), width), out)
-    write_tokens(packed, cosines, sines, keys, values, key_slot, value_slot, table, owners, ends, out.shape[1])
-    work = parts(owners, out.shape[1], keys.shape[2])
-    for n in range(len(work)):
-        i, j = work[n, 0], work[n, 1]
-        turning = slice(i, j) if len(cosines) else slice(0, 1)
-        attend_tile(
-            *(packed[i:j], cosines[turning], sines[turning], keys, values, key_slot, value_slot, table[owners[i]]),
-            *(firsts[i:j], ends[i:j], scale, cap, bias, sinks, out[i:j], work[n, 2:]),
-        )
+def _attending(loop: Any) -> Any:
+    """The kernel with a loop over its work that is `range` or, for several threads, `prange`."""
+
+    @njit(parallel=loop is prange, **OPTIONS)  # type: ignore[untyped-decorator]
+    def attend(
+        address: Any,
+        width: Any,
+        cosines: Any,
+        sines: Any,
+        keys: Any,
+        values: Any,
+        key_slot: Any,
+        value_slot: Any,
+        table: Any,
+        owners: Any,
+        firsts: Any,
+        ends: Any,
+        scale: Any,
+        cap: Any,
+        bias: Any,
+        sinks: Any,
+        out: Any,
+    ) -> None:
+        packed = array_at(address, (len(out), width), out)
+        write_tokens(packed, cosines, sines, keys, values, key_slot, value_slot, table, owners, ends, out.shape[1])
+        work = parts(owners, out.shape[1], keys.shape[2])
+        for n in loop(len(work)):
+            i, j = work[n, 0], work[n, 1]
+            turning = slice(i, j) if len(cosines) else slice(0, 1)
+            attend_tile(
+                *(packed[i:j], cosines[turning], sines[turning], keys, values, key_slot, value_slot, table[owners[i]]),
+                *(firsts[i:j], ends[i:j], scale, cap, bias, sinks, out[i:j], work[n, 2:]),
+            )
+
+    return attend
 
 
-@njit(parallel=True, **OPTIONS)  # type: ignore[untyped-decorator]
-def _attend_in_parallel(
-    address: Any,
-    width: Any,
-    cosines: Any,
-    sines: Any,
-    keys: Any,
-    values: Any,
-    key_slot: Any,
-    value_slot: Any,
-    table: Any,
-    owners: Any,
-    firsts: Any,
-    ends: Any,
-    scale: Any,
-    cap: Any,
-    bias: Any,
-    sinks: Any,
-    out: Any,
-) -> None:
-    packed = array_at(address, (len(out), width), out)
-    write_tokens(packed, cosines, sines, keys, values, key_slot, value_slot, table, owners, ends, out.shape[1])
-    work = parts(owners, out.shape[1], keys.shape[2])
-    for n in prange(len(work)):
-        i, j = work[n, 0], work[n, 1]
-        turning = slice(i, j) if len(cosines) else slice(0, 1)
-        attend_tile(
-            *(packed[i:j], cosines[turning], sines[turning], keys, values, key_slot, value_slot, table[owners[i]]),
-            *(firsts[i:j], ends[i:j], scale, cap, bias, sinks, out[i:j], work[n, 2:]),
-        )
+_attend_in_turn, _attend_in_parallel = _attending(range), _attending(prange)
 
 
 def attend(threads: int, *arguments: Any) -> None:

@@ -54,7 +54,6 @@ class T5Runner(RaggedRunner):
 
     @staticmethod
     def supports(model: Any) -> bool:
-        """Whether this runner implements the model's architecture."""
         return type(model) in _SCALES_OUTPUTS
 
     def run(self, rows: Rows[Row]) -> Tensor:

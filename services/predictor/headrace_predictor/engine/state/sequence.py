@@ -190,7 +190,6 @@ class Sequence:
         return count if first + scores >= self.to_score else min(count, first + scores - self.computed)
 
     def add_scores(self, scores: PromptLogprobs) -> None:
-        """Adds the scores of the prompt's next positions."""
         self._scores.append(scores)
         self.scored += len(scores.chosen)
 

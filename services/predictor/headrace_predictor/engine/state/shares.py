@@ -62,7 +62,6 @@ class Shares:
         return len(self._accounts) > 1
 
     def arrive(self, sequence: Sequence) -> None:
-        """Counts a new sequence among the waiting ones."""
         name, weight = sequence.client, _weight(sequence)
         account = self._accounts.get(name)
         if account is None:
@@ -73,19 +72,16 @@ class Shares:
         account.waiting += 1
 
     def start(self, sequence: Sequence) -> None:
-        """Counts a waiting sequence among the running ones."""
         account = self._accounts[sequence.client]
         account.waiting -= 1
         account.running += 1
 
     def preempt(self, sequence: Sequence) -> None:
-        """Counts a running sequence among the waiting ones."""
         account = self._accounts[sequence.client]
         account.running -= 1
         account.waiting += 1
 
     def leave(self, sequence: Sequence, running: bool) -> None:
-        """Forgets a sequence that has ended."""
         name = sequence.client
         account = self._accounts[name]
         if running:
