@@ -30,9 +30,14 @@ async def stream(model, message):
         return [response async for response in responses]
 
 
+def tasks_of(model):
+    """The number of tasks on the model's loop that have not ended."""
+    return len(asyncio.all_tasks(model.thread._loop))
+
+
 async def idle(model):
     """Waits until no task of a request is left on the model's loop."""
-    await until(lambda: model.thread.tasks == 0)
+    await until(lambda: tasks_of(model) == 0)
 
 
 COUNT = """
@@ -179,7 +184,7 @@ async def test_code_that_blocks_does_not_hold_up_the_event_loop(make):
             return {}
     """)
     call = asyncio.create_task(model.infer(request(), NO_DEADLINE))
-    await until(lambda: model.thread.tasks == 1)
+    await until(lambda: tasks_of(model) == 1)
     gave_up = asyncio.create_task(model.infer(request(), NO_DEADLINE))
     await asyncio.sleep(0)
     gave_up.cancel()

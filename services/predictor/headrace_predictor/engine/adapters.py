@@ -48,10 +48,6 @@ class LowRankWeights(NamedTuple):
     down: Tensor
     up: Tensor
 
-    @property
-    def size(self) -> int:
-        return self.down.nbytes + self.up.nbytes
-
 
 class LowRank:
     """x [n, in] to [n, out]."""

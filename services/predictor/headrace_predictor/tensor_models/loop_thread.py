@@ -68,11 +68,6 @@ class LoopThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    @property
-    def tasks(self) -> int:
-        """The number of tasks that have not ended."""
-        return len(asyncio.all_tasks(self._loop))
-
     def start(
         self, begin: Callable[[], Coroutine[Any, Any, T]], ended: Callable[[T | None], None]
     ) -> Callable[[], None]:
