@@ -43,15 +43,21 @@ class Resumable(Protocol):
 
 
 class GenerationModel:
-    """A ServedModel; it dies when its engine dies."""
+    """A ServedModel; it dies when its engine dies.
 
-    def __init__(self, loaded: LoadedModel, meter: Meter | None = None) -> None:
+    `close` is for an adapter, whose engine is its base's: it takes the adapter out of there, and the engine stays.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, meter: Meter | None = None, close: Callable[[], None] | None = None
+    ) -> None:
         self.name = loaded.name
         self.description = _describe(loaded)
         self.telemetry = GenerationTelemetry(loaded.name, meter)
         self.resumable: set[Resumable] = set()
         self.loaded = loaded
         self.engine = loaded.engine
+        self._close = close or loaded.engine.close
 
     @property
     def statistics(self) -> EngineStatistics:
@@ -104,7 +110,7 @@ class GenerationModel:
         await self.engine.died()
 
     def close(self) -> None:
-        self.engine.close()
+        self._close()
 
     @contextmanager
     def _generation(
@@ -117,17 +123,6 @@ class GenerationModel:
                 yield slot, observed
             finally:
                 slot.cancel()
-
-
-class AdapterModel(GenerationModel):
-    """An adapter: the engine is its base's, and stays when the adapter is closed; `unload` takes it out of there."""
-
-    def __init__(self, loaded: LoadedModel, unload: Callable[[], None]) -> None:
-        super().__init__(loaded)
-        self._unload = unload
-
-    def close(self) -> None:
-        self._unload()
 
 
 def _describe(loaded: LoadedModel) -> ModelDescription:

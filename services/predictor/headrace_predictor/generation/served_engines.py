@@ -19,7 +19,7 @@ from opentelemetry.metrics import CallbackOptions, Meter, Observation
 from headrace.telemetry.identity import MODEL
 from headrace.telemetry.picking import PickableLoad
 from headrace_predictor.engine.interface import Engine, EngineLoad
-from headrace_predictor.generation.model import AdapterModel, GenerationModel
+from headrace_predictor.generation.model import GenerationModel
 from headrace_predictor.models.served_model import ServedModel
 
 # Of EngineStatistics: what is summed up over all engines of a model.
@@ -88,7 +88,7 @@ class ServedEngines:
         self._adapters: frozenset[str] = frozenset()
 
     def add(self, model: ServedModel) -> None:
-        if isinstance(model, AdapterModel):
+        if isinstance(model, GenerationModel) and model.loaded.adapter:
             self._adapters |= {model.name}
         if _has_engine(model):
             with self._lock:
@@ -152,7 +152,7 @@ class ServedEngines:
 
 
 def _has_engine(model: ServedModel) -> TypeGuard[GenerationModel]:
-    return isinstance(model, GenerationModel) and not isinstance(model, AdapterModel)
+    return isinstance(model, GenerationModel) and not model.loaded.adapter
 
 
 def _counted(engine: Engine) -> Counter[str]:

@@ -17,7 +17,7 @@ from headrace.models.kinds import ADAPTER_FILE, ModelKind
 from headrace.models.sources import ModelSource, read_config
 from headrace.sampling import defaults_of
 from headrace_predictor.engine_process.remote_engine import RemoteEngine
-from headrace_predictor.generation.model import AdapterModel, GenerationModel
+from headrace_predictor.generation.model import GenerationModel
 from headrace_predictor.repository.entry import Entry, State
 
 _BASE = "base_model_name_or_path"
@@ -68,7 +68,7 @@ def _named_base(entries: Iterable[Entry], source: ModelSource, folder: Path) -> 
     )
 
 
-async def attach(source: ModelSource, folder: Path, base: Entry, report: Callable[[str], None]) -> AdapterModel:
+async def attach(source: ModelSource, folder: Path, base: Entry, report: Callable[[str], None]) -> GenerationModel:
     """Loads an adapter into the engine of its base; raises StartupError."""
     report("loading the adapter")
     model = None if base.serving is None else base.serving.model
@@ -85,7 +85,7 @@ async def attach(source: ModelSource, folder: Path, base: Entry, report: Callabl
         device_memory=0,
         adapter=number,
     )
-    return AdapterModel(loaded, lambda: engine.unload_adapter(number))
+    return GenerationModel(loaded, close=lambda: engine.unload_adapter(number))
 
 
 async def until_served(base: Entry, watchers: set[Callable[[], None]]) -> None:
