@@ -17,6 +17,7 @@ import os
 import signal
 import socket
 import time
+from asyncio.subprocess import Process as Running
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from typing import IO
 from headrace.errors import StartupError
 from headrace.processes import how_it_ended
 from headrace.rpc.server.listeners import NOTIFY_SOCKET, READY_MESSAGE, RETIRE
-from headrace_runner.running import Retiring, Running, ended, short_path, signal_to, spawn
+from headrace_runner.running import Retiring, ended, short_path, signal_to, spawn
 
 FIRST_DELAY_S = 0.2
 MAX_DELAY_S = 10.0

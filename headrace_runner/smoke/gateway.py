@@ -156,7 +156,8 @@ def ask(stub: Any, name: str, request: Any) -> Answer:
         for message in found if hasattr(found, "__next__") else [found]:
             pieces.append(message)
             times.append(time.monotonic() - started)
-    except grpc.RpcError as error:
+    except grpc.RpcError as refused:
+        error: Any = refused
         metadata = {key: str(value) for key, value in error.trailing_metadata() or ()}
         return Answer(error.code().name, error.details() or "", pieces, times, metadata)
     errors = [message.error_message for message in pieces if getattr(message, "error_message", "")]

@@ -19,13 +19,13 @@ import re
 import socket
 import subprocess
 import sys
+from asyncio.subprocess import Process as Running
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from headrace_runner import process
-from headrace_runner.running import Running
 from tests.support.zygote import MAX_REQUEST
 
 # The modules that each service imports after its settings, see zygote.py; predictors of tests and benchmarks, modules

@@ -7,13 +7,13 @@ import os
 import signal
 import socket
 import sys
+from asyncio.subprocess import Process as Running
 from pathlib import Path
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from headrace_runner.running import Running
 from tests.support.forkserver import spawn
 
 

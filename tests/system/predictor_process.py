@@ -6,11 +6,11 @@ import asyncio
 import os
 import signal
 import sys
+from asyncio.subprocess import Process as Running
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-from headrace_runner.running import Running
 from headrace_runner.services import predictor_tuning
 from tests.chaos.health import serves
 from tests.support.forkserver import spawn
