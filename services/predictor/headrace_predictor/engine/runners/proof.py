@@ -230,7 +230,10 @@ class Proof:
         """The runner of an encoder-decoder model, and why it computes one row at a time."""
         model = self._model
         maker = T5Runner if T5Runner.supports(model) else EncoderDecoderRunner
-        difference = partial(self._difference_of_decoder, partial(maker, model, self._shape, 6))
+
+        def difference() -> float:
+            return self._difference_of_decoder(lambda: maker(model, self._shape, 6))  # Of the width of the moment.
+
         reason = self._fault(partial(self._excess, difference), "its attention is of another kind")
         if reason is None:
             runner = maker(model, self._shape, blocks)
