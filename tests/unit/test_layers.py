@@ -80,7 +80,6 @@ TRANSFORMER = (
     ("headrace_transformer.batches",),
     ("headrace_transformer.transformer",),
     ("headrace_transformer.__main__",),
-    ("headrace_transformer.worker",),
 )
 LOGGER = (
     ("headrace_logger.settings", "headrace_logger.telemetry", "headrace_logger.read_limits", "headrace_logger.values"),

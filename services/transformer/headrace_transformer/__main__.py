@@ -1,11 +1,21 @@
-"""Starts the transformer, or several on one port."""
+"""Starts the transformer, or several on one port.
+
+`python -m headrace_transformer PARENT PAGE` is one of the several, see supervisor.py.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
+
+from headrace.processes import end_with_parent
 from headrace.rpc.server.service import run_service
+from headrace.telemetry.page import MetricsPage
 from headrace_transformer.keys import KeyFile
 from headrace_transformer.settings import TransformerSettings
-from headrace_transformer.supervisor import open_page, supervise
+from headrace_transformer.supervisor import supervise
 
 
 async def serve(settings: TransformerSettings) -> None:
@@ -17,8 +27,8 @@ async def serve(settings: TransformerSettings) -> None:
 
 
 async def serve_worker(settings: TransformerSettings, page: int) -> None:
-    """Runs one of several transformers; `page` is a descriptor, see supervisor.py."""
-    open_page(page)
+    """Runs one of several transformers, with its Prometheus page at the port `page`, see supervisor.py."""
+    MetricsPage("127.0.0.1", page, shares_port=True)
     # It listens once it can serve; until then other workers take the connections.
     await _serve(settings.model_copy(update={"listen": "take-over", "metrics_port": 0}))
 
@@ -32,4 +42,8 @@ async def _serve(settings: TransformerSettings) -> None:
 
 
 if __name__ == "__main__":
-    run_service("transformer", TransformerSettings, serve)
+    run: Callable[[TransformerSettings], Coroutine[Any, Any, None]] = serve
+    if len(sys.argv) == 3:
+        run = partial(serve_worker, page=int(sys.argv.pop()))
+        end_with_parent(int(sys.argv.pop()))
+    run_service("transformer", TransformerSettings, run)

@@ -7,7 +7,7 @@ help, all end with that code.
 
 Each worker is complete: it follows the predictor, ships its own records from its own folder in the spool and has its
 own health. It listens once it can serve, so that no connection waits for a worker that is starting. Its Prometheus page
-is on its own port, which it sends to the parent through a pipe; the parent's page shows all of them.
+is on its own port, which the parent has reserved for it; the parent's page shows all of them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import ExitStack, closing, suppress
 
 from prometheus_client import CollectorRegistry
 
@@ -31,41 +31,10 @@ logger = logging.getLogger(__name__)
 
 _FIRST_DELAY_S, _MAX_DELAY_S, _STEADY_S = 0.2, 10.0, 30.0
 _GRACE_S = 4.0  # Beyond the drain: for the records that are still to be shipped.
-_PORT_BYTES = 16
 
 
 class _WorkerRefusedError(Exception):
     """A worker cannot run, and has logged the reason."""
-
-
-class _Pages:
-    """The ports of the workers' pages, while these run; for any thread."""
-
-    def __init__(self) -> None:
-        self._ports: dict[str, int] = {}
-
-    def ports(self) -> dict[str, int]:
-        return self._ports.copy()
-
-    @contextmanager
-    def of(self, worker: str) -> Iterator[int]:
-        """A descriptor to which a worker that runs meanwhile writes its port."""
-        reading, writing = os.pipe()
-        loop = asyncio.get_running_loop()
-
-        def read() -> None:
-            loop.remove_reader(reading)
-            if port := os.read(reading, _PORT_BYTES):  # Nothing from one that ended before.
-                self._ports[worker] = int(port)
-
-        loop.add_reader(reading, read)
-        try:
-            yield writing
-        finally:
-            loop.remove_reader(reading)
-            self._ports.pop(worker, None)
-            os.close(reading)
-            os.close(writing)
 
 
 class _Orders:
@@ -86,15 +55,16 @@ async def supervise(settings: TransformerSettings) -> None:
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, orders.stop.set)
-    pages, grace_s = _Pages(), settings.drain_s + _GRACE_S
-    is_shared = settings.listen != "alone"
+    grace_s, is_shared = settings.drain_s + _GRACE_S, settings.listen != "alone"
+    workers = [str(number) for number in range(settings.workers)]
     with ExitStack() as held:
         port = held.enter_context(reserved(settings.host, settings.port, is_shared))
         http_port = held.enter_context(reserved(settings.host, settings.http_port, is_shared))
         environment = {**os.environ, "TRANSFORMER_PORT": str(port), "TRANSFORMER_HTTP_PORT": str(http_port)}
+        pages = {worker: held.enter_context(reserved("127.0.0.1", 0)) for worker in workers}
         if settings.metrics_port:
             registry = CollectorRegistry()
-            registry.register(WorkerPages(pages.ports))
+            registry.register(WorkerPages(lambda: pages))
             page = MetricsPage(settings.host, settings.metrics_port, registry, is_shared)
             held.enter_context(closing(page))
 
@@ -105,27 +75,19 @@ async def supervise(settings: TransformerSettings) -> None:
         loop.add_signal_handler(RETIRE, retire)
         try:
             async with asyncio.TaskGroup() as group:
-                for number in range(settings.workers):
-                    work = _keep(str(number), environment, orders, grace_s, pages)
-                    group.create_task(work, name=f"worker-{number}")
+                for worker in workers:
+                    work = _keep(worker, pages[worker], environment, orders, grace_s)
+                    group.create_task(work, name=f"worker-{worker}")
         except* _WorkerRefusedError:
             raise SystemExit(os.EX_CONFIG) from None
 
 
-def open_page(descriptor: int) -> None:
-    """Opens a worker's page and sends its port to the parent."""
-    page = MetricsPage("127.0.0.1", 0)
-    os.write(descriptor, str(page.port).encode())
-    os.close(descriptor)
-
-
-async def _keep(worker: str, environment: Mapping[str, str], orders: _Orders, grace_s: float, pages: _Pages) -> None:
+async def _keep(worker: str, page: int, environment: Mapping[str, str], orders: _Orders, grace_s: float) -> None:
     """One worker, started again until the parent is to end."""
     delay_s, is_first = _FIRST_DELAY_S, True
     while not orders.end():
         started = time.monotonic()
-        with pages.of(worker) as page:
-            exit_code = await _run(environment, orders, grace_s, page)
+        exit_code = await _run(page, environment, orders, grace_s)
         if orders.end():
             return
         if exit_code == os.EX_CONFIG and is_first:
@@ -139,12 +101,10 @@ async def _keep(worker: str, environment: Mapping[str, str], orders: _Orders, gr
         delay_s = min(2 * delay_s, _MAX_DELAY_S)
 
 
-async def _run(environment: Mapping[str, str], orders: _Orders, grace_s: float, page: int) -> int:
+async def _run(page: int, environment: Mapping[str, str], orders: _Orders, grace_s: float) -> int:
     """One life of a worker; its exit code."""
-    command = (sys.executable, "-m", "headrace_transformer.worker", str(os.getpid()), str(page))
-    process = await asyncio.create_subprocess_exec(
-        *command, env=environment, stdin=asyncio.subprocess.DEVNULL, pass_fds=(page,)
-    )
+    command = (sys.executable, "-m", "headrace_transformer", str(os.getpid()), str(page))
+    process = await asyncio.create_subprocess_exec(*command, env=environment, stdin=asyncio.subprocess.DEVNULL)
     ended = asyncio.create_task(process.wait(), name="worker's end")
     stopping = asyncio.create_task(orders.stop.wait(), name="stop")
     retiring = asyncio.create_task(orders.retire.wait(), name="retirement")
