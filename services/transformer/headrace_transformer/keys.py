@@ -1,21 +1,10 @@
 """The key file: the operator's list of clients, and the digests of their keys by which the gateway knows them.
 
-The operator's file (TRANSFORMER_KEYS) is YAML, a list of entries:
+The operator's file (TRANSFORMER_KEYS) is YAML, a list of entries; docs/security.md shows one.
 
-    - name: alice
-      sha256: 2bd806c97f0e00af1a1fc3328fa763a9269723c8db8fac4f93af71db186d6e90
-      role: user              # or admin
-      models: [storyteller]   # all without this line
-      weight: 2
-      requests_per_second: 20
-      requests_per_minute: 600
-      tokens_per_minute: 20000
-      tokens_per_month: 5000000
-      streams: 8
-
-An entry has a name and `sha256`, the digest of the key, or `key`, the key itself. Two entries may share a name, so that
-a key can be replaced, if they differ in nothing else. The gateway reads the second file (TRANSFORMER_KEY_DIGESTS),
-which has no keys, and passes name and policy on with each call (envoy/callers.lua, headrace/clients.py).
+An entry has a name, `sha256`, the digest of the key, or `key`, the key itself, and the policy of headrace/clients.py.
+Two entries may share a name, so that a key can be replaced, if they differ in nothing else. The gateway reads another
+file (TRANSFORMER_KEY_DIGESTS), which has no keys, and passes name and policy on with each call (envoy/callers.lua).
 """
 
 from __future__ import annotations

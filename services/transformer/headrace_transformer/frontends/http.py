@@ -19,7 +19,7 @@ import inspect
 import logging
 import re
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -146,11 +146,12 @@ def rest_method(shape: Shape) -> Callable[[Callable[[Any, Any, Any], Any]], Meth
                             last = body.write or last
                             continue
                         begun = True
-                        if comments is not None and comments.pause():
+                        if comments is not None:
+                            comments.silent_since = None
                             await comments.written()
                         yield body
                         if comments is not None:
-                            comments.go_on()
+                            comments.silent_since = asyncio.get_running_loop().time()
                 return
             except asyncio.CancelledError:
                 ended_with = error_of_call()
@@ -204,59 +205,44 @@ def http_methods(service: str, servicer: Any, shape: Shape) -> list[HttpMethod]:
 
 
 class _Comments:
-    """Writes comments into a call while no body is written: from the start or `go_on` until `pause`.
+    """Writes comments into a call while it is silent; one task waits for that, so a body costs only two assignments.
 
-    One timer checks for silence, so a body costs only two assignments.
+    `silent_since` is a time of the loop, None while a body is written.
     """
 
     def __init__(self, context: Context, after_s: float, head: ResponseHead) -> None:
         self.sent = False
+        self.silent_since: float | None = asyncio.get_running_loop().time()
         self._head = head
         self._context = context
         self._after_s = after_s
-        self._loop = asyncio.get_running_loop()
-        self._silent_since: float | None = self._loop.time()
-        self._writing: asyncio.Task[None] | None = None
-        self._timer = self._loop.call_later(after_s, self._look)
-
-    def pause(self) -> bool:
-        """Call it before writing a body; True: only once the comment that is being written is `written`."""
-        self._silent_since = None
-        return self._writing is not None
+        self._writing = asyncio.Lock()
+        self._task = asyncio.create_task(self._write(), name="keep-alive")
 
     async def written(self) -> None:
-        """Waits for the comment that is being written."""
-        if self._writing is not None:
-            await asyncio.wait((self._writing,))
-
-    def go_on(self) -> None:
-        """Call it after a body was written."""
-        self._silent_since = self._loop.time()
+        """Waits for the comment that is being written, if there is one."""
+        if self._writing.locked():
+            async with self._writing:
+                pass
 
     async def end(self) -> None:
         """Ends the comments; one that the caller does not read is abandoned."""
-        self._timer.cancel()
-        self._silent_since = None
-        if (writing := self._writing) is not None:
-            await asyncio.wait((writing,), timeout=_LAST_COMMENT_S)
-            writing.cancel()
-
-    def _look(self) -> None:
-        since, now = self._silent_since, self._loop.time()
-        due_in_s = self._after_s if since is None else since + self._after_s - now
-        if since is not None and due_in_s <= 0:
-            due_in_s = self._after_s
-            if self._writing is None:
-                self._silent_since = now
-                self.sent = True
-                self._writing = self._loop.create_task(self._write(), name="keep-alive")
-        self._timer = self._loop.call_later(due_in_s, self._look)
+        self.silent_since = None
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.written(), _LAST_COMMENT_S)
+        self._task.cancel()
 
     async def _write(self) -> None:
+        loop = asyncio.get_running_loop()
         try:
-            await self._head.send(self._context)
-            await self._context.write(_COMMENT)
+            while True:
+                since = self.silent_since
+                if since is None or (due_in_s := since + self._after_s - loop.time()) > 0:
+                    await asyncio.sleep(self._after_s if since is None else due_in_s)
+                    continue
+                self.silent_since, self.sent = loop.time(), True
+                async with self._writing:
+                    await self._head.send(self._context)
+                    await self._context.write(_COMMENT)
         except Exception:  # The caller has left; the call itself will notice.
             logger.debug("a comment was not written", exc_info=True)
-        finally:
-            self._writing = None

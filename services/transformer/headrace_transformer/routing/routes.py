@@ -1,14 +1,7 @@
 """The route file: names that requests may use for a model, and the models that answer them.
 
-The operator's file (TRANSFORMER_MODEL_ROUTES) is YAML, a mapping of names to routes:
-
-    chat:                              # an alias
-      model: storyteller
-    storyteller:                       # a canary; a route may have a model's own name, which then means the route
-      split:
-        - {model: storyteller, weight: 95}
-        - {model: storyteller-2, weight: 5}
-      fallback: [storyteller-small]    # in order, where the chosen model cannot answer
+The operator's file (TRANSFORMER_MODEL_ROUTES) is YAML, a mapping of names to routes: aliases, or splits by weight with
+models to fall back to; docs/models.md shows some. A route may have a model's own name, which then means the route.
 
 Where a model is named, `{model: NAME, version: "2"}` names one of its versions. A target is always a model, never
 another route.

@@ -8,9 +8,7 @@ the others continue.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-
-import grpc
+from contextlib import suppress
 
 from headrace.errors import HeadraceError, NotFoundError
 from headrace.rpc import Context
@@ -30,28 +28,12 @@ class DevelopmentServicer(headrace_pb2_grpc.DevelopmentServicer):
         self, request: pb.KillPredictorRequest, context: Context
     ) -> pb.KillPredictorResponse:
         check_development(context)
-        channels = await self._replicas.channels()
-        if not await _kill_first(channels, request):
-            raise NotFoundError(f"no predictor generates for the request {request.request_id!r}")
-        return pb.KillPredictorResponse()
-
-
-async def _kill_first(channels: Sequence[grpc.aio.Channel], request: pb.KillPredictorRequest) -> bool:
-    """Whether a predictor had the request; one that does not answer leaves time for those after it."""
-    ends_at = time.monotonic() + _TIMEOUT_S
-    for index, channel in enumerate(channels):
-        timeout_s = (ends_at - time.monotonic()) / (len(channels) - index)
-        if await _kill(channel, request, timeout_s):
-            return True
-    return False
-
-
-async def _kill(channel: grpc.aio.Channel, request: pb.KillPredictorRequest, timeout_s: float) -> bool:
-    """Whether the predictor behind a channel had the request, and so kills itself; an unreachable one has none."""
-    try:
-        await headrace_pb2_grpc.PredictorDevelopmentStub(channel).Kill(
-            request, timeout=timeout_s, metadata=(DEVELOPMENT,)
-        )
-    except HeadraceError:
-        return False
-    return True
+        channels, ends_at = await self._replicas.channels(), time.monotonic() + _TIMEOUT_S
+        for index, channel in enumerate(channels):
+            # One that does not answer has none, and leaves time for those after it.
+            timeout_s = (ends_at - time.monotonic()) / (len(channels) - index)
+            predictor = headrace_pb2_grpc.PredictorDevelopmentStub(channel)
+            with suppress(HeadraceError):
+                await predictor.Kill(request, timeout=timeout_s, metadata=(DEVELOPMENT,))
+                return pb.KillPredictorResponse()
+        raise NotFoundError(f"no predictor generates for the request {request.request_id!r}")
