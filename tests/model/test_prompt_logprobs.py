@@ -12,7 +12,7 @@ from headrace.oip.prompt_scores import MAX_NUMBERS, PromptLogprobs, check_size
 from headrace.sampling import SamplingParameters
 from headrace_predictor.engine.runners.batched import BatchedRunner
 from headrace_predictor.engine.runners.paged import PagedRunner
-from headrace_transformer.predictors.oip.answers import BrokenAnswerError
+from headrace_transformer.predictors.oip.oip_call import BrokenAnswerError
 from tests.model.random_crowd import PROMPTS, crowd, model_and_crowd, random_engines, read_all, submit_crowd
 from tests.process.test_transformer_resume import SAMPLING, resuming
 from tests.random_models import random_model

@@ -14,7 +14,7 @@ from headrace.errors import ContextLengthError, InvalidRequestError, StartupErro
 from headrace.models.sentence_files import read_sentence_files
 from headrace_transformer.processes import body_processes
 from headrace_transformer.processes.body_processes import BodyProcesses
-from headrace_transformer.text.tokenizer import TextTokenizer, row_tokenizer
+from headrace_transformer.text.tokenizer import Chat, TextTokenizer, row_tokenizer
 from tests.random_encoders import save_pooling, save_random_encoder, save_words_tokenizer
 from tests.support.chat_prompts import chat_prompt
 from tests.support.loop_lag import loop_lag
@@ -160,10 +160,10 @@ async def test_tools_and_calls_are_objects_to_the_template(moody, bodies):
     )
     for content in ("hello", "hello " * 3000):
         messages = [("user", content), ("assistant", "", CALL)]
-        text = await called.render(messages, 100_000, None, bodies, NO_DEADLINE, '[{"f": "g"}]')
+        text = await called.render(Chat(messages, tools='[{"f": "g"}]'), 100_000, bodies, NO_DEADLINE)
         assert text == f"g 1{content}"
     with pytest.raises(ContextLengthError, match="more than fit a context"):
-        await called.render([("user", "hello")], 10, None, bodies, NO_DEADLINE, f'["{"x" * 1_000_000}"]')
+        await called.render(Chat([("user", "hello")], tools=f'["{"x" * 1_000_000}"]'), 10, bodies, NO_DEADLINE)
 
 
 def test_variables_too_large_for_the_context_are_refused_unread(moody):
@@ -212,11 +212,11 @@ async def test_conversations_of_any_size_are_rendered_outside_the_event_loop(loo
     small = [("user", "hello"), ("assistant", "hi 🦄")]
     large = small * 2000
     options = {"mood": "glad "}
-    text = await looping.render(large, 100_000, options, bodies, NO_DEADLINE)
+    text = await looping.render(Chat(large, options), 100_000, bodies, NO_DEADLINE)
     assert text == chat_prompt(looping, large, 100_000, options)
-    assert await looping.render(small, 1024, None, bodies, NO_DEADLINE) == chat_prompt(looping, small, 1024)
+    assert await looping.render(Chat(small), 1024, bodies, NO_DEADLINE) == chat_prompt(looping, small, 1024)
     with pytest.raises(InvalidRequestError, match="refuses the messages: division by zero"):
-        await moody_like(looping, "{{ 1 / 0 }}").render(large, 100_000, None, bodies, NO_DEADLINE)
+        await moody_like(looping, "{{ 1 / 0 }}").render(Chat(large), 100_000, bodies, NO_DEADLINE)
 
 
 def moody_like(tokenizer, template):
@@ -232,20 +232,20 @@ async def test_a_hostile_chat_template_delays_neither_the_event_loop_nor_other_m
     )
     async with loop_lag() as lag:
         with pytest.raises(InvalidRequestError, match=r"refuses the messages|takes too much time or memory"):
-            await hostile.render([("user", "loop")], 1024, None, bodies, NO_DEADLINE)
+            await hostile.render(Chat([("user", "loop")]), 1024, bodies, NO_DEADLINE)
     assert lag.longest_s < 1
     moody_like(moody, "{{ messages[0].content }}")
-    assert await moody.render(HELLO, 1024, None, bodies, Deadline.after(60)) == "hello"
-    assert await hostile.render(HELLO, 1024, None, bodies, Deadline.after(60)) == "fine"
+    assert await moody.render(Chat(HELLO), 1024, bodies, Deadline.after(60)) == "hello"
+    assert await hostile.render(Chat(HELLO), 1024, bodies, Deadline.after(60)) == "fine"
 
 
 async def test_a_template_that_is_slow_with_any_message_delays_no_other(looping, moody, bodies):
     moody_like(moody, "{{ messages[0].content }}")
     moody_like(looping, LOOP)
     await looping.try_template(bodies)
-    slow = asyncio.create_task(looping.render([("user", "loop")], 1024, None, bodies, NO_DEADLINE))
+    slow = asyncio.create_task(looping.render(Chat([("user", "loop")]), 1024, bodies, NO_DEADLINE))
     await asyncio.sleep(0)
-    assert await moody.render(HELLO, 1024, None, bodies, Deadline.after(60)) == "hello"
+    assert await moody.render(Chat(HELLO), 1024, bodies, Deadline.after(60)) == "hello"
     assert not slow.done()
     with pytest.raises(InvalidRequestError, match="takes too much time or memory"):
         await slow
@@ -254,10 +254,10 @@ async def test_a_template_that_is_slow_with_any_message_delays_no_other(looping,
 async def test_many_chats_at_once_with_a_slow_template_delay_others_by_one(looping, moody, bodies):
     moody_like(moody, "{{ messages[0].content }}")
     hostile = [
-        asyncio.create_task(looping.render([("user", "loop")], 1024, None, bodies, NO_DEADLINE)) for _ in range(8)
+        asyncio.create_task(looping.render(Chat([("user", "loop")]), 1024, bodies, NO_DEADLINE)) for _ in range(8)
     ]
     await asyncio.sleep(0)
-    assert await moody.render(HELLO, 1024, None, bodies, Deadline.after(60)) == "hello"
+    assert await moody.render(Chat(HELLO), 1024, bodies, Deadline.after(60)) == "hello"
     assert sum(task.done() for task in hostile) <= 1
     for task in hostile:
         task.cancel()

@@ -14,7 +14,7 @@ from headrace_transformer.predictors.link import link as link_module
 from headrace_transformer.predictors.link import links as links_module
 from headrace_transformer.predictors.link.link_call import LinkCall
 from headrace_transformer.predictors.link.links import Links
-from headrace_transformer.predictors.resume.crashes import PredictorLostError
+from headrace_transformer.predictors.resume.progress import PredictorLostError
 from tests.support.scripted_predictor import MODEL, ScriptedPredictor, falls_silent, holds_until, serving
 from tests.waiting import until
 

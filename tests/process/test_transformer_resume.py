@@ -21,8 +21,8 @@ from headrace.sampling import SamplingParameters
 from headrace_protos.steps_pb2 import Submission
 from headrace_transformer.predictors.discovery.descriptions import OURS
 from headrace_transformer.predictors.link.links import Links
-from headrace_transformer.predictors.oip.answers import BrokenAnswerError
 from headrace_transformer.predictors.oip.client import PredictorClient
+from headrace_transformer.predictors.oip.oip_call import BrokenAnswerError
 from headrace_transformer.predictors.resume.progress import sampling_json
 from headrace_transformer.predictors.resume.resuming import ResumingGenerator
 from tests.support.scripted_predictor import (

@@ -8,8 +8,9 @@ import pytest
 from headrace.deadline import Deadline
 from headrace.errors import DeadlineError, DrainingError, HopBrokenError, NotReadyError
 from headrace.sampling import SamplingParameters
+from headrace_protos.steps_pb2 import Submission
 from headrace_transformer.predictors.resume import retries as retries_module
-from headrace_transformer.predictors.resume.crashes import (
+from headrace_transformer.predictors.resume.progress import (
     CrashCount,
     NextCall,
     PredictorLostError,
@@ -77,14 +78,13 @@ SAMPLING = SamplingParameters(max_tokens=10, seed=1)
 
 
 def test_a_request_is_identified_by_everything_but_its_seed():
-    known = request_fingerprint("m", [1, 2], SAMPLING)
-    assert request_fingerprint("m", [1, 2], SAMPLING.model_copy(update={"seed": 2})) == known
-    others = [
-        request_fingerprint("n", [1, 2], SAMPLING),
-        request_fingerprint("m", [1, 3], SAMPLING),
-        request_fingerprint("m", [1], SAMPLING),
-        request_fingerprint("m", [1, 2], SAMPLING.model_copy(update={"max_tokens": 11})),
-    ]
+    def fingerprint(model="m", prompt_ids=(1, 2), **changes):
+        submission = Submission(model=model, prompt_ids=prompt_ids)
+        return request_fingerprint(submission, SAMPLING.model_copy(update=changes))
+
+    known = fingerprint()
+    assert fingerprint(seed=2) == known
+    others = [fingerprint("n"), fingerprint(prompt_ids=[1, 3]), fingerprint(prompt_ids=[1]), fingerprint(max_tokens=11)]
     assert known not in others
 
 

@@ -9,21 +9,25 @@ import pytest
 from headrace.errors import ContextLengthError, InvalidRequestError
 from headrace.rpc.server.call_context import CallContext
 from headrace.sampling import ContextLimits
-from headrace_transformer.generation.preparation import Preparation, kept_tokens, rendered
+from headrace_transformer.generation.preparation import Preparation, kept_tokens
 from headrace_transformer.generation.requests import TextRequest
 from headrace_transformer.text import chat_templates
 from headrace_transformer.text.answer_parser import AnswerSyntax, SyntaxSettings
+from headrace_transformer.text.tokenizer import Chat, TextTokenizer
 
 
-class Strict:
+class Strict(TextTokenizer):
     """A tokenizer of one id for each message; its template takes system messages only at the beginning."""
 
     answer_syntax = AnswerSyntax()
 
-    async def render(self, messages, *_):
-        if any(role == "system" for role, *_ in messages[1:]):
+    def __init__(self):
+        """It has no files."""
+
+    async def _in_turn(self, chat, *_):
+        if any(role == "system" for role, *_ in chat.messages[1:]):
             raise InvalidRequestError("the system's message must be the first")
-        return " ".join(content for _, content in messages)
+        return " ".join(content for _, content in chat.messages)
 
     async def encode(self, text, max_tokens, add_special_tokens):
         if len(words := text.split()) > max_tokens:
@@ -40,12 +44,12 @@ class Strict:
     ],
 )
 async def test_a_template_that_takes_the_system_first_gets_all_its_messages_there(messages, text):
-    assert await rendered(Strict(), messages, 9, {}, None, None, "") == text
+    assert await Strict().render(Chat(messages), 9, None, None) == text
 
 
 async def test_another_refusal_of_a_template_stays():
     with pytest.raises(InvalidRequestError, match="must be the first"):
-        await rendered(Strict(), [("user", "a"), ("system", "")], 9, {}, None, None, "")
+        await Strict().render(Chat([("user", "a"), ("system", "")]), 9, None, None)
 
 
 @pytest.mark.parametrize(("context", "kept"), [(9, "s u1 a1 u2 a2 u3"), (6, "s u2 a2 u3"), (4, "s u3"), (2, None)])

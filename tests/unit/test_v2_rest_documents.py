@@ -138,14 +138,14 @@ def test_a_document_larger_than_any_settings_is_refused_unparsed(read):
 
 @given(st.binary(max_size=4000))
 def test_a_decompressed_body_equals_the_original(data):
-    assert inflated(zlib.compress(data)) == data
+    assert inflated(zlib.compress(data))[1] == data
     compressed = zlib.compress(data)
     assert is_small(compressed, 1000) == (max(len(data), len(compressed)) <= 1000)
 
 
 def test_a_body_that_would_become_too_large_is_refused(monkeypatch):
     monkeypatch.setattr(infer_body, "MAX_BYTES", 1000)
-    assert len(inflated(zlib.compress(bytes(1000)))) == 1000
+    assert len(inflated(zlib.compress(bytes(1000)))[1]) == 1000
     with pytest.raises(TooLargeError, match="more than 1000 bytes"):
         inflated(zlib.compress(bytes(100_000)))
 

@@ -28,7 +28,8 @@ TEXT = metadata(
 
 
 def read(model, body):
-    request = read_generate("m", "1", model, body if isinstance(body, bytes) else json.dumps(body).encode())
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = pb.ModelInferRequest.FromString(read_generate(data, "m", "1", model.SerializeToString())[1])
     tensors = {name: tensor.array for name, tensor in decode_inputs(request).items()}
     parameters = {
         name: getattr(value, value.WhichOneof("parameter_choice")) for name, value in request.parameters.items()
@@ -143,7 +144,7 @@ def test_an_answer_has_each_output_by_its_name():
     add_output(response, Tensor("ids", "INT32", np.array([[1, 2]], np.int32)))
     add_output(response, Tensor("scalar", "FP32", np.array(0.5, np.float32)))
     add_output(response, Tensor("nothing", "INT8", np.zeros(0, np.int8)))
-    assert json.loads(write_answer(response)) == {
+    assert json.loads(write_answer(response)[1]) == {
         "id": "7",
         "model_name": "m",
         "model_version": "1",

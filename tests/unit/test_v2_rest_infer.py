@@ -4,6 +4,7 @@ import json
 import math
 import struct
 from contextlib import suppress
+from typing import NamedTuple
 
 import numpy as np
 import orjson
@@ -17,7 +18,7 @@ from headrace.oip import json_text
 from headrace.oip.tensors import BYTES, Tensor, add_output, bytes_tensor, decode_inputs, encode_raw
 from headrace_protos import inference_pb2 as pb
 from headrace_transformer.frontends.v2_rest import infer_body, json_tensors
-from headrace_transformer.frontends.v2_rest.infer_body import InferCall, read_body, read_raw_body, write_body
+from headrace_transformer.frontends.v2_rest.infer_body import OutputForm, read_body, read_raw_body, write_body
 
 NUMPY = {
     "BOOL": "?", "INT8": "i1", "INT16": "<i2", "INT32": "<i4", "INT64": "<i8", "UINT8": "u1", "UINT16": "<u2",
@@ -38,8 +39,18 @@ def same(left, right):
     return left.dtype == right.dtype and left.shape == right.shape and repr(left.tolist()) == repr(right.tolist())
 
 
+class Call(NamedTuple):
+    form: OutputForm
+    data: bytes = b""
+
+    @property
+    def request(self):
+        return pb.ModelInferRequest.FromString(self.data)
+
+
 def read(body, header_length=None):
-    return read_body("m", "", body if isinstance(body, bytes) else json.dumps(body).encode(), header_length)
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return Call(*read_body(data, "m", "", header_length))
 
 
 def json_input(datatype, shape, data, name="x", **more):
@@ -61,11 +72,16 @@ def answer_of(call, *tensors, **fields):
     response = pb.ModelInferResponse(model_name="m", model_version="1", **fields)
     for tensor in tensors:
         add_output(response, tensor)
-    return write_body(call, response)
+    return written(call, response)
 
 
-CALL = InferCall(b"", binary=False)
-BINARY_CALL = InferCall(b"", binary=True)
+def written(call, response):
+    length, body = write_body(response, call.form)
+    return body, length
+
+
+CALL = Call(OutputForm(binary=False))
+BINARY_CALL = Call(OutputForm(binary=True))
 
 
 @pytest.mark.parametrize("datatype", [*NUMPY, BYTES])
@@ -183,7 +199,7 @@ def test_parameters_of_a_response_are_returned_except_those_of_streams():
     response = pb.ModelInferResponse(model_name="m")
     response.parameters["finish_reason"].string_param = "stop"
     response.parameters["triton_final_response"].bool_param = True
-    assert json.loads(write_body(CALL, response)[0])["parameters"] == {"finish_reason": "stop"}
+    assert json.loads(written(CALL, response)[0])["parameters"] == {"finish_reason": "stop"}
 
 
 INPUTS = {
@@ -291,10 +307,10 @@ def metadata(*inputs):
 
 def test_a_raw_binary_request_is_the_one_input_of_the_model():
     values = np.arange(6, dtype="<f4")
-    call = read_raw_body("m", "1", metadata(("x", "FP32", [-1, -1, 3])), values.tobytes())
+    call = Call(*read_raw_body(values.tobytes(), "m", "1", metadata(("x", "FP32", [-1, -1, 3]))))
     assert decode_inputs(call.request)["x"].array.tolist() == [values.reshape(2, 3).tolist()]
-    assert (call.request.model_name, call.request.model_version, call.binary) == ("m", "1", True)
-    call = read_raw_body("m", "", metadata(("x", BYTES, [1])), b"word")
+    assert (call.request.model_name, call.request.model_version, call.form.binary) == ("m", "1", True)
+    call = Call(*read_raw_body(b"word", "m", "", metadata(("x", BYTES, [1]))))
     assert decode_inputs(call.request)["x"].array.tolist() == [b"word"]
     for inputs, body, text in (
         ([], b"", "has 0"),
@@ -304,7 +320,7 @@ def test_a_raw_binary_request_is_the_one_input_of_the_model():
         ([("x", "FP32", [0, -1])], b"1234", "do not fill the shape"),
     ):
         with pytest.raises(InvalidRequestError) as caught:
-            read_raw_body("m", "", metadata(*inputs), body)
+            read_raw_body(body, "m", "", metadata(*inputs))
         assert text in caught.value.message
 
 
@@ -333,24 +349,24 @@ def test_malformed_contents_of_an_output_are_the_models_fault():
     response = pb.ModelInferResponse(model_name="m", raw_output_contents=[b"123"])
     response.outputs.add(name="x", datatype="FP32", shape=[1])
     with pytest.raises(HopBrokenError, match="4 bytes, got 3") as caught:
-        write_body(CALL, response)
+        written(CALL, response)
     assert caught.value.hop == "predictor"
     response.outputs[0].datatype = "INT7"
     with pytest.raises(HopBrokenError, match="unknown datatype"):
-        write_body(CALL, response)
+        written(CALL, response)
 
 
 def test_typed_contents_of_another_server_are_written_too():
     response = pb.ModelInferResponse(model_name="m")
     response.outputs.add(name="x", datatype="INT32", shape=[2]).contents.int_contents.extend([1, -1])
-    assert json.loads(write_body(CALL, response)[0])["outputs"][0]["data"] == [1, -1]
-    assert write_body(BINARY_CALL, response)[0].endswith(struct.pack("<ii", 1, -1))
+    assert json.loads(written(CALL, response)[0])["outputs"][0]["data"] == [1, -1]
+    assert written(BINARY_CALL, response)[0].endswith(struct.pack("<ii", 1, -1))
 
 
 @given(st.binary(max_size=200), st.one_of(st.none(), st.integers(1, 300)))
 def test_every_body_becomes_a_call_or_is_refused(body, length):
     with suppress(InvalidRequestError):
-        read_body("m", "", body, length)
+        read_body(body, "m", "", length)
 
 
 @given(

@@ -19,7 +19,7 @@ from headrace_protos.headrace_pb2_grpc import (
     add_DevelopmentServicer_to_server,
     add_TextGenerationServicer_to_server,
 )
-from headrace_transformer.batches.service import BatchService
+from headrace_transformer.batches.runner import BatchService
 from headrace_transformer.frontends.anthropic.answers import anthropic_error
 from headrace_transformer.frontends.anthropic.servicer import AnthropicServicer
 from headrace_transformer.frontends.grpc.development import DevelopmentServicer

@@ -14,7 +14,6 @@ import orjson
 from pydantic import BaseModel, ConfigDict
 
 from headrace.clients import CLIENT, POLICY
-from headrace.errors import NotFoundError
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 FINAL: frozenset[Status] = frozenset({"failed", "completed", "expired", "cancelled"})
@@ -27,10 +26,6 @@ _TIMES: tuple[Status, ...] = (
     "cancelling",
     "cancelled",
 )
-
-
-class NoSuchObjectError(NotFoundError):
-    """No such file or batch, or one of another client."""
 
 
 def new_id(prefix: str) -> str:

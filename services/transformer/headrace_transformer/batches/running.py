@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from opentelemetry import metrics
 
@@ -54,19 +54,13 @@ _CANCELLED = {"code": "batch_cancelled", "message": "the batch was cancelled bef
 T = TypeVar("T")
 
 
-class FindModel(Protocol):
-    """As Router.wait_for."""
-
-    def __call__(self, name: str, version: str, call: CallContext) -> Awaitable[object]: ...
-
-
 class Resources(NamedTuple):
     """What all batches of a process share; `slots` bounds the lines that are answered at once."""
 
     store: Store
     bodies: BodyProcesses
     methods: Mapping[str, Method]
-    find_model: FindModel
+    find_model: Callable[[str, str, CallContext], Awaitable[object]]  # Router.wait_for.
     slots: asyncio.Semaphore
     concurrency: int
     requests: metrics.Counter

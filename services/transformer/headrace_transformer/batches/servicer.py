@@ -73,10 +73,8 @@ class BatchesServicer:
     @rest_method(openai_error)
     async def CreateFile(self, request: bytes, call: CallContext) -> HttpBody:
         store, content_type = self._store, call.header("content-type")
-        if len(request) <= SMALL_BYTES:
-            upload, contents = parse_upload(request, content_type)
-        else:
-            upload, contents = await self._bodies.run(parse_upload, (content_type,), request, call.deadline)
+        is_small, arguments = len(request) <= SMALL_BYTES, (content_type,)
+        upload, contents = await self._bodies.run_unless(is_small, parse_upload, arguments, request, call.deadline)
         if upload.purpose != _PURPOSE:
             raise InvalidRequestError("files are for batches here: purpose must be batch", param="purpose")
         file = await asyncio.to_thread(store.add_file, call.client, upload.filename, upload.purpose, contents)

@@ -26,7 +26,8 @@ import orjson
 
 from headrace.clients import Client
 from headrace.errors import InvalidRequestError, OverloadedError, may_pass
-from headrace_transformer.batches.objects import Batch, NoSuchObjectError, Result, StoredFile, new_id
+from headrace_transformer.batches.objects import Batch, Result, StoredFile, new_id
+from headrace_transformer.frontends.openai.errors import NoSuchObjectError
 
 MAX_FILES = 10_000  # Of one client.
 MAX_BATCHES = 10_000

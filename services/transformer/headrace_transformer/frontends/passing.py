@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine
 from contextlib import aclosing, closing, suppress
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import orjson
@@ -28,8 +29,8 @@ from headrace_transformer.generation.pipeline import Pipeline, report_continuity
 from headrace_transformer.generation.recording import MAX_RECORDED_CHARACTERS
 from headrace_transformer.generation.token_quota import TokenQuota
 from headrace_transformer.models.models import Model, PassedModel, TextModel
-from headrace_transformer.predictors.engines.engine import Engine, error_of_event
-from headrace_transformer.predictors.engines.events import EventStream
+from headrace_transformer.predictors.engines.engine import Engine
+from headrace_transformer.predictors.engines.events import EventStream, parsed
 from headrace_transformer.predictors.engines.passed_stream import PassedAnswer, RepetitionError, renamed
 from headrace_transformer.predictors.engines.pools import EnginePool
 from headrace_transformer.predictors.oip.client import PredictorClient
@@ -50,26 +51,17 @@ _PROMPTS = ("messages", "prompt", "input", "query")
 _TEXT_PARTS = ("text", "refusal", "input_text", "output_text", "tool_use", "tool_result", "thinking")
 
 
+@dataclass(frozen=True, eq=False)
 class Passing:
     """Owned by the event loop; one for all front ends; `models` are those at engines."""
 
-    def __init__(
-        self,
-        router: Router,
-        predictor: PredictorClient,
-        tap: PayloadTap,
-        quota: TokenQuota,
-        pipeline: Pipeline,
-        models: Collection[str],
-        keep_alive_s: float,
-    ) -> None:
-        self._router = router
-        self._predictor = predictor
-        self._tap = tap
-        self._quota = quota
-        self._pipeline = pipeline
-        self._models = models
-        self._keep_alive_s = keep_alive_s
+    router: Router
+    predictor: PredictorClient
+    tap: PayloadTap
+    quota: TokenQuota
+    pipeline: Pipeline
+    models: Collection[str]
+    keep_alive_s: float
 
     async def found(
         self, request: bytes, path: str, call: CallContext, resolve: Callable[[str, Client], str]
@@ -78,20 +70,20 @@ class Passing:
 
         `resolve` makes the model's name of the one in the request.
         """
-        if not self._models:
+        if not self.models:
             return None
         named = {name.decode(errors="replace") for name in _MODEL.findall(request)} or {""}
-        if not any(not name or self._router.may_reach(name, self._models) for name in named):
+        if not any(not name or self.router.may_reach(name, self.models) for name in named):
             return None
         try:
             body = orjson.loads(request)
             name = resolve(body.get("model") or "", call.client)
-            if not self._router.may_reach(name, self._models):
+            if not self.router.may_reach(name, self.models):
                 return None
         except (orjson.JSONDecodeError, AttributeError, TypeError, HeadraceError):
             return None  # It is refused by whoever reads it.
-        with self._pipeline.recording_refusals(call, name):
-            answering = await self._router.wait_for(name, "", call)
+        with self.pipeline.recording_refusals(call, name):
+            answering = await self.router.wait_for(name, "", call)
         pool = self._pool_for(answering.model, body)
         return None if pool is None else self._answer(answering, pool, body, path, call)
 
@@ -101,25 +93,25 @@ class Passing:
             return model.pool
         if not isinstance(model, TextModel) or model.pool is None:
             return None
-        is_beyond = _has_media(body) or (bool(body.get("tools")) and not self._pipeline.reads_tools(model))
+        is_beyond = _has_media(body) or (bool(body.get("tools")) and not self.pipeline.reads_tools(model))
         return model.pool if is_beyond else None
 
     async def _answer(
         self, answering: Answering, pool: EnginePool, body: dict[str, Any], path: str, call: CallContext
     ) -> AsyncGenerator[Body, None]:
         prompt, parameters = _recorded(body)
-        with recorded(self._tap, call, answering.name, prompt=prompt, parameters=parameters) as recording:
+        with recorded(self.tap, call, answering.name, prompt=prompt, parameters=parameters) as recording:
             recording.served_model = answering.served
             asked, n = body.get("max_tokens") or body.get("max_completion_tokens"), body.get("n")
             account = call.account
             async with call.deadline.scope(), call.first_token.scope():
                 place = await pool.places.take(account.name, account.policy.weight)
-            backoff = self._predictor.backoff(call.deadline)
+            backoff = self.predictor.backoff(call.deadline)
             passed = _PassedCall(answering.name, pool, body, path, recording, backoff, call.first_token)
             limit = max(0, asked) * max(1, n if type(n) is int else 1) if type(asked) is int else 0
-            with closing(place), await self._quota.charged(call.client, 0, limit) as reserved:
+            with place, await self.quota.charged(call.client, 0, limit) as reserved:
                 if body.get("stream"):
-                    yield Events(self._keep_alive_s)
+                    yield Events(self.keep_alive_s)
                     events_of = passed.events if path in _COMPLETIONS else passed.raw_events
                     async with aclosing(events_of()) as written:
                         async for events in written:
@@ -129,63 +121,51 @@ class Passing:
                     data = await passed.whole()
                     reserved.generated = passed.tokens
                     yield HttpBody(content_type=JSON, data=data)
-            self._router.answered(answering)
+            self.router.answered(answering)
 
 
+@dataclass(eq=False)
 class _PassedCall:
     """One request, at as many engines as it takes."""
 
-    def __init__(
-        self,
-        model: str,
-        pool: EnginePool,
-        body: dict[str, Any],
-        path: str,
-        record: Recording,
-        backoff: Backoff,
-        first_token: Deadline,
-    ) -> None:
-        self.tokens = 0  # As the engine says at the end, until then those that were shown.
-        self._model = model
-        self._pool = pool
-        self._body = body
-        self._path = path
-        self._record = record
-        self._backoff = backoff
-        self._first_token = first_token
-        self._has_shown = False
-        self._spans = ClientSpans()
-        self._lost = self._lost_in_a_row = 0
+    model: str
+    pool: EnginePool
+    body: dict[str, Any]
+    path: str
+    record: Recording
+    backoff: Backoff
+    first_token: Deadline
+    tokens: int = 0  # As the engine says at the end, until then those that were shown.
+    _has_shown: bool = False
+    _spans: ClientSpans = field(default_factory=ClientSpans)
+    _lost: int = 0
+    _lost_in_a_row: int = 0
 
     async def whole(self) -> bytes:
         """The body of the answer; raises HeadraceError."""
         while True:
             try:
-                with closing(self._stream(await self._in_time(self._engine()), self._body)) as stream:
+                with closing(self._stream(await self._in_time(self._engine()), self.body)) as stream:
                     data = await self._in_time(stream.whole())
-                value = _object(data)
-                if (error := error_of_event(value)) is not None:
-                    raise error
-                if not value:
-                    raise HopBrokenError("the engine's answer is no JSON object", hop="engine")
+                value = parsed(data)
                 break
             except (HopBrokenError, NotReadyError) as error:
                 await self._after(error)
         how = RESTARTED if self._lost else ""
         report_continuity(how)
-        self._record.continuity = how
-        self._record.chunk(_text_of(value))
+        self.record.continuity = how
+        self.record.chunk(_text_of(value))
         self._end(_reason_of(value), value.get("usage"))
-        await self._record.flushed()
-        return orjson.dumps(value | {"model": self._model}) if value.get("model") else data
+        await self.record.flushed()
+        return orjson.dumps(value | {"model": self.model}) if value.get("model") else data
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The events of the answer; raises HeadraceError."""
-        answer = PassedAnswer(self._body, self._model)
+        answer = PassedAnswer(self.body, self.model)
         while not answer.is_whole():
             try:
                 engine = await self._in_time(self._engine())
-                body, how = answer.continuing(engine.kind) if self._lost else (self._body, "")
+                body, how = answer.continuing(engine.kind) if self._lost else (self.body, "")
                 with closing(self._stream(engine, body)) as stream:
                     while not answer.is_whole():
                         written = await self._next(stream, answer)
@@ -205,25 +185,25 @@ class _PassedCall:
         while True:
             try:
                 engine = await self._in_time(self._engine())
-                with closing(self._stream(engine, self._body)) as stream:
+                with closing(self._stream(engine, self.body)) as stream:
                     while data := await self._in_time(stream.raw()):
-                        self._record.chunk(data.decode(errors="replace"))
+                        self.record.chunk(data.decode(errors="replace"))
                         counts = [max(map(int, found), default=0) for found in (_IN.findall(data), _OUT.findall(data))]
                         self.tokens = max(self.tokens + data.count(b"data:"), sum(counts))
                         await self._reported("" if self._has_shown or not self._lost else RESTARTED)
-                        yield renamed(data, engine.served, self._model)
+                        yield renamed(data, engine.served, self.model)
                 break
             except (HopBrokenError, NotReadyError) as error:
                 if self._has_shown:
                     raise
                 await self._after(error)
-        self._record.end("OK")
+        self.record.end("OK")
 
     async def _in_time(self, reading: Coroutine[Any, Any, T]) -> T:
         """The result, before anything was shown within the deadline of the first token."""
         if self._has_shown:
             return await reading
-        async with self._first_token.scope():
+        async with self.first_token.scope():
             return await reading
 
     async def _next(self, stream: EventStream, answer: PassedAnswer) -> bytes:
@@ -246,7 +226,7 @@ class _PassedCall:
         written = b"".join(b"data: " + one_line(data) + b"\n\n" for data, _ in pieces if data)
         if written:
             self.tokens += sum(bool(text) for _, text in pieces)  # Nearly: an event is a token or more.
-            self._record.chunk("".join(text for _, text in pieces))
+            self.record.chunk("".join(text for _, text in pieces))
         return written
 
     async def _reported(self, how: str) -> None:
@@ -254,23 +234,22 @@ class _PassedCall:
         is_first, self._has_shown = not self._has_shown, True
         report_continuity(how)
         if how:
-            self._record.continuity = worse(self._record.continuity, how)
-            self._record.resumes += how != RESTARTED
+            self.record.continuity = worse(self.record.continuity, how)
+            self.record.resumes += how != RESTARTED
         if how or is_first:
-            await self._record.flushed()
+            await self.record.flushed()
         self._lost_in_a_row = 0
 
     async def _engine(self) -> Engine:
         """The engine for the next attempt, once one answers."""
-        await self._pool.until_ready(self._backoff)
-        return self._pool.choose(None)
+        await self.pool.until_ready(self.backoff)
+        return self.pool.choose(None)
 
     def _stream(self, engine: Engine, body: dict[str, Any]) -> EventStream:
         span = ClientSpan()
         self._spans.begin(ENGINE_METHOD, None, span)
-        self._record.answered_by(engine.name)
-        traced = {"traceparent": span.traceparent} if span.traceparent else {}
-        return EventStream(engine, self._path, {**body, "model": engine.served}, traced, span)
+        self.record.answered_by(engine.name)
+        return EventStream(engine, self.path, {**body, "model": engine.served}, span)
 
     async def _after(self, error: HeadraceError) -> None:
         """Waits until the next attempt is due; raises the error where there is none."""
@@ -278,13 +257,13 @@ class _PassedCall:
         self._lost_in_a_row += isinstance(error, HopBrokenError)
         if isinstance(error, RepetitionError) or self._lost_in_a_row > _MAX_LOST:
             raise error
-        await self._backoff.pause(error, error.retry_after_ms)
+        await self.backoff.pause(error, error.retry_after_ms)
 
     def _end(self, reason: str, usage: Any) -> None:
         stated = _usage(usage)
         if stated is not None:
             self.tokens = stated.prompt_tokens + stated.completion_tokens
-        self._record.end("OK", finish_reason=reason, usage=stated)
+        self.record.end("OK", finish_reason=reason, usage=stated)
 
 
 def _has_media(body: dict[str, Any]) -> bool:
@@ -304,14 +283,6 @@ def _recorded(body: dict[str, Any]) -> tuple[str, str]:
     text = prompt if isinstance(prompt, str) else orjson.dumps(prompt).decode()
     parameters = {name: value for name, value in body.items() if name not in prompts and name != "model"}
     return text[:MAX_RECORDED_CHARACTERS], orjson.dumps(parameters).decode()[:MAX_RECORDED_CHARACTERS]
-
-
-def _object(data: bytes) -> dict[str, Any]:
-    with suppress(orjson.JSONDecodeError):
-        value = orjson.loads(data)
-        if isinstance(value, dict):
-            return value
-    return {}
 
 
 def _text_of(value: dict[str, Any]) -> str:

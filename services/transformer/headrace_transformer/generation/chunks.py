@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from headrace_protos.headrace_pb2 import Usage
@@ -85,6 +85,7 @@ def joined(chunks: Sequence[TextChunk]) -> TextChunk:
     )
 
 
+@dataclass(eq=False)
 class Assembler:
     """Turns a predictor's chunks into text chunks; a stop string ends the answer before the predictor does.
 
@@ -92,30 +93,21 @@ class Assembler:
     text is in the answer's only with `includes_stop`. `parser` separates the answer's parts.
     """
 
-    def __init__(
-        self,
-        detokenizer: Detokenizer,
-        origin: Origin,
-        stop_token_ids: Iterable[int],
-        parser: AnswerParser | None = None,
-        includes_stop: bool = False,
-        end_ids: Container[int] = (),
-    ) -> None:
-        self._includes_stop = includes_stop
-        self._end_ids = end_ids
-        self._detokenizer = detokenizer
-        self._parser = parser
-        self._origin = origin
-        self._stop_token_ids = frozenset(stop_token_ids)
-        self._produced = 0
+    detokenizer: Detokenizer
+    origin: Origin
+    stop_token_ids: Container[int] = ()
+    parser: AnswerParser | None = None
+    includes_stop: bool = False
+    end_ids: Container[int] = ()
+    _produced: int = 0
 
     def take(self, tokens: TokenChunk, elapsed_s: float) -> TextChunk:
         """The text of the next tokens."""
-        ids, parser, detokenizer = tokens.token_ids, self._parser, self._detokenizer
+        ids, parser, detokenizer = tokens.token_ids, self.parser, self.detokenizer
         reason, text, used, end = tokens.finish_reason, "", 0, None
         stop_token = ids[-1] if reason == "stop" and ids else None
-        has_no_text = stop_token in self._stop_token_ids or stop_token in self._end_ids
-        left_out = stop_token is not None and not self._includes_stop and has_no_text
+        has_no_text = stop_token in self.stop_token_ids or stop_token in self.end_ids
+        left_out = stop_token is not None and not self.includes_stop and has_no_text
         written = len(ids) - 1 if left_out else len(ids)
         for token_id in ids:
             if used < written:
@@ -139,15 +131,15 @@ class Assembler:
         if used < len(ids):
             tokens = tokens.part(0, used)
         answer = None if parser is None else parser.taken()
-        return TextChunk(text=text, tokens=tokens, origin=self._origin, elapsed_s=elapsed_s, answer=answer, end=end)
+        return TextChunk(text=text, tokens=tokens, origin=self.origin, elapsed_s=elapsed_s, answer=answer, end=end)
 
     def _end(self, tokens: TokenChunk, stop_token: int | None) -> End:
         """The end of an answer, by a stop string or by the predictor."""
-        reason, usage, stop = tokens.finish_reason or "stop", tokens.usage, self._detokenizer.stop_string
+        reason, usage, stop = tokens.finish_reason or "stop", tokens.usage, self.detokenizer.stop_string
         if stop is not None or usage is None:
             cached = tokens.cached_tokens or 0
-            prompt_tokens = len(self._origin.prompt_ids)
+            prompt_tokens = len(self.origin.prompt_ids)
             usage = Usage(prompt_tokens=prompt_tokens, cached_tokens=cached, completion_tokens=self._produced)
         if stop is not None:
             return End("stop", usage, stop)
-        return End(reason, usage, stop_token if stop_token in self._stop_token_ids else None)
+        return End(reason, usage, stop_token if stop_token in self.stop_token_ids else None)

@@ -9,8 +9,9 @@ only loop over the tokens. Choices of one request share their prompt, see `Share
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from headrace.errors import HeadraceError, HopBrokenError
@@ -38,6 +39,7 @@ from headrace_transformer.text.detokenizer import Detokenizer
 from headrace_transformer.text.tools import ToolUse
 
 
+@dataclass(eq=False)
 class Pipeline:
     """Owned by the event loop; one for all requests.
 
@@ -45,35 +47,28 @@ class Pipeline:
     their cache with no other client.
     """
 
-    def __init__(
-        self,
-        router: Router,
-        generator: ResumingGenerator,
-        tap: PayloadTap,
-        bodies: BodyProcesses,
-        reports_cached_tokens: bool = False,
-        quota: TokenQuota | None = None,
-        recorded: RecordedTokens | None = None,
-        syntaxes: SyntaxSettings | None = None,
-        signer: Signer | None = None,
-    ) -> None:
-        self.signer = signer or Signer()
-        self._router = router
-        self._generator = generator
-        self._tap = tap
-        self._reports_cached_tokens = reports_cached_tokens
+    router: Router
+    generator: ResumingGenerator
+    tap: PayloadTap
+    bodies: BodyProcesses
+    reports_cached_tokens: bool = False
+    quota: TokenQuota = field(default_factory=TokenQuota)
+    recorded: RecordedTokens | None = None
+    syntaxes: SyntaxSettings = field(default_factory=SyntaxSettings)
+    signer: Signer = field(default_factory=Signer)
+
+    def __post_init__(self) -> None:
         self._admission = Admission()
-        self._quota = quota or TokenQuota()
-        self._recorded = recorded
-        self._preparation = Preparation(bodies, syntaxes or SyntaxSettings())
-        self._telemetry = GenerationTelemetry(router.lists)
+        self._preparation = Preparation(self.bodies, self.syntaxes)
+        self._telemetry = GenerationTelemetry(self.router.lists)
 
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
         """The chunks of one answer; raises HeadraceError; closing the generator (`aclosing`) cancels the request."""
         with (
             self._telemetry.observed(request) as observed,
-            recorded_generation(request, self._tap) as recording,
-            Lease() as lease,
+            recorded_generation(request, self.tap) as recording,
+            # The answer's place among those admitted, its client's tokens, its token stream; each attempt has its own.
+            ExitStack() as lease,
         ):
             begun = await self._begun(request, lease)
             record_begun(recording, begun.answering.served, request.prompt_kind, begun.prepared)
@@ -97,7 +92,7 @@ class Pipeline:
         try:
             yield
         except Exception:
-            with begin(self._tap, call, model):
+            with begin(self.tap, call, model):
                 raise
 
     def parts_on_record(
@@ -106,7 +101,7 @@ class Pipeline:
         """The parts of an answer that is on record; the text alone where its model is not loaded any more."""
         name, _, version = served.partition(":")
         try:
-            model = self._router.catalogue.as_text(self._router.find(name, version))
+            model = self.router.catalogue.as_text(self.router.find(name, version))
         except HeadraceError:
             return [Content(text)]
         prompt_end = prompt_end_of(model.tokenizer, prompt_ids)
@@ -117,32 +112,34 @@ class Pipeline:
         syntax = self._preparation.syntax(model)
         return syntax.takes_tools and bool(syntax.tools)
 
-    async def _begun(self, request: TextRequest, lease: Lease) -> Begun:
+    async def _begun(self, request: TextRequest, lease: ExitStack) -> Begun:
         """Waits for the first tokens: of the model that the request names, or of one that its route falls back to."""
-        call, serves = request.call, self._weights_of(request)
+        call, resume, links = request.call, request.resume, self.generator.links
+        # A model that has the weights which began the client's answer; any for a new one.
+        serves = None if resume is None else lambda name: links.can_resume(name, resume.fingerprint)
         async with self._admission.holding_refusals(request), call.first_token.scope():
-            answering = await self._router.resolve(request.model, request.version, call, serves)
+            answering = await self.router.resolve(request.model, request.version, call, serves)
             if request.choices > 1:  # All of them use one model.
                 answering = answering._replace(others=(), wait_s=None)
             while True:
                 try:
-                    model = self._router.catalogue.as_text(answering.model)
-                    admitted = lease.holds(self._admission.admitted(request, model))
+                    model = self.router.catalogue.as_text(answering.model)
+                    admitted = lease.enter_context(self._admission.admitted(request, model))
                     prepared = await self._preparation.prepared(request, model)
                     begun = await self._opened(request, answering, admitted, prepared, lease)
-                    self._router.answered(answering, begun.first.fingerprint)
+                    self.router.answered(answering, begun.first.fingerprint)
                     return begun
                 except HeadraceError as error:
                     lease.close()
-                    answering = self._router.fall_back(answering, call, error)
-
-    def _weights_of(self, request: TextRequest) -> Callable[[str], bool] | None:
-        """Whether a model has the weights that began the client's answer; None for a new answer."""
-        resume, links = request.resume, self._generator.links
-        return None if resume is None else lambda name: links.can_resume(name, resume.fingerprint)
+                    answering = self.router.fall_back(answering, call, error)
 
     async def _opened(
-        self, request: TextRequest, answering: Answering, admitted: AdmittedGeneration, prepared: Prepared, lease: Lease
+        self,
+        request: TextRequest,
+        answering: Answering,
+        admitted: AdmittedGeneration,
+        prepared: Prepared,
+        lease: ExitStack,
     ) -> Begun:
         """The tokens of a prepared generation, those among them that the client has already, up to the first ones."""
         call, resume, model = request.call, request.resume, prepared.origin.model
@@ -151,11 +148,11 @@ class Pipeline:
             raise HopBrokenError("the model's weights have changed, and no predictor has the old ones", hop="engine")
         counts_prompt = model.name not in request.shared.charged
         prompt_tokens = len(prepared.origin.prompt_ids) if counts_prompt else 0
-        reservation = await self._quota.charged(call.client, prompt_tokens, prepared.sampling.max_tokens or 0)
-        lease.holds(reservation)
+        reservation = await self.quota.charged(call.client, prompt_tokens, prepared.sampling.max_tokens or 0)
+        lease.enter_context(reservation)
         request.shared.charged.add(model.name)
-        known = None if self._recorded is None else await self._recorded.find(request, prepared)
-        stream = self._generator.open(
+        known = None if self.recorded is None else await self.recorded.find(request, prepared)
+        stream = self.generator.open(
             prepared.submission,
             prepared.sampling,
             call.deadline,
@@ -165,7 +162,7 @@ class Pipeline:
             fingerprint="" if resume is None else resume.fingerprint,
             output_ids=() if known is None else known.token_ids,
         )
-        lease.holds(closing(stream))
+        lease.enter_context(closing(stream))
         tokens = stream if resume is None else RepeatedTokens(stream, resume, known)
         return Begun(
             answering=answering,
@@ -176,7 +173,7 @@ class Pipeline:
             first=await tokens.read(),
             assembler=assembler,
             counts_prompt=counts_prompt,
-            shows_cached=self._reports_cached_tokens or bool(call.client.name or prepared.sampling.cache_salt),
+            shows_cached=self.reports_cached_tokens or bool(call.client.name or prepared.sampling.cache_salt),
         )
 
     def _assembler(self, request: TextRequest, prepared: Prepared) -> Assembler:
@@ -194,22 +191,13 @@ class Pipeline:
             follows = ()
         includes_stop = request.include_stop_str_in_output
         detokenizer = Detokenizer(decoder, follows, request.stop, sampling.min_tokens, kept, includes_stop)
-        return Assembler(detokenizer, origin, sampling.stop_token_ids, parser, includes_stop, end_ids)
+        return Assembler(detokenizer, origin, frozenset(sampling.stop_token_ids), parser, includes_stop, end_ids)
 
 
 def report_continuity(continuity: str) -> None:
     """Names it in the head of the call's answer, until that is sent; the worst of several choices'."""
     head = head_of_call()
     head.add((CONTINUITY, worse(head.value(CONTINUITY), continuity or EXACT)))
-
-
-class Lease(ExitStack):
-    """What one answer holds until it ends: its place among those admitted, its client's tokens, its token stream.
-
-    Closed between two attempts, for each holds its own.
-    """
-
-    holds = ExitStack.enter_context
 
 
 class Begun(NamedTuple):

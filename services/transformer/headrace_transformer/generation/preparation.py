@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from headrace.deadline import Deadline
@@ -22,7 +22,7 @@ from headrace_transformer.predictors.resume.progress import sampling_json
 from headrace_transformer.processes.body_processes import BodyProcesses
 from headrace_transformer.text.answer_grammars import after_reasoning, calls_grammar, form_rule
 from headrace_transformer.text.answer_parser import AnswerSyntax, SyntaxSettings
-from headrace_transformer.text.tokenizer import Messages, TextTokenizer, check_token_count
+from headrace_transformer.text.tokenizer import Chat, Messages, TextTokenizer, check_token_count
 from headrace_transformer.text.tools import ToolUse
 
 _MAX_CUT = 1024 * 1024  # Tokens of a prompt before it is cut; longer ones are refused.
@@ -124,16 +124,15 @@ class Preparation:
         The first choice of a request computes them, other choices wait; an InvalidRequestError is kept for all. The
         list is shared: it must not be changed.
         """
-        shared, ids = request.shared, request.shared.ids.get(model.name)
-        if ids is None:
-            async with shared.lock:
-                ids = shared.ids.get(model.name)
-                if ids is None:
-                    try:
-                        ids = await self._cut(request, model)
-                    except InvalidRequestError as refusal:
-                        ids = refusal
-                    shared.ids[model.name] = ids
+        shared = request.shared
+        async with shared.lock:
+            ids = shared.ids.get(model.name)
+            if ids is None:
+                try:
+                    ids = await self._cut(request, model)
+                except InvalidRequestError as refusal:
+                    ids = refusal
+                shared.ids[model.name] = ids
         if isinstance(ids, InvalidRequestError):
             raise ids
         return ids
@@ -169,8 +168,8 @@ class Preparation:
         if messages:
             _check_tools(request, model.name, self.syntax(model))
             tools = "" if request.tools is None else request.tools.definitions
-            options, deadline = request.template_options, request.call.deadline
-            text = await rendered(tokenizer, messages, most, options, self._bodies, deadline, tools)
+            chat = Chat(messages, request.template_options, tools)
+            text = await tokenizer.render(chat, most, self._bodies, request.call.deadline)
             # The template has written the special tokens already.
             return await tokenizer.encode(text, most, add_special_tokens=False)
         if request.prompt is not None:
@@ -232,32 +231,6 @@ def _grammar_of(
 def prompt_end_of(tokenizer: TextTokenizer, prompt_ids: Sequence[int]) -> str:
     """The end of a prompt, as far as it decides how the answer is parsed."""
     return tokenizer.text_of(prompt_ids[-_PROMPT_END:])
-
-
-async def rendered(
-    tokenizer: TextTokenizer,
-    messages: Messages,
-    max_tokens: int,
-    options: Mapping[str, Any],
-    bodies: BodyProcesses,
-    deadline: Deadline,
-    tools: str,
-) -> str:
-    """The prompt that the chat template makes of messages.
-
-    Where it refuses them, it gets the texts of all system messages as one before the others: many templates know a
-    system message only there, and agents send further ones later.
-    """
-    try:
-        return await tokenizer.render(messages, max_tokens, options, bodies, deadline, tools)
-    except ContextLengthError:
-        raise
-    except InvalidRequestError:
-        others = [message for message in messages if message[0] != "system"]
-        system = "\n\n".join(message[1] for message in messages if message[0] == "system")
-        if list(messages[1:]) == others or not system:
-            raise
-        return await tokenizer.render([("system", system), *others], max_tokens, options, bodies, deadline, tools)
 
 
 def kept_tokens(limit: int, limits: ContextLimits, max_tokens: Any) -> int:

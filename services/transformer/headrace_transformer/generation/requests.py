@@ -112,9 +112,8 @@ def check_message_count(count: int) -> None:
 def check_stop(stop: Sequence[str]) -> None:
     """Refuses too many stop strings, and those that are empty or too long."""
     check_stop_count(len(stop))
-    for text in stop:
-        if not text or len(text) > MAX_STOP_LENGTH:
-            raise InvalidRequestError(f"a stop string must have 1 to {MAX_STOP_LENGTH} characters", param="stop")
+    if any(not text or len(text) > MAX_STOP_LENGTH for text in stop):
+        raise InvalidRequestError(f"a stop string must have 1 to {MAX_STOP_LENGTH} characters", param="stop")
 
 
 def check_stop_count(count: int) -> None:
@@ -127,6 +126,5 @@ def check_bad_words(words: Sequence[str]) -> None:
     """Refuses too many bad words, and those that are empty or too long."""
     if len(words) > MAX_BAD_WORDS:
         raise InvalidRequestError(f"{len(words)} bad words, at most {MAX_BAD_WORDS} are allowed", param="bad_words")
-    for word in words:
-        if not word.strip() or len(word) > MAX_BAD_WORD_LENGTH:
-            raise InvalidRequestError(f"a bad word must have 1 to {MAX_BAD_WORD_LENGTH} characters", param="bad_words")
+    if any(not word.strip() or len(word) > MAX_BAD_WORD_LENGTH for word in words):
+        raise InvalidRequestError(f"a bad word must have 1 to {MAX_BAD_WORD_LENGTH} characters", param="bad_words")

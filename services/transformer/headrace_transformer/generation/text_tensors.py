@@ -16,7 +16,7 @@ Source of the names: triton-inference-server/vllm_backend, docs/additional_outpu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,10 +71,8 @@ class TextCall:
 
 def read_request(request: pb.ModelInferRequest, call: CallContext) -> TextCall:
     """Everything that can be refused without the model is refused here; raises InvalidRequestError."""
-    _check_shapes(request)
-    check_requested_outputs(request)
+    _check(request)
     tensors = decode_inputs(request)
-    _check(request, tensors)
     prompt = _text(tensors[TEXT_INPUT])
     sampling = _sampling_object(tensors.get("sampling_parameters")) | read_sampling(request.parameters)
     named = {output.name for output in request.outputs}
@@ -164,8 +162,8 @@ def describe(model: TextModel) -> ModelDescription:
     )
 
 
-def _check_shapes(request: pb.ModelInferRequest) -> None:
-    """Refuses, by their descriptions, tensors that are too large to decode."""
+def _check(request: pb.ModelInferRequest) -> None:
+    """Refuses tensors by their descriptions, so that none is decoded that is too large."""
     if len(request.inputs) > _MAX_TENSORS or len(request.outputs) > _MAX_TENSORS:
         raise InvalidRequestError(f"more than {_MAX_TENSORS} tensors; a text model takes {', '.join(_INPUTS)}")
     if len(request.parameters) > _MAX_PARAMETERS:
@@ -174,19 +172,14 @@ def _check_shapes(request: pb.ModelInferRequest) -> None:
         if tensor.name not in _INPUTS:
             raise InvalidRequestError(f"unknown input {tensor.name[:64]!r}; a text model takes {', '.join(_INPUTS)}")
         if len(tensor.shape) <= _MAX_DIMENSIONS and (elements := math.prod(tensor.shape)) != 1:
-            raise InvalidRequestError(f"{tensor.name[:64]} must hold one element, not {elements}")
-
-
-def _check(request: pb.ModelInferRequest, tensors: Mapping[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        if tensor.datatype != _INPUTS[name]:
-            raise InvalidRequestError(f"{name} must be {_INPUTS[name]}, not {tensor.datatype}")
-        if tensor.array.size != 1:
-            raise InvalidRequestError(f"{name} must hold one element, not {tensor.array.size}")
+            raise InvalidRequestError(f"{tensor.name} must hold one element, not {elements}")
+        if tensor.datatype != _INPUTS[tensor.name]:
+            raise InvalidRequestError(f"{tensor.name} must be {_INPUTS[tensor.name]}, not {tensor.datatype[:64]}")
     for output in request.outputs:
         if output.name not in _OUTPUTS:
             raise InvalidRequestError(f"unknown output {output.name!r}; a text model gives {', '.join(_OUTPUTS)}")
-    if TEXT_INPUT not in tensors:
+    check_requested_outputs(request)
+    if all(tensor.name != TEXT_INPUT for tensor in request.inputs):
         raise InvalidRequestError(f"input {TEXT_INPUT!r} is missing")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Container, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -26,8 +27,8 @@ from headrace_transformer.generation.recording import MAX_RECORDED_CHARACTERS, r
 from headrace_transformer.generation.token_quota import TokenQuota
 from headrace_transformer.inference.rows import Row, RowReader, Text
 from headrace_transformer.models.models import Model, RelayedModel, RowModel, TextModel
-from headrace_transformer.predictors.oip.answers import predictor_answers
 from headrace_transformer.predictors.oip.client import PredictorClient
+from headrace_transformer.predictors.oip.oip_call import predictor_answers
 from headrace_transformer.processes.body_processes import BodyProcesses
 from headrace_transformer.routing.router import Router
 
@@ -57,29 +58,27 @@ class Encoded(NamedTuple):
     tokens: int
 
 
+@dataclass(frozen=True, eq=False)
 class EncoderCalls:
     """Owned by the event loop; one for all requests."""
 
-    def __init__(
-        self, router: Router, predictor: PredictorClient, tap: PayloadTap, bodies: BodyProcesses, quota: TokenQuota
-    ) -> None:
-        self._router = router
-        self._quota = quota
-        self._predictor = predictor
-        self._tap = tap
-        self._bodies = bodies
+    router: Router
+    predictor: PredictorClient
+    tap: PayloadTap
+    bodies: BodyProcesses
+    quota: TokenQuota
 
     async def encode(self, request: Request, call: CallContext) -> Encoded:
         """The vectors of a request's rows; raises HeadraceError."""
         ignored = list(request.ignored_fields)
         parameters = orjson.dumps({"ignored_fields": ignored}).decode() if ignored else ""
         prompt = _recorded(request.texts)
-        with recorded(self._tap, call, request.model, prompt=prompt, parameters=parameters) as recording:
+        with recorded(self.tap, call, request.model, prompt=prompt, parameters=parameters) as recording:
             # One scope for all calls, which do not begin at once.
             async with call.deadline.scope():
-                answering = await self._router.wait_for(request.model, "", call)
+                answering = await self.router.wait_for(request.model, "", call)
                 encoded = await self._encode(request, answering.model, call)
-            self._router.answered(answering)
+            self.router.answered(answering)
             recording.served_model = answering.served
             recording.end("OK", usage=Usage(prompt_tokens=encoded.tokens))
             await recording.flushed()
@@ -87,7 +86,7 @@ class EncoderCalls:
 
     async def _encode(self, request: Request, found: Model, call: CallContext) -> Encoded:
         name, model = found.name, _row_model(request, found)
-        rows = await request.rows_of(RowReader(model, self._bodies, call.deadline, request.cut))
+        rows = await request.rows_of(RowReader(model, self.bodies, call.deadline, request.cut))
         tokens = sum(len(row.ids) for row in rows)
         vectors: list[Vector] = [np.empty(0, np.float32)] * len(rows)
         waiting = iter(range(len(rows)))
@@ -97,7 +96,7 @@ class EncoderCalls:
                 vectors[index] = await self._vector(name, model.output, rows[index], call)
 
         try:
-            with await self._quota.charged(call.client, tokens):
+            with await self.quota.charged(call.client, tokens):
                 async with asyncio.TaskGroup() as group:
                     for number in range(min(_CALLS_AT_ONCE, len(rows))):
                         group.create_task(work(), name=f"encode-{number}")
@@ -113,7 +112,7 @@ class EncoderCalls:
         if row.not_pooled:
             pooled = (np.arange(len(row.ids)) >= row.not_pooled).astype(np.int64)
             add_input(request, Tensor(POOLING_MASK, "INT64", pooled))
-        answer = await self._predictor.infer(request.SerializeToString(), call.deadline)
+        answer = await self.predictor.infer(request.SerializeToString(), call.deadline)
         with predictor_answers():
             outputs = decode_outputs(inference_pb2.ModelInferResponse.FromString(answer))
         if output not in outputs:

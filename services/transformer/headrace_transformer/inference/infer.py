@@ -42,17 +42,15 @@ _BESIDE_PROMPT = 1024 * 1024  # An upper bound of a request's bytes besides its 
 _MAX_TOKENS = "max_tokens"
 
 
+@dataclass(frozen=True, eq=False)
 class Inference:
     """Owned by the event loop; one for all requests."""
 
-    def __init__(
-        self, pipeline: Pipeline, router: Router, predictor: PredictorClient, tap: PayloadTap, quota: TokenQuota
-    ) -> None:
-        self._pipeline = pipeline
-        self._quota = quota
-        self._router = router
-        self._predictor = predictor
-        self._tap = tap
+    pipeline: Pipeline
+    router: Router
+    predictor: PredictorClient
+    tap: PayloadTap
+    quota: TokenQuota
 
     async def infer(self, request: InferRequest, call: CallContext) -> pb.ModelInferResponse | bytes:
         """The one answer; bytes are a serialized ModelInferResponse."""
@@ -70,8 +68,8 @@ class Inference:
                         answer = await relay.infer(data, call.deadline, answering.wait_s)
                     break
                 except HeadraceError as error:
-                    answering = self._router.fall_back(answering, call, error)
-            self._router.answered(answering)
+                    answering = self.router.fall_back(answering, call, error)
+            self.router.answered(answering)
             recording.served_model = answering.served
             recording.end("OK", outputs=answer_tensors(answer))
             await recording.flushed()
@@ -100,7 +98,7 @@ class Inference:
                 answers = processed.stream(answering.model, request, relay, call.deadline)
             else:
                 answers = relay.stream(self._routed(request, call).data, call.deadline)
-            self._router.answered(answering)
+            self.router.answered(answering)
             recording.served_model = answering.served
             async with aclosing(answers):
                 async for answer in answers:
@@ -110,9 +108,9 @@ class Inference:
 
     def _relay_of(self, model: Model, call: CallContext, recording: Recording) -> processed.Relay:
         if not call.client.counts_tokens:
-            return self._predictor
+            return self.predictor
         generates = isinstance(model, RelayedModel) and model.generates
-        return CountedRelay(self._predictor, self._quota, call.client, recording, generates)
+        return CountedRelay(self.predictor, self.quota, call.client, recording, generates)
 
     def _routed(self, request: InferRequest, call: CallContext) -> InferRequest:
         """The request with the model that the route chose."""
@@ -133,15 +131,15 @@ class Inference:
 
     def _recorded(self, request: InferRequest, call: CallContext) -> AbstractContextManager[Recording]:
         inputs = request_tensors(request.received_data or request.message)
-        return recorded(self._tap, call, request.model_name, inputs=inputs)
+        return recorded(self.tap, call, request.model_name, inputs=inputs)
 
     async def _find(self, request: InferRequest, call: CallContext) -> Answering:
-        with self._pipeline.recording_refusals(call, request.model_name):
+        with self.pipeline.recording_refusals(call, request.model_name):
             check_request_id(request.id)
-            return await self._router.wait_for(request.model_name, request.model_version, call)
+            return await self.router.wait_for(request.model_name, request.model_version, call)
 
     def _read(self, model: TextModel, request: InferRequest, call: CallContext) -> TextCall:
-        with self._pipeline.recording_refusals(call, request.model_name):
+        with self.pipeline.recording_refusals(call, request.model_name):
             size, context_length = len(request.received_data or b""), model.limits.context_length
             if size > model.tokenizer.most_bytes(context_length) + _BESIDE_PROMPT:
                 raise ContextLengthError(
@@ -150,7 +148,7 @@ class Inference:
             return read_request(request.message, call)
 
     async def _whole_text(self, request: InferRequest, text_call: TextCall) -> pb.ModelInferResponse:
-        async with aclosing(self._pipeline.generate(text_call.text)) as chunks:
+        async with aclosing(self.pipeline.generate(text_call.text)) as chunks:
             return TextAnswer(request.message, text_call).response(joined([chunk async for chunk in chunks]))
 
     async def _text(
@@ -162,7 +160,7 @@ class Inference:
             yield response
             return
         answer = TextAnswer(request.message, text_call)
-        async with aclosing(self._pipeline.generate(text_call.text)) as chunks:
+        async with aclosing(self.pipeline.generate(text_call.text)) as chunks:
             async for chunk in chunks:
                 response = answer.response(chunk)
                 response.parameters[FINAL].bool_param = chunk.end is not None
@@ -176,22 +174,22 @@ class CountedRelay:
     Raises what TokenQuota raises, and InvalidRequestError where a model that generates could take any number.
     """
 
-    _predictor: PredictorClient
-    _quota: TokenQuota
-    _client: Client
-    _recording: Recording
-    _generates: bool
+    predictor: PredictorClient
+    quota: TokenQuota
+    client: Client
+    recording: Recording
+    generates: bool
 
     async def infer(self, request: bytes, deadline: Deadline, wait_s: float | None = None) -> bytes:
         async with self._charged(request) as reservation:
-            answer = await self._predictor.infer(request, deadline, wait_s)
+            answer = await self.predictor.infer(request, deadline, wait_s)
             reservation.generated = _ids(split(pb.ModelInferResponse, answer)[0].outputs, OUTPUT_IDS)
             return answer
 
     async def stream(self, request: bytes, deadline: Deadline) -> AsyncGenerator[bytes, None]:
         async with (
             self._charged(request) as reservation,
-            aclosing(self._predictor.stream(request, deadline)) as answers,
+            aclosing(self.predictor.stream(request, deadline)) as answers,
         ):
             async for answer in answers:
                 message = pb.ModelStreamInferResponse.FromString(answer).infer_response
@@ -201,20 +199,20 @@ class CountedRelay:
     @asynccontextmanager
     async def _charged(self, request: bytes) -> AsyncIterator[Reservation]:
         prompt_tokens, max_tokens = self._wanted(request)
-        with await self._quota.charged(self._client, prompt_tokens, max_tokens) as reservation:
-            self._recording.prompt_tokens = prompt_tokens
+        with await self.quota.charged(self.client, prompt_tokens, max_tokens) as reservation:
+            self.recording.prompt_tokens = prompt_tokens
             try:
                 yield reservation
             finally:
-                self._recording.completion_tokens = reservation.generated
+                self.recording.completion_tokens = reservation.generated
 
     def _wanted(self, request: bytes) -> tuple[int, int]:
         """The tokens of the prompt, and of the answer at most."""
         message, _ = split(pb.ModelInferRequest, request)
         most: Mapping[str, pb.InferParameter] = message.parameters
-        if self._generates and _MAX_TOKENS not in most:
+        if self.generates and _MAX_TOKENS not in most:
             raise InvalidRequestError(
-                f"{_MAX_TOKENS} is needed: the key of {self._client.name} has a limit of tokens", param=_MAX_TOKENS
+                f"{_MAX_TOKENS} is needed: the key of {self.client.name} has a limit of tokens", param=_MAX_TOKENS
             )
         return _ids(message.inputs, INPUT_IDS), max(0, most[_MAX_TOKENS].int64_param) if _MAX_TOKENS in most else 0
 

@@ -24,7 +24,7 @@ from headrace.processor import ProcessorRequest
 from headrace_protos import inference_pb2 as pb
 from headrace_transformer.inference.request import InferRequest
 from headrace_transformer.models.models import ProcessedModel
-from headrace_transformer.predictors.oip.answers import outputs_of, predictor_answers
+from headrace_transformer.predictors.oip.oip_call import outputs_of, predictor_answers
 
 _PLATFORM = "headrace_processor"
 

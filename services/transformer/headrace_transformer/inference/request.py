@@ -9,7 +9,8 @@ Source of the format: protobuf's wire encoding; every field of these messages is
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from google.protobuf.message import DecodeError
 
@@ -61,20 +62,16 @@ class InferRequest:
     def message(self) -> pb.ModelInferRequest:
         """The whole request, parsed at the first call; raises InvalidRequestError."""
         if self._message is None:
-            try:
+            with _parsing():
                 self._message = pb.ModelInferRequest.FromString(self.received_data or b"")
-            except DecodeError:
-                raise _not_a_request() from None
         return self._message
 
     def without_contents(self) -> tuple[pb.ModelInferRequest, Sequence[Contents]]:
         """The parsed request, and the raw contents of its inputs; raises InvalidRequestError."""
         if self._message is not None or self.received_data is None:
             return self.message, self.message.raw_input_contents
-        try:
+        with _parsing():
             return split(pb.ModelInferRequest, self.received_data)
-        except DecodeError:
-            raise _not_a_request() from None
 
     @property
     def data(self) -> bytes:
@@ -84,5 +81,9 @@ class InferRequest:
         return self.received_data
 
 
-def _not_a_request() -> InvalidRequestError:
-    return InvalidRequestError("the request is not the message that the method takes")
+@contextmanager
+def _parsing() -> Iterator[None]:
+    try:
+        yield
+    except DecodeError:
+        raise InvalidRequestError("the request is not the message that the method takes") from None

@@ -18,7 +18,7 @@ from headrace.deadline import Deadline
 from headrace.errors import InvalidRequestError
 from headrace_transformer.models.models import RowModel
 from headrace_transformer.processes.body_processes import BodyProcesses
-from headrace_transformer.text.tokenizer import Messages, TextTokenizer, check_token_count
+from headrace_transformer.text.tokenizer import Chat, Messages, TextTokenizer, check_token_count
 
 _UNSTATED_LENGTH = 128 * 1024  # Tokens of a row where the predictor reports no limit: it refuses longer ones.
 _PAIR = ("query", "document")  # The roles of a pair's messages.
@@ -113,7 +113,7 @@ class RowReader:
 
     async def _render(self, messages: Messages) -> str:
         options = {"add_generation_prompt": False, **self.model.files.template_options}
-        return await self.model.tokenizer.render(messages, self._length, options, self.bodies, self.deadline)
+        return await self.model.tokenizer.render(Chat(messages, options), self._length, self.bodies, self.deadline)
 
     async def _drops_pairs(self, form: str) -> bool:
         """Whether the chat template leaves a text of a pair out, as those of chats do; sentence-transformers' test."""

@@ -151,11 +151,8 @@ class Catalogue:
                 raise NotReadyError("no predictor has listed its models yet", hop="predictor")
             if not self._is_complete and name not in self._states:
                 return RelayedModel(name)
-            raise NotFoundError(
-                f"model {name!r} is not loaded: {state_of_model.reason}"
-                if state_of_model.reason
-                else f"no model {name!r}"
-            )
+            reason = state_of_model.reason
+            raise NotFoundError(f"model {name!r} is not loaded: {reason}" if reason else f"no model {name!r}")
         if name not in self._models:
             state = "about to be ready" if state_of_model.state == READY else state_of_model.state.lower()
             raise NotReadyError(f"model {name!r} is {state}", hop="predictor")

@@ -94,6 +94,12 @@ class BodyProcesses:
                 result = await asyncio.wrap_future(self._queued(lane, call, body))
         return result
 
+    async def run_unless(
+        self, is_small: bool, work: Work[T], arguments: tuple[Any, ...], body: bytes, deadline: Deadline
+    ) -> tuple[T, bytes]:
+        """As `run`; the work on a small body is done here, at once."""
+        return work(body, *arguments) if is_small else await self.run(work, arguments, body, deadline)
+
     def _queued(self, lane: str, call: bytes, body: bytes) -> Future[Any]:
         caller, size = caller_of_call(), len(body)
         with self._lock:

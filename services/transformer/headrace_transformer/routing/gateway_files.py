@@ -80,7 +80,7 @@ def endpoints_file(ranks: Mapping[str, int]) -> str:
         "cluster_name": "predictor",
         "endpoints": [
             # Envoy's priorities have no gaps.
-            {"priority": priority, "lb_endpoints": [_endpoint(address) for address in addresses]}
+            {"priority": priority, "lb_endpoints": list(map(_endpoint, addresses))}
             for priority, addresses in enumerate(groups)
         ],
         "policy": {"overprovisioning_factor": _OVERPROVISIONING},

@@ -117,8 +117,7 @@ class Router:
             find = partial(self.catalogue.find, name, version)
             return Answering(name, await self.catalogue.found_in_time(find, call.deadline))
         else:
-            routed = [] if serves is None else [served for served in route.targets if serves(served.model)][:1]
-            candidates = routed or _candidates(route, name, version, call)
+            candidates = _candidates(route, name, version, call)
         choose = partial(self._choose, name, candidates)
         served, model = await self.catalogue.found_in_time(choose, call.deadline)
         if not routed and name in call.routed:  # Another choice of the request was faster.

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jinja2
@@ -158,13 +158,9 @@ def _compiled(template: str) -> jinja2.Template:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
     # Jinja's own filter escapes for HTML.
-    environment.filters["tojson"] = _to_json
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
     return environment.from_string(template)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **layout: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **layout)
 
 
 def _raise(message: str) -> None:

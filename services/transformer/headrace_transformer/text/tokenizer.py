@@ -13,12 +13,12 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
@@ -33,6 +33,8 @@ from headrace_transformer.text.chat_templates import render
 from headrace_transformer.text.detokenizer import Decoder
 from headrace_transformer.text.token_bytes import TokenBytes
 
+T = TypeVar("T")
+
 FILES = ("*.json", "*.model", "*.spm", "*.txt", "*.jinja")
 _INLINE_BYTES = 8 * 1024
 # The tokenizer classes of transformers that make types of the ids of a pair.
@@ -46,6 +48,14 @@ _NOT_TEMPLATE_OPTIONS = re.compile(
     "truncation|max_length|return_tensors|return_dict|return_assistant_tokens_mask|tokenizer_kwargs|kwargs"
 )
 Messages = Sequence[tuple[str, str] | tuple[str, str, str]]  # (role, content[, further fields as a JSON object])
+
+
+class Chat(NamedTuple):
+    """What a chat template makes a prompt of: `options` are variables of it, `tools` a JSON list of functions."""
+
+    messages: Messages
+    options: Mapping[str, Any] = {}
+    tools: str = ""
 
 
 class TextTokenizer:
@@ -77,10 +87,12 @@ class TextTokenizer:
     async def ids(self, text: str, add_special_tokens: bool) -> list[int]:
         """The text's ids, however many."""
         if _bytes_of(text) <= _INLINE_BYTES:
-            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-            return ids
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, self._encode_long, text, add_special_tokens)
+            encoded = self.backend.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            encode = partial(self.backend.encode_batch, [text], add_special_tokens=add_special_tokens)
+            (encoded,) = await self._on_thread(encode)
+        ids: list[int] = encoded.ids
+        return ids
 
     async def row(
         self, texts: Sequence[str], max_tokens: int, cut_side: str | None = None, add_special_tokens: bool = True
@@ -94,8 +106,7 @@ class TextTokenizer:
         if cut_side is None:
             self._refuse_oversize(size, max_tokens)
         encode = partial(self._encode_row, texts, max_tokens, cut_side, add_special_tokens)
-        loop = asyncio.get_running_loop()
-        encoded = encode() if size <= _INLINE_BYTES else await loop.run_in_executor(self._pool, encode)
+        encoded = encode() if size <= _INLINE_BYTES else await self._on_thread(encode)
         check_token_count(len(encoded.ids), max_tokens)
         return encoded.ids, encoded.type_ids
 
@@ -132,18 +143,15 @@ class TextTokenizer:
     async def bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
         """The ids of each word as vLLM reads bad words: at the beginning of a text, and after a space."""
         texts = [prefix + word.lstrip() for word in words for prefix in ("", " ")]
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._encode_words, texts)
-
-    def _encode_words(self, texts: list[str]) -> list[list[int]]:
-        encoded = self.backend.encode_batch(texts, add_special_tokens=False)
-        distinct = dict.fromkeys(tuple(one.ids) for one in encoded)
-        return [list(ids) for ids in distinct if ids]
+        encoded = await self._on_thread(partial(self.backend.encode_batch, texts, add_special_tokens=False))
+        return [list(ids) for ids in dict.fromkeys(tuple(one.ids) for one in encoded) if ids]
 
     async def strings(self, ids: Sequence[int]) -> list[str | None]:
         """The vocabulary's own strings; None for an id that has none."""
-        return await asyncio.get_running_loop().run_in_executor(
-            self._pool, lambda: list(map(self.backend.id_to_token, ids))
-        )
+        return await self._on_thread(lambda: list(map(self.backend.id_to_token, ids)))
+
+    async def _on_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     @property
     def description(self) -> dict[str, Any]:
@@ -168,10 +176,6 @@ class TextTokenizer:
         if size > self.most_bytes(max_tokens):
             raise ContextLengthError(f"the prompt has {size} bytes, more than fit a context of {max_tokens} tokens")
 
-    def _encode_long(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
-        return ids
-
     def set_chat_template(self, template: str) -> None:
         """Replaces the chat templates of the tokenizer's own files."""
         self._templates = {"default": template}
@@ -189,22 +193,29 @@ class TextTokenizer:
         """Whether the chat template mentions a variable."""
         return any(variable in template for template in self._templates.values())
 
-    async def render(
-        self,
-        messages: Messages,
-        max_tokens: int,
-        options: Mapping[str, Any] | None,
-        bodies: BodyProcesses,
-        deadline: Deadline,
-        tools: str = "",
-    ) -> str:
-        """The messages as the prompt that the model's chat template makes of them; raises InvalidRequestError.
+    async def render(self, chat: Chat, max_tokens: int, bodies: BodyProcesses, deadline: Deadline) -> str:
+        """The prompt that the model's chat template makes of a chat; raises InvalidRequestError.
 
-        `options` are further variables of the template, `tools` a JSON list of functions. What cannot fit `max_tokens`
-        tokens is refused unread. A template that was slow once no longer delays those of other models.
+        What cannot fit `max_tokens` tokens is refused unread. Where the template refuses the messages, it gets the
+        texts of all system messages as one before the others: many templates know a system message only there, and
+        agents send further ones later.
         """
-        arguments = self._template_arguments(messages, max_tokens, options or {}, tools)
-        conversation = orjson.dumps([messages, tools])
+        try:
+            return await self._in_turn(chat, max_tokens, bodies, deadline)
+        except ContextLengthError:
+            raise
+        except InvalidRequestError:
+            others = [message for message in chat.messages if message[0] != "system"]
+            system = "\n\n".join(message[1] for message in chat.messages if message[0] == "system")
+            if list(chat.messages[1:]) == others or not system:
+                raise
+            merged = chat._replace(messages=[("system", system), *others])
+            return await self._in_turn(merged, max_tokens, bodies, deadline)
+
+    async def _in_turn(self, chat: Chat, max_tokens: int, bodies: BodyProcesses, deadline: Deadline) -> str:
+        """A template that was slow once no longer delays those of other models; the first rendering finds out."""
+        arguments = self._template_arguments(chat, max_tokens)
+        conversation = orjson.dumps([chat.messages, chat.tools])
         if self._has_slow_template is None:
             async with deadline.scope(), self._first_rendering:
                 if self._has_slow_template is None:
@@ -215,7 +226,7 @@ class TextTokenizer:
         """Renders a message: one that is always slow is known before a chat of another model waits for it."""
         if self.has_chat_template and self._has_slow_template is None:
             with suppress(Exception):  # Whatever it is, a chat shows it, and completions work without.
-                await self.render([("user", "a")], _TRIED_TOKENS, {}, bodies, Deadline.after(_TRIED_S))
+                await self.render(Chat([("user", "a")]), _TRIED_TOKENS, bodies, Deadline.after(_TRIED_S))
 
     async def _rendered(
         self, conversation: bytes, arguments: tuple[Any, ...], bodies: BodyProcesses, deadline: Deadline
@@ -242,10 +253,9 @@ class TextTokenizer:
         texts = list(self._templates.values())
         return syntax_of(texts, lambda token: self.backend.token_to_id(token) is not None)
 
-    def _template_arguments(
-        self, messages: Messages, max_tokens: int, options: Mapping[str, Any], tools: str
-    ) -> tuple[str, str, dict[str, Any]]:
+    def _template_arguments(self, chat: Chat, max_tokens: int) -> tuple[str, str, dict[str, Any]]:
         """The model's name, its template and the template's variables; raises InvalidRequestError."""
+        messages, options, tools = chat
         size = sum(sum(map(len, message)) for message in messages) + len(tools)
         self._refuse_oversize(size + (len(json.dumps(options)) if options else 0), max_tokens)
         if not self.has_chat_template:

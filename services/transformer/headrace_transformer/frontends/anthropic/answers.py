@@ -28,6 +28,12 @@ from headrace_transformer.generation.chunks import End, TextChunk, joined
 from headrace_transformer.text.answer_parts import CallArguments, CallStart, Content, Part, Reasoning, begins_segment
 
 _NOT_CREATED = {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0}  # The cache's tokens have no lifetime.
+# By a block's type, that of its deltas and their field.
+_DELTAS = {
+    "tool_use": ("input_json_delta", "partial_json"),
+    "thinking": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+}
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -91,25 +97,19 @@ class _BlockEvents:
         return (b"" if self._count else self.take(Content(""))) + self._stop()
 
     def _start(self, part: Part) -> bytes:
+        block, index = _block_of(part), self._count
+        kind, field = _DELTAS[block["type"]]
         self.has_call = self.has_call or isinstance(part, CallStart)
-        index, (kind, field) = self._count, _delta_of(part)
         self._count += 1
         place = b'{"type":"content_block_delta","index":%d,' % index
         delta = f'"delta":{{"type":"{kind}","{field}":'
         self._delta_before = b"event: content_block_delta\ndata: " + place + delta.encode()
-        return named_event({"type": "content_block_start", "index": index, "content_block": _block_of(part)})
+        return named_event({"type": "content_block_start", "index": index, "content_block": block})
 
     def _stop(self) -> bytes:
         if not self._count:
             return b""
         return named_event({"type": "content_block_stop", "index": self._count - 1})
-
-
-def _delta_of(first: Part) -> tuple[str, str]:
-    """The type of the deltas of a block, and their field."""
-    if isinstance(first, CallStart):
-        return "input_json_delta", "partial_json"
-    return ("thinking_delta", "thinking") if isinstance(first, Reasoning) else ("text_delta", "text")
 
 
 def _block_of(first: Part) -> dict[str, Any]:

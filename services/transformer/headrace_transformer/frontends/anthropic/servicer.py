@@ -10,7 +10,6 @@ from contextlib import aclosing
 
 from google.api.httpbody_pb2 import HttpBody
 
-from headrace.errors import InvalidRequestError
 from headrace.rpc.http2.methods import Argument
 from headrace.rpc.server.call_context import CallContext
 from headrace_protos import rest_pb2_grpc
@@ -18,7 +17,7 @@ from headrace_transformer.frontends.anthropic.answers import anthropic_error, ev
 from headrace_transformer.frontends.anthropic.requests import ConversationRequest, MessagesRequest
 from headrace_transformer.frontends.http import Bodies, Events, json_body, named_event, rest_method
 from headrace_transformer.frontends.openai.models import FrontEnd, name_ignored
-from headrace_transformer.frontends.openai.tokenizing import chat_text, tokenizer_of
+from headrace_transformer.text.tokenizer import Chat
 
 
 class AnthropicServicer(rest_pb2_grpc.AnthropicServicer):
@@ -68,10 +67,7 @@ class AnthropicServicer(rest_pb2_grpc.AnthropicServicer):
         model = front.resolve(parsed.model, call.client, "generation")
         parsed.name_unread_hints(front.template_reader(model))
         name_ignored(parsed)
-        tokenizer, _ = tokenizer_of((await front.router.wait_for(model, "", call)).model)
-        if (tools := parsed.tool_use) is not None and not tokenizer.answer_syntax.takes_tools:
-            raise InvalidRequestError("the chat template of the model has no place for tools", param="tools")
-        definitions = "" if tools is None else tools.definitions
-        options = parsed.template_options
-        text = await chat_text(parsed.conversation, options, tokenizer, front.bodies, call.deadline, definitions)
+        tokenizer, _ = await front.tokenizer(model, call)
+        tools = "" if parsed.tool_use is None else parsed.tool_use.definitions
+        text = await front.chat_text(tokenizer, Chat(parsed.conversation, parsed.template_options, tools), call)
         return json_body({"input_tokens": len(await tokenizer.ids(text, add_special_tokens=False))})

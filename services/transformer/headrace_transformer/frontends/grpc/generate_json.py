@@ -5,8 +5,6 @@ Unknown fields are refused, because a misspelt parameter would have no effect.
 
 from __future__ import annotations
 
-from typing import Any
-
 from google.protobuf import json_format
 from google.protobuf.descriptor import FieldDescriptor
 
@@ -43,18 +41,14 @@ def read_generate_request(body: bytes) -> GenerateRequest:
         if isinstance(value, bool) and name in _REALS:  # json_format takes it for a number.
             raise InvalidRequestError(f"{name} must be a number", param=name)
         if name in _STRUCTURED and isinstance(value, dict):  # The message has it as text.
-            fields[name] = _text(value)
+            try:
+                fields[name] = read_structured_outputs(value)
+            except ValueError as error:
+                raise InvalidRequestError(f"structured_outputs: {error}", param="structured_outputs") from None
     try:
         return json_format.ParseDict(fields, GenerateRequest())
     except (json_format.ParseError, RecursionError) as error:
         raise InvalidRequestError((str(error).splitlines() or ["the request is nested too deep"])[0]) from None
-
-
-def _text(structured_outputs: dict[str, Any]) -> str:
-    try:
-        return read_structured_outputs(structured_outputs)
-    except ValueError as error:
-        raise InvalidRequestError(f"structured_outputs: {error}", param="structured_outputs") from None
 
 
 def read_large(body: bytes) -> tuple[None, bytes]:

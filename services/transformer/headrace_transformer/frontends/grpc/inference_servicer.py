@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from dataclasses import dataclass
 
 import grpc
 from google.protobuf.message import Message
@@ -31,8 +32,8 @@ from headrace_transformer.inference.request import InferRequest
 from headrace_transformer.models.catalogue import Catalogue
 from headrace_transformer.models.models import Model, ProcessedModel, TextModel
 from headrace_transformer.predictors.discovery.replicas import READY, Replicas
-from headrace_transformer.predictors.oip.answers import predictor_answers
 from headrace_transformer.predictors.oip.client import PROBE_TIMEOUT_S, PredictorClient, probe_errors
+from headrace_transformer.predictors.oip.oip_call import predictor_answers
 from headrace_transformer.routing.router import Router
 
 SERVICE = "inference.GRPCInferenceService"
@@ -49,31 +50,29 @@ _EXTENSIONS = (
 )
 
 
+@dataclass(frozen=True, eq=False)
 class InferenceServicer(OpenInferenceBase):
-    def __init__(
-        self, inference: Inference, catalogue: Catalogue, router: Router, predictor: PredictorClient, replicas: Replicas
-    ) -> None:
-        self._inference = inference
-        self._catalogue = catalogue
-        self._router = router
-        self._predictor = predictor
-        self._replicas = replicas
+    inference: Inference
+    catalogue: Catalogue
+    router: Router
+    predictor: PredictorClient
+    replicas: Replicas
 
     def check_model(self, name: str) -> None:
-        self._router.find(name)
+        self.router.find(name)
 
     # ------------------------------------------------------------------ inference
 
     async def infer(self, request: InferRequest, call: CallContext) -> pb.ModelInferResponse | bytes:
         """The one answer to a request, as a message or as the bytes of one; raises HeadraceError."""
-        return await self._inference.infer(request, call)
+        return await self.inference.infer(request, call)
 
     async def answers(self, request: InferRequest, call: CallContext) -> AsyncGenerator[pb.ModelInferResponse, None]:
         """All answers to one request, as they come, the last with `triton_final_response`; raises HeadraceError.
 
         Closing the generator cancels the request.
         """
-        async with aclosing(self._inference.stream(request, call)) as answers:
+        async with aclosing(self.inference.stream(request, call)) as answers:
             async for answer in answers:
                 if isinstance(answer, bytes):
                     with predictor_answers():
@@ -84,7 +83,7 @@ class InferenceServicer(OpenInferenceBase):
         self, requests: AsyncIterator[InferRequest], context: Context
     ) -> AsyncGenerator[pb.ModelStreamInferResponse | bytes, None]:
         def answer(request: InferRequest) -> AsyncGenerator[pb.ModelInferResponse | bytes, None]:
-            return self._inference.stream(request, call_context(context, _STREAM, request.id))
+            return self.inference.stream(request, call_context(context, _STREAM, request.id))
 
         async with aclosing(multiplex(requests, answer, errors_as_status(context))) as responses:
             async for response in responses:
@@ -101,12 +100,12 @@ class InferenceServicer(OpenInferenceBase):
         return pb.ServerLiveResponse(live=True)
 
     async def ServerReady(self, request: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:
-        return pb.ServerReadyResponse(ready=self._catalogue.ready)
+        return pb.ServerReadyResponse(ready=self.catalogue.ready)
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
-        ready = self._router.is_ready(request.name, request.version)
-        if ready and not self._router.lists(request.name):
-            ready = await self._predictor.model_ready(request.name, request.version)
+        ready = self.router.is_ready(request.name, request.version)
+        if ready and not self.router.lists(request.name):
+            ready = await self.predictor.model_ready(request.name, request.version)
         return pb.ModelReadyResponse(ready=ready)
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
@@ -114,7 +113,7 @@ class InferenceServicer(OpenInferenceBase):
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
         _client(context).check_model(request.name)
-        return await self._metadata(self._router.find(request.name, request.version), request)
+        return await self._metadata(self.router.find(request.name, request.version), request)
 
     async def _metadata(self, model: Model, request: pb.ModelMetadataRequest) -> pb.ModelMetadataResponse:
         """The metadata of the model, under the name in the request."""
@@ -124,25 +123,25 @@ class InferenceServicer(OpenInferenceBase):
             return metadata_of(request.name, model.versions, processed.describe(model))
         with probe_errors():
             inner_request = pb.ModelMetadataRequest(name=model.name, version=request.version)
-            answer = await self._predictor.inference.ModelMetadata(inner_request, timeout=PROBE_TIMEOUT_S)
+            answer = await self.predictor.inference.ModelMetadata(inner_request, timeout=PROBE_TIMEOUT_S)
         if model.name != request.name:
             answer.name = request.name
         return answer
 
     async def metadata_of_called(self, request: pb.ModelMetadataRequest, call: CallContext) -> pb.ModelMetadataResponse:
         """As ModelMetadata, for a request that calls the model: waits for the model like the call."""
-        model = (await self._router.wait_for(request.name, request.version, call)).model
-        return await self._predictor.backoff(call.deadline).retry(lambda: self._metadata(model, request))
+        model = (await self.router.wait_for(request.name, request.version, call)).model
+        return await self.predictor.backoff(call.deadline).retry(lambda: self._metadata(model, request))
 
     async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
         _client(context).check_model(request.name)
-        model = self._router.find(request.name, request.version)
+        model = self.router.find(request.name, request.version)
         if isinstance(model, TextModel):
             return pb.ModelConfigResponse(config=config_of(request.name, text_tensors.describe(model)))
         name = model.processor.model if isinstance(model, ProcessedModel) else model.name
         with probe_errors():
             inner_request = pb.ModelConfigRequest(name=name, version=request.version)
-            answer = await self._predictor.inference.ModelConfig(inner_request, timeout=PROBE_TIMEOUT_S)
+            answer = await self.predictor.inference.ModelConfig(inner_request, timeout=PROBE_TIMEOUT_S)
         if isinstance(model, ProcessedModel):
             described = processed.describe(model, answer.config.model_transaction_policy.decoupled)
             return pb.ModelConfigResponse(config=config_of(request.name, described))
@@ -152,21 +151,21 @@ class InferenceServicer(OpenInferenceBase):
 
     async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
         """The sums of the predictors' counters; requests that were refused earlier are not included."""
-        model = self._router.find(request.name, request.version) if request.name else None
+        model = self.router.find(request.name, request.version) if request.name else None
         name = model.processor.model if isinstance(model, ProcessedModel) else model.name if model else ""
         if name != request.name:
             inner_request = pb.ModelStatisticsRequest(name=name, version=request.version)
-            answer = await self._replicas.statistics(inner_request)
+            answer = await self.replicas.statistics(inner_request)
             for statistics in answer.model_stats:
                 statistics.name = request.name
             return answer
-        return await self._replicas.statistics(request)
+        return await self.replicas.statistics(request)
 
     # ------------------------------------------------------------------ the repository
 
     async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
         response, may_use = pb.RepositoryIndexResponse(), _client(context).may_use
-        for name, model_state in self._router.states.items():
+        for name, model_state in self.router.states.items():
             if may_use(name) and (model_state.state == READY or not request.ready):
                 response.models.add(
                     name=name, version=model_state.version, state=model_state.state, reason=model_state.reason
@@ -181,19 +180,19 @@ class InferenceServicer(OpenInferenceBase):
         A model that should take text and whose tokenizer cannot be read is unloaded again.
         """
         name = request.model_name
-        await self._replicas.load(request, deadline_of(context))
-        await self._catalogue.refresh(reloaded=name)
-        if (reason := self._catalogue.why_unreadable(name)) is not None:
-            await self._replicas.unload(pb.RepositoryModelUnloadRequest(model_name=name), deadline_of(context))
-            await self._catalogue.refresh()
+        await self.replicas.load(request, deadline_of(context))
+        await self.catalogue.refresh(reloaded=name)
+        if (reason := self.catalogue.why_unreadable(name)) is not None:
+            await self.replicas.unload(pb.RepositoryModelUnloadRequest(model_name=name), deadline_of(context))
+            await self.catalogue.refresh()
             raise InvalidRequestError(f"model {name!r} was not loaded: {reason}")
         return pb.RepositoryModelLoadResponse()
 
     async def RepositoryModelUnload(
         self, request: pb.RepositoryModelUnloadRequest, context: Context
     ) -> pb.RepositoryModelUnloadResponse:
-        await self._replicas.unload(request, deadline_of(context))
-        await self._catalogue.refresh()
+        await self.replicas.unload(request, deadline_of(context))
+        await self.catalogue.refresh()
         return pb.RepositoryModelUnloadResponse()
 
     # ------------------------------------------------------------------ wiring

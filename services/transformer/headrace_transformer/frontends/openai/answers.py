@@ -189,12 +189,6 @@ def usage_of(ends: Sequence[TextChunk], n: int) -> dict[str, Any]:
     }
 
 
-def usage_so_far(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
-    """What one choice has taken until now, as vLLM writes it."""
-    total = prompt_tokens + completion_tokens
-    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
-
-
 def message_of(parts: Sequence[Part]) -> dict[str, Any]:
     """A whole message, without its role; the content is null if there is none beside calls or reasoning."""
     delta = delta_of(parts)

@@ -10,12 +10,13 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, ParamSpec, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from google.api.httpbody_pb2 import HttpBody
 
 from headrace_transformer.frontends.http import EVENTS, event, event_json, json_body
-from headrace_transformer.frontends.openai.answers import Format, usage_of, usage_so_far
+from headrace_transformer.frontends.openai.answers import Format, usage_of
 from headrace_transformer.frontends.openai.generation_requests import GenerationRequest, choice_seed
 from headrace_transformer.generation.chunks import TextChunk, joined
 from headrace_transformer.generation.pipeline import Pipeline
@@ -26,8 +27,7 @@ from headrace_transformer.predictors.tokens import CONTINUITY, TokenChunk
 _DONE = b"data: [DONE]\n\n"
 # Numbers of a scored prompt that are written at once; more of them take longer than others should wait.
 _MAX_WRITTEN_AT_ONCE = 2048
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
+T = TypeVar("T")
 _MARK = uuid.uuid4().hex  # Stands for the text of an event, and is nowhere else in it.
 _UNREAD_CHUNKS = 16  # Beyond these, choices wait for the reader, and their own slots merge.
 
@@ -53,7 +53,7 @@ async def answer(
             made: list[list[TextChunk]] = [[] for _ in generations]
             async for index, chunk in chunks:
                 made[index].append(chunk)
-            yield await _aside_if_large(made[0][0], _whole, head, made, request.n, shape)
+            yield await _aside_if_large(made[0][0], partial(_whole, head, made, request.n, shape))
             return
         # An id counts the tokens of one answer.
         is_single = len(generations) == 1 and not generations[0].prompt_only
@@ -63,7 +63,7 @@ async def answer(
             if chunk.tokens.prompt is None:
                 written = events.of(index, chunk)
             else:
-                written = await _aside_if_large(chunk, events.of, index, chunk)
+                written = await _aside_if_large(chunk, partial(events.of, index, chunk))
             running -= chunk.end is not None
             if not running:
                 last = written  # It goes out together with what follows it at once.
@@ -72,12 +72,11 @@ async def answer(
         yield HttpBody(content_type=EVENTS, data=last + events.end())
 
 
-async def _aside_if_large(first: TextChunk, write: Callable[_P, _T], *given: _P.args, **named: _P.kwargs) -> _T:
-    """What `write` makes of the arguments, in a thread where the scores of the prompt in a `first` chunk are many."""
+async def _aside_if_large(first: TextChunk, write: Callable[[], T]) -> T:
+    """The result of `write`, in a thread where the scores of the prompt in a `first` chunk are many."""
     scores = first.tokens.prompt
-    if scores is None or scores.chosen.size + scores.top.size <= _MAX_WRITTEN_AT_ONCE:
-        return write(*given, **named)
-    return await asyncio.to_thread(write, *given, **named)
+    is_large = scores is not None and scores.chosen.size + scores.top.size > _MAX_WRITTEN_AT_ONCE
+    return await asyncio.to_thread(write) if is_large else write()
 
 
 def _whole(head: dict[str, Any], made: Sequence[Sequence[TextChunk]], n: int, shape: Format) -> HttpBody:
@@ -131,7 +130,9 @@ class _Events:
         if tokens.repeated:
             return b""
         if self._counts:
-            self._usage["usage"] = usage_so_far(len(chunk.origin.prompt_ids), self._tokens[index])
+            prompt, completion = len(chunk.origin.prompt_ids), self._tokens[index]  # Until now, as vLLM writes it.
+            counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+            self._usage["usage"] = counts
         line = self._line("" if chunk.end is None else "f")
         beside = self._shape.beside(chunk) if is_first else {}
         return line + event(self._head | {"choices": [choice]} | self._usage | beside)

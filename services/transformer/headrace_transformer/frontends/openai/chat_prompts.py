@@ -19,10 +19,9 @@ from headrace_transformer.frontends.openai.tools import (
     CalledFunction,
     TemplateMessage,
     ToolCall,
-    read_tools,
+    Tools,
     template_message,
 )
-from headrace_transformer.text.tools import ToolFunction
 
 _MAX_TEMPLATE_OPTIONS = 64 * 1024
 
@@ -100,18 +99,13 @@ class ChatPromptRequest(OpenAIRequest):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    tools: tuple[ToolFunction, ...] = ()
+    tools: Tools = ()
     _conversation: list[TemplateMessage] = PrivateAttr(default_factory=list)
 
     @property
     def conversation(self) -> list[TemplateMessage]:
         """The messages as a chat template takes them."""
         return self._conversation
-
-    @field_validator("tools", mode="before")
-    @classmethod
-    def _read_tools(cls, value: Any) -> Any:
-        return read_tools(value)
 
     @property
     def template_options(self) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import reprlib
 from typing import Any
 
+from pydantic import ValidationError
+
 from headrace.errors import ContextLengthError, HeadraceError, InvalidRequestError, NotFoundError, OverloadedError
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -26,7 +28,17 @@ class UnsupportedFieldError(InvalidRequestError):
         super().__init__(f"{name}={reprlib.repr(value)} is not supported{hint}", param=name)
 
 
+class NoSuchObjectError(NotFoundError):
+    """No such file, batch or response, or one of another client."""
+
+
 _CODES[UnsupportedFieldError] = "unsupported_parameter"
+
+
+def fault_of(error: ValidationError) -> tuple[str, str]:
+    """The path of the first fault in a request, "" for the whole of it, and the message."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    return ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
 
 
 def openai_error(error: HeadraceError) -> dict[str, Any]:

@@ -6,9 +6,10 @@ import hashlib
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from functools import partial
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from headrace.errors import InvalidRequestError
 from headrace.rpc.server.call_context import CallContext
@@ -25,7 +26,7 @@ from headrace_transformer.frontends.openai.requests import (
     trimmed_prompts,
 )
 from headrace_transformer.frontends.openai.structured_outputs import FIELDS, structured_outputs_of
-from headrace_transformer.frontends.openai.tools import ToolChoice, as_function, read_tool_choice, read_tools
+from headrace_transformer.frontends.openai.tools import Choice, ToolChoice, as_function, read_tool_choice, read_tools
 from headrace_transformer.generation.requests import TextRequest
 from headrace_transformer.text.tools import ToolFunction
 
@@ -132,16 +133,11 @@ class CompletionRequest(GenerationRequest):
         "suffix": ("",),
     }
 
-    prompt: list[Prompt]
+    prompt: Annotated[list[Prompt], BeforeValidator(partial(read_prompts, limit=MAX_CHOICES))]
     add_special_tokens: bool = True
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     best_of: int | None = Field(None, ge=1)
-
-    @field_validator("prompt", mode="before")
-    @classmethod
-    def _read_prompt(cls, value: Any) -> Any:
-        return read_prompts(value, MAX_CHOICES)
 
     def check(self) -> None:
         super().check()
@@ -215,7 +211,7 @@ class ChatCompletionRequest(GenerationRequest, ChatPromptRequest):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
     reasoning_effort: Effort | None = None
-    tool_choice: ToolChoice = ToolChoice(mode="auto")
+    tool_choice: Choice = ToolChoice(mode="auto")
     parallel_tool_calls: bool = True
     functions: tuple[ToolFunction, ...] = ()
     function_call: ToolChoice | None = None
@@ -231,11 +227,6 @@ class ChatCompletionRequest(GenerationRequest, ChatPromptRequest):
         if value not in ("none", "auto") and not isinstance(value, dict):
             raise ValueError("must be none, auto or the name of a function")
         return read_tool_choice(value if isinstance(value, str) else as_function(value))
-
-    @field_validator("tool_choice", mode="before")
-    @classmethod
-    def _read_tool_choice(cls, value: Any) -> Any:
-        return read_tool_choice(value)
 
     def generations(self, call: CallContext) -> list[TextRequest]:
         request = self.text_request(

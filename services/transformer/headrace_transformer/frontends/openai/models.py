@@ -27,6 +27,9 @@ from headrace_transformer.generation.resume_ids import AnswerIdentity, identity_
 from headrace_transformer.models.models import PassedModel, RelayedModel, TextModel
 from headrace_transformer.processes.body_processes import SMALL_BYTES, BodyProcesses
 from headrace_transformer.routing.router import Router
+from headrace_transformer.text.tokenizer import Chat, TextTokenizer
+
+MAX_TEXT_BYTES = 1024 * 1024  # Of a text that is only tokenised: about 0.3 s of a tokenizer's thread.
 
 Kind = Literal["generation", "embedding", "classification"]
 
@@ -96,6 +99,28 @@ class FrontEnd:
             raise InvalidRequestError(f"name a model; there are {', '.join(names) or 'none'}", param="model")
         return str(names[0])
 
+    async def tokenizer(self, name: str, call: CallContext) -> tuple[TextTokenizer, int | None]:
+        """The tokenizer of a model, of the only one that generates where none is named, and the model's context.
+
+        Raises InvalidRequestError.
+        """
+        name = self.resolve(name, call.client, "generation")
+        model = (await self.router.wait_for(name, "", call)).model
+        if isinstance(model, TextModel):
+            return model.tokenizer, model.limits.context_length
+        if isinstance(model, RelayedModel) and model.rows is not None:
+            return model.rows.tokenizer, model.rows.context_length
+        raise InvalidRequestError("the model takes tensors and has no tokenizer", param="model")
+
+    async def chat_text(self, tokenizer: TextTokenizer, chat: Chat, call: CallContext) -> str:
+        """The prompt that the chat template makes of a chat; InvalidRequestError for one above MAX_TEXT_BYTES."""
+        if chat.tools and not tokenizer.answer_syntax.takes_tools:
+            raise InvalidRequestError("the chat template of the model has no place for tools", param="tools")
+        check_text("".join(part for message in chat.messages for part in message))
+        text = await tokenizer.render(chat, MAX_TEXT_BYTES, self.bodies, call.deadline)
+        check_text(text)
+        return text
+
     async def passed(self, body: bytes, path: str, call: CallContext) -> Bodies | None:
         """The answer to a request that an engine gets as it is, None for any other."""
         return await self.passing.found(body, path, call, self.resolve)
@@ -123,6 +148,12 @@ class FrontEnd:
         """The identity of the answer to a request; see `identity_of`."""
         with self.pipeline.recording_refusals(call, model):
             return await identity_of(call, body, last_id, signer=self.pipeline.signer, has_ids=has_ids)
+
+
+def check_text(text: str) -> None:
+    """Refuses a text that would take a tokenizer's thread for too long."""
+    if len(text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES:
+        raise InvalidRequestError(f"the text is longer than {MAX_TEXT_BYTES} bytes")
 
 
 def name_ignored(request: OpenAIRequest) -> None:

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, Valida
 from headrace.errors import InvalidRequestError
 from headrace.rpc.server.call_context import CallContext
 from headrace.sampling import SamplingParameters
-from headrace_transformer.frontends.openai.errors import UnsupportedFieldError
+from headrace_transformer.frontends.openai.errors import UnsupportedFieldError, fault_of
 from headrace_transformer.generation.requests import TextRequest, check_bad_words, check_message_count, check_stop
 from headrace_transformer.text.answer_grammars import ignored_keywords
 from headrace_transformer.text.tools import ToolUse
@@ -163,9 +163,7 @@ def parse(cls: type[RequestT], body: bytes) -> RequestT:
     try:
         request = cls.model_validate(values)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        message = first["msg"].removeprefix("Value error, ")
+        where, message = fault_of(error)
         raise InvalidRequestError(f"{where}: {message}" if where else message, param=where or None) from None
     request.check()
     return request

@@ -2,7 +2,8 @@
 
 `stream: true` answers with server-sent events that end in `data: [DONE]`; the chunks of all choices are interleaved as
 they arrive. Each choice is one generation, with its own record under the request's id. Served by HTTP.
-Source: OpenAI's API reference for the shapes of answers, chunks and errors.
+Source: OpenAI's API reference for the shapes of answers, chunks and errors; vLLM's server for those of `/tokenize`,
+`/detokenize` and `/tokenizer_info`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from headrace_transformer.frontends.openai.generation_requests import (
     CompletionRequest,
     GenerationRequest,
 )
-from headrace_transformer.frontends.openai.models import FrontEnd
+from headrace_transformer.frontends.openai.models import FrontEnd, check_text
 from headrace_transformer.frontends.openai.scores import classify, embed, rerank, score
 from headrace_transformer.frontends.openai.text_requests import (
     ClassifyRequest,
@@ -35,9 +36,8 @@ from headrace_transformer.frontends.openai.text_requests import (
     ScoreRequest,
     TokenizeRequest,
 )
-from headrace_transformer.frontends.openai.tokenizing import detokenize, tokenize, tokenizer_of
 from headrace_transformer.inference.encoder_calls import EncoderCalls
-from headrace_transformer.text.tokenizer import TextTokenizer
+from headrace_transformer.text.tokenizer import Chat
 
 _LAST_EVENT_ID = "last-event-id"
 
@@ -110,24 +110,27 @@ class OpenAIServicer(rest_pb2_grpc.OpenAIServicer):
     @rest_method(openai_error)
     async def Tokenize(self, request: bytes, call: CallContext) -> HttpBody:
         parsed = await self._front.parsed(TokenizeRequest, request, call)
-        tokenizer, context_length = await self._tokenizer_for(parsed.model, call)
-        return json_body(await tokenize(parsed, tokenizer, context_length, self._front.bodies, call.deadline))
+        tokenizer, context_length = await self._front.tokenizer(parsed.model, call)
+        text, adds_special_tokens = parsed.prompt, parsed.add_special_tokens is not False
+        if text is None:
+            chat = Chat(parsed.conversation, parsed.template_options, parsed.tool_definitions)
+            text = await self._front.chat_text(tokenizer, chat, call)
+            adds_special_tokens = parsed.add_special_tokens is True
+        check_text(text)  # One longer than the context is tokenised too, so that its length is known.
+        ids = await tokenizer.ids(text, adds_special_tokens)
+        strings = await tokenizer.strings(ids) if parsed.return_token_strs else None
+        return json_body({"count": len(ids), "max_model_len": context_length, "tokens": ids, "token_strs": strings})
 
     @rest_method(openai_error)
     async def Detokenize(self, request: bytes, call: CallContext) -> HttpBody:
         parsed = await self._front.parsed(DetokenizeRequest, request, call)
-        tokenizer, _ = await self._tokenizer_for(parsed.model, call)
-        return json_body(detokenize(parsed, tokenizer))
+        tokenizer, _ = await self._front.tokenizer(parsed.model, call)
+        return json_body({"prompt": tokenizer.backend.decode(parsed.tokens[0], skip_special_tokens=False)})
 
     @rest_method(openai_error)
     async def TokenizerInfo(self, request: Argument, call: CallContext) -> HttpBody:
-        tokenizer, context_length = await self._tokenizer_for(request.named("model"), call)
+        tokenizer, context_length = await self._front.tokenizer(request.named("model"), call)
         return json_body(tokenizer.description | {"model_max_length": context_length})
-
-    async def _tokenizer_for(self, name: str, call: CallContext) -> tuple[TextTokenizer, int | None]:
-        """The tokenizer of a model, of the only one that generates where none is named, and the model's context."""
-        name = self._front.resolve(name, call.client, "generation")
-        return tokenizer_of((await self._front.router.wait_for(name, "", call)).model)
 
     async def _answer(self, parsed: GenerationRequest, shape: Format, body: bytes, call: CallContext) -> Bodies:
         """The answer to a request for text.

@@ -5,9 +5,10 @@ Apart from what serves them: the processes that parse large bodies import this, 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, Field, field_validator
+from pydantic import AliasChoices, BeforeValidator, Field, field_validator
 
 from headrace.errors import InvalidRequestError
 from headrace_transformer.frontends.openai.chat_prompts import ChatPromptRequest
@@ -28,6 +29,9 @@ def _texts(value: Any) -> Any:
     return texts
 
 
+Texts = Annotated[list[str], BeforeValidator(_texts)]
+
+
 class RowsRequest(OpenAIRequest):
     """A request for vectors of texts; see `RowReader` for the fields."""
 
@@ -46,12 +50,7 @@ class RowsRequest(OpenAIRequest):
 class InputsRequest(RowsRequest):
     """A request about each of its inputs."""
 
-    input: list[Prompt]
-
-    @field_validator("input", mode="before")
-    @classmethod
-    def _read_input(cls, value: Any) -> Any:
-        return read_prompts(value, MAX_INPUTS)
+    input: Annotated[list[Prompt], BeforeValidator(partial(read_prompts, limit=MAX_INPUTS))]
 
     def trim(self) -> None:
         super().trim()
@@ -75,14 +74,9 @@ class ClassifyRequest(InputsRequest):
 class ScoreRequest(RowsRequest):
     """A request for the scores of pairs of texts: of one text with each other one, or of those in equal places."""
 
-    text_1: list[str] = Field(validation_alias=AliasChoices("text_1", "queries", "data_1"))
-    text_2: list[str] = Field(validation_alias=AliasChoices("text_2", "documents", "data_2"))
+    text_1: Texts = Field(validation_alias=AliasChoices("text_1", "queries", "data_1"))
+    text_2: Texts = Field(validation_alias=AliasChoices("text_2", "documents", "data_2"))
     use_activation: bool = True
-
-    @field_validator("text_1", "text_2", mode="before")
-    @classmethod
-    def _read_texts(cls, value: Any) -> Any:
-        return _texts(value)
 
     def check(self) -> None:
         super().check()

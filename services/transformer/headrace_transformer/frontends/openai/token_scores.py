@@ -60,10 +60,8 @@ def _place(tokens: TokenBytes, own: int, value: float, top: Iterable[tuple[int, 
 
 def token_name(token_id: int, data: bytes, as_id: bool) -> str:
     """A token's text, or vLLM's way of naming it by its id."""
-    return f"token_id:{token_id}" if as_id else token_text(data)
-
-
-def token_text(data: bytes) -> str:
+    if as_id:
+        return f"token_id:{token_id}"
     try:
         return data.decode()
     except UnicodeDecodeError:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
+from headrace_transformer.frontends.openai.errors import fault_of
 from headrace_transformer.text.tools import ToolFunction, ToolUse
 
 MAX_TOOLS = 128  # OpenAI's limit.
@@ -136,12 +137,15 @@ def read_tool_choice(value: Any) -> ToolChoice:
     raise ValueError("must be none, auto, required, a function or allowed_tools")
 
 
+Tools = Annotated[tuple[ToolFunction, ...], BeforeValidator(read_tools)]
+Choice = Annotated[ToolChoice, BeforeValidator(read_tool_choice)]
+
+
 def _validated(cls: type[_ModelT], value: Any) -> _ModelT:
     try:
         return cls.model_validate(value)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise ValueError(": ".join(fault_of(error))) from None
 
 
 def _function(number: int, tool: Any) -> ToolFunction:

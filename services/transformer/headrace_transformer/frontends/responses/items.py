@@ -59,7 +59,9 @@ class OutputItem(ABC):
 
     def begin(self, write: Write) -> bytes:
         """The events before the first text."""
-        return write("response.output_item.added", {"output_index": self._index, "item": self._begun()})
+        return write(
+            "response.output_item.added", {"output_index": self._index, "item": self._item("in_progress", None)}
+        )
 
     def delta(self, text: str, number: int) -> bytes:
         """The event of new text, with its sequence number."""
@@ -79,12 +81,8 @@ class OutputItem(ABC):
         return {"item_id": self._id, "output_index": self._index}
 
     @abstractmethod
-    def _begun(self) -> dict[str, Any]:
-        """The item before its first text."""
-
-    @abstractmethod
-    def _item(self, status: str, text: str) -> dict[str, Any]:
-        """The item with a text."""
+    def _item(self, status: str, text: str | None) -> dict[str, Any]:
+        """The item with a text, None before its first one."""
 
     @abstractmethod
     def _done(self, text: str) -> dict[str, Any]:
@@ -92,7 +90,9 @@ class OutputItem(ABC):
 
 
 class _ContentItem(OutputItem):
-    """An item whose text is one part of its content."""
+    """An item whose text is one part of its content; `FIELDS` are beside it."""
+
+    FIELDS: ClassVar[Mapping[str, Any]]
 
     def begin(self, write: Write) -> bytes:
         return super().begin(write) + write("response.content_part.added", self._content_place(""))
@@ -106,17 +106,12 @@ class _ContentItem(OutputItem):
     def _content_place(self, text: str) -> dict[str, Any]:
         return _ContentItem._place(self) | {"part": self._part(text)}
 
-    def _begun(self) -> dict[str, Any]:
-        return self._with("in_progress", [])
-
-    def _item(self, status: str, text: str) -> dict[str, Any]:
-        return self._with(status, [self._part(text)])
+    def _item(self, status: str, text: str | None) -> dict[str, Any]:
+        content = [] if text is None else [self._part(text)]
+        return {"id": self._id, "status": status, **self.FIELDS, "content": content}
 
     def _done(self, text: str) -> dict[str, Any]:
         return {"text": text}
-
-    @abstractmethod
-    def _with(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]: ...
 
     @abstractmethod
     def _part(self, text: str) -> dict[str, Any]: ...
@@ -127,6 +122,7 @@ class MessageItem(_ContentItem):
 
     PREFIX = "msg"
     EVENT = "response.output_text"
+    FIELDS: ClassVar = {"type": "message", "role": "assistant"}
 
     def __init__(self, response_id: str, index: int) -> None:
         super().__init__(response_id, index)
@@ -150,9 +146,6 @@ class MessageItem(_ContentItem):
     def _done(self, text: str) -> dict[str, Any]:
         return {"text": text, "logprobs": self._scores}
 
-    def _with(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self._id, "type": "message", "status": status, "role": "assistant", "content": content}
-
     def _part(self, text: str) -> dict[str, Any]:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._scores if text else []}
 
@@ -162,17 +155,15 @@ class ReasoningItem(_ContentItem):
 
     PREFIX = "rs"
     EVENT = "response.reasoning_text"
+    FIELDS: ClassVar = {"type": "reasoning", "summary": []}
 
     def __init__(self, response_id: str, index: int, has_encrypted: bool = False) -> None:
         super().__init__(response_id, index)
         self._has_encrypted = has_encrypted
 
-    def _item(self, status: str, text: str) -> dict[str, Any]:
-        encrypted = {"encrypted_content": _encrypted(text)} if self._has_encrypted else {}
+    def _item(self, status: str, text: str | None) -> dict[str, Any]:
+        encrypted = {"encrypted_content": _encrypted(text)} if self._has_encrypted and text is not None else {}
         return super()._item(status, text) | encrypted
-
-    def _with(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self._id, "type": "reasoning", "status": status, "summary": [], "content": content}
 
     def _part(self, text: str) -> dict[str, Any]:
         return {"type": "reasoning_text", "text": text}
@@ -189,11 +180,8 @@ class CallItem(OutputItem):
         self._call = {"call_id": start.id, **origin.place}
         self._name = origin.name
 
-    def _begun(self) -> dict[str, Any]:
-        return self._item("in_progress", "")
-
-    def _item(self, status: str, text: str) -> dict[str, Any]:
-        return {"id": self._id, "type": "function_call", "status": status, **self._call, "arguments": text}
+    def _item(self, status: str, text: str | None) -> dict[str, Any]:
+        return {"id": self._id, "type": "function_call", "status": status, **self._call, "arguments": text or ""}
 
     def _done(self, text: str) -> dict[str, Any]:
         return {"name": self._name, "arguments": text}
@@ -213,9 +201,9 @@ class CustomCallItem(CallItem):
         given = _input_of("".join(self._texts))
         return write(f"{self.EVENT}.delta", self._place() | {"delta": given}) + super().end(write, status)
 
-    def _item(self, status: str, text: str) -> dict[str, Any]:
+    def _item(self, status: str, text: str | None) -> dict[str, Any]:
         call = {"id": self._id, "type": "custom_tool_call", "status": status}
-        return call | self._call | {"input": _input_of(text)}
+        return call | self._call | {"input": _input_of(text or "")}
 
     def _done(self, text: str) -> dict[str, Any]:
         return {"input": _input_of(text)}

@@ -9,6 +9,7 @@ chat templates have it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
@@ -91,17 +92,13 @@ class Item(BaseModel):
         return self
 
 
+@dataclass
 class _Assistant:
     """A message of the assistant that further items may be a part of."""
 
-    def __init__(self, reasoning: str = "", content: str = "") -> None:
-        self.reasoning = reasoning
-        self.content = content
-        self.calls: list[ToolCall] = []
-
-    @property
-    def only_reasons(self) -> bool:
-        return not (self.content or self.calls)
+    reasoning: str = ""
+    content: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
 
     @property
     def message(self) -> TemplateMessage:
@@ -123,10 +120,10 @@ def messages_of(items: Iterable[Item]) -> list[TemplateMessage]:
             assistant.calls.append(item.call)
         elif item.type in ("function_call_output", "custom_tool_call_output"):
             messages.append(template_message("tool", item.output, tool_call_id=item.call_id))
-        elif item.role == "assistant" and assistant is not None and assistant.only_reasons and assistant.reasoning:
-            assistant.content = item.content
         elif item.role == "assistant":
-            messages.append(_Assistant(content=item.content))
+            if assistant is None or assistant.content or assistant.calls:  # It has no more than reasoning otherwise.
+                messages.append(assistant := _Assistant())
+            assistant.content = item.content
         else:
             # Chat templates know the older name of `developer`.
             messages.append(("system" if item.role == "developer" else str(item.role), item.content))

@@ -17,10 +17,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from headrace.deadline import Deadline
-from headrace.errors import InvalidRequestError, NotFoundError
+from headrace.errors import InvalidRequestError
 from headrace.rpc.server.call_context import CallContext
 from headrace_protos.headrace_pb2 import DeletePayloadsRequest, PayloadRecord, QueryPayloadsRequest
 from headrace_transformer.frontends.http import limit_of, newest_first, page_of
+from headrace_transformer.frontends.openai.errors import NoSuchObjectError
 from headrace_transformer.frontends.openai.tools import (
     TemplateMessage,
     call_of,
@@ -58,10 +59,6 @@ def new_response_id(call: CallContext, signer: Signer) -> str:
     return f"{_PREFIX}{(drawn + signature).hex()}{ending}"
 
 
-class ResponseNotFoundError(NotFoundError):
-    """No response has this id, or another client's."""
-
-
 class StoredResponses:
     """Reads `log`, a PayloadLogStub."""
 
@@ -72,7 +69,7 @@ class StoredResponses:
     async def find(self, wanted: str, call: CallContext, param: str = "") -> PayloadRecord:
         """The record of a response, once the log has it.
 
-        Raises ResponseNotFoundError if it has none, or for a response that a request's field `param` names
+        Raises NoSuchObjectError if it has none, or for a response that a request's field `param` names
         InvalidRequestError.
         """
         request_id = _request_id(wanted, call, self._signer)
@@ -83,7 +80,7 @@ class StoredResponses:
                 break
             await asyncio.sleep(pause_s)
         message = f"there is no response {wanted[:96]!r} on record"
-        raise InvalidRequestError(message, param=param) if param else ResponseNotFoundError(message)
+        raise InvalidRequestError(message, param=param) if param else NoSuchObjectError(message)
 
     async def delete(self, record: PayloadRecord, call: CallContext) -> None:
         """Deletes a record."""

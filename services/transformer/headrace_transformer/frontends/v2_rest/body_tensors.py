@@ -20,6 +20,7 @@ from headrace.oip.raw_contents import Contents
 from headrace.oip.tensors import BYTES, checked_shape, dtype_of
 from headrace.rpc.limits.byte_budget import MAX_MESSAGE_BYTES
 from headrace_protos import inference_pb2 as pb
+from headrace_transformer.frontends.openai.errors import fault_of
 from headrace_transformer.frontends.v2_rest.json_tensors import tensor_of
 
 HEADER_LENGTH = "inference-header-content-length"
@@ -72,8 +73,7 @@ def split_body(data: bytes, header_length: int | None) -> tuple[Body, memoryview
     try:
         return Body.model_validate(values), view[header_length:]
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise InvalidRequestError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise InvalidRequestError(": ".join(fault_of(error))) from None
 
 
 def add_inputs(request: pb.ModelInferRequest, tensors: Iterable[BodyTensor], binary: memoryview) -> list[Contents]:

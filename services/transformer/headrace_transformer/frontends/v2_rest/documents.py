@@ -10,8 +10,7 @@ tritonclient.http sends and reads.
 from __future__ import annotations
 
 import base64
-import binascii
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from typing import Any
 
 from google.protobuf.message import Message
@@ -82,18 +81,13 @@ def index_request(data: bytes) -> pb.RepositoryIndexRequest:
 
 def load_request(model: str, data: bytes) -> pb.RepositoryModelLoadRequest:
     request = pb.RepositoryModelLoadRequest(model_name=model)
-    for name, value in _parameters(data).items():
-        if name.startswith(_FILE):
-            request.parameters[name].bytes_param = _base64(name, value)
-        else:
-            _set(request.parameters[name], name, value)
+    _read_parameters(data, request.parameters)
     return request
 
 
 def unload_request(model: str, data: bytes) -> pb.RepositoryModelUnloadRequest:
     request = pb.RepositoryModelUnloadRequest(model_name=model)
-    for name, value in _parameters(data).items():
-        _set(request.parameters[name], name, value)
+    _read_parameters(data, request.parameters)
     return request
 
 
@@ -147,26 +141,23 @@ def _document(data: bytes) -> dict[str, Any]:
     return load_object(data)
 
 
-def _parameters(data: bytes) -> Mapping[str, Any]:
+def _read_parameters(data: bytes, parameters: MutableMapping[str, pb.ModelRepositoryParameter]) -> None:
+    """Reads the parameters in a body; those of files are contents in base64."""
     given = _document(data).get("parameters") or {}
     if not isinstance(given, dict):
         raise InvalidRequestError("parameters must be an object")
-    return given
-
-
-def _set(parameter: pb.ModelRepositoryParameter, name: str, value: Any) -> None:
-    if isinstance(value, bool):
-        parameter.bool_param = value
-    elif isinstance(value, int) and -(2**63) <= value < 2**63:
-        parameter.int64_param = value
-    elif isinstance(value, str):
-        parameter.string_param = value
-    else:
-        raise InvalidRequestError(f"parameter {name!r} must be true, false, a string or a whole number")
-
-
-def _base64(name: str, value: Any) -> bytes:
-    try:
-        return base64.b64decode(value, validate=True)
-    except (TypeError, ValueError, binascii.Error):
-        raise InvalidRequestError(f"parameter {name!r} must be a file's contents in base64") from None
+    for name, value in given.items():
+        parameter = parameters[name]
+        if name.startswith(_FILE):
+            try:
+                parameter.bytes_param = base64.b64decode(value, validate=True)
+            except (TypeError, ValueError):
+                raise InvalidRequestError(f"parameter {name!r} must be a file's contents in base64") from None
+        elif isinstance(value, bool):
+            parameter.bool_param = value
+        elif isinstance(value, int) and -(2**63) <= value < 2**63:
+            parameter.int64_param = value
+        elif isinstance(value, str):
+            parameter.string_param = value
+        else:
+            raise InvalidRequestError(f"parameter {name!r} must be true, false, a string or a whole number")

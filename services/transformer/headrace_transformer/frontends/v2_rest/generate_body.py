@@ -34,8 +34,11 @@ _SAMPLING = "sampling_parameters"
 _DATATYPES = (("BOOL", {bool}), ("INT64", {int}), ("FP64", {int, float}), (BYTES, {str}))
 
 
-def read_generate(model: str, version: str, metadata: pb.ModelMetadataResponse, data: bytes) -> pb.ModelInferRequest:
-    """The request that a body makes to a model, given its metadata; raises InvalidRequestError."""
+def read_generate(data: bytes, model: str, version: str, metadata: bytes) -> tuple[None, bytes]:
+    """For `BodyProcesses`: the serialized request that a body makes to a model, given its serialized metadata.
+
+    Raises InvalidRequestError.
+    """
     fields = {name: value for name, value in load_object(data).items() if value is not None}
     request = pb.ModelInferRequest(model_name=model, model_version=version)
     request.id = _text(fields.pop("id", ""), "id")
@@ -43,7 +46,7 @@ def read_generate(model: str, version: str, metadata: pb.ModelMetadataResponse, 
     if not isinstance(given, dict):
         raise InvalidRequestError(f"{_PARAMETERS} must be an object")
 
-    inputs = {declared.name: declared for declared in metadata.inputs}
+    inputs = {declared.name: declared for declared in pb.ModelMetadataResponse.FromString(metadata).inputs}
     tensors: dict[str, RawTensor] = {}
     parameters = {name: value for name, value in given.items() if value is not None}
     if inputs:
@@ -58,22 +61,12 @@ def read_generate(model: str, version: str, metadata: pb.ModelMetadataResponse, 
         request.inputs.add(name=name, datatype=tensor.datatype, shape=tensor.shape)
         request.raw_input_contents.append(tensor.data)
     write_parameters(request.parameters, parameters)
-    return request
+    return None, request.SerializeToString()
 
 
-def parse_generate(data: bytes, model: str, version: str, metadata: bytes) -> tuple[None, bytes]:
-    """`read_generate` for a process of bodies: the serialized request."""
-    described = pb.ModelMetadataResponse.FromString(metadata)
-    return None, read_generate(model, version, described, data).SerializeToString()
-
-
-def write_parsed_answer(data: bytes) -> tuple[None, bytes]:
-    """`write_answer` for a process of bodies, of a serialized response."""
-    return None, write_answer(parsed_answer(data))
-
-
-def write_answer(response: pb.ModelInferResponse) -> bytes:
-    """A response as JSON; raises InvalidRequestError where JSON cannot hold it, and HopBrokenError."""
+def write_answer(serialized: pb.ModelInferResponse | bytes) -> tuple[None, bytes]:
+    """For `BodyProcesses`: a response as JSON; raises InvalidRequestError where that cannot hold it, HopBrokenError."""
+    response = parsed_answer(serialized)
     answer: dict[str, Any] = {"id": response.id} if response.id else {}
     answer |= {"model_name": response.model_name, "model_version": response.model_version}
     answer |= plain_parameters(response.parameters)
@@ -81,7 +74,7 @@ def write_answer(response: pb.ModelInferResponse) -> bytes:
         text = json_of(name, tensor)
         is_single = all(size == 1 for size in tensor.shape)
         answer[name] = orjson.Fragment(text[1:-1] if is_single else text)
-    return orjson.dumps(answer)
+    return None, orjson.dumps(answer)
 
 
 def _without(fields: Mapping[str, Any], parameters: Mapping[str, Any]) -> Mapping[str, Any]:

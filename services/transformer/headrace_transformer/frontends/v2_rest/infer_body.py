@@ -1,7 +1,6 @@
 """Bodies of `infer`: a JSON object, with tensors inside it or as binary data behind it.
 
-With the header `inference-header-content-length` the JSON takes so many bytes, and the contents of the tensors with
-`binary_data_size` follow in order, as in memory; a BYTES element is a 4-byte length and its bytes. Length 0 is a raw
+With the header `inference-header-content-length` binary data follows the JSON (body_tensors.py). Length 0 is a raw
 binary request: the body is the contents of a model's one input. Answers have the same form: an output is binary if the
 request sets `binary_data` of that output, or `binary_data_output` for all outputs that it does not name; a raw binary
 request gets all outputs so.
@@ -19,12 +18,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
-from headrace.errors import HopBrokenError, InvalidRequestError, TooLargeError
+from headrace.errors import InvalidRequestError, TooLargeError
 from headrace.oip.parameters import plain_parameters, write_parameters
 from headrace.oip.raw_contents import Contents, joined
 from headrace.oip.tensors import BYTES, RawTensor, dtype_of, raw_outputs
@@ -39,24 +37,18 @@ from headrace_transformer.frontends.v2_rest.body_tensors import (
     split_body,
 )
 from headrace_transformer.frontends.v2_rest.json_tensors import fitted_shape, json_of
-from headrace_transformer.predictors.oip.answers import predictor_answers
+from headrace_transformer.predictors.oip.oip_call import predictor_answers
 
 CONTENT_ENCODING = "content-encoding"
 DEFLATE = "deflate"
 MAX_BYTES = 60 * 1024 * 1024  # The gateway's limit of a body.
 
 
-@dataclass(frozen=True)
-class InferCall:
-    """A serialized request, and the form of its outputs: binary or JSON by name in `named`, otherwise by `binary`."""
+class OutputForm(NamedTuple):
+    """The form of outputs: binary or JSON by name in `named`, otherwise by `binary`."""
 
-    data: bytes
     binary: bool
-    named: Mapping[str, bool] = field(default_factory=dict)
-
-    @property
-    def request(self) -> pb.ModelInferRequest:
-        return pb.ModelInferRequest.FromString(self.data)
+    named: Mapping[str, bool] = {}
 
     @property
     def wants_json(self) -> bool:
@@ -64,8 +56,8 @@ class InferCall:
         return not (all(self.named.values()) if self.named else self.binary)
 
 
-def read_body(model: str, version: str, data: bytes, header_length: int | None) -> InferCall:
-    """The call of a body that is JSON, or JSON and binary data; raises InvalidRequestError."""
+def read_body(data: bytes, model: str, version: str, header_length: int | None) -> tuple[OutputForm, bytes]:
+    """The serialized request in a body that is JSON, or JSON and binary data; raises InvalidRequestError."""
     body, binary_data = split_body(data, header_length)
     for tensor in (*body.inputs, *(body.outputs or ())):
         _check_extensions(tensor)
@@ -82,19 +74,13 @@ def read_body(model: str, version: str, data: bytes, header_length: int | None) 
         wanted = _truth(output.parameter(BINARY), BINARY)
         named[output.name] = binary if wanted is None else wanted
         request.outputs.add(name=output.name)
-    return InferCall(joined(request, contents), binary, named)
+    return OutputForm(binary, named), joined(request, contents)
 
 
-def parse_body(
-    data: bytes, model: str, version: str, header_length: int | None
-) -> tuple[tuple[bool, Mapping[str, bool]], bytes]:
-    """`read_body` for a process of bodies: the form of outputs, and the request."""
-    call = read_body(model, version, data, header_length)
-    return (call.binary, call.named), call.data
-
-
-def read_raw_body(model: str, version: str, metadata: pb.ModelMetadataResponse, data: bytes) -> InferCall:
-    """The call that a raw binary request asks for, given the model's metadata; raises InvalidRequestError."""
+def read_raw_body(
+    data: bytes, model: str, version: str, metadata: pb.ModelMetadataResponse
+) -> tuple[OutputForm, bytes]:
+    """As `read_body`, of a raw binary request, given the model's metadata."""
     if len(metadata.inputs) != 1:
         raise InvalidRequestError(
             f"a raw binary request needs a model of one input; {model!r} has {len(metadata.inputs)}"
@@ -109,19 +95,20 @@ def read_raw_body(model: str, version: str, metadata: pb.ModelMetadataResponse, 
             raise InvalidRequestError(f"{len(data)} bytes are not a whole number of elements of {entry.datatype}")
     request = pb.ModelInferRequest(model_name=model, model_version=version)
     request.inputs.add(name=entry.name, datatype=entry.datatype, shape=fitted_shape(entry.name, entry.shape, count))
-    return InferCall(joined(request, [contents]), binary=True)
+    return OutputForm(binary=True), joined(request, [contents])
 
 
-def write_body(call: InferCall, response: pb.ModelInferResponse) -> tuple[bytes, int | None]:
-    """The body of an answer, and how much of it is JSON where binary data follows.
+def write_body(answer: pb.ModelInferResponse | bytes, form: OutputForm) -> tuple[int | None, bytes]:
+    """How much of an answer's body is JSON, where binary data follows, and the body.
 
     Raises InvalidRequestError where an output that was asked for is missing or has no JSON form, TooLargeError, and
     HopBrokenError.
     """
+    response = parsed_answer(answer)
     outputs, binary, size = [], [], 0
-    for name, tensor in _wanted(call, response).items():
+    for name, tensor in _wanted(form, response).items():
         entry: dict[str, Any] = {"name": name, "datatype": tensor.datatype, "shape": tensor.shape}
-        if call.named.get(name, call.binary):
+        if form.named.get(name, form.binary):
             entry["parameters"] = {BINARY_SIZE: len(tensor.data)}
             binary.append(tensor.data)
             size += len(tensor.data)
@@ -138,27 +125,19 @@ def write_body(call: InferCall, response: pb.ModelInferResponse) -> tuple[bytes,
     text = orjson.dumps(head | {"outputs": outputs})
     body = b"".join([text, *binary])
     _check_size(len(body))
-    return body, len(text) if binary else None
+    return len(text) if binary else None, body
 
 
-def write_parsed_body(data: bytes, binary: bool, named: Mapping[str, bool]) -> tuple[int | None, bytes]:
-    """`write_body` for a process of bodies, of a serialized response: how much is JSON, and the body."""
-    body, header_length = write_body(InferCall(b"", binary, named), parsed_answer(data))
-    return header_length, body
-
-
-def parsed_answer(data: bytes) -> pb.ModelInferResponse:
-    """A serialized response; raises BrokenAnswerError."""
+def parsed_answer(answer: pb.ModelInferResponse | bytes) -> pb.ModelInferResponse:
+    """The message of an answer, which may be serialized; raises BrokenAnswerError."""
     with predictor_answers():
-        return pb.ModelInferResponse.FromString(data)
+        return pb.ModelInferResponse.FromString(answer) if isinstance(answer, bytes) else answer
 
 
 def answered_tensors(response: pb.ModelInferResponse) -> dict[str, RawTensor]:
-    """A response's outputs; raises HopBrokenError if they are invalid."""
-    try:
+    """A response's outputs; raises BrokenAnswerError."""
+    with predictor_answers():
         return raw_outputs(response)
-    except InvalidRequestError as error:
-        raise HopBrokenError(f"the model's answer: {error.message}", hop="predictor") from None
 
 
 def _check_extensions(tensor: NamedTensor) -> None:
@@ -168,13 +147,13 @@ def _check_extensions(tensor: NamedTensor) -> None:
         raise InvalidRequestError(f"output {tensor.name!r}: the classification extension is not supported")
 
 
-def _wanted(call: InferCall, response: pb.ModelInferResponse) -> dict[str, RawTensor]:
+def _wanted(form: OutputForm, response: pb.ModelInferResponse) -> dict[str, RawTensor]:
     """The requested outputs in that order, or all outputs."""
     tensors = answered_tensors(response)
-    missing = [name for name in call.named if name not in tensors]
+    missing = [name for name in form.named if name not in tensors]
     if missing:
         raise InvalidRequestError(f"unknown output {missing[0]!r}; the model gives {', '.join(tensors) or 'none'}")
-    return {name: tensors[name] for name in call.named} or tensors
+    return {name: tensors[name] for name in form.named} or tensors
 
 
 def _json(name: str, tensor: RawTensor) -> bytes:
@@ -195,11 +174,6 @@ def _truth(value: Any, name: str) -> bool | None:
     return value
 
 
-def inflate(data: bytes) -> tuple[None, bytes]:
-    """`inflated` for a process of bodies."""
-    return None, inflated(data)
-
-
 def is_small(data: bytes, max_bytes: int) -> bool:
     """Whether the body that was compressed has so many bytes at most, as far as that can be known."""
     if len(data) > max_bytes:
@@ -210,8 +184,8 @@ def is_small(data: bytes, max_bytes: int) -> bool:
         return True
 
 
-def inflated(data: bytes) -> bytes:
-    """The body that was compressed; raises InvalidRequestError, and TooLargeError."""
+def inflated(data: bytes) -> tuple[None, bytes]:
+    """For `BodyProcesses`: the body that was compressed; raises InvalidRequestError, and TooLargeError."""
     reader = zlib.decompressobj()
     try:
         body = reader.decompress(data, MAX_BYTES)
@@ -221,4 +195,4 @@ def inflated(data: bytes) -> bytes:
         raise TooLargeError(f"the body has more than {MAX_BYTES} bytes")
     if not reader.eof or reader.unused_data:
         raise InvalidRequestError(f"the body is not compressed by {DEFLATE}: it does not end where its data does")
-    return body
+    return None, body

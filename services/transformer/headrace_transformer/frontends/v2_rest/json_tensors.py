@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 import orjson
 
-from headrace.errors import HopBrokenError, InvalidRequestError
+from headrace.errors import InvalidRequestError
 from headrace.oip.json_text import SLICE, dump_array
 from headrace.oip.tensors import BF16, BYTES, Array, RawTensor, checked_shape, decode_raw, dtype_of
+from headrace_transformer.predictors.oip.oip_call import predictor_answers
 
 _LENGTH = struct.Struct("<I")
 _BINARY_ONLY = ("FP16", BF16)
@@ -89,7 +90,11 @@ def _raw(name: str, datatype: str, dtype: np.dtype[Any], flat: list[Any]) -> byt
         if not allowed.issuperset(map(type, part)):
             raise InvalidRequestError(f"tensor {name!r}: {datatype} takes {wanted}")
         try:
-            parts.append(_raw_bytes(part) if datatype == BYTES else _array(part, dtype).tobytes())
+            if datatype == BYTES:
+                texts = (text.encode() for text in part)
+                parts.append(b"".join(_LENGTH.pack(len(text)) + text for text in texts))
+            else:
+                parts.append(_array(part, dtype).tobytes())
         except OverflowError:
             raise InvalidRequestError(f"tensor {name!r}: a value does not fit {datatype}") from None
         except UnicodeEncodeError:
@@ -108,18 +113,12 @@ def _array(part: list[Any], dtype: np.dtype[Any]) -> Array:
     return array
 
 
-def _raw_bytes(part: list[str]) -> bytes:
-    return b"".join(_LENGTH.pack(len(item)) + item for item in (text.encode() for text in part))
-
-
 def json_of(name: str, tensor: RawTensor) -> bytes:
     """An output's data as a flat JSON array; HopBrokenError where the contents do not fit the tensor."""
     if tensor.datatype in _BINARY_ONLY:
         raise InvalidRequestError(f"output {name!r} is {tensor.datatype}, which has no JSON form; ask for binary_data")
-    try:
+    with predictor_answers():
         array = decode_raw(name, tensor)
-    except InvalidRequestError as error:
-        raise HopBrokenError(f"the model's answer: {error.message}", hop="predictor") from None
     if tensor.datatype != BYTES:
         return dump_array(array)
     try:

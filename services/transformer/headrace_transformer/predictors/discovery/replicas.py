@@ -12,8 +12,7 @@ was last heard counts as LOADING while it is away.
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -32,8 +31,6 @@ from headrace_transformer.predictors.oip.client import PROBE_TIMEOUT_S, Predicto
 
 if TYPE_CHECKING:
     from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceAsyncStub as Stub
-
-logger = logging.getLogger(__name__)
 
 _CLOSE_S = 5.0  # More than the timeout of a probe.
 
@@ -64,13 +61,13 @@ class Replicas:
         self._resolver = Resolver(addresses)
         self._predictor = predictor
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self._tasks: dict[object, asyncio.Task[None]] = {}  # Background tasks by purpose.
+        self._closing: set[asyncio.Task[None]] = set()  # Of channels to addresses that are gone.
         self._tables: dict[str, dict[str, ModelState]] = {}  # The last index of each replica.
 
     async def close(self) -> None:
-        for task in tuple(self._tasks.values()):
+        for task in self._closing:
             task.cancel()
-        await asyncio.gather(self._resolver.close(), *self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(self._resolver.close(), *self._closing, return_exceptions=True)
         for channel in self._channels.values():
             await channel.close()
 
@@ -139,17 +136,6 @@ class Replicas:
         answers = await self._probe(lambda stub: stub.ModelStatistics(request, timeout=PROBE_TIMEOUT_S))
         return summed(list(answers.values()))
 
-    def _run(self, key: object, work: Coroutine[Any, Any, None]) -> None:
-        """Runs something in the background; its errors are dropped."""
-
-        def ended(task: asyncio.Task[None]) -> None:
-            del self._tasks[key]
-            if not task.cancelled() and (error := task.exception()) is not None:
-                logger.debug("%s failed", task.get_name(), exc_info=error)
-
-        task = self._tasks[key] = asyncio.create_task(work, name=f"replicas-{key}")
-        task.add_done_callback(ended)
-
     async def _probe(self, ask: Callable[[Stub], Awaitable[T]]) -> dict[str, T]:
         """The answers of the replicas that serve, within the timeout of a probe."""
 
@@ -189,7 +175,9 @@ class Replicas:
         # From here on nothing is awaited: another call may be here at any time, with other addresses.
         for target in [target for target in self._channels if target not in targets]:
             gone = self._channels.pop(target)
-            self._run(gone, _close_later(gone))
+            closing = asyncio.create_task(_close_later(gone), name=f"close-{target}")
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
         for target in targets:
             if target not in self._channels:
                 self._channels[target] = open_channel(target, "predictor")

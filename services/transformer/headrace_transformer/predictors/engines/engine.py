@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import aiohttp
@@ -28,7 +29,7 @@ from headrace.errors import (
     RequestFailedError,
 )
 from headrace.models.engine_sources import KINDS, OTHER, EngineSource
-from headrace_transformer.predictors.resume.crashes import PredictorLostError
+from headrace_transformer.predictors.resume.progress import PredictorLostError
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ class Engine:
                 await self._prove()
                 self.ready, self._failures, self._trouble = True, 0, ""
                 logger.info("engine %s answers: %s, model %s", self.address, self.kind, self.served)
-            elif self.running and self._can_be_hung() and self._is_silent():
+            elif self.running and self.kind != OTHER and len(self.running) < self.places and self._is_silent():
                 await self._prove()
                 self.heard = time.monotonic()
         except HeadraceError as error:
@@ -110,9 +111,6 @@ class Engine:
     def _is_silent(self) -> bool:
         return time.monotonic() - self.heard > self._silence_limit_s
 
-    def _can_be_hung(self) -> bool:
-        return self.kind != OTHER and len(self.running) < self.places
-
     def _stands_still(self, running: Running) -> bool:
         """Whether an answer that has begun gets nothing; a connection may be lost without a notice."""
         return running.heard is not None and time.monotonic() - running.heard > _STALLS * self._silence_limit_s
@@ -127,14 +125,17 @@ class Engine:
 
     async def get(self, path: str) -> dict[str, Any]:
         """The JSON object at a path, within 2 s; raises HeadraceError."""
-        try:
+        with _as_lost():
             async with (
                 asyncio.timeout(_LOOK_S),
                 self._session.get(self._url(path), headers=self._headers()) as response,
             ):
-                return _object(response, await _read(response, _MAX_ERROR))
-        except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise _lost(error) from None
+                value = _json(data := await _read(response, _MAX_ERROR))
+        if response.status != 200 or not isinstance(value, dict):
+            raise NotReadyError(
+                f"{response.url.path}: status {response.status}, {error_message(data) or 'no JSON'}", hop=HOP
+            )
+        return value
 
     async def post(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] = {}) -> aiohttp.ClientResponse:
         """The answer to a request, of which the head has come; raises HeadraceError for any but 200.
@@ -217,12 +218,9 @@ class Engine:
     async def _prove(self) -> None:
         """Has the engine generate one token; raises HeadraceError. A refusal is an answer too: of an encoder."""
         body = {"model": self.served, "prompt": "a", "max_tokens": 1}
-        try:
-            async with asyncio.timeout(self._silence_limit_s):
-                async with await self._sent("/completions", body, {}) as response:
-                    data = await _read(response, _MAX_ERROR)
-        except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise _lost(error) from None
+        with _as_lost():
+            async with asyncio.timeout(self._silence_limit_s), await self._sent("/completions", body, {}) as response:
+                data = await _read(response, _MAX_ERROR)
         if response.status >= 500 or response.status in (401, 403):
             raise NotReadyError(error_message(data) or f"status {response.status}", hop=HOP)
         if response.status == 200 and not isinstance(_json(data), dict):
@@ -255,28 +253,26 @@ def _lost(error: BaseException) -> PredictorLostError:
     return PredictorLostError(f"the connection to the engine failed: {text}", hop=HOP)
 
 
+@contextmanager
+def _as_lost() -> Iterator[None]:
+    """Makes PredictorLostError of a connection that fails, or takes too long, in the block."""
+    try:
+        yield
+    except (TimeoutError, aiohttp.ClientError, OSError) as error:
+        raise _lost(error) from None
+
+
 async def _read(response: aiohttp.ClientResponse, most: int, cut: bool = False) -> bytes:
     """The body, or its beginning with `cut`; raises HopBrokenError for one longer than `most`, or not complete."""
     data = bytearray()
-    try:
+    with _as_lost():
         async for piece in response.content.iter_any():
             data += piece
             if len(data) > most and cut:
                 return bytes(data)
             if len(data) > most:
                 raise HopBrokenError(f"the engine's answer has more than {most} bytes", hop=HOP)
-    except (aiohttp.ClientError, OSError) as error:
-        raise _lost(error) from None
     return bytes(data)
-
-
-def _object(response: aiohttp.ClientResponse, data: bytes) -> dict[str, Any]:
-    value = _json(data)
-    if response.status != 200 or not isinstance(value, dict):
-        raise NotReadyError(
-            f"{response.url.path}: status {response.status}, {error_message(data) or 'no JSON'}", hop=HOP
-        )
-    return value
 
 
 def _json(data: bytes) -> Any:

@@ -18,7 +18,7 @@ from grpc import StatusCode
 from headrace.errors import HeadraceError, HopBrokenError
 from headrace.rpc.client.interceptors import ClientSpan
 from headrace_transformer.predictors.engines.engine import HOP, Engine, error_of_event
-from headrace_transformer.predictors.resume.crashes import PredictorLostError
+from headrace_transformer.predictors.resume.progress import PredictorLostError
 
 DONE = b"[DONE]"
 _BOM = b"\xef\xbb\xbf"  # It may begin a stream.
@@ -30,14 +30,12 @@ _END_S = 1.0  # For what may follow an answer's last token.
 class EventStream:
     """The events of one request to an engine; one task reads them, any other may `fail` it."""
 
-    def __init__(
-        self, engine: Engine, path: str, body: dict[str, Any], headers: dict[str, str], span: ClientSpan
-    ) -> None:
+    def __init__(self, engine: Engine, path: str, body: dict[str, Any], span: ClientSpan) -> None:
         self.engine = engine
         self._span = span
         self.ended = False
         self.heard: float | None = None
-        self._request = (path, body, headers)
+        self._request = path, body, {"traceparent": span.traceparent} if span.traceparent else {}
         self._response: aiohttp.ClientResponse | None = None
         self._scope: asyncio.Timeout | None = None
         self._error: HeadraceError | None = None
@@ -154,13 +152,13 @@ class EventStream:
 
 
 def parsed(data: bytes) -> dict[str, Any]:
-    """The object of an event; raises HeadraceError, also the one that it carries."""
+    """The object of an event, or of a whole answer; raises HeadraceError, also the one that it carries."""
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError:
         value = None
     if not isinstance(value, dict):
-        raise HopBrokenError("the engine sends an event that is no JSON object", hop=HOP)
+        raise HopBrokenError("the engine sends what is no JSON object", hop=HOP)
     if (error := error_of_event(value)) is not None:
         raise error
     return value

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
+from contextlib import ExitStack
 from math import inf
 
 from headrace.errors import OverloadedError
@@ -34,8 +35,8 @@ class FairPlaces:
         """How many wait; on any thread."""
         return sum(map(len, tuple(self._waiting.values())))
 
-    async def take(self, client: str, weight: float) -> Place:
-        """A place for a request, once there is one; raises OverloadedError where too many wait."""
+    async def take(self, client: str, weight: float) -> ExitStack:
+        """A place for a request, once there is one, until it is closed; raises OverloadedError where too many wait."""
         if self._running.total() >= (self.limit or inf) or self._waiting:
             if self.waiting >= _MAX_WAITING:
                 raise OverloadedError("too many requests wait for an engine", retry_after_ms=_RETRY_AFTER_MS)
@@ -55,7 +56,9 @@ class FairPlaces:
         else:
             self._weights[client] = weight or 1.0
             self._running[client] += 1
-        return Place(self, client)
+        place = ExitStack()
+        place.callback(self.give_back, client)
+        return place
 
     def serve(self) -> None:
         """Gives free places to those that wait."""
@@ -85,16 +88,3 @@ class FairPlaces:
             turns.remove(turn)
             if not turns:
                 del self._waiting[client]
-
-
-class Place:
-    """The place of one request, until it is closed."""
-
-    def __init__(self, places: FairPlaces, client: str) -> None:
-        self._places: FairPlaces | None = places
-        self._client = client
-
-    def close(self) -> None:
-        places, self._places = self._places, None
-        if places is not None:
-            places.give_back(self._client)

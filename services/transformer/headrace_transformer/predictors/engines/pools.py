@@ -1,7 +1,7 @@
 """The engines of each model by address: which are there, what they serve, and which gets the next request.
 
 A host's name stands for all of its addresses, looked up every second. The next request goes to the engine that has the
-prompt's beginning cached, or to the least loaded one, as among predictors (link/choosing.py).
+prompt's beginning cached, or to the least loaded one, as among predictors (link/links.py).
 
 Owned by the event loop.
 """
@@ -34,7 +34,7 @@ from headrace_transformer.predictors.engines.engine import HOP, TOKEN_ID_KINDS, 
 from headrace_transformer.predictors.engines.fair_places import FairPlaces
 from headrace_transformer.predictors.engines.token_call import TokenCall
 from headrace_transformer.predictors.engines.token_formats import LlamaFormat, OpenAIFormat, TokenFormat
-from headrace_transformer.predictors.link.choosing import Candidate, choose, prefix_key
+from headrace_transformer.predictors.link.links import choose, prefix_key
 from headrace_transformer.predictors.resume.retries import Backoff
 from headrace_transformer.text.token_bytes import TokenBytes
 
@@ -106,7 +106,7 @@ class EnginePool:
         ready = [engine for engine in ready if engine not in besides] or ready
         if not ready:
             raise self._none()
-        return ready[choose([Candidate(engine.address, len(engine.running)) for engine in ready], key)]
+        return self._engines[choose({engine.address: len(engine.running) for engine in ready}, key)]
 
     async def until_ready(
         self, backoff: Backoff, last_word: Callable[[HeadraceError], HeadraceError] | None = None
@@ -141,7 +141,7 @@ class EnginePool:
         new_format: Callable[[], TokenFormat] = OpenAIFormat
         if engine.kind == "llamacpp" and self.token_bytes is not None:
             new_format = partial(LlamaFormat, self.token_bytes)
-        return TokenCall(engine, new_format, prompt, output_ids, sampling, further_fields, span)
+        return TokenCall(engine, new_format, prompt, list(output_ids), sampling, further_fields, span)
 
     async def look(self, session: aiohttp.ClientSession) -> None:
         """Follows the addresses, and asks each engine."""

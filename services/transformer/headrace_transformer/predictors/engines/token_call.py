@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from headrace.errors import HeadraceError, HopBrokenError
 from headrace.rpc.client.interceptors import ClientSpan
@@ -25,42 +26,36 @@ from headrace_transformer.predictors.tokens import APPROXIMATE, EXACT, TokenChun
 _FORMS = ("grammar", "json_schema", "response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
+@dataclass(eq=False)
 class TokenCall:
     """See the module; one task reads it. `continuity` is how it continues the ids, "" for a new answer."""
 
-    is_accepted = runs_alone = False
-    fingerprint = ""
+    is_accepted: ClassVar = False
+    runs_alone: ClassVar = False
+    fingerprint: ClassVar = ""
 
-    def __init__(
-        self,
-        engine: Engine,
-        new_format: Callable[[], TokenFormat],
-        prompt_ids: Sequence[int],
-        output_ids: Sequence[int],
-        sampling: SamplingParameters,
-        further_fields: Mapping[str, Any],
-        span: ClientSpan,
-    ) -> None:
-        self.predictor = engine.name
-        self.continuity = "" if not output_ids else EXACT if is_exact(sampling) else APPROXIMATE
-        self._engine = engine
-        self._new_format = new_format
-        self._prompt_ids, self._output_ids = prompt_ids, list(output_ids)
-        self._sampling = sampling
-        self._further_fields = further_fields
-        self._span = span
-        self._error: HeadraceError | None = None
-        self._produced = 0
-        self._cached_tokens: int | None = None
-        self._repeated: deque[int] = deque()
-        self._has_form = bool(sampling.structured_outputs) or any(name in further_fields for name in _FORMS)
-        self._begin(repeats=bool(output_ids) and (self._has_form or not continues(sampling)))
+    engine: Engine
+    new_format: Callable[[], TokenFormat]
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+    sampling: SamplingParameters
+    further_fields: Mapping[str, Any]
+    span: ClientSpan
+    _error: HeadraceError | None = None
+    _produced: int = 0
+    _cached_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        self.predictor, sampling = self.engine.name, self.sampling
+        self.continuity = "" if not self.output_ids else EXACT if is_exact(sampling) else APPROXIMATE
+        self._has_form = bool(sampling.structured_outputs) or any(name in self.further_fields for name in _FORMS)
+        self._begin(repeats=bool(self.output_ids) and (self._has_form or not continues(sampling)))
 
     async def read(self) -> TokenChunk:
         """The next tokens, or none where all were there already; raises HeadraceError."""
         if self._error is not None:
             raise self._error
-        if self._output_ids and len(self._output_ids) >= (self._sampling.max_tokens or 0):
+        if self.output_ids and len(self.output_ids) >= (self.sampling.max_tokens or 0):
             return self._end(TokenChunk(finish_reason="length"))
         events = await self._events.read()
         if not events:
@@ -81,14 +76,12 @@ class TokenCall:
         self._events.close()
 
     def _begin(self, repeats: bool) -> None:
-        self._format = self._new_format()
-        produced = 0 if repeats else len(self._output_ids)
-        ids = self._prompt_ids if repeats else [*self._prompt_ids, *self._output_ids]
-        self._repeated = deque(self._output_ids if repeats else ())
-        body = {**self._further_fields, **self._format.body(self._engine.served, ids, self._sampling, produced)}
-        traced = {"traceparent": self._span.traceparent} if self._span.traceparent else {}
-        path = self._format.path
-        self._events = EventStream(self._engine, path, body, traced, self._span)
+        self._format = self.new_format()
+        produced = 0 if repeats else len(self.output_ids)
+        ids = self.prompt_ids if repeats else [*self.prompt_ids, *self.output_ids]
+        self._repeated = deque(self.output_ids if repeats else ())
+        body = {**self.further_fields, **self._format.body(self.engine.served, ids, self.sampling, produced)}
+        self._events = EventStream(self.engine, self._format.path, body, self.span)
 
     def _chunk(self, events: Sequence[bytes]) -> TokenChunk:
         """The tokens of events; an error behind them is raised when they have been read."""
@@ -141,9 +134,9 @@ class TokenCall:
 
     def _end(self, chunk: TokenChunk) -> TokenChunk:
         self._events.close()
-        completion = len(self._output_ids) + self._produced
+        completion = len(self.output_ids) + self._produced
         chunk.usage = Usage(
-            prompt_tokens=len(self._prompt_ids), cached_tokens=self._cached_tokens or 0, completion_tokens=completion
+            prompt_tokens=len(self.prompt_ids), cached_tokens=self._cached_tokens or 0, completion_tokens=completion
         )
         return chunk
 

@@ -1,5 +1,10 @@
 """How kinds of engines take token ids and give them: bodies of requests, and events as tokens. Pure.
 
+A format reads the events of one answer. `has_more`: events may follow the one that ends the answer. `body` is the
+request that continues after `ids`, of which `produced` are the answer's; it raises InvalidRequestError for parameters
+that the engine lacks. `take` adds to a chunk what an event has; it raises KeyError, TypeError, ValueError for what is
+no such event.
+
 Only what a request, or its model's generation config, states is sent: the rest is the engine's own default. Sources:
 vLLM's OpenAI-compatible server (`return_token_ids`, `return_tokens_as_token_ids`), llama.cpp's server (`/completion`).
 """
@@ -10,7 +15,7 @@ import json
 from collections.abc import Mapping, Sequence
 from itertools import combinations, pairwise
 from math import inf
-from typing import Any, Protocol
+from typing import Any
 
 from headrace.errors import HopBrokenError, InvalidRequestError
 from headrace.sampling import SamplingParameters
@@ -24,20 +29,6 @@ _SAME = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "ig
 _LARK = "%llguidance"
 _REASONS = {"stop": "stop", "length": "length", "eos": "stop", "word": "stop", "limit": "length"}
 _MAX_LOST = 8  # Tokens of one character: more than any has bytes.
-
-
-class TokenFormat(Protocol):
-    """Reads the events of one answer."""
-
-    path: str
-    has_more: bool  # Events may follow the one that ends the answer.
-
-    def body(self, served: str, ids: Sequence[int], sampling: SamplingParameters, produced: int) -> dict[str, Any]:
-        """The request that continues after `ids`, of which `produced` are the answer's; raises InvalidRequestError for
-        parameters that the engine lacks."""
-
-    def take(self, event: Mapping[str, Any], chunk: TokenChunk) -> None:
-        """Adds what an event has to a chunk; raises KeyError, TypeError, ValueError for what is no such event."""
 
 
 class OpenAIFormat:
@@ -173,6 +164,9 @@ class LlamaFormat:
             if None not in found:
                 return [one for one in found if one is not None]
         raise HopBrokenError("the engine leaves out tokens", hop=HOP)
+
+
+TokenFormat = OpenAIFormat | LlamaFormat
 
 
 def _given(sampling: SamplingParameters, *names: str | Sequence[str]) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """One connection to each predictor of ours, over which all generations of this process go: see steps.proto.
 
 A link is up from its first message on. When it breaks or is silent for too long, every call on it ends with
-PredictorLostError, which is treated as half a crash that the request may have caused (crashes.py). Exception: if it was
-silent, a call that was not accepted, and was submitted more than 1.5 s after the last message, ends with NotReadyError:
-a working predictor sends every second, so it had hung before the call. The link then connects again, for ever.
-links.py keeps the links; headrace/frames.py is the wire.
+PredictorLostError, which is treated as half a crash that the request may have caused (progress.py). Exception: if it
+was silent, a call that was not accepted, and was submitted more than 1.5 s after the last message, ends with
+NotReadyError: a working predictor sends every second, so it had hung before the call. The link then connects again, for
+ever. links.py keeps the links; headrace/frames.py is the wire.
 
 The gateway does not carry it: it would have nothing to balance or retry on a connection that stays with one predictor,
 each message would pass one more process, and an end of the gateway would cut every link.
@@ -24,7 +24,7 @@ from headrace.errors import NotReadyError
 from headrace.frames import FrameConnection
 from headrace_protos import steps_pb2 as pb
 from headrace_transformer.predictors.link.link_call import LinkCall
-from headrace_transformer.predictors.resume.crashes import PredictorLostError
+from headrace_transformer.predictors.resume.progress import PredictorLostError
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from headrace.rpc.client.interceptors import ClientSpan
 from headrace.sampling import SamplingParameters
 from headrace.step_messages import read_error
 from headrace_protos import steps_pb2 as pb
-from headrace_transformer.predictors.oip.answers import BrokenAnswerError
+from headrace_transformer.predictors.oip.oip_call import BrokenAnswerError
 from headrace_transformer.predictors.tokens import TokenChunk
 
 

@@ -1,24 +1,63 @@
-"""Keeps one link for each address of a predictor, and chooses among those of the lowest rank that serve.
+"""Keeps one link for each address of a predictor, and chooses the predictor of a generation.
 
-For the ranks see resolver.py. Owned by the event loop.
+Among those of the lowest rank that serve (resolver.py) it is the least loaded one, or the one that has the prompt's
+beginning cached. Prompts with the same beginning go to the same predictor (rendezvous hashing over the first blocks of
+the prompt), so that its prefix cache serves them, unless it has more than `_MOST_OF_SHARE` times its share of the
+generations in flight. Owned by the event loop; `choose` is pure.
+
+Source: Thaler and Ravishankar, "Using Name-Based Mappings to Increase Hit Rates" (rendezvous hashing); Mirrokni,
+Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads" (the bound).
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import math
+import random
 from collections.abc import Collection, Mapping, Sequence
 from itertools import count
+
+import numpy as np
 
 from headrace.errors import NotReadyError, OtherWeightsError
 from headrace.telemetry.picking import PickableLoad
 from headrace_protos.steps_pb2 import Submission
 from headrace_transformer.predictors.discovery.resolver import Resolver
-from headrace_transformer.predictors.link.choosing import Candidate, choose, prefix_key
 from headrace_transformer.predictors.link.link import PredictorLink
 from headrace_transformer.predictors.link.link_call import Link
 
 _RESOLVE_INTERVAL_S = 1.0
 _UNLISTED_S = 10.0  # After which an address that its name has no more is treated as one of a predictor that leaves.
+_MOST_OF_SHARE = 1.25
+_BLOCK_TOKENS = 32  # Of the predictor's prefix cache: less is never shared.
+_MOST_BLOCKS = 4
+
+
+def prefix_key(model: str, cache_salt: str, prompt_ids: Sequence[int], client: str = "") -> bytes | None:
+    """Identifies the beginning of a client's prompt; None if it is too short to be cached."""
+    count = min(len(prompt_ids) // _BLOCK_TOKENS, _MOST_BLOCKS) * _BLOCK_TOKENS
+    if not count:
+        return None
+    ids = np.array(prompt_ids[:count], dtype=np.int32).tobytes()
+    digest = hashlib.blake2b(ids, key=cache_salt.encode()[:64], person=b"prefix", digest_size=16).digest()
+    return b"\0".join((digest + model.encode(), client.encode())) if client else digest + model.encode()
+
+
+def choose(in_flight: Mapping[str, int], key: bytes | None) -> str:
+    """The address that gets the next generation, of those with so many in flight, of which there is at least one."""
+    if key is not None:
+        preferred = max(in_flight, key=lambda address: _weight(key, address))
+        share = (sum(in_flight.values()) + 1) / len(in_flight)
+        if in_flight[preferred] + 1 <= math.ceil(_MOST_OF_SHARE * share):
+            return preferred
+    least = min(in_flight.values())
+    # Several transformers that choose at the same time should not choose the same.
+    return random.choice([address for address, count in in_flight.items() if count == least])  # noqa: S311
+
+
+def _weight(key: bytes, address: str) -> bytes:
+    return hashlib.blake2b(key + address.encode(), digest_size=8).digest()
 
 
 class Links:
@@ -90,9 +129,8 @@ class Links:
         serving = [link for link in serving if link.rank == first]
         if len(serving) == 1:
             return serving[0]
-        candidates = [Candidate(link.address, link.in_flight(submission.model)) for link in serving]
         key = prefix_key(submission.model, cache_salt, submission.prompt_ids, submission.client)
-        return serving[choose(candidates, key)]
+        return self._links[choose({link.address: link.in_flight(submission.model) for link in serving}, key)]
 
     def can_resume(self, model: str, fingerprint: str) -> bool:
         """Whether a predictor that stays would resume a stream of these weights, any weights for ""."""

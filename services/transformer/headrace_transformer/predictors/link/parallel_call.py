@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
+from typing import ClassVar
 
 from headrace.errors import DrainingError, HeadraceError, HopBrokenError, NotFoundError, NotReadyError, OverloadedError
 from headrace_transformer.predictors.link.link_call import LinkCall
@@ -31,6 +32,7 @@ class _Runner:
     position: int  # Of its next token in the answer.
 
 
+@dataclass(eq=False)
 class ParallelCall:
     """As a LinkCall to its reader.
 
@@ -38,22 +40,18 @@ class ParallelCall:
     none of these calls, or returns None; it continues after the answer's tokens so far, `output_ids`, which grow.
     """
 
-    runs_alone = False
+    runs_alone: ClassVar = False
 
-    def __init__(
-        self,
-        first: LinkCall,
-        calls: int,
-        add: Callable[[Sequence[LinkCall]], LinkCall | None],
-        output_ids: Sequence[int],
-    ) -> None:
-        self._calls = calls
-        self._add = add
-        self._output_ids = output_ids
-        self._runners = [_Runner(first, len(output_ids))]
-        self._different = 0
-        self._earlier_engine_s = 0.0  # Of calls that have ended.
-        self._has_moved = False  # The next tokens are the first of another predictor.
+    first: InitVar[LinkCall]
+    calls: int
+    add: Callable[[Sequence[LinkCall]], LinkCall | None]
+    output_ids: Sequence[int]
+    _different: int = 0
+    _earlier_engine_s: float = 0.0  # Of calls that have ended.
+    _has_moved: bool = False  # The next tokens are the first of another predictor.
+
+    def __post_init__(self, first: LinkCall) -> None:
+        self._runners = [_Runner(first, len(self.output_ids))]
 
     @property
     def is_accepted(self) -> bool:
@@ -95,20 +93,20 @@ class ParallelCall:
         """Adds calls up to the number that is wanted, as far as there are predictors; ends those at predictors that are
         about to stop, once as many others as wanted have begun."""
         staying = [runner for runner in self._runners if not runner.call.is_leaving]
-        while len(staying) < self._calls and self._different <= _MAX_DIFFERENT:
-            call = self._add([runner.call for runner in self._runners])
+        while len(staying) < self.calls and self._different <= _MAX_DIFFERENT:
+            call = self.add([runner.call for runner in self._runners])
             if call is None:
                 break
-            staying.append(_Runner(call, len(self._output_ids)))
+            staying.append(_Runner(call, len(self.output_ids)))
             self._runners.append(staying[-1])
-        if len(staying) < len(self._runners) and sum(runner.call.has_begun for runner in staying) >= self._calls:
+        if len(staying) < len(self._runners) and sum(runner.call.has_begun for runner in staying) >= self.calls:
             for runner in tuple(self._runners):
                 if runner not in staying:
                     self._end(runner)
 
     def _end(self, runner: _Runner) -> None:
         runner.call.close()
-        self._has_moved |= self._calls == 1 and runner is self._runners[0]
+        self._has_moved |= self.calls == 1 and runner is self._runners[0]
         self._runners.remove(runner)
         self._earlier_engine_s += runner.call.engine_s
 
@@ -128,10 +126,10 @@ class ParallelCall:
 
     def _new(self, runner: _Runner, chunk: TokenChunk) -> TokenChunk | None:
         """What a chunk adds to the answer; raises DrainingError where its tokens are not the answer's."""
-        known = len(self._output_ids) - runner.position
-        common = self._output_ids[runner.position : runner.position + len(chunk.token_ids)]
+        known = len(self.output_ids) - runner.position
+        common = self.output_ids[runner.position : runner.position + len(chunk.token_ids)]
         runner.position += len(chunk.token_ids)
-        is_short = chunk.finish_reason is not None and runner.position < len(self._output_ids)
+        is_short = chunk.finish_reason is not None and runner.position < len(self.output_ids)
         if is_short or chunk.token_ids[: len(common)] != common:
             self._different += 1
             logger.info("a predictor computes other tokens than the answer's, before token %d", runner.position)
@@ -140,7 +138,7 @@ class ParallelCall:
             chunk = chunk.part(known)
         if not chunk.token_ids and chunk.finish_reason is None:
             return None
-        while self._calls == 1 and runner is not self._runners[0]:
+        while self.calls == 1 and runner is not self._runners[0]:
             self._end(self._runners[0])  # It is about to stop, and this one has begun.
         if self._has_moved:
             chunk.resumed, self._has_moved = True, False

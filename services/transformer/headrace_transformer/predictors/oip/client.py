@@ -7,18 +7,16 @@ flow control are HTTP/2's own. Predictors of ours generate over links.py.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager, suppress
 
 import grpc
-from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.deadline import Deadline
 from headrace.errors import (
     DeadlineError,
     HeadraceError,
-    HopBrokenError,
     NotFoundError,
     NotImplementedMethodError,
     NotReadyError,
@@ -30,10 +28,8 @@ from headrace.payload.call import RECORDED
 from headrace.rpc.client.channel import UnaryMethod, open_channel, open_plain_channel
 from headrace.rpc.client.interceptors import ClientSpan
 from headrace.rpc.server.server import READY
-from headrace.sampling import SamplingParameters
-from headrace_protos import inference_pb2, inference_pb2_grpc, steps_pb2
-from headrace_transformer.predictors.discovery.descriptions import Dialect
-from headrace_transformer.predictors.oip.oip_call import ERRORS_AS_STATUS, OipCall
+from headrace_protos import inference_pb2, inference_pb2_grpc
+from headrace_transformer.predictors.oip.oip_call import ERRORS_AS_STATUS, predictor_answers
 from headrace_transformer.predictors.resume.retries import Backoff
 
 PROBE_TIMEOUT_S = 2.0
@@ -56,6 +52,7 @@ class PredictorClient:
 
     `wait_s` is how long a request waits for unavailable predictors, `start_wait_s` the same before its first output.
     `inference` has the calls about models; of a method that a server lacks they raise NotImplementedMethodError.
+    `generate` is the method of generations (oip_call.py).
     """
 
     def __init__(self, target: str, wait_s: float = 120.0, start_wait_s: float = 30.0) -> None:
@@ -66,7 +63,7 @@ class PredictorClient:
         self._health = health_pb2_grpc.HealthStub(self._channel)
         # One request a call, sent with the half-close. As a stream of requests grpc.aio may still be writing when the
         # predictor refuses, and then loses the refusal's status (grpc/grpc#36066).
-        self._generate: grpc.aio.UnaryStreamMultiCallable[
+        self.generate: grpc.aio.UnaryStreamMultiCallable[
             inference_pb2.ModelInferRequest, inference_pb2.ModelStreamInferResponse
         ] = self._channel.unary_stream(
             f"{_SERVICE}/ModelStreamInfer",
@@ -91,28 +88,21 @@ class PredictorClient:
     async def ready(self) -> bool:
         """Whether a predictor reports that a generation would work now."""
         request = health_pb2.HealthCheckRequest(service=READY)
-        try:
-            response = await self._health.Check(request, timeout=PROBE_TIMEOUT_S)  # type: ignore[attr-defined]
-            return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
-        except (NotFoundError, NotImplementedMethodError):
-            return await self._server_ready()
-        except HeadraceError:
-            return False
-
-    async def _server_ready(self) -> bool:
-        try:
-            answer = await self.inference.ServerReady(inference_pb2.ServerReadyRequest(), timeout=PROBE_TIMEOUT_S)
-        except HeadraceError:
-            return False
-        return answer.ready
+        with suppress(HeadraceError):
+            try:
+                response = await self._health.Check(request, timeout=PROBE_TIMEOUT_S)  # type: ignore[attr-defined]
+                return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+            except (NotFoundError, NotImplementedMethodError):
+                asked = inference_pb2.ServerReadyRequest()
+                return (await self.inference.ServerReady(asked, timeout=PROBE_TIMEOUT_S)).ready
+        return False
 
     async def model_ready(self, name: str, version: str = "") -> bool:
         """Whether a predictor reports that a model can be called now."""
         request = inference_pb2.ModelReadyRequest(name=name, version=version)
-        try:
+        with suppress(HeadraceError):
             return (await self.inference.ModelReady(request, timeout=PROBE_TIMEOUT_S)).ready
-        except HeadraceError:
-            return False
+        return False
 
     async def infer(self, request: bytes, deadline: Deadline, wait_s: float | None = None) -> bytes:
         """The one answer to a serialized ModelInferRequest, a serialized ModelInferResponse.
@@ -151,42 +141,20 @@ class PredictorClient:
         try:
             async for message in call:
                 span.message()
-                for response in _answers_of(message):
+                with predictor_answers():
+                    responses = separate(message)
+                for response in responses:
                     _raise_error(response)
                     yield response
         finally:
             call.cancel()
 
-    def generate(
-        self,
-        submission: steps_pb2.Submission,
-        sampling: SamplingParameters,
-        dialect: Dialect,
-        deadline: Deadline,
-        span: ClientSpan,
-    ) -> OipCall:
-        """Begins the call; `span` receives its span."""
-        return OipCall(self._generate, submission, sampling, dialect, deadline, span)
-
-
-def _answers_of(message: bytes) -> Sequence[bytes]:
-    try:
-        return separate(message)
-    except DecodeError:
-        raise _broken() from None
-
 
 def _raise_error(response: bytes) -> None:
     """Raises the error that a response carries, of a predictor that does not end the call with it."""
-    try:
+    with predictor_answers():
         if all(field != _ERROR_MESSAGE for field, *_ in fields(response)):
             return
         message = inference_pb2.ModelStreamInferResponse.FromString(response).error_message
-    except DecodeError:
-        raise _broken() from None
     if message:
         raise RequestFailedError(message, hop="predictor")
-
-
-def _broken() -> HopBrokenError:
-    return HopBrokenError("the predictor's answer is not the message that it must be", hop="predictor")

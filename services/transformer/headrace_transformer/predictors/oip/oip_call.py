@@ -1,27 +1,65 @@
-"""A generation as one `ModelStreamInfer` call at a gRPC server that is not ours."""
+"""A generation as one `ModelStreamInfer` call at a gRPC server that is not ours, and what its answers hold.
+
+Errors in a predictor's answer are the predictor's fault, never the caller's.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import grpc
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from headrace.deadline import Deadline
-from headrace.errors import HeadraceError, HopBrokenError, RequestFailedError
+from headrace.errors import HeadraceError, HopBrokenError, InvalidRequestError, RequestFailedError
 from headrace.oip.model_description import INPUT_IDS, OUTPUT_IDS
 from headrace.oip.parameters import read_sampling, set_parameters
-from headrace.oip.tensors import Tensor, add_input, decode_outputs, dtype_of
+from headrace.oip.raw_contents import Contents
+from headrace.oip.tensors import Tensor, add_input, decode, decode_outputs, dtype_of
 from headrace.payload.call import RECORDED
 from headrace.rpc.client.interceptors import ClientSpan
 from headrace.sampling import RESTRICTIONS, SamplingParameters
 from headrace_protos import inference_pb2, steps_pb2
 from headrace_protos.headrace_pb2 import Usage
 from headrace_transformer.predictors.discovery.descriptions import Dialect
-from headrace_transformer.predictors.oip.answers import numbers_of, predictor_answers
 from headrace_transformer.predictors.tokens import TokenChunk
+
+
+class BrokenAnswerError(HopBrokenError):
+    """The predictor breaks the protocol: the same request would have the same answer, so it is not sent again."""
+
+
+@contextmanager
+def predictor_answers() -> Iterator[None]:
+    """Converts errors of the block, which parses an answer, to BrokenAnswerError."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        raise BrokenAnswerError(f"the predictor's answer: {error.message}", hop="predictor") from None
+    except (DecodeError, TypeError, ValueError, OverflowError):
+        raise BrokenAnswerError("the predictor's answer is not the message that it must be", hop="predictor") from None
+
+
+def outputs_of(response: inference_pb2.ModelInferResponse, contents: Sequence[Contents]) -> dict[str, Tensor]:
+    """The response's outputs by name, from its raw contents."""
+    with predictor_answers():
+        return decode(response.outputs, contents, "output")
+
+
+def numbers_of(outputs: Mapping[str, Tensor], name: str, kinds: str) -> list[Any]:
+    """The values of an output, flat; empty where there is none. `kinds` are the numpy kinds that it may have."""
+    if name not in outputs:
+        return []
+    array = outputs[name].array
+    if array.dtype.kind not in kinds:
+        raise BrokenAnswerError(f"the predictor's {name} is {outputs[name].datatype}", hop="predictor")
+    values: list[Any] = array.ravel().tolist()
+    return values
+
 
 # Triton's own switch: an error ends the call with its status, not with a text inside the stream.
 ERRORS_AS_STATUS = ("triton_grpc_error", "true")
@@ -48,7 +86,8 @@ class OipCall:
         span: ClientSpan,
     ) -> None:
         request = inference_pb2.ModelInferRequest(model_name=submission.model, id=submission.request_id)
-        add_input(request, _ids_tensor(INPUT_IDS, submission.prompt_ids, dialect))
+        ids = np.array(submission.prompt_ids, dtype=dtype_of(INPUT_IDS, dialect.datatype))
+        add_input(request, Tensor(INPUT_IDS, dialect.datatype, ids[None] if dialect.batched else ids))
         # Triton's servers read a priority too, with a meaning of their own; the form of answers is ours alone.
         unused = {name for name in RESTRICTIONS if not getattr(sampling, name)}
         left_out = {"priority", "structured_outputs"} | unused
@@ -94,11 +133,6 @@ class OipCall:
             async with asyncio.timeout(_END_TIMEOUT_S):
                 async for _ in self._messages:
                     pass
-
-
-def _ids_tensor(name: str, ids: Sequence[int], dialect: Dialect) -> Tensor:
-    array = np.array(ids, dtype=dtype_of(name, dialect.datatype))
-    return Tensor(name, dialect.datatype, array[None] if dialect.batched else array)
 
 
 def _chunk(response: inference_pb2.ModelInferResponse, outputs: Mapping[str, Tensor]) -> TokenChunk:

@@ -6,7 +6,7 @@ sampler depends only on the seed and the position, so the answer continues uncha
 follows:
 
 - a crash (the engine died) or the loss of the predictor (the link broke or fell silent): the next call resumes after
-  the ids so far; crashes.py decides how often, and when in isolation;
+  the ids so far; progress.py decides how often, and when in isolation;
 - a predictor that is about to stop: an answer that has begun goes on there until another predictor, which resumes it
   meanwhile, has begun too (parallel_call.py); where none does, it is handed back at the end of the drain;
 - a predictor that hands the stream back, or has hung since before the call: the next call resumes in the same way,
@@ -29,6 +29,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from headrace.deadline import PASSED, Deadline
@@ -46,18 +48,22 @@ from headrace.rpc.client.interceptors import ClientSpan, ClientSpans
 from headrace.sampling import SamplingParameters
 from headrace_protos.steps_pb2 import Submission
 from headrace_transformer.predictors.discovery.descriptions import Dialect
-from headrace_transformer.predictors.engines.fair_places import Place
 from headrace_transformer.predictors.engines.pools import EnginePool
 from headrace_transformer.predictors.engines.token_call import TokenCall
 from headrace_transformer.predictors.link.link import METHOD, PredictorLink
 from headrace_transformer.predictors.link.link_call import Link, LinkCall
 from headrace_transformer.predictors.link.links import Links
 from headrace_transformer.predictors.link.parallel_call import ParallelCall
-from headrace_transformer.predictors.oip.answers import BrokenAnswerError
 from headrace_transformer.predictors.oip.client import PredictorClient
-from headrace_transformer.predictors.oip.oip_call import OipCall
-from headrace_transformer.predictors.resume.crashes import CrashCount, NextCall, Quarantine, request_fingerprint
-from headrace_transformer.predictors.resume.progress import Progress, next_submission
+from headrace_transformer.predictors.oip.oip_call import BrokenAnswerError, OipCall
+from headrace_transformer.predictors.resume.progress import (
+    CrashCount,
+    NextCall,
+    Progress,
+    Quarantine,
+    next_submission,
+    request_fingerprint,
+)
 from headrace_transformer.predictors.resume.retries import Backoff
 from headrace_transformer.predictors.tokens import RESTARTED, TokenChunk
 
@@ -107,42 +113,39 @@ class ResumingGenerator:
 
         Raises RequestFailedError if the request is in quarantine.
         """
-        if self.quarantine and self.quarantine.refuses(_fingerprint(submission, sampling)):
+        if self.quarantine and self.quarantine.refuses(request_fingerprint(submission, sampling)):
             raise RequestFailedError(_REFUSED)
         backoff = self.predictor.backoff(deadline, start_wait_s)
-        crashes = CrashCount(self._resume_limit)
-        resumes = not isinstance(elsewhere, Dialect)
-        progress = Progress(submission.request_id, resumes, crashes, fingerprint, output_ids)
-        progress.isolates = elsewhere is None
+        progress = Progress(
+            request_id=submission.request_id,
+            resumes=not isinstance(elsewhere, Dialect),
+            crashes=CrashCount(self._resume_limit),
+            fingerprint=fingerprint,
+            output_ids=list(output_ids),
+            isolates=elsewhere is None,
+        )
         return TokenStream(self, submission, sampling, elsewhere, progress, backoff, first_token)
 
 
+@dataclass(eq=False)
 class TokenStream:
     """The tokens of one generation; one task reads it, and closes it."""
 
-    def __init__(
-        self,
-        generator: ResumingGenerator,
-        submission: Submission,
-        sampling: SamplingParameters,
-        elsewhere: Dialect | EngineModel | None,
-        progress: Progress,
-        backoff: Backoff,
-        first_token: Deadline,
-    ) -> None:
-        self._generator = generator
-        self._submission = submission
-        self._sampling = sampling
-        self._elsewhere = elsewhere
-        self._progress = progress
-        self._backoff = backoff
-        self._first_token = first_token
-        self._call: Call | None = None
-        self._is_resume = False  # The next tokens are the first after a resume.
-        self._is_isolated = False  # The call holds the lock of isolated ones.
-        self._place: Place | None = None  # At engines.
-        self._timer: asyncio.TimerHandle | None = None
-        if (left_s := backoff.deadline.left()) is not None:
+    generator: ResumingGenerator
+    submission: Submission
+    sampling: SamplingParameters
+    elsewhere: Dialect | EngineModel | None
+    progress: Progress
+    backoff: Backoff
+    first_token: Deadline
+    _call: Call | None = None
+    _is_resume: bool = False  # The next tokens are the first after a resume.
+    _is_isolated: bool = False  # The call holds the lock of isolated ones.
+    _place: ExitStack | None = None  # At engines.
+    _timer: asyncio.TimerHandle | None = None
+
+    def __post_init__(self) -> None:
+        if (left_s := self.backoff.deadline.left()) is not None:
             self._timer = asyncio.get_running_loop().call_later(left_s, self._deadline_passed)
 
     async def read(self) -> TokenChunk:
@@ -158,14 +161,14 @@ class TokenStream:
                 elif chunk.token_ids or chunk.finish_reason is not None:
                     self._take(chunk)
                     return chunk
-                if isinstance(call, LinkCall) and call.is_leaving and self._can_move():
+                if isinstance(call, LinkCall) and call.is_leaving:
                     self._move(call)
             except BrokenAnswerError:
                 raise
             except (HopBrokenError, NotReadyError, OverloadedError) as error:
                 await self._after(error)
             except NotFoundError as error:
-                if not self._progress.was_moved:
+                if not self.progress.was_moved:
                     raise
                 # A replica that has started again may lack what was loaded later; another one has it.
                 await self._after(NotReadyError(error.message, hop=error.hop))
@@ -183,54 +186,56 @@ class TokenStream:
 
         What it raises ends the request.
         """
-        progress, backoff = self._progress, self._backoff
+        progress, backoff = self.progress, self.backoff
         self._is_resume = bool(progress.output_ids)
-        if isinstance(self._elsewhere, EngineModel):
-            return await self._at_engine(self._elsewhere)
-        if (dialect := self._elsewhere) is not None:
-            span, predictor = progress.next_span(), self._generator.predictor
-            return predictor.generate(self._submission, self._sampling, dialect, backoff.deadline, span)
+        if isinstance(self.elsewhere, EngineModel):
+            return await self._at_engine(self.elsewhere)
+        if (dialect := self.elsewhere) is not None:
+            method, span = self.generator.predictor.generate, progress.next_span()
+            return OipCall(method, self.submission, self.sampling, dialect, backoff.deadline, span)
         is_isolated = progress.crashes.next_call is NextCall.ISOLATED
         link = await self._ready_link()
         if is_isolated:
-            await backoff.acquire(self._generator.isolation)
+            await backoff.acquire(self.generator.isolation)
             self._is_isolated = True
             link = await self._ready_link()
         call = self._submit(link, progress.next_span(), is_isolated)
-        if self._sampling.hedge > 1 and not is_isolated:
-            return self._in_parallel(call, self._sampling.hedge)
+        if self.sampling.hedge > 1 and not is_isolated:
+            return self._in_parallel(call, self.sampling.hedge)
         return call
 
     async def _at_engine(self, model: EngineModel) -> TokenCall:
         """Begins a request at an engine, once one answers."""
-        progress, pool = self._progress, model.pool
+        progress, pool = self.progress, model.pool
         if self._place is None:
-            async with self._backoff.deadline.scope():
-                self._place = await pool.places.take(self._submission.client, self._submission.weight)
-        await pool.until_ready(self._backoff, progress.last_word)
+            async with self.backoff.deadline.scope():
+                self._place = await pool.places.take(self.submission.client, self.submission.weight)
+        await pool.until_ready(self.backoff, progress.last_word)
         span = progress.next_span()
-        self._generator.spans.begin(ENGINE_METHOD, self._backoff.deadline.left(), span)
-        return pool.call(self._submission, progress.output_ids, self._sampling, model.further_fields, span)
+        self.generator.spans.begin(ENGINE_METHOD, self.backoff.deadline.left(), span)
+        return pool.call(self.submission, progress.output_ids, self.sampling, model.further_fields, span)
 
     def _move(self, call: LinkCall) -> None:
-        """Leaves a predictor that is about to stop; raises DrainingError where that is a new call."""
+        """Leaves a predictor that is about to stop, if there is another; raises DrainingError for a new call."""
+        if not self.generator.links.can_resume(self.submission.model, self.progress.fingerprint):
+            return
         error = DrainingError("the predictor is stopping, and another one resumes the answer", hop="predictor")
         if not call.has_begun or self._is_isolated:
             raise error
-        self._progress.moves(error)
+        self.progress.moves(error)
         self._call = self._in_parallel(call, 1)
 
     def _in_parallel(self, call: LinkCall, calls: int) -> ParallelCall:
-        return ParallelCall(call, calls, self._twin, self._progress.output_ids)
+        return ParallelCall(call, calls, self._twin, self.progress.output_ids)
 
     def _submit(self, link: PredictorLink, span: ClientSpan, is_isolated: bool) -> LinkCall:
         """Begins a call at a predictor, which continues after the tokens so far."""
-        timeout_s = self._backoff.deadline.left()
-        self._generator.spans.begin(METHOD, timeout_s, span)
-        submission = next_submission(self._submission, self._progress, span, is_isolated, timeout_s)
-        if not self._progress.output_ids and (left_s := self._first_token.left()) is not None:
+        timeout_s = self.backoff.deadline.left()
+        self.generator.spans.begin(METHOD, timeout_s, span)
+        submission = next_submission(self.submission, self.progress, span, is_isolated, timeout_s)
+        if not self.progress.output_ids and (left_s := self.first_token.left()) is not None:
             submission.first_token_timeout_s = left_s
-        call = LinkCall(submission, self._sampling, span)
+        call = LinkCall(submission, self.sampling, span)
         link.submit(call, submission)
         return call
 
@@ -241,45 +246,45 @@ class TokenStream:
         calls. So few of them catch up at a time: the steps of the streams beside them stay short.
         """
         links: list[Link | None] = [call.link for call in calls]
-        model = self._submission.model
+        model = self.submission.model
         loaded = (link.loads[model].fingerprint for link in links if link and model in link.loads)
-        fingerprint = self._progress.fingerprint or next(loaded, "")
+        fingerprint = self.progress.fingerprint or next(loaded, "")
         if not fingerprint:
             return None
-        catches_up = bool(self._progress.output_ids)
+        catches_up = bool(self.progress.output_ids)
         if catches_up:
-            links += [link for link in self._generator.links.all if not link.can_catch_up]
+            links += [link for link in self.generator.links.all if not link.can_catch_up]
         try:
             link = self._choose(fingerprint, links)
         except NotReadyError:
             return None
-        call = self._submit(link, self._progress.next_span() if catches_up else ClientSpan(), is_isolated=False)
+        call = self._submit(link, self.progress.next_span() if catches_up else ClientSpan(), is_isolated=False)
         if catches_up:
             link.catches_up(call)
         return call
 
     async def _ready_link(self) -> PredictorLink:
         """A link to a predictor that can take the next call, once there is one."""
-        progress = self._progress
+        progress = self.progress
         while True:
             try:
                 return self._choose(progress.fingerprint)
             except NotReadyError as error:
-                await self._backoff.wait_for(self._generator.links.changed, progress.last_word(error))
+                await self.backoff.wait_for(self.generator.links.changed, progress.last_word(error))
 
     def _choose(self, fingerprint: str, besides: Collection[Link | None] = ()) -> PredictorLink:
-        return self._generator.links.choose(self._submission, fingerprint, self._sampling.cache_salt, besides)
+        return self.generator.links.choose(self.submission, fingerprint, self.sampling.cache_salt, besides)
 
     def _follow(self, call: Call) -> None:
         """Records a change of a call's state."""
         if call.is_accepted:
-            self._progress.check_weights(call.fingerprint)
-            self._backoff.reset()
+            self.progress.check_weights(call.fingerprint)
+            self.backoff.reset()
         if call.runs_alone:
-            self._progress.crashes.isolated()
+            self.progress.crashes.isolated()
 
     def _take(self, chunk: TokenChunk) -> None:
-        progress = self._progress
+        progress = self.progress
         if self._call is not None:
             self._follow(self._call)
             chunk.resumed |= self._is_resume
@@ -289,30 +294,27 @@ class TokenStream:
                 chunk.predictor = self._call.predictor
         self._end_isolation()  # It has run in isolation without a crash.
         progress.take(chunk)
-        self._backoff.reset()
-        self._backoff.answer_began()
+        self.backoff.reset()
+        self.backoff.answer_began()
         chunk.fingerprint = progress.fingerprint
         self._is_resume = False
         if chunk.finish_reason is not None:
             self.close()
 
-    def _can_move(self) -> bool:
-        return self._generator.links.can_resume(self._submission.model, self._progress.fingerprint)
-
     async def _after(self, error: HeadraceError) -> None:
         """Waits until the next call is due; raises what ends the request."""
-        progress = self._progress
+        progress = self.progress
         if self._call is not None and self._call.runs_alone:  # Its end may come with the notice.
             progress.crashes.isolated()
         self._end_call()
         progress.ended(error)
         if progress.isolates and progress.crashes.next_call is NextCall.NONE:
-            self._generator.quarantine.add(_fingerprint(self._submission, self._sampling))
+            self.generator.quarantine.add(request_fingerprint(self.submission, self.sampling))
             logger.error(
-                "request %s has crashed its predictor in isolation and is quarantined", self._submission.request_id
+                "request %s has crashed its predictor in isolation and is quarantined", self.submission.request_id
             )
             raise RequestFailedError(_REFUSED)
-        await self._backoff.pause(progress.last_word(error), error.retry_after_ms)
+        await self.backoff.pause(progress.last_word(error), error.retry_after_ms)
 
     def _end_call(self) -> None:
         call, self._call = self._call, None
@@ -323,13 +325,9 @@ class TokenStream:
     def _end_isolation(self) -> None:
         if self._is_isolated:
             self._is_isolated = False
-            self._generator.isolation.release()
+            self.generator.isolation.release()
 
     def _deadline_passed(self) -> None:
         """Ends the running call; between two calls the backoff notices it."""
         if isinstance(self._call, LinkCall | ParallelCall | TokenCall):
             self._call.fail(DeadlineError(PASSED))
-
-
-def _fingerprint(submission: Submission, sampling: SamplingParameters) -> bytes:
-    return request_fingerprint(submission.model, submission.prompt_ids, sampling)
