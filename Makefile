@@ -135,6 +135,23 @@ test-tools: $(DEV_DEPENDENCIES) $(TOOLS) $(AGENTS) ## perf_analyzer, genai-perf,
 	@$(VENV)/bin/python -m pytest -q tests/slow/test_agents.py
 	@exec tests/tools/run 127.0.0.1:$${GATEWAY_PORT:-$(call setting,GATEWAY_PORT)}
 
+# In DEVICE=cpu the same parts with small shapes. Without make: `python3 tests/gpu/run.py dist/wheels`.
+.PHONY: test-gpu
+test-gpu: $(DEV_DEPENDENCIES) ## judge this machine's GPU in five minutes: exactness, streams, speed (DEVICE=cpu, GPU="--parts machine")
+	@exec $(VENV)/bin/python tests/gpu/run.py $(GPU)
+
+WHEELS_PYTHON ?= 3.12
+# Of wheels that may be taken, those of a machine as old as Ubuntu 20.04: pip finds only what is named.
+GLIBCS = manylinux2014 $(shell seq -f manylinux_2_%g 5 31)
+.PHONY: wheels
+wheels: $(DEV_DEPENDENCIES) ## what a machine with torch, transformers and no network lacks, into dist/wheels (WHEELS_PYTHON=3.12)
+	@rm -rf build/lib dist/wheels && mkdir -p dist/wheels
+	@$(VENV)/bin/python -m pip wheel -qq --disable-pip-version-check --no-deps -w dist/wheels .
+	@$(VENV)/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --implementation cp \
+	  --python-version $(WHEELS_PYTHON) $(GLIBCS:%=--platform %_$(shell uname -m)) \
+	  -d dist/wheels $$($(VENV)/bin/python -m tests.gpu.wheels $(WHEELS_PYTHON))
+	@du -sh dist/wheels
+
 .PHONY: chaos
 chaos: $(DEV_DEPENDENCIES) ## random faults under mixed load, each answer compared with the right one (SEEDS=, SECONDS_EACH=, OUT=)
 	@exec $(VENV)/bin/python -m tests.chaos --seeds $(or $(SEEDS),1$(comma)2$(comma)3) --seconds $(or $(SECONDS_EACH),180) $(if $(OUT),--out '$(OUT)')

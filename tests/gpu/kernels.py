@@ -1,0 +1,47 @@
+"""The tests of the kernels, tests/model/test_gpu_*.py, by pytest, on the device that is there."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gpu.report import Report, part_options
+from tests.gpu.run import ROOT
+
+
+class _Outcomes:
+    """A plugin of pytest that keeps what each test came to."""
+
+    def __init__(self, report: Report) -> None:
+        self.passed = self.run = self.skipped = 0
+        self._report = report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.skipped:
+            self.skipped += 1
+        elif report.failed or report.when == "call":
+            self.run += 1
+            self.passed += report.passed
+            self._report.promise("tests of the kernels", self.passed, self.run)
+        if report.failed:
+            self._report.note(f"{report.nodeid} failed: {str(report.longreprtext).strip().splitlines()[-1][:160]}")
+
+
+def main() -> None:
+    options = part_options()
+    report = Report(options.report)
+    files = sorted((ROOT / "tests" / "model").glob("test_gpu_*.py"))
+    if not files:
+        report.note("there are no tests/model/test_gpu_*.py")
+        return
+    outcomes = _Outcomes(report)
+    # Another version of a library may warn of what this one does not.
+    arguments = ["-q", "-W", "default", "-p", "no:cacheprovider", "--continue-on-collection-errors", *map(str, files)]
+    code = pytest.main(arguments, plugins=[outcomes])
+    report.promise("tests of the kernels", outcomes.passed, outcomes.run)
+    report.figure("skipped tests", outcomes.skipped)
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        raise SystemExit(f"pytest ended with {code!r}")
+
+
+if __name__ == "__main__":
+    main()
