@@ -148,7 +148,7 @@ def _choose_runner(
         if format_:
             file = packed_file(model, format_, kept_at, settings.weights_cache_size)
             streamed = StreamedDecoder(model, format_, torch.get_num_threads(), file)
-        else:
+        elif operations is None:
             fuse_layers(model)
             pack_linears(model)
         runner = PagedRunner(
