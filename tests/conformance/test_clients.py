@@ -98,15 +98,6 @@ def _documents(text):
 SERVICE = "inference.GRPCInferenceService"
 
 
-async def test_buf_calls_methods_by_reflection(buf):
-    assert await buf("grpc.health.v1.Health/Check", {"service": "ready"}) == [{"status": "SERVING"}]
-    (config,) = await buf(f"{SERVICE}/ModelConfig", {"name": "chunks"})
-    assert config["config"]["modelTransactionPolicy"] == {"decoupled": True}
-    assert await buf(f"{SERVICE}/ModelInfer", {"modelName": "nobody"}) == ("not_found", "no model 'nobody'")
-    assert (await buf(f"{SERVICE}/SystemSharedMemoryStatus"))[0] == "unimplemented"
-    assert (await buf("headrace.v1.PayloadLog/Get", {"recordId": "nothing"}))[0] == "not_found"
-
-
 async def test_buf_speaks_grpc_web(buf):
     web = ("--protocol", "grpcweb", "--reflect-protocol", "grpc-v1")
     request = {"model": "storyteller", "prompt": PROMPT, **_camel(GREEDY)}
@@ -118,67 +109,3 @@ async def test_buf_speaks_grpc_web(buf):
 
 def _camel(fields):
     return {"temperature": fields["temperature"], "maxTokens": fields["max_tokens"], "ignoreEos": fields["ignore_eos"]}
-
-
-# ------------------------------------------------------------------ curl
-
-
-@pytest.fixture
-def curl(stack):
-    """Calls a path; returns the HTTP status and the body."""
-    if shutil.which("curl") is None:
-        pytest.skip("curl is not installed")
-
-    async def call(path, body=None, *options):
-        data = () if body is None else ("--data-binary", body if isinstance(body, str) else json.dumps(body))
-        written = await run("curl", "-sSN", "-w", "\\n%{http_code}", *data, *options, f"http://{stack.gateway}{path}")
-        text, _, status = written.rpartition("\n")
-        return int(status), text
-
-    return call
-
-
-async def test_curl_calls_every_path_of_v2(curl):
-    for path in ("/v2", "/v2/health/live", "/v2/health/ready", "/v2/models/chunks", "/v2/models/chunks/versions/1"):
-        assert (await curl(path))[0] == 200, path
-    for path in ("/ready", "/config", "/stats", "/versions/1/ready", "/versions/1/config", "/versions/1/stats"):
-        assert (await curl(f"/v2/models/storyteller{path}"))[0] == 200, path
-    assert (await curl("/v2/models/stats"))[0] == 200
-    for path in ("", "/ready", "/config", "/stats"):
-        assert await curl(f"/v2/models/nobody{path}") == (404, '{"error":"no model \'nobody\'"}'), path
-    tensor = {"name": "x", "datatype": "INT32", "shape": [2], "data": [1, 2]}
-    status, text = await curl("/v2/models/identity/infer", {"inputs": [tensor]})
-    assert (status, json.loads(text)["outputs"]) == (200, [tensor])
-    states = {model["name"]: model["state"] for model in json.loads((await curl("/v2/repository/index", ""))[1])}
-    assert states["spare"] == "UNAVAILABLE"
-    assert (await curl("/v2/repository/models/spare/load", ""))[0] == 200
-    assert (await curl("/v2/models/spare/ready"))[0] == 200
-    assert (await curl("/v2/repository/models/spare/unload", ""))[0] == 200
-    assert (await curl("/v2/models/spare/ready"))[0] == 404
-
-
-async def test_curl_reads_the_same_text_on_every_path(curl):
-    request = {"model": "storyteller", "prompt": PROMPT, **GREEDY}
-    status, text = await curl("/v1/completions", request)
-    assert status == 200
-    story = json.loads(text)["choices"][0]["text"]
-
-    def events(text):
-        return [
-            json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line not in ("", "data: [DONE]")
-        ]
-
-    _, text = await curl("/v1/completions", request | {"stream": True})
-    assert "".join(event["choices"][0]["text"] for event in events(text)) == story
-    assert text.endswith("data: [DONE]\n\n")
-    fields = {"text_input": PROMPT, **GREEDY}
-    _, text = await curl("/v2/models/storyteller/generate", fields)
-    assert json.loads(text)["text_output"] == story
-    _, text = await curl("/v2/models/storyteller/generate_stream", fields)
-    assert "".join(event["text_output"] for event in events(text)) == story
-    _, text = await curl("/headrace/v1/generate", request)
-    assert "".join(line.get("text", "") for line in map(json.loads, text.splitlines())) == story
-    status, text = await curl("/headrace/v1/payloads?model=storyteller&page_size=1")
-    assert status == 200
-    # The record of the last request may not be stored yet.
-    assert all(json.loads(line)["model"] == "storyteller" for line in text.splitlines())

@@ -14,20 +14,17 @@ import pytest
 import pytest_asyncio
 
 from headrace_runner.stack import Stack
-from tests.support.full import FULL
 from tests.support.stacks import StackPool
 from tests.system.calls import STREAMS, begun_streams
 
-_NAMES = "root alice grace later metered monthly narrow counted few changing"
+_NAMES = "root alice grace later monthly narrow counted few changing"
 KEYS = {name: "hr-" + secrets.token_urlsafe(32) for name in _NAMES.split()}
-METERED = 10_000 if FULL else 4000  # Tokens in a minute.
 COUNTED = (1000, 50_000)  # Requests and tokens in a minute.
 FEW = 2  # Requests in a minute.
 ENTRIES: list[dict[str, Any]] = [
     {"name": "root", "key": KEYS["root"], "role": "admin"},
     {"name": "alice", "key": KEYS["alice"], "models": ["storyteller"]},
     {"name": "grace", "key": KEYS["grace"], "models": ["acme/normalizer"]},
-    {"name": "metered", "key": KEYS["metered"], "tokens_per_minute": METERED},
     {"name": "monthly", "key": KEYS["monthly"], "tokens_per_month": 5},
     {"name": "narrow", "key": KEYS["narrow"], "streams": 1},
     {"name": "counted", "key": KEYS["counted"], "requests_per_minute": COUNTED[0], "tokens_per_minute": COUNTED[1]},

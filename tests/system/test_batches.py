@@ -15,7 +15,7 @@ from tests.waiting import until
 
 KEYS = {name: "hr-" + secrets.token_urlsafe(32) for name in ("alice", "bob", "root")}
 ENTRIES = [{"name": name, "key": key, "models": ["storyteller"]} for name, key in KEYS.items() if name != "root"]
-LINES = 24
+LINES = 12
 FORM = (
     b'--edge\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
     b'--edge\r\nContent-Disposition: form-data; name="file"; filename="lines"\r\n\r\n%s\r\n--edge--\r\n'

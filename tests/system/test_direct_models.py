@@ -77,13 +77,6 @@ async def test_a_message_that_does_not_begin_with_the_models_name_is_answered_to
             await raw(request().SerializeToString() + pb.ModelInferRequest(model_name="x").SerializeToString())
 
 
-@pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
-async def test_a_compressed_message_is_answered_too(stack, compression):
-    numbers = tuple(range(1000))
-    response = await infer(stack.gateway, request(numbers=numbers), compression=compression)
-    assert numbers_of(response) == [list(numbers)]
-
-
 async def test_the_gateways_mark_is_not_accepted_from_a_caller(stack):
     mark = (("x-headrace-direct", "true"),)
     async with channel(stack.gateway, "predictor") as open_channel:
@@ -92,14 +85,6 @@ async def test_the_gateways_mark_is_not_accepted_from_a_caller(stack):
     await infer(stack.gateway, request(request_id="after-the-mark"))
     await records(stack.gateway, request_id="after-the-mark")
     assert [record for record in await query(stack.gateway, request_id="marked") if record.inputs] == []
-
-
-async def test_without_a_predictor_the_call_waits_for_one(new_stack):
-    stack = await new_stack(models="storyteller=models/storyteller,identity=models/identity")
-    await until_direct(stack.gateway, "identity")
-    await stack.kill("predictor-0")
-    assert numbers_of(await infer(stack.gateway, request(request_id="waited"))) == [[1, 2, 3]]
-    assert "OK" in {record.status for record in await records(stack.gateway, request_id="waited")}
 
 
 async def test_an_unloaded_model_is_not_found_until_it_is_loaded_again(stack):
@@ -111,3 +96,9 @@ async def test_an_unloaded_model_is_not_found_until_it_is_loaded_again(stack):
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
         await stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name="quiet"), timeout=60)
         assert numbers_of(await stub.ModelInfer(request("quiet"), timeout=60)) == [[1, 2, 3]]
+
+
+async def test_without_a_predictor_the_call_waits_for_one(stack):
+    await stack.kill("predictor-0")
+    assert numbers_of(await infer(stack.gateway, request(request_id="waited"))) == [[1, 2, 3]]
+    assert "OK" in {record.status for record in await records(stack.gateway, request_id="waited")}

@@ -1,128 +1,16 @@
-"""SIGTERM at a predictor: its health changes, its streams move or end there, and no caller gets an error."""
+"""SIGTERM at the transformer: a stream that outlasts the drain ends with an error, which its record has."""
 
 import asyncio
 import json
 import signal
-import socket
 
 import grpc
-import numpy as np
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from headrace.endpoints import host_and_port, steps_port
-from headrace.errors import DRAINING
-from headrace.oip.tensors import Tensor, decode_outputs
 from headrace_protos import headrace_pb2, headrace_pb2_grpc
-from headrace_protos.inference_pb2 import ModelReadyRequest, ServerReadyRequest
-from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from tests.support.steps_caller import StepsCaller
-from tests.system.calls import channel, each, http_request, ids_request
+from tests.system.calls import channel, http_request
 from tests.system.gated_stack import gated_stack
-from tests.system.predictor_process import predictor_process
 from tests.waiting import until
-
-MODELS = "storyteller=models/storyteller"
-AS_STATUS = ("triton_grpc_error", "true")
-TOKENS = 8
-SAMPLING = {"max_tokens": TOKENS, "seed": 1, "ignore_eos": True}
-GATED = "tests.system.gated_predictor"
-
-
-class Stream:
-    """A generation by the Open Inference Protocol at the predictor's own port, read as it comes."""
-
-    def __init__(self, stub):
-        request = ids_request("storyteller", Tensor("input_ids", "INT64", np.array([1])), max_tokens=TOKENS, seed=1)
-        request.parameters["ignore_eos"].bool_param = True
-        self.ids = []
-        self._call = stub.ModelStreamInfer(each(request), metadata=(AS_STATUS,), timeout=60)
-        self._task = asyncio.create_task(self._read())
-
-    async def _read(self):
-        async for message in self._call:
-            self.ids += decode_outputs(message.infer_response)["output_ids"].array.tolist()
-
-    async def error(self):
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await self._task
-        return raised.value
-
-    async def end(self):
-        await self._task
-        return self.ids
-
-
-@pytest.fixture
-def gate(tmp_path):
-    path = tmp_path / "gate"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as opener:
-        yield str(path), lambda tokens=1: opener.sendto(b"." * tokens, str(path))
-
-
-@pytest.mark.parametrize("drain", ["hand-back", "finish"])
-async def test_a_stream_may_move_or_ends_and_health_changes_first(tmp_path, gate, drain):
-    path, make_tokens = gate
-    environment = {"GATE_SOCKET": path, "MODELS": MODELS, "PREDICTOR_DRAIN": drain, "PREDICTOR_DRAIN_S": "30"}
-    async with predictor_process(tmp_path / "log", GATED, **environment) as predictor, channel(predictor.target) as own:
-        stub, health = GRPCInferenceServiceStub(own), health_pb2_grpc.HealthStub(own)
-
-        async def serving():
-            names = ("", "ready", "inference.GRPCInferenceService")
-            checks = [await health.Check(health_pb2.HealthCheckRequest(service=name)) for name in names]
-            answers = {answer.status == health_pb2.HealthCheckResponse.SERVING for answer in checks}
-            answers.add((await stub.ServerReady(ServerReadyRequest())).ready)
-            answers.add((await stub.ModelReady(ModelReadyRequest(name="storyteller"))).ready)
-            assert len(answers) == 1
-            return answers.pop()
-
-        assert await serving()
-        transformer = StepsCaller("storyteller")
-        await transformer.connect(steps_port(host_and_port(predictor.target)[1]))
-        transformer.submit(1, [1], SAMPLING)
-        make_tokens(3)
-        await until(lambda: len(transformer.tokens.get(1, ())) == 3)
-        stays = Stream(stub)
-        await until(lambda: transformer.load().running + transformer.load().waiting == 2)
-        watch = health.Watch(health_pb2.HealthCheckRequest(service="ready"))
-        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
-        predictor.process.send_signal(signal.SIGTERM)
-        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        watch.cancel()
-        # It listens as long as a stream runs.
-        assert not await serving()
-        refused = await Stream(stub).error()
-        assert refused.code() is grpc.StatusCode.UNAVAILABLE
-        assert dict(refused.trailing_metadata())[DRAINING] == "true"
-        transformer.submit(2, [1], SAMPLING)
-        assert (await transformer.error_of(2)).class_name == "DrainingError"
-        if drain == "hand-back":
-            await until(lambda: transformer.leaving)
-        make_tokens(3 * TOKENS)
-        # A stream that cannot move stays.
-        assert (await transformer.end_of(1)).finish_reason == "length"
-        assert transformer.tokens[1] == await stays.end()
-        assert len(transformer.tokens[1]) == TOKENS
-        assert transformer.leaving == (drain == "hand-back")
-        await transformer.closed()
-        assert await predictor.end() == 0
-
-
-async def test_a_stream_that_outlasts_the_drain_is_handed_back(tmp_path, gate):
-    path, make_tokens = gate
-    environment = {"GATE_SOCKET": path, "MODELS": MODELS, "PREDICTOR_DRAIN_S": "1"}
-    async with predictor_process(tmp_path / "log", GATED, **environment) as predictor:
-        transformer = StepsCaller("storyteller")
-        await transformer.connect(steps_port(host_and_port(predictor.target)[1]))
-        transformer.submit(1, [1], SAMPLING)
-        make_tokens(3)
-        await until(lambda: len(transformer.tokens.get(1, ())) == 3)
-        predictor.process.send_signal(signal.SIGTERM)
-        assert (await transformer.error_of(1)).class_name == "DrainingError"
-        assert len(transformer.tokens[1]) == 3
-        await transformer.closed()
-        # The engine waits in a step for the sequence that was handed back.
-        assert await predictor.end() == 0
 
 
 async def test_a_stream_that_outlasts_the_drain_of_the_transformer_is_recorded_as_its_caller_read_it(tmp_path):

@@ -1,7 +1,8 @@
 """Text streams from the bundled models through Envoy, equal on every way in."""
 
+import json
+
 import numpy as np
-import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.oip.tensors import Tensor, decode_outputs
@@ -57,6 +58,10 @@ async def test_every_way_in_gives_the_same_text(stack):
         answer = await rest(stack.gateway, "POST", path, body)
         assert answer.json["choices"][0]["text"] == whole
         assert answer.json["usage"]["completion_tokens"] == 24
+    answer = await rest(stack.gateway, "POST", "/headrace/v1/generate", body)
+    assert "".join(json.loads(line).get("text", "") for line in answer.body.splitlines()) == whole
+    answer = await rest(stack.gateway, "POST", "/v2/models/storyteller/generate", {"text_input": PROMPT, **settings})
+    assert answer.json["text_output"] == whole
 
 
 async def test_tokens_are_biased_allowed_and_banned_on_every_protocol(stack):
@@ -109,20 +114,6 @@ async def test_top_logprobs_name_the_likeliest_tokens(stack):
     assert outputs["top_logprob_ids"].array[:, 0].tolist() == outputs["output_ids"].array.tolist()
     assert outputs["top_logprobs"].array.shape == (12, 3)
     assert np.array_equal(outputs["top_logprobs"].array[:, 0], outputs["logprobs"].array)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "answer"),
-    [
-        ("date: 3 Mar 2021", "2021-03-03"),
-        ("number to words: 42", "forty two"),
-        ("words to number: seven hundred twelve", "712"),
-    ],
-)
-async def test_the_normalizer_gives_the_right_answer(stack, prompt, answer):
-    assert text_of(await generate(stack.gateway, model="normalizer", prompt=prompt)).replace(
-        "-", " "
-    ) == answer.replace("-", " ")
 
 
 async def test_health_agrees_on_every_protocol(stack):

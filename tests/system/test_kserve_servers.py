@@ -84,13 +84,6 @@ async def kserves_transformers(identity):
         yield await asyncio.gather(*starts)
 
 
-async def test_kserves_transformer_class_calls_the_predictor_and_the_gateway_with_large_tensors(identity):
-    python = python_of(".venv-kserve")
-    command = [python, str(SCRIPTS / "transformer.py"), "identity", identity.addresses["predictor-0"], identity.gateway]
-    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=100)
-    assert done.stdout.splitlines()[-2:] == ["done", "done"], done.stderr
-
-
 async def test_kserves_transformers_serve_in_front_of_the_predictor_and_of_the_gateway(kserves_transformers):
     for http, by_grpc in kserves_transformers:
 

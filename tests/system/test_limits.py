@@ -1,21 +1,19 @@
-"""Keys before the whole stack: their models, the total of many callers with one key, and the limits in each answer."""
+"""Keys before the whole stack: their models, their limits, and what counts toward them."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 
 from headrace.oip.tensors import Tensor
 from headrace_protos import headrace_pb2
-from headrace_protos.headrace_pb2_grpc import PayloadLogStub, TextGenerationStub
+from headrace_protos.headrace_pb2_grpc import TextGenerationStub
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from headrace_runner.stack import Stack
 from tests.random_encoders import save_random_encoder, save_words_tokenizer
@@ -27,10 +25,8 @@ from tests.system.keyed_stack import (
     ENTRIES,
     FEW,
     KEYS,
-    METERED,
     MODEL,
     OK,
-    REST,
     bearer,
     key_file,
     keyed,
@@ -45,10 +41,6 @@ from tests.waiting import until
 __all__ = ["key_file", "keyed"]
 
 TEN_TOKENS = COMPLETION | {"max_tokens": 10, "ignore_eos": True}
-HUNDRED_TOKENS = COMPLETION | {"max_tokens": 100, "ignore_eos": True}
-CALLERS = 20
-CANCELLED_AFTER = 20  # Tokens, out of CANCELLED_OF.
-CANCELLED_OF = METERED // 25
 WORDS = ("limit", "remaining", "reset")
 
 
@@ -58,47 +50,7 @@ def remaining_of(headers: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     return {kind: tuple(headers[f"x-ratelimit-{word}-{kind}"] for word in WORDS) for kind in kinds}
 
 
-async def remaining_tokens(stack: Stack, who: str) -> int:
-    """The remaining tokens, from a call that uses none."""
-    answer = await rest(stack.gateway, "GET", "/v1/models", None, **bearer(who))
-    return int(answer.headers["x-ratelimit-remaining-tokens"])
-
-
-async def logged_tokens(stack: Stack, who: str) -> int:
-    """The tokens of prompts and completions in the payload log."""
-    answer = await rest(stack.gateway, "GET", "/headrace/v1/usage?group=client", None, **bearer(who))
-    return sum(int(group[kind]) for group in answer.json.get("groups", []) for kind in TOKEN_KINDS if kind in group)
-
-
 TOKEN_KINDS = ("prompt_tokens", "completion_tokens")
-
-
-async def complete(stack: Stack, who: str) -> int | None:
-    """The tokens of a completion, or None if the limit refuses it."""
-    answer = await rest(stack.gateway, "POST", "/v1/completions", HUNDRED_TOKENS, **bearer(who))
-    if answer.status == 200:
-        return int(answer.json["usage"]["total_tokens"])
-    assert (answer.status, answer.json["error"]["type"]) == (429, "rate_limit_error")
-    assert 1 <= int(answer.headers["retry-after"]) <= 61
-    assert f"of {METERED} a minute {who} has" in answer.json["error"]["message"]
-    return None
-
-
-async def cancel(open_channel: grpc.aio.Channel, who: str) -> int:
-    """The tokens that a stream had received when it was cancelled; 0 if the limit refuses it."""
-    request = headrace_pb2.GenerateRequest(
-        model=MODEL, prompt="Once", max_tokens=CANCELLED_OF, ignore_eos=True, pace=100
-    )
-    options: dict[str, Any] = {"metadata": tuple(bearer(who).items()), "timeout": TIMEOUT_S}
-    responses, received = TextGenerationStub(open_channel).Generate(request, **options), 0
-    with suppress(grpc.aio.AioRpcError):
-        async for response in responses:
-            received += len(response.token_ids)
-            if received >= CANCELLED_AFTER:
-                break
-    responses.cancel()
-    assert received or await responses.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    return received
 
 
 async def test_a_client_sees_only_the_models_that_its_key_allows(keyed: tuple[Stack, Path]) -> None:
@@ -119,47 +71,6 @@ async def test_a_client_sees_only_the_models_that_its_key_allows(keyed: tuple[St
     assert [model["name"] for model in index.json] == [MODEL]
     # The only model that it may use needs no name.
     assert (await rest(stack.gateway, "POST", "/v1/completions", {"prompt": "Once"}, **bearer("alice"))).status == 200
-
-
-async def test_many_callers_together_do_not_exceed_the_limit_of_their_key(keyed: tuple[Stack, Path]) -> None:
-    stack, _ = keyed
-    completed: list[int] = []
-    received: list[int] = []  # The tokens of cancelled streams.
-
-    async def caller(open_channel: grpc.aio.Channel) -> None:
-        while True:
-            received.append(await cancel(open_channel, "metered"))
-            tokens = await complete(stack, "metered")
-            if tokens is None:
-                return
-            completed.append(tokens)
-
-    began = time.monotonic()
-    async with channel(stack.gateway) as open_channel:
-        await asyncio.gather(*(caller(open_channel) for _ in range(CALLERS)))
-
-    # The gateway passes a cancel on, and the log follows, in a moment.
-    async def is_settled() -> bool:
-        charged = METERED - await remaining_tokens(stack, "metered")
-        return charged == await logged_tokens(stack, "metered")
-
-    await until(is_settled)
-    # The cancelled streams have given back the rest of their reservation.
-    while (tokens := await complete(stack, "metered")) is not None:
-        completed.append(tokens)
-    used = METERED - await remaining_tokens(stack, "metered")
-    took_s = time.monotonic() - began
-    assert took_s < 60, "what came first counts no more"
-    streams = [tokens for tokens in received if tokens]
-    print(
-        f"{CALLERS} callers, {METERED} tokens a minute: {used} charged in {took_s:.1f} s"
-        f" ({100 * (used - METERED) / METERED:+.1f} %), {sum(completed)} by {len(completed)} completions,"
-        f" {used - sum(completed)} by {len(streams)} cancelled streams, which brought {sum(streams)}"
-    )
-    assert METERED - CANCELLED_OF < used <= METERED
-    assert len(streams) >= CALLERS
-    assert sum(streams) <= used - sum(completed) < len(streams) * CANCELLED_OF
-    await until(is_settled)
 
 
 async def test_keys_and_limits_change_during_streams(keyed: tuple[Stack, Path]) -> None:
@@ -203,48 +114,6 @@ async def test_keys_and_limits_change_during_streams(keyed: tuple[Stack, Path]) 
         finally:
             write(path, ENTRIES)
             await until(lambda: limits_are(1000, 100_000))
-
-
-async def test_every_answer_has_the_remaining_limits(keyed: tuple[Stack, Path]) -> None:
-    stack, _ = keyed
-    tokens = [COUNTED[1]]
-    for name, (method, route, body) in REST.items():
-        answer = await rest(stack.gateway, method, route, body, **bearer("counted"))
-        seen = remaining_of(answer.headers)
-        if name in ("playground", "load", "log settings"):  # The gateway answers.
-            assert seen == {}
-        elif name == "payloads":  # The logger, which counts no tokens.
-            assert seen.keys() == {"requests"}
-        else:
-            assert [seen[kind][0] for kind in ("requests", "tokens")] == [str(limit) for limit in COUNTED], name
-            tokens.append(int(seen["tokens"][1]))
-    assert tokens == sorted(tokens, reverse=True)
-    assert tokens[-1] < COUNTED[1]
-    options: dict[str, Any] = {"metadata": tuple(bearer("counted").items()), "timeout": TIMEOUT_S}
-    async with channel(stack.gateway) as open_channel:
-        oip, text, log = (stub(open_channel) for stub in (GRPCInferenceServiceStub, TextGenerationStub, PayloadLogStub))
-        request = text_request(MODEL, "Once", max_tokens=2)
-        generation = headrace_pb2.GenerateRequest(model=MODEL, prompt="Once", max_tokens=2)
-
-        async def is_recorded() -> bool:
-            return bool(await last_of(log.Query(headrace_pb2.QueryPayloadsRequest(page_size=1), **options)))
-
-        # grpc.aio may report no metadata at all for an answer without messages.
-        await until(is_recorded)
-        streams = {
-            "stream": text.Generate(generation, **options),
-            "both ways": oip.ModelStreamInfer(each(request), **options),
-            "payloads": log.Query(headrace_pb2.QueryPayloadsRequest(page_size=1), **options),
-        }
-        unary = oip.ModelInfer(request, **options)
-        for call in (unary, *streams.values()):
-            assert remaining_of(dict(await call.initial_metadata()))["requests"][0] == str(COUNTED[0])
-        await unary
-        for call in streams.values():
-            await last_of(call)
-    # A client without limits gets no headers.
-    answer = await rest(stack.gateway, "POST", "/v1/completions", COMPLETION, **bearer("narrow"))
-    assert (answer.status, remaining_of(answer.headers)) == (200, {})
 
 
 async def test_openais_own_client_sees_the_remaining_limits_and_the_retry_delay(keyed: tuple[Stack, Path]) -> None:

@@ -54,23 +54,6 @@ async def test_query_and_get_agree_over_rest_and_grpc(stack):
     assert lines(await rest(stack.gateway, "GET", f"{PAYLOADS}?model=never-asked-for")) == []
 
 
-@pytest.mark.parametrize(
-    ("path", "status", "hop", "message"),
-    [
-        (f"{PAYLOADS}?modle=x", 400, "gateway", "modle"),
-        (f"{PAYLOADS}?page_size=many", 400, "gateway", "page_size"),
-        (f"{PAYLOADS}?page_size=5000", 400, "logger", "page_size 5000 is above 1000"),
-        (f"{PAYLOADS}:tail?since=2026-01-01T00:00:00Z", 400, "gateway", "since"),
-        (f"{PAYLOADS}/nothing", 404, "logger", "no record has the record_id 'nothing'"),
-    ],
-)
-async def test_refusals_of_the_log_have_a_message(stack, path, status, hop, message):
-    answer = await rest(stack.gateway, "GET", path)
-    assert (answer.status, answer.headers["x-failed-hop"]) == (status, hop)
-    assert list(answer.json) == ["error"]
-    assert message in answer.json["error"]
-
-
 async def test_tail_sends_each_matching_record_as_it_is_committed(stack):
     by_rest = await asyncio.to_thread(RestTail, stack.gateway, "request_id=tailed&text_contains=seen")
     assert by_rest.response.getheader("content-type") == "application/x-ndjson"

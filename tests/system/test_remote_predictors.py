@@ -1,17 +1,14 @@
 """Predictors on other hosts: a cut link is a dead predictor until it heals, a slow and lossy one is not.
 
 The stack has no predictor of its own. Each of the two runs in a network namespace, behind a link that the tests change.
-The stack knows both by one name, whose addresses the tests change too.
 """
 
 import asyncio
 import re
-import sys
 import time
 import urllib.request
 from collections import Counter
 from contextlib import AsyncExitStack
-from functools import partial
 from itertools import count
 
 import pytest
@@ -19,7 +16,6 @@ import pytest_asyncio
 
 from headrace_protos import headrace_pb2, headrace_pb2_grpc
 from tests.support.full import FULL
-from tests.support.name_server import NAME, asked_by_envoy, name_server
 from tests.support.network import Host, why_not
 from tests.system.calls import channel, generate, rest
 from tests.system.payload_log import records
@@ -48,16 +44,8 @@ def hosts():
         yield one, other
 
 
-@pytest.fixture(scope="module")
-def name_file(hosts, tmp_path_factory):
-    """The file with the addresses of the predictors' name."""
-    file = tmp_path_factory.mktemp("names") / "addresses"
-    file.write_text("\n".join(host.address for host in hosts))
-    return file
-
-
 @pytest_asyncio.fixture(scope="module")
-async def remote_stack(hosts, name_file, stacks, tmp_path_factory):
+async def remote_stack(hosts, stacks, tmp_path_factory):
     folder = tmp_path_factory.mktemp("predictors")
     async with AsyncExitStack() as running:
         for number, host in enumerate(hosts):
@@ -78,14 +66,11 @@ async def remote_stack(hosts, name_file, stacks, tmp_path_factory):
             "TRANSFORMER_SILENCE_LIMIT": str(SILENCE_LIMIT_S),
             "TRANSFORMER_PREDICTOR_START_WAIT": str(START_WAIT_S),
         }
-        names = await running.enter_async_context(name_server(name_file))
         settings = {
             "models": MODELS,
             "predictors": 0,
-            "predictor_endpoints": f"{NAME}:{PORT}",
-            "environment": {"transformer": {"NAME_FILE": str(name_file), **limits}},
-            "commands": {"transformer": (sys.executable, "-m", "tests.system.named_transformer")},
-            "change_gateway": partial(asked_by_envoy, port=names),
+            "predictor_endpoints": ",".join(f"{host.address}:{PORT}" for host in hosts),
+            "environment": {"transformer": limits},
         }
         started = await running.enter_async_context(stacks.use(**settings))
         started.used = settings

@@ -17,9 +17,8 @@ from headrace.oip.tensors import Tensor, add_input, bytes_tensor, decode_outputs
 from headrace_protos import inference_pb2 as pb
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.random_encoders import save_random_encoder
-from tests.system.calls import each, generate, rest, text_of, text_request
+from tests.system.calls import generate, rest, text_of, text_request
 from tests.system.own_clients import client_passes
-from tests.system.payload_log import records
 
 INVALID, INTERNAL = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL
 
@@ -121,11 +120,6 @@ async def stream(stack, *requests):
         return [response async for response in stub.ModelStreamInfer(all_requests(), timeout=60)]
 
 
-async def infer(stack, request, **arguments):
-    async with inference(stack) as stub:
-        return decode_outputs(await stub.ModelInfer(request, timeout=60, **arguments))
-
-
 async def test_tritons_client_streams_the_chunks_of_a_model_py_one_by_one(stack, tmp_path):
     await client_passes("paced_stream", stack.gateway, tmp_path / "socket")
 
@@ -155,39 +149,6 @@ async def test_text_and_tensors_mix_on_one_stream_and_answers_carry_their_ids(st
     assert decode_outputs(by_id["embedding"])["embedding"].array.shape == (1, 32)
 
 
-EVERY = {
-    "BOOL": "?", "INT8": "i1", "INT16": "<i2", "INT32": "<i4", "INT64": "<i8", "UINT8": "u1", "UINT16": "<u2",
-    "UINT32": "<u4", "UINT64": "<u8", "FP16": "<f2", "FP32": "<f4", "FP64": "<f8", "BF16": "<u2",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("authority", [None, "predictor"])
-async def test_identity_echoes_large_tensors_of_every_datatype(stack, authority):
-    generator = np.random.default_rng(0)
-    request = pb.ModelInferRequest(model_name="identity", id="all")
-    sent = {}
-    for datatype, code in EVERY.items():
-        bits = generator.integers(0, 2 if datatype == "BOOL" else 256, 2_000_000, dtype=np.uint8)
-        sent[datatype] = Tensor(datatype, datatype, bits.view(code).reshape(2, 5, -1))
-    items = np.array([generator.bytes(size % 200) for size in range(20_000)], dtype=object).reshape(100, 200)
-    sent["BYTES"] = Tensor("BYTES", "BYTES", items)
-    for tensor in sent.values():
-        add_input(request, tensor)
-    async with inference(stack, authority) as stub:
-        response = await stub.ModelInfer(request, timeout=60)
-        assert (response.model_name, response.id) == ("identity", "all")
-        echoed = decode_outputs(response)
-        assert echoed.keys() == sent.keys()
-        for name, tensor in sent.items():
-            assert echoed[name].datatype == tensor.datatype
-            assert echoed[name].array.shape == tensor.array.shape
-        assert list(response.raw_output_contents) == list(request.raw_input_contents)
-
-        # The same bytes on a stream, which has other limits.
-        streamed = [r async for r in stub.ModelStreamInfer(each(request), timeout=60)]
-        assert list(streamed[0].infer_response.raw_output_contents) == list(request.raw_input_contents)
-
-
 async def test_a_model_of_tensors_refuses_text(stack):
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await generate(stack.gateway, model="identity", prompt="Once")
@@ -197,13 +158,3 @@ async def test_a_model_of_tensors_refuses_text(stack):
     assert answer.status == 400
     assert "takes tensors" in answer.json["error"]["message"]
     assert text_of(await generate(stack.gateway, model="storyteller", prompt="Once upon a time", max_tokens=3))
-
-
-async def test_a_relayed_request_leaves_a_record_with_its_outcome(stack, gate):
-    await infer(stack, paced_request(gate, 1, id="went-well"))
-    await stream(stack, paced_request(gate, 1, id="went-wrong", fail_at=0))
-    (well,) = await records(stack.gateway, model="paced", request_id="went-well")
-    (wrong,) = await records(stack.gateway, model="paced", request_id="went-wrong")
-    assert (well.status, well.protocol) == ("OK", "inference.GRPCInferenceService/ModelInfer")
-    assert well.duration_ms > 0
-    assert (wrong.status, wrong.failed_hop) == ("INTERNAL", "predictor")

@@ -1,6 +1,5 @@
 """V2 REST with Triton's extensions, through the gateway: tritonclient.http unmodified, and plain HTTP."""
 
-import asyncio
 import json
 
 import pytest
@@ -8,7 +7,6 @@ import pytest_asyncio
 
 from tests.system.calls import rest
 from tests.system.own_clients import client_passes
-from tests.waiting import until
 
 MODELS = {
     # Declares its tensors and sends a response for each row.
@@ -22,25 +20,7 @@ async def execute(request):
     if request.inputs["x"].shape[0] == 0:
         raise InvalidRequestError("no rows")
     for at, row in enumerate(request.inputs["x"]):
-        if at == request.parameters.get("fail_at"):
-            raise RuntimeError("secret")
         yield {"row": row, "at": np.array([at])}
-""",
-    # Yields 0, 1, 2 … for ever; each after the first one after a byte from the socket `gate`.
-    "paced": """
-import asyncio
-import itertools
-import numpy as np
-
-async def execute(request):
-    gate, writer = await asyncio.open_unix_connection(request.parameters["gate"])
-    try:
-        for i in itertools.count():
-            if i:
-                await gate.readexactly(1)
-            yield {"i": np.array([i])}
-    finally:
-        writer.close()
 """,
     "twice": """
 import numpy as np
@@ -108,47 +88,3 @@ async def test_generate_maps_fields_to_the_tensors_of_a_relayed_model(stack):
     assert (answer.status, answer.json["error"]) == (400, "input 'x': 2 elements do not fill the shape [-1, 3]")
     answer = await rest(stack.gateway, "POST", "/v2/models/rows/generate_stream", {"x": []})
     assert (answer.status, answer.json["error"], answer.headers["x-failed-hop"]) == (400, "no rows", "predictor")
-
-
-async def test_an_error_after_the_first_event_is_an_event(stack):
-    body = {"x": [[1, 2, 3], [4, 5, 6]], "fail_at": 1}
-    answer = await rest(stack.gateway, "POST", "/v2/models/rows/generate_stream", body)
-    assert answer.status == 200
-    first, last = [json.loads(event) for event in answer.events]
-    assert first["at"] == 0
-    assert last == {"error": "the model failed on this request"}
-
-
-class Gate:
-    """The socket through which `paced` waits: counts the generators that have connected and disconnected."""
-
-    def __init__(self):
-        self.begun = self.ended = 0
-        self.writer = None
-
-    async def serve(self, reader, writer):
-        self.begun += 1
-        self.writer = writer
-        await reader.read()
-        self.ended += 1
-        writer.close()
-
-
-async def test_events_arrive_one_by_one_and_a_caller_that_leaves_stops_the_model(stack, tmp_path):
-    gate = Gate()
-    server = await asyncio.start_unix_server(gate.serve, tmp_path / "gate")
-    host, _, port = stack.gateway.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    body = json.dumps({"parameters": {"gate": str(tmp_path / "gate")}}).encode()
-    head = f"POST /v2/models/paced/generate_stream HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
-    writer.write(head.encode() + body)
-    async with asyncio.timeout(60):
-        for i in range(20):
-            # The next one is not generated before this one has arrived.
-            event = await reader.readuntil(b"\n\n")
-            assert json.loads(event[event.index(b"data: ") + 6 :])["i"] == i
-            await until(lambda: gate.writer)  # The event may arrive before this loop has accepted the connection.
-            gate.writer.write(b".")
-        writer.close()
-        await until(lambda: gate.ended == 1)
-    server.close()
