@@ -7,7 +7,7 @@ import http.client
 import json
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +35,7 @@ from tests.support.free_ports import free_settings
 
 HttpBody = httpbody_pb2.HttpBody
 Context = grpc.aio.ServicerContext[Any, Any]
+Header = tuple[str, str | bytes]
 JSON = "application/json"
 OPENAI, V2 = "/v1/completions", "/v2/health/ready"
 ORIGIN = "https://page.example"
@@ -177,6 +178,27 @@ class Answer:
         assert self.headers["content-type"] == JSON
         return json.loads(self.body)
 
+    @property
+    def grpc_status(self) -> str:
+        """gRPC's status, or "" if the answer has none in its headers."""
+        return self.headers.get("grpc-status", "")
+
+
+def raw_request(address: str, method: str, path: str, headers: Iterable[Header], body: bytes = b"") -> Answer:
+    """A request over HTTP/1.1 with these headers, which may repeat, and may be what no client sends; blocks."""
+    fields = [*headers, ("content-length", str(len(body)))]
+    connection = http.client.HTTPConnection(address, timeout=30)
+    try:
+        connection.putrequest(method, path, skip_host=any(name == "host" for name, _ in fields))
+        for name, value in fields:
+            connection.putheader(name, value)
+        connection.endheaders(body)
+        response = connection.getresponse()
+        received = {name.lower(): value for name, value in response.getheaders()}
+        return Answer(response.status, received, response.read())
+    finally:
+        connection.close()
+
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
     """Keeps the spans that it receives: service, name, trace id, span id and the request's id."""
@@ -208,23 +230,14 @@ class Gateway:
     predictors: tuple[tuple[FakeInference, grpc.aio.Server], ...] = ()
 
     async def request(self, method: str, path: str, body: bytes = b"", **headers: str) -> Answer:
-        return await asyncio.to_thread(self._request, method, path, body, headers)
+        fields = [(name.replace("_", "-"), value) for name, value in headers.items()]
+        return await asyncio.to_thread(raw_request, self.address, method, path, fields, body)
 
     async def post(self, **fields: Any) -> Answer:
         return await self.request("POST", OPENAI, json.dumps(fields).encode())
 
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection(self.address, timeout=30)
-
-    def _request(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> Answer:
-        connection = self.connect()
-        try:
-            connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
-            response = connection.getresponse()
-            received = {name.lower(): value for name, value in response.getheaders()}
-            return Answer(response.status, received, response.read())
-        finally:
-            connection.close()
 
     def channel(self, authority: str | None = None) -> grpc.aio.Channel:
         options = (("grpc.default_authority", authority),) if authority else ()

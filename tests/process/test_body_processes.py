@@ -4,7 +4,6 @@ import asyncio
 import os
 import resource
 import signal
-import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -62,9 +61,7 @@ def repeat(body, times):
     return times, body * times
 
 
-def load(body, max_memory=None):
-    if max_memory is not None:
-        resource.setrlimit(resource.RLIMIT_DATA, (max_memory, max_memory))
+def load(body):
     return len(orjson.loads(body)), b""
 
 
@@ -154,8 +151,6 @@ async def test_the_end_of_an_idle_process_fails_no_call(processes):
 async def test_a_body_that_takes_too_much_memory_or_time_is_refused(processes):
     with pytest.raises(TooLargeError):
         await processes.run(allocate, (2 * 1024**3,), b"")
-    with pytest.raises(TooLargeError):
-        await processes.run(load, (240 * 1024**2,), b"[" + b"{}," * 3_000_000 + b"{}]")
     with pytest.raises(TooLargeError):
         await processes.run(spin, (0.1,), b"")
     assert (await processes.run(load, (), b"[1,2]"))[0] == 2
@@ -285,10 +280,3 @@ async def test_the_processes_end_with_their_parent(tmp_path):
     with suppress(RequestFailedError):
         await busy
     await until(lambda: not children())
-
-
-def test_the_processes_import_no_tokenizer():
-    modules = ("generation_requests", "text_requests")
-    script = "; ".join(f"import headrace_transformer.frontends.openai.{name}" for name in modules)
-    script += "; import sys; sys.exit('transformers' in sys.modules or 'tokenizers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", script]).returncode == 0

@@ -40,9 +40,7 @@ def test_it_passes_where_a_stack_starts() -> None:
     ("setting", "check", "message"),
     [
         ("TRANSFORMER_WORKERS=none", "settings", "TRANSFORMER_WORKERS=none: "),
-        ("GATEWAY_KEYS=Makefile", "settings", "Makefile"),
         ("MODELS=chat=./nonexistent", "memory", "nonexistent"),
-        ("GATEWAY_TLS=docs", "settings", "GATEWAY_TLS=docs: must be a folder with a tls.crt and a tls.key"),
     ],
 )
 def test_a_start_that_would_fail_is_foretold(setting: str, check: str, message: str) -> None:

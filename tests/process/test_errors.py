@@ -106,14 +106,6 @@ async def test_every_error_class_is_kept(cls, kind):
     assert (caught.value.message, caught.value.hop, caught.value.retry_after_ms) == ("what happened", "predictor", None)
 
 
-async def test_answers_before_the_error_are_delivered():
-    async with serving("predictor", raising(RequestFailedError("late"))) as channel:
-        responses = aiter(channel.unary_stream("/test/stream")(b"x"))
-        assert await anext(responses) == b"x"
-        with pytest.raises(RequestFailedError, match="late"):
-            await anext(responses)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("error", [DrainingError("stopping"), OverloadedError("queue full", retry_after_ms=1500)])
 async def test_class_origin_and_retry_delay_are_kept_over_two_hops(kind, error):

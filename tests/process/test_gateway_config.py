@@ -5,7 +5,6 @@ point and the local runner configure, and refuse, the same.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import subprocess
 from ipaddress import IPv4Address
@@ -69,77 +68,6 @@ def clusters(config: Config) -> dict[str, Config]:
 
 def seconds(duration: str) -> float:
     return float(duration.removesuffix("s"))
-
-
-def test_envoy_accepts_the_file_with_the_repository_s_paths(tmp_path: Path) -> None:
-    text = (envoy_config.ENVOY_FOLDER / "envoy.yaml").read_text()
-    path = tmp_path / "envoy.yaml"
-    path.write_text(text.replace("/etc/envoy/", f"{envoy_config.ENVOY_FOLDER}/"))
-    result = validate("--config-path", str(path))
-    assert result.returncode == 0, result.stderr
-    assert "deprecated" not in result.stderr.lower()
-
-
-@pytest.mark.parametrize("origins", ["", "*", "https://a.example,http://127.0.0.1:3000"])
-def test_envoy_accepts_the_derived_file(tmp_path: Path, origins: str) -> None:
-    path = tmp_path / "envoy.yaml"
-    envoy_config.write(StackSettings(predictors=3, run_folder=tmp_path, gateway_allowed_origins=origins), path)
-    result = validate("--config-path", str(path))
-    assert result.returncode == 0, result.stderr
-
-
-def test_derived_addresses_follow_the_settings_and_nothing_else_changes(tmp_path: Path, config: Config) -> None:
-    settings = StackSettings(
-        gateway_insecure=True,
-        gateway_bind=IPv4Address("0.0.0.0"),
-        gateway_port=18080,
-        management_port=18081,
-        gateway_inner_port=18090,
-        gateway_admin_port=19901,
-        gateway_trace_percent=5,
-        transformer_port=19001,
-        transformer_http_port=19003,
-        predictor_port=19000,
-        predictors=3,
-        logger_port=19002,
-        otel_exporter_otlp_endpoint="http://collector:14317",
-        run_folder=tmp_path,
-    )
-    derived = envoy_config.derive(settings)
-
-    def addresses(part: Any) -> list[tuple[str, int]]:
-        if isinstance(part, dict) and "socket_address" in part:
-            return [(part["socket_address"]["address"], part["socket_address"]["port_value"])]
-        parts = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
-        return [address for one in parts for address in addresses(one)]
-
-    assert [addresses(one) for one in derived["static_resources"]["listeners"]] == [
-        [("0.0.0.0", 18080)],
-        [("127.0.0.1", 18081)],
-        [("127.0.0.1", 18090)],
-    ]
-    assert {name: addresses(cluster) for name, cluster in clusters(derived).items()} == {
-        "transformer": [("127.0.0.1", 19001)],
-        "transformer_http": [("127.0.0.1", 19003)],
-        "predictor": [("127.0.0.1", 19000), ("127.0.0.1", 19010), ("127.0.0.1", 19020)],
-        "direct": [],  # Made of the two above.
-        "logger": [("127.0.0.1", 19002)],
-        "otel": [("collector", 14317)],
-        "admin": [("127.0.0.1", 19901)],
-    }
-    assert addresses(derived["admin"]) == [("127.0.0.1", 19901)]
-    assert derived["layered_runtime"]["layers"][0]["static_layer"]["tracing"]["random_sampling"] == 5
-
-    def without_what_is_derived(of: Config) -> str:
-        copy = json.loads(json.dumps(of).replace(f"{envoy_config.ENVOY_FOLDER}/", "/etc/envoy/"))
-        for part in (copy["admin"], *copy["static_resources"]["listeners"]):
-            del part["address"]
-        for cluster in copy["static_resources"]["clusters"]:
-            cluster.get("load_assignment", {}).pop("endpoints", None)
-        del copy["layered_runtime"]
-        return json.dumps(copy, sort_keys=True)
-
-    assert without_what_is_derived(derived) == without_what_is_derived(config)
 
 
 @pytest.mark.parametrize("origins", ["", "*", "https://a.example", "https://a.example,http://[::1]:3000"])
@@ -299,18 +227,6 @@ def cors(config: Config) -> Config:
     hosts = connection_manager(config, "ingress")["route_config"]["virtual_hosts"]
     (public,) = [one for one in hosts if one["name"] == "public"]
     return dict(public["typed_per_filter_config"]["envoy.filters.http.cors"])
-
-
-def test_each_file_of_the_playground_fits_the_limit(config: Config) -> None:
-    limit = connection_manager(config, "ingress")["route_config"]["max_direct_response_body_size_bytes"]
-    files = {file.name for file in (envoy_config.ENVOY_FOLDER / "playground").iterdir()}
-    (public,) = [
-        one for one in connection_manager(config, "ingress")["route_config"]["virtual_hosts"] if one["name"] == "public"
-    ]
-    bodies = [route["direct_response"].get("body", {}) for route in public["routes"] if "direct_response" in route]
-    assert {Path(body["filename"]).name for body in bodies if "filename" in body} == files
-    for name in files:
-        assert (envoy_config.ENVOY_FOLDER / "playground" / name).stat().st_size < limit
 
 
 def test_only_the_metrics_of_the_admin_page_are_public(config: Config) -> None:

@@ -62,12 +62,6 @@ async def test_a_slow_reader_stops_only_its_own_stream_and_one_that_leaves_ends_
     await until(lambda: openai.running == 0)
 
 
-async def test_64_streams_are_written_side_by_side_and_each_has_all_of_its_own(gateway: Gateway) -> None:
-    answers = await asyncio.gather(*(gateway.post(pieces=50, size=100 + number) for number in range(64)))
-    assert [len(answer.body) for answer in answers] == [50 * (100 + number) for number in range(64)]
-    assert {answer.status for answer in answers} == {200}
-
-
 async def test_callers_that_leave_end_no_other_stream_of_the_connection(gateway: Gateway) -> None:
     gateway.openai.first_chunk_was_read.clear()
     others = [await asyncio.to_thread(begin, gateway, stream=True) for _ in range(8)]

@@ -21,7 +21,7 @@ from headrace_runner.command import __main__ as command_line
 from headrace_runner.command.access import make_certificates
 from headrace_runner.settings import ROOT
 from tests.process.gateway_before_fakes import METADATA, OPENAI, Gateway, running_gateway
-from tests.support.connections import certificate, connected, context, handshake, request
+from tests.support.connections import certificate, context, handshake, request
 from tests.waiting import until
 
 STREAMS = 64
@@ -85,25 +85,6 @@ async def test_every_protocol_is_served(gateway: Gateway, folder: Path) -> None:
     assert (await ask("GET", "/"))[0] == (await ask("GET", "/playground/main.js"))[0] == 200
     status, body = await ask("GET", "/v2/health/ready")
     assert (status, json.loads(body)) == (503, {"error": 'model "a" is loading'})
-
-
-async def test_events_arrive_one_by_one(gateway: Gateway, folder: Path) -> None:
-    gateway.openai.first_chunk_was_read.clear()
-
-    def first_event() -> bytes:
-        with connected(gateway.tls, context(folder)) as connection:
-            body = b'{"stream": true}'
-            head = f"POST {OPENAI} HTTP/1.1\r\nhost: {gateway.tls}\r\ncontent-length: {len(body)}\r\n\r\n"
-            connection.sendall(head.encode() + body)
-            received = b""
-            while b"data: 1" not in received:
-                received += connection.recv(65536)
-            return received
-
-    received = await asyncio.to_thread(first_event)
-    assert b"text/event-stream" in received
-    assert b"[DONE]" not in received
-    gateway.openai.first_chunk_was_read.set()
 
 
 async def test_new_connections_use_a_new_certificate_and_no_stream_ends(gateway: Gateway, folder: Path) -> None:

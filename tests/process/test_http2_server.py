@@ -76,14 +76,6 @@ async def test_an_error_before_the_first_byte_is_the_answer_and_a_later_one_is_i
     assert (later.trailers["grpc-status"], later.trailers["x-failed-hop"]) == ("8", "transformer")
 
 
-async def test_64_streams_of_one_connection_are_kept_apart(served: Served) -> None:
-    async with connected(served.port) as client:
-        streams = [await client.request(ECHO, str(number).encode() * 1000) for number in range(64)]
-        for number, stream in enumerate(streams):
-            await stream.wait()
-            assert stream.data == str(number).encode() * 1000
-
-
 async def test_a_deadline_ends_a_call_with_its_status(served: Served) -> None:
     timeout = [("grpc-timeout", "100m")]
     async with connected(served.port) as client:
@@ -106,13 +98,6 @@ async def test_a_reset_or_a_lost_connection_cancels_the_call_at_once(served: Ser
         unread = await client.request(ECHO, b"a body without an end", end=False)
         await unread.reset()
     await until(lambda: service.ended == 3)
-
-
-async def test_a_body_without_an_end_is_cancelled_with_its_stream(served: Served) -> None:
-    async with connected(served.port) as client:
-        stream = await client.request(ECHO, b"x" * KIB, end=False)
-        await stream.reset()
-        assert (await (await client.request(ECHO, b"next")).wait()).data == b"next"
 
 
 # ------------------------------------------------------------------ start and stop

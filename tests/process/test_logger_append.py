@@ -11,8 +11,6 @@ from collections import Counter
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
-from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 from pydantic import SecretStr
 
 from headrace.errors import HopBrokenError, NotReadyError
@@ -69,13 +67,6 @@ async def test_an_acknowledged_record_is_committed(logger, channel):
     assert await call.read() is grpc.aio.EOF
 
 
-async def test_requests_that_arrive_together_are_acknowledged_together(channel):
-    acknowledged = await append_to(channel, map(sent, range(1, 2001)))
-    assert acknowledged[-1] == 2000
-    assert acknowledged == sorted(set(acknowledged))
-    assert len(acknowledged) < 1000
-
-
 async def test_the_requests_of_one_message_are_committed_and_acknowledged_together(logger, channel):
     message = sent(1)
     message.more.extend(sent(number) for number in range(2, 101))
@@ -83,12 +74,6 @@ async def test_the_requests_of_one_message_are_committed_and_acknowledged_togeth
     assert acknowledged[-1] == 101
     assert set(acknowledged) <= {100, 101}
     assert sorted(committed(logger.database)) == [(SOURCE, number) for number in range(1, 102)]
-
-
-async def test_sending_again_is_acknowledged_and_stores_nothing(logger, channel):
-    for _ in range(2):
-        assert (await append_to(channel, map(sent, range(1, 11))))[-1] == 10
-    assert sorted(committed(logger.database)) == [(SOURCE, n) for n in range(1, 11)]
 
 
 async def test_kill_9_loses_nothing_acknowledged_and_a_resend_doubles_nothing(logger, channel):
@@ -127,9 +112,7 @@ async def test_sigterm_commits_received_requests_ends_the_open_call_and_exits_0(
     ("request_", "text"),
     [
         (AppendRequest(sequence=1), "without a source"),
-        (AppendRequest(source="s"), "sequence 0"),
         (AppendRequest(source="s", sequence=2**64 - 1), "sequence 18446744073709551615"),
-        (AppendRequest(source="s", sequence=1), "record_id ''"),
         (AppendRequest(source="s", sequence=1, record=PayloadRecord(record_id="x" * 36)), "record_id 'xxx"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -145,14 +128,6 @@ async def test_an_unusable_file_is_reported_in_one_line(tmp_path):
     (tmp_path / "payloads.sqlite3").mkdir()
     refusal = await LoggerProcess(tmp_path).refuses()
     assert refusal == f"logger: LOGGER_DATABASE={tmp_path}/payloads.sqlite3: Is a directory\n"
-
-
-async def test_reflection_lists_the_payload_log_and_not_its_ingest(channel):
-    stub = ServerReflectionStub(channel)
-    async for response in stub.ServerReflectionInfo(iter([ServerReflectionRequest(list_services="*")])):
-        names = {service.name for service in response.list_services_response.service}
-    assert "headrace.v1.PayloadLog" in names
-    assert "headrace.v1.PayloadIngest" not in names
 
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -263,14 +238,11 @@ async def health_is_not(target, status):
     ("change", "text"),
     [
         (lambda url, _: url.replace("geheim", "wrong"), "password authentication failed"),
-        (lambda url, _: url + "_missing", "does not exist"),
-        (lambda url, _: url.replace("headrace:", "nobody:"), "password authentication failed"),
         (lambda _, server: server.database("ENCODING 'LATIN1' LOCALE 'C' TEMPLATE template0"), "encoding LATIN1"),
         (lambda url, server: newer(url, server), "schema version 9999, this logger knows"),
         (lambda *_: "mysql://user:geheim@host/log", "not postgresql://"),
-        (lambda *_: "postgresql://user:geheim@host", "not postgresql://"),
     ],
-    ids=["password", "database", "user", "encoding", "newer", "kind", "no database"],
+    ids=["password", "encoding", "newer", "kind"],
 )
 async def test_a_database_that_cannot_be_used_ends_the_start_with_one_line(tmp_path, postgresql, change, text):
     async with LoggerProcess(tmp_path) as logger:
@@ -356,8 +328,8 @@ async def test_a_model_that_has_answered_at_one_logger_is_known_at_another(store
 
 @pytest.mark.parametrize(
     "text",
-    ["a\0b", "x" * 100_000, "\0" * 5000, "é" * 3000, "%s ? '"],
-    ids=["nul", "long", "long nul", "umlauts", "placeholders"],
+    ["a\0b %s ? '", "\0" * 5000, "é" * 3000],
+    ids=["special", "long nul", "umlauts"],
 )
 async def test_any_text_is_stored_and_found(stores, text):
     store = await stores()
@@ -412,36 +384,24 @@ async def test_unreachable_exports_are_one_line(monkeypatch, tmp_path, capsys):
     assert "geheim" not in error
 
 
-async def test_a_tail_shows_the_records_of_all_loggers(stores, monkeypatch):
+async def test_a_tail_shows_the_records_of_all_loggers(stores):
     first, second = await stores(), await stores()
-    read_newest, asked, may_read = first.newest_position, asyncio.Event(), asyncio.Event()
-
-    async def newest_position():
-        asked.set()
-        await may_read.wait()
-        return await read_newest()
-
-    monkeypatch.setattr(first, "newest_position", newest_position)
     tails = SharedTails()
     following = asyncio.create_task(tails.follow(first))
     try:
-        may_read.set()
-        await asked.wait()
-        asked.clear()
-        may_read.clear()
-        await first.append([append_request(1)])
-        async with asyncio.timeout(20):
-            await asked.wait()
-            # The tail opens, and another logger commits, while the newest position is being read.
-            with tails.open(Filters(TailPayloadsRequest())) as tail:
-                await second.append([append_request(2)])
-                may_read.set()
-                tails.show(await first.append([append_request(3)]))
-                shown = []
-                while record_id(3) not in shown:
+        with tails.open(Filters(TailPayloadsRequest())) as tail:
+            reading, number = asyncio.ensure_future(tail.next()), 0
+            while not reading.done():  # What was committed before `follow` had begun is not shown.
+                number += 1
+                await first.append([append_request(number)])
+                await asyncio.wait((reading,), timeout=0.1)
+            await second.append([append_request(1001)])
+            await first.append([append_request(1002)])
+            shown = []
+            async with asyncio.timeout(20):
+                while record_id(1002) not in shown:
                     shown.append((await tail.next()).record.record_id)
-        # The one before may be shown too.
-        assert [one for one in shown if one != record_id(1)] == [record_id(2), record_id(3)]
+            assert shown[-2:] == [record_id(1001), record_id(1002)]
     finally:
         following.cancel()
 

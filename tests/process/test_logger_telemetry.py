@@ -1,10 +1,8 @@
 """The logger's telemetry: a span for each commit, and counts of its records."""
 
-import threading
 import time
 
 import pytest
-from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -75,29 +73,11 @@ async def test_a_commit_is_a_span_linked_to_the_spans_of_its_requests(store, exp
     assert exported.committed == 2
 
 
-async def test_the_span_lasts_as_long_as_the_commit_on_its_thread(store, exported, monkeypatch):
-    commit, threads = writing.append, []
-
-    def slow(*arguments):
-        threads.append(threading.current_thread().name)
-        time.sleep(0.05)
-        return commit(*arguments)
-
-    monkeypatch.setattr(writing, "append", slow)
-    await store.append([request_of(1)])
-    [span] = exported.spans
-    assert span.end_time - span.start_time >= 50_000_000
-    assert threads[0].startswith("store-writer")
-
-
 @pytest.mark.parametrize(
     "ids",
     [
         {"trace_id": "", "span_id": ""},
-        {"trace_id": "1" * 32, "span_id": ""},
         {"trace_id": "0" * 32, "span_id": "1" * 16},
-        {"trace_id": "1" * 32, "span_id": "0" * 16},
-        {"trace_id": "x" * 32, "span_id": "1" * 16},
         {"trace_id": "1" * 31, "span_id": "1" * 16},
         {"trace_id": "-" + "1" * 31, "span_id": "1" * 16},
         {"trace_id": "é" * 32, "span_id": "1" * 16},
@@ -147,13 +127,4 @@ async def test_a_failed_commit_is_a_span_in_error_without_counted_records(store,
     assert "secret" not in span.to_json()
     assert exported.committed == 0
     await store.append([request_of(1)])
-    assert exported.committed == 1
-
-
-async def test_without_tracing_commits_are_only_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(trace, "get_tracer", lambda name: pytest.fail("no collector is named"))
-    exported = LoggerTelemetry()
-    store = Store(tmp_path / "payloads.sqlite3", commits=Commits(meter=exported.meter))
-    await store.append([request_of(1)])
-    await store.close()
     assert exported.committed == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import socket
 import sys
@@ -157,13 +156,3 @@ def test_a_missing_package_is_named(monkeypatch, location, package):
     monkeypatch.setattr(importlib.import_module("fsspec.registry"), "registry", {})  # Of classes in use.
     with pytest.raises(StartupError, match=rf"needs the package {package}: install headrace with its extra `buckets`"):
         fetched(location)
-
-
-def test_the_last_listing_is_kept_as_json(put, tmp_path):
-    put("/m/config.json", b"{}")
-    folder = fetched("s3://models/m")
-    assert json.loads((folder.parent / ".listing.json").read_text()) == {
-        "location": "s3://models/m",
-        "digest": folder.name,
-        "names": ["config.json"],
-    }

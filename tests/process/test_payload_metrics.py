@@ -7,8 +7,6 @@ import pytest
 
 from headrace.payload import shipper as payload_shipper
 from headrace.payload.drops import DAMAGED, FULL, MEMORY, REASONS
-from headrace.payload.outbox import Outbox
-from headrace.payload.rules import PayloadRules
 from headrace.payload.tap import REASON
 from tests.support.measured import Measured
 from tests.support.payload_ingest import away, begin, listening, segments
@@ -102,32 +100,6 @@ async def test_a_damaged_spool_is_counted_and_logged(taps, caplog):
         await ingest.until(lambda: {record.request_id for record in ingest.records} == {"r0", "r2"})
     assert shown.dropped == dict.fromkeys(REASONS, 0) | {DAMAGED: 1}
     assert any("is damaged before byte" in record.getMessage() for record in caplog.records)
-
-
-async def test_records_that_wait_for_the_disk_are_counted(taps, monkeypatch):
-    going_on = threading.Event()
-    tap = taps.start(rules=PayloadRules(tensor_bytes=1))  # With such rules another thread writes.
-    append = Outbox.append
-
-    def hang(*arguments):
-        going_on.wait(30)
-        return append(*arguments)
-
-    monkeypatch.setattr(Outbox, "append", hang)
-    shown = Shown(tap)
-    begin(tap, prompt="p" * 1000).end("OK")
-    assert shown.value("queued_bytes") > 1000
-    going_on.set()
-    await until(lambda: shown.value("queued_bytes") == 0)
-
-
-async def test_a_tap_that_has_not_started_or_has_ended_has_no_metrics(taps, caplog):
-    tap = taps.start()
-    await taps.close(tap)
-    shown = Shown(tap)
-    for name in ("queued_bytes", "spool_bytes", "spool_age", "spooled"):
-        assert shown.value(name) == 0
-    assert not [entry for entry in caplog.records if entry.levelno >= logging.ERROR]
 
 
 @pytest.mark.timeout(60)

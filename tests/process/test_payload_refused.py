@@ -18,7 +18,7 @@ async def recorded(tap, ingest):
     return ingest.records
 
 
-@pytest.mark.parametrize("status", ["INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "CANCELLED", "NOT_FOUND"])
+@pytest.mark.parametrize("status", ["INVALID_ARGUMENT", "CANCELLED"])
 async def test_the_log_keeps_the_beginning_of_a_refused_request(taps, ingest, status):
     tap = taps.start(ingest.target)
     begin(tap, prompt=LONG, parameters=LONG_PARAMETERS, model="m" * 5000).end(status, "x" * 50_000, "transformer")
@@ -45,7 +45,7 @@ async def test_a_short_refused_request_is_recorded_whole(taps, ingest):
     assert (record.prompt, record.parameters, record.incomplete) == ("p" * KEPT_CHARACTERS, "{}", False)
 
 
-@pytest.mark.parametrize("status", ["OK", "CANCELLED", "UNAVAILABLE"])
+@pytest.mark.parametrize("status", ["OK", "CANCELLED"])
 async def test_a_long_answered_request_is_recorded_whole(taps, ingest, status):
     tap = taps.start(ingest.target)
     recording = begin(tap, prompt=LONG, parameters=LONG_PARAMETERS)

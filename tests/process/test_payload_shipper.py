@@ -14,15 +14,9 @@ import psutil
 import pytest
 
 from headrace.payload import shipper as payload_shipper
-from headrace.payload import writer as payload_writer
-from headrace.payload.drops import DISK, FAILED, FULL, REFUSED, Drops
-from headrace.payload.frames import BEGIN, WHOLE
-from headrace.payload.outbox import open_outboxes
+from headrace.payload.drops import DISK, FULL, REFUSED
 from headrace.payload.parts import RecordedTensor
-from headrace.payload.records import as_bytes, as_text
 from headrace.payload.rules import PayloadRules
-from headrace.payload.shipper import SourceShipper
-from headrace_protos.headrace_pb2 import AppendRequest, AppendResponse, PayloadRecord
 from tests.support.payload_ingest import Taps, away, begin, folders, listening, segments
 from tests.support.small_disk import small_disk
 from tests.waiting import until
@@ -133,21 +127,6 @@ async def test_a_close_writes_what_is_put_whatever_segments_it_takes(taps):
     assert (tap.spooled, tap.queued_bytes) == (10, 0)
 
 
-async def test_closed_threads_are_gone(taps, ingest):
-    import threading
-
-    def ours():
-        return [thread.name for thread in threading.enumerate() if thread.name.startswith("payload-")]
-
-    for target in (ingest.target, away()):
-        tap = taps.start(target)
-        begin(tap).end("OK")
-        await tap.drain(0.1)
-        assert ours()
-        await taps.close(tap)
-        assert not ours()
-
-
 async def test_records_left_by_a_drain_are_sent_after_the_next_start(taps, ingest):
     tap = taps.start()
     for number in range(10):
@@ -252,36 +231,6 @@ async def test_a_stop_with_a_full_spool_loses_no_answer(taps):
     assert [(record.status, record.text) for record in ended] == [("OK", "answer")] * 10
 
 
-def test_segments_of_records_without_an_end_stay_until_they_are_acknowledged(taps):
-    ids = [as_bytes(number) for number in range(3)]
-    own, _ = open_outboxes(taps.spool, 16 << 20)
-    for kind, record_id, size in ((BEGIN, ids[0], 100), (WHOLE, ids[1], 700_000), (WHOLE, ids[2], 700_000)):
-        record = PayloadRecord(record_id=as_text(record_id), prompt="x" * size)
-        own.prepare(0)
-        assert own.append(kind, record_id, record.SerializeToString())
-    own.close()
-    other, [orphan] = open_outboxes(taps.spool, 16 << 20)
-    assert [segment.number for segment in orphan.segments] == [1, 2]
-
-    class Call:
-        def __init__(self, messages):
-            self.messages = messages
-
-        def __iter__(self):
-            yield AppendResponse(sequence=AppendRequest.FromString(next(self.messages)).sequence)
-            shipper.stop()
-
-        def cancel(self):
-            pass
-
-    shipper = SourceShipper(Call, "there", orphan, Drops(), "here", lambda: None, ends=True)
-    shipper.run()
-    assert shipper.unacknowledged == 2
-    assert [segment.number for segment in orphan.segments] == [1, 2], "the first one has the begin of a record"
-    orphan.remove()
-    other.remove()
-
-
 @pytest.mark.parametrize(("spool_max", "is_kept"), [(20_000, True), (100, False)])
 async def test_a_record_in_one_frame_loses_its_tensors_if_there_is_no_room_for_them(taps, spool_max, is_kept):
     target, rules = away(), PayloadRules(tensor_bytes=1 << 20)
@@ -318,22 +267,6 @@ async def test_a_long_stream_keeps_no_segment(taps, ingest):
     assert (record.request_id, record.text, len(record.chunks)) == ("long", "".join(texts), len(texts))
     assert not record.incomplete
     await until(lambda: len(segments(taps.spool)) <= 3)  # The next two too.
-
-
-@pytest.mark.parametrize("reason", [FULL, FAILED])
-async def test_the_parts_after_a_dropped_begin_leave_memory_without_another_push(taps, monkeypatch, reason):
-    # The writer must not find anything by chance once it considers itself idle.
-    monkeypatch.setattr(payload_writer, "_IDLE_S", 3600)
-    tap = taps.start(spool_max=1) if reason == FULL else taps.start()
-    recording = begin(tap, "r" if reason == FULL else 7)
-    assert await recording.flushed()
-    for _ in range(10):
-        await written(tap)
-        recording.chunk("x", [1])
-    await written(tap)
-    assert tap.dropped == {reason: 1}
-    await taps.close(tap)
-    assert not folders(taps.spool), "nothing waits for the end of a dropped record"
 
 
 VICTIM = """

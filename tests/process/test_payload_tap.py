@@ -83,14 +83,6 @@ async def test_a_record_has_all_recorded_parts(taps, ingest):
     assert not record.incomplete
 
 
-async def test_the_whole_answer_can_be_given_at_the_end(taps, ingest):
-    tap = taps.start(ingest.target)
-    begin(tap).end("OK", text="whole")
-    [record] = await recorded(tap, ingest)
-    assert record.text == "whole"
-    assert not record.HasField("ttft_ms")
-
-
 async def test_fingerprint_and_resumes_may_be_set_until_the_end(taps, ingest):
     tap = taps.start(ingest.target)
     recording = begin(tap)
@@ -111,10 +103,8 @@ CARDS, SEED = Redaction(None, "[0-9]{16}"), Redaction("$.parameters.seed", None)
     [
         (PayloadRules(), "Once", [5, 6], '{"seed":7}'),
         (PayloadRules(default=Mode.REQUEST), "Once", [5, 6], '{"seed":7}'),
-        (PayloadRules(default=Mode.RESPONSE), "Once", [], ""),
         (PayloadRules(default=Mode.METADATA), "Once", [], ""),
         (PayloadRules(redactions=[CARDS]), "Once", [5, 6], '{"seed": 7}'),
-        (PayloadRules(redactions=[CARDS]), "4242424242424242", [], '{"seed": 7}'),
         (PayloadRules(redactions=[CARDS]), "Once" * 5000 + "4242424242424242", [], '{"seed": 7}'),
         (PayloadRules(redactions=[CARDS]), "[5, 6]", [], '{"seed": 7}'),
         (PayloadRules(redactions=[SEED]), "Once", [], '{"seed": null}'),
@@ -132,17 +122,6 @@ async def test_what_repeats_a_generation_is_kept_as_the_request_is(taps, ingest,
     assert record.prompt_kind == ("text" if sampling else "")
     assert "4242424242424242" not in record.prompt
     assert not record.incomplete
-
-
-async def test_the_ids_of_a_prompt_that_find_no_room_are_left_out(taps, ingest):
-    tap = taps.start(ingest.target, memory=1 << 20)
-    recording = begin(tap)
-    assert await recording.flushed()
-    recording.prompt_ids = range(1 << 20)
-    recording.chunk("upon", [7])
-    recording.end("OK", finish_reason="stop")
-    [record] = await recorded(tap, ingest)
-    assert (len(record.prompt_ids), record.incomplete, record.text) == (0, True, "upon")
 
 
 @pytest.mark.parametrize("mode", [Mode.ALL, Mode.METADATA])
@@ -208,15 +187,14 @@ async def test_chunks_that_are_written_together_stay_with_their_records(taps, in
         assert records[name].ttft_ms == chunks[0].offset_ms
 
 
-@pytest.mark.parametrize("bad", [0, 1, 2])
-async def test_a_chunk_that_cannot_be_written_affects_no_other(taps, ingest, bad):
+async def test_a_chunk_that_cannot_be_written_affects_no_other(taps, ingest):
     tap = taps.start(ingest.target)
     with begin(tap) as recording:
         for number in range(3):
-            recording.chunk(f"{number}", ["a"] if number == bad else [number])
+            recording.chunk(f"{number}", ["a"] if number == 1 else [number])
         recording.end("OK")
     [record] = await recorded(tap, ingest)
-    assert [chunk.text for chunk in record.chunks] == [f"{number}" for number in range(3) if number != bad]
+    assert [chunk.text for chunk in record.chunks] == [f"{number}" for number in (0, 2)]
     assert record.ttft_ms
     assert record.incomplete
     assert tap.dropped == {FAILED: 1}
@@ -225,16 +203,11 @@ async def test_a_chunk_that_cannot_be_written_affects_no_other(taps, ingest, bad
 @pytest.mark.parametrize(
     "misuse",
     [
-        lambda recording: recording.chunk(None, [1]),
         lambda recording: recording.chunk("x", None),
-        lambda recording: recording.chunk("x", ["a"]),
         lambda recording: recording.chunk("x", [2**40]),
         lambda recording: recording.chunk("x", outputs=[object()]),
         lambda recording: setattr(recording, "resumes", "often"),
-        lambda recording: setattr(recording, "fingerprint", 7),
-        lambda recording: recording.end(7),
         lambda recording: recording.end("OK", usage="no usage"),
-        lambda recording: recording.end("OK", text=b"bytes"),
         lambda recording: recording.end("OK", outputs=DeferredTensors(lambda: [1], 1)),
     ],
 )
@@ -248,10 +221,9 @@ async def test_misuse_is_counted_and_never_raised(taps, ingest, misuse):
     assert tap.dropped == {FAILED: 1}
 
 
-@pytest.mark.parametrize("field", ["prompt", "request_id", "metadata"])
-async def test_a_begin_that_cannot_be_kept_drops_its_record(taps, ingest, field):
+async def test_a_begin_that_cannot_be_kept_drops_its_record(taps, ingest):
     tap = taps.start(ingest.target)
-    with begin(tap, **{field: 7}) as recording:
+    with begin(tap, prompt=7) as recording:
         await recording.flushed()
         recording.chunk("x", [1])
     assert await recorded(tap, ingest) == []
@@ -311,7 +283,7 @@ async def test_tensors_are_kept_by_digest_and_their_contents_up_to_a_size(taps, 
 
 
 # A parsed message whose contents are recorded is kept until they are written.
-@pytest.mark.parametrize(("tensor_bytes", "is_serialized"), [(0, True), (0, False), (64, True)])
+@pytest.mark.parametrize(("tensor_bytes", "is_serialized"), [(0, False), (64, True)])
 async def test_large_contents_wait_for_no_writer(taps, ingest, tensor_bytes, is_serialized):
     request = ModelInferRequest()
     add_input(request, Tensor("large", "UINT8", np.zeros(1 << 20, np.uint8)))
@@ -473,16 +445,6 @@ async def test_a_record_too_large_for_any_message_is_dropped_and_not_sent_for_ev
     assert tap.dropped == {TOO_LARGE: 1}
 
 
-async def test_drops_are_logged_once_a_minute(taps, caplog):
-    tap = PayloadTap("127.0.0.1:1", spool=taps.spool, memory=1)
-    with caplog.at_level(logging.WARNING):
-        for _ in range(50):
-            begin(tap).end("OK")
-    [warning] = caplog.records
-    assert warning.getMessage() == "payload records lost in whole or part: memory (1 so far)"
-    assert tap.dropped == {MEMORY: 50}
-
-
 async def test_the_number_of_lost_records_is_stated_once_records_are_whole_again(taps, caplog, monkeypatch):
     monkeypatch.setattr(drops, "_WHOLE_AFTER_S", 0.1)
     with small_disk(taps.spool.parent / "disk", megabytes=6) as disk, caplog.at_level(logging.WARNING):
@@ -574,23 +536,6 @@ async def test_a_begin_that_cannot_be_written_delays_no_request(taps, ingest, mo
     with begin(tap, "after") as recording:
         await recording.flushed()
     assert {record.request_id for record in await recorded(tap, ingest)} == {"after"}
-
-
-async def test_an_end_waits_for_a_disk_that_fails(taps, ingest, monkeypatch):
-    tap = taps.start(ingest.target)
-    recording = begin(tap)
-    recording.chunk("kept", [1])
-    assert await recording.flushed()
-    await until(lambda: tap.queued_bytes == 0)
-    with monkeypatch.context() as patch:
-        full(tap, patch)
-        recording.chunk("lost", [2])
-        await until(lambda: tap.queued_bytes == 0)
-        recording.end("OK")
-        assert not ingest.calls or not ingest.records
-    [record] = await recorded(tap, ingest)
-    assert (record.status, record.text, record.incomplete) == ("OK", "kept", True)
-    assert tap.dropped == {DISK: 1}
 
 
 async def test_a_hanging_disk_delays_one_request_for_a_second_and_the_next_not_at_all(taps, monkeypatch):

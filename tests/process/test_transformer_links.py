@@ -228,25 +228,6 @@ async def test_what_waits_to_be_sent_is_bounded_by_the_calls_in_flight(monkeypat
     assert [list(request.cancelled) for request in call.sent] == [[], [first.number], [], []]
 
 
-async def test_a_predictor_that_breaks_the_protocol_is_not_called_again_at_once(monkeypatch):
-    opened_at, loop = [], asyncio.get_running_loop()
-
-    async def connect(host, port, receive, drained):
-        opened_at.append(loop.time())
-        call = StalledConnection(drained)
-        try:
-            receive(pb.Step(numbers=[1, 2], token_ids=[3]).SerializeToString())
-        except ValueError as error:
-            call.ended.set_exception(error)
-        return call
-
-    monkeypatch.setattr(link_module.FrameConnection, "open", connect)
-    monkeypatch.setattr(link_module, "_FOREIGN_PAUSE_S", 0.5)
-    async with links_at(monkeypatch, "127.0.0.1:1"):
-        await until(lambda: len(opened_at) == 2)
-    assert opened_at[1] - opened_at[0] >= 0.5
-
-
 async def test_the_calls_of_a_link_that_is_closed_end(monkeypatch):
     predictor = ScriptedPredictor(falls_silent())
     async with serving(predictor) as address:

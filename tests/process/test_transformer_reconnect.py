@@ -24,16 +24,13 @@ BODY = {"model": MODEL, "prompt": "Tell me", "max_tokens": 200, "stream": True}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Tell me"}], "max_tokens": 200, "stream": True}
 SHAPES = {
     "plain": ("Completions", BODY),
-    "chat": ("ChatCompletions", CHAT),
-    "usage": ("ChatCompletions", CHAT | {"stream_options": {"include_usage": True}}),
+    "chat with usage": ("ChatCompletions", CHAT | {"stream_options": {"include_usage": True}}),
     "continuous usage": (
         "Completions",
         BODY | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
     ),
     "stop": ("Completions", BODY | {"stop": ["little mill", "old"], "stream_options": {"include_usage": True}}),
-    "length": ("Completions", BODY | {"max_tokens": 9}),
     "logprobs": ("Completions", BODY | {"logprobs": 1, "stop": "by the"}),
-    "chat logprobs": ("ChatCompletions", CHAT | {"logprobs": True}),
     "echo": ("Completions", BODY | {"echo": True}),
 }
 
@@ -198,8 +195,7 @@ async def test_of_several_predictors_the_one_with_the_old_weights_continues(answ
             number += 1
 
 
-@pytest.mark.parametrize("shape", ["plain", "logprobs"])
-async def test_behind_a_route_the_model_that_answered_continues_and_a_key_keeps_to_one(answer, tmp_path, shape):
+async def test_behind_a_route_the_model_that_answered_continues_and_a_key_keeps_to_one(answer, tmp_path):
     routes = tmp_path / "routes.yaml"
     routes.write_text("either: {split: [{model: a, weight: 1}, {model: b, weight: 1}]}")
     predictors = []
@@ -207,8 +203,7 @@ async def test_behind_a_route_the_model_that_answered_continues_and_a_key_keeps_
         predictors.append(ServesOne(answer=tokens, models=("a", "b")))
         predictors[-1].served = name
         predictors[-1].fingerprint = fingerprint
-    method, body = SHAPES[shape]
-    body = body | {"model": "either"}
+    method, body = "Completions", BODY | {"model": "either"}
     models = "a=models/storyteller,b=models/storyteller"
     async with AsyncExitStack() as running:
         addresses = [await running.enter_async_context(serving(predictor)) for predictor in predictors]
@@ -292,25 +287,16 @@ def joined(responses):
     return "".join(response.text for response in responses), ids, logprobs, ends, last.usage, resume_id
 
 
-async def test_generate_refuses_wrong_ids_and_takes_keys(answer, monkeypatch):
+async def test_generate_refuses_wrong_ids_and_takes_keys(answer):
     predictor = ScriptedPredictor(answer=answer)
     predictor.fingerprint = OLD
     async with two_transformers(predictor) as (first, second):
         [one, *_] = await generated(first)
-        codes = grpc.StatusCode
-        for fields, code in (
-            ({"resume_from": "x"}, codes.INVALID_ARGUMENT),
-            ({"resume_from": one.resume_id, "top_k": 3}, codes.INVALID_ARGUMENT),
-        ):
+        for fields in ({"resume_from": "x"}, {"resume_from": one.resume_id, "top_k": 3}):
             with pytest.raises(grpc.aio.AioRpcError) as raised:
                 await generated(second, **fields)
-            assert raised.value.code() is code
+            assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         for stub in (first, second):
             await generated(stub, (("idempotency-key", "k"),))
         seeds = [orjson.loads(call.request.sampling)["seed"] for call in predictor.calls]
         assert seeds[-1] == seeds[-2] != seeds[0]
-        now = time.time()
-        monkeypatch.setattr(resume_ids.time, "time", lambda: now + 302)
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await generated(second, resume_from=one.resume_id)
-        assert raised.value.code() is codes.FAILED_PRECONDITION

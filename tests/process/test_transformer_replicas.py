@@ -124,15 +124,14 @@ async def test_what_a_replica_had_is_loading_while_it_is_away_and_missing_once_i
     await client.close()
 
 
+class Hangs(ScriptedPredictor):
+    async def RepositoryModelLoad(self, request, context):  # noqa: N802
+        self.calls.append(request)
+        await asyncio.Event().wait()
+
+
 async def test_a_call_of_a_removed_replica_ends_with_an_error_and_not_as_a_cancel(monkeypatch):
     monkeypatch.setattr(module, "_CLOSE_S", 0.1)
-    never = asyncio.Event()
-
-    class Hangs(ScriptedPredictor):
-        async def RepositoryModelLoad(self, request, context):  # noqa: N802
-            self.calls.append(request)
-            await never.wait()
-
     leaves, stays = Hangs(), ScriptedPredictor()
     async with (
         serving(leaves) as first,
@@ -149,13 +148,6 @@ async def test_a_call_of_a_removed_replica_ends_with_an_error_and_not_as_a_cance
 
 
 async def test_a_call_of_replicas_is_cancelled_only_by_its_own_caller(monkeypatch):
-    never = asyncio.Event()
-
-    class Hangs(ScriptedPredictor):
-        async def RepositoryModelLoad(self, request, context):  # noqa: N802
-            self.calls.append(request)
-            await never.wait()
-
     predictor = Hangs()
     async with serving(predictor) as address, replicas_at(monkeypatch, address) as (replicas, _):
         loading = asyncio.create_task(replicas.load(pb.RepositoryModelLoadRequest(model_name=MODEL), NO_DEADLINE))

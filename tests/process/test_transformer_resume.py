@@ -197,14 +197,6 @@ async def test_log_probabilities_continue_without_a_repeat():
         assert values == pytest.approx([-position / 10 for position in range(20)])
 
 
-async def test_the_seed_and_every_parameter_are_those_of_the_first_call():
-    async with resuming(breaks(3)) as r:
-        await r.generate()
-        first, second = (call.request for call in r.predictor.calls)
-        assert first.sampling == second.sampling
-        assert first.request_id == second.request_id
-
-
 async def test_messages_without_tokens_keep_a_call_alive():
     released = asyncio.Event()
     async with resuming(holds_until(released), silence_limit_s=0.5) as r:
@@ -240,13 +232,6 @@ async def test_a_third_death_in_a_row_ends_a_request_and_its_repetition_is_refus
             await r.generate(sampling=SAMPLING.model_copy(update={"seed": 8}))
         assert len(r.predictor.calls) == 3
         check_whole(await r.generate(prompt=(1, 2, 4)))
-
-
-async def test_a_request_that_always_dies_before_its_isolated_turn_is_to_blame():
-    async with resuming(*(dies() for _ in range(100))) as r:
-        with pytest.raises(RequestFailedError, match="refused"):
-            await r.generate()
-        assert r.were_alone == [False] * 2 + [True] * 5
 
 
 async def test_a_replica_that_lacks_the_model_of_a_moved_stream_is_away():
@@ -397,24 +382,6 @@ async def test_a_stream_goes_on_at_a_predictor_that_stops_until_another_has_begu
         assert leaving.calls[0].was_cancelled
         assert [chunk.resumed for chunk in made].count(True) == r.resumes == 1
         assert len({chunk.predictor for chunk in made if chunk.predictor}) == 2
-
-
-async def test_a_hedged_stream_gets_another_second_predictor_before_its_own_stops():
-    released = asyncio.Event()
-    scripts = (leaves(holds_until(released, after=5), after=4),), (holds_until(released, after=7),), ()
-    async with hedging(*scripts) as (r, predictors):
-        leaving, staying, other = predictors
-        other.has_model = False
-        await until(lambda: sum(bool(link.loads) for link in r.generator.links.all) == 2)
-        chunks = r.chunks(sampling=HEDGED)
-        made = await chunks_of(7, chunks)
-        other.has_model = True
-        made += [chunk async for chunk in chunks]
-        check_whole(made)
-        await until(lambda: all(call.ended.is_set() for one in (leaving, other) for call in one.calls))
-        assert leaving.calls[0].was_cancelled
-        assert not staying.calls[0].output_ids[7:]
-        assert r.resumes == 0
 
 
 async def test_a_stream_that_no_other_predictor_can_take_ends_at_its_own():
@@ -698,16 +665,6 @@ async def test_after_the_death_of_a_predictor_only_few_answers_at_a_time_catch_u
         for chunks in received:
             check_whole(chunks)
         assert r.resumes == 0
-
-
-async def test_an_answer_of_two_predictors_has_their_time_and_its_own_log_probabilities():
-    async with hedging((), (breaks(3),)) as (r, predictors):
-        chunks = await r.generate(sampling=HEDGED.model_copy(update={"logprobs": True}))
-        values = [value for chunk in chunks for value in chunk.logprobs]
-        assert values == pytest.approx([-position / 10 for position in range(20)])
-        await until(lambda: all(call.ended.is_set() for predictor in predictors for call in predictor.calls))
-        made = [len(call.output_ids) - len(call.request.output_ids) for one in predictors for call in one.calls]
-        assert TOKEN_S * len(ANSWER) <= chunks[-1].engine_s <= TOKEN_S * sum(made)
 
 
 async def test_one_predictor_alone_answers_a_hedged_request_too():

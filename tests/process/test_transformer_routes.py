@@ -48,7 +48,7 @@ async def tokens_of(stub, request):
 
 @pytest.mark.parametrize(
     "error",
-    [NotReadyError("it loads"), NotFoundError("no such model"), OverloadedError("the queue is full")],
+    [NotFoundError("no such model"), OverloadedError("the queue is full")],
     ids=lambda error: type(error).__name__,
 )
 async def test_a_request_falls_back_to_another_model_if_its_own_fails(tmp_path, error):

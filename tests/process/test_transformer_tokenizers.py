@@ -34,12 +34,9 @@ def storyteller(folder, **contents):
 
 UNREADABLE = {
     "no tokenizer": ({"tokenizer": None}, "no tokenizer in .*: it has none of tokenizer.json, vocab.txt"),
-    "an unknown model type": ({"tokenizer": '{"model": {"type": "X"}}'}, "cannot be read: .*"),
-    "no object": ({"tokenizer": "[]"}, r"tokenizer\.json cannot be read: ValueError: .*expected struct Tokenizer"),
     "half a file": ({"tokenizer": '{"model": '}, r"tokenizer\.json cannot be read: ValueError: .*EOF while parsing"),
     "a wrong configuration": ({"tokenizer_config": "[]"}, r"tokenizer_config\.json has no JSON object"),
     "a configuration of the model that is none": ({"config": "[1]"}, r"/config\.json has no JSON object"),
-    "defaults that are none": ({"generation_config": '"x"'}, r"generation_config\.json has no JSON object"),
 }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import logging
 import shutil
-import sqlite3
 import tarfile
 from pathlib import Path
 
@@ -13,10 +12,8 @@ import pytest
 from pydantic import SecretStr
 
 from headrace.clients import ANYONE
-from headrace.errors import StartupError
 from headrace.payload.outbox import open_outboxes
 from headrace_logger.store.store import Store
-from headrace_logger.store.tables import SCHEMA_VERSION
 from headrace_logger.store.usage import UsageQuery
 from headrace_transformer.batches.store import Store as Batches
 from tests.support import postgresql
@@ -85,14 +82,6 @@ def test_the_files_of_batches_are_there(version: str, tmp_path: Path) -> None:
     batches = Batches(unpacked(version, "batches", tmp_path), LIMITS)
     (file,) = batches.files(ANYONE, "", "", 9, False)
     assert (file.filename, b"".join(batches.contents(ANYONE, file.id))) == ("name", BATCH_FILE)
-
-
-async def test_a_payload_log_of_a_later_version_is_refused_by_name(tmp_path: Path) -> None:
-    database = tmp_path / "payloads.sqlite3"
-    with sqlite3.connect(database) as connection:
-        connection.execute(f"CREATE TABLE schema_version AS SELECT {SCHEMA_VERSION + 1} AS version")
-    with pytest.raises(StartupError, match=f"{database} has schema version {SCHEMA_VERSION + 1}, this logger knows"):
-        Store(database)
 
 
 def test_a_spool_of_a_later_version_is_named_and_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
