@@ -3,7 +3,6 @@
 Run in the clients' environment; prints "done" if every check passed.
 """
 
-import queue
 import sys
 
 import numpy as np
@@ -42,22 +41,6 @@ assert client.infer("echo", [tensor]).as_numpy("x").tolist() == [1, 2, 3]
 # Counted since the last load.
 assert client.get_inference_statistics("echo", "1").model_stats[0].inference_stats.success.count == 1
 
-answers = queue.Queue()
-client.start_stream(callback=lambda result, error: answers.put((result, error)))
-for name in ("a", "b", "c"):
-    client.async_stream_infer("echo", [tensor], request_id=name, enable_empty_final_response=name == "c")
-client.async_stream_infer("nobody", [tensor], request_id="d")
-got = [answers.get(timeout=60) for _ in range(5)]
-assert [error.message() for _, error in got if error] == ["no model 'nobody'"]
-responses = [result.get_response() for result, error in got if not error]
-assert sorted((r.id, r.parameters["triton_final_response"].bool_param, len(r.outputs)) for r in responses) == [
-    ("a", True, 1),
-    ("b", True, 1),
-    ("c", False, 1),
-    ("c", True, 0),
-]
-client.stop_stream()
-
 client.unload_model("echo", unload_dependents=True)
 assert state("echo") == "UNAVAILABLE"
 assert refused(client.infer, "echo", [tensor])[0] == "StatusCode.NOT_FOUND"
@@ -71,7 +54,4 @@ traces = client.get_trace_settings(as_json=True)["settings"]
 assert traces["trace_mode"]["value"] == ["opentelemetry"]
 assert client.update_trace_settings("storyteller", {"trace_count": None}, as_json=True)["settings"] == traces
 assert refused(client.update_trace_settings, settings={"trace_rate": "5"})[0] == "StatusCode.INVALID_ARGUMENT"
-for call in (client.get_system_shared_memory_status, client.get_cuda_shared_memory_status):
-    assert refused(call)[0] == "StatusCode.UNIMPLEMENTED"
-assert refused(client.register_system_shared_memory, "r", "/k", 8)[0] == "StatusCode.UNIMPLEMENTED"
 print("done")

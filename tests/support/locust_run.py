@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import re
 import sys
-from pathlib import Path
-from typing import Any
 
 import psutil
 
 from headrace_runner.settings import ROOT
 
 FILES = "loadtest/locustfile.py,loadtest/knee_locustfile.py"
-
-
-def figures_of(report: Path) -> Any:
-    """The figures in the section of Locust's HTML report."""
-    (text,) = re.findall(r"window\.streamsFigures = (.*?);</script>", report.read_text(encoding="utf-8"))
-    return json.loads(text)
 
 
 class LocustRun:

@@ -232,21 +232,20 @@ async def test_a_predictor_that_dies_and_one_that_is_away_are_two_errors(stack, 
     check(away, results)
 
 
-@pytest.mark.parametrize("name", STREAMS)
-async def test_an_error_after_a_part_of_the_answer_is_reported_in_the_stream(stack, name):
-    outcome = await WAYS_IN[name](stack.gateway, request_of(parameters={"seed": FAILS_LATER, "max_tokens": 20}))
-    status = 200 if name in REST_STREAMS else ON_STREAM if name.startswith("ModelStreamInfer") else Code.INTERNAL
-    assert (outcome.status if "statuses" not in name else ON_STREAM, outcome.begun) == (status, True)
-    assert outcome.message == "the model failed on this request"
+async def test_an_error_after_a_part_of_the_answer_is_reported_in_the_stream(stack):
+    failing = request_of(parameters={"seed": FAILS_LATER, "max_tokens": 20})
+    for name, outcome in (await outcomes(stack.gateway, failing, {name: WAYS_IN[name] for name in STREAMS})).items():
+        status = 200 if name in REST_STREAMS else ON_STREAM if name.startswith("ModelStreamInfer") else Code.INTERNAL
+        assert (outcome.status if "statuses" not in name else ON_STREAM, outcome.begun) == (status, True), name
+        assert outcome.message == "the model failed on this request", name
 
 
-@pytest.mark.parametrize("name", REST_STREAMS)
-async def test_a_deadline_in_the_middle_of_the_answer_is_reported_in_the_stream(stack, fault, name):
+async def test_a_deadline_in_the_middle_of_the_answer_is_reported_in_the_stream(stack, fault):
     fault[0]("hold_later")
-    held = request_of(parameters={"seed": HOLDS_LATER, "max_tokens": 20}, timeout_s=0.8)
-    outcome = await WAYS_IN[name](stack.gateway, held)
-    assert (outcome.status, outcome.begun) == (200, True)
-    assert "deadline" in outcome.message
+    held = request_of(parameters={"seed": HOLDS_LATER, "max_tokens": 20}, timeout_s=2.0)
+    for name, outcome in (await outcomes(stack.gateway, held, {name: WAYS_IN[name] for name in REST_STREAMS})).items():
+        assert (outcome.status, outcome.begun) == (200, True), name
+        assert "deadline" in outcome.message, name
 
 
 # MiB of text; as ids it is larger.

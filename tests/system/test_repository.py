@@ -177,11 +177,8 @@ async def test_a_name_with_slashes_is_one_by_every_path(stack, predictor):
     [
         "acme/tale/",
         "acme",
-        "another",
         "acme/../acme/tale",
-        "/acme/tale",
         "../secret",
-        "a/b/c",
         "acme/tale/infer",
         "a" * 300,
     ],

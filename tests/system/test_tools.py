@@ -149,18 +149,9 @@ REFUSED = {
         "and 64 choices, log probabilities are given for at most 48",
     ),
     "no prompt": ("/tokenize", MODEL, "give either a prompt or messages"),
-    "both": ("/tokenize", {**MODEL, "prompt": "a", "messages": [{"role": "user"}]}, "give either a prompt or messages"),
     "huge": ("/tokenize", {**MODEL, "prompt": "a" * 1_100_000}, "longer than 1048576 bytes"),
-    "huge messages": (
-        "/tokenize",
-        {**MODEL, "messages": [{"role": "user", "content": "a" * 1_100_000}]},
-        "longer than",
-    ),
     "text for ids": ("/detokenize", {**MODEL, "tokens": ["a"]}, "token ids"),
-    "negative id": ("/detokenize", {**MODEL, "tokens": [-1]}, "from 0 to"),
     "no model": ("/tokenize", {"prompt": "a"}, "name a model; there are storyteller, normalizer"),
-    "no model to generate": ("/v1/completions", {"prompt": "a"}, "name a model; there are storyteller, normalizer"),
-    "hot": ("/v1/completions", {**MODEL, "prompt": "a", "temperature": 9}, "less than or equal to 2"),
 }
 
 

@@ -72,18 +72,6 @@ async def _stream_infer(gateway: str, request: TracedRequest) -> AnswerHead:
         return await _read(call, request)
 
 
-async def _infer(gateway: str, request: TracedRequest) -> AnswerHead:
-    async with channel(gateway) as open_channel:
-        stub = GRPCInferenceServiceStub(open_channel)
-        call = stub.ModelInfer(_infer_request(request), timeout=request.timeout_s, metadata=request.metadata)
-        try:
-            request.leave = call.cancel
-            await call
-        except (grpc.aio.AioRpcError, asyncio.CancelledError):
-            return AnswerHead({})
-        return AnswerHead(dict(await call.initial_metadata()))
-
-
 def _infer_request(request: TracedRequest) -> Any:
     message = text_request(MODEL, PROMPT)
     message.id = request.request_id
@@ -137,7 +125,6 @@ WAYS: dict[str, TracedWay] = {
     "ModelStreamInfer": TracedWay(
         *("inference.GRPCInferenceService/ModelStreamInfer", "grpc", _stream_infer), streams=True, has_status=False
     ),
-    "ModelInfer": TracedWay("inference.GRPCInferenceService/ModelInfer", "grpc", _infer, streams=False),
     "chat, events": TracedWay(
         *("headrace.rest.v1.OpenAI/ChatCompletions", "http", _rest("/v1/chat/completions", _chat(True))),
         streams=True,
@@ -147,11 +134,5 @@ WAYS: dict[str, TracedWay] = {
         *("headrace.rest.v1.OpenAI/ChatCompletions", "http", _rest("/v1/chat/completions", _chat(False))),
         streams=False,
         operation="chat",
-    ),
-    "generate_stream": TracedWay(
-        "headrace.rest.v1.OpenInference/GenerateStream",
-        "http",
-        _rest(f"/v2/models/{MODEL}/generate_stream", lambda: {"text_input": PROMPT}),
-        streams=True,
     ),
 }
