@@ -6,7 +6,6 @@ import logging
 import time
 import uuid
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -14,7 +13,6 @@ from threading import Thread
 import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as trace_pb2
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as trace_grpc
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 
 from headrace_logger.sinks import SINK, observe_sinks
@@ -29,6 +27,7 @@ from headrace_protos.headrace_pb2 import AppendRequest, PayloadChunk, PayloadRec
 from tests.process.sink_server import ACCEPTED, SinkServer
 from tests.support.logger_process import LoggerProcess, free_port
 from tests.support.measured import Measured
+from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.payload_records import answered, append_to, record_id
 from tests.waiting import until
 
@@ -482,29 +481,6 @@ def plain(span):
     return values
 
 
-class Receiver:
-    """Keeps the spans that it accepts over gRPC; `refuse` is the status of all others."""
-
-    def __init__(self, port):
-        self.spans, self.headers, self.refuse = [], {}, None
-        self._server = grpc.server(ThreadPoolExecutor(2))
-        service = trace_grpc.TraceServiceServicer()
-        service.Export = self._export
-        trace_grpc.add_TraceServiceServicer_to_server(service, self._server)
-        self._server.add_insecure_port(f"127.0.0.1:{port}")
-        self._server.start()
-
-    def _export(self, request, context):
-        self.headers = dict(context.invocation_metadata())
-        if self.refuse:
-            context.abort(self.refuse, "no")
-        self.spans += [s for r in request.resource_spans for scope in r.scope_spans for s in scope.spans]
-        return trace_pb2.ExportTraceServiceResponse()
-
-    def stop(self):
-        self._server.stop(None).wait()
-
-
 async def send_spans(target, *requests):
     async with grpc.aio.insecure_channel(target) as channel:
         await append_to(channel, requests)
@@ -575,17 +551,14 @@ async def test_every_generation_arrives_though_receiver_and_logger_die(tmp_path)
         await logger.kill()
         await logger.start()
         tensor = AppendRequest(source="s", sequence=51, record=PayloadRecord(record_id=str(uuid.UUID(int=51))))
-        receiver = Receiver(port)
-        try:
+        with OtlpReceiver(port) as receiver:
             receiver.refuse = grpc.StatusCode.UNAUTHENTICATED  # Tried again: it may be corrected.
             await send_spans(logger.target, tensor, generation(52))
             await until(lambda: receiver.headers.get("authorization") == "Basic YTpi")
             receiver.refuse = None
             expected = {str(uuid.UUID(int=number)) for number in (*range(1, 51), 52)}
-            await until(lambda: {plain(span)["headrace.record_id"] for span in receiver.spans} == expected)
-            assert len({span.span_id for span in receiver.spans}) == 51
-        finally:
-            receiver.stop()
+            await until(lambda: {span.attributes["headrace.record_id"] for span in receiver.all_spans()} == expected)
+            assert len({span.span_id for span in receiver.all_spans()}) == 51
 
 
 async def test_http_receivers_get_the_same_spans(tmp_path):

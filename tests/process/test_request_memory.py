@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import struct
 import sys
 
 import grpc
@@ -12,8 +13,8 @@ import pytest
 from headrace_protos import inference_pb2 as pb
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from headrace_runner.settings import ROOT
-from tests.process.unfinished_calls import UnfinishedCalls
 from tests.support.forkserver import spawn
+from tests.support.http2_client import connected
 from tests.waiting import until
 
 MIB = 1 << 20
@@ -23,6 +24,8 @@ BEYOND_BUDGET = 300 * MIB
 KEPT = 40 * MIB  # Less than one message.
 RAW = "/inference.GRPCInferenceService/ModelInfer"
 RAW_STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
+GRPC_HEADERS = [("content-type", "application/grpc"), ("te", "trailers")]
+UNFINISHED = struct.pack(">BI", 0, 60_000_000) + bytes(59_999_999)  # A message that lacks its last byte.
 LARGE = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
 
 
@@ -121,13 +124,13 @@ async def test_incomplete_messages_are_bounded_and_end_no_silent_call(process, c
     process.go()
     await asyncio.wait_for(silent.read(), 60)  # So it is silent for longer than the later ones.
     reading = asyncio.ensure_future(silent.read())
-    calls = await UnfinishedCalls.connected(process.port)
-    try:
-        sending = asyncio.create_task(calls.send(path, 24, 60_000_000))
+    async with connected(process.port) as client:
+        calls = [await client.request(path, headers=GRPC_HEADERS, end=False) for _ in range(24)]
+        sending = asyncio.gather(*(call.send_all(UNFINISHED, end=False) for call in calls))
         peak = await process.peak(sending)
         await sending
         assert peak - before < BUDGET + BEYOND_BUDGET
-        assert calls.ended
+        assert any(call.is_ended for call in calls)
         assert not reading.done()
         # Others are served meanwhile: at once, or, if their messages arrived slowly too, after the retry delay.
         request = pb.ModelInferRequest(raw_input_contents=[bytes(MESSAGE_BYTES)]).SerializeToString()
@@ -141,8 +144,6 @@ async def test_incomplete_messages_are_bounded_and_end_no_silent_call(process, c
 
         for _ in range(3):
             await until(is_served)
-    finally:
-        await calls.close()
     await process.shrinks_to(before + KEPT)
 
 

@@ -52,7 +52,7 @@ class Http2Stream:
     async def send_all(self, data: bytes, end: bool = True) -> None:
         """Sends the rest of the body, as the window opens."""
         at, http2 = 0, self._client.http2
-        while at < len(data) and not self.is_ended:
+        while at < len(data) and not (self.is_ended or self._client.is_closed):
             room = min(http2.local_flow_control_window(self.number), http2.max_outbound_frame_size)
             if room > 0:
                 await self.send(data[at : at + room], end and at + room >= len(data))

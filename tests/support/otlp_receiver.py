@@ -33,8 +33,6 @@ class Event:
     """An event of a span."""
 
     name: str
-    time_ns: int
-    attributes: Attributes = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,6 @@ class Link:
 
     trace_id: str
     span_id: str
-    attributes: Attributes = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -63,10 +60,6 @@ class Span:
     events: tuple[Event, ...] = ()
     links: tuple[Link, ...] = ()
 
-    @property
-    def seconds(self) -> float:
-        return (self.end_ns - self.start_ns) / 1e9
-
 
 @dataclass(frozen=True)
 class MetricPoint:
@@ -75,7 +68,6 @@ class MetricPoint:
     service: str
     instance: str
     name: str
-    unit: str
     attributes: Attributes
     time_ns: int
     value: float
@@ -88,9 +80,14 @@ class MetricPoint:
 
 
 class OtlpReceiver:
-    """See the module; a context manager; thread-safe."""
+    """See the module; a context manager; thread-safe.
 
-    def __init__(self) -> None:
+    `headers` are those of the last export of spans; one is refused with the status `refuse` while there is one.
+    """
+
+    def __init__(self, port: int = 0) -> None:
+        self.headers: dict[str, str | bytes] = {}
+        self.refuse: grpc.StatusCode | None = None
         self._lock = threading.Lock()
         self._spans: list[Span] = []
         self._points: dict[Hashable, MetricPoint] = {}
@@ -99,7 +96,7 @@ class OtlpReceiver:
         traces.Export, metrics.Export = self._take_spans, self._take_metrics
         trace_grpc.add_TraceServiceServicer_to_server(traces, self._server)  # type: ignore[no-untyped-call]
         metrics_grpc.add_MetricsServiceServicer_to_server(metrics, self._server)  # type: ignore[no-untyped-call]
-        self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
 
     def __enter__(self) -> Self:
         self._server.start()
@@ -128,6 +125,9 @@ class OtlpReceiver:
     def _take_spans(
         self, request: trace_pb2.ExportTraceServiceRequest, context: grpc.ServicerContext
     ) -> trace_pb2.ExportTraceServiceResponse:
+        self.headers = dict(context.invocation_metadata())
+        if self.refuse:
+            context.abort(self.refuse, "as asked")
         spans = list(spans_of(request))
         with self._lock:
             self._spans += spans
@@ -168,10 +168,8 @@ def _span(service: str, span: SpanMessage) -> Span:
         end_ns=span.end_time_unix_nano,
         status=Status.StatusCode.Name(span.status.code).removeprefix("STATUS_CODE_"),
         attributes=attributes_of(span.attributes),
-        events=tuple(Event(event.name, event.time_unix_nano, attributes_of(event.attributes)) for event in span.events),
-        links=tuple(
-            Link(link.trace_id.hex(), link.span_id.hex(), attributes_of(link.attributes)) for link in span.links
-        ),
+        events=tuple(Event(event.name) for event in span.events),
+        links=tuple(Link(link.trace_id.hex(), link.span_id.hex()) for link in span.links),
     )
 
 
@@ -204,7 +202,6 @@ def _points(request: metrics_pb2.ExportMetricsServiceRequest) -> Iterator[Metric
                         service,
                         instance,
                         metric.name,
-                        metric.unit,
                         attributes_of(point.attributes),
                         point.time_unix_nano,
                         float(getattr(point, point.WhichOneof("value") or "as_double") if single else point.sum),

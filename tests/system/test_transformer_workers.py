@@ -4,11 +4,10 @@ import asyncio
 import os
 import signal
 
-import grpc
 import psutil
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.chaos.health import serves
 from tests.metrics_pages import read_page
 from tests.system.calls import channel, generate, text_of
 from tests.waiting import until
@@ -25,16 +24,6 @@ def workers(stack):
 
 def connections(worker, port):
     return [c for c in worker.net_connections("tcp") if c.laddr.port == port and c.status == psutil.CONN_ESTABLISHED]
-
-
-async def serves(address):
-    async with channel(address) as open_channel:
-        stub = health_pb2_grpc.HealthStub(open_channel)
-        try:
-            answer = await stub.Check(health_pb2.HealthCheckRequest(service="ready"), timeout=5)
-        except grpc.aio.AioRpcError:
-            return False
-        return answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
 async def test_workers_share_the_port_and_replace_each_other(new_stack):
@@ -75,7 +64,7 @@ async def test_workers_share_the_port_and_replace_each_other(new_stack):
     await until(lambda: len(workers(stack)) == 2 and killed not in [worker.pid for worker in workers(stack)], _START_S)
 
     async def all_serve():
-        return all([await serves(stack.addresses["transformer"]) for _ in range(8)])
+        return all([await serves(stack.addresses["transformer"], "ready") for _ in range(8)])
 
     await until(all_serve, _START_S)
     assert await asyncio.gather(*(tell() for _ in range(8))) == [alone] * 8
