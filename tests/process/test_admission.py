@@ -71,21 +71,6 @@ async def test_one_call_too_many_is_refused_at_once_and_unread(served):
     assert await asyncio.gather(*calls) == [b"done"] * MAX_CALLS
 
 
-async def test_a_call_makes_room_whatever_its_end(served):
-    channel, handler = served
-    for task in await fill(channel, handler):
-        task.cancel()
-        await asyncio.wait({task})
-    handler.release.set()
-    async with asyncio.timeout(30):
-        while True:  # The server notices a cancelled call a moment later.
-            try:
-                assert await anext(aiter(call(channel))) == b"done"
-                return
-            except grpc.aio.AioRpcError:
-                await asyncio.sleep(0.005)
-
-
 async def test_a_full_service_is_healthy(served):
     channel, handler = served
     calls = await fill(channel, handler)

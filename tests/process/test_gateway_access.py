@@ -184,6 +184,7 @@ async def test_without_a_known_key_nothing_is_served(keyed: tuple[Gateway, Path]
         assert await grpc_status(address, METADATA, headers) == "16"
         assert await grpc_status(address, "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo", headers) == "16"
         assert await grpc_status(address, METADATA, headers | {"host": "predictor"}) == "16"
+        assert await grpc_status(address, METADATA, headers | {"content-type": GRPC_WEB}) == "16"
         for path in (OPENAI, "/v2", "/v1/models", "/headrace/v1/payloads", "/nowhere"):
             status, answer, body = await call(address, "GET", path, headers)
             assert (status, answer["x-failed-hop"], answer["www-authenticate"]) == (401, "gateway", "Bearer")

@@ -103,10 +103,10 @@ async def test_a_stack_whose_folder_is_removed_continues(tmp_path: Path) -> None
         shutil.rmtree(stack.folder.path)
         await until(lambda: stack.folder.holder() == os.getpid())
         assert "was removed and has been created again" in reports[0]
+        shutil.rmtree(stack.folder.path)
         for name in ("predictor-0", "envoy"):
-            shutil.rmtree(stack.folder.path)
             await stack.kill(name)
-            await stack.wait_ready(timeout_s=30)
+        await stack.wait_ready(timeout_s=30)
         assert await check(stack.gateway, "ready") == health_pb2.HealthCheckResponse.SERVING
         assert stack.folder.holder() == os.getpid()
     finally:

@@ -1,4 +1,4 @@
-"""Calls of every kind by clients with keys, over gRPC, gRPC-Web and REST, with TLS or without."""
+"""Calls of every kind by clients with keys, over gRPC and REST, with TLS or without."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -21,7 +20,7 @@ from headrace_protos import headrace_pb2, inference_pb2
 from headrace_protos.headrace_pb2_grpc import PayloadLogStub, TextGenerationStub
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.support.connections import context
-from tests.system.calls import TIMEOUT_S, Answer, each, http_request, text_request, web_frames
+from tests.system.calls import TIMEOUT_S, Answer, each, http_request, text_request
 from tests.system.keyed_stack import MODEL, OK, REST, Headers, last_of, status_of
 
 UNAUTHENTICATED, PERMISSION_DENIED, NOT_FOUND = "UNAUTHENTICATED", "PERMISSION_DENIED", "NOT_FOUND"
@@ -103,32 +102,6 @@ def by_grpc(channel: grpc.aio.Channel, headers: Headers, record_id: str) -> Call
         "load": call(Needs.ADMIN, lambda: oip.RepositoryModelLoad(_LOAD, **options)),
         "log settings": call(Needs.ADMIN, lambda: oip.LogSettings(settings, **options)),
     }
-
-
-def by_grpc_web(port: Port, headers: Headers, record_id: str) -> Calls:
-    """The same over gRPC-Web, which has no streams of requests."""
-    oip, text, log = "/inference.GRPCInferenceService", "/headrace.v1.TextGeneration", "/headrace.v1.PayloadLog"
-    sent: dict[str, tuple[Needs, str, Message]] = {
-        "unary": (Needs.MODEL, f"{oip}/ModelInfer", text_request(MODEL, "Once", max_tokens=2)),
-        "stream": (Needs.MODEL, f"{text}/Generate", _GENERATION),
-        "health": (Needs.NOTHING, "/grpc.health.v1.Health/Check", health_pb2.HealthCheckRequest()),
-        "index": (Needs.KEY, f"{oip}/RepositoryIndex", inference_pb2.RepositoryIndexRequest()),
-        "payloads": (Needs.KEY, f"{log}/Query", _QUERY),
-        "record": (Needs.OWNER, f"{log}/Get", headrace_pb2.GetPayloadRequest(record_id=record_id)),
-        "delete": (Needs.KEY, f"{log}/Delete", headrace_pb2.DeletePayloadsRequest(record_id=str(uuid.uuid4()))),
-        "load": (Needs.ADMIN, f"{oip}/RepositoryModelLoad", _LOAD),
-        "log settings": (Needs.ADMIN, f"{oip}/LogSettings", inference_pb2.LogSettingsRequest()),
-    }
-    headers = {"content-type": "application/grpc-web+proto", "x-grpc-web": "1", **headers}
-
-    async def status(path: str, request: Message) -> str:
-        data = request.SerializeToString()
-        answer = await port.http("POST", path, b"\0" + len(data).to_bytes(4) + data, headers)
-        _, trailers = web_frames(answer.body)
-        code = int((answer.headers | trailers)["grpc-status"])
-        return next(known.name for known in grpc.StatusCode if known.value[0] == code)
-
-    return {name: Call(needs, partial(status, path, request)) for name, (needs, path, request) in sent.items()}
 
 
 _REST_NEEDS = {

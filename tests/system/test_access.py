@@ -29,7 +29,6 @@ from tests.system.keyed_calls import (
     Needs,
     Port,
     by_grpc,
-    by_grpc_web,
     by_rest,
     statuses,
 )
@@ -161,8 +160,6 @@ async def test_each_call_of_each_caller_has_its_status(
     async with at.channel() as channel:
         calls = by_grpc(channel, headers, guarded.record_id)
         assert await statuses(calls) == expected(calls, caller)
-    calls = by_grpc_web(at, headers, guarded.record_id)
-    assert await statuses(calls) == expected(calls, caller)
     calls = by_rest(at, headers, guarded.record_id)
     assert await statuses(calls) == {name: HTTP_STATUSES[status] for name, status in expected(calls, caller).items()}
 
