@@ -69,7 +69,7 @@ assert {name: item["response"]["body"]["error"]["param"] for name, item in error
 assert {item["response"]["status_code"] for item in errors.values()} == {400}
 
 # A file that is larger than what is parsed on the event loop.
-large = upload(*(line(str(number), "/v1/completions", prompt="fox " * 100) for number in range(200)))
+large = upload(*(line(str(number), "/v1/completions", prompt="fox " * 100, max_tokens=1) for number in range(200)))
 batch = ended(create(large, "/v1/completions"))
 assert (batch.status, batch.request_counts.completed, batch.error_file_id) == ("completed", 200, None), batch
 

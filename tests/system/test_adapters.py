@@ -23,7 +23,7 @@ async def test_adapters_beside_their_base_loaded_at_run_time_and_a_killed_engine
     base = save_random_model("llama", tmp_path / "llama")
     for seed, name in enumerate(("poet", "cook"), 1):
         save_random_adapter(tmp_path / name, base, str(tmp_path / "llama"), seed)
-    (tmp_path / "cook" / "chat_template.jinja").write_text("{{ messages[0]['content'] }} and cook!")
+    (tmp_path / "cook" / "chat_template.jinja").write_text("{{ messages[0]['content'] }} and cook, cook and cook!")
     stack = await new_stack(
         models=",".join(f"{name}={tmp_path / folder}" for name, folder in (("base", "llama"), ("poet", "poet"))),
         commands={"predictor": (sys.executable, "-m", "tests.system.slow_predictor")},

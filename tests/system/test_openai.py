@@ -129,9 +129,10 @@ async def test_the_record_of_calls_has_the_models_own_text_and_the_tools(stack):
 
 
 async def test_a_model_with_tools_and_a_form_calls_or_answers_in_the_form(stack):
+    few = {"type": "array", "maxItems": 2}
     schema = {
         "type": "object",
-        "properties": {"city": {"enum": ["Rome"]}, "days": {"type": "array", "items": {}, "uniqueItems": True}},
+        "properties": {"city": {"enum": ["Rome"]}, "days": {"items": {"type": "boolean"}, **few, "uniqueItems": True}},
         "required": ["city"],
     }
     form = {"properties": {"warm": {"type": "boolean"}}, "required": ["warm"], "additionalProperties": False}
