@@ -1,34 +1,27 @@
 """16 honest streams and 16 honest unary callers: the neighbours of an attack.
 
-Streams are `Generate`, `ModelStreamInfer` and streamed chats; unary calls are `ModelInfer` of a small tensor,
-whole completions and readiness. Each caller waits a little between its calls, so that the stack is busy
-and not full. gRPC callers share two connections, as callers behind a proxy do. Every answer is compared with the first
-one of its kind: greedy text is the same each time.
+Streams are `Generate`, completions, streamed chats and `ModelStreamInfer`; unary calls are `ModelInfer` of a small
+tensor, and readiness. Each caller waits a little between its calls, so that the stack is busy and not full. gRPC
+callers share two connections, as callers behind a proxy do. Every answer is compared with the first one of its kind.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import TracebackType
 from typing import Any, Self
 
-import grpc
-import httpx2
-
 from bench.statistics import quantile
-from headrace.oip.tensors import decode_outputs
-from headrace_protos import headrace_pb2, headrace_pb2_grpc
-from headrace_protos import inference_pb2 as pb
-from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
-from tests.system.calls import channel, each, text_request
+from tests.chaos.health import serves
+from tests.chaos.load import OK, Client
+from tests.chaos.requests import TEXT_WAYS, Request, greedy
 from tests.waiting import until
 
-_MODEL, _PROMPT, _TOKENS = "storyteller", "Once upon a time", 16
+_STORY, _CHAT = greedy("Once upon a time", 16), greedy("Once upon a time", 16, is_chat=True)
 _LIMIT_S = 30.0  # An honest caller's timeout.
 _PAUSE_S = 0.3
 
@@ -53,8 +46,8 @@ class Honest:
     """The callers; an async context manager. `figures` has those of the present phase."""
 
     def __init__(self, gateway: str) -> None:
-        self._channels = [channel(gateway), channel(gateway)]
-        self._http = httpx2.AsyncClient(base_url=f"http://{gateway}", timeout=_LIMIT_S)
+        self._gateway = gateway
+        self._client = Client(gateway, connections=2)
         self._expected: dict[str, Any] = {}
         self._enough = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -70,117 +63,43 @@ class Honest:
         begun = phase.answers + len(phase.errors)
         await until(lambda: phase.answers + len(phase.errors) >= begun + len(self._tasks), 2 * _LIMIT_S)
 
-    async def _stream(self, name: str, pieces: Callable[[], AsyncIterator[str]]) -> None:
-        async def once() -> None:
-            begun = last = time.monotonic()
-            text, gaps, first_s = "", [], None
-            async for piece in pieces():
-                now = time.monotonic()
-                if first_s is None:
-                    first_s = now - begun
-                else:
-                    gaps.append(now - last)
-                last = now
-                text += piece
-            if first_s is None:
-                raise ValueError("the answer is empty")
-            self._compare(name, text)
-            self.figures.first_s.append(first_s)
-            self.figures.gaps_s += gaps
-
-        await self._repeat(name, once)
-
-    async def _unary(self, name: str, call: Callable[[], Awaitable[Any]]) -> None:
-        async def once() -> None:
+    async def _call(self, way: str) -> None:
+        if way == "readiness":
             begun = time.monotonic()
-            self._compare(name, await call())
+            self._end(way, "" if await serves(self._gateway, "ready") else "not ready")
             self.figures.unary_s.append(time.monotonic() - begun)
+            return
+        story = None if way == "ModelInfer" else _CHAT if way == "chat completions" else _STORY
+        call = await self._client.send(Request(f"honest {way}", way, story, timeout_s=_LIMIT_S))
+        answer = call.text, [piece.vector for piece in call.pieces if piece.vector], call.finish_reason
+        if call.status != OK:
+            self._end(way, f"{call.status} {call.message}")
+        elif self._expected.setdefault(way, answer) != answer:
+            self._end(way, f"another answer than before: {answer!r}")
+        elif story is None:
+            self._end(way)
+            self.figures.unary_s.append(call.ended - call.begun)
+        else:
+            self._end(way)
+            self.figures.first_s.append(call.first_wait_s)
+            self.figures.gaps_s += [after.at - before.at for before, after in pairwise(call.pieces)]
 
-        await self._repeat(name, once)
+    def _end(self, way: str, error: str = "") -> None:
+        if error:
+            self.figures.errors.append(f"{way}: {error}")
+        else:
+            self.figures.answers += 1
 
-    async def _repeat(self, name: str, once: Callable[[], Awaitable[None]]) -> None:
+    async def _repeat(self, way: str) -> None:
         while not self._enough.is_set():
-            try:
-                async with asyncio.timeout(_LIMIT_S):
-                    await once()
-                self.figures.answers += 1
-            except grpc.aio.AioRpcError as error:
-                self.figures.errors.append(f"{name}: {error.code().name} {error.details()}")
-            except (httpx2.HTTPError, ValueError, TimeoutError, KeyError) as error:
-                self.figures.errors.append(f"{name}: {error!r}")
+            await self._call(way)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_PAUSE_S):
                     await self._enough.wait()
 
-    def _compare(self, name: str, answer: Any) -> None:
-        if self._expected.setdefault(name, answer) != answer:
-            raise ValueError(f"another answer than before: {answer!r}")
-
-    async def _generate(self, opened: grpc.aio.Channel) -> AsyncIterator[str]:
-        fields = {"model": _MODEL, "prompt": _PROMPT, "max_tokens": _TOKENS, "temperature": 0, "ignore_eos": True}
-        call = headrace_pb2_grpc.TextGenerationStub(opened).Generate(headrace_pb2.GenerateRequest(**fields))
-        async for response in call:
-            yield response.text
-
-    async def _stream_infer(self, opened: grpc.aio.Channel) -> AsyncIterator[str]:
-        request = text_request(_MODEL, _PROMPT, max_tokens=_TOKENS, temperature=0)
-        request.parameters["ignore_eos"].bool_param = True
-        async for answer in GRPCInferenceServiceStub(opened).ModelStreamInfer(each(request)):
-            if answer.error_message:
-                raise ValueError(answer.error_message)
-            yield decode_outputs(answer.infer_response)["text_output"].array[0].decode()
-
-    async def _chat(self) -> AsyncIterator[str]:
-        body = {"model": _MODEL, "messages": [{"role": "user", "content": _PROMPT}], "stream": True}
-        body |= {"max_tokens": _TOKENS, "temperature": 0}
-        async with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
-            if response.status_code != 200:
-                raise ValueError(f"{response.status_code} {await response.aread()!r}")
-            async for line in response.aiter_lines():
-                if line.startswith("data: ") and line != "data: [DONE]":
-                    event = json.loads(line.removeprefix("data: "))
-                    if "error" in event:
-                        raise ValueError(event["error"])
-                    yield event["choices"][0]["delta"].get("content") or ""
-
-    async def _tensor(self, opened: grpc.aio.Channel) -> bytes:
-        request = pb.ModelInferRequest(model_name="identity")
-        request.inputs.add(name="x", datatype="INT64", shape=[8])
-        request.raw_input_contents.append(bytes(range(64)))
-        answer = await GRPCInferenceServiceStub(opened).ModelInfer(request, timeout=_LIMIT_S)
-        return answer.raw_output_contents[0]
-
-    async def _completion(self) -> str:
-        body = {"model": _MODEL, "prompt": _PROMPT, "max_tokens": 2, "temperature": 0}
-        return self._json(await self._http.post("/v1/completions", json=body))["choices"][0]["text"]
-
-    async def _ready(self) -> int:
-        response = await self._http.get("/v2/health/ready")
-        if response.status_code != 200:
-            raise ValueError(f"{response.status_code} {response.content!r}")
-        return response.status_code
-
-    @staticmethod
-    def _json(response: httpx2.Response) -> Any:
-        if response.status_code != 200:
-            raise ValueError(f"{response.status_code} {response.content!r}")
-        return response.json()
-
     async def __aenter__(self) -> Self:
-        first, second = self._channels
-        streams = [
-            *[("Generate", lambda: self._generate(first))] * 4,
-            *[("Generate, second connection", lambda: self._generate(second))] * 4,
-            *[("ModelStreamInfer", lambda: self._stream_infer(second))] * 4,
-            *[("chat completions", self._chat)] * 4,
-        ]
-        unary = [
-            *[("ModelInfer", lambda: self._tensor(first))] * 8,
-            *[("completions", self._completion)] * 4,
-            *[("readiness", self._ready)] * 4,
-        ]
-        callers = [self._stream(*one) for one in streams] + [self._unary(*one) for one in unary]
-        self._tasks = [asyncio.create_task(caller, name="honest caller") for caller in callers]
+        ways = [*TEXT_WAYS * 4, *["ModelInfer"] * 12, *["readiness"] * 4]
+        self._tasks = [asyncio.create_task(self._repeat(way), name="honest caller") for way in ways]
         return self
 
     async def __aexit__(
@@ -188,6 +107,4 @@ class Honest:
     ) -> None:
         self._enough.set()
         await asyncio.gather(*self._tasks, return_exceptions=error is not None)
-        await self._http.aclose()
-        for opened in self._channels:
-            await opened.close()
+        await self._client.__aexit__(error_type, error, traceback)

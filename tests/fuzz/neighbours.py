@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-import psutil
 from pydantic import ByteSize, TypeAdapter
 
 from headrace_runner.stack import Stack
 from headrace_transformer.processes.body_processes import LARGE_BYTES, SMALL_BYTES
+from tests.chaos.memory import peaks, resident_bytes
 from tests.fuzz.attacks import ATTACKS
 from tests.fuzz.honest import Figures, Honest
 from tests.support.free_ports import start_stack
@@ -43,7 +43,6 @@ _P99_FACTOR, _P99_MORE_MS = 2.0, 100.0
 _COMES_BACK_S, _COMES_BACK_TO = 60.0, 1.2
 _ENDS_WITHIN_S = 60.0
 _WARM_UP_S = 60.0
-_EVERY_S = 0.1
 
 
 @dataclass
@@ -110,8 +109,6 @@ async def beside(
     pids = _pids(stack)
     before = resident_mb(stack)
     quiet = await _phase(honest, seconds)
-    peak = dict(before)
-    looking = asyncio.create_task(_peaks(stack, peak), name="memory peaks")
     begun, attacked = time.monotonic(), honest.phase()
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.fuzz.attacks", name, stack.gateway, str(seconds)),
@@ -119,17 +116,15 @@ async def beside(
         start_new_session=True,  # Its niceness applies to its session.
     )
     try:
-        async with asyncio.timeout(seconds + _ENDS_WITHIN_S):
+        async with peaks(stack) as peak, asyncio.timeout(seconds + _ENDS_WITHIN_S):
             output, _ = await process.communicate()
-        if process.returncode:
-            raise RuntimeError(f"the attack {name} itself failed with {process.returncode}")
-        await asyncio.sleep(max(0.0, begun + seconds - time.monotonic()))
-        await honest.settled(attacked)
+            if process.returncode:
+                raise RuntimeError(f"the attack {name} itself failed with {process.returncode}")
+            await asyncio.sleep(max(0.0, begun + seconds - time.monotonic()))
+            await honest.settled(attacked)
     finally:
         with suppress(ProcessLookupError):
             process.kill()
-        looking.cancel()
-        await asyncio.gather(looking, return_exceptions=True)
     honest.phase()
     ended = time.monotonic()
     with suppress(AssertionError):  # The failure is recorded below.
@@ -143,7 +138,7 @@ async def beside(
         honest_answers=attacked.answers,
         honest_errors=quiet.errors + attacked.errors,
         before_mb=before,
-        peak_mb=peak,
+        peak_mb={name: size >> 20 for name, size in peak.items()},
         later_mb=later,
         back_after_s=round(time.monotonic() - ended, 1),
         restarted=[name for name, pid in _pids(stack).items() if pid != pids.get(name)],
@@ -184,24 +179,11 @@ def slow(outcome: Outcome) -> list[str]:
 
 def resident_mb(stack: Stack) -> dict[str, int]:
     """The resident memory of each process and its children, in MiB; shared pages count once for each."""
-    found = {}
-    for name in stack.names:
-        with suppress(ProcessLookupError, psutil.NoSuchProcess):
-            process = psutil.Process(stack.pid(name))
-            family = [process, *process.children(recursive=True)]
-            found[name] = sum(one.memory_info().rss for one in family) >> 20
-    return found
+    return {name: size >> 20 for name, size in resident_bytes(stack).items()}
 
 
 def _is_back(before: dict[str, int], later: dict[str, int]) -> bool:
     return all(later.get(name, 0) <= _COMES_BACK_TO * size for name, size in before.items())
-
-
-async def _peaks(stack: Stack, peak: dict[str, int]) -> None:
-    while True:
-        for name, size in resident_mb(stack).items():
-            peak[name] = max(size, peak.get(name, 0))
-        await asyncio.sleep(_EVERY_S)
 
 
 def _pids(stack: Stack) -> dict[str, int]:
