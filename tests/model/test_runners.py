@@ -1,0 +1,302 @@
+"""Runners of encoder-decoder models and of models with recurrent states: many sequences equal `generate` of each."""
+
+import copy
+import random
+from functools import cache, partial
+
+import pytest
+import torch
+
+from headrace_predictor.engine.cpu import kernel
+from headrace_predictor.engine.cpu.packed_linear import pack_linears
+from headrace_predictor.engine.runners import memory
+from headrace_predictor.engine.runners.encoder_decoder import EncoderDecoderRunner
+from headrace_predictor.engine.runners.hybrid import HybridRunner
+from headrace_predictor.engine.runners.memory import cache_shape, plan_memory
+from headrace_predictor.engine.runners.reach import find_reaches
+from headrace_predictor.engine.runners.slots import Slots
+from headrace_predictor.engine.runners.states import key_layers, state_bytes
+from headrace_predictor.engine.runners.t5 import T5Runner
+from headrace_predictor.settings import PredictorSettings
+from tests.model.step_loop import Loop, make_requests
+from tests.random_models import greedy
+from tests.zoo import FAMILIES, VOCABULARY
+
+FEW_BLOCKS = 14  # The longest request takes seven.
+REQUESTS = make_requests(16, seed=3)
+T5 = {"T5": T5Runner, "FLAN-T5": T5Runner}
+# Learned positions, computed ones that depend on the ids, a relative bias, rotary ones with windows.
+OTHERS = dict.fromkeys(("BART", "M2M, NLLB", "LongT5", "T5Gemma"), EncoderDecoderRunner)
+# With attention in other layers, in the same, and without; prompts as a whole, and rows one by one.
+HYBRID = {
+    "Qwen 3.5, text": HybridRunner,
+    "Falcon-H1": HybridRunner,
+    "Mamba": partial(HybridRunner, whole=True),
+    "RWKV": partial(HybridRunner, together=False),
+}
+RUNNERS = {**T5, **OTHERS, **HYBRID}
+_FAMILIES = {family.name: family for family in FAMILIES}
+each = partial(pytest.mark.parametrize, "name")
+
+
+@cache
+def generated(name):
+    """The family's model, which tests must not change, and the ids that `generate` gives for each request."""
+    model = _FAMILIES[name].model()
+    return model, [greedy(model, *request) for request in REQUESTS]
+
+
+def loop_of(name, model=None, **limits):
+    model = copy.deepcopy(generated(name)[0]) if model is None else model
+    if name in HYBRID and key_layers(model.config):
+        with torch.inference_mode():
+            find_reaches(model, 256)
+    loop = Loop(model, partial(RUNNERS[name], model), **limits)
+    loop.model = model
+    return loop
+
+
+def second_layer(name, model):
+    """The decoder's second layer, or what the runner calls of it."""
+    if name == "RWKV":
+        return model.rwkv.blocks[1]
+    if name in HYBRID:
+        return model.base_model.layers[1]
+    decoder = model.get_decoder()
+    layers = decoder.block if hasattr(decoder, "block") else decoder.layers
+    return layers[1].layer[-1] if name in T5 else layers[1]
+
+
+# tests/model/test_zoo.py has crowds of the others with compiled attention.
+@pytest.mark.parametrize(
+    ("name", "is_compiled"),
+    [
+        *((name, True) for name in RUNNERS if name not in ("T5", "BART", "Mamba")),
+        *((name, False) for name in ("T5", "BART", "LongT5", "T5Gemma")),
+    ],
+)
+def test_a_staggered_and_preempted_crowd_gets_the_answers_of_generate(name, is_compiled, monkeypatch):
+    if not is_compiled:
+        monkeypatch.setattr(kernel, "takes", lambda query: False)
+    expected = generated(name)[1]
+    # Else the comparison would hold for models that repeat one token, or that do not see their prompt.
+    assert sum(len(set(ids)) > 4 for ids in expected) > len(expected) // 2
+    loop = loop_of(name, blocks=FEW_BLOCKS)
+    assert loop.run_staggered(REQUESTS) == expected
+    assert loop.scheduler.preempted > 0
+    assert loop.scheduler.blocks.free == loop.scheduler.blocks.total
+
+
+@each(RUNNERS)
+def test_rows_can_be_in_any_order_left_out_or_repeated(name):
+    repeated = 0.2 if name in HYBRID else 1
+    assert loop_of(name).run_shuffled(REQUESTS[:8], repeated) == generated(name)[1][:8]
+
+
+@each(RUNNERS)
+def test_interrupted_steps_can_be_repeated(name):
+    loop = loop_of(name)
+    passes = interrupted = 0
+    is_armed = True
+
+    def break_off(*_):
+        nonlocal passes
+        passes += 1
+        if is_armed and passes % 3 == 0:
+            raise RuntimeError("a passing fault")
+
+    sequences = [loop.add(*request) for request in REQUESTS[:6]]
+    second_layer(name, loop.model).register_forward_pre_hook(break_off)
+    while loop.scheduler.sequences:
+        rows, is_armed = loop.scheduler.schedule(64), True
+        try:
+            loop.run(rows)
+        except RuntimeError:
+            interrupted, is_armed = interrupted + 1, False
+            for row in reversed(rows):
+                loop.run([row])
+    assert interrupted >= 5
+    assert [sequence.output_ids for sequence in sequences] == generated(name)[1][:6]
+
+
+@each(OTHERS)
+def test_a_prompt_that_fails_between_layers_leaves_rows_that_decode_as_they_are(name):
+    loop = loop_of(name)
+    sequence = loop.add(*REQUESTS[0])
+    loop.step()
+
+    def break_off(*_):
+        raise IndexError("the prompt's fault")
+
+    loop.add([5, 7, 11], 8)
+    handle = second_layer(name, loop.model).register_forward_pre_hook(break_off)
+    rows = loop.scheduler.schedule(64)
+    (newcomer,) = (row for row in rows if row.start == 0)
+    with pytest.raises(IndexError), torch.inference_mode():
+        loop.runner.run([newcomer])
+    handle.remove()
+    loop.run([row for row in rows if row is not newcomer])
+    loop.fail(newcomer.sequence)
+    loop.run_all()
+    assert sequence.output_ids == generated(name)[1][0]
+
+
+@each(["T5", "BART", "Falcon-H1"])
+@pytest.mark.parametrize("fault", ["prompt", "output"])
+def test_a_row_that_raises_fails_alone(name, fault):
+    loop = loop_of(name)
+    prompt, length = REQUESTS[0]
+    sequences = [loop.add(*request) for request in REQUESTS[:6]]
+    culprit = loop.add([*prompt, VOCABULARY], length) if fault == "prompt" else loop.add(prompt, 3, [5, VOCABULARY])
+    sequences += [loop.add(*request) for request in REQUESTS[6:10]]
+    loop.run_all()
+    assert loop.failed == [culprit]
+    assert [sequence.output_ids for sequence in sequences] == generated(name)[1][:10]
+
+
+@each(RUNNERS)
+@pytest.mark.parametrize("step_tokens", [4, 64])
+def test_it_continues_from_output_of_any_length(name, step_tokens):
+    """With 4 tokens a step, the earlier output of a request is computed in chunks."""
+    prompt = [5, 7, 11]
+    expected = greedy(generated(name)[0], prompt, 16)
+    loop = loop_of(name, max_running=4, step_tokens=step_tokens)
+    sequences = [loop.add(prompt, 16, expected[:given]) for given in range(16)]
+    loop.run_all()
+    assert [sequence.output_ids for sequence in sequences] == [expected] * 16
+
+
+@each(OTHERS | HYBRID)
+def test_rows_that_decode_pass_the_model_together(name):
+    loop = loop_of(name)
+    for _ in range(8):
+        loop.add([5, 7, 11], 8)
+    passes = []
+    loop.model.register_forward_pre_hook(lambda *_: passes.append(None))
+    while any(not sequence.output_ids for sequence in loop.scheduler.sequences):
+        loop.step()
+    passes.clear()
+    loop.step()
+    assert len(passes) == (8 if name == "RWKV" else 1)
+
+
+@each(["FLAN-T5", *HYBRID])
+def test_nan_affects_only_its_request(name):
+    model, expected = copy.deepcopy(generated(name))
+    seen = {token for (prompt, _), output in zip(REQUESTS, expected, strict=True) for token in [*prompt, *output]}
+    poison = next(token for token in range(3, VOCABULARY) if token not in seen)
+    with torch.no_grad():
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        head.weight = torch.nn.Parameter(head.weight.clone())  # NaN is only in these prompts' logits.
+        embedding.weight[poison] = torch.nan
+    loop = loop_of(name, model, blocks=FEW_BLOCKS)
+    sequences, culprits = [], []
+    for i, request in enumerate(REQUESTS):
+        # The long one fills most of the blocks, which others use after it.
+        culprits.append(loop.add([poison] * (100 if i % 4 else 5), 4))
+        sequences.append(loop.add(*request))
+        loop.step()
+    loop.run_all()
+    assert sorted(loop.failed, key=id) == sorted(culprits, key=id)
+    assert [sequence.output_ids for sequence in sequences] == expected
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_distances_beyond_the_largest_distinct_one_are_exact(is_compiled, monkeypatch):
+    if not is_compiled:
+        monkeypatch.setattr(kernel, "takes", lambda query: False)
+    prompt = [5, 7, 11]
+    expected = greedy(generated("FLAN-T5")[0], prompt, 140)  # The model has 128.
+    loop = loop_of("FLAN-T5")
+    sequence = loop.add(prompt, len(expected))
+    loop.run_all()
+    assert sequence.output_ids == expected
+
+
+def test_bfloat16_with_packed_weights_is_as_near_as_transformers_own():
+    model = copy.deepcopy(generated("FLAN-T5")[0])
+    prompt, output = REQUESTS[6][0], [9, 8, 7, 6]
+
+    def transformers_logits():
+        ids = {"input_ids": torch.tensor([prompt]), "decoder_input_ids": torch.tensor([[0, *output]])}
+        with torch.inference_mode():
+            return model(**ids).logits[0, -1].float()
+
+    exact = transformers_logits()
+    model.to(torch.bfloat16)
+    allowed = 2 * (transformers_logits() - exact).abs().max()
+    pack_linears(model)
+    loop = loop_of("FLAN-T5", model)
+    loop.add(prompt, 8, output)
+    with torch.inference_mode():
+        logits = loop.runner.run(loop.scheduler.schedule(1000))
+    assert (logits[0].float() - exact).abs().max() < allowed
+
+
+def test_experts_that_leave_out_tokens_of_a_crowd_are_refused():
+    model = _FAMILIES["NLLB MoE"].model()
+    Loop(model, partial(EncoderDecoderRunner, model))
+    model.config.moe_eval_capacity_token_fraction = 0.5
+    with pytest.raises(ValueError, match="experts leave out tokens"):
+        Loop(model, partial(EncoderDecoderRunner, model))
+
+
+@each([name for name in HYBRID if name != "Mamba"])
+def test_a_row_has_the_same_logits_in_every_crowd(name):
+    """To the last bit, with packed products; Mamba 1 has one that cannot be packed."""
+    rows, prompts = {}, [prompt for prompt, _ in REQUESTS[:6]]
+    for crowd in ([0], [0, 1], [5, 0, 3, 2, 1, 4]):
+        loop = loop_of(name, step_tokens=1000)
+        with torch.inference_mode():
+            loop.runner.pack()
+            for index in crowd:
+                loop.add(prompts[index], 8, [9] * 3)
+            loop.run(loop.scheduler.schedule(1000))
+            logits = loop.runner.run(loop.scheduler.schedule(1000))
+        rows[len(crowd)] = logits[crowd.index(0)]
+    assert torch.equal(rows[1], rows[2])
+    assert torch.equal(rows[1], rows[6])
+
+
+def test_slots_keep_their_contents_wherever_they_are_moved():
+    chosen = random.Random(1)
+    slots = Slots([torch.zeros(1, 2), torch.zeros(1)])
+    states = {}
+    for number in range(1, 200):
+        if len(states) > 12 or (states and chosen.random() < 0.3):
+            del states[chosen.choice([*states])]
+        else:
+            states[number] = slots.take()
+            slots.write(states[number].slot, [torch.full((1, 2), number), torch.full((1,), number)])
+        some = chosen.sample([*states], chosen.randint(0, len(states)))
+        slots.gather([states[one] for one in some])
+        assert sorted(states[one].slot for one in some) == [*range(len(some))]
+        for one, state in states.items():
+            assert [float(tensor.sum()) for tensor in slots.view(state.slot, 1)] == [2 * one, one]
+
+
+@each(HYBRID)
+def test_beyond_their_limit_states_are_lost_and_computed_again(name):
+    loop = loop_of(name, max_running=6)
+    loop.runner.limit(4)
+    sequences = [loop.add(*request) for request in REQUESTS[:6]]
+    with torch.inference_mode():
+        while loop.scheduler.sequences:
+            rows = loop.scheduler.schedule(64)
+            for few in (rows[:3], rows[3:]):
+                if few:
+                    loop.run(few)
+    assert [sequence.output_ids for sequence in sequences] == generated(name)[1][:6]
+
+
+def test_states_are_memory_of_the_sequences_that_run(monkeypatch):
+    model = generated("Qwen 3.5, text")[0]
+    with torch.inference_mode():
+        size = state_bytes(model)
+    assert size == 4 * (4 * 8 * 8 + 64 * 4)  # The delta rule's four heads, and a convolution's last inputs.
+    settings, shape = PredictorSettings(), cache_shape(model)
+    assert (model.config.num_hidden_layers, shape.layers) == (2, 1)  # Only layers with attention store keys.
+    monkeypatch.setattr(memory, "cache_memory", lambda *_: 100 * size)
+    plan = plan_memory("m", model, shape, settings, size)
+    assert plan.max_running * size + plan.blocks * 32 * shape.bytes_per_token <= 100 * size
+    assert plan.max_running < plan_memory("m", model, shape, settings).max_running or plan.max_running == 32
