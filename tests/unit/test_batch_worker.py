@@ -189,20 +189,6 @@ def test_a_request_waits_for_others_no_longer_than_the_delay():
     assert waiting.due_at() is None
 
 
-def test_requests_of_different_lengths_run_apart_oldest_first():
-    waiting = queue((1, 500, 0.1), (1, 5, 0.0), (1, 400, 0.2), (1, 16, 0.3))
-    assert numbers(waiting.take_batch(5.0)) == [1, 3]
-    assert numbers(waiting.take_batch(5.0)) == [0, 2]
-    assert len(waiting) == 0
-
-
-def test_a_batch_keeps_the_order_of_its_bucket():
-    waiting = queue((3, 5, 0.0), (2, 5, 0.1), (1, 5, 0.2))
-    # Not the first and the third, though they would fit: a large request must not wait for ever.
-    assert numbers(waiting.take_batch(5.0)) == [0]
-    assert numbers(waiting.take_batch(5.0)) == [1, 2]
-
-
 def test_a_bucket_holds_lengths_within_a_factor_of_two():
     assert [bucket_of(length) for length in (1, 16, 17, 32, 33, 513)] == [16, 16, 32, 32, 64, 1024]
 
@@ -211,13 +197,18 @@ def test_a_bucket_holds_lengths_within_a_factor_of_two():
     st.lists(st.tuples(st.integers(1, 8), st.integers(1, 600), st.floats(0, 10)), max_size=60),
     st.integers(8, 16),
 )
-def test_every_request_runs_once_in_batches_that_fit(requests, max_rows):
-    waiting = queue(*sorted(requests, key=lambda entry: entry[2]), max_rows=max_rows, max_delay_s=0.5)
-    ran = []
-    while (due_at := waiting.due_at()) is not None:
-        batch = waiting.take_batch(due_at)
-        assert batch
-        assert sum(entry.rows for entry in batch) <= max_rows
-        assert len({bucket_of(entry.length) for entry in batch}) == 1
-        ran += numbers(batch)
-    assert sorted(ran) == list(range(len(requests)))
+def test_a_batch_is_the_oldest_request_and_the_next_ones_of_its_bucket_that_fit(requests, max_rows):
+    requests = sorted(requests, key=lambda entry: entry[2])
+    waiting, left = queue(*requests, max_rows=max_rows, max_delay_s=0.5), dict(enumerate(requests))
+    while left:
+        batch = waiting.take_batch(20.0)
+        assert batch[0].since == left[min(left)][2]
+        of_bucket = [number for number, entry in left.items() if bucket_of(entry[1]) == bucket_of(batch[0].length)]
+        # In order, though a later one might fit: a large request must not wait for ever.
+        assert numbers(batch) == of_bucket[: len(batch)]
+        rows = [left[number][0] for number in of_bucket[: len(batch) + 1]]
+        assert sum(rows[: len(batch)]) <= max_rows
+        assert len(batch) == len(of_bucket) or sum(rows) > max_rows
+        for number in numbers(batch):
+            del left[number]
+    assert waiting.due_at() is None

@@ -20,26 +20,7 @@ from headrace_runner.settings import ROOT, StackSettings
 from headrace_runner.terminal import Painter
 
 PLAIN = Painter(coloured=False)
-COMMANDS = (
-    *(
-        "up",
-        "serve",
-        "down",
-        "roll",
-        "doctor",
-        "pull",
-        "models",
-        "chat",
-        "smoke",
-        "replay",
-        "load",
-        "key",
-        "certs",
-        "log",
-        "usage",
-    ),
-    "trace",
-)
+COMMANDS = re.findall(r"^\| `headrace (\w+)", (ROOT / "docs" / "command.md").read_text(), re.MULTILINE)
 NOW = datetime(2026, 5, 4, 12, tzinfo=UTC)
 
 
@@ -48,14 +29,17 @@ def record(**fields: object) -> pb.PayloadRecord:
     return pb.PayloadRecord(**{**base, **fields})
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_a_help_page(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        parse([command, "--help"])
-    assert ended.value.code == 0
-    page = capsys.readouterr().out
-    assert page.startswith(f"usage: headrace {command}")
-    assert all(len(line) <= 120 for line in page.splitlines())
+def test_every_command_has_a_help_page_and_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    def page(*command: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            parse([*command, "--help"])
+        assert ended.value.code == 0
+        return capsys.readouterr().out
+
+    for command in COMMANDS:
+        assert page(command).startswith(f"usage: headrace {command}")
+        assert all(len(line) <= 120 for line in page(command).splitlines())
+    assert sorted(re.findall(r"^    (\w+) ", page(), re.MULTILINE)) == sorted(COMMANDS)
 
 
 def test_settings_and_options_may_be_mixed() -> None:
@@ -75,16 +59,10 @@ def test_settings_and_options_may_be_mixed() -> None:
     [
         [],
         ["start"],
-        ["log", "-n", "0"],
         ["log", "-n", "1001"],
-        ["log", "--since", "soon"],
         ["usage", "--since", "soon"],
-        ["replay"],
         ["replay", "nowhere"],
-        ["replay", "host:1", "--concurrency", "0"],
         ["replay", "host:1", "--timeout", "-1"],
-        ["replay", "host:1", "--limit", "many"],
-        ["trace"],
         ["trace", "x", "y"],
         ["up", "--all"],
     ],
@@ -96,12 +74,9 @@ def test_a_wrong_command_line_is_refused(arguments: list[str], capsys: pytest.Ca
     assert "error: " in capsys.readouterr().err
 
 
-def test_a_setting_without_a_value_is_refused() -> None:
+def test_what_is_no_setting_is_refused() -> None:
     with pytest.raises(StartupError, match="'PREDICTORS' is not NAME=value"):
         start.run_runner("up", ["PREDICTORS"])
-
-
-def test_a_name_that_is_no_setting_is_refused() -> None:
     with pytest.raises(StartupError, match=r"^PREDICTOR: unknown setting; did you mean PREDICTORS\?$"):
         start.run_runner("up", ["PREDICTOR=2"])
 
@@ -228,11 +203,6 @@ def test_load_has_three_ways(
     assert wanted <= set(became)
     assert not unwanted & set(became)
     assert became[2].endswith("knee_locustfile.py") == (options.mode != "check")
-
-
-def test_the_documentation_lists_every_command() -> None:
-    page = (ROOT / "docs" / "command.md").read_text()
-    assert tuple(re.findall(r"^\| `headrace (\w+)", page, re.MULTILINE)) == COMMANDS
 
 
 def test_the_package_installs_the_command() -> None:

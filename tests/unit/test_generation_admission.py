@@ -82,10 +82,3 @@ def test_a_client_without_waiting_requests_is_not_refused_for_another_client_s_q
             queue.enter_context(admission.admitted(request(), MODEL))
         assert is_refused(admission, 12.0)
         assert not is_refused(admission, 12.0, client="light")
-
-
-def test_an_idle_model_refuses_no_request():
-    admission = Admission()
-    with answering(admission, token_s=0.2):
-        pass
-    assert not is_refused(admission, 0.1)

@@ -106,21 +106,13 @@ WAYS = (infer, stream, describe, configure, count, is_ready)
 
 
 @pytest.mark.parametrize("ask", WAYS)
-async def test_a_model_that_the_key_allows_is_served(ask):
+async def test_a_key_is_for_its_models_and_without_one_and_for_the_transformer_all_are_served(ask):
     assert await ask("small", ALICE) == "small"
-
-
-@pytest.mark.parametrize("ask", WAYS)
-async def test_any_other_model_is_refused_whether_it_is_loaded_or_not(ask):
     for name in ("large", "unknown"):
         with pytest.raises(ForbiddenError, match=f"the key of alice does not allow the model {name}"):
             await ask(name, ALICE)
-
-
-@pytest.mark.parametrize("ask", WAYS)
-@pytest.mark.parametrize("metadata", [(), (*ALICE, RECORDED)])
-async def test_without_keys_and_for_the_transformer_all_models_are_served(ask, metadata):
-    assert await ask("large", metadata) == "large"
+    for metadata in ((), (*ALICE, RECORDED)):
+        assert await ask("large", metadata) == "large"
 
 
 async def test_lists_have_only_the_models_that_the_client_may_use():

@@ -6,7 +6,6 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.errors import InvalidRequestError
 from headrace.oip.raw_contents import joined, raw_contents, split
 from headrace.oip.tensors import BF16, BYTES, RawTensor, Tensor, encode_raw
 from headrace_protos import inference_pb2 as pb
@@ -101,8 +100,3 @@ def test_contents_of_a_large_array_are_not_copied():
 
 def test_raw_tensors_pass_as_they_are():
     assert raw_contents(RawTensor("FP32", (1,), b"1234")) == b"1234"
-
-
-def test_an_array_of_another_type_is_refused():
-    with pytest.raises(InvalidRequestError, match="float32 is not INT64"):
-        raw_contents(Tensor("x", "INT64", WIDE))

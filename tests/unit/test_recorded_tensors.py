@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.oip.tensors import Tensor, add_input, add_output, bytes_tensor
+from headrace.oip.tensors import Tensor, add_input, add_output
 from headrace.payload.encoding import Encoder
 from headrace.payload.parts import Begin, Chunk, DeferredTensors, OpenRecord, size_of
 from headrace.payload.rules import PayloadRules
@@ -53,22 +53,6 @@ def test_typed_contents_are_recorded_as_raw_ones(datatype):
     raw = pb.ModelInferRequest()
     add_input(raw, Tensor("t", datatype, np.array(values, dtype)))
     assert contents_of(request_tensors(raw.SerializeToString())) == expected
-
-
-def test_typed_texts_are_recorded_as_raw_ones():
-    request = typed("BYTES", "bytes_contents", [b"a", b"", "é".encode()])
-    raw = pb.ModelInferRequest()
-    add_input(raw, bytes_tensor("t", [b"a", b"", "é".encode()]))
-    assert contents_of(request_tensors(request)) == contents_of(request_tensors(raw))
-
-
-def test_several_tensors_keep_their_order_and_contents():
-    request = pb.ModelInferRequest(model_name="m", id="r")
-    request.parameters["p"].int64_param = 1
-    for name in "abc":
-        add_input(request, Tensor(name, "FP32", np.full((2, 1), ord(name), np.float32)))
-    names = [(name, shape, data) for name, _, shape, data in contents_of(request_tensors(request.SerializeToString()))]
-    assert names == [(name, (2, 1), np.full(2, ord(name), "<f4").tobytes()) for name in "abc"]
 
 
 def test_raw_contents_are_not_copied():

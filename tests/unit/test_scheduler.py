@@ -71,14 +71,6 @@ def test_a_new_sequence_with_output_ids_does_not_start_before_others():
     assert scheduler.queue_before(sequence(output_ids=(7,), moved=False)) == 2
 
 
-def test_a_large_sequence_is_not_overtaken_by_small_ones():
-    scheduler = scheduler_of(blocks=4)
-    running, large, small = added(scheduler, sequence(9, 3), sequence(8, 4), sequence(1, 1))
-    assert [row[0] for row in step(scheduler)] == [running]
-    scheduler.remove(running)
-    assert [row[0] for row in step(scheduler)] == [large, small]
-
-
 def test_a_sequence_that_can_never_fit_is_refused_at_once():
     scheduler = scheduler_of(blocks=5)
     with pytest.raises(InvalidRequestError, match="need 30 tokens, the cache holds 20"):
@@ -164,14 +156,6 @@ def test_a_sequence_that_waits_for_anothers_block_continues_when_the_other_is_ca
     assert step(scheduler) == [(second, 16, 4)]
 
 
-def test_a_sequence_that_waits_for_a_poisoned_block_computes_it_itself():
-    scheduler = scheduler_of(step_tokens=8)
-    first, second = added(scheduler, sequence(range(20)), sequence(range(20)))
-    step(scheduler)
-    scheduler.remove(first, forget=True)
-    assert step(scheduler) == [(second, 0, 8)]
-
-
 def test_a_shortage_of_memory_reduces_steps_then_running_sequences_then_fails_one():
     scheduler = scheduler_of(step_tokens=64, blocks=100)
     old, new = added(scheduler, sequence(40, 8), sequence(40, 8))
@@ -231,29 +215,6 @@ def test_an_isolated_encoder_s_prompt_is_not_cut_either():
     (alone,) = added(scheduler, sequence(20, 9, start_ids=(0,), alone=True))
     assert step(scheduler) == [(alone, 0, 21)]
     assert step(scheduler) == [(alone, 21, 1)]
-
-
-def test_between_two_isolated_sequences_the_others_have_a_step():
-    scheduler = scheduler_of()
-    (running,) = added(scheduler, sequence(4, 9))
-    step(scheduler)
-    first, second = added(scheduler, sequence(2, 9, alone=True), sequence(2, 9, alone=True))
-    assert [[row[0] for row in step(scheduler)] for _ in range(4)] == [
-        [first],
-        [running, first],
-        [second],
-        [running, first, second],
-    ]
-
-
-def test_the_others_continue_after_the_end_of_an_isolated_sequence():
-    scheduler = scheduler_of(blocks=60, step_tokens=8)
-    (running,) = added(scheduler, sequence(4, 9))
-    step(scheduler)
-    (alone,) = added(scheduler, sequence(20, 9, alone=True))
-    step(scheduler)
-    scheduler.remove(alone)
-    assert step(scheduler) == [(running, 4, 1)]
 
 
 def test_the_queue_counts_only_sequences_that_wait_for_anothers_end():

@@ -152,25 +152,8 @@ def test_a_name_may_have_slashes_and_a_hub_id_alone_is_a_name(tmp_path, monkeypa
 @pytest.mark.parametrize(
     "name",
     [
-        *(
-            "",
-            "/",
-            "a/",
-            "/a",
-            "a//b",
-            "..",
-            "a/..",
-            "../a",
-            "a/../b",
-            "a/.",
-            ".a",
-            "a/.b",
-            "-a",
-            "a/-b",
-            "a\\b",
-            "a b",
-        ),
-        *("a\n", "a/b\n", "a:b", "a@b", "a%2Fb", "é", "a/é", "\0", "a" * 256, "/".join("a" * 129)),
+        *["/", "a/", "/a", "a//b", "..", "a/..", "../a", "a/../b", "a/.", ".a", "a/.b", "-a", "a/-b", "a\\b"],
+        *("", "a b", "a\n", "a/b\n", "a:b", "a@b", "a%2Fb", "é", "a/é", "\0", "a" * 256, "/".join("a" * 129)),
     ],
 )
 def test_other_names_are_refused(name):

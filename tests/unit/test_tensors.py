@@ -34,12 +34,13 @@ TYPED = {
     "INT64": "int64_contents", "UINT8": "uint_contents", "UINT16": "uint_contents", "UINT32": "uint_contents",
     "UINT64": "uint64_contents", "FP32": "fp32_contents", "FP64": "fp64_contents", "BYTES": "bytes_contents",
 }  # fmt: skip
+SHORT = st.binary(max_size=20)
 SHAPES = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5)
 
 
-def arrays_of(datatype):
+def arrays_of(datatype, elements=SHORT):
     if datatype == "BYTES":
-        return hnp.arrays(object, SHAPES, elements=st.binary(max_size=20), fill=st.nothing())
+        return hnp.arrays(object, SHAPES, elements=elements, fill=st.nothing())
     return hnp.arrays(NUMPY[datatype], SHAPES)
 
 

@@ -118,16 +118,8 @@ def test_calls_are_found_however_the_text_is_cut(tool_format, text):
         assert parts_of(text[:at], tool_format, flush=False) == parts_of([text[:at]], tool_format, flush=False)
 
 
-FRAGMENTS = [
-    "<tool_call>",
-    "</tool_call>",
-    "<|python_tag|>",
-    "[TOOL_CALLS]",
-    "[ARGS]",
-    "[CALL_ID]",
-    "<think>",
-    "</think>",
-]
+MARKS = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"]
+FRAGMENTS = [*MARKS, "<think>", "</think>"]
 FRAGMENTS += [WEATHER, OTHER, ORDER, TEXT, PARIS, "weather", '{"name": "add"', '"', "\\", "{", "}", "[", "]", ",", ";"]
 FRAGMENTS += [" ", "\n", "x", "<", " " * 70]
 
@@ -155,17 +147,7 @@ def pieces_of(text, generator):
     return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
-NO_CALL = [
-    "<tool_call>",
-    "</tool_call>",
-    "<|python_tag|>",
-    "[TOOL_CALLS]",
-    "[ARGS]",
-    "[CALL_ID]",
-    "<tool",
-    "[TOOL_",
-    "]",
-]
+NO_CALL = [*MARKS, "<tool", "[TOOL_", "]"]
 NO_CALL += ['[{"a": 1}]', "[1, 2]", "[", "; ", ", ", " ", "\n", "\t", " " * 70, "x", "π\u2028", '"', "\\", "<|", "f(x)"]
 OBJECTS = [
     '{"city": "Rome"}',

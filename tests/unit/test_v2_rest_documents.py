@@ -2,6 +2,7 @@
 
 import json
 import zlib
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -99,21 +100,20 @@ def test_settings_are_read_and_written_in_the_form_of_tritons_client():
     assert documents.log_settings(pb.LogSettingsResponse.FromString(request.SerializeToString())) == wanted
 
 
+INDEX, LOG = documents.index_request, documents.log_request
+LOAD, UNLOAD, TRACE = (
+    partial(read, "m") for read in (documents.load_request, documents.unload_request, documents.trace_request)
+)
+
+
 @pytest.mark.parametrize(
     ("read", "value"),
     [
-        (documents.index_request, {"ready": "yes"}),
-        (documents.index_request, []),
-        (lambda data: documents.load_request("m", data), {"parameters": [1]}),
-        (lambda data: documents.load_request("m", data), {"parameters": {"p": 1.5}}),
-        (lambda data: documents.load_request("m", data), {"parameters": {"p": 2**63}}),
-        (lambda data: documents.load_request("m", data), {"parameters": {"file:x": "?"}}),
-        (lambda data: documents.load_request("m", data), {"parameters": {"file:x": 5}}),
-        (lambda data: documents.unload_request("m", data), {"parameters": {"p": None}}),
-        (lambda data: documents.trace_request("m", data), {"trace_rate": {}}),
-        (lambda data: documents.trace_request("m", data), {"trace_rate": True}),
-        (documents.log_request, {"log_info": None}),
-        (documents.log_request, {"log_verbose_level": -1}),
+        *((INDEX, value) for value in ({"ready": "yes"}, [])),
+        *((LOAD, {"parameters": value}) for value in ([1], {"p": 1.5}, {"p": 2**63}, {"file:x": "?"}, {"file:x": 5})),
+        (UNLOAD, {"parameters": {"p": None}}),
+        *((TRACE, {"trace_rate": value}) for value in ({}, True)),
+        *((LOG, value) for value in ({"log_info": None}, {"log_verbose_level": -1})),
     ],
 )
 def test_bodies_of_another_form_are_refused(read, value):
@@ -121,16 +121,7 @@ def test_bodies_of_another_form_are_refused(read, value):
         read(posted(value))
 
 
-@pytest.mark.parametrize(
-    "read",
-    [
-        documents.index_request,
-        lambda data: documents.load_request("m", data),
-        lambda data: documents.unload_request("m", data),
-        lambda data: documents.trace_request("m", data),
-        documents.log_request,
-    ],
-)
+@pytest.mark.parametrize("read", [INDEX, LOAD, UNLOAD, TRACE, LOG])
 def test_a_document_larger_than_any_settings_is_refused_unparsed(read):
     with pytest.raises(TooLargeError, match="the body has 60000000 bytes, at most 65536 are allowed"):
         read(bytes(60_000_000))

@@ -11,7 +11,6 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 
 from headrace.errors import HopBrokenError, InvalidRequestError, TooLargeError
 from headrace.oip import json_text
@@ -19,24 +18,9 @@ from headrace.oip.tensors import BYTES, Tensor, add_output, bytes_tensor, decode
 from headrace_protos import inference_pb2 as pb
 from headrace_transformer.frontends.v2_rest import infer_body, json_tensors
 from headrace_transformer.frontends.v2_rest.infer_body import OutputForm, read_body, read_raw_body, write_body
+from tests.unit.test_tensors import NUMPY, arrays_of, same
 
-NUMPY = {
-    "BOOL": "?", "INT8": "i1", "INT16": "<i2", "INT32": "<i4", "INT64": "<i8", "UINT8": "u1", "UINT16": "<u2",
-    "UINT32": "<u4", "UINT64": "<u8", "FP16": "<f2", "FP32": "<f4", "FP64": "<f8", "BF16": "<u2",
-}  # fmt: skip
 IN_JSON = [name for name in NUMPY if name not in ("FP16", "BF16")]
-SHAPES = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5)
-
-
-def arrays_of(datatype, elements=None):
-    if datatype == BYTES:
-        elements = st.binary(max_size=20) if elements is None else elements
-        return hnp.arrays(object, SHAPES, elements=elements, fill=st.nothing())
-    return hnp.arrays(NUMPY[datatype], SHAPES)
-
-
-def same(left, right):
-    return left.dtype == right.dtype and left.shape == right.shape and repr(left.tolist()) == repr(right.tolist())
 
 
 class Call(NamedTuple):
