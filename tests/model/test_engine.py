@@ -6,7 +6,7 @@ import time
 import pytest
 
 from headrace.errors import DeadlineError
-from tests.model.fakes import END, FakeRunner, Gate, expected, read_all, request
+from tests.model.fakes import FakeRunner, Gate, expected, read_all, request
 from tests.waiting import until
 
 
@@ -53,22 +53,6 @@ async def test_chunk_ms_limits_how_long_tokens_are_held_back(engine_of):
     await read_all(slot)
 
 
-async def test_min_tokens_and_ignore_eos_delay_the_end(engine_of):
-    class Ending(FakeRunner):
-        def logits(self, ids):
-            logits = super().logits(ids)
-            logits[END] = 1000.0
-            return logits
-
-    engine = engine_of(Ending())
-    ids, chunks = await read_all(engine.submit(request(temperature=0)))
-    assert (ids, chunks[-1].finish_reason) == ([END], "stop")
-    ids, chunks = await read_all(engine.submit(request(temperature=0, min_tokens=4)))
-    assert (len(ids), ids[-1], chunks[-1].finish_reason) == (5, END, "stop")
-    ids, chunks = await read_all(engine.submit(request(temperature=0, ignore_eos=True, max_tokens=6)))
-    assert (ids, chunks[-1].finish_reason) == ([END] * 6, "length")
-
-
 async def test_a_pace_is_kept_beside_others_that_have_none(engine_of):
     engine = engine_of(FakeRunner())
     started = time.monotonic()
@@ -85,35 +69,3 @@ async def test_a_paced_sequence_that_is_cancelled_ends_before_its_next_token(eng
     await paced.read()
     paced.cancel()
     assert (await read_all(engine.submit(request("next"))))[0] == expected([5, 6], 12)
-
-
-SLOTS = 8
-
-
-def prompt_of(i: int) -> list[int]:
-    return [i % 60, 3, i // 60 + 3, 5, 9, i % 7]
-
-
-async def test_a_light_client_gets_its_first_token_at_once_and_all_answers_are_exact(engine_of):
-    gate = Gate()
-    runner = FakeRunner(gate)
-    engine = engine_of(runner, max_running=SLOTS, max_waiting=100)
-    heavy = [engine.submit(request(f"heavy{i}", prompt_of(i), client="heavy")) for i in range(3 * SLOTS)]
-    await until(lambda: runner.steps)
-    # Enough rows for its first steps; the engine waits within a later one.
-    gate.open(5 * SLOTS)
-    await until(lambda: engine.load.running == SLOTS and len(runner.steps) > 3)
-    before = len(runner.steps)
-    light = engine.submit(request("light", range(20, 30), client="light"))
-    gate.open(100_000)
-    assert (await read_all(light))[0] == expected(range(20, 30))
-    for i, slot in enumerate(heavy):
-        assert (await read_all(slot))[0] == expected(prompt_of(i))
-    steps = [{name for name, _, _ in step} for step in runner.steps[before:]]
-    first, last = (
-        steps.index(step) for step in (next(s for s in steps if "light" in s), [s for s in steps if "light" in s][-1])
-    )
-    assert first <= 1
-    assert all("light" in step for step in steps[first : last + 1])
-    assert engine.statistics.preempted == 1
-    assert engine.load.blocks_in_use == 0

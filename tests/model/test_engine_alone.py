@@ -4,7 +4,7 @@ import pytest
 
 from headrace.errors import InvalidRequestError, NotReadyError, RequestFailedError
 from headrace_predictor.engine_process.step_frames import StepFrames
-from tests.model.crowd import CROWD, assert_crowd_is_unharmed, outcome, submit_crowd
+from tests.model.crowd import assert_crowd_is_unharmed, outcome, submit_crowd
 from tests.model.fakes import FakeRunner, Gate, expected, read_all, request
 from tests.waiting import until
 
@@ -21,26 +21,6 @@ def submit_with_frames(engine):
 
 def names_of(steps):
     return [{name for name, _, _ in step} for step in steps]
-
-
-async def test_no_other_sequence_is_computed_until_its_next_token_and_all_answers_are_exact(engine_of):
-    gate = Gate()
-    runner = FakeRunner(gate)
-    engine = engine_of(runner, max_running=16, max_waiting=32, step_tokens=16)
-    slots = submit_crowd(engine)
-    gate.open(30)
-    await until(lambda: engine.statistics.tokens > len(CROWD))
-    alone = engine.submit(request("alone", prompt=LONG, alone=True))
-    gate.open(10_000)
-    assert (await read_all(alone))[0] == expected(LONG)
-    await assert_crowd_is_unharmed(slots)
-    steps = names_of(runner.steps)
-    begun = next(i for i, names in enumerate(steps) if "alone" in names)
-    # Forty ids, sixteen in each step.
-    assert steps[begun : begun + 3] == [{"alone"}] * 3
-    # After that it is batched with the others.
-    assert steps[begun + 3] > {"alone"}
-    assert engine.load.blocks_in_use == 0
 
 
 async def test_an_engine_accepts_one_isolated_request_at_a_time(engine_of):

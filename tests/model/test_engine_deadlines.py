@@ -105,13 +105,3 @@ async def test_a_waiting_request_that_has_become_hopeless_leaves_its_place_to_ot
     with pytest.raises(OverloadedError, match="longer than the request can wait"):
         await read_all(late)
     await timed.end(slots)
-
-
-async def test_no_request_is_refused_while_none_waits(engine_of, clock):
-    timed = Timed(engine_of, clock)
-    slots = await timed.busy(waiting=0)
-    slots.append(timed.submit(deadline=1010.1))
-    timed.gate.open(1000)
-    await read_all(slots[0])
-    with pytest.raises(DeadlineError):
-        await read_all(slots[1])

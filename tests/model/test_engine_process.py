@@ -65,21 +65,25 @@ def in_process(folder):
     loaded.engine.close()
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"temperature": 0},
-        {"temperature": 0.9, "logprobs": True, "top_logprobs": 3},
-        {"output_ids": [9, 8], "moved": True},
-        {"prompt_logprobs": 2},
-        {"prompt": (5,), "prompt_logprobs": 2},
-        {"chunk_tokens": 5},
-        {"output_ids": [9] * 12},
-    ],
-)
-async def test_an_answer_equals_that_of_an_engine_in_this_process(engine_of, in_process, fields):
+ASKED = [
+    {"temperature": 0},
+    {"temperature": 0.9, "logprobs": True, "top_logprobs": 3},
+    {"output_ids": [9, 8], "moved": True},
+    {"prompt_logprobs": 2},
+    {"prompt": (5,), "prompt_logprobs": 2},
+    {"chunk_tokens": 5},
+    {"output_ids": [9] * 12},
+]
+
+
+async def test_answers_equal_those_of_an_engine_in_this_process(engine_of, in_process):
     async with engine_of() as engine:
-        ids, chunks = await read_all(engine.submit(request(**fields)))
+        for fields in ASKED:
+            await check_equal(engine, in_process, fields)
+
+
+async def check_equal(engine, in_process, fields):
+    ids, chunks = await read_all(engine.submit(request(**fields)))
     expected_ids, expected = await read_all(in_process.submit(request(**fields)))
     assert ids == expected_ids
     assert chunks[-1].finish_reason == expected[-1].finish_reason
@@ -133,8 +137,7 @@ async def test_a_cancel_frees_the_blocks_and_a_deadline_ends_a_request(engine_of
             await read_all(late)
 
 
-@pytest.mark.parametrize("started", [True, False])
-async def test_a_death_blames_running_requests_and_not_waiting_ones(engine_of, slow_models, started):
+async def test_a_death_blames_running_requests_and_not_waiting_ones(engine_of, slow_models):
     async with engine_of(max_running=1) as engine:
         running = engine.submit(request(max_tokens=200))
         await running.read()
@@ -143,8 +146,9 @@ async def test_a_death_blames_running_requests_and_not_waiting_ones(engine_of, s
         os.kill(engine.pid, signal.SIGKILL)
         with pytest.raises(EngineProcessError, match="the engine of model llama died"):
             await asyncio.wait_for(engine.died(), 10)
-        with pytest.raises(HopBrokenError if started else NotReadyError):
-            await read_all(running if started else waiting)
+        for slot, error in ((running, HopBrokenError), (waiting, NotReadyError)):
+            with pytest.raises(error):
+                await read_all(slot)
         with pytest.raises(NotReadyError):
             engine.submit(request())
 

@@ -1,7 +1,6 @@
 """Packed layers equal the original ones, and a row's result does not depend on its batch."""
 
 import copy
-from operator import attrgetter
 
 import pytest
 import torch
@@ -10,17 +9,6 @@ from torch import nn
 from headrace_predictor.engine.cpu.packed_linear import PackedLinear, pack_linears
 from tests.model.bfloat16 import PACKED_DTYPES, needs_bfloat16_processor
 from tests.random_models import random_model
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("ops.mkldnn._reorder_linear_weight", "ops.mkldnn._linear_pointwise.binary"),
-        *("ops.mkldnn._is_mkldnn_bf16_supported", "cpu._is_amx_tile_supported"),
-    ],
-)
-def test_torch_has_the_private_functions_that_packed_layers_use(name):
-    assert callable(attrgetter(name)(torch))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_bfloat16_processor)])

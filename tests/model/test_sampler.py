@@ -19,7 +19,6 @@ from headrace.sampling import SamplingParameters
 from headrace_predictor.engine.sampling.sampler import NO_TOKEN, sample, uniform
 from headrace_predictor.engine.state.constraint import restrictions_of
 from headrace_predictor.engine.state.sequence import SamplingRow
-from tests.random_models import initialised_model
 
 
 def row(output_ids=(), input_ids=(1,), end_ids=frozenset({2}), **parameters):
@@ -100,8 +99,7 @@ def test_a_row_is_sampled_the_same_alone_and_in_a_crowd(vocabulary, dtype, data)
     assert torch.equal(logits, before)
 
 
-@pytest.mark.parametrize("vocabulary", [50, 5003])
-@pytest.mark.parametrize("spread", [0.5, 4.0])
+@pytest.mark.parametrize(("vocabulary", "spread"), [(50, 4.0), (5003, 0.5)])
 @pytest.mark.parametrize(
     "parameters",
     [
@@ -249,20 +247,8 @@ def test_logprobs_are_those_of_the_raw_logits():
     assert sampled.logprobs[1] is None
 
 
-@pytest.fixture(scope="module")
-def model():
-    torch.manual_seed(3)
-    made = initialised_model("gpt2")
-    with torch.no_grad():
-        for parameter in made.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(0, 1.5 / parameter.shape[1] ** 0.5)
-    return made
-
-
-def test_top_logprobs_are_those_of_the_model(model):
-    with torch.inference_mode():
-        logits = model(torch.tensor([[5, 6, 7], [8, 9, 10]])).logits[:, -1]
+def test_top_logprobs_are_the_largest():
+    logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(3))
     rows = [row(temperature=0, logprobs=True, top_logprobs=n) for n in (5, 20)]
     sampled = sample(logits, rows)
     for i, n in enumerate((5, 20)):
@@ -271,23 +257,3 @@ def test_top_logprobs_are_those_of_the_model(model):
         assert [token_id for token_id, _ in logprobs.top] == ids.tolist()
         assert [value for _, value in logprobs.top] == pytest.approx(values.tolist(), abs=1e-5)
         assert (sampled.token_ids[i], logprobs.chosen) == logprobs.top[0]
-
-
-def test_greedy_with_a_repetition_penalty_equals_generate(model):
-    prompt, count = [5, 6, 7, 8], 30
-    with torch.inference_mode():
-        whole = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            do_sample=False,
-            repetition_penalty=1.3,
-            max_new_tokens=count,
-            min_new_tokens=count,
-        )
-        ids: list[int] = []
-        for _ in range(count):
-            logits = model(torch.tensor([prompt + ids])).logits[:, -1]
-            penalized = row(temperature=0, repetition_penalty=1.3, min_tokens=count, input_ids=prompt, output_ids=ids)
-            ids += sample(logits, [penalized]).token_ids
-    assert ids == whole[0, len(prompt) :].tolist()
-    assert len(set(ids)) > count // 2

@@ -1,7 +1,9 @@
 """Folders that sentence-transformers wrote: vectors and scores are those that it computes of the same texts."""
 
 import asyncio
+import itertools
 import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -26,6 +28,7 @@ from headrace_transformer.models.models import model_of
 from headrace_transformer.predictors.discovery.descriptions import described
 from headrace_transformer.processes.body_processes import BodyProcesses
 from headrace_transformer.text.model_text import read_text
+from headrace_transformer.text.tokenizer import TextTokenizer
 from tests.random_encoders import FAMILIES, TEXTS, WORDS, save_random_type, save_words_tokenizer
 
 PAIRS = [("a fox", text) for text in TEXTS]
@@ -217,19 +220,15 @@ async def test_a_transformer_in_a_folder_of_its_own_with_files_of_an_earlier_ver
     np.testing.assert_allclose(await serve(folder).embed(texts, cut=-1), model.encode(texts), **TOLERANCE)
 
 
-@pytest.mark.parametrize("room", range(3, 20))
-def test_pairs_are_cut_as_the_library_cuts_them(tmp_path, room):
-    from headrace_transformer.text.tokenizer import TextTokenizer
-
+def test_pairs_are_cut_as_the_library_cuts_them(tmp_path):
     backend = save_words_tokenizer(tmp_path, *WORDS).backend_tokenizer
     with ThreadPoolExecutor(1) as pool:
         ours = TextTokenizer("m", tmp_path, pool)
     reference = Tokenizer.from_str(backend.to_str())
-    reference.enable_truncation(room, strategy="longest_first")
-    for first, second in [(a, b) for a in TEXTS for b in TEXTS]:
-        wanted = reference.encode(first, second)
-        ids, types = asyncio.run(ours.row((first, second), room, "right"))
-        assert (ids, types) == (wanted.ids, wanted.type_ids), (first, second)
+    for room, *pair in itertools.product(range(3, 20), TEXTS, TEXTS):
+        reference.enable_truncation(room, strategy="longest_first")
+        wanted = reference.encode(*pair)
+        assert asyncio.run(ours.row(pair, room, "right")) == (wanted.ids, wanted.type_ids), (room, pair)
 
 
 PROMPTS = {"query": "query : ", "passage": "document : ", "task": "task : a "}
@@ -251,7 +250,9 @@ async def test_prompts(tmp_path, serve):
         await served.embed(TEXTS, input_type="x")
 
 
-@pytest.mark.parametrize("way", ALL)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=() if way in ("mean", "max", "lasttoken") else pytest.mark.full) for way in ALL]
+)
 async def test_tokens_of_a_prompt_that_are_not_pooled(tmp_path, serve, way):
     model, folder = embedder(tmp_path, pooling=way, prompts=PROMPTS, default_prompt_name="task")
     model.set_pooling_include_prompt(False)
@@ -428,11 +429,16 @@ REFUSALS = {
 }
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folders of embedders without and with a dense layer."""
+    return [embedder(tmp_path_factory.mktemp("whole"), more=more)[1] for more in ([], [random_dense()])]
+
+
 @pytest.mark.parametrize("case", REFUSALS)
-def test_what_is_not_computed_is_refused_by_name(tmp_path, case):
+def test_what_is_not_computed_is_refused_by_name(whole, tmp_path, case):
     change, message = REFUSALS[case]
-    more = [] if case == "no pooling" else [random_dense()]
-    _, folder = embedder(tmp_path, more=more)
+    folder = shutil.copytree(whole[case != "no pooling"], tmp_path / "m")
     change(folder)
     source = ModelSource("m", str(folder))
     with pytest.raises(StartupError, match=message) as error:

@@ -138,7 +138,7 @@ def test_a_chat_templates_variables_can_be_set(moody):
     assert chat_prompt(moody, HELLO, 1024, {"add_generation_prompt": False}) == "1.0 : hello"
 
 
-@pytest.mark.parametrize("name", ["chat_template", "tokenize", "tools", "conversation", "self", "tokenizer_kwargs"])
+@pytest.mark.parametrize("name", ["chat_template", "tools", "self"])
 def test_unknown_variables_of_the_template_are_refused(moody, name):
     with pytest.raises(InvalidRequestError, match=f"'{name}' is not a variable of a chat template") as raised:
         chat_prompt(moody, HELLO, 1024, {name: "{{ 1 }}"})
@@ -225,7 +225,7 @@ def moody_like(tokenizer, template):
 
 
 # An endless loop: the next test.
-@pytest.mark.parametrize("bomb", ["{{ 9 ** (9 ** n) }}", "{{ 'a' * 10 ** n }}", "{{ '%099999999999d' % n }}"])
+@pytest.mark.parametrize("bomb", ["{{ 9 ** (9 ** n) }}", "{{ 'a' * 10 ** n }}"])
 async def test_a_hostile_chat_template_delays_neither_the_event_loop_nor_other_models(looping, moody, bodies, bomb):
     hostile = moody_like(
         looping, "{% set n = messages|length + 9 %}{% if messages[0].content == 'loop' %}" + bomb + "{% endif %}fine"

@@ -19,8 +19,9 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
 
 from headrace.models.tokenizer_files import read_tokenizer
+from tests.support.full import FULL
 
-STRINGS = 10_000
+STRINGS = 10_000 if FULL else 1_000
 ALPHABETS = [
     "abcdefghij klmnop",
     "ABC XYZ",
