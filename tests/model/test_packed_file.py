@@ -24,7 +24,7 @@ from headrace_predictor.engine.runners.reach import find_reaches
 from headrace_predictor.engine.runners.streamed import StreamedDecoder, packed_file
 from headrace_predictor.generation import loading
 from headrace_predictor.settings import PredictorSettings
-from tests.model.test_streamed import ERRORS, PROMPT, last_logits
+from tests.model.test_streamed import CACHES, ERRORS, PROMPT, last_logits
 from tests.random_models import random_model
 from tests.waiting import until
 
@@ -39,7 +39,7 @@ def kept(monkeypatch):
 
 
 def logits(model, format_, file):
-    find_reaches(model, 512)
+    find_reaches(model.to(CACHES[format_]), 512)
     runner = PagedRunner(model, cache_shape(model), 80, streamed=StreamedDecoder(model, format_, 1, file))
     return last_logits(runner, IDS, [60])[0]
 
@@ -50,9 +50,7 @@ async def files(folder, count=1):
     return sorted(folder.glob("*.weights"))
 
 
-@pytest.mark.parametrize(
-    ("architecture", "format_"), [("llama", "bf16"), ("mistral", "int4"), ("qwen2", "int8"), ("qwen3", "int4")]
-)
+@pytest.mark.parametrize(("architecture", "format_"), [("llama", "bf16"), ("qwen2", "int8"), ("qwen3", "int4")])
 async def test_a_later_engine_maps_what_the_first_one_packed(architecture, format_, tmp_path):
     model = random_model(architecture)
     own = logits(copy.deepcopy(model), format_, None)
@@ -120,9 +118,6 @@ async def test_a_file_of_a_smaller_or_larger_model_ends_the_start(kept, wanted, 
 
 @pytest.mark.parametrize("room", ["disk", "limit", "folder", "none", "locked"])
 def test_without_room_weights_are_in_memory_only(room, tmp_path, monkeypatch, caplog):
-    model = random_model("qwen3")
-    own = logits(copy.deepcopy(model), "bf16", None)
-
     def allocate(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -136,8 +131,10 @@ def test_without_room_weights_are_in_memory_only(room, tmp_path, monkeypatch, ca
     elif room == "locked":
         descriptor = os.open(folder, os.O_RDONLY)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-    file = packed_file(model, "bf16", folder / "m", 1000 if room == "limit" else MOST)
-    assert torch.equal(logits(model, "bf16", file), own)
+    file = PackedFile(folder / "m.weights", 1 << 20, 1000 if room == "limit" else MOST)
+    file.take(1000)[:] = 7
+    file.keep()
+    assert not file.is_packed
     assert not list(tmp_path.glob("**/*.weights"))
     assert ("packed weights are not kept" in caplog.text) == (room in ("disk", "limit", "folder"))
 
@@ -197,9 +194,10 @@ async def test_changed_weights_have_a_file_of_their_own_and_the_models_are_not_m
     assert len(await files(cache, 2)) == 2
 
 
-@pytest.mark.parametrize("sizes", [(144, 208, 3), (1040, 16, 5)])
-@pytest.mark.parametrize("format_", ERRORS)
-def test_any_sizes_fit_the_file(sizes, format_, tmp_path):
+@pytest.mark.parametrize(
+    ("format_", "sizes"), [*((format_, (144, 208, 3)) for format_ in ERRORS), ("int4", (1040, 16, 5))]
+)
+def test_any_sizes_fit_the_file(format_, sizes, tmp_path):
     hidden, inner, heads = sizes
     model = random_model("llama")
     config = model.config
