@@ -1,89 +1,29 @@
-"""Replacing every service of a running stack: no unary call fails and no stream breaks."""
+"""Replacing every service of a running stack: no request of any kind fails, and long streams go on."""
 
 import asyncio
 import sys
 
 import grpc
+import httpx2
 import numpy as np
 import pytest
 
 from headrace.oip.tensors import Tensor
 from headrace_protos import headrace_pb2, headrace_pb2_grpc
-from tests.system.calls import channel, ids_request, infer, rest, text_of, text_request
-from tests.waiting import until
+from tests.slow.kinds_of_requests import COMPLETIONS, LONG, STREAM, Reader
+from tests.system.calls import channel, ids_request, infer
 
 pytestmark = pytest.mark.timeout(480)
 
-# Paced, a stream takes ten seconds; a successor takes a few to load.
+# Paced, a long stream takes ten seconds; a successor takes a few to load.
 PACE = {"PACE_MS": "12"}
-TOKENS = 650
-STREAMS = 4
-CALLS = 10
-
-
-class Load:
-    """Calls of every kind again and again, each on its own connection; errors are recorded."""
-
-    def __init__(self, gateway):
-        self._gateway = gateway
-        self._stop = asyncio.Event()
-        self.answered = {}
-        self.failures = []
-        ids = ids_request("storyteller", Tensor("input_ids", "INT64", np.array([5, 6, 7])), max_tokens=2)
-        calls = {
-            "text by gRPC": lambda: infer(gateway, text_request("storyteller", "Once", max_tokens=2)),
-            "tensors by gRPC": lambda: infer(gateway, ids, authority="predictor"),
-            "text by REST": self._complete,
-            "events by REST": self._events,
-            "the payload log": self._query,
-        }
-        self._tasks = [asyncio.create_task(self._again_and_again(name, call)) for name, call in calls.items()]
-
-    async def _again_and_again(self, name, call):
-        self.answered[name] = 0
-        while not self._stop.is_set():
-            try:
-                await call()
-            except (grpc.aio.AioRpcError, AssertionError, OSError) as error:
-                self.failures.append((name, error))
-            self.answered[name] += 1
-
-    async def _complete(self):
-        body = {"model": "storyteller", "prompt": "Once", "max_tokens": 2}
-        answer = await rest(self._gateway, "POST", "/v1/completions", body)
-        assert answer.status == 200, answer.body
-
-    async def _events(self):
-        body = {"model": "storyteller", "prompt": "Once", "max_tokens": 8, "stream": True}
-        answer = await rest(self._gateway, "POST", "/v1/completions", body)
-        assert (answer.status, answer.events[-1]) == (200, "[DONE]"), answer.body
-
-    async def _query(self):
-        async with channel(self._gateway) as own:
-            stub = headrace_pb2_grpc.PayloadLogStub(own)
-            async for record in stub.Query(headrace_pb2.QueryPayloadsRequest(page_size=1), timeout=60):
-                assert record.record_id or record.gateway
-
-    async def goes_on(self):
-        """Waits until each kind has been answered `CALLS` times more."""
-        goal = {name: count + CALLS for name, count in self.answered.items()}
-        await until(lambda: all(self.answered[name] >= count for name, count in goal.items()), timeout_s=240)
-
-    async def end(self):
-        self._stop.set()
-        await asyncio.gather(*self._tasks)
-        assert self.failures == []
-
-
-async def story_of(gateway, tokens=TOKENS):
-    """The text of one long `Generate`, which is greedy."""
-    request = headrace_pb2.GenerateRequest(
-        model="storyteller", prompt="Once upon a time", max_tokens=tokens, ignore_eos=True, temperature=0
-    )
-    async with channel(gateway) as own:
-        responses = [r async for r in headrace_pb2_grpc.TextGenerationStub(own).Generate(request, timeout=300)]
-    assert sum(len(response.token_ids) for response in responses) == tokens
-    return text_of(responses)
+ASKED = {"model": "storyteller", "prompt": "Once upon a time", "temperature": 0, **LONG}
+REQUESTS = {
+    "text": (COMPLETIONS, {**ASKED, "max_tokens": 2}),
+    "events": (COMPLETIONS, {**ASKED, "max_tokens": 8, **STREAM}),
+    "Generate": ("", {**ASKED, "max_tokens": 2}),
+    "a long stream": ("", {**ASKED, "max_tokens": 650}),
+}
 
 
 async def test_a_roll_under_load_fails_no_call_and_applies_the_present_settings(new_stack):
@@ -94,20 +34,39 @@ async def test_a_roll_under_load_fails_no_call_and_applies_the_present_settings(
         environment={"predictor": PACE},
     )
     before = {name: stack.pid(name) for name in stack.names}
-    load = Load(stack.gateway)
-    await load.goes_on()
-    streams = [asyncio.create_task(story_of(stack.gateway)) for _ in range(STREAMS)]
+    tensors = ids_request("storyteller", Tensor("input_ids", "INT64", np.array([5, 6, 7])), max_tokens=2)
+    async with httpx2.AsyncClient(base_url=f"http://{stack.gateway}", timeout=None) as http:
 
-    rolled = asyncio.create_task(
-        stack.roll(stack.settings, {"predictor": PACE | {"PREDICTOR_MAX_CONTEXT": "700"}, "logger": {}})
-    )
-    await load.goes_on()
-    await rolled
+        async def answer(kind):
+            reader = Reader(stack.gateway, http, kind, REQUESTS[kind])
+            found = await reader.answer()
+            assert not reader.came_again
+            return found
+
+        async def log():
+            async with channel(stack.gateway) as own:
+                query = headrace_pb2.QueryPayloadsRequest(page_size=1)
+                assert [r async for r in headrace_pb2_grpc.PayloadLogStub(own).Query(query, timeout=60)]
+
+        known = {kind: await answer(kind) for kind in REQUESTS}
+        settings = {"predictor": PACE | {"PREDICTOR_MAX_CONTEXT": "700"}, "logger": {}}
+        rolled = asyncio.create_task(stack.roll(stack.settings, settings))
+        rounds = 0
+
+        async def again(kind):
+            nonlocal rounds
+            while not rolled.done() or rounds < 10:
+                if kind in REQUESTS:
+                    assert await answer(kind) == known[kind]
+                elif kind == "log":
+                    await log()
+                else:
+                    await infer(stack.gateway, tensors, authority="predictor")
+                rounds += 1
+
+        await asyncio.gather(*map(again, (*REQUESTS, "a long stream", "tensors", "log")))
+        await rolled
     assert [name for name, pid in before.items() if stack.pid(name) == pid] == ["envoy"]
-    await load.goes_on()
-    await load.end()
-    texts = await asyncio.gather(*streams)
-    assert texts == [texts[0]] * STREAMS
     # The new predictor has the new setting.
     too_long = headrace_pb2.GenerateRequest(model="storyteller", prompt="Once " * 500, max_tokens=400)
     with pytest.raises(grpc.aio.AioRpcError) as raised:
