@@ -102,8 +102,16 @@ def last_of(generation, ids=_IDS, ends=(60,)):
     return last_logits(generation.engine._runner, ids, list(ends))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("types", ["F32", "Q8_0"])
+@pytest.mark.parametrize(
+    ("name", "types"),
+    [
+        *((name, "F32") for name in CONFIGS),
+        *(
+            pytest.param(name, "Q8_0", marks=() if name in ("llama, yarn", "mixtral") else pytest.mark.full)
+            for name in CONFIGS
+        ),
+    ],
+)
 def test_logits_are_those_of_transformers(name, types, tmp_path):
     model, stated = random_model(name)
     with torch.no_grad():

@@ -150,7 +150,6 @@ def test_a_model_loads_without_a_warning_of_its_libraries(caplog, monkeypatch, m
         ("llama", torch.bfloat16, False, "float32"),
         ("llama", torch.float32, True, "float32"),
         ("doge", torch.bfloat16, True, "float32"),
-        ("t5", torch.bfloat16, True, "float32"),
     ],
 )
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="no packed products of bfloat16")
@@ -187,8 +186,9 @@ def test_a_missing_device_is_refused():
         choose_device("cuda")
 
 
-@pytest.mark.parametrize(("stored", "cache"), [(torch.bfloat16, "bfloat16"), (torch.float32, "float32")])
-@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize(
+    ("stored", "cache", "weights"), [(torch.bfloat16, "bfloat16", "int8"), (torch.float32, "float32", "int4")]
+)
 def test_integer_weights_have_a_fingerprint_of_their_own_and_less_memory(tmp_path, caplog, stored, cache, weights):
     model = random_model("qwen3").to(stored)
     model.save_pretrained(tmp_path)

@@ -129,8 +129,13 @@ def loaded(folder, **settings):
     return load_generation("model", folder, True, own, prepare_torch(own))
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", ["qwen3", "granite"])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        *(("qwen3", method) for method in METHODS),
+        *(pytest.param("granite", method, marks=() if method == "awq" else pytest.mark.full) for method in METHODS),
+    ],
+)
 def test_logits_are_those_of_the_stated_numbers(name, method, tmp_path):
     expected = save(tmp_path, name, method)
     generation = loaded(tmp_path)

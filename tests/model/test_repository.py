@@ -258,15 +258,6 @@ async def test_an_unloaded_engine_leaves_neither_a_process_nor_memory(models, mo
             await until(lambda host=host: not host.children())
 
 
-async def test_a_model_without_enough_memory_is_refused_and_frees_what_it_took(models):
-    save_random_model("llama", models.folder / "llama")
-    async with models.serve("first", kv_cache_memory="1KiB") as repository:
-        await repository.load_all()
-        with pytest.raises(InvalidRequestError, match="raise PREDICTOR_KV_CACHE_MEMORY"):
-            await repository.load("llama")
-        assert await ask(repository, "first") == 1
-
-
 async def test_a_dead_engine_is_replaced_and_its_requests_end_with_its_error(models):
     save_random_model("llama", models.folder / "llama")
     async with models.serve("first", kv_cache_memory="1MiB") as repository:
@@ -424,20 +415,6 @@ async def test_a_drain_refuses_new_requests_and_lets_each_kind_end_in_its_own_wa
         own["go"]._loop.call_soon_threadsafe(own["go"].set)
         assert len(await waits) == 2
         await draining
-
-
-async def test_an_unload_ends_requests_that_outlast_it(models):
-    save_random_model("llama", models.folder / "llama")
-    async with models.serve("llama", drain_s=0.01, kv_cache_memory="1MiB") as repository:
-        await repository.load_all()
-        llama = repository.get("llama")
-        with held(llama):
-            reading = asyncio.create_task(read_ids(llama, 100))
-            await until(lambda: llama._in_flight)
-            unloading = asyncio.create_task(repository.unload("llama"))
-            with pytest.raises(NotReadyError):
-                await reading
-        await unloading
 
 
 @contextmanager

@@ -167,28 +167,27 @@ async def test_log_probabilities_earlier_output_and_scores_of_the_prompt(predict
     assert caller.tokens[2] == (await by_inference(predictor, [5, 6, 7], [9, 8]))[0]
 
 
-@pytest.mark.parametrize(
-    ("fields", "error", "text"),
-    [
-        ({"model": "other"}, "NotFoundError", "no model 'other'"),
-        ({"prompt": []}, "InvalidRequestError", "the prompt is empty"),
-        ({"prompt": [10**6]}, "InvalidRequestError", "token id 1000000 is outside"),
-        ({"sampling": {"temperature": 9}}, "InvalidRequestError", "temperature"),
-        ({"sampling": [1]}, "InvalidRequestError", "sampling must be a JSON object"),
-        ({"output_ids": [1] * 13}, "InvalidRequestError", "output_ids has 13 tokens, max_tokens is 12"),
-        ({"weight": 0.0}, "InvalidRequestError", "weight must be positive, not 0"),
-        ({"fingerprint": "another"}, "OtherWeightsError", "has other weights here"),
-        ({"timeout_s": 0.0}, "DeadlineError", ""),
-    ],
-)
-async def test_a_refused_sequence_ends_alone(predictor, caller, fields, error, text):
-    caller.submit(1, **fields)
-    caller.submit(2)
-    refused = await caller.error_of(1)
-    assert refused.class_name == error
-    assert text in refused.message
-    assert refused.hop == "predictor"
-    assert (await caller.end_of(2)).finish_reason == "length"
+REFUSED = [
+    ({"model": "other"}, "NotFoundError", "no model 'other'"),
+    ({"prompt": []}, "InvalidRequestError", "the prompt is empty"),
+    ({"prompt": [10**6]}, "InvalidRequestError", "token id 1000000 is outside"),
+    ({"sampling": {"temperature": 9}}, "InvalidRequestError", "temperature"),
+    ({"sampling": [1]}, "InvalidRequestError", "sampling must be a JSON object"),
+    ({"output_ids": [1] * 13}, "InvalidRequestError", "output_ids has 13 tokens, max_tokens is 12"),
+    ({"weight": 0.0}, "InvalidRequestError", "weight must be positive, not 0"),
+    ({"fingerprint": "another"}, "OtherWeightsError", "has other weights here"),
+    ({"timeout_s": 0.0}, "DeadlineError", ""),
+]
+
+
+async def test_a_refused_sequence_ends_alone(predictor, caller):
+    for number, (fields, error, text) in enumerate(REFUSED):
+        caller.submit(2 * number, **fields)
+        caller.submit(2 * number + 1)
+        refused = await caller.error_of(2 * number)
+        assert (refused.class_name, refused.hop) == (error, "predictor")
+        assert text in refused.message
+        assert (await caller.end_of(2 * number + 1)).finish_reason == "length"
 
 
 async def test_a_cancel_frees_the_blocks_and_its_neighbour_continues(predictor, caller):
@@ -212,17 +211,18 @@ async def test_a_broken_connection_cancels_its_sequences(predictor, caller):
     assert len(predictor.engine._sinks) == 1
 
 
-@pytest.mark.parametrize("started", [True, False])
-async def test_the_death_of_an_engine_ends_its_sequences_and_the_call_continues(predictor_of, slow_models, started):
+async def test_the_death_of_an_engine_ends_its_sequences_and_the_call_continues(predictor_of, slow_models):
     async with predictor_of(max_running=1) as predictor, calling(predictor.steps_port) as caller:
         caller.submit(1, sampling={**SAMPLING, "max_tokens": 200})
         await until(lambda: 1 in caller.begun)
         caller.submit(2)
         await until(lambda: predictor.engine.load.waiting)
         os.kill(predictor.engine.pid, signal.SIGKILL)
-        expected = ("HopBrokenError", "the engine died") if started else ("NotReadyError", "the engine stopped")
-        error = await caller.error_of(1 if started else 2)
-        assert (error.class_name, error.message) == expected
+        errors = [await caller.error_of(number) for number in (1, 2)]
+        assert [(error.class_name, error.message) for error in errors] == [
+            ("HopBrokenError", "the engine died"),
+            ("NotReadyError", "the engine stopped"),
+        ]
         # The model is absent from the loads until another engine serves it.
         await until(lambda: caller.messages[-1].HasField("loads") and not caller.messages[-1].loads.models)
         await until(lambda: caller.messages[-1].loads.models)
