@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from headrace_predictor.engine import build
+from headrace_predictor.engine import build, overlap
+from headrace_predictor.engine.publisher import Publisher
 from headrace_predictor.engine.runners import gpu_start as start
 from headrace_predictor.engine.runners.memory import cache_shape
 from headrace_predictor.engine.runners.paged import PagedRunner
@@ -41,7 +42,12 @@ def on_gpu(monkeypatch):
 
     monkeypatch.setattr(PagedRunner, "choose", counted)
     monkeypatch.setattr(start, "prove", prove)
-    monkeypatch.setattr(start, "record", lambda name, runner, rows, context: runner.record(recorded, rows, context))
+
+    @torch.inference_mode()
+    def record(name, runner, rows, context):
+        runner.record(recorded, rows, context)
+
+    monkeypatch.setattr(start, "record", record)
     assert build.gpu is start
     return overlaps
 
@@ -221,3 +227,27 @@ async def test_a_fault_in_an_overlapped_step_fails_its_request_alone(engine_of, 
     with pytest.raises(Exception, match="the model failed on this request"):
         await read_all(slots[1])
     assert [await read_all(slots[i]) for i in (0, 2)] == [alone[0], alone[2]]
+
+
+async def test_tokens_are_sent_before_the_wait_for_the_next_ones(engine_of, on_gpu, monkeypatch):
+    events = []
+    reading, publish = overlap._reading, Publisher.publish
+
+    def noted_reading(tokens):
+        read = reading(tokens)
+        return lambda: events.append("read") or read()
+
+    def noted_publish(self, results):
+        events.append("publish")
+        publish(self, results)
+
+    monkeypatch.setattr(overlap, "_reading", noted_reading)
+    monkeypatch.setattr(Publisher, "publish", noted_publish)
+    engine = engine_of(random_model("llama"))
+    engine._flush = lambda: events.append("flush")
+    await read_all(engine.submit(request("r", PROMPTS[3], 20, min_tokens=0)))
+    assert events.count("read") > 15
+    for i, event in enumerate(events):
+        if event == "read" and "publish" in events[:i]:
+            since = events[len(events[:i]) - events[:i][::-1].index("publish") : i]
+            assert "flush" in since

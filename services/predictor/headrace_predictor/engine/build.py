@@ -143,7 +143,8 @@ def _choose_runner(
         format_ = weight_format(name, model, settings.weights)
         if format_ != GROUPED:
             read_weights(model)
-        adapters = Adapters(model, torch.float32 if format_ else None)  # Before the layers are replaced.
+        if not (settings.exact and operations):  # With an adapter transformers' modules compute all rows of a step.
+            adapters = Adapters(model, torch.float32 if format_ else None)  # Before the layers are replaced.
         streamed = None
         if format_:
             file = packed_file(model, format_, kept_at, settings.weights_cache_size)

@@ -250,11 +250,13 @@ class ContinuousBatchingEngine:
         started = first = time.perf_counter()
         for computed, outcome in overlap.steps(rows, self._follow):
             if started != first:
-                self._step_under_way = None
-                self._flush()
-                self._begin_pass()
+                self._scheduler.charge(computed)
+                self._meter.begin(computed, started)
             self.statistics.forward_ns += int((time.perf_counter() - started) * 1e9)
             self._end_step(computed, self._steps.judge(outcome), started)
+            self._step_under_way = None
+            self._flush()  # Before the wait for the step under way.
+            self._begin_pass()
             started = time.perf_counter()
         return started != first
 

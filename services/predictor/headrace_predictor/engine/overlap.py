@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from headrace_predictor.engine.state.cache import on_device
 from headrace_predictor.engine.state.sequence import Row
 from headrace_predictor.engine.step import Outcome, Result
 
@@ -83,7 +85,8 @@ class Overlap:
                 tokens = before.tokens
                 if len(rows) < len(before.rows):
                     places = {row.sequence: i for i, row in enumerate(before.rows)}
-                    tokens = tokens[[places[row.sequence] for row in rows]]
+                    kept = on_device([places[row.sequence] for row in rows], np.int64, tokens.device)
+                    tokens = tokens.index_select(0, kept)
             chosen = self._runner.choose(rows, positions, tokens)
             return _Pending(rows, chosen, _reading(chosen))
         except Exception:

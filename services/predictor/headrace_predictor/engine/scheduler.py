@@ -30,6 +30,7 @@ from headrace_predictor.engine.state.sequence import Row, Sequence, precedence
 # vocabulary, which take memory and delay the step's other rows.
 _MAX_SCORED = 64
 _GATHER_S, _LOOK_S = 0.002, 0.05  # See pause_s.
+_FOLLOWED = 16  # Steps without a plan while others wait: only a plan ends those that are late or cancelled.
 _HELD = 3  # Sequences without a slot, for each slot.
 
 
@@ -45,6 +46,7 @@ class Scheduler(InFlight):
     _left_out = False  # Whether the latest step left out the rows of clients.
     _scores_left = 0  # Prompt positions that this step can still score.
     _now = 0.0  # Of this step.
+    _followed = 0  # Steps since then that followed without a plan.
 
     def prompts(self, streams: int) -> int:
         """The number of sequences with more to compute: running ones, and waiting ones for which there is a slot.
@@ -101,6 +103,7 @@ class Scheduler(InFlight):
     def schedule(self, prefill_tokens: int, now: float = 0.0) -> list[Row]:
         """The rows of the next step: an isolated sequence, or all that decode and up to `prefill_tokens` of prompts."""
         self._now = now
+        self._followed = 0
         held = sum(sequence.due_at > now for sequence in self.running)
         self._without_slot = min(held, _HELD * self.max_running)
         rows: dict[Sequence, Row] = {}
@@ -122,8 +125,11 @@ class Scheduler(InFlight):
     def follow(self, rows: list[Row], now: float) -> list[Row]:
         """The rows of the step after one of `rows`, whose tokens are not known yet; none where it has to be planned."""
         running = [row.sequence for row in rows if row.sequence.blocks]
-        if self.waiting or self.crowded_out or len(self.running) > len(running):
+        if self.crowded_out or self._alone or len(self.running) > len(running):
             return []
+        if self.waiting and (self._free_slots > 0 or self._shares.competing or self._followed >= _FOLLOWED):
+            return []
+        self._followed += 1
         following = []
         for sequence in running:
             if sequence.slot.cancelled or sequence.overdue(now) is not None:
@@ -136,8 +142,11 @@ class Scheduler(InFlight):
                     return []
                 sequence.blocks.append(block)
             following.append(Row.of_coming(sequence))
-        self._shares.charge(following)
         return following
+
+    def charge(self, rows: list[Row]) -> None:
+        """Counts the rows of a step that was not planned as service of their clients."""
+        self._shares.charge(rows)
 
     def make_room(self, rows: list[Row]) -> Sequence | None:
         """Reduces the load after a step ran out of memory: first smaller steps, then fewer sequences at once.

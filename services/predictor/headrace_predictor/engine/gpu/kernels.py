@@ -18,7 +18,7 @@ from headrace_predictor.engine.gpu.paged_attention import PagedAttention
 _TILE_ROWS, _TILE_OUTPUTS, _TILE_INPUTS = 64, 32, 64  # Of `linear`.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_row"])
 def _turn_and_store(
     packed,
     queries,
@@ -147,7 +147,7 @@ def gate(gate_up: Tensor) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _linear(
     x,
     weight,

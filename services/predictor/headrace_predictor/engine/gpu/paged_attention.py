@@ -20,13 +20,14 @@ from torch import Tensor
 from headrace_predictor.engine.gpu.operations import Scores, Tokens
 
 _LEAST_ROWS = 16  # Of a product of tensor cores.
-_PROMPT_ROWS = 64
+_PROMPT_BYTES = 64 << 8  # Of the queries of a tile of a prompt: 64 rows of 128 numbers of 16 bits.
+_AHEAD_BYTES = 256  # Of a key, of which several blocks are loaded ahead.
 _LANES = 16  # Parts of the keys of a token that decodes, computed at the same time.
 _LEAST_PART = 256  # Keys.
 _KEYS = 32  # At once.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_row"])  # It differs from step to step, and each kind would be compiled.
 def _attend(
     queries,
     keys,
@@ -178,6 +179,7 @@ class PagedAttention(NamedTuple):
         group = query_heads // heads
         out = queries.new_empty(count, query_heads, value_size)
         sinks = out if scores.sinks is None else scores.sinks
+        width = max(16, triton.next_power_of_2(size))
         least = max(_LEAST_ROWS, triton.next_power_of_2(group))
         lanes = 1 if self.is_exact else _LANES
         parts = weights = out
@@ -203,9 +205,11 @@ class PagedAttention(NamedTuple):
                 lanes=lanes,
                 least_part=_LEAST_PART,
                 key_count=_KEYS,
-                width=max(16, triton.next_power_of_2(size)),
+                width=width,
                 has_tiles=tiles is not None,
                 has_cap=scores.cap > 0,
+                # What is loaded ahead is in shared memory, of which some GPUs have 99 KiB.
+                num_stages=3 if width * queries.itemsize <= _AHEAD_BYTES else 1,
                 **shapes,
             )
 
@@ -214,7 +218,7 @@ class PagedAttention(NamedTuple):
             if lanes > 1:
                 _join[tokens.decodes, query_heads](parts, weights, sinks, out, lanes=lanes, **shapes)
         if tokens.decodes < count:
-            rows = least if self.is_exact else max(least, _PROMPT_ROWS)
+            rows = least if self.is_exact else max(least, _PROMPT_BYTES // (width * queries.itemsize))
             tiles = tokens.tiles(max(1, rows // group))
             attend(tiles, len(tiles), rows, 1)
         return out

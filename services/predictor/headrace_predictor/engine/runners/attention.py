@@ -31,7 +31,7 @@ from headrace_predictor.engine.cpu import kernel
 from headrace_predictor.engine.cpu.kernel import Ranges
 from headrace_predictor.engine.gpu.operations import Attend, Scores, Tokens
 from headrace_predictor.engine.runners.reach import Reach
-from headrace_predictor.engine.state.cache import BLOCK_TOKENS, KeyValueCache
+from headrace_predictor.engine.state.cache import BLOCK_TOKENS, KeyValueCache, on_device
 from headrace_predictor.engine.state.sequence import Row
 
 _T = TypeVar("_T")
@@ -101,7 +101,7 @@ class StepPlan:
                 for chunk in self.chunks
                 for first in range(0, chunk.count, most)
             ]
-            return torch.tensor(parts, dtype=torch.int32, device=self.ends.device)
+            return on_device(parts, np.int32, self.ends.device)
 
         return self._once(("tiles", most), divided)
 
@@ -163,8 +163,7 @@ class StepPlanner:
         return StepPlan(self._cache, decodes, chunks, *tensors, adapted, self._attend)
 
     def _tensor(self, values: list[int] | NDArray[np.int32]) -> Tensor:
-        # numpy reads a list in half of torch's time.
-        return torch.from_numpy(np.asarray(values, dtype=np.int32)).to(self._cache.device)
+        return on_device(values, np.int32, self._cache.device)
 
     def _blocks(self, rows: Rows[Row], width: int) -> NDArray[np.int32]:
         if self._table.shape[0] < len(rows) or self._table.shape[1] < width:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from headrace_predictor.engine.gpu.operations import Attend
 from headrace_predictor.engine.runners.attention import StepPlan, is_filled
 from headrace_predictor.engine.sampling.sampler import choose
-from headrace_predictor.engine.state.cache import KeyValueCache
+from headrace_predictor.engine.state.cache import KeyValueCache, on_device
 from headrace_predictor.engine.state.sequence import Row
 
 
@@ -35,7 +35,8 @@ class Pass(NamedTuple):
 Forward = Callable[[Tensor, Tensor, StepPlan], Tensor]
 Record = Callable[[Callable[[], Pass]], Callable[[], Pass]]
 
-_WARM_UPS = 2  # Libraries choose algorithms and allocate in their first calls, which must not be recorded.
+_TOLERANCE = 0.05  # Of the logits' size: libraries may choose other products.
+_NOTHING: list[int] = []  # The blocks of a row that pads.
 
 
 def row_bucket(rows: int) -> int:
@@ -50,17 +51,28 @@ class CudaRecorder:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # cuBLAS keeps memory for each.
 
     def __call__(self, compute: Callable[[], Pass]) -> Callable[[], Pass]:
-        """The returned function launches them again, into the same output."""
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):
+        """The returned function launches them again, into the same output. Raises where the host waits for the device.
+
+        After an error within a recording torch's allocator would not recover: what waits is found before.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream())
+        waits = torch.cuda.get_sync_debug_mode()
+        with torch.cuda.stream(self._stream):
+            compute()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
                 compute()
-        torch.cuda.current_stream().wait_stream(stream)
+            finally:
+                torch.cuda.set_sync_debug_mode(waits)
+        torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),  # Whatever happens it is the current one again.
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+        ):
             output = compute()
 
         def replay() -> Pass:
@@ -87,7 +99,8 @@ class DecodeGraphs:
         self._table = torch.zeros(most, blocks, dtype=torch.int32, device=device)
         self._temperatures = torch.zeros(most, device=device)
         self._numbers = torch.zeros(most, dtype=torch.float64, device=device)
-        self._filled: list[tuple[list[int], int]] = [([], 0)] * most  # The blocks in each row of the table.
+        self._filled: list[tuple[list[int], int]] = [(_NOTHING, 0)] * most  # The blocks in each row of the table.
+        self._logits = self._forward_of(most).clone()  # Of all passes: those of each would take as much memory again.
         buckets = sorted({row_bucket(count) for count in range(1, rows + 1)}, reverse=True)
         self._passes = {
             (bucket, draws): record(partial(self._compute, bucket, draws))
@@ -109,13 +122,13 @@ class DecodeGraphs:
         self._fill_table(rows, bucket)
         ends = np.ones(bucket, np.int32)
         ends[:count] = [row.start + 1 for row in rows]
-        self._ends[:bucket].copy_(on_device(ends, self._cache.device))
+        self._ends[:bucket] = on_device(ends, np.int32, self._cache.device)
         if ids is not None:
-            given = ids if isinstance(ids, Tensor) else on_device(np.array(ids), self._cache.device)
+            given = ids if isinstance(ids, Tensor) else on_device(ids, np.int64, self._cache.device)
             self._ids[0, :count] = given
         draws = any(temperature for temperature, _ in drawn)
         if draws:
-            parameters = on_device(np.array(drawn), self._cache.device)
+            parameters = on_device(drawn, np.float64, self._cache.device)
             self._temperatures[:count] = parameters[:, 0]
             self._numbers[:count] = parameters[:, 1]
         logits, tokens = self._passes[bucket, draws]()
@@ -124,29 +137,39 @@ class DecodeGraphs:
     def _fill_table(self, rows: Rows[Row], bucket: int) -> None:
         changed = []
         for i in range(bucket):
-            blocks = rows[i].sequence.blocks if i < len(rows) else []
+            blocks = rows[i].sequence.blocks if i < len(rows) else _NOTHING
             if not is_filled(self._filled[i], blocks):
                 self._filled[i] = blocks, len(blocks)
                 changed.append(i)
         if changed:
-            contents = np.zeros((len(changed), self._table.shape[1]), np.int32)
+            # What is beyond the ends of a row is never read.
+            width = max(1, *(self._filled[i][1] for i in changed))
+            contents = np.zeros((len(changed), width), np.int32)
             for at, i in enumerate(changed):
                 blocks, length = self._filled[i]
                 contents[at, :length] = blocks[:length]
             device = self._cache.device
-            self._table.index_copy_(0, on_device(np.array(changed), device), on_device(contents, device))
+            places = on_device(changed, np.int64, device)
+            self._table[:, :width].index_copy_(0, places, on_device(contents, np.int32, device))
 
-    def _compute(self, rows: int, draws: bool) -> Pass:
+    def _forward_of(self, rows: int) -> Tensor:
         # A plan caches derived tensors, so each pass needs its own.
         ends = self._ends[:rows]
         plan = StepPlan(self._cache, rows, [], self._table[:rows], self._owners[:rows], ends, attend=self._attend)
-        logits = self._forward(self._ids[:, :rows], (ends.long() - 1)[None], plan)
+        return self._forward(self._ids[:, :rows], (ends.long() - 1)[None], plan)
+
+    def _compute(self, rows: int, draws: bool) -> Pass:
+        logits = self._logits[:rows].copy_(self._forward_of(rows))
         tokens = choose(logits, *((self._temperatures[:rows], self._numbers[:rows]) if draws else ()))
         self._ids[0, :rows] = tokens.clamp(min=0)
         return Pass(logits, tokens)
 
-
-def on_device(values: Any, device: torch.device) -> Tensor:
-    """A copy of an array on a device; on CUDA from pinned memory, so that nothing waits for it."""
-    tensor = torch.from_numpy(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    def check(self) -> None:
+        """Raises RuntimeError if a recorded pass has other numbers than the same pass without a recording."""
+        for rows, draws in (max(self._passes), min(self._passes)):
+            self._ids.zero_()
+            expected = self._compute(rows, draws).logits.clone()
+            self._ids.zero_()
+            error = (self._passes[rows, draws]().logits - expected).abs().max()
+            if not bool(error <= _TOLERANCE * expected.abs().max()):
+                raise RuntimeError(f"a recorded pass of {rows} rows has other logits")

@@ -20,21 +20,25 @@ from headrace_predictor.engine.runners.streamed import GATED_MODELS
 class Joined:
     """The weights [outputs, inputs] and biases of linear layers with one input, one below the other."""
 
-    def __init__(self, *linears: nn.Linear) -> None:
-        self.weight = torch.cat([linear.weight.detach() for linear in linears])
-        biases = [linear.bias for linear in linears]
-        self.bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
-        parts = torch.split(self.weight, [linear.out_features for linear in linears])
-        for linear, weight in zip(linears, parts, strict=True):
-            linear.weight.data = weight
+    def __init__(self, dtype: torch.dtype, *linears: nn.Linear) -> None:
+        self.weight = _joined([linear.weight for linear in linears]).to(dtype)
+        self.bias = None if linears[0].bias is None else _joined([linear.bias for linear in linears]).to(dtype)
+        if dtype == linears[0].weight.dtype:
+            parts = torch.split(self.weight, [linear.out_features for linear in linears])
+            for linear, weight in zip(linears, parts, strict=True):
+                linear.weight.data = weight
+
+
+def _joined(tensors: list[Any]) -> Tensor:
+    return tensors[0].detach() if len(tensors) == 1 else torch.cat([tensor.detach() for tensor in tensors])
 
 
 class _Layer:
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, dtype: torch.dtype) -> None:
         attention, feed_forward = layer.self_attn, layer.mlp
-        self.project = Joined(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.gate_up = Joined(feed_forward.gate_proj, feed_forward.up_proj)
-        self.output, self.down = attention.o_proj, feed_forward.down_proj
+        self.project = Joined(dtype, attention.q_proj, attention.k_proj, attention.v_proj)
+        self.gate_up = Joined(dtype, feed_forward.gate_proj, feed_forward.up_proj)
+        self.output, self.down = Joined(dtype, attention.o_proj), Joined(dtype, feed_forward.down_proj)
         self.norm, self.second_norm = layer.input_layernorm, layer.post_attention_layernorm
         self.number: int = attention.layer_idx
         self.scores, self.reach = Scores(attention.scaling), attention.reach
@@ -45,16 +49,21 @@ class _Layer:
 
 
 class GpuDecoder:
-    """The forward pass of a paged model that `takes` allows, with `operations`; after `find_reaches`."""
+    """The forward pass of a paged model that `takes` allows, with `operations`; after `find_reaches`.
 
-    def __init__(self, model: Any, operations: Operations) -> None:
+    `dtype` is the model's, unless its numbers are to be wider.
+    """
+
+    def __init__(self, model: Any, operations: Operations, dtype: torch.dtype) -> None:
         decoder = model.model
         self._operations = operations
         self._embedding: Tensor = decoder.embed_tokens.weight
         self._rotary = decoder.rotary_emb
-        self._layers = [_Layer(layer) for layer in decoder.layers]
+        self._layers = [_Layer(layer, dtype) for layer in decoder.layers]
         self._norms = [layer.norm for layer in self._layers[1:]] + [decoder.norm]
-        self._head = model.lm_head
+        self._head = Joined(dtype, model.lm_head)
+        if self._embedding.is_cuda:
+            torch.cuda.empty_cache()  # The weights that were joined.
 
     @staticmethod
     def takes(model: Any) -> bool:
@@ -69,7 +78,7 @@ class GpuDecoder:
     def __call__(self, ids: Tensor, positions: Tensor, plan: StepPlan, places: Tensor | None = None) -> Tensor:
         """Logits of the tokens at `places`, by default of all, for ids and positions [1, T]."""
         ours = self._operations
-        hidden = torch.embedding(self._embedding, ids[0])
+        hidden = torch.embedding(self._embedding, ids[0]).to(self._head.weight.dtype)
         cosines, sines = (part[0] for part in self._rotary(hidden, position_ids=positions))
         first = self._layers[0].norm
         _, normed = ours.add_norm(hidden, None, first.weight, first.variance_epsilon)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from typing import Any
 
@@ -47,6 +48,7 @@ def prove(name: str, model: Any, proof: Proof, is_exact: bool) -> tuple[str | No
 
 
 def _operations(device: torch.device, is_exact: bool) -> Operations:
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # The default differs between versions, and bits with it.
     from headrace_predictor.engine.gpu.kernels import GpuOperations  # torch for CPUs has no Triton.
 
     operations = GpuOperations(is_exact)

@@ -26,7 +26,7 @@ from headrace_predictor.engine.runners.gpu_decoder import GpuDecoder
 from headrace_predictor.engine.runners.rotary import SequenceRotary
 from headrace_predictor.engine.runners.streamed import GATED_MODELS, StreamedDecoder
 from headrace_predictor.engine.sampling.sampler import choose_each, uniform
-from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache
+from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache, on_device
 from headrace_predictor.engine.state.sequence import Row, Sequence, detached_sequence
 
 _UNPADDED = 32  # Rows of a step without prompts; sizes below have products of their own.
@@ -96,11 +96,14 @@ class PagedRunner:
         """
         self._adapters = adapters
         self._model = model
+        # Before the cache takes the rest of the memory; in a proof in wider numbers than the model's.
+        self._gpu = None
+        if operations is not None and GpuDecoder.takes(model):
+            self._gpu = GpuDecoder(model, operations, shape.dtype)
         self._cache = KeyValueCache(shape, blocks, model.device)
         self._attend = None if operations is None else operations.attend
         self._planner = StepPlanner(self._cache, self._attend)
         self.streamed = streamed
-        self._gpu = None if operations is None or not GpuDecoder.takes(model) else GpuDecoder(model, operations)
         self._flat = streamed or (FlatDecoder(model) if FlatDecoder.takes(model) else None)
         self._tells_positions = tells_positions
         self._rotary = rotary
@@ -120,8 +123,10 @@ class PagedRunner:
         if self._attend is None:
             raise ValueError("a runner without kernels records nothing")
         blocks = -(-context // BLOCK_TOKENS)
-        self._graphs = DecodeGraphs(self._forward, self._cache, self._attend, rows, blocks, record)
-        return len(self._graphs)
+        graphs = DecodeGraphs(self._forward, self._cache, self._attend, rows, blocks, record)
+        graphs.check()
+        self._graphs = graphs
+        return len(graphs)
 
     def choose(self, rows: Rows[Row], positions: Rows[int], tokens: Tensor | None = None) -> Tensor:
         """Computes rows with one id each, and chooses their tokens [rows] at these output positions, on the device.
@@ -139,7 +144,7 @@ class PagedRunner:
         is_filtered = any(one.is_filtered for one in parameters)
         if self._graphs is None or len(rows) > self._graphs.rows:
             known = self._tensor(ids) if isinstance(ids, list) else tokens.clamp(min=0)  # type: ignore[union-attr]
-            logits = self._decode(rows, known[None])
+            logits, self._left = self._decode(rows, known[None]), []
             return choose_each(logits, parameters, positions)
         drawn = [(0.0, 0.0)] * len(rows)
         if not is_filtered:
@@ -238,8 +243,7 @@ class PagedRunner:
         return logits
 
     def _tensor(self, values: list[Any]) -> Tensor:
-        # numpy reads a list in half of torch's time.
-        return torch.from_numpy(np.array(values, dtype=np.int64)).to(self._cache.device)
+        return on_device(values, np.int64, self._cache.device)
 
     def clear(self, blocks: Rows[int]) -> None:
         self._cache.clear(blocks)

@@ -102,6 +102,7 @@ class Proof:
         `operations`: the GPU's kernels, which are proven with it.
         """
         model = self._model
+        self.tells_positions = False
         if recurrent_states(model) is not None:
             return "it has recurrent states"
         # Some classes that do not say so take one.

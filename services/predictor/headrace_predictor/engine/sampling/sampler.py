@@ -35,6 +35,7 @@ from headrace.sampling import MAX_TOP_LOGPROBS, SamplingParameters
 from headrace_predictor.engine.interface import Logprobs
 from headrace_predictor.engine.sampling.rules import add_biases, add_rule_biases, apply_rules, mask, places
 from headrace_predictor.engine.sampling.vocabulary import argmax, invert, largest, maximum, ordered
+from headrace_predictor.engine.state.cache import on_device
 from headrace_predictor.engine.state.sequence import SamplingRow
 
 NO_TOKEN = -1
@@ -95,7 +96,7 @@ def choose_each(logits: Tensor, parameters: Sequence[SamplingParameters], positi
     usable = highest.isfinite()[:, 0]
     drawn = [i for i, one in enumerate(parameters) if not one.is_greedy]
     if drawn:
-        index = torch.tensor(drawn, device=scores.device)
+        index = on_device(drawn, np.int64, scores.device)
         numbers = [uniform(parameters[i].seed or 0, positions[i]) for i in drawn]
         token_ids[index] = _draw(_at(scores, index), highest[index], [parameters[i] for i in drawn], numbers)
     return token_ids.where(usable, NO_TOKEN)
@@ -197,11 +198,11 @@ def _draw(
     # Subtract first: a low temperature would magnify the rounding errors of large scores.
     relative = (scores - highest).div_(_column([s.temperature for s in parameters], scores))
     probabilities = relative.softmax(-1)
-    numbers = torch.tensor(uniforms, dtype=torch.float64, device=scores.device)
+    numbers = on_device(uniforms, np.float64, scores.device)
     filtered = [i for i, s in enumerate(parameters) if s.is_filtered]
     if not filtered:
         return invert(probabilities, numbers)
-    index = torch.tensor(filtered, device=scores.device)
+    index = on_device(filtered, np.int64, scores.device)
     chosen = _draw_filtered(
         _at(scores, index), _at(probabilities, index), numbers[index], [parameters[i] for i in filtered]
     )
@@ -234,7 +235,7 @@ def _draw_filtered(
         undecided = [i for i, last in zip(undecided, inside[:, -1].tolist(), strict=True) if last]
         if not undecided:
             return chosen
-    index = torch.tensor(undecided, device=scores.device)
+    index = on_device(undecided, np.int64, scores.device)
     scores, probabilities = _at(scores, index), _at(probabilities, index)
     values = ordered(scores)
     inside = _inside(values, ordered(probabilities), [parameters[i] for i in undecided], size)
@@ -250,7 +251,7 @@ def _inside(values: Tensor, weights: Tensor, parameters: Sequence[SamplingParame
     """
     count = values.shape[1]
     ranks = [min(s.top_k, size) if s.top_k > 0 else size for s in parameters]
-    kth = torch.tensor(ranks, device=values.device)[:, None]
+    kth = on_device(ranks, np.int64, values.device)[:, None]
     # The limit is a value and not a rank, so that ties are kept; tokens without weight are never chosen.
     inside = ((values >= values.gather(1, kth.clamp(max=count) - 1)) | (kth > count)) & (weights > 0)
     open_ended = inside[:, -1:] & (kth < size)
@@ -271,7 +272,7 @@ def _at(values: Tensor, index: Tensor) -> Tensor:
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+    return on_device(values, np.float64, like.device).to(like.dtype)[:, None]
 
 
 def _with_logprobs(raw: Tensor, token_ids: Tensor, rows: Sequence[SamplingRow]) -> Sampled:

@@ -39,8 +39,11 @@ def invert(weights: Tensor, numbers: Tensor) -> Tensor:
     Sums are float64 and in the order of ids. A weight of zero is never chosen.
     """
     blocks, rest = _blocks(weights)
-    # A few rows at a time: then the float64 copies stay in the processor's cache, and the allocator keeps their memory.
-    parts = [blocks[at : at + _ROWS].double().sum(-1) for at in range(0, len(blocks), _ROWS)]
+    if weights.is_cuda:
+        parts = [blocks.sum(-1, dtype=torch.float64)]
+    else:
+        # A few rows at a time: then the copies stay in the processor's cache, and the allocator keeps their memory.
+        parts = [blocks[at : at + _ROWS].double().sum(-1) for at in range(0, len(blocks), _ROWS)]
     sums = torch.cat([torch.cat(parts), rest.double().sum(-1, keepdim=True)], -1)
     cumulative = sums.cumsum(-1)
     target = numbers[:, None] * cumulative[:, -1:]
