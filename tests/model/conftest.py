@@ -12,10 +12,14 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from numba.core.dispatcher import Dispatcher
 
 from headrace_predictor.engine_process.engine_host import EngineHost
 from tests.model.fakes import engines
+
+try:
+    from numba.core.dispatcher import Dispatcher
+except ImportError:  # It is optional: a GPU needs none.
+    Dispatcher = None
 
 # A decoder's program takes a minute to compile, on a busy machine several, in the first test that needs it. A limit
 # that ends meanwhile would end the process, as every error in a thread of the decoder does.
@@ -31,8 +35,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 class CompileOnce:
     """Of processes that need the same kernel one compiles it; the others wait for it and find it in numba's cache."""
 
-    def __init__(self) -> None:
-        self._compile, self._lock, self._depth = Dispatcher.compile, threading.RLock(), 0
+    def __init__(self, compile_: Any) -> None:
+        self._compile, self._lock, self._depth = compile_, threading.RLock(), 0
         self._file = os.open(Path(tempfile.gettempdir()) / "headrace-tests-kernels.lock", os.O_RDWR | os.O_CREAT)
 
     def __call__(self, dispatcher: Any, signature: Any) -> Any:
@@ -48,9 +52,10 @@ class CompileOnce:
                     fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
-compile_once = CompileOnce()
-# A method: its first argument is the dispatcher.
-Dispatcher.compile = lambda *arguments: compile_once(*arguments)
+if Dispatcher is not None:
+    compile_once = CompileOnce(Dispatcher.compile)
+    # A method: its first argument is the dispatcher.
+    Dispatcher.compile = lambda *arguments: compile_once(*arguments)
 
 
 @pytest.fixture

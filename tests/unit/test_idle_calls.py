@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 from collections import Counter
 
 from headrace.errors import OverloadedError
@@ -149,3 +150,18 @@ async def test_growth_of_calls_that_are_too_recent_ends_them_once_they_are_not(m
     resident[0] += 400 << 20
     await until(lambda: len(ended([*old, *recent])) >= 6)
     assert ended(recent)
+
+
+async def test_a_busy_machine_believes_longer_that_messages_arrive(monkeypatch):
+    resident = [100 << 20]
+    monkeypatch.setattr(idle_calls, "resident_bytes", lambda: resident[0])
+    calls = IdleCalls(MOST, MOST_OF_ONE, max_unfinished=128 << 20, budget=ByteBudget())
+    waiting = [call for caller in ("alice", "bob", "carol") for call in opened(calls, caller, 3)]
+    await until(lambda: calls._least is not None)
+    await asyncio.sleep(idle_calls._ARRIVAL_S)
+    resident[0] += 400 << 20
+    looked = calls._looked
+    time.sleep(0.4)  # noqa: ASYNC251  # The loop, and so its next look, is late.
+    await until(lambda: calls._looked != looked)
+    assert not ended(waiting)
+    await until(lambda: ended(waiting))

@@ -32,6 +32,8 @@ from headrace.rpc.limits.byte_budget import MAX_MESSAGE_BYTES, RETRY_AFTER_MS, B
 _SWEEP_S = 1.0
 _LOOK_S = 0.05  # Of memory.
 _ARRIVAL_S = 0.5  # A message that has been arriving for a shorter time is most likely almost complete.
+# A busy machine takes longer over each message, as it does over a look: so many times as long is believed.
+_SLOWEST, _SLOWNESS_MEMORY = 8.0, 0.9
 _GROWTH_BYTES = 16 * 1024 * 1024
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -61,6 +63,8 @@ class IdleCalls:
         self._charged = 0  # The most bytes in use since then: the allocator keeps pages of requests that ended.
         self._missing = 0  # Calls that are to end once they are old enough.
         self._evicted = 0  # Calls that ended since memory was last below its limit.
+        self._slowness = 1.0  # Of the latest looks: their distance, in multiples of what it should be.
+        self._looked = 0.0
 
     def __len__(self) -> int:
         return len(self._open) + len(self._unsent)
@@ -78,7 +82,7 @@ class IdleCalls:
         if self._sweep is None:
             self._sweep = loop.call_later(_SWEEP_S, self._end_overdue)
         if self._look is None and call.may_arrive:
-            self._look = loop.call_later(_LOOK_S, self._look_at_memory)
+            self._look_later(loop)
 
     def discard(self, call: Waiting) -> None:
         (self._open if call.may_be_idle else self._unsent).discard(call)
@@ -98,6 +102,8 @@ class IdleCalls:
 
     def _look_at_memory(self) -> None:
         loop, self._look = asyncio.get_running_loop(), None
+        slowness = (loop.time() - self._looked) / _LOOK_S
+        self._slowness = min(_SLOWEST, max(1.0, slowness, _SLOWNESS_MEMORY * self._slowness))
         if not any(call.may_arrive for kind in (self._open, self._unsent) for call, _ in kind.items()):
             self._least, self._charged, self._growth_limit = None, 0, self._max_unfinished
             self._evicted = self._missing = 0
@@ -107,13 +113,17 @@ class IdleCalls:
         self._charged = max(self._charged, self._budget.in_use)
         grown = resident - self._least - self._charged
         if grown > self._growth_limit:
-            self._evict(1 - self._max_unfinished / grown, loop.time() - _ARRIVAL_S)
+            self._evict(1 - self._max_unfinished / grown, loop.time() - _ARRIVAL_S * self._slowness)
             if self._evicted:
                 if not self._missing:
                     self._growth_limit = grown + _GROWTH_BYTES  # Their memory is not free at once.
                 loop.run_in_executor(None, give_memory_back)
         elif grown <= self._max_unfinished:
             self._growth_limit, self._evicted, self._missing = self._max_unfinished, 0, 0
+        self._look_later(loop)
+
+    def _look_later(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._looked = loop.time()
         self._look = loop.call_later(_LOOK_S, self._look_at_memory)
 
     def _evict(self, share: float, idle_before: float) -> None:
