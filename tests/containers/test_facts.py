@@ -13,7 +13,8 @@ EVERYTHING = """
 import importlib, pkgutil, sys
 package = importlib.import_module(sys.argv[1])
 for module in pkgutil.walk_packages(package.__path__, f"{sys.argv[1]}."):
-    if not module.name.endswith("__main__"):
+    # Triton comes with torch for CUDA.
+    if not module.name.endswith(("__main__", ".gpu.kernels", ".gpu.paged_attention")):
         importlib.import_module(module.name)
 """
 USES = {
