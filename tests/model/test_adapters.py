@@ -146,7 +146,8 @@ def test_recorded_passes_serve_the_steps_without_adapters_only(tmp_path):
     model = random_model("gemma")
     save_random_adapter(tmp_path, model, "base")
     runner = runner_of(model, operations=plain_kernels)
-    runner.record(record, 4, 100)
+    with torch.inference_mode():
+        runner.record(record, 4, 100)
     expected = logits(runner, [0, 0])
     assert replayed
     runner.adapters.load(1, tmp_path)
