@@ -122,10 +122,15 @@ async def test_the_bounds_hold_for_any_sequence_of_calls():
         assert all(count <= MOST_OF_ONE for caller, count in of_each.items() if caller)
 
 
-async def test_growth_ends_the_calls_that_began_last_and_growth_that_stays_ends_no_more(monkeypatch):
+def growing(monkeypatch):
+    """The resident bytes of a process, to be changed, and the calls that it has."""
     resident = [100 << 20]
     monkeypatch.setattr(idle_calls, "resident_bytes", lambda: resident[0])
-    calls = IdleCalls(MOST, MOST_OF_ONE, max_unfinished=128 << 20, budget=ByteBudget())
+    return resident, IdleCalls(MOST, MOST_OF_ONE, max_unfinished=128 << 20, budget=ByteBudget())
+
+
+async def test_growth_ends_the_calls_that_began_last_and_growth_that_stays_ends_no_more(monkeypatch):
+    resident, calls = growing(monkeypatch)
     waiting = [call for caller in ("alice", "bob", "carol") for call in opened(calls, caller, 3)]
     await until(lambda: calls._least is not None)
     resident[0] += 400 << 20
@@ -140,9 +145,7 @@ async def test_growth_ends_the_calls_that_began_last_and_growth_that_stays_ends_
 
 async def test_growth_of_calls_that_are_too_recent_ends_them_once_they_are_not(monkeypatch):
     """Else those few that are old enough would end alone, and what the others hold would count as growth that stays."""
-    resident = [100 << 20]
-    monkeypatch.setattr(idle_calls, "resident_bytes", lambda: resident[0])
-    calls = IdleCalls(MOST, MOST_OF_ONE, max_unfinished=128 << 20, budget=ByteBudget())
+    resident, calls = growing(monkeypatch)
     old = opened(calls, "alice", 3)
     await until(lambda: calls._least is not None)
     await asyncio.sleep(idle_calls._ARRIVAL_S)
@@ -153,9 +156,7 @@ async def test_growth_of_calls_that_are_too_recent_ends_them_once_they_are_not(m
 
 
 async def test_a_busy_machine_believes_longer_that_messages_arrive(monkeypatch):
-    resident = [100 << 20]
-    monkeypatch.setattr(idle_calls, "resident_bytes", lambda: resident[0])
-    calls = IdleCalls(MOST, MOST_OF_ONE, max_unfinished=128 << 20, budget=ByteBudget())
+    resident, calls = growing(monkeypatch)
     waiting = [call for caller in ("alice", "bob", "carol") for call in opened(calls, caller, 3)]
     await until(lambda: calls._least is not None)
     await asyncio.sleep(idle_calls._ARRIVAL_S)

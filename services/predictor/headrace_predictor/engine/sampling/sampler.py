@@ -90,29 +90,30 @@ def choose_each(logits: Tensor, parameters: Sequence[SamplingParameters], positi
 
     On CUDA nothing waits for the device.
     """
-    scores = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
-    token_ids = argmax(scores)
-    highest = scores.gather(1, token_ids[:, None])
-    usable = highest.isfinite()[:, 0]
+    scores, token_ids, highest = _likeliest(logits)
     drawn = [i for i, one in enumerate(parameters) if not one.is_greedy]
     if drawn:
         index = on_device(drawn, np.int64, scores.device)
         numbers = [uniform(parameters[i].seed or 0, positions[i]) for i in drawn]
         token_ids[index] = _draw(_at(scores, index), highest[index], [parameters[i] for i in drawn], numbers)
-    return token_ids.where(usable, NO_TOKEN)
+    return token_ids.where(highest.isfinite()[:, 0], NO_TOKEN)
 
 
 def choose(logits: Tensor, temperatures: Tensor | None = None, numbers: Tensor | None = None) -> Tensor:
     """As `choose_each` without filters, from tensors [rows]; a temperature of 0 takes the likeliest, as none do."""
-    scores = logits if logits.dtype == torch.float64 else logits.float()
-    token_ids = argmax(scores)
-    highest = scores.gather(1, token_ids[:, None])
-    usable = highest.isfinite()[:, 0]
+    scores, token_ids, highest = _likeliest(logits)
     if temperatures is not None and numbers is not None:
         divisors = temperatures.where(temperatures > 0, 1.0)[:, None].to(scores.dtype)
         drawn = invert((scores - highest).div_(divisors).softmax(-1), numbers)
         token_ids = drawn.where(temperatures > 0, token_ids)
-    return token_ids.where(usable, NO_TOKEN)
+    return token_ids.where(highest.isfinite()[:, 0], NO_TOKEN)
+
+
+def _likeliest(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The logits in a precision to compute with, and each row's likeliest token [rows] and its logit [rows, 1]."""
+    scores = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+    token_ids = argmax(scores)
+    return scores, token_ids, scores.gather(1, token_ids[:, None])
 
 
 def _largest(logits: NDArray[Any]) -> Sampled:
