@@ -13,7 +13,8 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 
 VENV := .venv
 INSTALL := -m pip install --quiet --no-compile --disable-pip-version-check --root-user-action ignore
-PIP := $(VENV)/bin/python $(INSTALL)
+# setuptools warns at length of each editable installation.
+PIP := PYTHONWARNINGS=ignore $(VENV)/bin/python $(INSTALL)
 # The pip that Python brings takes three times as long over the same packages.
 NEW_PIP := pip==26.3
 new_venv = echo "installing into $(1)" && $(PYTHON) -m venv $(1) && $(1)/bin/python -m pip install --quiet --disable-pip-version-check $(NEW_PIP)
