@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
-from google.protobuf.timestamp_pb2 import Timestamp
 
 from headrace.payload.parts import Begin, Chunk, DeferredTensors, End, OpenRecord, Tensors
 from headrace.payload.records import answer_of, as_text, shorten_refused
@@ -63,12 +62,15 @@ class Encoder:
 
     def end(self, end: End, opened: OpenRecord) -> bytes:
         """The last part of a record."""
-        fields: dict[str, Any] = dict(end.fields)
-        for name, value in fields.items():
-            if isinstance(value, bytes):
-                raise TypeError(f"{name} is bytes, not text")
+        fields: dict[str, Any] = {}
+        for name, value in end.fields.items():
             if isinstance(value, str):
-                fields[name] = storable(value)
+                if value:  # Most are empty: what is not passed on costs nothing.
+                    fields[name] = storable(value)
+            elif isinstance(value, bytes):
+                raise TypeError(f"{name} is bytes, not text")
+            elif value or value == 0:
+                fields[name] = value
         record = PayloadRecord(**fields)
         self._add_tensors(end.outputs, record.outputs)
         record.chunks.extend(opened.held)
@@ -197,12 +199,12 @@ def storable(text: str) -> str:
 
 def _begin_record(record_id: bytes, begin: Begin) -> PayloadRecord:
     """What is known of a record when its request arrives."""
-    seconds, microseconds = divmod(begin.time_us, 1_000_000)
     texts = zip(Begin._fields[:-2], begin[:-2], strict=True)  # Without metadata and time.
     named: dict[str, Any] = {name: storable(text) for name, text in texts if text}
-    return PayloadRecord(
-        record_id=as_text(record_id),
-        time=Timestamp(seconds=seconds, nanos=microseconds * 1000),
-        metadata={storable(key): storable(value) for key, value in begin.metadata.items()},
-        **named,
-    )
+    record = PayloadRecord(**named)
+    record.record_id = as_text(record_id)
+    record.time.seconds, microseconds = divmod(begin.time_us, 1_000_000)
+    record.time.nanos = microseconds * 1000
+    for key, value in begin.metadata.items():
+        record.metadata[storable(key)] = storable(value)
+    return record
