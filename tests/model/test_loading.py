@@ -205,10 +205,14 @@ def test_integer_weights_have_a_fingerprint_of_their_own_and_less_memory(tmp_pat
     assert any(f"{weights} weights, {cache} cache on cpu" in record.getMessage() for record in caplog.records)
 
 
-def test_integer_weights_of_an_encoder_decoder_are_refused(tmp_path):
-    random_model("t5").save_pretrained(tmp_path)
-    with pytest.raises(StartupError, match="PREDICTOR_WEIGHTS=int8 is for decoders only"):
-        loading.load_generation("m", tmp_path, True, PredictorSettings(weights="int8"), torch.device("cpu"))
+@pytest.mark.parametrize(("architecture", "dtype"), [("gemma3", "bfloat16"), ("mamba", "float32"), ("t5", "float32")])
+def test_integer_weights_of_other_models_have_the_dtype_that_their_runner_is_fast_in(tmp_path, architecture, dtype):
+    random_model(architecture).to(torch.bfloat16).save_pretrained(tmp_path)
+    settings = PredictorSettings(kv_cache_memory="16MiB", max_context=100, weights="int8")
+    loaded = loading.load_generation("m", tmp_path, True, settings, torch.device("cpu"))
+    loaded.engine.close()
+    assert (loaded.dtype, loaded.engine.description["weights"]) == (dtype, "int8")
+    assert loaded.fingerprint == fingerprint_of(tmp_path, f"{dtype} int8", True)
 
 
 def test_a_model_without_room_on_the_gpu_is_refused_with_the_figures(tmp_path, monkeypatch):

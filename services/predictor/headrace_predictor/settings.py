@@ -33,9 +33,9 @@ class PredictorSettings(RecordingSettings):
     weights: Literal["auto", "int8", "int4", "q8_0"] = Field(
         "auto",
         description=(
-            "Format of the weights of Llama, Mistral, Qwen2 and Qwen3 models on the CPU: int8, int4 or q8_0 are"
-            " computed in integers, the same on every machine; auto: a GGUF file's own, else that of dtype. See"
-            " docs/models.md."
+            "Format of the weights of text models on the CPU: int8 and int4 are computed in integers, those of Llama,"
+            " Mistral, Qwen2 and Qwen3 the same on every machine, and q8_0 of these; auto: a GGUF file's own, else"
+            " that of dtype. See docs/models.md."
         ),
     )
     weights_cache: Path = Field(

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,12 +35,15 @@ from headrace_predictor.engine.runners.paged import PagedRunner
 from headrace_predictor.engine.runners.proof import Proof
 from headrace_predictor.engine.runners.proof_conditions import proven_layers
 from headrace_predictor.engine.runners.states import state_bytes
-from headrace_predictor.engine.runners.streamed import GROUPED, StreamedDecoder, packed_file, weight_format
+from headrace_predictor.engine.runners.streamed import GROUPED, StreamedDecoder, open_file, packed_file, weight_format
 from headrace_predictor.engine.runners.unread import read_weights, stored_formats
 from headrace_predictor.engine.scheduler import Scheduler
 from headrace_predictor.engine.state.blocks import BlockManager
 from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape
 from headrace_predictor.settings import PredictorSettings
+
+if TYPE_CHECKING:
+    from headrace_predictor.engine.cpu.integer_linear import Quantisation
 
 logger = logging.getLogger(__name__)
 
@@ -71,13 +75,21 @@ def build_engine(
         "own_context_length": str(own_context),
     }
     vocabulary = model.get_input_embeddings().num_embeddings
-    is_grouped = not model.config.is_encoder_decoder and weight_format(name, model, settings.weights) == GROUPED
-    read_weights(model, proven_layers(model) if is_grouped else None)
+    format_ = weight_format(name, model, settings.weights)
+    read_weights(model, proven_layers(model) if format_ == GROUPED else None)
+    quantised = None
+    if format_ is None and settings.weights != "auto":
+        from headrace_predictor.engine.cpu.integer_linear import Quantisation  # Numba is optional.
+
+        opened = partial(open_file, model, settings.weights, kept_at, settings.weights_cache_size)
+        quantised = Quantisation(settings.weights, opened)
     with torch.inference_mode():
-        proof = Proof(model, shape, vocabulary, context, 2 * settings.step_tokens)
+        proof = Proof(model, shape, vocabulary, context, 2 * settings.step_tokens, quantised)
         if not model.config.is_encoder_decoder:
             proof.check_generate(name)
-        runner, adapters, reason = _choose_runner(name, model, shape, blocks, proof, settings, kept_at)
+        runner, adapters, reason = _choose_runner(
+            name, model, shape, blocks, proof, settings, kept_at, format_, quantised
+        )
         chooser = runner if isinstance(runner, PagedRunner) and runner.chooses else None
         looks_up = settings.prompt_lookup and not chooser and isinstance(runner, PagedRunner) and runner.is_exact()
     if reason is not None and not settings.max_running:
@@ -116,6 +128,9 @@ def build_engine(
         size["weights"] = own if own != GROUPED else "+".join(stored_formats(model)) or settings.weights
         size |= {"weights_bytes": str(streamed.weights_bytes), "angles": streamed.origin}
         size |= {"mapped_bytes": str(streamed.mapped_bytes)}
+    elif quantised is not None:
+        size |= {"weights": settings.weights, "weights_bytes": str(quantised.weights_bytes), "angles": ""}
+        size |= {"mapped_bytes": str(quantised.mapped_bytes)}
     engine.description |= size | ({} if reason is None else {"runner_reason": reason})
     engine.adapters = adapters
     return engine
@@ -129,18 +144,17 @@ def _choose_runner(
     proof: Proof,
     settings: PredictorSettings,
     kept_at: Path | None,
+    format_: str | None,
+    quantised: Quantisation | None,
 ) -> tuple[ModelRunner, Adapters | None, str | None]:
     """The runner, the adapters that it can compute, and why it is not a faster one."""
     runner: ModelRunner
     adapters: Adapters | None = None
-    if model.config.is_encoder_decoder and settings.weights != "auto":
-        raise StartupError(f"model {name}: PREDICTOR_WEIGHTS={settings.weights} is for decoders only")
     if model.config.is_encoder_decoder:
         runner, reason = proof.encoder_decoder_runner(blocks)
         return runner, None, reason
     reason, operations = gpu.prove(name, model, proof, settings.exact)
     if reason is None:
-        format_ = weight_format(name, model, settings.weights)
         if format_ != GROUPED:
             read_weights(model)
         if not (settings.exact and operations):  # With an adapter transformers' modules compute all rows of a step.
@@ -149,7 +163,7 @@ def _choose_runner(
         if format_:
             file = packed_file(model, format_, kept_at, settings.weights_cache_size)
             streamed = StreamedDecoder(model, format_, torch.get_num_threads(), file)
-        elif operations is None:
+        elif operations is None and quantised is None:
             fuse_layers(model)
             pack_linears(model)
         runner = PagedRunner(
@@ -162,8 +176,11 @@ def _choose_runner(
             tells_positions=proof.tells_positions,
             operations=operations,
         )
-        runner.probe()  # All layers; compiles what is not in Numba's cache.
-    elif settings.weights != "auto":
+        if quantised is not None:
+            quantised(model, runner.probe)
+        else:
+            runner.probe()  # All layers; compiles what is not in Numba's cache.
+    elif format_ and settings.weights != "auto":
         raise StartupError(f"model {name}: PREDICTOR_WEIGHTS={settings.weights} is not for it: {reason}")
     else:
         read_weights(model)

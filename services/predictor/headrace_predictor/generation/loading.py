@@ -87,13 +87,9 @@ def load_generation(
     if settings.dtype == "auto" and device.type == "cpu" and auto is not AutoModelForSeq2SeqLM:
         sizes = weight_bytes(folder)
         quantised = sum(size for kind, size in sizes.items() if kind.startswith(("Q", "I", "F8")))
-        if settings.weights != "auto" and 2 * (sizes["BF16"] + quantised) > sizes.total():
-            settings = settings.model_copy(update={"dtype": "bf16"})
-        elif (
-            settings.weights == "auto"
-            and 2 * (sizes["BF16"] + sizes["F16"] + quantised) > sizes.total()
-            and (quantised or multiplies_bfloat16())
-        ):
+        wants = settings.weights != "auto"
+        halves = sizes["BF16"] + quantised + (0 if wants else sizes["F16"])
+        if 2 * halves > sizes.total() and (wants or quantised or multiplies_bfloat16()):
             loaded = _load(name, folder, is_local, auto, settings.model_copy(update={"dtype": "bf16"}), device, flush)
             facts = loaded.engine.description
             is_slow = facts["weights"] == "bfloat16" and not multiplies_bfloat16()

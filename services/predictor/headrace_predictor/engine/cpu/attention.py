@@ -48,7 +48,7 @@ _TILE_ROWS = 64
 _FEW_ROWS = 8  # For so few, a block is not worth a copy in float32.
 _SINK = 16  # Scores behind the last block, for a sink: `exponentiate` takes multiples of this.
 
-_THREADS = threading.Lock()
+POOL = threading.Lock()
 numba.config.THREADING_LAYER = "workqueue"  # The only layer without a system library.
 
 _ZERO, _ONE, _LOWEST = np.float32(0), np.float32(1), np.float32(-3e38)
@@ -308,6 +308,6 @@ def attend(threads: int, *arguments: Any) -> None:
         _attend_in_turn(*arguments)
     else:
         # Numba's thread pool serves one caller at a time.
-        with _THREADS:
+        with POOL:
             numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
             _attend_in_parallel(*arguments)

@@ -38,7 +38,7 @@ DECODER, LINEAR, HEADS, LAST = -1, 12, 2, 10
 # Phases: ten of each layer, the two that end a decoder's pass, and those of one product.
 _LAYER_PHASES = 10
 _NORM, _PROJECT, _WRITE, _ATTEND, _CONVERT_HEADS, _PUT_OUT, _NORM_AGAIN, _OPEN_GATE, _CONVERT_INNER, _CLOSE = range(10)
-_LAST_NORM, _HEAD, _CONVERT, _MULTIPLY = range(_LAYER_PHASES, _LAYER_PHASES + 4)
+_LAST_NORM, _HEAD, _CONVERT, MULTIPLY = range(_LAYER_PHASES, _LAYER_PHASES + 4)
 
 # Parameters of a pass: numbers, then addresses.
 TOKENS, SAMPLED, PARTS, SEQUENCES, WIDTH = range(5)
@@ -60,7 +60,7 @@ EPSILON, SCORE_SCALE = 0, 1  # Numbers of the model, float32.
 MODEL_SIZE, QUERY_HEADS, KEY_HEADS, HEAD_SIZE, THREADS = range(5)  # Sizes of the model, int64.
 
 _FEW_TOKENS, _ROWS_OF_CHUNK = 16, 32  # More tokens are prepared by so many in a chunk.
-_TOKENS_OF_CHUNK = 64  # Of a product.
+TOKENS_OF_CHUNK = 64  # Of a product.
 _BLOCKS_AT_ONCE = 16  # The part of a panel that stays in the cache while rows are computed.
 _CHUNK_BYTES = 1 << 20
 _CHUNKS_OF_THREAD = 2
@@ -155,8 +155,8 @@ def _take(slot: Any, counter: Any, phase: Any, layer: Any, model: Any) -> Any:
     if phase == _ATTEND:
         chunks = parameters[PARTS]
     elif _is_product(phase):
-        together = _panels_of_chunk(product, tokens, threads, phase == _OPEN_GATE)
-        divisions = (tokens + _TOKENS_OF_CHUNK - 1) // _TOKENS_OF_CHUNK
+        together = panels_of_chunk(product, tokens, threads, phase == _OPEN_GATE)
+        divisions = (tokens + TOKENS_OF_CHUNK - 1) // TOKENS_OF_CHUNK
         chunks = (product[PANELS] + together - 1) // together * divisions
     else:
         together = 1 if tokens <= _FEW_TOKENS else _ROWS_OF_CHUNK
@@ -168,9 +168,9 @@ def _take(slot: Any, counter: Any, phase: Any, layer: Any, model: Any) -> Any:
         if phase == _ATTEND:
             _attend(chunk, parameters, layer, model)
         elif _is_product(phase):
-            panel, token = chunk // divisions * together, chunk % divisions * _TOKENS_OF_CHUNK
-            panels, tokens_end = min(panel + together, product[PANELS]), min(token + _TOKENS_OF_CHUNK, tokens)
-            _multiply(phase, product, panel, panels, token, tokens_end, parameters, model)
+            panel, token = chunk // divisions * together, chunk % divisions * TOKENS_OF_CHUNK
+            panels, tokens_end = min(panel + together, product[PANELS]), min(token + TOKENS_OF_CHUNK, tokens)
+            multiply_panels(phase, product, panel, panels, token, tokens_end, parameters, model[3])
         else:
             for token in range(chunk * together, min((chunk + 1) * together, tokens)):
                 if phase == _WRITE:
@@ -184,13 +184,13 @@ def _take(slot: Any, counter: Any, phase: Any, layer: Any, model: Any) -> Any:
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _is_product(phase: Any) -> Any:
-    return phase in (_PROJECT, _PUT_OUT, _OPEN_GATE, _CLOSE, _HEAD, _MULTIPLY)
+    return phase in (_PROJECT, _PUT_OUT, _OPEN_GATE, _CLOSE, _HEAD, MULTIPLY)
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _product(phase: Any, parameters: Any, layer: Any) -> Any:
     """The numbers of the product that a phase computes or prepares."""
-    if phase in (_CONVERT, _MULTIPLY):
+    if phase in (_CONVERT, MULTIPLY):
         return parameters[PRODUCT : PRODUCT + _PRODUCT_NUMBERS]
     first = QKV
     if phase in (_CONVERT_HEADS, _PUT_OUT):
@@ -203,9 +203,9 @@ def _product(phase: Any, parameters: Any, layer: Any) -> Any:
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
-def _panels_of_chunk(product: Any, tokens: Any, threads: Any, in_pairs: Any) -> Any:
+def panels_of_chunk(product: Any, tokens: Any, threads: Any, in_pairs: Any) -> Any:
     """Enough to be worth the claim, and few enough that every thread has some."""
-    most = _CHUNK_BYTES // product[PANEL_BYTES] if tokens <= _TOKENS_OF_CHUNK else 1
+    most = _CHUNK_BYTES // product[PANEL_BYTES] if tokens <= TOKENS_OF_CHUNK else 1
     together = max(1, min(most, product[PANELS] // (_CHUNKS_OF_THREAD * threads)))
     return together + together % 2 if in_pairs else together
 
@@ -213,8 +213,7 @@ def _panels_of_chunk(product: Any, tokens: Any, threads: Any, in_pairs: Any) -> 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _prepare(phase: Any, token: Any, tokens: Any, product: Any, parameters: Any, layer: Any, model: Any) -> None:
     """Norms a token's numbers, if the phase does, and converts them to the inputs of its product."""
-    numbers, marker = model[2], model[3]
-    size, blocks = product[ROW], product[BLOCKS]
+    numbers, marker, size = model[2], model[3], product[ROW]
     if phase == _CONVERT_HEADS:
         row = array_at(parameters[ATTENDED] + token * size * 4, (size,), _F)
     elif phase == _CONVERT_INNER:
@@ -226,6 +225,13 @@ def _prepare(phase: Any, token: Any, tokens: Any, product: Any, parameters: Any,
         row = np.empty(size, np.float32)
         weight = array_at(layer[SECOND_NORM] if phase == _NORM_AGAIN else layer[FIRST_NORM], (size,), _F)
         norm_row(array_at(parameters[HIDDEN] + place * size * 4, (size,), _F), weight, numbers[EPSILON], row)
+    convert_inputs(token, row, product, parameters, marker)
+
+
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
+def convert_inputs(token: Any, row: Any, product: Any, parameters: Any, marker: Any) -> None:
+    """Converts a token's row of float32 numbers to the inputs of a product."""
+    blocks = product[BLOCKS]
     inputs, sums = _strides(marker, product)
     convert_row(
         marker,
@@ -267,11 +273,10 @@ def swish_rows(gates: Any, ups: Any, out: Any) -> None:
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
-def _multiply(
-    phase: Any, product: Any, panel: Any, panels: Any, first: Any, end: Any, parameters: Any, model: Any
+def multiply_panels(
+    phase: Any, product: Any, panel: Any, panels: Any, first: Any, end: Any, parameters: Any, marker: Any
 ) -> None:
     """Multiplies tokens `first` to `end` with panels `panel` to `panels`, and puts the results where they belong."""
-    marker = model[3]
     blocks = product[BLOCKS]
     inputs, sums = _strides(marker, product)
     results = np.zeros((panels - panel, end - first, PANEL), np.float32)

@@ -127,21 +127,29 @@ def pack_linears(model: Any, only: Collection[Any] | None = None) -> None:
         for name, child in list(module.named_children()):
             if only is not None and child not in only:
                 continue
-            if type(child) is nn.Linear:
-                setattr(module, name, PackedLinear(child.weight, child.bias))
-            elif type(child) is Conv1D:  # GPT-2's, whose weight is transposed.
-                setattr(module, name, PackedLinear(child.weight.t(), child.bias))
+            if type(child) in (nn.Linear, Conv1D):
+                setattr(module, name, PackedLinear(weight_of(child), child.bias))
 
 
 def pack_called(model: Any, run: Callable[[], None]) -> None:
     """Packs the linear layers that `run` calls, and runs it again: the weights of others may be read as they are."""
+    pack_linears(model, called_linears(model, run))
+    run()
+
+
+def called_linears(model: Any, run: Callable[[], None]) -> set[Any]:
+    """The linear layers of a model that `run` calls."""
     called: set[Any] = set()
-    linears = [module for module in model.modules() if type(module) is nn.Linear]
+    linears = [module for module in model.modules() if type(module) in (nn.Linear, Conv1D)]
     hooks = [linear.register_forward_hook(lambda linear, *_: called.add(linear)) for linear in linears]
     try:
         run()
     finally:
         for hook in hooks:
             hook.remove()
-    pack_linears(model, called)
-    run()
+    return called
+
+
+def weight_of(linear: nn.Linear | Conv1D) -> Tensor:
+    """The weight [out, in] of a layer; GPT-2's are stored transposed."""
+    return linear.weight.t() if type(linear) is Conv1D else linear.weight

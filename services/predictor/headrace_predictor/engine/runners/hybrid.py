@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from headrace_predictor.engine.cpu.packed_linear import pack_called
 from headrace_predictor.engine.faults import check_numbers
 from headrace_predictor.engine.runners.attention import StepPlanner, paged_attention
 from headrace_predictor.engine.runners.slots import Slots, State
@@ -112,10 +111,6 @@ class HybridRunner:
         check_numbers(self.run([row]))
         row.sequence.ids.append(0)
         check_numbers(self.run([Row(row.sequence, 1, 1)]))
-
-    def pack(self) -> None:
-        """Packs the weights of the model's linear layers."""
-        pack_called(self._model, self.probe)
 
     def _decode(self, rows: Rows[Row]) -> dict[Row, Tensor]:
         """The logits of rows with one id, computed together."""

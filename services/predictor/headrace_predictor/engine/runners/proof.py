@@ -15,7 +15,7 @@ from collections.abc import Sequence as Rows
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -52,6 +52,8 @@ _PROMPT = 7  # The prompt of the sequence beside it, which decodes an id in each
 _TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-6}
 _RECURRENCE = 10  # Times as much where a state carries rounding on from id to id, in float32 whatever the weights.
 
+Runner = TypeVar("Runner", bound=ModelRunner)
+
 # What models raise for a cache, or for several ids beside one, that they cannot continue from.
 _FAILURES = (AssertionError, AttributeError, IndexError, TypeError, ValueError, RuntimeError)
 
@@ -59,7 +61,17 @@ _FAILURES = (AssertionError, AttributeError, IndexError, TypeError, ValueError, 
 class Proof:
     """Chooses the runner of a model; `packed` is the maximum of tokens that a step packs."""
 
-    def __init__(self, model: Any, shape: CacheShape, vocabulary: int, context: int, packed: int = 0) -> None:
+    def __init__(
+        self,
+        model: Any,
+        shape: CacheShape,
+        vocabulary: int,
+        context: int,
+        packed: int = 0,
+        quantise: Callable[[Any, Callable[[], None]], object] | None = None,
+    ) -> None:
+        """`quantise(model, run)`: quantises the linear layers that `run` calls, of a model whose runner is chosen."""
+        self._quantise = quantise
         self.rotary = SequenceRotary.of(model, context)
         self._model = model
         self._shape = shape
@@ -161,15 +173,16 @@ class Proof:
             return None
         with suppress(*_FAILURES), near_limits(self._model, self.rotary, self._far):
             if not self._excess(lambda: self._difference(lambda: BatchedRunner(model, 6))):
-                transpose_weights(model)
-                return BatchedRunner(model, blocks)
+                if self._quantise is None:
+                    transpose_weights(model)
+                return self._finished(BatchedRunner(model, blocks))
         return None
 
     def other_runner(self, blocks: int, reason: str) -> tuple[ModelRunner, str | None]:
         """The runner of a decoder that is not paged, and why it computes one row at a time."""
         if recurrent_states(self._model) is None:
             batched = self._batched_runner(blocks)
-            return (self._row_runner(), reason) if batched is None else (batched, None)
+            return (self._finished(self._row_runner()), reason) if batched is None else (batched, None)
         reason = "its positions are scaled by the length of a sequence"
         if self.rotary is None:
             # Not every model takes several ids, or several rows, beside states.
@@ -177,10 +190,17 @@ class Proof:
                 found = self._fault_of_hybrid(whole, together)
                 if found is None:
                     runner = HybridRunner(self._model, self._shape, blocks, whole, together)
-                    runner.pack()
-                    return runner, None if together else reason
+                    return self._finished(runner, pack_called), None if together else reason
                 reason = found
-        return self._row_runner(), reason
+        return self._finished(self._row_runner()), reason
+
+    def _finished(self, runner: Runner, pack: Callable[[Any, Callable[[], None]], None] | None = None) -> Runner:
+        """The runner that was chosen; its model's linear layers are quantised, or packed by `pack`."""
+        if self._quantise is not None:
+            self._quantise(self._model, runner.probe)
+        elif pack is not None:
+            pack(self._model, runner.probe)
+        return runner
 
     def _fault_of_hybrid(self, whole: bool, together: bool) -> str | None:
         """Why `HybridRunner` cannot run the model so; None if it can: then the attention modules have their reach."""
@@ -237,14 +257,12 @@ class Proof:
 
         reason = self._fault(partial(self._excess, difference), "its attention is of another kind")
         if reason is None:
-            runner = maker(model, self._shape, blocks)
-            pack_called(model, runner.probe)
-            return runner, None
+            return self._finished(maker(model, self._shape, blocks), pack_called), None
         # Some decoders cannot continue with several ids; one at a time is what `generate` does.
         stepwise = True
         with suppress(*_FAILURES), near_limits(model, self.rotary, self._far):
             stepwise = bool(self._excess(partial(self._difference_of_decoder, partial(EncoderDecoderRowRunner, model))))
-        return EncoderDecoderRowRunner(model, stepwise), reason
+        return self._finished(EncoderDecoderRowRunner(model, stepwise)), reason
 
     def _difference_of_decoder(self, make: Callable[[], ModelRunner]) -> float:
         """As `_difference`, for two prompts whose answers continue by some ids and then one by one."""

@@ -43,6 +43,7 @@ GATED_MODELS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3For
 # The embedding and the head of 4-bit weights have 8: with 4, they alone would cost as much quality as all layers.
 _FORMAT_OF_HEADS = {"int4": "int8"}
 GROUPED = "grouped"
+INTEGERS = ("int8", "int4")  # The formats of linear layers in any model.
 _LANES = 16
 _LEAST_KEPT_BYTES = 64 << 20  # Smaller models are packed in no time.
 _FEW_TOKENS = 8  # The heads of so few are divided among threads.
@@ -53,7 +54,7 @@ def weight_format(name: str, model: Any, wanted: str) -> str | None:
 
     `wanted`: auto, int8, int4 or q8_0. bfloat16 is streamed where the processor multiplies its vectors but has no
     matrix unit (AMX), which oneDNN uses; quantised matrices of a file as they are, if all are such. Raises StartupError
-    for an integer format that cannot be computed.
+    for an integer format that cannot be computed; int8 and int4 can in the linear layers of other models too.
     """
     reason = _reason_against(model)
     outer = model.get_input_embeddings(), model.get_output_embeddings()
@@ -67,6 +68,8 @@ def weight_format(name: str, model: Any, wanted: str) -> str | None:
             return GROUPED
         reason = f"its heads' sizes are not multiples of {panels.PANEL} together"
     if wanted != "auto":
+        if reason is not None and wanted in INTEGERS and _reason_against_kernels(model) is None:
+            return None
         if reason is not None:
             raise StartupError(f"model {name}: PREDICTOR_WEIGHTS={wanted} is not for it: {reason}")
         return wanted
@@ -74,11 +77,17 @@ def weight_format(name: str, model: Any, wanted: str) -> str | None:
     return "bf16" if streams and not has_matrix_unit() else None
 
 
-def _reason_against(model: Any) -> str | None:
+def _reason_against_kernels(model: Any) -> str | None:
     if not _IS_COMPILED:
         return "Numba is not installed"
     if model.device.type != "cpu" or model.dtype not in (torch.float32, torch.bfloat16):
         return "it is computed on the CPU in fp32 or bf16 only"
+    return None
+
+
+def _reason_against(model: Any) -> str | None:
+    if (reason := _reason_against_kernels(model)) is not None:
+        return reason
     if type(model) not in GATED_MODELS:
         return f"{type(model).__name__} is none of {', '.join(kind.__name__ for kind in GATED_MODELS)}"
     config, layer = model.config, model.model.layers[0]
@@ -93,10 +102,7 @@ def _reason_against(model: Any) -> str | None:
 
 
 def packed_file(model: Any, format_: str, kept_at: Path | None, most: int) -> PackedFile:
-    """The file of a model's packed weights. For `most` see PackedFile.
-
-    `kept_at`: the folder, and a digest of the model; code, dtype and format are added.
-    """
+    """The file of a model's packed weights: see `open_file`."""
     size = 0
     for module in model.modules() if format_ == GROUPED else ():
         if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -107,6 +113,14 @@ def packed_file(model: Any, format_: str, kept_at: Path | None, most: int) -> Pa
             one = format_ if ".layers." in name else _FORMAT_OF_HEADS.get(format_, format_)
             count = len(weight) // panels.PANEL + 2  # Each of several matrices in one may have a part of a panel.
             size += count * (formats.panel_bytes(one, weight.shape[1]) + 4 * panels.PANEL)
+    return open_file(model, format_, kept_at, most, size)
+
+
+def open_file(model: Any, format_: str, kept_at: Path | None, most: int, size: int) -> PackedFile:
+    """The file of a model's packed weights, of `size` bytes at most. For `most` see PackedFile.
+
+    `kept_at`: the folder, and a digest of the model; code, dtype and format are added.
+    """
     if kept_at is None or size < _LEAST_KEPT_BYTES:
         return PackedFile()
     code = sha256(Path(__file__).read_bytes() + transformers.__version__.encode()).hexdigest()[:16]

@@ -1,0 +1,130 @@
+"""Linear layers of 8 and 4 bits in models of any runner: products, and answers that nothing beside them changes."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from headrace.errors import StartupError
+from headrace_predictor.engine.cpu.integer_linear import IntegerLinear, Quantisation
+from headrace_predictor.engine.cpu.packed_file import SUFFIX, PackedFile
+from tests.model.random_crowd import LENGTHS, PROMPTS, crowd, random_engines, read_all, request
+from tests.random_models import random_model
+from tests.support.integer_reference import Linear
+from tests.waiting import until
+
+FORMATS = ("int8", "int4")
+ROWS, INPUTS, OUTPUTS = 150, 200, 130  # No multiples of a block, a panel or a chunk.
+
+
+def numbers(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape) + shape[0])) * 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("format_", FORMATS)
+def test_a_product_is_that_of_the_reference(format_, dtype):
+    weight, bias, x = numbers(OUTPUTS, INPUTS).to(dtype), numbers(OUTPUTS).to(dtype), numbers(ROWS, INPUTS).to(dtype)
+    layer = IntegerLinear(weight, bias, format_, False, PackedFile())
+    expected = Linear(weight.float().numpy(), bias.float().numpy(), format_ == "int4")(x.float().numpy())
+    assert torch.equal(layer(x), torch.from_numpy(expected).to(dtype))
+    assert torch.equal(layer(x[None, :3]), layer(x)[None, :3])
+    assert layer(x[:0]).shape == (0, OUTPUTS)
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_a_row_depends_neither_on_threads_nor_on_those_beside_it(format_):
+    layer, x = IntegerLinear(numbers(OUTPUTS, INPUTS), None, format_, False, PackedFile()), numbers(ROWS, INPUTS)
+    whole, threads = layer(x), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert torch.equal(layer(x), whole)
+    finally:
+        torch.set_num_threads(threads)
+    for row in (0, 64, ROWS - 1):
+        assert torch.equal(layer(x[row : row + 1])[0], whole[row])
+
+
+def test_a_head_of_a_4_bit_model_has_8():
+    weight, x = numbers(OUTPUTS, INPUTS), numbers(3, INPUTS)
+    wide = IntegerLinear(weight, None, "int4", True, PackedFile())
+    assert torch.equal(wide(x), torch.from_numpy(Linear(weight.numpy(), None, False)(x.numpy())))
+
+
+# Transposed weights, caps, sinks and experts, unlike value sizes; recurrent states; attention of their own; one row;
+# encoder-decoders.
+@pytest.mark.parametrize(
+    ("architecture", "format_"),
+    [
+        ("gemma3", "int8"),
+        ("gpt2", "int4"),
+        ("gpt_oss", "int8"),
+        ("deepseek_v3", "int8"),
+        ("mamba", "int8"),
+        ("bloom", "int8"),
+        ("doge", "int8"),
+        ("bart", "int8"),
+        *(pytest.param(name, "int4", marks=pytest.mark.full) for name in ("gemma2", "phi3", "opt", "m2m", "t5gemma")),
+        *(pytest.param(name, "int8", marks=pytest.mark.full) for name in ("gemma4", "llama4", "marian", "mbart")),
+    ],
+)
+async def test_answers_are_the_same_alone_in_a_crowd_and_continued(architecture, format_):
+    with random_engines() as engine_of:
+        engine = engine_of(random_model(architecture), weights=format_)
+        assert engine.description["weights"] == format_
+        alone = [
+            await read_all(engine.submit(request(str(i), prompt, length)))
+            for i, (prompt, length) in enumerate(zip(PROMPTS, LENGTHS, strict=True))
+        ]
+        assert len({tuple(ids) for ids in alone}) == len(PROMPTS)
+        assert await crowd(engine) == alone
+        rest = await read_all(engine.submit(request("rest", PROMPTS[0], LENGTHS[0], alone[0][:11])))
+        assert alone[0][:11] + rest == alone[0]
+
+
+def test_what_a_pass_does_not_call_and_what_chooses_experts_stay():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.read, self.called, self.gate, self.head = (nn.Linear(64, 64) for _ in range(4))
+            self.again = self.called
+
+        def get_output_embeddings(self):
+            return self.head
+
+        def forward(self, x):
+            return self.head(self.gate(self.called(nn.functional.linear(x, self.read.weight))))
+
+    model, x = Model().requires_grad_(False), numbers(3, 64)
+    expected = model(x)
+    quantised = Quantisation("int4", lambda size: PackedFile())
+    quantised(model, lambda: model(x))
+    assert [type(layer) for layer in (model.read, model.called, model.gate, model.head)] == [
+        *(nn.Linear, IntegerLinear, nn.Linear, IntegerLinear)
+    ]
+    assert model.again is model.called
+    assert (model(x) - expected).norm() < 0.2 * expected.norm()
+    # In blocks of 128 inputs 8 and 4.5 bits a weight, the head's scales; what stayed.
+    assert quantised.weights_bytes == 64 * 128 + 64 * 72 + 4 * 64 + 2 * 4 * (64 * 64 + 64)
+
+
+async def test_packed_weights_are_mapped_at_the_next_start(tmp_path):
+    linear, path, answers = nn.Sequential(nn.Linear(256, 512)).requires_grad_(False), tmp_path / f"x{SUFFIX}", []
+    for _ in range(2):
+        model = copy.deepcopy(linear)
+        model.get_output_embeddings = lambda: None
+        quantised = Quantisation("int8", lambda size: PackedFile(path, size, 1 << 30))
+        quantised(model, lambda model=model: model(torch.ones(1, 256)))
+        assert quantised.mapped_bytes == 512 * 256 + 4 * 512
+        answers.append(model(torch.ones(2, 256)))
+        await until(path.exists)
+        linear[0].weight.zero_()  # Is not read again.
+    assert torch.equal(*answers)
+
+
+def test_a_model_without_a_layer_to_quantise_is_refused():
+    model = nn.Sequential(nn.ReLU())
+    model.get_output_embeddings = lambda: None
+    with pytest.raises(StartupError, match="no linear layer"):
+        Quantisation("int8", lambda size: PackedFile())(model, lambda: model(torch.ones(1, 4)))
