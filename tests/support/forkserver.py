@@ -43,6 +43,7 @@ IMPORTS = {
         "headrace_predictor.engine_process.rehearsal:rehearse",
         "headrace_predictor.repository.repository",
         "headrace_predictor.servicer",
+        "tests.support.compile_once:install",
     ),
     "_service": ("headrace.oip.stream_infer", "headrace.rpc.server.service", "headrace.rpc.server.server"),
 }
