@@ -1,5 +1,6 @@
 """Engines with fake models, and a host of engine processes; kernels are compiled once for all workers."""
 
+import socket
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest_asyncio
 from headrace_predictor.engine_process.engine_host import EngineHost
 from tests.model.fakes import engines
 from tests.support.compile_once import install
+from tests.support.forkserver import fork_engine_host
 
 # A decoder's program takes half a minute to compile, on a busy machine more, in the first test that needs it. A limit
 # that ends meanwhile would end the process, as every error in a thread of the decoder does.
@@ -45,6 +47,13 @@ def clock(monkeypatch):
 class SharedHost(EngineHost):
     """A host that several repositories use, one after the other."""
 
+    def _start(self) -> socket.socket:
+        """Starting one takes 6 s of a core, for imports."""
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            self.pid = fork_engine_host(theirs)
+        return self._control
+
     async def close(self) -> None:
         """Keeps the host for the next repository."""
 
@@ -54,7 +63,7 @@ class SharedHost(EngineHost):
 
 @pytest_asyncio.fixture(scope="session")
 async def engine_host() -> AsyncIterator[SharedHost]:
-    """Starting one takes seconds: all tests of this process share it."""
+    """All tests of this process share it."""
     host = SharedHost()
     yield host
     await host.end()
