@@ -38,6 +38,10 @@ _OWN_DESCRIPTORS = 128  # Of Envoy: its files, listeners and connections to serv
 _SOCKET = "jwks.sock"
 _MAX_SOCKET_BYTES = 107  # Linux: sockaddr_un.
 
+# Ten times as fast as those in Python, where PyYAML was built with them.
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
 Config = dict[str, Any]
 Address = tuple[str, int]
 Change = Callable[[Config], None]
@@ -58,7 +62,7 @@ def derive(settings: StackSettings, change: Change | None = None) -> Config:
 
 
 def _derive(settings: StackSettings, text: str) -> Config:
-    config: Config = _with_local_files(yaml.safe_load(_fill(text, settings)))
+    config: Config = _with_local_files(yaml.load(_fill(text, settings), _Loader))  # noqa: S506
     (connections,) = [
         monitor["typed_config"]
         for monitor in config["overload_manager"]["resource_monitors"]
@@ -105,7 +109,7 @@ def _derive(settings: StackSettings, text: str) -> Config:
 
 def write(settings: StackSettings, path: Path, change: Change | None = None) -> None:
     """Writes the derived configuration as YAML, and its certificates into the run folder."""
-    config = yaml.safe_dump(derive(settings, change), sort_keys=False, width=120)
+    config = yaml.dump(derive(settings, change), Dumper=_Dumper, sort_keys=False, width=120)
     if settings.gateway_tls:
         for name in SECRETS:
             (settings.run_folder / name).write_text(_fill((ENVOY_FOLDER / name).read_text(), settings))

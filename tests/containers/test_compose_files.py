@@ -8,13 +8,14 @@ from itertools import combinations
 import pytest
 
 from tests.containers.stack import ROOT, ComposeStack, docker
+from tests.support.full import FULL
 
 OVERLAYS = tuple(
     f"deploy/compose/{name}.yaml" for name in ("gpu", "observability", "postgres", "tls", "vllm", "workers")
 )
 SWARM = "deploy/compose/swarm.yaml"
-# Each alone, each two, and all.
-COUNTS = (0, 1, 2, len(OVERLAYS))
+# Each alone, and all; with FULL=1 also each two.
+COUNTS = (0, 1, 2, len(OVERLAYS)) if FULL else (0, 1, len(OVERLAYS))
 SETS = [("compose.yaml", *some) for count in COUNTS for some in combinations(OVERLAYS, count)]
 
 

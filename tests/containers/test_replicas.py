@@ -23,7 +23,7 @@ async def test_replicas_share_the_work_and_one_may_die(stack):
             return [model.inference_count for model in counted]
 
         kinds = (INFER_IDS, INFER_TEXT)
-        async with load(stack.gateway, kinds, callers=4, pause_s=0.02) as seen:
+        async with load(stack.gateway, kinds, callers=4) as seen:
 
             async def all_serve():
                 return min(await served()) >= 20

@@ -1,6 +1,5 @@
 """Damaged GGUF files: each is refused with one line that names it, soon, and without memory beyond its size."""
 
-import os
 import random
 import resource
 import struct
@@ -13,8 +12,9 @@ import pytest
 from headrace.models.gguf.folder import gguf_folder
 from headrace.models.gguf.reader import read_gguf
 from tests.gguf_files import write_tokens
+from tests.support.full import FULL
 
-FILES = 2000 if os.environ.get("FULL") else 200
+FILES = 2000 if FULL else 100
 KINDS = ("cut", "bit", "count", "length", "word", "offset", "type")
 _SLOWEST_S = 5.0
 _MEMORY = 300 << 10  # KiB, as getrusage has it.

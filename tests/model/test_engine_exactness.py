@@ -26,6 +26,7 @@ from tests.model.random_crowd import (
     request,
 )
 from tests.random_models import LIMITED, PAGED, greedy, initialised_model, random_model
+from tests.support.full import FULL, usually
 from tests.zoo import FAMILIES, VOCABULARY
 
 # Of PAGED: sliding window and grouped queries; rotary positions; learned positions.
@@ -63,7 +64,7 @@ async def test_several_threads_give_the_same(engine_of):
         ("llama", torch.float32, 70),
         pytest.param("gpt2", torch.float32, 16, marks=pytest.mark.full),
         ("t5", torch.float32, 16),
-        pytest.param("llama", torch.bfloat16, 70, marks=needs_bfloat16_processor),
+        pytest.param("llama", torch.bfloat16, 16, marks=needs_bfloat16_processor),
     ],
 )
 async def test_sampling_gives_the_same_alone_in_a_crowd_and_continued(architecture, dtype, count, engine_of):
@@ -104,7 +105,10 @@ async def test_other_dtypes_are_served(engine_of, dtype):
         assert same > 0.5 * sum(LENGTHS)
 
 
-@pytest.mark.parametrize("architecture", [*LIMITED, "llama4_tuned", "deepseek_v32"])
+@pytest.mark.parametrize(
+    "architecture",
+    usually(("phi3_long", "llama_dynamic", "llama4_tuned", "deepseek_v32"), [*LIMITED, "llama4_tuned", "deepseek_v32"]),
+)
 async def test_cached_prefixes_and_continuations_across_a_limit_give_the_same(architecture, engine_of):
     """Prompts and answers on both sides of it: of 20, 26 and 37 ids with answers of 12, and their next turns."""
     model = random_model(architecture)
@@ -160,7 +164,7 @@ def test_the_proof_finds_a_limit_that_is_ignored(architecture, target, name, fau
         assert "differ" in (proof_of(model()).of_paged() or "")
 
 
-@pytest.mark.parametrize("name", ["Mixtral", "Phi 3.5 MoE", "Granite 3 MoE", "UMT5"])
+@pytest.mark.parametrize("name", usually(("Phi 3.5 MoE", "UMT5"), ["Mixtral", "Phi 3.5 MoE", "Granite 3 MoE", "UMT5"]))
 def test_rounding_is_no_reason_for_a_slower_runner(name, monkeypatch):
     """By another rounding an id of a mixture has other experts, and quite different logits."""
     (family,) = (family for family in FAMILIES if family.name == name)
@@ -177,7 +181,7 @@ def test_rounding_is_no_reason_for_a_slower_runner(name, monkeypatch):
         assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
         return reason
 
-    assert [reason(seed) for seed in range(4)] == [None] * 4
+    assert {reason(seed) for seed in range(4 if FULL else 2)} == {None}
     if "sliding_window" in family.given:
         monkeypatch.setattr(StepPlan, "firsts", unlimited)
         assert "differ" in (reason(0) or "")

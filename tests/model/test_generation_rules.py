@@ -82,7 +82,7 @@ async def answer(loaded, prompt, **given):
 
 
 # Each rule with a decoder behind an encoder and with a decoder alone; the ids of T5's start and end are others.
-USUAL = {("bart", "summaries"), ("bart", "translation"), ("t5", "bans"), ("t5", "summaries")}
+USUAL = {("bart", "translation"), ("t5", "bans"), ("t5", "summaries")}
 USUAL |= {("llama", rules) for rules in RULES}
 
 

@@ -20,6 +20,7 @@ from headrace_predictor.engine.runners.t5 import T5Runner
 from headrace_predictor.settings import PredictorSettings
 from tests.model.step_loop import Loop, make_requests
 from tests.random_models import greedy
+from tests.support.full import usually
 from tests.zoo import FAMILIES, VOCABULARY
 
 FEW_BLOCKS = 14  # The longest request takes seven.
@@ -35,8 +36,13 @@ HYBRID = {
     "RWKV": partial(HybridRunner, together=False),
 }
 RUNNERS = {**T5, **OTHERS, **HYBRID}
+# Of each runner; the others, which differ by their model alone, run with FULL=1 beside the crowds below.
+USUAL = {"T5", "BART", "Qwen 3.5, text", "RWKV"}
 _FAMILIES = {family.name: family for family in FAMILIES}
-each = partial(pytest.mark.parametrize, "name")
+
+
+def each(names, usual=USUAL):
+    return pytest.mark.parametrize("name", usually(usual, names))
 
 
 @cache
@@ -71,8 +77,10 @@ def second_layer(name, model):
 @pytest.mark.parametrize(
     ("name", "is_compiled"),
     [
-        *((name, True) for name in RUNNERS if name not in ("T5", "BART", "Mamba")),
-        *((name, False) for name in ("T5", "BART", "LongT5", "T5Gemma")),
+        *((name, True) for name in ("LongT5", "T5Gemma", "Qwen 3.5, text", "Falcon-H1", "RWKV")),
+        *((name, False) for name in ("T5", "BART")),
+        *(pytest.param(name, True, marks=pytest.mark.full) for name in ("FLAN-T5", "M2M, NLLB")),
+        *(pytest.param(name, False, marks=pytest.mark.full) for name in ("LongT5", "T5Gemma")),
     ],
 )
 def test_a_staggered_and_preempted_crowd_gets_the_answers_of_generate(name, is_compiled, monkeypatch):
@@ -141,7 +149,7 @@ def test_a_prompt_that_fails_between_layers_leaves_rows_that_decode_as_they_are(
     assert sequence.output_ids == generated(name)[1][0]
 
 
-@each(["T5", "BART", "Falcon-H1"])
+@each(["T5", "BART", "Qwen 3.5, text"])
 @pytest.mark.parametrize("fault", ["prompt", "output"])
 def test_a_row_that_raises_fails_alone(name, fault):
     loop = loop_of(name)
@@ -180,7 +188,7 @@ def test_rows_that_decode_pass_the_model_together(name):
     assert len(passes) == (8 if name == "RWKV" else 1)
 
 
-@each(["FLAN-T5", *HYBRID])
+@each(["FLAN-T5", *HYBRID], ("FLAN-T5", "Qwen 3.5, text"))
 def test_nan_affects_only_its_request(name):
     model, expected = copy.deepcopy(generated(name))
     seen = {token for (prompt, _), output in zip(REQUESTS, expected, strict=True) for token in [*prompt, *output]}

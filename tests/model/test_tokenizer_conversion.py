@@ -21,7 +21,7 @@ from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegac
 from headrace.models.tokenizer_files import read_tokenizer
 from tests.support.full import FULL
 
-STRINGS = 10_000 if FULL else 1_000
+STRINGS = 10_000 if FULL else 300
 ALPHABETS = [
     "abcdefghij klmnop",
     "ABC XYZ",

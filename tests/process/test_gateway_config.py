@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
+from functools import partial
 from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,13 @@ from tests.support.tokens import AUDIENCE, ISSUER, SigningKey, publish
 from tests.waiting import until
 
 Config = dict[str, Any]
+load, dump = partial(yaml.load, Loader=yaml.CSafeLoader), partial(yaml.dump, Dumper=yaml.CSafeDumper)
 
 
 @pytest.fixture(scope="module")
 def config() -> Config:
     text = (envoy_config.ENVOY_FOLDER / "envoy.yaml").read_text()
-    return dict(yaml.safe_load(text))
+    return dict(load(text))
 
 
 def validate(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -73,7 +75,7 @@ def seconds(duration: str) -> float:
 @pytest.mark.parametrize("origins", ["", "*", "https://a.example", "https://a.example,http://[::1]:3000"])
 def test_the_container_allows_the_origins_that_the_local_runner_allows(tmp_path: Path, origins: str) -> None:
     assert start(tmp_path, GATEWAY_ALLOWED_ORIGINS=origins).returncode == 0
-    in_container = yaml.safe_load((tmp_path / "envoy.yaml").read_text())
+    in_container = load((tmp_path / "envoy.yaml").read_text())
     locally = envoy_config.derive(StackSettings(run_folder=tmp_path, gateway_allowed_origins=origins))
     assert cors(in_container) == cors(locally)
     assert len(cors(locally)["allow_origin_string_match"]) == len([one for one in origins.split(",") if one])
@@ -140,13 +142,13 @@ def test_predictors_elsewhere_are_the_same_in_the_container(tmp_path: Path) -> N
     expected = [("gpu-1.example", 9000), ("10.0.0.7", 9001), ("2001:db8::1", 9000)]
     started = start(tmp_path, PREDICTOR_ENDPOINTS=elsewhere)
     assert started.returncode == 0, started.stderr
-    in_container = yaml.safe_load((tmp_path / "envoy.yaml").read_text())
+    in_container = load((tmp_path / "envoy.yaml").read_text())
     assert endpoints(in_container) == [("predictor", 9000), *expected]
     settings = StackSettings(run_folder=tmp_path, predictors=0, predictor_endpoints=elsewhere)
     locally = envoy_config.derive(settings)
     assert endpoints(locally) == expected
     path = tmp_path / "whole.yaml"
-    for text in (yaml.safe_dump(locally), (tmp_path / "envoy.yaml").read_text()):
+    for text in (dump(locally), (tmp_path / "envoy.yaml").read_text()):
         path.write_text(text.replace("/etc/envoy/", f"{envoy_config.ENVOY_FOLDER}/"))
         result = validate("--config-path", str(path))
         assert result.returncode == 0, result.stderr
@@ -170,7 +172,7 @@ def test_with_a_service_among_them_the_transformer_lists_the_predictors_here_and
     envoy_config.write(settings, path)
     for whole, list_of in ((tmp_path / "envoy.yaml", file), (path, settings.listed_predictors)):
         text = whole.read_text().replace("/etc/envoy/", f"{envoy_config.ENVOY_FOLDER}/")
-        predictor = clusters(yaml.safe_load(text))["predictor"]
+        predictor = clusters(load(text))["predictor"]
         assert predictor["type"] == "EDS"
         assert predictor["connect_timeout"] == "3.5s"
         assert predictor["eds_cluster_config"]["eds_config"] == {"path_config_source": {"path": str(list_of)}}
@@ -270,7 +272,7 @@ def parts(config: Config) -> list[Any]:
     own = [listeners(config).get(name, {}) for name in ("tls", "jwks")]
     sockets = [(chain.get("transport_socket")) for one in own for chain in one.get("filter_chains", ())]
     added = [config.get("node"), filters, clusters, sockets, listeners(config).get("jwks")]
-    return list(yaml.safe_load(yaml.safe_dump(added).replace(f"{envoy_config.ENVOY_FOLDER}/", "/etc/envoy/")))
+    return list(load(dump(added).replace(f"{envoy_config.ENVOY_FOLDER}/", "/etc/envoy/")))
 
 
 @pytest.mark.parametrize(
@@ -290,11 +292,11 @@ def test_container_and_local_runner_have_the_same_configuration(
         (Path(access["GATEWAY_TLS"]) / "ca.crt").unlink()
     access = {name: value for name, value in access.items() if name.startswith(switched_on)}
     assert start(tmp_path, **access).returncode == 0
-    in_container = yaml.safe_load((tmp_path / "envoy.yaml").read_text())
+    in_container = load((tmp_path / "envoy.yaml").read_text())
     secrets = [tmp_path / name for name in envoy_config.SECRETS]
     written = [secret.read_text().rstrip("\n") for secret in secrets if secret.exists()]
     envoy_config.write(settings_of(tmp_path, access), tmp_path / "local.yaml")
-    local = yaml.safe_load((tmp_path / "local.yaml").read_text())
+    local = load((tmp_path / "local.yaml").read_text())
     assert parts(in_container) == parts(local)
     assert written == [secret.read_text().rstrip("\n") for secret in secrets if secret.exists()]
     assert ("tls" in listeners(local)) == ("GATEWAY_TLS" in access)
@@ -310,8 +312,8 @@ def test_container_and_local_runner_have_the_same_configuration(
 
 def test_without_the_settings_no_configuration_is_added(tmp_path: Path) -> None:
     assert start(tmp_path).returncode == 0
-    for text in ((tmp_path / "envoy.yaml").read_text(), yaml.safe_dump(envoy_config.derive(StackSettings()))):
-        assert parts(yaml.safe_load(text)) == [{"id": "gateway", "cluster": "headrace"}, [], [], [], None]
+    for text in ((tmp_path / "envoy.yaml").read_text(), dump(envoy_config.derive(StackSettings()))):
+        assert parts(load(text)) == [{"id": "gateway", "cluster": "headrace"}, [], [], [], None]
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ SIZES = (1000, 15_000, 55_000)  # The last is more than the gateway reads, and a
 CALLS = 4
 
 
-@pytest.mark.parametrize("keys", [False, True])
+@pytest.mark.parametrize("keys", [pytest.param(False, marks=pytest.mark.full), True])
 async def test_no_header_costs_the_gateway_more_than_its_length(tmp_path: Path, gateway: Gateway, keys: bool) -> None:
     async with AsyncExitStack() as opened:
         if keys:

@@ -350,8 +350,8 @@ async def test_a_caller_s_bodies_have_a_share_and_leave_room_for_those_of_others
     ("path", "length", "host"),
     [
         (OPENAI, 4096, "gateway"),
-        (OPENAI, None, "gateway"),
-        ("/v2/models/a/infer", LARGE, "gateway"),
+        pytest.param(OPENAI, None, "gateway", marks=pytest.mark.full),
+        pytest.param("/v2/models/a/infer", LARGE, "gateway", marks=pytest.mark.full),
         ("/v2/models/a/infer", None, "predictor"),
     ],
 )

@@ -18,7 +18,7 @@ from tests.support.kubernetes import (
 
 pytestmark = pytest.mark.skipif(HELM is None, reason="needs helm: `make .venv-tools/helm/.installed`")
 
-ENVOY = yaml.safe_load((ROOT / "envoy" / "envoy.yaml").read_text())
+ENVOY = yaml.load((ROOT / "envoy" / "envoy.yaml").read_text(), yaml.CSafeLoader)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from headrace_protos import headrace_pb2 as pb
 from headrace_protos import headrace_pb2_grpc
 from headrace_transformer.generation import resume_ids
 from tests.support.events import read_events
+from tests.support.full import usually
 from tests.support.scripted_predictor import MODEL, ScriptedPredictor, breaks, serving
 from tests.support.transformer_fixtures import transformer
 
@@ -107,7 +108,7 @@ def ordered(received):
     return received._replace(logprobs=sorted(received.logprobs, key=lambda pair: pair[0]))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", usually(("chat with usage", "logprobs", "echo"), SHAPES))
 async def test_after_each_event_the_other_transformer_sends_exactly_the_rest(answer, shape):
     method, body = SHAPES[shape]
     predictor = ScriptedPredictor(answer=answer)
@@ -264,7 +265,14 @@ async def generated(stub, metadata=(), **fields):
     return [r async for r in headrace_pb2_grpc.TextGenerationStub(stub.channel).Generate(request, metadata=metadata)]
 
 
-@pytest.mark.parametrize("fields", [{}, {"stop": ["old"]}, {"logprobs": True}], ids=["plain", "stop", "logprobs"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({}, id="plain", marks=pytest.mark.full),
+        pytest.param({"stop": ["old"]}, id="stop"),
+        pytest.param({"logprobs": True}, id="logprobs"),
+    ],
+)
 async def test_generate_continues_after_each_response(answer, fields):
     predictor = ScriptedPredictor(answer=answer)
     predictor.fingerprint = OLD

@@ -1,7 +1,7 @@
 """Compiles the Triton kernels for a GPU that need not be there: `python -m tests.support.compile_kernels 90 bf16`.
 
-Prints a line for each kernel, with its bytes of code and of shared memory. Triton's interpreter accepts what its
-compiler refuses.
+Prints a line for each kernel, with FULL=1 for each of its forms, with its bytes of code and of shared memory. Triton's
+interpreter accepts what its compiler refuses.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from headrace_predictor.engine.gpu import kernels, paged_attention
+from tests.support.full import FULL
 
 FLOATS = {"scale", "cap", "epsilon"}
 ATTENTION = {
@@ -32,7 +33,7 @@ def cases(dtype):
     pointer = f"*{dtype}"
     attend = dict.fromkeys(("queries", "keys", "values", "sinks", "out"), pointer)
     attend |= dict.fromkeys(("table", "tiles", "firsts", "ends"), "*i32") | {"parts": "*fp32", "weights": "*fp32"}
-    for rows, lanes, is_special in ((16, 16, True), (64, 1, False), (64, 1, True)):
+    for rows, lanes, is_special in ((64, 1, True), (64, 1, False), (16, 16, True)):
         flags = {"has_tiles": lanes == 1, "has_cap": is_special, "has_sinks": is_special}
         yield paged_attention._attend, attend, ATTENTION | flags | {"tile_rows": rows, "lanes": lanes}
     joined = dict.fromkeys(("sinks", "out"), pointer) | {"parts": "*fp32", "weights": "*fp32"}
@@ -58,7 +59,11 @@ def cases(dtype):
 
 def main(capability: int, dtypes: list[str]) -> None:
     for dtype in dtypes:
+        kernels_done = set()
         for kernel, pointers, constants in cases(dtype):
+            if kernel in kernels_done and not FULL:
+                continue
+            kernels_done.add(kernel)
             known = dict.fromkeys(constants, "constexpr") | pointers | dict.fromkeys(FLOATS, "fp32")
             signature = {name: known.get(name, "i32") for name in kernel.arg_names}
             source = ASTSource(

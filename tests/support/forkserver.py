@@ -20,8 +20,9 @@ import socket
 import subprocess
 import sys
 from asyncio.subprocess import Process as Running
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -43,6 +44,7 @@ IMPORTS = {
         "headrace_predictor.engine_process.rehearsal:rehearse",
         "headrace_predictor.repository.repository",
         "headrace_predictor.servicer",
+        "tests.support.compile_once:install",
     ),
     "_service": ("headrace.oip.stream_infer", "headrace.rpc.server.service", "headrace.rpc.server.server"),
 }
@@ -87,10 +89,13 @@ def start_zygote(kind: str, address: str, environment: Mapping[str, str]) -> Non
         )
 
 
-async def fork(
-    address: str, arguments: tuple[str, ...], environment: Mapping[str, str], folder: Path, log: IO[bytes]
-) -> Fork:
-    """Runs a module, the first of `arguments`; raises OSError if no zygote listens there, or it has ended."""
+def ask(
+    address: str, arguments: tuple[str, ...], environment: Mapping[str, str], folder: Path, streams: Sequence[int]
+) -> socket.socket:
+    """Asks for a fork that runs a module, the first of `arguments`, with these standard streams.
+
+    The socket gets the process id. Raises OSError if no zygote listens there.
+    """
     request = pickle.dumps((arguments, dict(environment), str(folder)))
     if len(request) > MAX_REQUEST:
         raise ValueError("the environment is too large")
@@ -100,13 +105,20 @@ async def fork(
     except OSError:
         connection.close()
         raise
-    connection.setblocking(False)
+    connection.sendmsg([request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", streams))])
+    return connection
+
+
+async def fork(
+    address: str, arguments: tuple[str, ...], environment: Mapping[str, str], folder: Path, log: IO[bytes]
+) -> Fork:
+    """Runs a module, the first of `arguments`; raises OSError if no zygote listens there, or it has ended."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     try:
-        fds = array.array("i", (nothing, log.fileno(), log.fileno()))
-        connection.sendmsg([request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+        connection = ask(address, arguments, environment, folder, (nothing, log.fileno(), log.fileno()))
     finally:
         os.close(nothing)
+    connection.setblocking(False)
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     pid = await reader.readline()
     if not pid:
@@ -153,6 +165,19 @@ async def spawn(command: tuple[str, ...], environment: Mapping[str, str], folder
             start_zygote(kind, address, early)
             return await fork(address, arguments, environment, folder, log)
     return await _spawn(command, environment, folder, log)
+
+
+def fork_engine_host(control: socket.socket) -> int:
+    """Forks a host of engine processes, as a predictor starts one, that serves a control socket; returns its id."""
+    address = address_of("predictor", os.environ)
+    asked = partial(ask, address, ("tests.support.forked_host",), os.environ, Path.cwd(), (control.fileno(), 1, 2))
+    try:
+        connection = asked()
+    except ConnectionRefusedError:
+        start_zygote("predictor", address, os.environ)
+        connection = asked()
+    with connection, connection.makefile() as answer:
+        return int(answer.readline())
 
 
 _spawn = process.spawn

@@ -49,6 +49,7 @@ async def test_the_page_reads_that_a_load_has_stopped_and_not_that_it_is_about_t
         assert (await stop)["success"]
 
 
+@pytest.mark.full  # Its data: the form above. Also in tests/slow/test_knee.py.
 @needs_browser
 async def test_a_browser_starts_watches_and_stops_a_load(page):
     report = await load_in_browser(page, "storyteller")

@@ -104,7 +104,7 @@ async def test_a_transformer_before_engines_has_their_requests_and_those_that_wa
         settings = {"TRANSFORMER_ENGINES": str(engines)}
         async with stacks.use(models="storyteller=models/storyteller", environment={"transformer": settings}) as stack:
             ((_, port, _),) = stack.metrics_pages["transformer"]
-            body = {"model": "chat", "prompt": "Once", "max_tokens": 12}
+            body = {"model": "chat", "prompt": "Once", "max_tokens": 6}
             await until(lambda: has(port, IDLE))
             engine.delay_s = 0.3
             calls = [asyncio.create_task(rest(stack.gateway, "POST", "/v1/completions", body)) for _ in range(CALLS)]

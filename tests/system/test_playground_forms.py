@@ -197,7 +197,7 @@ async def keyed(tmp_path_factory, stacks):
         yield stack
 
 
-@pytest.mark.parametrize("name", ["alice", "carol"])
+@pytest.mark.parametrize("name", ["alice", pytest.param("carol", marks=pytest.mark.full)])
 async def test_the_page_asks_for_a_key_once_and_shows_its_usage(browser, keyed, name):
     (role, key), (_, other) = KEYS[name], KEYS["bob"]
     context = await browser.new_context()

@@ -8,6 +8,7 @@ import http.client
 import json
 import random
 
+import pytest
 import pytest_asyncio
 
 from headrace_protos import headrace_pb2, headrace_pb2_grpc
@@ -121,6 +122,7 @@ async def test_streams_cut_at_random_continue_exactly_at_another_transformer(sid
             group.create_task(check(number))
 
 
+@pytest.mark.full  # The short form: tests/process/test_transformer_reconnect.py.
 async def test_generate_continues_at_another_gateway_by_grpc_and_by_rest(sides):
     first, second = sides
     fields = {"model": "storyteller", "prompt": "Once upon a time", "max_tokens": TOKENS, "ignore_eos": True}

@@ -253,7 +253,8 @@ def parts(owners: Any, query_heads: Any, heads: Any, divided: Any = False) -> An
                 continue
             alone = i - first == 1 and not divided
             if h == 0 or not alone:
-                found[count] = first, i, h, heads if alone else h + 1
+                part = found[count]  # Of a tuple Numba would compile the message about a wrong size too, for seconds.
+                part[0], part[1], part[2], part[3] = first, i, h, heads if alone else h + 1
                 count += 1
             first = i
     return found[:count]

@@ -1,7 +1,8 @@
 """Numba's options and its cache of compiled kernels, both set before the first kernel is defined.
 
 Numba's own cache of a kernel does not notice a change of the functions and numbers that it takes from elsewhere, so
-each state of the code has a cache of its own, in NUMBA_CACHE_DIR or ~/.cache/headrace/kernels.
+each state of the code has a cache of its own, in NUMBA_CACHE_DIR or ~/.cache/headrace/kernels. It is the same wherever
+that code lies: another environment, or another copy of the repository, compiles nothing again.
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ from __future__ import annotations
 from hashlib import sha256
 from os.path import expanduser
 from pathlib import Path
+from typing import Any
 
+import numba
 from numba.core import config
+from numba.core.caching import UserProvidedCacheLocator
 
 # Without Python's checks: callers construct the shapes, so no exception can occur. Without contraction or another order
 # of sums, results are the same on every machine.
@@ -20,8 +24,22 @@ OPTIONS = {"nogil": True, "error_model": "numpy", "cache": True}
 def _digest() -> str:
     folder = Path(__file__).parent
     files = [*sorted(folder.glob("*.py")), folder.parent / "state" / "cache.py"]
-    return sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
+    return sha256(b"".join([numba.__version__.encode(), *(path.read_bytes() for path in files)])).hexdigest()[:16]
 
 
 CODE = _digest()
+
+
+class Locator(UserProvidedCacheLocator):  # type: ignore[misc]
+    """Numba's own has a folder for each path of the code."""
+
+    def __init__(self, py_func: Any, py_file: str) -> None:
+        super().__init__(py_func, py_file)
+        self._cache_path = config.CACHE_DIR
+
+    def get_source_stamp(self) -> str:
+        return CODE
+
+
 config.CACHE_DIR = str(Path(config.CACHE_DIR or expanduser("~/.cache/headrace/kernels")) / CODE)
+config.CACHE_LOCATOR_CLASSES = f"{__name__}.{Locator.__name__}"

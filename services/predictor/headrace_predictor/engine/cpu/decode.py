@@ -114,14 +114,15 @@ def take_part(state: Any, number: Any, model: Any) -> None:
         add_to(slot, _INSIDE)
         # If it is not the latest any more, its slot may have been given away before this thread was inside.
         if read(state, _LATEST) == own:
-            done, counter = own, _COUNTERS
-            if slot[_KIND] == DECODER:
-                for layer in range(len(layers) - 1):
-                    for phase in range(_LAYER_PHASES):
-                        counter = _take(slot, counter, phase, layers[layer], model)
-            first = LAST if slot[_KIND] == DECODER else slot[_KIND]
-            layer = slot[_PARAMETERS + PRODUCT] if first == HEADS else len(layers) - 1
-            for phase in range(first, first + 2):
+            done, counter = own, np.int64(_COUNTERS)  # A literal would compile all of it once more.
+            is_whole = slot[_KIND] == DECODER
+            in_layers = _LAYER_PHASES * (len(layers) - 1) if is_whole else 0
+            first = LAST if is_whole else slot[_KIND]
+            last = slot[_PARAMETERS + PRODUCT] if first == HEADS else len(layers) - 1
+            for place in range(in_layers + 2):  # One call, which is inlined: so LLVM compiles all that it calls once.
+                layer, phase = place // _LAYER_PHASES, place % _LAYER_PHASES
+                if place >= in_layers:
+                    layer, phase = last, first + place - in_layers
                 counter = _take(slot, counter, phase, layers[layer], model)
         subtract_from(slot, _INSIDE)
         if number:
@@ -145,7 +146,7 @@ def _wait(slot: Any, counter: Any, wanted: Any) -> None:
             give_way()
 
 
-@njit(**OPTIONS)  # type: ignore[untyped-decorator]
+@njit(inline="always", **OPTIONS)  # type: ignore[untyped-decorator]
 def _take(slot: Any, counter: Any, phase: Any, layer: Any, model: Any) -> Any:
     """Computes chunks of a phase while there are any, waits for other threads'; returns the next phase's counter."""
     parameters, threads = slot[_PARAMETERS:_COUNTERS], model[1][THREADS]
