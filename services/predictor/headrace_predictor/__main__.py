@@ -7,7 +7,8 @@ from functools import partial
 
 from headrace.endpoints import steps_port
 from headrace.payload.tap import PayloadTap
-from headrace.rpc.server.server import READY, Server
+from headrace.rpc.server.listeners import READY
+from headrace.rpc.server.server import Server
 from headrace.rpc.server.service import run_service
 from headrace.telemetry.picking import PickerMetrics
 from headrace_predictor.engine_process.engine_host import EngineHost
