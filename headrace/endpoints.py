@@ -1,12 +1,17 @@
-"""Lists of endpoints in settings: host:port, with a name, an IPv4 address or an IPv6 address in brackets, or a service.
+"""Lists of endpoints in settings, and calls of them by HTTP.
 
-A service is `_name._tcp.domain` without a port, as RFC 2782 has it: its SRV records have the hosts and ports.
+An endpoint is host:port, with a name, an IPv4 address or an IPv6 address in brackets, or a service:
+`_name._tcp.domain` without a port, as RFC 2782 has it, whose SRV records have the hosts and ports.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import re
+import urllib.request
+
+# HTTP inside the stack, whatever proxy the environment names.
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 _ENDPOINT = re.compile(r"([A-Za-z0-9_]([A-Za-z0-9._-]{0,252}[A-Za-z0-9_.])?|\[[0-9A-Fa-f:.]+\]):([1-9][0-9]{0,4})")
 _SERVICE = re.compile(

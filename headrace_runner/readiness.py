@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from headrace.rpc.server.server import READY
-from headrace.telemetry.page import DIRECT
+from headrace.endpoints import DIRECT
+from headrace.rpc.server.listeners import READY
 from headrace_runner.settings import LOOPBACK, StackSettings
 
 _TIMEOUT_S = 1.0

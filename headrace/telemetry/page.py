@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -21,6 +20,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from headrace.endpoints import DIRECT
 from headrace.errors import StartupError
 from headrace.telemetry import picking
 
@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 _WORKER_TIMEOUT_S = 2.0
 _JOIN_S = 1.0
-# HTTP inside the stack, whatever proxy the environment names.
-DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class _SilentHandler(WSGIRequestHandler):

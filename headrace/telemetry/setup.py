@@ -16,8 +16,6 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from opentelemetry import metrics, trace
-from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
-from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.metrics import NoOpMeterProvider
 from opentelemetry.sdk.metrics import MeterProvider
@@ -53,6 +51,8 @@ def set_up_telemetry(service: str) -> Callable[[], None]:
 
     readers: list[MetricReader] = [PrometheusMetricReader(scope_info_enabled=False)]
     if exports_metrics:
+        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+
         readers.append(PeriodicExportingMetricReader(OTLPMetricExporter(channel_options=_DIRECT)))
     meters = MeterProvider(readers, resource, shutdown_on_exit=False, views=gathered_views())
     metrics.set_meter_provider(meters)
@@ -62,6 +62,8 @@ def set_up_telemetry(service: str) -> Callable[[], None]:
     sampler = None if exports_traces else ALWAYS_OFF
     tracers = TracerProvider(sampler, resource, shutdown_on_exit=False, meter_provider=NoOpMeterProvider())
     if exports_traces:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+
         try:
             tracers.add_span_processor(
                 BatchSpanProcessor(OTLPSpanExporter(channel_options=_DIRECT), meter_provider=meters)

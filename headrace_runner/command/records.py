@@ -14,9 +14,9 @@ from typing import Any, Literal
 import grpc
 from google.protobuf.json_format import MessageToDict
 
+from headrace.endpoints import DIRECT
 from headrace.errors import StartupError
 from headrace.rpc.client.caller_key import headers
-from headrace.telemetry.page import DIRECT
 from headrace_protos import headrace_pb2 as pb
 from headrace_runner.gateway import TIMEOUT_S, Gateway
 from headrace_runner.terminal import BOLD, GREEN, RED, Painter, one_line, printable, table

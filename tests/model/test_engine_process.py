@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import time
 from contextlib import asynccontextmanager, suppress
 
@@ -14,6 +15,7 @@ from headrace.errors import DeadlineError, HopBrokenError, InvalidRequestError, 
 from headrace.sampling import SamplingParameters
 from headrace_predictor.engine.interface import EngineProcessError
 from headrace_predictor.engine_process import launch
+from headrace_predictor.engine_process.engine_host import EngineHost
 from headrace_predictor.engine_process.launch import launch_engine
 from headrace_predictor.generation.loading import load_generation
 from headrace_predictor.settings import PredictorSettings
@@ -170,6 +172,18 @@ async def test_a_close_ends_the_process_and_the_requests_in_flight(engine_of, en
             await read_all(slot)
         with suppress(psutil.NoSuchProcess):
             psutil.Process(engine.pid).wait(10)
+
+
+async def test_a_host_that_was_started_before_makes_the_first_engine():
+    host = EngineHost()
+    host.start()
+    pid = host.pid
+    host.start()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        engine = await host.start_engine(theirs)
+        assert host.pid == pid == psutil.Process(engine).ppid()
+        await host.close()
 
 
 async def test_the_host_uses_one_thread(engine_of, engine_host):

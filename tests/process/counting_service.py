@@ -12,7 +12,8 @@ from pathlib import Path
 import grpc
 from pydantic_settings import SettingsConfigDict
 
-from headrace.rpc.server.server import READY, Server
+from headrace.rpc.server.listeners import READY
+from headrace.rpc.server.server import Server
 from headrace.rpc.server.service import run_service
 from headrace.settings import ServiceSettings
 

@@ -16,7 +16,6 @@ import uvloop
 from headrace.deadline import Deadline
 from headrace.errors import DeadlineError, InvalidRequestError, OverloadedError, RequestFailedError, TooLargeError
 from headrace_transformer.frontends.openai.errors import UnsupportedFieldError
-from headrace_transformer.processes import body_processes
 from headrace_transformer.processes.body_processes import LARGE_BYTES, TEMPLATES, BodyProcesses
 from tests.waiting import until
 
@@ -179,7 +178,7 @@ async def test_bytes_beyond_the_bound_are_refused_until_there_is_room(processes,
 async def test_one_caller_has_half_of_the_bytes(processes, tmp_path, monkeypatch):
     gate, body = tmp_path / "gate", bytes(LARGE_BYTES)
     caller = "greedy"
-    monkeypatch.setattr(body_processes, "caller_of_call", lambda: caller)
+    monkeypatch.setattr("headrace.rpc.limits.admission.caller_of_call", lambda: caller)
     waiting = [asyncio.create_task(processes.run(wait, (str(gate),), body))]
     await asyncio.sleep(0)
     with pytest.raises(OverloadedError):

@@ -487,16 +487,19 @@ async def test_a_busy_service_does_not_count_as_dead_and_a_draining_one_gets_no_
         await until(drained)
 
 
+INTERVALS = ("interval", "unhealthy_interval", "no_traffic_interval", "no_traffic_healthy_interval")
+
+
 def with_rare_health_checks(config: envoy_config.Config) -> None:
     """A dead predictor is then found by its calls alone: a host that a health check has found gets no call, so that
     none ejects it."""
     for cluster in config["static_resources"]["clusters"]:
         for check in cluster.get("health_checks", ()):
-            check["interval"] = check["no_traffic_interval"] = "600s"
+            check |= dict.fromkeys(INTERVALS, "600s")
 
 
 def with_a_tenth_of_the_limits(config: envoy_config.Config) -> None:
     for cluster in config["static_resources"]["clusters"]:
         for check in cluster.get("health_checks", ()):
             check["timeout"] = f"{float(check['timeout'].removesuffix('s')) / 10}s"
-            check["interval"] = check["no_traffic_interval"] = "0.1s"
+            check |= dict.fromkeys(INTERVALS, "0.1s")

@@ -77,14 +77,20 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from headrace.models.sources import ModelSource
 from headrace_transformer import __main__
-from headrace_transformer.models import catalogue
+from headrace_transformer import transformer
 from headrace_transformer.text.model_text import read_text
 text = read_text(ModelSource("storyteller", "models/storyteller"), ThreadPoolExecutor(1))
 assert text.tokenizer.has_chat_template
-assert not {"torch", "transformers"} & set(sys.modules)
+assert not {"torch", "transformers", "aiohttp", "opentelemetry.exporter.otlp"} & set(sys.modules)
 """
 
 
-def test_the_start_imports_neither_torch_nor_transformers():
+def test_the_start_imports_no_library_that_this_stack_does_not_need():
     done = subprocess.run((sys.executable, "-c", STARTS), capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_process_for_bodies_imports_no_settings_and_no_telemetry():
+    code = "import sys, headrace_transformer.processes.body_processes, headrace_transformer.text.chat_templates\n"
+    code += "assert not {'pydantic', 'opentelemetry', 'numpy'} & set(sys.modules)"
+    subprocess.run((sys.executable, "-c", code), check=True)

@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from headrace.rpc.server.server import READY
+from headrace.rpc.server.listeners import READY
 from headrace_runner.settings import ROOT
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.scripted_predictor import ScriptedPredictor, serving, whole

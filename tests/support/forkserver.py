@@ -39,9 +39,8 @@ IMPORTS = {
     ),
     "predictor": (
         "headrace_predictor.__main__",
-        "headrace_predictor.generation.loading",
-        "headrace_predictor.engine_process.worker",  # The service forks the host of its engines from itself then.
-        "headrace_predictor.engine_process.rehearsal:rehearse",
+        # The service forks the host of its engines from itself then.
+        "headrace_predictor.engine_process.host:import_libraries",
         "headrace_predictor.repository.repository",
         "headrace_predictor.servicer",
         "tests.support.compile_once:install",

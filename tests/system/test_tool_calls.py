@@ -13,7 +13,7 @@ import orjson
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from headrace.rpc.server.server import READY
+from headrace.rpc.server.listeners import READY
 from headrace_runner.stack import Stack
 from tests.support.scripted_predictor import ScriptedPredictor, serving, whole
 from tests.support.tool_models import STORYTELLER, save_tool_model

@@ -30,6 +30,7 @@ from headrace.errors import StartupError, StartupFault
 
 logger = logging.getLogger(__name__)
 
+READY = "ready"  # Health name: a generation would work now. "" means only that the process serves.
 RETIRE = signal.SIGUSR1
 READY_MESSAGE = b"READY=1"
 NOTIFY_SOCKET = "NOTIFY_SOCKET"

@@ -37,7 +37,6 @@ from headrace_protos import reflection_v1_pb2
 
 logger = logging.getLogger(__name__)
 
-READY = "ready"  # Health name: a generation would work now. "" means only that the process serves.
 MAX_METADATA_BYTES = 64 * 1024  # Of one call's headers.
 _LEAST_S = 0.5  # What was ended at the end of the drain must still be sent.
 _CALLS_SHARE = 0.9  # Of that time.

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from pathlib import Path
 
-from headrace.endpoints import steps_port
-from headrace.payload.tap import PayloadTap
-from headrace.rpc.server.server import READY, Server
+from headrace.models.kinds import ModelKind, kind_of
+from headrace.models.sources import ModelSource
 from headrace.rpc.server.service import run_service
-from headrace.telemetry.picking import PickerMetrics
 from headrace_predictor.engine_process.engine_host import EngineHost
 from headrace_predictor.settings import PredictorSettings
-from headrace_protos.headrace_pb2_grpc import add_PredictorDevelopmentServicer_to_server
-from headrace_protos.inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 
 _SERVICE = "inference.GRPCInferenceService"
 _TAP_DRAIN_S = 3.0
@@ -29,11 +26,20 @@ def main(prepare: str = "") -> None:
 
 
 async def serve(settings: PredictorSettings, host: EngineHost) -> None:
-    # Wrong settings are reported before the rest is imported.
+    if any(map(_generates, settings.models)):
+        host.start()
+    # Wrong settings are reported before the rest is imported, and meanwhile the host imports its libraries.
+    from headrace.endpoints import steps_port
+    from headrace.payload.tap import PayloadTap
+    from headrace.rpc.server.listeners import READY
+    from headrace.rpc.server.server import Server
+    from headrace.telemetry.picking import PickerMetrics
     from headrace_predictor.generation.served_engines import observe_engines
     from headrace_predictor.repository.repository import ModelRepository
     from headrace_predictor.servicer import DevelopmentServicer, InferenceServicer
     from headrace_predictor.steps.server import StepsServer
+    from headrace_protos.headrace_pb2_grpc import add_PredictorDevelopmentServicer_to_server
+    from headrace_protos.inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 
     server = Server("predictor", settings, [_SERVICE])
 
@@ -73,6 +79,14 @@ async def serve(settings: PredictorSettings, host: EngineHost) -> None:
     server.at_drain(repository.drain)
     server.at_stop(repository.close)
     await server.run()
+
+
+def _generates(source: ModelSource) -> bool:
+    """Whether it will need an engine process; False where only the load finds out."""
+    try:
+        return source.is_local and kind_of(source, Path(source.location)) is ModelKind.GENERATION
+    except (OSError, ValueError):
+        return False
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ from headrace.payload.tap import PayloadTap
 from headrace.rpc.client.channel import open_channel, watch_serving
 from headrace.rpc.http2.server import HttpServer
 from headrace.rpc.limits.admission import Admission
-from headrace.rpc.server.server import READY, Server
+from headrace.rpc.server.listeners import READY
+from headrace.rpc.server.server import Server
 from headrace.telemetry.picking import PickerMetrics
 from headrace.threads import run_in_daemon_thread
 from headrace_protos import rest_pb2_grpc

@@ -1,4 +1,4 @@
-"""The front's side of the host: starts it when it is needed, and gets engine processes from it.
+"""The front's side of the host: starts it, at the first engine at the latest, and gets engine processes from it.
 
 Owned by the event loop. A host that ends or does not answer is replaced at the next start of an engine. In a process
 that has imported the libraries already, `fork` makes the first host as a fork of it, before there are threads.
@@ -48,6 +48,11 @@ class EngineHost:
             self._control.close()
             host.main(theirs, parent)
         theirs.close()
+
+    def start(self) -> None:
+        """Starts the host, if there is none."""
+        if self._control is None:
+            self._start()
 
     async def start_engine(self, connection: socket.socket) -> int:
         """Forks an engine process that serves a socket; returns its process id; raises StartupFault."""

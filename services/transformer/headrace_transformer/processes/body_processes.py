@@ -32,7 +32,6 @@ from typing import Any, TypeVar, cast
 
 from headrace.deadline import NO_DEADLINE, Deadline
 from headrace.errors import HeadraceError, InvalidRequestError, OverloadedError, RequestFailedError, TooLargeError
-from headrace.rpc.limits.admission import caller_of_call
 from headrace.threads import FairThreads
 
 SMALL_BYTES = 64 * 1024  # Parsed in a millisecond.
@@ -101,6 +100,8 @@ class BodyProcesses:
         return work(body, *arguments) if is_small else await self.run(work, arguments, body, deadline)
 
     def _queued(self, lane: str, call: bytes, body: bytes) -> Future[Any]:
+        from headrace.rpc.limits.admission import caller_of_call  # The caller has it; the processes start without it.
+
         caller, size = caller_of_call(), len(body)
         with self._lock:
             own, others = self._held[caller] + size, self._held.total() - self._held[caller]

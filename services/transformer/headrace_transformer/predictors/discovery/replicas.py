@@ -22,7 +22,7 @@ from google.protobuf.message import Message
 from headrace.deadline import Deadline
 from headrace.errors import HeadraceError, HopBrokenError, NotImplementedMethodError, NotReadyError
 from headrace.rpc.client.channel import is_serving, open_channel
-from headrace.rpc.server.server import READY as READY_NAME
+from headrace.rpc.server.listeners import READY as READY_NAME
 from headrace_protos import inference_pb2 as pb
 from headrace_protos import inference_pb2_grpc
 from headrace_transformer.predictors.discovery.descriptions import PredictorModel, described

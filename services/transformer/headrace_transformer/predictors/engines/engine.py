@@ -15,9 +15,8 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import aiohttp
 import orjson
 
 from headrace.errors import (
@@ -30,6 +29,9 @@ from headrace.errors import (
 )
 from headrace.models.engine_sources import KINDS, OTHER, EngineSource
 from headrace_transformer.predictors.resume.progress import PredictorLostError
+
+if TYPE_CHECKING:
+    import aiohttp  # Loaded where there are engines only: it takes a quarter of a second.
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +144,8 @@ class Engine:
 
         Whoever closes the response before its end closes the connection, by which engines cancel.
         """
+        import aiohttp
+
         try:
             try:
                 response = await self._sent(path, body, headers)
@@ -256,6 +260,8 @@ def _lost(error: BaseException) -> PredictorLostError:
 @contextmanager
 def _as_lost() -> Iterator[None]:
     """Makes PredictorLostError of a connection that fails, or takes too long, in the block."""
+    import aiohttp
+
     try:
         yield
     except (TimeoutError, aiohttp.ClientError, OSError) as error:

@@ -14,10 +14,8 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
-
-import aiohttp
 
 from headrace.clients import WITHOUT_KEY
 from headrace.errors import HeadraceError, NotReadyError
@@ -37,6 +35,9 @@ from headrace_transformer.predictors.engines.token_formats import LlamaFormat, O
 from headrace_transformer.predictors.link.links import choose, prefix_key
 from headrace_transformer.predictors.resume.retries import Backoff
 from headrace_transformer.text.token_bytes import TokenBytes
+
+if TYPE_CHECKING:
+    import aiohttp  # Loaded where there are engines only: it takes a quarter of a second.
 
 logger = logging.getLogger(__name__)
 
@@ -185,6 +186,8 @@ class Engines:
 
     def __init__(self, sources: Sequence[EngineSource], silence_limit_s: float) -> None:
         self.pools = {source.name: EnginePool(source, silence_limit_s) for source in sources}
+        if sources:
+            import aiohttp  # noqa: F401  # Now, and not while calls are served.
 
     def serve(self, model: str) -> bool:
         """Whether an engine could begin an answer of the model now."""
@@ -194,6 +197,8 @@ class Engines:
         """Follows the engines until cancelled."""
         if not self.pools:
             return
+        import aiohttp
+
         timeouts = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
         # One client's cookies are not another's, and an engine leads nowhere else.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_S, socket_factory=_socket)
