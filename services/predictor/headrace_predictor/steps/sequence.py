@@ -98,7 +98,7 @@ class StepsSequence:
         self._observed = self._model.telemetry.observe(self.timeline, self._call.span)
         self._model.resumable.add(self)
 
-    def release(self, error: HeadraceError) -> None:
+    def release(self, error: Exception) -> None:
         """The engine does not get the sequence."""
         self._lease.__exit__(type(error), error, None)
 

@@ -142,7 +142,7 @@ class TransformerSession:
             # The concatenation of serialized messages is the serialization of their merger.
             serialized += complete(model.loaded, message, stream.channel, deadline).SerializeToString()
             stream.begin(message.number, sequence, serialized)
-        except HeadraceError as error:
+        except Exception as error:
             sequence.release(error)
             raise
         self._sequences[message.number] = stream
