@@ -31,7 +31,10 @@ def config_of(file: GGUF, vocabulary: int) -> dict[str, Any]:
         raise ValueError(
             f"{file.path}: architecture {architecture[:64]!r} is not served from GGUF; these are: {', '.join(_MAKERS)}"
         )
-    config = make(_Stated(file, architecture), vocabulary)
+    try:
+        config = make(_Stated(file, architecture), vocabulary)
+    except ArithmeticError:  # Of sizes that are 0, and numbers that are far too small.
+        raise ValueError(f"{file.path}: no sizes of heads follow from the metadata") from None
     if file.tensors:
         _compare(file, config)
     return config

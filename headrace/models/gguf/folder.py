@@ -66,7 +66,7 @@ def _make(path: Path, folder: Path) -> None:
         (making / WEIGHTS_FILE).symlink_to(file.path)
         making.rename(folder)
     except OSError:
-        if not folder.is_dir():  # Another process was not faster.
+        if not folder.is_dir():  # Else another process was faster.
             raise
     finally:
         shutil.rmtree(making, ignore_errors=True)
