@@ -4,8 +4,6 @@ An endpoint is host:port, with a name, an IPv4 address or an IPv6 address in bra
 `_name._tcp.domain` without a port, as RFC 2782 has it, whose SRV records have the hosts and ports.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import re
 import urllib.request

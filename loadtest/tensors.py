@@ -1,7 +1,5 @@
 """Tensors of random values, as a model's metadata describes its inputs."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -31,7 +29,7 @@ def with_inputs(model: Model, given: tuple[int, ...]) -> Model:
 def filled(shape: tuple[int, ...], given: tuple[int, ...]) -> tuple[int, ...]:
     """The shape with sizes of the given one, aligned at the end, for its open dimensions; 1 where that has none."""
     sizes = (1,) * max(0, len(shape) - len(given)) + given[max(0, len(given) - len(shape)) :]
-    return tuple(given if size < 0 else size for size, given in zip(shape, sizes, strict=True))
+    return tuple(own if own >= 0 else size for own, size in zip(shape, sizes, strict=True))
 
 
 def filled_tensor(tensor: TensorDescription, shape: tuple[int, ...]) -> Tensor:

@@ -180,6 +180,7 @@ REFUSALS = [
     (lambda: request(ids_of(67)), "67 tokens a row, the model takes 66"),
     (lambda: request(np.ones((9, 2))), "a batch of 9, at most 8 are allowed"),
     (lambda: request([5, 6], attention_mask=[1]), r"must have the shape \[2\]"),
+    (lambda: request([5, 6], attention_mask=np.ones(600)), "attention_mask has 600 tokens a row"),
     (lambda: request([5, 6], attention_mask=[1, 2]), "attention_mask: 2 is outside of 0"),
     (lambda: request([5, 6], attention_mask=[0, 0]), "attention_mask hides every token"),
     (lambda: request([5, 6], token_type_ids=[0, 2]), "token_type_ids: 2 is outside"),

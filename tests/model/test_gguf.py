@@ -238,6 +238,13 @@ def test_sizes_that_the_tensors_do_not_have_are_refused(lie, tmp_path):
         gguf_folder(tmp_path / "model.gguf")
 
 
+def test_a_size_of_zero_is_refused(tmp_path):
+    model, _ = random_model("phi3")
+    write_gguf(tmp_path / "model.gguf", model, attention__head_count=0)
+    with pytest.raises(ValueError, match=r"model\.gguf: no sizes of heads follow"):
+        gguf_folder(tmp_path / "model.gguf")
+
+
 @pytest.mark.parametrize(
     ("stated", "expected"),
     [

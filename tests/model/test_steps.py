@@ -190,6 +190,16 @@ async def test_a_refused_sequence_ends_alone(predictor, caller):
         assert (await caller.end_of(2 * number + 1)).finish_reason == "length"
 
 
+async def test_a_sequence_that_fails_before_the_engine_has_it_is_in_flight_no_more(predictor, caller, monkeypatch):
+    def fail(*_):
+        raise RuntimeError
+
+    monkeypatch.setattr(session, "complete", fail)
+    caller.submit(1)
+    assert (await caller.error_of(1)).class_name == "RequestFailedError"
+    assert predictor.repository.get("llama").request_ids == []
+
+
 async def test_a_cancel_frees_the_blocks_and_its_neighbour_continues(predictor, caller):
     caller.submit(1, sampling=ENDLESS)
     caller.submit(2, sampling={**SAMPLING, "max_tokens": 60})

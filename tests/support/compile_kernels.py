@@ -4,8 +4,6 @@ Prints a line for each kernel, with FULL=1 for each of its forms, with its bytes
 interpreter accepts what its compiler refuses.
 """
 
-from __future__ import annotations
-
 import sys
 
 import triton

@@ -7,8 +7,6 @@ or the allocator when a process begins; a service with a third set is started as
 share them: the first that needs one starts it, under a name that all of them can compute.
 """
 
-from __future__ import annotations
-
 import array
 import asyncio
 import errno

@@ -72,14 +72,21 @@ def test_blocks_of_tools_are_messages_of_a_chat():
 
 
 async def test_the_input_of_a_call_is_what_of_its_arguments_is_json():
-    for arguments, expected in (('{"x": [1, 2], "y": "z', {"x": [1, 2]}), ("{'x': 1}", {}), ('{"x": 1}', {"x": 1})):
+    cases = {
+        '{"x": [1, 2], "y": "z': {"x": [1, 2]},
+        "{'x': 1}": {},
+        '{"x": 1}': {"x": 1},
+        '{"x": 123456789012345678901}': {"x": 123456789012345678901},  # More than 64 bits.
+        '{"x": NaN}': {"x": None},
+    }
+    for arguments, expected in cases.items():
 
         async def chunks(arguments=arguments):
             parts = [CallStart(0, "1", "f"), CallArguments(0, arguments)]
             yield text_chunk("", (), "stop", parts=parts)
 
         (body,) = [body async for body in whole("1", "m", chunks())]
-        (block,) = orjson.loads(body.data)["content"]
+        (block,) = json.loads(body.data)["content"]
         assert block == {"type": "tool_use", "id": "1", "name": "f", "input": expected, "caller": {"type": "direct"}}
 
 

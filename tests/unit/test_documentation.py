@@ -32,6 +32,13 @@ def test_every_link_leads_somewhere(path):
     assert broken == []
 
 
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_page_has_a_section_twice(path):
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ .+$", text, re.MULTILINE)
+    assert sorted(titles) == sorted(set(titles))
+
+
 def test_the_readme_has_its_sections_and_stays_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 

@@ -4,8 +4,6 @@ Only architectures whose computation llama.cpp and transformers share. What a fi
 its class cannot compute is refused. Source of the keys: llama.cpp's gguf-py/gguf/constants.py and conversion scripts.
 """
 
-from __future__ import annotations
-
 import math
 from array import array
 from collections.abc import Callable, Mapping
@@ -31,7 +29,10 @@ def config_of(file: GGUF, vocabulary: int) -> dict[str, Any]:
         raise ValueError(
             f"{file.path}: architecture {architecture[:64]!r} is not served from GGUF; these are: {', '.join(_MAKERS)}"
         )
-    config = make(_Stated(file, architecture), vocabulary)
+    try:
+        config = make(_Stated(file, architecture), vocabulary)
+    except ArithmeticError:  # Of sizes that are 0, and numbers that are far too small.
+        raise ValueError(f"{file.path}: no sizes of heads follow from the metadata") from None
     if file.tensors:
         _compare(file, config)
     return config

@@ -4,8 +4,6 @@ The folder is a function of the file: it is made once, in a cache, under a diges
 its name when it is complete.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -66,7 +64,7 @@ def _make(path: Path, folder: Path) -> None:
         (making / WEIGHTS_FILE).symlink_to(file.path)
         making.rename(folder)
     except OSError:
-        if not folder.is_dir():  # Another process was not faster.
+        if not folder.is_dir():  # Else another process was faster.
             raise
     finally:
         shutil.rmtree(making, ignore_errors=True)

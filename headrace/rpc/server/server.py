@@ -7,8 +7,6 @@ calls, and returns when those in flight have ended, however long they take. If t
 `loop_timeout_s`, the process ends with every thread's traceback.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging
@@ -98,7 +96,6 @@ class Server:
         self._ends_soon = asyncio.Event()  # Not set by RETIRE.
         self._retiring: asyncio.Task[None] | None = None
         self._page: MetricsPage | None = None
-        self.is_retired = False  # A successor has taken over.
         self._shares_port = settings.listen != "alone"
         self._at_drain: list[Callable[[float], Awaitable[None]]] = []
         self._at_stop: list[Callable[[], Awaitable[None]]] = []
@@ -161,7 +158,6 @@ class Server:
             report_listening()
             await self.stopping.wait()
             if not self._ends_soon.is_set():
-                self.is_retired = True
                 await self._close_page()  # The successor's is the one to read.
                 await self._retire()
             await self._shut_down()

@@ -4,8 +4,6 @@ Elapsed time is the sum of the intervals between checks, each limited to twice i
 stopped (SIGSTOP, a frozen container) or got no CPU does not appear to hang: its watchdogs were delayed as well.
 """
 
-from __future__ import annotations
-
 import asyncio
 import faulthandler
 import logging
@@ -17,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 
 from opentelemetry import metrics
-from opentelemetry.metrics import CallbackOptions, Meter, Observation
+from opentelemetry.metrics import CallbackOptions, Observation
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +113,7 @@ def dump_tracebacks() -> None:
         logger.warning("standard error takes no traceback: %s", error)
 
 
-async def watch_loop_lag(meter: Meter | None = None) -> None:
+async def watch_loop_lag() -> None:
     """Measures, until cancelled, how late the loop wakes a task."""
     latest: deque[float] = deque(maxlen=_LAGS)
 
@@ -123,7 +121,7 @@ async def watch_loop_lag(meter: Meter | None = None) -> None:
         # A copy, because the loop runs meanwhile.
         return [Observation(max(tuple(latest), default=0.0))]
 
-    (meter or metrics.get_meter("headrace")).create_observable_gauge(
+    metrics.get_meter("headrace").create_observable_gauge(
         "headrace.event_loop.lag", [longest], "s", "The longest delay of the event loop in the last ten seconds."
     )
     while True:

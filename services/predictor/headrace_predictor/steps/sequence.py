@@ -4,8 +4,6 @@ It is counted as a request of its model, and has the predictor's span, a duratio
 loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
@@ -98,7 +96,7 @@ class StepsSequence:
         self._observed = self._model.telemetry.observe(self.timeline, self._call.span)
         self._model.resumable.add(self)
 
-    def release(self, error: HeadraceError) -> None:
+    def release(self, error: Exception) -> None:
         """The engine does not get the sequence."""
         self._lease.__exit__(type(error), error, None)
 

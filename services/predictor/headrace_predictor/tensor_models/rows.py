@@ -11,8 +11,6 @@ token), every row runs alone. So do rows of different stages, where positions ar
 (`Scaling`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -68,7 +66,7 @@ def read_rows(request: pb.ModelInferRequest, output: str, limits: RowLimits) -> 
     for tensor in request.inputs:  # Decoding an oversized tensor would take long.
         shape = checked_shape(tensor.name, tensor.shape)
         if math.prod(shape) > limits.max_rows * limits.max_length:
-            _check_shape(shape, limits)
+            _check_shape(tensor.name, shape, limits)
     tensors = decode_inputs(request)
     known = [INPUT_IDS, *limits.optional_inputs]
     for name in tensors:
@@ -80,7 +78,7 @@ def read_rows(request: pb.ModelInferRequest, output: str, limits: RowLimits) -> 
     if INPUT_IDS not in tensors:
         raise InvalidRequestError(f"input {INPUT_IDS!r} is missing")
     shape = tensors[INPUT_IDS].array.shape
-    _check_shape(shape, limits)
+    _check_shape(INPUT_IDS, shape, limits)
     rows = {INPUT_IDS: _integers(tensors[INPUT_IDS], shape, limits.vocabulary_size)}
     if limits.end_id is not None and not (rows[INPUT_IDS] == limits.end_id).any(axis=1).all():
         raise InvalidRequestError(
@@ -114,13 +112,13 @@ def pad(requests: Sequence[Rows], pad_id: int) -> Rows:
     return padded
 
 
-def _check_shape(shape: tuple[int, ...], limits: RowLimits) -> None:
+def _check_shape(name: str, shape: tuple[int, ...], limits: RowLimits) -> None:
     if len(shape) not in (1, 2) or 0 in shape:
-        raise InvalidRequestError(f"{INPUT_IDS} must have shape [N] or [B, N] and hold ids, not {list(shape)}")
+        raise InvalidRequestError(f"{name} must have shape [N] or [B, N] and hold ids, not {list(shape)}")
     if len(shape) == 2 and shape[0] > limits.max_rows:
         raise InvalidRequestError(f"a batch of {shape[0]}, at most {limits.max_rows} are allowed")
     if shape[-1] > limits.max_length:
-        raise InvalidRequestError(f"{INPUT_IDS} has {shape[-1]} tokens a row, the model takes {limits.max_length}")
+        raise InvalidRequestError(f"{name} has {shape[-1]} tokens a row, the model takes {limits.max_length}")
 
 
 def _integers(tensor: Tensor, shape: tuple[int, ...], below: int) -> Ids:

@@ -5,8 +5,6 @@ each state of the code has a cache of its own, in NUMBA_CACHE_DIR or ~/.cache/he
 that code lies: another environment, or another copy of the repository, compiles nothing again.
 """
 
-from __future__ import annotations
-
 from hashlib import sha256
 from os.path import expanduser
 from pathlib import Path

@@ -11,19 +11,17 @@ Errors have the same source: `{"type": "error", "error": {"type", "message"}, "r
 All models that generate text are one page of a list.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from google.api.httpbody_pb2 import HttpBody
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from headrace.errors import HeadraceError
 from headrace.telemetry.identity import current_request_id
 from headrace_protos.headrace_pb2 import Usage
-from headrace_transformer.frontends.http import EVENTS, event_json, json_body, named_event, page_of
+from headrace_transformer.frontends.http import EVENTS, JSON, event_json, named_event, page_of
 from headrace_transformer.generation.chunks import End, TextChunk, joined
 from headrace_transformer.text.answer_parts import CallArguments, CallStart, Content, Part, Reasoning, begins_segment
 
@@ -50,7 +48,9 @@ async def whole(answer_id: str, model: str, chunks: AsyncIterator[TextChunk]) ->
     chunk = joined([chunk async for chunk in chunks])
     content = _blocks_of(chunk.parts or [Content("")])
     end = {} if chunk.end is None else _end(chunk.end, any(block["type"] == "tool_use" for block in content))
-    yield json_body(_message(answer_id, model, _usage_of(chunk)) | {"content": content} | end)
+    message = _message(answer_id, model, _usage_of(chunk)) | {"content": content} | end
+    # A call's input may have integers of more than 64 bits, which orjson refuses.
+    yield HttpBody(content_type=JSON, data=to_json(message, inf_nan_mode="null"))
 
 
 async def events(answer_id: str, model: str, chunks: AsyncIterator[TextChunk]) -> AsyncGenerator[HttpBody, None]:

@@ -5,8 +5,6 @@ answers of relayed models pass as bytes, see `add_to_server`. The REST front end
 `infer` for the one answer to a request, `answers` for all of them as they come.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -103,6 +101,7 @@ class InferenceServicer(OpenInferenceBase):
         return pb.ServerReadyResponse(ready=self.catalogue.ready)
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
+        _client(context).check_model(request.name)
         ready = self.router.is_ready(request.name, request.version)
         if ready and not self.router.lists(request.name):
             ready = await self.predictor.model_ready(request.name, request.version)
@@ -151,15 +150,19 @@ class InferenceServicer(OpenInferenceBase):
 
     async def ModelStatistics(self, request: pb.ModelStatisticsRequest, context: Context) -> pb.ModelStatisticsResponse:
         """The sums of the predictors' counters; requests that were refused earlier are not included."""
-        model = self.router.find(request.name, request.version) if request.name else None
-        name = model.processor.model if isinstance(model, ProcessedModel) else model.name if model else ""
-        if name != request.name:
-            inner_request = pb.ModelStatisticsRequest(name=name, version=request.version)
-            answer = await self.replicas.statistics(inner_request)
-            for statistics in answer.model_stats:
-                statistics.name = request.name
-            return answer
-        return await self.replicas.statistics(request)
+        client = _client(context)
+        if not request.name:
+            answer = await self.replicas.statistics(request)
+            return pb.ModelStatisticsResponse(
+                model_stats=[each for each in answer.model_stats if client.may_use(each.name)]
+            )
+        client.check_model(request.name)
+        model = self.router.find(request.name, request.version)
+        name = model.processor.model if isinstance(model, ProcessedModel) else model.name
+        answer = await self.replicas.statistics(pb.ModelStatisticsRequest(name=name, version=request.version))
+        for statistics in answer.model_stats:
+            statistics.name = request.name
+        return answer
 
     # ------------------------------------------------------------------ the repository
 

@@ -111,8 +111,7 @@ class Replicas:
         having = (address for address, table in tables if name in table and table[name].state == READY)
         stub = serving[next(having, next(iter(serving)))]
         with probe_errors():
-            calls = pb.ModelMetadataRequest(name=name)
-            metadata = await stub.ModelMetadata(calls, timeout=PROBE_TIMEOUT_S)
+            metadata = await stub.ModelMetadata(pb.ModelMetadataRequest(name=name), timeout=PROBE_TIMEOUT_S)
             try:
                 answer = await stub.ModelConfig(pb.ModelConfigRequest(name=name), timeout=PROBE_TIMEOUT_S)
             except NotImplementedMethodError:

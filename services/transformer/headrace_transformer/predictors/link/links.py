@@ -9,8 +9,6 @@ Source: Thaler and Ravishankar, "Using Name-Based Mappings to Increase Hit Rates
 Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads" (the bound).
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import math
@@ -36,10 +34,10 @@ _MOST_BLOCKS = 4
 
 def prefix_key(model: str, cache_salt: str, prompt_ids: Sequence[int], client: str = "") -> bytes | None:
     """Identifies the beginning of a client's prompt; None if it is too short to be cached."""
-    count = min(len(prompt_ids) // _BLOCK_TOKENS, _MOST_BLOCKS) * _BLOCK_TOKENS
-    if not count:
+    length = min(len(prompt_ids) // _BLOCK_TOKENS, _MOST_BLOCKS) * _BLOCK_TOKENS
+    if not length:
         return None
-    ids = np.array(prompt_ids[:count], dtype=np.int32).tobytes()
+    ids = np.array(prompt_ids[:length], dtype=np.int32).tobytes()
     digest = hashlib.blake2b(ids, key=cache_salt.encode()[:64], person=b"prefix", digest_size=16).digest()
     return b"\0".join((digest + model.encode(), client.encode())) if client else digest + model.encode()
 
@@ -51,9 +49,9 @@ def choose(in_flight: Mapping[str, int], key: bytes | None) -> str:
         share = (sum(in_flight.values()) + 1) / len(in_flight)
         if in_flight[preferred] + 1 <= math.ceil(_MOST_OF_SHARE * share):
             return preferred
-    least = min(in_flight.values())
+    fewest = min(in_flight.values())
     # Several transformers that choose at the same time should not choose the same.
-    return random.choice([address for address, count in in_flight.items() if count == least])  # noqa: S311
+    return random.choice([address for address, calls in in_flight.items() if calls == fewest])  # noqa: S311
 
 
 def _weight(key: bytes, address: str) -> bytes:
@@ -87,7 +85,7 @@ class Links:
         return found
 
     async def run(self) -> None:
-        """Keeps the links in accordance with the addresses, until cancelled."""
+        """Keeps a link to each address, until cancelled."""
         try:
             while True:
                 await self._follow_addresses()
