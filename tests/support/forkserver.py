@@ -108,7 +108,7 @@ def ask(
 
 async def fork(
     address: str, arguments: tuple[str, ...], environment: Mapping[str, str], folder: Path, log: IO[bytes]
-) -> Fork:
+) -> "Fork":
     """Runs a module, the first of `arguments`; raises OSError if no zygote listens there, or it has ended."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     try:

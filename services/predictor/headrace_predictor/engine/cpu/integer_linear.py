@@ -4,8 +4,6 @@ Inputs and weights are those of formats.py, and a row's product is the same for 
 processor. What is between the products stays the model's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
