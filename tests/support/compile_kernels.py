@@ -57,11 +57,12 @@ def cases(dtype):
 
 def main(capability: int, dtypes: list[str]) -> None:
     for dtype in dtypes:
-        kernels_done = set()
+        done = set()
         for kernel, pointers, constants in cases(dtype):
-            if kernel in kernels_done and not FULL:
+            form = kernel.__name__, constants.get("lanes")
+            if form in done and not FULL:
                 continue
-            kernels_done.add(kernel)
+            done.add(form)
             known = dict.fromkeys(constants, "constexpr") | pointers | dict.fromkeys(FLOATS, "fp32")
             signature = {name: known.get(name, "i32") for name in kernel.arg_names}
             source = ASTSource(
