@@ -8,8 +8,6 @@ the process's processor time, callers included, so that other processes of the m
 `python -m bench.adapters` writes bench/results/adapters.json; four minutes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -5,8 +5,6 @@ Weights are bfloat16 and seeded, no model has an end token, and each has a token
 some peers convert a model only together with a tokenizer.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

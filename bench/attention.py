@@ -6,8 +6,6 @@ measured once in each round; figures are medians.
 `python -m bench.attention` writes bench/results/attention.json; 1 minute.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator

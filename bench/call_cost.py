@@ -20,8 +20,6 @@ service's code, measured alone in one thread (bench/call_parts.py).
 `python -m bench.call_cost` writes bench/results/call_cost.json; 7 minutes, 8 GB of memory.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import random

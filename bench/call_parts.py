@@ -8,8 +8,6 @@ the payload record.
 `python -m bench.call_parts` prints them as JSON; `parts` runs that in a separate process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -4,8 +4,6 @@ A case is one model under one load. A target compares two contenders in one case
 alone with a bound.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 HEADRACE = "headrace"

@@ -11,8 +11,6 @@ the request is an error, as is any status except 200; both end the measurement. 
 in seconds.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -3,8 +3,6 @@
 Remove a `.venv-bench-*` folder to reinstall it.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ If the order of a product's sum depends on the batch, low-precision logits somet
 -m bench.divergence` counts such answers, and writes bench/results/divergence.json.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import random

@@ -6,8 +6,6 @@ round are pairs. Ratios are those of pairs (bench/statistics.py). Cases that are
 the results file.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

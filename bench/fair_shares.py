@@ -8,8 +8,6 @@ measures each of the three once, in random order, in one process with random wei
 `python -m bench.fair_shares` writes bench/results/fair_shares.json; two minutes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import defaultdict

@@ -8,8 +8,6 @@ of the process's processor time, callers included, so that other processes of th
 `python -m bench.families` writes bench/results/families.json; six minutes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

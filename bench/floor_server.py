@@ -6,8 +6,6 @@ HOST:PORT` it is the transformer: it passes the bytes of requests and answers on
 traces, log lines, limits, deadlines or error mapping; uvloop, as in the services.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 from collections.abc import AsyncIterator

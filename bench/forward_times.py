@@ -3,8 +3,6 @@
 The wall time and the processor time of the engine's thread; with one thread the latter is all that the passes cost.
 """
 
-from __future__ import annotations
-
 import mmap
 import struct
 import time

@@ -4,8 +4,6 @@ It is the real service, including scheduler and sampler; only the runner compute
 token, after a pause of PACE_MS, in which other threads can run.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from functools import cache

@@ -11,8 +11,6 @@ key allows 100, which ignores the answers; its process has a low priority, since
 `python -m bench.keys` writes bench/results/keys.json; four minutes.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

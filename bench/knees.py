@@ -9,8 +9,6 @@ once a minute while the load rises.
 `python -m bench.knees` writes bench/results/knees.json; 20 minutes. It needs Locust (`make load` installs it).
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

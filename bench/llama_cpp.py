@@ -4,8 +4,6 @@
 models' converter and the vocabularies.
 """
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

@@ -9,8 +9,6 @@ the prompt without streams.
 `python -m bench.long_prompt` writes bench/results/long_prompt.json; 10 minutes.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import random

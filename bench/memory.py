@@ -8,8 +8,6 @@ all later readings, by least squares.
 `python -m bench.memory` writes bench/results/memory.json; half an hour.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter, defaultdict

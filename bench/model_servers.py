@@ -4,8 +4,6 @@
 has two threads, vLLM both cores and compiled graphs.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress

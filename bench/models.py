@@ -19,8 +19,6 @@ takes about a minute for each server of a shape, and 2 more for vLLM, and the fi
 `python -m bench.models --llama-cpp FOLDER` writes bench/results/models.json. docs/benchmarks.md has llama.cpp's build.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

@@ -5,8 +5,6 @@ with receiver_process() as receiver:
     receiver.span_count()
 """
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -14,8 +14,6 @@ computation: each step sleeps for that time instead of competing for the cores. 
 priority takes one core away for S seconds in the middle of each arm, those at the peak included.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

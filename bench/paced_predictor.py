@@ -1,7 +1,5 @@
 """The predictor with a fixed pace: the real service, whose runner takes PACE_MS longer for a step."""
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any

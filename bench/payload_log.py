@@ -13,8 +13,6 @@ a request: 32 streams at 10 ms a step, and 32 callers that request one token aft
 `python -m bench.payload_log` writes bench/results/payload_log.json; 50 minutes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -10,8 +10,6 @@ time for a chunk while the threads behind the tap write and ship; the aim is at 
 `python -m bench.payload_store` writes bench/results/payload_store.json; 6 minutes and 3 GB of temporary files.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

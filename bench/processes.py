@@ -6,8 +6,6 @@ these the names in Python. Threads of one process and name are counted together.
 process used in threads that have ended.
 """
 
-from __future__ import annotations
-
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -38,7 +36,7 @@ class Usage(NamedTuple):
     processes: dict[str, float]
     threads: dict[Thread, float]
 
-    def since(self, before: Usage) -> Usage:
+    def since(self, before: "Usage") -> "Usage":
         return Usage(_difference(before.processes, self.processes), _difference(before.threads, self.threads))
 
 

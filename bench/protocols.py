@@ -8,8 +8,6 @@ compared with its request.
 `python -m bench.protocols` writes bench/results/protocols.json; 3 minutes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

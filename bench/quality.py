@@ -5,8 +5,6 @@ with choices of formats that torch imitates: weights and inputs of linear layers
 the format can store. Only predicted tokens count. Writes bench/results/quality.json.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

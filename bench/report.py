@@ -1,7 +1,5 @@
 """Converts records to verdicts and printed tables. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict
 from statistics import median

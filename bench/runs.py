@@ -1,7 +1,5 @@
 """Shared by the benchmarks: the command line, the machine, the measured stack, the file of results."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -10,8 +10,6 @@ Each number of predictors has a stack of its own, one after the other; the rate 
 `python -m bench.scale` writes bench/results/scale.json; 3 minutes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from statistics import median

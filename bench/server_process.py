@@ -6,8 +6,6 @@
 It ends with this process, however that ends (headrace_runner/tether.py).
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

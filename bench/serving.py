@@ -11,8 +11,6 @@ The first run installs vLLM into its own environment: 2 to 5 minutes, 3 GB. `pyt
 bench/results/serving.json; 8 minutes.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import random

@@ -5,8 +5,6 @@ times (fixed seed), and the 2.5th and 97.5th percentile of the medians are its e
 both figures of a ratio were measured one after another.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

@@ -10,8 +10,6 @@ llama-10M` measures the same with that model, in bfloat16.
 `python -m bench.step_path` writes bench/results/step_path.json; a minute.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -9,8 +9,6 @@ once, in random order; the ratios are those of pairs (bench/statistics.py).
 `python -m bench.structured` writes bench/results/structured.json; three minutes.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -15,8 +15,6 @@ reported: the ratio to `off`, and the processor time of each process for a messa
 `python -m bench.telemetry` writes bench/results/telemetry.json; 11 minutes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time
@@ -58,7 +56,7 @@ class Case(NamedTuple):
     """`callers`, each with one request at a time."""
 
     callers: int
-    ask: Callable[[Mode], Ask]
+    ask: "Callable[[Mode], Ask]"
 
 
 class Block(NamedTuple):

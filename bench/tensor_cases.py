@@ -4,8 +4,6 @@ Every case has one input `x`; its answer has the same tensor under the same name
 its answers one each: 0, 1, 2, …
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

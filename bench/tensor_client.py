@@ -11,8 +11,6 @@ channel, or one HTTP connection for each caller.
 `python -m bench.tensor_client` is such a process: a measurement as a line of JSON on stdin, its load on stdout.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import resource
@@ -62,7 +60,7 @@ class Load:
     failures: dict[str, int] = field(default_factory=dict)
     client_cpu_s: float = 0.0
 
-    def add(self, other: Load) -> None:
+    def add(self, other: "Load") -> None:
         self.took_s += other.took_s
         self.first_s += other.first_s
         self.messages += other.messages

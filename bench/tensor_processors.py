@@ -1,7 +1,5 @@
 """Processors that pass everything on, for measuring the full path through the transformer."""
 
-from __future__ import annotations
-
 from headrace.processor import Processor
 
 

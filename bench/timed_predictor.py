@@ -1,7 +1,5 @@
 """The predictor, whose runner counts its time in the file FORWARD_TIMES; with FREE=1 it computes nothing either."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -16,8 +16,6 @@ FOLDER` a last round, which is not counted, records each Python process with py-
 `python -m bench.token_cost` writes bench/results/token_cost.json; 5 minutes.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import random

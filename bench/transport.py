@@ -23,8 +23,6 @@ The first run installs KServe and Triton into their own environments: 1 minute, 
 writes bench/results/transport.json; 20 minutes.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import random

@@ -5,8 +5,6 @@ A contender is a server, the names of its models, and a protocol. Two contenders
 installs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

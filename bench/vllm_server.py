@@ -1,7 +1,5 @@
 """vLLM's OpenAI server on the CPU, started and ended: `async with vllm_server(folder, name, log) as server`."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path

@@ -3,8 +3,6 @@
 Every failure is a ContenderError with one line of reason: the contender is reported as absent, and the others continue.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

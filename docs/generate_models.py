@@ -1,7 +1,5 @@
 """Writes the tables of families into docs/models.md from the tests' zoos: `python -m docs.generate_models`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.model.random_crowd import PROMPTS

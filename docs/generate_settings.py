@@ -1,7 +1,5 @@
 """Writes docs/settings.md from the settings' own classes: `python -m docs.generate_settings`; `--check` compares."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

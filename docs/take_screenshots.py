@@ -3,8 +3,6 @@
 It starts a stack of its own with two predictors, clicks as a reader would, and kills a predictor.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import shutil

@@ -4,8 +4,6 @@ The gateway sets the metadata `x-headrace-client`, a name, and `x-headrace-polic
 that a caller sent under these names. Without keys there is neither: every caller is ANYONE, which may do everything.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """The deadline of a request: one value from its arrival to the last call made for it."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time
@@ -26,7 +24,7 @@ class Deadline:
     message: str = PASSED
 
     @classmethod
-    def after(cls, timeout_s: float | None) -> Deadline:
+    def after(cls, timeout_s: float | None) -> "Deadline":
         """The deadline in `timeout_s` seconds; None: no deadline."""
         return cls() if timeout_s is None else cls(time.monotonic() + timeout_s)
 

@@ -3,8 +3,6 @@
 A service is `_name._tcp.domain` without a port, as RFC 2782 has it: its SRV records have the hosts and ports.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import re
 

@@ -5,8 +5,6 @@ the trailing metadata, and the client interceptor turns such a status back into 
 its meaning and its origin across any number of hops.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 If the new contents of an operator's file are invalid, the last valid ones stay in effect.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -5,8 +5,6 @@ processes (Unix sockets, engine.proto). There is no TLS and no authentication. O
 seconds, so that silence means that the peer is at fault; what the peer of a dead host is owed, TCP gives up by itself.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import struct
@@ -77,7 +75,7 @@ class FrameConnection(asyncio.Protocol):
     @classmethod
     async def open(
         cls, host: str, port: int, receive: Callable[[bytes], None], drained: Callable[[], None]
-    ) -> FrameConnection:
+    ) -> "FrameConnection":
         """Connects within 2 s; raises OSError, but no TimeoutError."""
         loop = asyncio.get_running_loop()
         try:

@@ -5,8 +5,6 @@ exactly or a little stricter: an answer is valid against the schema as it was gi
 stays where it is, for llguidance to refuse. Source: llguidance's docs/json_schema.md.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from decimal import Decimal

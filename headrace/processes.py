@@ -1,7 +1,5 @@
 """A process's limit of open files and sockets, of which each caller's connection takes one, its parent, and its end."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import resource

@@ -21,8 +21,6 @@ alone, as INTERNAL with the traceback in the log; `raise InvalidRequestError(tex
 the other HeadraceErrors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar

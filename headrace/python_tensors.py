@@ -1,7 +1,5 @@
 """Converts results of users' code, numpy arrays by name, to tensors of the protocol, and their parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -5,8 +5,6 @@ same meaning and the same errors everywhere. `may_end`, `end_ids` and `finish_re
 the sampler and for the engine.
 """
 
-from __future__ import annotations
-
 import reprlib
 import secrets
 from collections.abc import Iterable, Mapping
@@ -168,7 +166,7 @@ class SamplingParameters(BaseModel):
             raise ValueError(f"at most {MAX_BAD_TOKENS} token ids together are allowed")
         return value
 
-    def changed(self, given: Mapping[str, Any]) -> SamplingParameters:
+    def changed(self, given: Mapping[str, Any]) -> "SamplingParameters":
         """These parameters with those that a request gives; raises InvalidRequestError."""
         for name, value in given.items():
             if (value is True or value is False) and name in _NUMBERS:  # To pydantic they are 1 and 0.
@@ -191,7 +189,7 @@ class SamplingParameters(BaseModel):
 
     def resolved(
         self, room: int, default_max_tokens: int = DEFAULT_MAX_TOKENS, default_seed: int | None = None
-    ) -> SamplingParameters:
+    ) -> "SamplingParameters":
         """With a seed, if there is none `default_seed` or a random one, and `max_tokens` within the `room` that the
         context has left for output."""
         if room < 1:

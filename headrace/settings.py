@@ -5,8 +5,6 @@ what `--help` prints. Nothing else reads the environment but OpenTelemetry's own
 for models of buckets and registries `AWS_*`, `AZURE_*`, `GOOGLE_*`, `FSSPEC_*`, `DOCKER_CONFIG` and `XDG_CACHE_HOME`.
 """
 
-from __future__ import annotations
-
 import argparse
 import ipaddress
 import os

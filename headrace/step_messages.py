@@ -1,7 +1,5 @@
 """A HeadraceError as a message between transformer and predictor (headrace_protos/steps.proto), and back."""
 
-from __future__ import annotations
-
 from headrace import errors
 from headrace.errors import HeadraceError, RequestFailedError
 from headrace_protos.steps_pb2 import StepsError

@@ -14,8 +14,6 @@ Front ends and services pass it on as the text that `read_structured_outputs` re
 grammars.py. Source of the names: vLLM's StructuredOutputsParams.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from typing import Any

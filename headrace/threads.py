@@ -5,8 +5,6 @@ its cost; of one caller's the first that came, but costly work lets cheap work t
 n counts as n later arrivals. A caller without a name is this stack itself and has all places.
 """
 
-from __future__ import annotations
-
 import asyncio
 import heapq
 import threading

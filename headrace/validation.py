@@ -1,7 +1,5 @@
 """What is wrong with a setting or an entry of a file, in words of its own: what is allowed, not how it was read."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterable

@@ -2,8 +2,6 @@
 `down`: stops a running one. `roll`: replaces its services without losing a call; see stack.py and roll.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

@@ -12,8 +12,6 @@ separate files beside the derived configuration, because Envoy reloads only such
 An unreadable file, also one of the settings, raises StartupError with one line.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import ssl

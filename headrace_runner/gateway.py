@@ -1,7 +1,5 @@
 """The gateway of a running stack, for gRPC calls, which have the caller's key."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -9,8 +9,6 @@ takes no new calls and ends when its calls have ended. One predecessor at a time
 waits for it, and ends it after its timeout.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

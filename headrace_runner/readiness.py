@@ -1,7 +1,5 @@
 """The processes of a stack that are not ready yet, from their health services and Envoy."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterable

@@ -3,8 +3,6 @@
 `--verbose` adds every address, the pages of the metrics, and a call by gRPC. Colours are for terminals only.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

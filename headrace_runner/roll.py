@@ -6,8 +6,6 @@ the error if there was one. Settings that neither the request nor `.env` names s
 roll fails.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -4,8 +4,6 @@ The claim is a lock on `runner.pid`: the kernel releases it when its holder ends
 runner never blocks the next.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Processes that run: how the runner starts one, ends it with its children, and lets one finish its calls."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

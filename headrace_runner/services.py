@@ -1,7 +1,5 @@
 """The processes of a stack: commands and environments, derived from the settings only."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping

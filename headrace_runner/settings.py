@@ -5,8 +5,6 @@ value or an unknown `GATEWAY_*` is refused with one line. Settings of the servic
 `LOGGER_*`, `OTEL_*`) are passed on; the services validate them.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from ipaddress import IPv4Address

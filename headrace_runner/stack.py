@@ -7,8 +7,6 @@ All processes start at once, because each can wait for those that it needs. They
 and the logger last, within ten seconds. None outlives this process, however it ends.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import signal

@@ -1,7 +1,5 @@
 """Terminal output: optional colours, and no control characters from other sources."""
 
-from __future__ import annotations
-
 import unicodedata
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path

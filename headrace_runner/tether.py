@@ -4,8 +4,6 @@ A killed parent cannot stop its children; on Linux the kernel does, when the thr
 that setting and the process id, so the command itself is the supervisor's child. On other systems this is only `exec`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

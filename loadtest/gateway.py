@@ -4,8 +4,6 @@ Calls of HTTP with a short timeout, one connection each; not for the load itself
 answer or a refusal.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import ssl

@@ -3,8 +3,6 @@
 A file of its own, because Locust uses the shape of a locustfile in every run without the page.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -5,8 +5,6 @@ then wait in threads of gevent's pool, one each: with the usual 10 threads, ten 
 would delay the messages of all others.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

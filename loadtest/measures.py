@@ -4,8 +4,6 @@ A worker hands its finished seconds to Locust's report to the master (`drain`), 
 workers one process does both. Seconds are those of the clock, so that processes agree about them; their clocks must.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -9,8 +9,6 @@ messages of the stream, `whole` the whole request, `cancel` how long the server 
 a request does not have, such as the gap of a tensor call, is kept. A request that failed is never good.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from argparse import Namespace

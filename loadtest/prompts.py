@@ -9,8 +9,6 @@ of as many words as a length says, or those of a file:
 """
 
 # ruff: noqa: S311  (random numbers here are not secrets)
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterable, Mapping, Sequence

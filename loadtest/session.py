@@ -5,8 +5,6 @@ gevent's greenlets of one thread.
 """
 
 # ruff: noqa: S311  (random numbers here are not secrets)
-from __future__ import annotations
-
 import logging
 import random
 import time

@@ -1,7 +1,5 @@
 """Tensors of random values, as a model's metadata describes its inputs."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

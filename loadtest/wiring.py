@@ -3,8 +3,6 @@
 `connect` may be called by several locustfiles of one process; it connects once.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Grafana's dashboards, read from their files, and their queries as Prometheus gets them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

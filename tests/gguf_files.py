@@ -3,8 +3,6 @@
 Reordered rows and shifted norms as llama.cpp's conversion scripts have them.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

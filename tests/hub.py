@@ -1,7 +1,5 @@
 """A fake of the Hugging Face hub for `snapshot_download`, served from local folders."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

@@ -4,8 +4,6 @@ It runs with deploy/observability/prometheus.yaml and its alerts; the scrape job
 containers', and queries use its HTTP API. It needs Debian's package `prometheus`, or a release's binary on the path.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import random

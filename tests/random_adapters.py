@@ -1,7 +1,5 @@
 """Adapters (LoRA) with random weights in PEFT's format, and the models that result from merging them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Small encoders with random weights, saved as transformers and sentence-transformers save them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Families of the zoo by short names, saved as transformers saves them, with the storyteller's tokenizer."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Waits for conditions, never for time."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import time

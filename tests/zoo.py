@@ -5,8 +5,6 @@ has beyond a common one of two layers. Windows, chunks and limits of scaling are
 docs/models.md has the table; docs/generate_models.py writes it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field, fields

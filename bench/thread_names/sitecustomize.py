@@ -2,8 +2,6 @@
 PYTHONPATH has this folder, also by the children of services.
 """
 
-from __future__ import annotations
-
 import threading
 from contextlib import suppress
 

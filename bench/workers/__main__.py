@@ -1,7 +1,5 @@
 """`python -m bench.workers MODULE FOLDER [ARGUMENTS]`: runs one contender of this folder; see `protocol`."""
 
-from __future__ import annotations
-
 import os
 import sys
 from importlib import import_module

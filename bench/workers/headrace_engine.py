@@ -6,8 +6,6 @@ Arguments after the folder are settings of the predictor, such as `max_gap_ms=20
 for this engine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Mapping

@@ -10,8 +10,6 @@ A contender's module has `create(folder, *arguments)`.
 Times are those of time.perf_counter(), in seconds.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

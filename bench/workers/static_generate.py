@@ -1,7 +1,5 @@
 """transformers' `generate` on one static batch, causal or encoder-decoder."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -3,8 +3,6 @@
 Requests do not stream: delivering each token would slow it down, and it records the time of the first one itself.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

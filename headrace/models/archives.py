@@ -4,8 +4,6 @@ Only plain files below one folder are written, and only those that services read
 its target, so nothing on the disk leads out of the folder. Raises StartupError in one line.
 """
 
-from __future__ import annotations
-
 import lzma
 import os
 import shutil

@@ -5,8 +5,6 @@ the machine's identity; `FSSPEC_S3_ANON=true` reads public buckets. The digest o
 and versions (ETags) of its files.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

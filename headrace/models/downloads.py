@@ -7,8 +7,6 @@ process; others wait for the lock, which ends with its process. Reads from the n
 is too. While a place cannot be reached, the files that an earlier start found there are used.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

@@ -14,8 +14,6 @@ A file, for more than fits into a list:
       max_running: 64
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

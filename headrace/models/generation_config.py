@@ -9,8 +9,6 @@ Of the fields of transformers' GenerationConfig
 - the others change no token here (caches, outputs, assistants, padding, `renormalize_logits`).
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Mapping

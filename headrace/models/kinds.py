@@ -11,8 +11,6 @@ It depends only on the folder's files, so that both services decide the same. Th
    the predictor refuses by name where the class does not generate text from text.
 """
 
-from __future__ import annotations
-
 from enum import StrEnum
 from pathlib import Path
 

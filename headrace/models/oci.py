@@ -5,8 +5,6 @@ named by their annotations (ORAS, ModelPack), or by their media type: those of O
 digest of the manifest names the contents, and every manifest and layer must have its own digest.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import platform

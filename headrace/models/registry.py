@@ -5,8 +5,6 @@ Source: https://distribution.github.io/distribution/spec/auth/token. Credentials
 Registries on loopback speak HTTP, as Docker has it, all others HTTPS.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@ sentence-transformers reads with defaults of its own. What the files ask for and
 ValueError. Source: sentence-transformers 6.2.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

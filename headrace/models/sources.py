@@ -5,8 +5,6 @@ alone is the hub's model, under its id. In place of a hub id a URL may stand, se
 engines instead, see engine_sources.py.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ makes them: conversions of transformers 5 differ there in spaces, normalisation 
 M2M100 it has none.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import sys

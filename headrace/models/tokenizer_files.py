@@ -10,8 +10,6 @@ Flags such as `add_bos_token` do not count where the file has a post-processor: 
 length and padding in the file are switched off.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import subprocess

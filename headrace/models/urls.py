@@ -9,8 +9,6 @@ port) by themselves, and the rest: no wildcard reaches from one into another. A 
 (`@sha256:…`) is compared with what is fetched, which is the digest where a location has one.
 """
 
-from __future__ import annotations
-
 import re
 from fnmatch import fnmatchcase
 

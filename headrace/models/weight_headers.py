@@ -1,7 +1,5 @@
 """What the headers of a model's weights say, without reading the weights."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

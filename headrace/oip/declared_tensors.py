@@ -3,8 +3,6 @@
 A third element has more of a tensor: `("FP32", [-1], {"optional": True})` is an input that may be left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

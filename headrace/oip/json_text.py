@@ -6,8 +6,6 @@ others. FP32 is written with as many digits as make it FP32 again.
 Source: triton_json.h of triton-inference-server/common, whose flags allow the three names both ways.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ parameters of a classifier's ModelConfig have the names of its labels, as a JSON
 probabilities or scores of its logits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """The protocol's parameters: maps of names to bool, int, float and str in requests, responses and configurations."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping
 from typing import Any

@@ -6,8 +6,6 @@ each position, best first, `prompt_top_logprob_ids` INT32 [N - 1, n] and `prompt
 that supports this lists these outputs. Between transformer and predictor they are a message of steps.proto.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +34,7 @@ class PromptLogprobs:
     top: NDArray[np.float32]
 
     @classmethod
-    def joined(cls, parts: Sequence[PromptLogprobs], top: int) -> PromptLogprobs:
+    def joined(cls, parts: "Sequence[PromptLogprobs]", top: int) -> "PromptLogprobs":
         """The parts of one prompt, of `top` likeliest tokens each, in order; without any, those of one token."""
         return cls(
             np.concatenate([np.empty(0, np.float32), *(part.chosen for part in parts)]),

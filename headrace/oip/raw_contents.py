@@ -6,8 +6,6 @@ that is serialized. These functions copy them once, into the serialized message.
 Source of the format: protobuf's wire encoding; field numbers are those of inference.proto.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 

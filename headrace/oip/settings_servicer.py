@@ -14,8 +14,6 @@ What is refused raises InvalidRequestError. Source of the names: Triton's trace 
 """
 # The methods' names are the protocol's.
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from typing import Any, NoReturn

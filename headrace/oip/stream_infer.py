@@ -15,8 +15,6 @@ JOINS_ANSWERS may get JoinedAnswers (stream_answers.proto) in the place of an an
 ready together. Nothing waits to be joined, and a large answer goes alone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

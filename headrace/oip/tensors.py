@@ -8,8 +8,6 @@ Raises InvalidRequestError if name, datatype, shape and size do not match, and a
 Source: the protocol's "Tensor Data" section and Triton's binary tensor data extension.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ raise protobuf's DecodeError, as the generated parsers do.
 Source of the format: protobuf's wire encoding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from google.protobuf.message import DecodeError

@@ -5,8 +5,6 @@ service that forwards it sends the metadata `RECORDED`, which the gateway remove
 A record holds the caller's own metadata only as far as the rules allow.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 When records are whole again a line states how many were lost. For any thread.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

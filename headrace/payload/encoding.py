@@ -4,8 +4,6 @@ On the thread that writes. A part that cannot be encoded or redacted raises: not
 for answers must see the whole answer: with them a part has only the time of its last chunk, and the end has all chunks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ records are sent to the logger. Begins and more parts of records that have not e
 dies. A damaged frame is skipped by its length; if two in a row are damaged, the rest of the segment is discarded.
 """
 
-from __future__ import annotations
-
 import struct
 import zlib
 from collections.abc import Iterator

@@ -11,8 +11,6 @@ which creates the next segment before it is needed.
 A process appends only to its new folder, and takes over folders without an owner to read them to their end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import logging

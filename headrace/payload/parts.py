@@ -4,8 +4,6 @@ They hold references to the contents of a request or an answer, which must not c
 writes encodes them (payload/encoding.py).
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,7 +42,7 @@ class DeferredTensors:
 
     read: Callable[[], Sequence[RecordedTensor]]
     size: int
-    heads: Callable[[int], Tensors] | None = None
+    heads: "Callable[[int], Tensors] | None" = None
     described: Sequence[RecordedTensor] | None = None
     message: bytes | None = None
 

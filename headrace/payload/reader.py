@@ -1,7 +1,5 @@
 """Reads the records of an outbox in order; belongs to one thread."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 

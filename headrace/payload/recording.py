@@ -4,8 +4,6 @@ On the event loop's thread. Only `flushed` is awaited. No method raises, whateve
 kept is counted as dropped and makes the record incomplete.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Sequence
@@ -206,7 +204,7 @@ class Recording:
     def end_with(self, error: HeadraceError) -> None:
         self.end(error.status.name, error.message, error.hop or self._recorder.hop)
 
-    def __enter__(self) -> Recording:
+    def __enter__(self) -> "Recording":
         return self
 
     def __exit__(

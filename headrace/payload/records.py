@@ -7,8 +7,6 @@ If a request was refused, or its caller cancelled it, before any part of its ans
 `KEPT_CHARACTERS` of each text: refused requests must not fill the log.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 import uuid

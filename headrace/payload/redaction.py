@@ -23,8 +23,6 @@ Parameters that are no valid JSON, because they were cut off, are redacted whole
 settings; an invalid rule raises ValueError with its number. `redact` is called on the writer thread.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import deque

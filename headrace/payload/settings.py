@@ -1,7 +1,5 @@
 """The settings of a service that records requests: where records wait for the logger, and what they contain."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -10,8 +10,6 @@ retry, is dropped, counted and logged with its id: it must not block other recor
 A `SourceShipper` belongs to the thread that runs it; its properties, `wake`, `hurry` and `stop` are for any thread.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 import threading

@@ -16,8 +16,6 @@ with the same folder ships it, and ends its open records as ABORTED.
 `start`, `begin`, `drain` and `Recording` belong to one event loop's thread.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -93,7 +91,7 @@ class PayloadTap:
         self._opening: asyncio.Task[None] | None = None
 
     @classmethod
-    def of(cls, settings: RecordingSettings, hop: str) -> PayloadTap:
+    def of(cls, settings: RecordingSettings, hop: str) -> "PayloadTap":
         return cls(
             settings.logger,
             settings.payload_rules,

@@ -14,8 +14,6 @@ record fails because of them.
 Source of the format: protobuf's wire encoding; field numbers are those of inference.proto.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial

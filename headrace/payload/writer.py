@@ -12,8 +12,6 @@ Space: without room a begin is dropped with its record; a chunk is dropped and i
 begin is not on disk loses its tensors' contents first; the end of another one waits.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

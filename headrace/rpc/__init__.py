@@ -1,7 +1,5 @@
 """gRPC and HTTP/2: servers, what bounds their calls, clients. Here the types of gRPC that handlers see."""
 
-from __future__ import annotations
-
 from typing import Any, TypeAlias
 
 import grpc

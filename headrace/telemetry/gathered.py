@@ -8,8 +8,6 @@ group; otherwise it counts one, their sum. Such values have no exemplars.
 Attributes must not change once they are handed in. Any thread may add values.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self

@@ -4,8 +4,6 @@ The trace and the span are OpenTelemetry's; the request's id is the caller's own
 from hop to hop as the metadata `x-request-id`. All belong to the current task.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextvars import ContextVar
 

@@ -5,8 +5,6 @@ reader of standard error stalls, calls continue, and lost lines are counted. All
 once.
 """
 
-from __future__ import annotations
-
 import io
 import logging
 import sys

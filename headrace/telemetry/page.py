@@ -5,8 +5,6 @@ files, start time. If several processes serve one port, their parent's page show
 the label `worker`.
 """
 
-from __future__ import annotations
-
 import logging
 import socket
 import threading

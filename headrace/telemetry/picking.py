@@ -6,8 +6,6 @@ OpenTelemetry's names must not have. A picker reports an error for each name tha
 what is not known. It reads twenty times a second, so these are also on a page of their own.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 Source: OpenTelemetry semantic conventions, "gRPC" and "RPC metrics".
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any

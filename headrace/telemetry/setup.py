@@ -9,8 +9,6 @@ Exporters run on separate threads with bounded queues: a dead or slow collector 
 losses are counted (`otel.sdk.*`).
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any, Literal

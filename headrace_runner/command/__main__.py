@@ -1,7 +1,5 @@
 """The command `headrace`: `headrace --help`."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

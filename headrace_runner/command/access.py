@@ -7,8 +7,6 @@ authority's own key is kept nowhere, so each call makes a new authority. Files a
 gateway takes them at once.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

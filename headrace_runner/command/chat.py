@@ -1,7 +1,5 @@
 """`headrace chat`: prints a text model's answers while they are generated."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ A check returns what is right, or raises: `StartupError` where a start would fai
 change nothing and take seconds, because some run programs: torch, the services' settings, Envoy, Docker.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os

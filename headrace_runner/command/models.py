@@ -4,8 +4,6 @@ A token of a stream reads all weights once, so the bandwidth of the memory by th
 of one stream in a second; a mixture of experts, which reads a part of them, can be faster.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import logging

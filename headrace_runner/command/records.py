@@ -1,7 +1,5 @@
 """`headrace log` and `headrace trace`: records of the payload log; `headrace usage`: the usage as a table."""
 
-from __future__ import annotations
-
 import json
 import re
 import urllib.request

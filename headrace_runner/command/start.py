@@ -1,7 +1,5 @@
 """`headrace up`, `serve` and `load`: replaces this process by the program that does it."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -3,8 +3,6 @@
 Texts of models are made safe for terminals.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -9,8 +9,6 @@ fingerprint, and every token of the answer. An answer that its caller or an erro
 token. A record that cannot be replayed has a reason, in a few words, by which the report counts it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ most, so that records are read no faster than they are replayed. Calls have the 
 it that of HEADRACE_KEY.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait

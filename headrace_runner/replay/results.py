@@ -4,8 +4,6 @@ Percentiles are of the streams that have a figure on both sides. Durations are t
 the recorded ones were measured by the server, those of the replay by its caller. Milliseconds.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field

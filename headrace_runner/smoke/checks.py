@@ -4,8 +4,6 @@ Of a user's code only datatypes and shapes are known: its inputs are ones, with 
 may refuse them with INVALID_ARGUMENT.
 """
 
-from __future__ import annotations
-
 import json
 import time
 import uuid

@@ -3,8 +3,6 @@
 A model's metadata and configuration determine what it must answer.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import time
@@ -59,7 +57,7 @@ class Answer(NamedTuple):
             piece.decode(errors="replace") if isinstance(piece, bytes) else str(piece) for piece in self.pieces
         )
 
-    def expect(self, status: int, *contents: str) -> Answer:
+    def expect(self, status: int, *contents: str) -> "Answer":
         """Returns the answer; raises Failed if its status is not `status` of HTTP or gRPC, or if contents are missing.
 
         Spaces are ignored.

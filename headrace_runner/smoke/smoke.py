@@ -4,8 +4,6 @@ Metadata and configuration define the kind of model: text generation with or wit
 embeddings, classification, a user's tensors, a processor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import closing
 

@@ -1,7 +1,5 @@
 """The knee's reports: JSON, Markdown, and a picture where matplotlib is installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -3,8 +3,6 @@
 A level that breaks is measured once more before it counts: one pause of the machine is not the knee. Pure.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from loadtest import figures

@@ -4,8 +4,6 @@ At each level the first seconds do not count. Locust calls `tick` once a second.
 are then in `--knee-folder`.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from pathlib import Path

@@ -5,8 +5,6 @@ there, and a script of ours, which the page gets beside its own, shows a section
 report contains the script, its style and the figures, so that the file stands alone.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from argparse import Namespace

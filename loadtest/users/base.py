@@ -9,8 +9,6 @@ equal failures count together.
 """
 
 # ruff: noqa: S311  (random numbers here are not secrets)
-from __future__ import annotations
-
 import http.client
 import random
 import time

@@ -5,8 +5,6 @@ Every message counts as it comes. A whole request is a row of Locust's table and
 gaps and cancels are rows of their own, which Locust's totals and charts do not contain.
 """
 
-from __future__ import annotations
-
 import time
 import uuid
 

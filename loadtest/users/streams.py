@@ -3,8 +3,6 @@ end, or read slowly.
 """
 
 # ruff: noqa: S311  (random numbers here are not secrets)
-from __future__ import annotations
-
 import json
 import random
 import time

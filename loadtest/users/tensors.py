@@ -4,8 +4,6 @@
 `TensorRestUser` calls by REST: a text model gets its prompt as a tensor.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

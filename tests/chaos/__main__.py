@@ -4,8 +4,6 @@ Each seed has a stack of its own; the same seed injects the same faults and send
 machine decides. Writes the results as JSON, and exits with 1 if anything went wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -4,8 +4,6 @@ Two lanes run side by side: faults of predictors, and faults of everything else.
 serves, and mostly while another one does too: else none would ever live long enough to serve.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import os

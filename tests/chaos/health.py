@@ -1,7 +1,5 @@
 """The health of a service, or, at the gateway, of the services behind it."""
 
-from __future__ import annotations
-
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 

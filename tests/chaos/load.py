@@ -4,8 +4,6 @@
 those of time.monotonic().
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

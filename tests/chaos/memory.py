@@ -1,7 +1,5 @@
 """The growth of memory of a stack's processes, for each life of a process separately."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator

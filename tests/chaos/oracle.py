@@ -5,8 +5,6 @@ A wrong or repeated piece has no excuse. An answer that breaks off has one: a fa
 transformer itself, of which there is only one each, while the request ran; and the status must show it.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

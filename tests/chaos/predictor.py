@@ -9,8 +9,6 @@ With PACE_MS in the environment a step takes that many milliseconds longer, as i
 left the processor to the others. A prompt with the token POISON_ID kills the engine process in its first step.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -6,8 +6,6 @@ the oracle's, and two more: requests during a full disk may have no record, and 
 transformer was streaming the last chunks may be missing.
 """
 
-from __future__ import annotations
-
 import sqlite3
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence

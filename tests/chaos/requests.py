@@ -4,8 +4,6 @@ A `Story` is a generation whose text never changes: greedy, or sampled with a se
 or something else, the way into the stack, and the behaviour of its caller.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random

@@ -4,8 +4,6 @@ Two predictors and one of each other service, configured as in production except
 longest stop. Nothing is asserted here: `Outcome.failures` lists what went wrong.
 """
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """One stack for all clients: text, tensors, a model that yields, and one that can be loaded."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 
 import pytest

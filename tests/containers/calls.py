@@ -1,7 +1,5 @@
 """Calls through the gateway of a running stack, one at a time or as a light load of every kind."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable

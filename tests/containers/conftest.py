@@ -3,8 +3,6 @@
 Without an engine the tests are skipped with a message; with REQUIRE_ENGINE=1, as in CI, they fail.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Generator, Iterator

@@ -3,8 +3,6 @@
 `GET /api/services` answers as Jaeger does: {"data": ["envoy-ingress", …]}.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import threading

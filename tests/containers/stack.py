@@ -4,8 +4,6 @@ It differs from a user's stack by offline.yaml, the ports, and the tag of the im
 except `async` ones, so that a load can run beside them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

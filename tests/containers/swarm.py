@@ -1,7 +1,5 @@
 """The stack on a swarm of this machine's engine alone, by the commands of docs/swarm.md."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -8,8 +8,6 @@ that shared its connection. Requests are bounded in number and in time. The answ
 but those to its neighbours: neighbours.py. Attacks with frames and bytes are in floods.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -5,8 +5,6 @@ that the request is certainly wrong and must be refused. If it
 is false the change may have left a valid request, which may be answered or refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from random import Random

@@ -4,8 +4,6 @@ An attacker must be cheap, or it takes the processor that it shares with the sta
 discarded unread, and each flood has a pace.
 """
 
-from __future__ import annotations
-
 import asyncio
 import struct
 from collections.abc import Awaitable, Callable
@@ -55,13 +53,13 @@ class Connection:
         self._drain = asyncio.create_task(self._throw_away(), name="answers")
 
     @classmethod
-    async def opened(cls, target: Target, first: bytes) -> Connection:
+    async def opened(cls, target: Target, first: bytes) -> "Connection":
         connection = cls(*await target.connect())
         connection._writer.write(first)
         return connection
 
     @classmethod
-    async def http2(cls, target: Target, window: int = 65_535) -> Connection:
+    async def http2(cls, target: Target, window: int = 65_535) -> "Connection":
         return await cls.opened(target, _PREFACE + frame(SETTINGS, 0, 0, struct.pack(">HI", INITIAL_WINDOW, window)))
 
     @property

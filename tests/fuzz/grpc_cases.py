@@ -1,7 +1,5 @@
 """Wrong messages to the gRPC services: text, tensors, the payload log, the repository; and gRPC-Web."""
 
-from __future__ import annotations
-
 import base64
 from random import Random
 from typing import Any

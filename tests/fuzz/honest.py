@@ -5,8 +5,6 @@ tensor, and readiness. Each caller waits a little between its calls, so that the
 callers share two connections, as callers behind a proxy do. Every answer is compared with the first one of its kind.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from contextlib import suppress

@@ -3,8 +3,6 @@
 Values are raw text, since a JSON library would not write most of them. The limits of single fields have unit tests.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Callable, Mapping, Sequence

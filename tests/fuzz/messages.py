@@ -5,8 +5,6 @@ protobuf's own parser decides: unreadable messages, and those that name a model 
 served, must be refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from random import Random
 

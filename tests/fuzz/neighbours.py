@@ -8,8 +8,6 @@ minute later each process is within 20 % of its memory before. A model with a pa
 Writes one JSON object; exits with 1 if a limit is exceeded.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -1,7 +1,5 @@
 """Sends cases through the gateway and returns their outcomes, with a limit of five seconds."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import time

@@ -1,7 +1,5 @@
 """Attacks of one caller, at an address of its own, that take all of what callers share: see attacks.py."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The arguments of an attack: the gateway, its time, and a report; and the attacks by name."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter

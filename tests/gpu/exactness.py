@@ -5,8 +5,6 @@ comparison is a promise, by device and dtype: docs/gpu.md. That greedy tokens ar
 logits, but for rounding, is one everywhere.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace

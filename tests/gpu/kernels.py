@@ -1,7 +1,5 @@
 """The tests of the kernels, tests/model/test_gpu_*.py, by pytest, on the device that is there."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.gpu.report import Report, part_options

@@ -1,7 +1,5 @@
 """The machine: its device, its libraries, what Triton needs to compile, and the memory's bandwidth, by a copy."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

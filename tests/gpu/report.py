@@ -1,7 +1,5 @@
 """What one part of the check has found. Each change is on the disk at once: a part that is killed loses nothing."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

@@ -6,8 +6,6 @@ hides nothing of the others. The end is a table; a JSON file has all figures. Ex
 failed. DEVICE=cpu runs the same parts with small shapes.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

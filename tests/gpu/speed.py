@@ -4,8 +4,6 @@ Tokens a second are counted while all streams decode: from the last one's first 
 prompts of 32 random tokens, no end tokens. The first answers of each number of streams do not count.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

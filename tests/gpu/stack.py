@@ -4,8 +4,6 @@ The storyteller in fp32 with PREDICTOR_EXACT, so that resumed answers are the un
 they last on any machine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -102,7 +100,7 @@ class _Stream:
         )
         self._call = stub.Generate(request, timeout=_ANSWER_S)
 
-    async def run(self) -> _Stream:
+    async def run(self) -> "_Stream":
         async for response in self._call:
             self.first_s = self.first_s or time.perf_counter() - self._began
             self.ids += response.token_ids

@@ -3,8 +3,6 @@ check, with the version of Python that is the argument. Packages have the versio
 `make wheels` downloads them.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib.metadata import distribution
 

@@ -1,7 +1,5 @@
 """Fake models; everything else in the tests is real."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Iterator

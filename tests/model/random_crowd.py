@@ -1,7 +1,5 @@
 """Engines of small random models, and twelve requests whose answers must equal those of transformers' `generate`."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 from collections.abc import Callable, Iterator, Sequence

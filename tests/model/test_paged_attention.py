@@ -1,7 +1,5 @@
 """Paged attention of every kind: the compiled kernel gives what plain torch gives, and caches of unlike layers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import SimpleNamespace
 

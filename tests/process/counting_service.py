@@ -3,8 +3,6 @@
 It logs its other actions to a file, since its standard error has the log.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from pathlib import Path

@@ -4,8 +4,6 @@ The name and the first argument make it look like a runner to `down`. It starts 
 are its children and end with it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import io
 import os

@@ -3,8 +3,6 @@
 It listens at `KIND_PORT`, refuses the log level LOUD, and hands its port over as the services do.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -4,8 +4,6 @@ Models: `echo`, which returns its tensors, and `ids`, which takes input_ids INT6
 the same ids as output_ids, one per answer, without a mark of the end.
 """
 
-from __future__ import annotations
-
 from contextlib import asynccontextmanager
 from functools import partial
 

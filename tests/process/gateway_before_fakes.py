@@ -1,7 +1,5 @@
 """The real Envoy with the derived configuration, in front of fake services."""
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import json
@@ -224,7 +222,7 @@ class Gateway:
     collector: Collector
     admin: str
     process: Process
-    health: FakeHealth  # The transformer's.
+    health: "FakeHealth"  # The transformer's.
     management: str
     tls: str = ""  # Empty without GATEWAY_TLS.
     predictors: tuple[tuple[FakeInference, grpc.aio.Server], ...] = ()

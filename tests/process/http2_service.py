@@ -1,7 +1,5 @@
 """A service behind the HTTP/2 server, for its tests."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator
@@ -73,7 +71,7 @@ class Served:
         self.server.add(*self.service.methods())
         self.port = 0
 
-    async def start(self, port: int = 0) -> Served:
+    async def start(self, port: int = 0) -> "Served":
         self.port = await self.server.start(HOST, port)
         return self
 

@@ -1,7 +1,5 @@
 """An HTTP server that accepts or refuses CloudEvents, as the test wants."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any

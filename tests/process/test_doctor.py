@@ -1,7 +1,5 @@
 """`headrace doctor` in this environment: it passes, and names a wrong setting of a service, of keys and of Envoy."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The gateway holds gRPC calls until their first message arrives: how long, how many, and how they end."""
 
-from __future__ import annotations
-
 import asyncio
 import urllib.request
 from collections.abc import AsyncIterator

@@ -4,8 +4,6 @@ A page of another origin can send a form or `text/plain` without a preflight req
 at this machine (DNS rebinding) has the gateway's own origin; only the host name distinguishes it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import hashlib

@@ -2,8 +2,6 @@
 point and the local runner configure, and refuse, the same.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The real Envoy with the derived configuration, in front of fake services."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import http.client

@@ -1,8 +1,6 @@
 """The gateway checks the headers that gRPC and the services parse, of every protocol alike; and the headers of one
 call do not affect another call."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import http.client

@@ -1,7 +1,5 @@
 """A model's name in a path may have slashes, as they are or as `%2F`: it reaches a service whole."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 
 import pytest

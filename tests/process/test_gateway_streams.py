@@ -1,7 +1,5 @@
 """Streams, bodies and connections that callers share: slow and leaving ones end no call but their own."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket
@@ -264,7 +262,7 @@ class Upload:
     @classmethod
     async def begin(
         cls, gateway: Gateway, *headers: str, path: str = OPENAI, address: str = "127.0.0.2", host: str = "gateway"
-    ) -> Upload:
+    ) -> "Upload":
         ip, port = gateway.address.rsplit(":", 1)
         upload = cls(*await asyncio.open_connection(ip, int(port), local_addr=(address, 0)))
         lines = (f"POST {path} HTTP/1.1", f"host: {host}", *headers, "", "")

@@ -1,7 +1,5 @@
 """The port with TLS: its calls, clients' certificates, and a new certificate, which interrupts no call."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

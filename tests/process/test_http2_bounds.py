@@ -1,7 +1,5 @@
 """A misbehaving peer of the HTTP/2 server affects only itself, and its use of resources is bounded."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

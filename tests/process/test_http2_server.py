@@ -1,7 +1,5 @@
 """The HTTP/2 server: calls with gRPC's semantics, start and stop."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -3,8 +3,6 @@
 tests/slow/test_installed_stack.py has a stack of it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """`make` and the runner read `.env` where there is one, and need none."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Models of buckets: S3 by moto's server; the others as far as their packages go without a server."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import socket

@@ -1,7 +1,5 @@
 """Models of images and artifacts: by a registry of Debian's, and by one that asks for tokens and cuts connections."""
 
-from __future__ import annotations
-
 import base64
 import json
 import shutil

@@ -3,8 +3,6 @@
 As a process: the hub's client reads its variables when it is imported.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A process that ends is restarted with back-off, one that cannot run is not, and none survives its stop."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

@@ -3,8 +3,6 @@
 The services are fakes; tests/slow/test_roll.py has real ones under load.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

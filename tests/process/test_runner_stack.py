@@ -3,8 +3,6 @@
 The services are fakes that implement only gRPC health.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

@@ -1,7 +1,5 @@
 """Upgrade: what each earlier version kept on the disk is opened by this one, and what is not is refused by name."""
 
-from __future__ import annotations
-
 import gzip
 import logging
 import shutil

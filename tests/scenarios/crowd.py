@@ -7,8 +7,6 @@
 At the end of the block each caller finishes its current request.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 A piece is the text of one message or one event; closing the generator ends the call.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing

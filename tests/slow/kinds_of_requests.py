@@ -1,7 +1,5 @@
 """Requests of every kind, and a client that continues or repeats them until it has the whole answer."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

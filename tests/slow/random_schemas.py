@@ -1,7 +1,5 @@
 """Random JSON schemas of the keywords that grammars support; their values are small: no endless strings or lists."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from random import Random
 from typing import Any

@@ -4,8 +4,6 @@ The packages that it requires are those of the environment that runs the tests. 
 one in which pip has installed a wheel, of this Python or another.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -3,8 +3,6 @@
 `python -m tests.fuzz.neighbours` takes longer for each and measures: bench/results/neighbours.json.
 """
 
-from __future__ import annotations
-
 import pytest
 import pytest_asyncio
 

@@ -1,7 +1,5 @@
 """Chromium, Debian's package, for the tests of pages; without it they are skipped."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

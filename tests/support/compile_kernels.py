@@ -4,8 +4,6 @@ Prints a line for each kernel, with its bytes of code and of shared memory. Trit
 compiler refuses.
 """
 
-from __future__ import annotations
-
 import sys
 
 import triton

@@ -1,7 +1,5 @@
 """TLS connections to a gateway: handshakes, certificates and requests. They block, 10 s at most."""
 
-from __future__ import annotations
-
 import http.client
 import socket
 import ssl

@@ -1,7 +1,5 @@
 """Server-sent events, as a client that can reconnect reads them."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

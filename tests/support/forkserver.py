@@ -7,8 +7,6 @@ or the allocator when a process begins; a service with a third set is started as
 share them: the first that needs one starts it, under a name that all of them can compute.
 """
 
-from __future__ import annotations
-
 import array
 import asyncio
 import errno
@@ -89,7 +87,7 @@ def start_zygote(kind: str, address: str, environment: Mapping[str, str]) -> Non
 
 async def fork(
     address: str, arguments: tuple[str, ...], environment: Mapping[str, str], folder: Path, log: IO[bytes]
-) -> Fork:
+) -> "Fork":
     """Runs a module, the first of `arguments`; raises OSError if no zygote listens there, or it has ended."""
     request = pickle.dumps((arguments, dict(environment), str(folder)))
     if len(request) > MAX_REQUEST:

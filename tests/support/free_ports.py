@@ -1,7 +1,5 @@
 """Free ports for stacks of tests and benchmarks, whose settings are independent of `.env`."""
 
-from __future__ import annotations
-
 import os
 import random
 import socket

@@ -1,7 +1,5 @@
 """A client of HTTP/2 without TLS that can also read late, disconnect, and continue after a GOAWAY."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
@@ -22,7 +20,7 @@ _CONNECTION_WINDOW_BYTES = 1 << 28
 class Http2Stream:
     """One request and the received part of its answer."""
 
-    def __init__(self, client: Http2Client, number: int) -> None:
+    def __init__(self, client: "Http2Client", number: int) -> None:
         self.number = number
         self.headers: dict[str, str] = {}
         self.trailers: dict[str, str] = {}
@@ -36,7 +34,7 @@ class Http2Stream:
     def status(self) -> int:
         return int(self.headers[":status"])
 
-    async def wait(self, condition: Any = None) -> Http2Stream:
+    async def wait(self, condition: Any = None) -> "Http2Stream":
         """Returns once the answer has ended, or the condition holds."""
         async with asyncio.timeout(30), self._client.news:
             await self._client.news.wait_for(

@@ -1,7 +1,5 @@
 """The imports of this repository's modules, read from their source, including those inside functions."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Environments with the wheel of this checkout, for tests of the installed package."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

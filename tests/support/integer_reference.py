@@ -8,8 +8,6 @@ Checkpoints: llama, mistral, qwen2 and qwen3, in float32, float16 or bfloat16. O
 at a time, with the keys and values of earlier positions kept.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -160,13 +158,13 @@ class Layer:
         kinds = config.get("layer_types") or [{"mistral": "sliding_attention"}.get(config["model_type"])]
         self.window = config.get("sliding_window") if kinds[index % len(kinds)] == "sliding_attention" else None
 
-    def __call__(self, hidden: Floats, cache: Cache, position: int, rotary: tuple[Floats, Floats]) -> Floats:
+    def __call__(self, hidden: Floats, cache: "Cache", position: int, rotary: tuple[Floats, Floats]) -> Floats:
         normed = rms_norm(hidden, self.norms[0], self.epsilon)
         hidden = self.output(self.attention(normed, cache, position, rotary)) + hidden
         normed = rms_norm(hidden, self.norms[1], self.epsilon)
         return self.down(swish(self.gate(normed)) * self.up(normed)) + hidden
 
-    def attention(self, normed: Floats, cache: Cache, position: int, rotary: tuple[Floats, Floats]) -> Floats:
+    def attention(self, normed: Floats, cache: "Cache", position: int, rotary: tuple[Floats, Floats]) -> Floats:
         linears = self.query, self.key, self.value
         queries, keys, values = (linear(normed).reshape(len(normed), -1, self.size) for linear in linears)
         if self.head_norms:

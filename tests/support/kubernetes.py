@@ -1,7 +1,5 @@
 """Kubernetes' manifests as Helm and kustomize render them, and what their network policies allow."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Locust's page over a stack: the process, its JSON, and a load that a browser starts, watches and stops."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

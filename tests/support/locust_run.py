@@ -1,7 +1,5 @@
 """Locust without its page: a run to its end, and the figures of its HTML report."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 

@@ -1,7 +1,5 @@
 """A payload logger in its own process, for tests that stop and kill it."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -74,7 +72,7 @@ class LoggerProcess:
         with self._log.open("ab") as log:
             self._process = await spawn(self.COMMAND, self.environment, self.ROOT, log)
 
-    async def __aenter__(self) -> LoggerProcess:
+    async def __aenter__(self) -> "LoggerProcess":
         return self
 
     async def __aexit__(self, *_: Any) -> None:

@@ -1,7 +1,5 @@
 """How long the event loop is blocked while a block runs."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """The recorded values of OpenTelemetry instruments."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -7,8 +7,6 @@ devices.
 Addresses are of 198.18.0.0/16, which is reserved for measurements between networks (RFC 2544).
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import heapq
@@ -92,7 +90,7 @@ class Host:
         while self._descriptors:
             os.close(self._descriptors.pop())
 
-    def __enter__(self) -> Host:
+    def __enter__(self) -> "Host":
         return self
 
     def __exit__(self, *_: object) -> None:

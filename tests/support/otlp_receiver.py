@@ -7,8 +7,6 @@
 It keeps every span and the newest point of each metric series.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor

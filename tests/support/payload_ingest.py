@@ -1,7 +1,5 @@
 """A fake payload log that keeps its records, for tests of their senders."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """The operations of the GPU's kernels in plain torch, as headrace_predictor/engine/gpu/operations.py has them."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor

@@ -4,8 +4,6 @@ Debian's package has the programs (`apt-get install postgresql`). They refuse to
 the user `nobody`.
 """
 
-from __future__ import annotations
-
 import os
 import pwd
 import shutil

@@ -1,7 +1,5 @@
 """A rate limit service that speaks Envoy's protocol: fixed windows of a minute, by descriptor."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Registries of models for tests: Debian's `docker-registry`, and a stand-in with tokens that cuts downloads."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import io

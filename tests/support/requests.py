@@ -1,7 +1,5 @@
 """Submissions to any engine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Rows
 from typing import Any
 

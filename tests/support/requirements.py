@@ -1,7 +1,5 @@
 """What the parts of Headrace require, and the distributions that others require."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path

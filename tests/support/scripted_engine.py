@@ -5,8 +5,6 @@ before it, so an answer that goes on elsewhere can be compared token by token. `
 request has answered, what happens next.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json
@@ -80,7 +78,7 @@ class ScriptedEngine:
             await self._runner.cleanup()
             self._runner = None
 
-    async def __aenter__(self) -> ScriptedEngine:
+    async def __aenter__(self) -> "ScriptedEngine":
         await self.start()
         return self
 

@@ -7,8 +7,6 @@ the call; `Broken` ends the whole connection of a submission. A submission is ac
 action yields.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from contextlib import aclosing, asynccontextmanager

@@ -3,8 +3,6 @@
 An answer of more than 512 bytes is truncated, so that it is asked for by TCP.
 """
 
-from __future__ import annotations
-
 import asyncio
 import struct
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """A small disk of its own for a test, to fill: a tmpfs, which needs root's right to mount."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 The conftest.py of each folder whose tests use stacks imports the fixtures from here.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from contextlib import asynccontextmanager

@@ -9,8 +9,6 @@ released, its own state is added there, once; what a released version wrote is n
     batches.tar.gz      the folder of batches, with one file
 """
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import shutil

@@ -1,7 +1,5 @@
 """JSON Web Tokens and their key sets, for tests."""
 
-from __future__ import annotations
-
 import base64
 import json
 import time

@@ -1,7 +1,5 @@
 """Folders of models with chat templates for tools and reasoning: the storyteller's files with another template."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A transformer within the test's process, before any server of the protocol."""
 
-from __future__ import annotations
-
 import asyncio
 import tempfile
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The interpreter with vLLM, which benchmarks and tests run as a server."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

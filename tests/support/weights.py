@@ -1,7 +1,5 @@
 """Changed weights: a model that answers everything differently."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -7,8 +7,6 @@ service leads a session of its own and dies with this process, as a started one 
 (headrace_runner/tether.py); this process ends with the run of the tests.
 """
 
-from __future__ import annotations
-
 import array
 import ctypes
 import gc

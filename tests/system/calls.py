@@ -1,7 +1,5 @@
 """Calls through the gateway, as a client without Headrace's code makes them."""
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import json

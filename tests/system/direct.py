@@ -1,7 +1,5 @@
 """Models whose ModelInfer calls the gateway sends directly to a predictor, which begins within seconds."""
 
-from __future__ import annotations
-
 import grpc
 
 from headrace_protos.inference_pb2 import ModelInferRequest

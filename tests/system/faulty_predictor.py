@@ -12,8 +12,6 @@ must end the process. Both hold for the engines of all models. For a text model 
 tokenizer: take a word that is one token and that no other prompt of the test has.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -4,8 +4,6 @@ It is the real service with one model; only its runner waits. A test opens the g
 socket `GATE_SOCKET`: each byte lets the model generate one token of one sequence.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

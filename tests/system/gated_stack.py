@@ -1,7 +1,5 @@
 """A stack whose model generates tokens only on request; see gated_predictor.py."""
 
-from __future__ import annotations
-
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping

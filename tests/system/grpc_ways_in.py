@@ -1,7 +1,5 @@
 """Ways in over gRPC and gRPC-Web."""
 
-from __future__ import annotations
-
 import asyncio
 import struct
 from collections.abc import AsyncIterator, Callable

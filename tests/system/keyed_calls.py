@@ -1,7 +1,5 @@
 """Calls of every kind by clients with keys, over gRPC and REST, with TLS or without."""
 
-from __future__ import annotations
-
 import asyncio
 import ssl
 import uuid

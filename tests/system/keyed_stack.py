@@ -1,7 +1,5 @@
 """A stack with keys, its clients, and helpers of their tests."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import secrets

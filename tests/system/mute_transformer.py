@@ -1,7 +1,5 @@
 """The transformer of a model whose tokens have no text, with a chat template that it cannot render."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from headrace.rpc.server.service import run_service

@@ -1,7 +1,5 @@
 """The transformer with the addresses of services that a test's name server at NAME_SERVER_PORT has."""
 
-from __future__ import annotations
-
 import os
 
 from headrace.rpc.server.service import run_service

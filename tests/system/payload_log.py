@@ -1,7 +1,5 @@
 """The payload log, read through the gateway."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from headrace_protos.headrace_pb2 import PayloadRecord, QueryPayloadsRequest

@@ -4,8 +4,6 @@ Without Chromium (Debian's package `chromium`) these tests are skipped. `problem
 into `.tools` where there is npm.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable

@@ -1,7 +1,5 @@
 """A predictor in its own process, without a stack, for tests that call it directly and check its exit."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

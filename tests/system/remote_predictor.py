@@ -1,7 +1,5 @@
 """The predictor with slow models (slow_predictor.py) on a host of its own: in the network namespace NAMESPACE."""
 
-from __future__ import annotations
-
 import os
 
 from headrace_predictor import __main__

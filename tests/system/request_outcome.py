@@ -1,7 +1,5 @@
 """One request and its outcome, in terms that all ways into the stack share."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor

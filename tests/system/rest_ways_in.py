@@ -1,7 +1,5 @@
 """Ways in over REST: bodies of requests, and the shapes of errors."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Callable

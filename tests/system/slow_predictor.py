@@ -4,8 +4,6 @@ It is the real service; only the runners wait, SLOW_MS (20) after each step. Whi
 not start.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

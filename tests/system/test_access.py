@@ -1,7 +1,5 @@
 """Permissions of every kind of key and token, over every protocol, at every port; and no secret is shown."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

@@ -1,7 +1,5 @@
 """OpenAI's Batch API through the gateway, with keys."""
 
-from __future__ import annotations
-
 import json
 import secrets
 

@@ -1,7 +1,5 @@
 """The command `headrace` starts a stack with one model, calls and checks it, and shows its records and traces."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

@@ -1,7 +1,5 @@
 """Keys before the whole stack: their models, their limits, and what counts toward them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Mapping
 from contextlib import suppress

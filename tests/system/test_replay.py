@@ -1,7 +1,5 @@
 """`headrace replay`: logged streams run again are the same at the same weights, and every one differs at others."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

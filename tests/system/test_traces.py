@@ -1,7 +1,5 @@
 """Each way in and each outcome: the whole tree of spans and the change of metrics, as an OTLP receiver gets them."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import sys

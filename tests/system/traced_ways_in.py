@@ -1,7 +1,5 @@
 """Ways into the stack for the tests of traces: each sends its ids, and can leave after its first chunk."""
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import socket

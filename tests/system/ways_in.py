@@ -4,8 +4,6 @@ Text goes to the model that a Request names; ways without text send its ids to t
 bytes to the Python model `tensors`.
 """
 
-from __future__ import annotations
-
 from tests.system.grpc_ways_in import (
     generate,
     grpc_web,

@@ -4,8 +4,6 @@ Tests that compute with torch or read a tokenizer are in `tests/model`, those th
 `tests/process`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path

@@ -5,8 +5,6 @@ and channels are patched.
 asyncio's pair of sockets to itself is neither bound nor connected, and xdist's workers talk through pipes.
 """
 
-from __future__ import annotations
-
 import sys
 from types import TracebackType
 from typing import Any

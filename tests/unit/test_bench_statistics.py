@@ -1,7 +1,5 @@
 """The benchmark's arithmetic: quantiles, paired ratios, and the interval that a target is held against."""
 
-from __future__ import annotations
-
 import pytest
 
 from bench.statistics import estimate, paired_ratios, quantile

@@ -1,7 +1,5 @@
 """The command `headrace` reads its arguments, and shows records in plain text."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from datetime import UTC, datetime

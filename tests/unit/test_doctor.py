@@ -3,8 +3,6 @@
 tests/process/test_doctor.py runs it.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections import namedtuple

@@ -1,7 +1,5 @@
 """Functions that other threads post to an event loop: all of them, in order, with few wake-ups."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from functools import partial

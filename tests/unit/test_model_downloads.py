@@ -1,7 +1,5 @@
 """Files of remote places: complete or absent, continued, shared by those who want the same, refused in one line."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """`headrace replay`: which records can be replayed, with which request, and what counts as a difference."""
 
-from __future__ import annotations
-
 import json
 import threading
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """A wrong setting of the runner is one line that names it."""
 
-from __future__ import annotations
-
 from ipaddress import IPv4Address
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Colours are for terminals alone; control characters in foreign text do not reach a terminal."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

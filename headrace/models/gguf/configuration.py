@@ -4,8 +4,6 @@ Only architectures whose computation llama.cpp and transformers share. What a fi
 its class cannot compute is refused. Source of the keys: llama.cpp's gguf-py/gguf/constants.py and conversion scripts.
 """
 
-from __future__ import annotations
-
 import math
 from array import array
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ The folder is a function of the file: it is made once, in a cache, under a diges
 its name when it is complete.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

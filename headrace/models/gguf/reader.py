@@ -5,8 +5,6 @@ that are left before anything is made of it, so a damaged file costs no more tim
 the package `gguf` trusts them. Only little-endian files of versions 2 and 3.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 import re

@@ -6,8 +6,6 @@ own tokenizers; llama.cpp's names for them are in its src/llama-vocab.cpp. A nam
 another pattern gives other ids.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -4,8 +4,6 @@ For the commands that call a running stack: `headers` are for HTTP and single gR
 channel.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Client channels to other hops: message limits, keepalive, error mapping, telemetry, health."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 

@@ -5,8 +5,6 @@ read to the end, cancelled or dropped. grpc.aio takes a client interceptor for o
 kind.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -41,7 +39,7 @@ from headrace.telemetry.rpc import (
 
 Intercept = Callable[[Any, Any, Any], Awaitable[Any]]  # Takes the continuation, the call's details and its request.
 
-_hooks: ContextVar[ClientSpan | None] = ContextVar("call_span", default=None)
+_hooks: "ContextVar[ClientSpan | None]" = ContextVar("call_span", default=None)
 
 
 class ClientSpan:

@@ -11,8 +11,6 @@ socket is full, so that what makes the answer waits too.
 The deadline is gRPC's header, which the gateway sets for REST as well; it cancels the task, as a reset does.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -4,8 +4,6 @@ A method has a handler like those of gRPC: it takes a request, which is a body o
 bodies. So telemetry, admission and error mapping (headrace/rpc/server/handlers.py) are the same for both.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The protocol's state of one connection, which the `h2` library has, with our settings."""
 
-from __future__ import annotations
-
 import struct
 
 from h2.config import H2Configuration

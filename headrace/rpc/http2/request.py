@@ -1,7 +1,5 @@
 """A request as it arrives: its head, and its body piece by piece."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterable
 from typing import NamedTuple

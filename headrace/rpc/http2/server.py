@@ -5,8 +5,6 @@ that are still running after `grace_s`. The port is exclusive unless `shares_por
 and their parent has reserved it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Iterable

@@ -5,8 +5,6 @@ what comes back. Small requests are not charged, to save time; the limit on conc
 After large releases the allocator returns free pages to the machine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 from collections import deque

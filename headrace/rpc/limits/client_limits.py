@@ -4,8 +4,6 @@ Each process of a service has its own counts. Windows slide: any 60 s in a row h
 remaining requests are in headers with the names and durations of OpenAI's API: x-ratelimit-remaining-requests, 6m0s.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import deque

@@ -17,8 +17,6 @@ have ended is not theirs, and ends no more calls.
 Owned by the event loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import ItemsView

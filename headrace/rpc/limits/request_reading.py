@@ -4,8 +4,6 @@ A small message is parsed at once. The fields of a large one are counted on the 
 thread, so that the event loop is not blocked.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -83,7 +81,7 @@ class RequestStream(AsyncIterator[Any]):
         self._call = call
         self._reserved = 0
 
-    def __aiter__(self) -> RequestStream:
+    def __aiter__(self) -> "RequestStream":
         return self
 
     async def __anext__(self) -> Any:

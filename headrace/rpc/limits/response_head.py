@@ -5,8 +5,6 @@ The answer to a client with limits for a minute begins with its remaining amount
 before its first message has all of it in its trailing metadata instead: HTTP clients see both as headers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from headrace.rpc import Context

@@ -8,8 +8,6 @@ A walk can be interrupted and continued. What cannot be read ends it without an 
 Source of the format: protobuf's wire encoding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -58,7 +56,7 @@ def varint(data: bytes | memoryview, at: int) -> tuple[int, int]:
 class Schema:
     """What of a message is walked into: its fields that are messages, by number, and those of packed numbers."""
 
-    messages: Mapping[int, Schema]
+    messages: "Mapping[int, Schema]"
     packed: frozenset[int]
 
 

@@ -3,8 +3,6 @@
 `CALL_ID` and the client are set by the gateway, which overwrites or removes the values that a caller sent.
 """
 
-from __future__ import annotations
-
 import time
 import uuid
 from collections.abc import Iterable, Sequence
@@ -90,7 +88,7 @@ class CallContext:
         """The metadata's value by a name, several values joined by commas as in HTTP; "" for none."""
         return _header(self.metadata, name)
 
-    def with_id(self, request_id: str) -> CallContext:
+    def with_id(self, request_id: str) -> "CallContext":
         """A copy with the id that the request itself has, if any; sets it for later spans and log lines of the task."""
         return replace(self, request_id=_known(request_id)) if request_id else self
 

@@ -5,8 +5,6 @@ OK, hence our own. What is the same for every call of a method is made once. A b
 (`suppress_tracing`) is not measured, and like the probes of readiness it leaves no line at INFO.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 
@@ -64,7 +62,7 @@ class ServerTelemetry:
             self._clients.add(client)
         return client
 
-    def of(self, method: str, streams: bool) -> MethodTelemetry | None:
+    def of(self, method: str, streams: bool) -> "MethodTelemetry | None":
         """That of one method's calls; None for a method whose calls are not observed."""
         return None if method.startswith(UNTOLD) else MethodTelemetry(self, method, streams)
 

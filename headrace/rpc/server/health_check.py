@@ -4,8 +4,6 @@ A container's HEALTHCHECK runs it every few seconds beside a busy model, so it i
 grpc.health.v1 are two bytes here instead of protobuf's stubs.
 """
 
-from __future__ import annotations
-
 import sys
 
 import grpc

@@ -12,8 +12,6 @@ predecessor, which stops listening, sends its connections away by GOAWAY and end
 SIGTERM shortens that to the ordinary drain.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

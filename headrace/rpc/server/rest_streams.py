@@ -5,8 +5,6 @@ therefore gives callers by REST one more message, of which only the field `error
 status all the same, for the trace and the access log. gRPC callers get only the status.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing

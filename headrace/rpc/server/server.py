@@ -7,8 +7,6 @@ calls, and returns when those in flight have ended, however long they take. If t
 `loop_timeout_s`, the process ends with every thread's traceback.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging

@@ -1,7 +1,5 @@
 """How a service's `__main__` starts: logging, uvloop, telemetry, one-line start-up errors."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

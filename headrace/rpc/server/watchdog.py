@@ -4,8 +4,6 @@ Elapsed time is the sum of the intervals between checks, each limited to twice i
 stopped (SIGSTOP, a frozen container) or got no CPU does not appear to hang: its watchdogs were delayed as well.
 """
 
-from __future__ import annotations
-
 import asyncio
 import faulthandler
 import logging

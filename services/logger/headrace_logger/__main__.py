@@ -3,8 +3,6 @@
 With `export`, `backup` or `restore` as its first argument it runs that command instead.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import sys

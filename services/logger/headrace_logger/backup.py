@@ -11,8 +11,6 @@ holds a lock of WAL mode on its database, as does any other reader: the restore 
 Errors: StartupError, one line, if a file cannot be used.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sqlite3

@@ -3,8 +3,6 @@
 A command works on files and needs no running logger. Its result is one line on standard error, and so is each error.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

@@ -12,8 +12,6 @@ value is treated as missing; an unreadable line is dropped.
 Internal: the gateway does not route this service, and reflection does not list it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Mapping

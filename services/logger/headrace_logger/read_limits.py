@@ -11,8 +11,6 @@ gets no loan within a timeout gets OverloadedError.
 Owned by the event loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator

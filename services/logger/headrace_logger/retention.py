@@ -10,8 +10,6 @@ their own.
 One task on the event loop, owned by the caller of `run`; deletions run on the store's writer thread.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable, Sequence

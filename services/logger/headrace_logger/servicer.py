@@ -7,8 +7,6 @@ not to exist, and a request that names another client raises ForbiddenError. Adm
 keys, have all records.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import AsyncGenerator, AsyncIterator

@@ -1,7 +1,5 @@
 """The logger's settings: `LOGGER_*`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 

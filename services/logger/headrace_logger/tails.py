@@ -12,8 +12,6 @@ once the logger runs again.
 Owned by the event loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter, deque
@@ -59,7 +57,7 @@ class Shown:
 class OpenTail:
     """The position of one reader."""
 
-    def __init__(self, tails: Tails, filters: Filters, caller: str, place: int) -> None:
+    def __init__(self, tails: "Tails", filters: Filters, caller: str, place: int) -> None:
         self.caller = caller
         self.idle_since = time.monotonic()
         self.is_waiting = False

@@ -8,8 +8,6 @@ commit has several spans, in one trace and with the same times; the first is the
 `Commits.observe` runs on the thread that commits, and takes a few microseconds for each record.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 

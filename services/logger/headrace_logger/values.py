@@ -6,8 +6,6 @@ bytes; floats may be NaN or infinite. `to_json` encodes them as JSON: times as R
 infinities as null.
 """
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Callable
 from datetime import UTC, datetime

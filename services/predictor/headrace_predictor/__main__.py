@@ -1,7 +1,5 @@
 """Starts the predictor."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Counters that only the model itself can keep, since it was created."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -4,8 +4,6 @@
 only if the settings allow it. The process ends as by SIGKILL: it drains nothing, hands nothing back and closes nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """The predictor's settings: `PREDICTOR_*` and `MODELS`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 

@@ -5,8 +5,6 @@ times: they are exact even if the reader or the event loop was busy. They are wr
 outcome; a phase that it never reached has no event, and a request that was refused has none.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,7 +31,7 @@ class GenerationTelemetry:
         self._queue_duration = histogram(meter, "headrace.queue.duration", "s", description, _QUEUE_BUCKETS)
 
     @contextmanager
-    def observed(self, timeline: Timeline) -> Iterator[ObservedGeneration]:
+    def observed(self, timeline: Timeline) -> "Iterator[ObservedGeneration]":
         """Observes the generation that the block reads; its events go to the span that is current at the start."""
         generation = self.observe(timeline, trace.get_current_span())
         try:
@@ -41,7 +39,7 @@ class GenerationTelemetry:
         finally:
             generation.end()
 
-    def observe(self, timeline: Timeline, span: Span) -> ObservedGeneration:
+    def observe(self, timeline: Timeline, span: Span) -> "ObservedGeneration":
         """Observes a generation until its `end` is called; its events go to the span."""
         return ObservedGeneration(timeline, span, self._queue_duration, self._attributes)
 

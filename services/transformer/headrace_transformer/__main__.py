@@ -3,8 +3,6 @@
 `python -m headrace_transformer PARENT PAGE` is one of the several, see supervisor.py.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Coroutine
 from functools import partial

@@ -7,8 +7,6 @@ Two entries may share a name, so that a key can be replaced, if they differ in n
 file (TRANSFORMER_KEY_DIGESTS), which has no keys, and passes name and policy on with each call (envoy/callers.lua).
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json
@@ -52,7 +50,7 @@ class Entry(Policy):
     key: Key | None = Field(None, repr=False)
 
     @model_validator(mode="after")
-    def _has_one_key(self) -> Entry:
+    def _has_one_key(self) -> "Entry":
         if (self.sha256 is None) == (self.key is None):
             raise ValueError("needs one of key and sha256")
         return self

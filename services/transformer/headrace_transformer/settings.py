@@ -1,7 +1,5 @@
 """The transformer's settings: `TRANSFORMER_*` and `MODELS`."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal

@@ -5,8 +5,6 @@ setting `signing_key`, else a file in the folder of the spool, which the first o
 be written, the key lasts as long as the process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import hmac

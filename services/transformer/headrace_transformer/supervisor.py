@@ -10,8 +10,6 @@ own health. It listens once it can serve, so that no connection waits for a work
 is on its own port, which the parent has reserved for it; the parent's page shows all of them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

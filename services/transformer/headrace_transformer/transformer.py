@@ -1,7 +1,5 @@
 """One transformer: its parts, made of the settings, and its life from the first health check to the last call."""
 
-from __future__ import annotations
-
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial

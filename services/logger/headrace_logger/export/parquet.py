@@ -5,8 +5,6 @@ caller's metadata, nullable numbers, counts of 64 bits with a sign. Rows become 
 32 MiB of batches become a row group: memory is bounded for an export of any length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import IO
 

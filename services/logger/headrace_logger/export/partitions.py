@@ -15,8 +15,6 @@ with credentials from the usual variables (AWS_ACCESS_KEY_ID, …) and options i
 Errors: StartupError, one line, if the database or the folder cannot be used.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

@@ -19,8 +19,6 @@ the records that it leaves out.
   each.
 """
 
-from __future__ import annotations
-
 import json
 from array import array
 from collections import Counter

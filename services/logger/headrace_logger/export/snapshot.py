@@ -12,8 +12,6 @@ truncating its write-ahead log; at most 4 MiB, or one record, at a time.
 Errors: StartupError if the database cannot be read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime

@@ -11,8 +11,6 @@ The CloudEvents SDK does not: it also escapes `/` and `:`, and receivers with it
 unescape nothing.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from contextlib import suppress

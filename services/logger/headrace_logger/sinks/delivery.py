@@ -1,7 +1,5 @@
 """The unit of delivery to a sink, its errors, and its delivery by HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ attempt may change are tried again, wrong credentials and a wrong path too: noth
 the settings. A receiver that rejects a span, or its size, gets the next one.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

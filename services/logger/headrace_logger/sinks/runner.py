@@ -23,8 +23,6 @@ Where several loggers have the store, `run_alone` does all of it in one of them 
 Owned by the event loop, except `lag_s`; records are converted to events on a thread.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

@@ -6,8 +6,6 @@ All writes of a logger happen on one thread, reads on a few others, none on the 
 Errors: NotReadyError if the database stops answering.
 """
 
-from __future__ import annotations
-
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence

@@ -10,8 +10,6 @@ In PostgreSQL other loggers add deletions too; by the column `number`, in their 
 Belongs to the writer's thread.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 

@@ -5,8 +5,6 @@ of them is rounded up. A record without a time to first token passes no `min_ttf
 for each doubling: an index of classes is written at a few places, an index of durations everywhere.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable, Mapping

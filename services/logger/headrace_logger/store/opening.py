@@ -1,7 +1,5 @@
 """Opens the database of a location: an SQLite file, or PostgreSQL by its URL, whose driver is an extra."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias

@@ -16,8 +16,6 @@ digest, both in the tables and in what is looked for.
 Errors: StartupError if the database, or its driver, cannot be used; NotReadyError if it does not answer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

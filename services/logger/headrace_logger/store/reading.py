@@ -11,8 +11,6 @@ from parts that protobuf merges; only a text search parses them.
 Pure except for the connection that the functions take.
 """
 
-from __future__ import annotations
-
 import base64
 import struct
 import uuid

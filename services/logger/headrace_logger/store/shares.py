@@ -5,8 +5,6 @@ transaction of its connection. `expire_some` and `forget_some` do a bounded part
 run in between, and return what they did.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any

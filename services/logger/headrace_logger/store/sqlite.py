@@ -8,8 +8,6 @@ NotReadyError.
 Errors: StartupError if the file cannot be used, NotReadyError if the database stops answering.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

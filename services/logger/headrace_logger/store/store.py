@@ -11,8 +11,6 @@ Errors: StartupError if the file cannot be used, NotReadyError if the database s
 an invalid page token, DeadlineError if a text search or the sum of usage takes too long.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence

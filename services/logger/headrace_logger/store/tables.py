@@ -13,8 +13,6 @@ see usage.py.
 Times are whole microseconds since 1970, hours whole hours since then.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache

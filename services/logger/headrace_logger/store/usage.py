@@ -11,8 +11,6 @@ before, otherwise under "": callers cannot add an unlimited number of rows.
 `select` reads one range of the primary key for each client.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -124,7 +122,7 @@ class UsageQuery:
     group: tuple[str, ...]
 
     @classmethod
-    def of(cls, request: UsageRequest) -> UsageQuery:
+    def of(cls, request: UsageRequest) -> "UsageQuery":
         """Reads a request; raises InvalidRequestError for groups that are unknown or repeated."""
         text = request.group if request.HasField("group") else DEFAULT_GROUP
         group = tuple(filter(None, map(str.strip, text.split(","))))

@@ -4,8 +4,6 @@ Each function runs within the transaction of its connection. Thousands of rows a
 many.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 

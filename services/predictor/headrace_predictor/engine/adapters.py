@@ -6,8 +6,6 @@ rows: see packed_linear.py. Only low-rank products of linear layers are supporte
 raises ValueError with its name.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -59,7 +57,7 @@ class LowRank:
         return self._up(self._down(x))
 
     @classmethod
-    def joined(cls, parts: Sequence[LowRankWeights | None], sizes: Sequence[int], packed: bool) -> LowRank | None:
+    def joined(cls, parts: Sequence[LowRankWeights | None], sizes: Sequence[int], packed: bool) -> "LowRank | None":
         """One product for layers with the same input, whose outputs of `sizes` are concatenated; None if all are None.
 
         The output of a part that is None is zero.

@@ -6,8 +6,6 @@ family, encoder-decoder for others of that kind; one row at a time for the rest.
 raises StartupError here, with one line of text.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from pathlib import Path

@@ -14,8 +14,6 @@ Threads: `submit`, a slot's methods, `close`, `statistics` and `load` are for an
 engine's thread. A second thread, the watchdog, monitors it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

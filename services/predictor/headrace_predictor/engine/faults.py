@@ -5,8 +5,6 @@ A device error (an illegal access, a failed assertion in a kernel) is final for 
 later call.
 """
 
-from __future__ import annotations
-
 import threading
 
 import torch

@@ -5,8 +5,6 @@ reader takes `Chunk`s from it until one has a `finish_reason`, or cancels it. It
 happened to the request.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol

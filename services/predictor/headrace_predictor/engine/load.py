@@ -3,8 +3,6 @@
 Times come from the caller, in seconds of the monotonic clock. All but `LoadMeter.read` is for one thread.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections import deque

@@ -9,8 +9,6 @@ Used only by the engine's thread. Source: prompt lookup decoding (Saxena 2023); 
 that has no probabilities of its own, and a sampler that is a function of position and seed, is a comparison.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence as Rows
 

@@ -5,8 +5,6 @@ computed of it is dropped; it wrote only to a place of that sequence's own block
 Each token is that of the engine's plain steps.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows

@@ -1,7 +1,5 @@
 """Publishes the tokens of a step to the readers of their sequences, and ends sequences. For the engine's thread."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterable

@@ -19,8 +19,6 @@ its blocks, and steps leave it out. It takes no slot meanwhile: others run in it
 there are slots, steps take turns with them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 from headrace_predictor.engine.state.in_flight import InFlight

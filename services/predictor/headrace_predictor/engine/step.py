@@ -6,8 +6,6 @@ with errors or with logits that are not numbers, the model is probed before any 
 run the simplest input is broken, and no request is to blame. Used only by the engine's thread.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator

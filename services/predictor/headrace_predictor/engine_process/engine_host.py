@@ -4,8 +4,6 @@ Owned by the event loop. A host that ends or does not answer is replaced at the 
 that has imported the libraries already, `fork` makes the first host as a fork of it, before there are threads.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

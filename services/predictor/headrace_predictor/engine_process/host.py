@@ -9,8 +9,6 @@ message on the control socket is one byte with the file descriptor of an engine'
 ends when the other end of the control socket closes.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

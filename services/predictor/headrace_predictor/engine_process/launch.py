@@ -1,7 +1,5 @@
 """Starts an engine process for a generation model and waits until the model is loaded."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from pathlib import Path

@@ -4,8 +4,6 @@ of compiled kernels, caches of classes. An engine process starts faster then and
 Single-threaded, because the host is forked; never on the device.
 """
 
-from __future__ import annotations
-
 import logging
 from functools import cache
 

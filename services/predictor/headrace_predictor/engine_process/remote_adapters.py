@@ -1,7 +1,5 @@
 """The adapters of an engine process, as the front sees them. Owned by the event loop."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from itertools import count

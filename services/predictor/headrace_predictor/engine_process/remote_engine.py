@@ -8,8 +8,6 @@ HopBrokenError if it had started, because it may be to blame, else with NotReady
 The front's own channel hands the tokens to merging slots, one for each request.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -5,8 +5,6 @@ a serialized headrace.v1.Step. Thread-safe: the engine's thread publishes and fl
 adds sequences and cancels them, and a third one flushes when nothing else does.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable
@@ -40,7 +38,7 @@ class StepFrames:
         """Sends the engine's state with the frames from now on."""
         self._state = state
 
-    def add(self, key: Key) -> SequenceFrames:
+    def add(self, key: Key) -> "SequenceFrames":
         sequence = self.sequences[key] = SequenceFrames(self, key)
         return sequence
 
@@ -71,7 +69,7 @@ class StepFrames:
                 self._add_state(frame)
                 self._send(frame)
 
-    def step_of(self, channel: int) -> _Step:
+    def step_of(self, channel: int) -> "_Step":
         """What is collected for a channel; the caller holds the lock."""
         step = self._steps.get(channel)
         if step is None:

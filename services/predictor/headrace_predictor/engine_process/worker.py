@@ -5,8 +5,6 @@ while no step does, so that silence means that the process hangs, and ends the p
 that loads adapters, whose files are read for seconds. The first frame from here is `ready` or `startup_error`.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

@@ -3,8 +3,6 @@
 Blocks for seconds. Problems with the model or its memory are found here and not by the first request.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A generation model as the servicer sees it: passes OIP requests to the engine and its chunks back as responses."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol

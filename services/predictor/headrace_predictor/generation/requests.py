@@ -7,8 +7,6 @@ FP32 [k] and, for the n likeliest tokens at each position in descending order, `
 `completion_tokens`. For the outputs of the parameter `prompt_logprobs` see headrace/oip/prompt_scores.py.
 """
 
-from __future__ import annotations
-
 import math
 import uuid
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ engine counted while it was warmed up is excluded. Names and units of the metric
 The callbacks run on the readers' threads, at each collection.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -9,8 +9,6 @@ KiB, each with the tensor's name, dtype and shape. So two trainings, fine-tunes 
 change to a whole tensor. A manual change of single values inside a large tensor is not detected.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

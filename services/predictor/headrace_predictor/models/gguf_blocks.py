@@ -5,8 +5,6 @@ Source of the layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-com
 stored scales has at most 24 bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import numpy as np

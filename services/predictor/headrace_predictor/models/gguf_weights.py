@@ -5,8 +5,6 @@ for its own kind of rotation, and add one to Gemma's norms. Matrices of quantise
 them: those that it streams stay as they are, the rest become numbers of the model's dtype.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ they are, or numbers. Sources of the layouts: AutoGPTQ's and AutoAWQ's packing, 
 transformers' integrations of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

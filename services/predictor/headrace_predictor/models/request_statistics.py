@@ -8,8 +8,6 @@ its arrival, a response's at the previous response; the first response's include
 Owned by the event loop. Source of the definitions: Triton's statistics extension.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from types import TracebackType
@@ -34,7 +32,7 @@ class RequestStatistics:
         self.responses: dict[str, pb.InferResponseStatistics] = {}
         self._batches = max_batch_size > 0
 
-    def begin(self, request: pb.ModelInferRequest, deadline: Deadline) -> CountedRequest:
+    def begin(self, request: pb.ModelInferRequest, deadline: Deadline) -> "CountedRequest":
         """Counts the request that the block handles."""
         shape = list(request.inputs[0].shape) if self._batches and request.inputs else []
         return CountedRequest(self, shape[0] if len(shape) > 1 else 1, deadline, wants_empty_final(request))

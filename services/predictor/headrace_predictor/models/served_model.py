@@ -5,8 +5,6 @@
 request. Both run on the event loop and never block it.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Errors of loading a model, in one line."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Builds a model whose quantised matrices stay in their files until a runner needs them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

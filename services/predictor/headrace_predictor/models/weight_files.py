@@ -1,7 +1,5 @@
 """Checks a model's files before torch is imported, which takes far longer: each error names the file and the reason."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from headrace.models.gguf.folder import WEIGHTS_FILE

@@ -1,7 +1,5 @@
 """Loads weights of transformers' models: complete, onto one device, from safetensors or GGUF."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from functools import cache, partial

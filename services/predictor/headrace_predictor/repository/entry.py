@@ -1,7 +1,5 @@
 """A model that is, was or will be loaded, as the repository knows it."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from dataclasses import dataclass, field
@@ -76,7 +74,7 @@ class Entry:
     expected: bool = False
     serving: Serving | None = None
     fetched: FetchedModel | None = None
-    base: Entry | None = None
+    base: "Entry | None" = None
     watch: asyncio.Task[None] | None = None
     backoff: Backoff = field(default_factory=Backoff)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # Held by the task that changes the entry.

@@ -5,8 +5,6 @@ resume elsewhere. `stop` closes the model; requests that are then still in fligh
 model's own code does not return.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import AbstractContextManager, aclosing, contextmanager

@@ -5,8 +5,6 @@ model is loaded by an engine process, the others in this one, where the librarie
 Problems with a model raise StartupError with one line of text here and do not wait for the first request.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import sys

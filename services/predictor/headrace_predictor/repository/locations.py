@@ -6,8 +6,6 @@ URL that matches `PREDICTOR_HUB_ALLOW`. A sub-folder `org` that holds folders al
 as `source`; a URL is always a `source`. Text from callers is never used as a path.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from headrace.errors import ForbiddenError, InvalidRequestError, NotFoundError

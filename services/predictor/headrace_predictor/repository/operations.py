@@ -1,7 +1,5 @@
 """Long operations that callers start and wait for but do not own: an operation continues when its caller leaves."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

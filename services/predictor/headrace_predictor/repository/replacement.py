@@ -4,8 +4,6 @@
 EngineDeadError when a model that runs in the predictor's own process can serve no more.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable

@@ -18,8 +18,6 @@ Loads run one at a time and continue if their callers leave (operations.py); the
 unloaded or whose load on request failed. Nothing is ready once the repository drains or this process has to end.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence

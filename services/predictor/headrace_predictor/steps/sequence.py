@@ -4,8 +4,6 @@ It is counted as a request of its model, and has the predictor's span, a duratio
 loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -3,8 +3,6 @@
 It is the fourth port after the one of gRPC (headrace/endpoints.py).
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from contextlib import ExitStack

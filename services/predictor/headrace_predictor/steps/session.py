@@ -5,8 +5,6 @@ messages of about 8 MiB at most: the concatenation of serialized messages is the
 collected steps are bounded by the tokens that the sequences in flight may have. Owned by the event loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import deque
@@ -155,7 +153,7 @@ class TransformerSession:
         ended = steps_pb2.Ended(number=number, error=write_error(error, "predictor"))
         self.put(steps_pb2.Step(ended=[ended]).SerializeToString())
 
-    def _stream(self, engine: RemoteEngine) -> EngineStream:
+    def _stream(self, engine: RemoteEngine) -> "EngineStream":
         stream = self._streams.get(engine)
         if stream is None:
             for other in [other for other in self._streams if other.has_ended]:

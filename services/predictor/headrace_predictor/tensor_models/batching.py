@@ -13,8 +13,6 @@ caused it, and the waiting ones with NotReadyError. A batch that takes longer th
 ends only with the process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

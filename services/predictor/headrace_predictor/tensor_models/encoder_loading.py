@@ -1,7 +1,5 @@
 """Loads a classification or embedding model; blocks for seconds; raises StartupError."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import logging

@@ -4,8 +4,6 @@ One output: `logits` FP32 [B, labels] or `embedding` FP32 [B, size]; B is 1 for 
 validates requests, and a separate thread runs the batches.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 
 import numpy as np

@@ -5,8 +5,6 @@ KeyboardInterrupt that escape a task are logged, and the loop continues. After `
 when code blocks the loop for too long: only the end of the process can stop such code.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

@@ -4,8 +4,6 @@ Raises StartupError with one line of text if the file cannot be used. The folder
 `from . import other` imports files beside it.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import logging

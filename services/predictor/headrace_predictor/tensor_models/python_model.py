@@ -30,8 +30,6 @@ continues, and results are not held back for that. A result is marked as final i
 the result is sent; a client that must be sure requests the empty final response.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

@@ -11,8 +11,6 @@ token), every row runs alone. So do rows of different stages, where positions ar
 (`Scaling`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Each reads and writes `Features`: `token_embeddings` [rows, tokens, hidden], the
 [rows, size], all in float32. Modules and options that are not here raise ValueError. Source: sentence-transformers 6.2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any

@@ -4,8 +4,6 @@ Beside a request by HTTP it has no deadline of its own, is marked (CallContext.i
 own, which is linked to the call that created the batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, cast

@@ -4,8 +4,6 @@
 pieces of whole lines from the store. Empty lines are left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable, Iterator
 from typing import Any, NamedTuple
 

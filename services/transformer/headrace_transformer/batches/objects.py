@@ -3,8 +3,6 @@
 Source: OpenAI's API reference for the shapes and the states.
 """
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Sequence
@@ -134,7 +132,7 @@ class Batch(BaseModel):
     def result_file_ids(self) -> tuple[str, str]:
         return self.output_file_id, self.error_file_id
 
-    def with_results(self, results: Sequence[Result]) -> Batch:
+    def with_results(self, results: Sequence[Result]) -> "Batch":
         """A copy that counts more results."""
         failed = sum(result.is_error for result in results)
         completed = len(results) - failed
@@ -149,7 +147,7 @@ class Batch(BaseModel):
         """The client's identity, as the gateway passes it on."""
         return ((CLIENT, self.client), (POLICY, self.policy)) if self.client else ()
 
-    def entered(self, status: Status, at: float, **changes: Any) -> Batch:
+    def entered(self, status: Status, at: float, **changes: Any) -> "Batch":
         """A copy in another state, which began `at`."""
         return self.model_copy(update={**changes, "status": status, "times": {**self.times, status: int(at)}})
 

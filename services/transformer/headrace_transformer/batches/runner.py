@@ -4,8 +4,6 @@ Each process looks for them once a second and takes the oldest, of each client a
 requests that arrive. A batch whose process ends is taken by another one, since its lock is free then.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

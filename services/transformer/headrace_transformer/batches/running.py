@@ -4,8 +4,6 @@ Every step can be repeated, so that another process goes on wherever this one en
 the others run. A line that fails because something is busy or away runs again, with backoff, until the batch expires.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import random

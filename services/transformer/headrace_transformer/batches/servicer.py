@@ -3,8 +3,6 @@
 Source: OpenAI's API reference for parameters, objects and lists.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import time

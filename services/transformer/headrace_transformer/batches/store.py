@@ -10,8 +10,6 @@ log, whose shared memory no network file system has. A client sees what is its o
 one client, whose name is empty.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import sqlite3

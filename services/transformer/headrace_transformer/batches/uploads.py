@@ -3,8 +3,6 @@
 Parsing may block: it is for a process of bodies, or for small ones.
 """
 
-from __future__ import annotations
-
 from io import BytesIO
 from typing import NamedTuple
 

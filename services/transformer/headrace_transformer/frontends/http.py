@@ -11,8 +11,6 @@ The methods of OpenAI's API, and of others beside it, are served by HTTP: the ga
 its method (envoy/envoy.yaml), which is in records, spans and metrics.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import inspect

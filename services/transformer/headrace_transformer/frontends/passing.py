@@ -4,8 +4,6 @@ So do all requests for a model whose tokenizer is not here, and those for others
 images, audio, or calls in a format that is not known here.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine
 from contextlib import aclosing, closing, suppress

@@ -22,8 +22,6 @@ for refusals. So above a rate each refusal is held back, within its deadline.
 The estimate is pure; the caller passes the time, in seconds.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time
@@ -66,7 +64,7 @@ class Admission:
         self._loads: dict[str, LoadEstimate] = {}  # By model.
         self._pace = RefusalPace()
 
-    def admitted(self, request: TextRequest, model: TextModel) -> AdmittedGeneration:
+    def admitted(self, request: TextRequest, model: TextModel) -> "AdmittedGeneration":
         """The generation, which counts until its end; raises OverloadedError."""
         load = self._loads.setdefault(model.name, LoadEstimate())
         now, given = time.monotonic(), request.sampling.get("max_tokens")
@@ -95,7 +93,7 @@ class Admission:
 class AdmittedGeneration(AbstractContextManager["AdmittedGeneration"]):
     """One generation, as its model's load estimate sees it; gaps as long as its pace do not show the model's speed."""
 
-    def __init__(self, load: LoadEstimate, client: Client, arrived: float, pace: float = 0.0) -> None:
+    def __init__(self, load: "LoadEstimate", client: Client, arrived: float, pace: float = 0.0) -> None:
         self._load = load
         self._client = client
         self._arrived = arrived

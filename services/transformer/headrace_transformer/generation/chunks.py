@@ -1,7 +1,5 @@
 """The chunks of an answer: a predictor's token ids become text."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -51,7 +49,7 @@ class TextChunk(NamedTuple):
             return self.answer.parts
         return (Content(self.text),) if self.text else ()
 
-    def without_output(self) -> TextChunk:
+    def without_output(self) -> "TextChunk":
         """The chunk of an answer without tokens; a predictor generates at least one."""
         tokens, end = self.tokens.part(0, 0), self.end
         if end is not None:
@@ -59,7 +57,7 @@ class TextChunk(NamedTuple):
             end = End("length", usage)
         return self._replace(text="", tokens=tokens, end=end)
 
-    def without_cached_tokens(self) -> TextChunk:
+    def without_cached_tokens(self) -> "TextChunk":
         """The chunk for a caller that must not find out which prompts other callers have sent."""
         if self.end is None:
             return self

@@ -7,8 +7,6 @@ admitted instead. Around it are telemetry, the payload log, and the delay of ref
 only loop over the tokens. Choices of one request share their prompt, see `SharedPrompt`.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
@@ -112,7 +110,7 @@ class Pipeline:
         syntax = self._preparation.syntax(model)
         return syntax.takes_tools and bool(syntax.tools)
 
-    async def _begun(self, request: TextRequest, lease: ExitStack) -> Begun:
+    async def _begun(self, request: TextRequest, lease: ExitStack) -> "Begun":
         """Waits for the first tokens: of the model that the request names, or of one that its route falls back to."""
         call, resume, links = request.call, request.resume, self.generator.links
         # A model that has the weights which began the client's answer; any for a new one.
@@ -140,7 +138,7 @@ class Pipeline:
         admitted: AdmittedGeneration,
         prepared: Prepared,
         lease: ExitStack,
-    ) -> Begun:
+    ) -> "Begun":
         """The tokens of a prepared generation, those among them that the client has already, up to the first ones."""
         call, resume, model = request.call, request.resume, prepared.origin.model
         assembler = self._assembler(request, prepared)

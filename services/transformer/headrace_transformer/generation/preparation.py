@@ -1,7 +1,5 @@
 """What the predictors of a model are to generate for a request: prompt, parameters and form, read and checked."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 A prompt far beyond any context is cut off, and parameters, which are not checked yet, are shortened.
 """
 
-from __future__ import annotations
-
 import json
 import reprlib
 from collections.abc import Iterator, Sequence

@@ -10,8 +10,6 @@ checksum agree, so a wrong record, which another request with the same id may ha
 request, nor does it delay one for long.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from typing import Any

@@ -11,8 +11,6 @@ part, so that nobody invents or renews an id. `f` means that the event had the f
 the age is the event's, in seconds since the creation.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import hashlib

@@ -5,8 +5,6 @@ that gRPC and HTTP can be compared; other names are `headrace.*`. A model that i
 text of a caller. Prompts and answers are never part of telemetry.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -75,7 +73,7 @@ class GenerationTelemetry:
         )
 
     @contextmanager
-    def observed(self, request: TextRequest) -> Iterator[ObservedGeneration]:
+    def observed(self, request: TextRequest) -> "Iterator[ObservedGeneration]":
         """Observes the generation that the block makes: metrics, and attributes of the call's span."""
         observation = ObservedGeneration(self, request, self._is_served(request.model))
         try:

@@ -13,8 +13,6 @@ decoded_token), `num_input_tokens` and `num_output_tokens` UINT32 (the response'
 Source of the names: triton-inference-server/vllm_backend, docs/additional_outputs.md.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

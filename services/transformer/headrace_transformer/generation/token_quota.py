@@ -8,8 +8,6 @@ that needs it; until then the tokens that this process has used since are added.
 generations are served: the log never fails a request.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -49,7 +47,7 @@ class Reservation(AbstractContextManager["Reservation"]):
 class TokenQuota:
     """Owned by the event loop; one for all generations."""
 
-    def __init__(self, month: MonthBudget | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, month: "MonthBudget | None" = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._month = month
         self._clock = clock
         self._minutes = ByClient(SlidingMinute, self._is_used)

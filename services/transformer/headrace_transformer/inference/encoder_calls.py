@@ -5,8 +5,6 @@ over replicas; all rows are tokenised and checked before the first call, and eac
 away. A request leaves one record, with its texts and without the vectors.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Container, Sequence
 from dataclasses import dataclass

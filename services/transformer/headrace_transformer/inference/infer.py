@@ -8,8 +8,6 @@ For a client whose key limits tokens, the relay counts token ids: those that go 
 A tensor of another name, of a model of the user's own, is not counted.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager

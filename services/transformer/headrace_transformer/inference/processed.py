@@ -4,8 +4,6 @@ Callers send and receive the processor's tensors. The parameters after preproces
 model's answers are returned. The functions raise HeadraceError, DeadlineError at any stage.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence

@@ -3,8 +3,6 @@
 Token ids of a caller are a row as they are.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -11,8 +11,6 @@ derive their answers from it. It is false while no predictor is ready, and final
 Owned by the event loop; files are read on separate threads.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence

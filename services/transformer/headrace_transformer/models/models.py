@@ -1,7 +1,5 @@
 """Models in the catalogue: their kinds, and the data that the transformer needs for each."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 

@@ -5,8 +5,6 @@ methods run on a pool's threads, async ones on the event loop; their exceptions 
 class has not overridden passes everything on at once.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect

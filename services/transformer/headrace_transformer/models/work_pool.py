@@ -1,7 +1,5 @@
 """Blocking calls of a user's code on a few threads, with a bounded queue before them, in which callers have turns."""
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The tokens of a generation, the same for every kind of predictor."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 from headrace.oip.prompt_scores import PromptLogprobs
@@ -45,7 +43,7 @@ class TokenChunk:
     repeated: bool = False
     continuity: str = ""
 
-    def part(self, start: int, end: int | None = None) -> TokenChunk:
+    def part(self, start: int, end: int | None = None) -> "TokenChunk":
         """A chunk with some of the tokens, and their log probabilities."""
         ids, logprobs, tops = self.token_ids[start:end], self.logprobs[start:end], self.top_logprobs[start:end]
         return replace(self, token_ids=ids, logprobs=logprobs, top_logprobs=tops)

@@ -13,8 +13,6 @@ ends with the request's deadline. Where nothing waits, the event loop itself giv
 the result from it: waking a thread for either would make a short chat a tenth slower.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pickle

@@ -8,8 +8,6 @@ memory, beyond which the process ends; one that a request has left large ends af
 value. If the machine or the container has no memory left, the kernel ends this process before its parent.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

@@ -8,8 +8,6 @@ so it reads this file as a cluster's endpoints, a DiscoveryResponse of its API. 
 endpoints of a lower Envoy priority, which get calls while none of those before is healthy.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -7,8 +7,6 @@ call (`CallContext.routed`), so a reload of the route file does not affect calls
 Owned by the event loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import random

@@ -7,8 +7,6 @@ Where a model is named, `{model: NAME, version: "2"}` names one of its versions.
 another route.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -69,7 +67,7 @@ class Route(_Document):
         return value
 
     @model_validator(mode="after")
-    def _has_weight(self) -> Route:
+    def _has_weight(self) -> "Route":
         if not any(target.weight for target in self.split):
             raise ValueError("a split needs a weight above 0")
         return self

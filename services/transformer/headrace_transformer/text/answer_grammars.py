@@ -5,8 +5,6 @@ schema, as far as it is `enforceable`. A form begins after the reasoning, which 
 Source: docs/syntax.md and docs/json_schema.md of llguidance.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

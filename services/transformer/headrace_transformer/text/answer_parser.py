@@ -11,8 +11,6 @@ How a model writes calls and reasoning (`AnswerSyntax`) is seen from its chat te
 settings.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 import re
@@ -49,7 +47,7 @@ _TOOL_MARKS = {
 class AnswerParser:
     """One instance for each answer; without a parser for something, that is text. `max_calls` leaves out others."""
 
-    reasoning: ReasoningParser | None
+    reasoning: "ReasoningParser | None"
     tools: ToolCallParser | None
     max_calls: int | None = None
     _parts: list[Part] = field(default_factory=list)

@@ -7,8 +7,6 @@ White space around a mark, such as `<tool_call>`, is layout and no part of the a
 of it are held back until it is certain that a mark follows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 They are rendered in a process of their own, whose time and memory are limited: no signal interrupts `9 ** 9 ** 9`.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 import time

@@ -12,8 +12,6 @@ the same way: that text is kept, and such ids are not decoded again. Two kinds o
   that is not UTF-8. A run is held back until another token ends it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence

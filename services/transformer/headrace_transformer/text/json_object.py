@@ -1,7 +1,5 @@
 """JSON objects in text: the end of one that comes in pieces, and where the values of a whole one are."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

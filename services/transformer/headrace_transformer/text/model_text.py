@@ -1,7 +1,5 @@
 """The text side of a model, from its files: tokenizer, sampling defaults, context length."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -5,8 +5,6 @@ character of a token stands for a byte; byte fallback, where `<0xE2>` is one; an
 space, if any, shows only behind another token.
 """
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from typing import Any

@@ -8,8 +8,6 @@ On the request path only the backend's `encode` and `encode_batch` are called, o
 padding were switched off once.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -16,8 +16,6 @@ an empty list, the arguments are `{}`.
 Source: the chat templates of these models, and their documentation.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Container
 from typing import ClassVar

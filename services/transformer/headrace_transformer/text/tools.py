@@ -1,7 +1,5 @@
 """Functions that a model may call, as a request declares them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 
@@ -40,7 +38,7 @@ class ToolUse:
         return any(function.is_strict for function in self.functions)
 
     @property
-    def loosened(self) -> ToolUse:
+    def loosened(self) -> "ToolUse":
         """The same, with any arguments for functions that are not strict."""
         loose = (one if one.is_strict else replace(one, parameters="{}") for one in self.functions)
         return replace(self, functions=tuple(loose))

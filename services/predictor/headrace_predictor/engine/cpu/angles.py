@@ -5,8 +5,6 @@ are within one unit in the last place of float32 for angles from 0 to 2^20. The 
 `__kernel_sin` and `__kernel_cos`; pi / 2 has three parts of so few bits that products with quarter turns are exact.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from decimal import Context, Decimal
 from typing import Any

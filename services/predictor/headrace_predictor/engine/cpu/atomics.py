@@ -4,8 +4,6 @@ All are sequentially consistent: a thread that counts itself into a slot and the
 both in this order, also on processors whose loads may overtake earlier stores (Arm).
 """
 
-from __future__ import annotations
-
 import platform
 from typing import Any
 

@@ -23,8 +23,6 @@ scores of positions without values, which take their share of the weights; [0] f
 Rotation is that of transformers' `apply_rotary_pos_emb`: it pairs each number with the one half a head further on.
 """
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

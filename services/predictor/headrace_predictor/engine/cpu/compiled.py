@@ -4,8 +4,6 @@ Numba's own cache of a kernel does not notice a change of the functions and numb
 each state of the code has a cache of its own, in NUMBA_CACHE_DIR or ~/.cache/headrace/kernels.
 """
 
-from __future__ import annotations
-
 from hashlib import sha256
 from os.path import expanduser
 from pathlib import Path

@@ -13,8 +13,6 @@ phase, the number of chunks that were taken and that are done, each on a cache l
 Hidden states, and all numbers between the products, are float32.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

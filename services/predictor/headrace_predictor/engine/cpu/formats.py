@@ -11,8 +11,6 @@ range of memory, which is read from its begin to its end:
 Inputs become bfloat16, or 8 bits with one scale for each row and block. Rounding is to the nearest, then even.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

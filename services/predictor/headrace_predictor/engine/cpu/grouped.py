@@ -6,8 +6,6 @@ one of the KINDS of products.py and lies in memory as [group, group_bytes]: the 
 byte j has those of inputs 8 t + j and 8 t + 4 + j in its low and high half.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -4,8 +4,6 @@ A call takes arrays that are prepared once for a model or once a step: with a fe
 the computation.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,7 +50,7 @@ class Ranges(NamedTuple):
     ends: Array
 
     @classmethod
-    def of(cls, table: Tensor, owners: Tensor, firsts: Tensor, ends: Tensor) -> Ranges:
+    def of(cls, table: Tensor, owners: Tensor, firsts: Tensor, ends: Tensor) -> "Ranges":
         return cls(table.numpy(), owners.numpy(), firsts.numpy(), ends.numpy())
 
 

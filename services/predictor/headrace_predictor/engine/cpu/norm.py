@@ -4,8 +4,6 @@ Rows are computed separately and always in the same order. Sums are float32, as 
 also rounds before the multiplication by the weight.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

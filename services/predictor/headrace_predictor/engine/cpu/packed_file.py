@@ -4,8 +4,6 @@ All processes that map a file share its memory. The file has no name until all o
 half-written is left by a process that is killed. It begins with _HEADER: the mark, and the size of the whole.
 """
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import mmap

@@ -10,8 +10,6 @@ twice as long for 256 rows.
 A packed copy replaces the weight, unless the embedding shares the weight.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
@@ -53,7 +51,7 @@ class PackedLinear(nn.Module):
         )
 
     @classmethod
-    def of(cls, *linears: nn.Linear) -> PackedLinear:
+    def of(cls, *linears: nn.Linear) -> "PackedLinear":
         """One layer for several with the same input; their outputs are concatenated."""
         biases = [linear.bias for linear in linears]
         bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])

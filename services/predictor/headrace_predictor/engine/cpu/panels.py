@@ -1,7 +1,5 @@
 """The sizes of streamed weights' panels, blocks and groups; see products.py and grouped.py."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 PANEL = 64  # Output channels that are computed together.

@@ -7,8 +7,6 @@ one by one, in an order that depends on nothing but the number of inputs: so a r
 rows, any threads and on any processor. A bfloat16 sum has one order too, that of the processor's instruction.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -5,8 +5,6 @@ With few sizes all are compiled soon; a step with another number of tokens is pa
 rows without prompts.
 """
 
-from __future__ import annotations
-
 _STEPS = ((128, 8), (512, 16))  # Sizes up to the first number are multiples of the second.
 _LARGE_STEP = 32
 

@@ -1,7 +1,5 @@
 """The threads that run passes together: the caller's and helpers that sleep while no pass comes."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -8,8 +8,6 @@ one). So the order of their sums is fixed here and not by the compiler.
 exp is 2^n times a polynomial of degree 6 (Cody and Waite's reduction), within 2e-7 of the true value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

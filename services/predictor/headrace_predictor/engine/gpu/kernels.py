@@ -4,8 +4,6 @@
 A row's numbers do not depend on the other rows. They are float32 inside, and of the model's dtype in memory.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F  # noqa: N812
 import triton

@@ -5,8 +5,6 @@ strides beyond the first two are those of a contiguous tensor. tests/support/pla
 plain torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol

@@ -8,8 +8,6 @@ Not `torch.nn.attention.varlen_attn`: it has no sinks, caps of scores, or values
 machines has none that reads pages. With TRITON_INTERPRET=1 Triton's kernels run on a CPU.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

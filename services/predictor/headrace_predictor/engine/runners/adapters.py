@@ -4,8 +4,6 @@ Fused layers get an adapter's products with the step's plan. In any other model 
 to its output; the first step with an adapter sets the hooks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path

@@ -10,8 +10,6 @@ repeated. Then each token's query attends to its own sequence's blocks: with the
 they support the device and dtype, otherwise in plain torch, which runs anywhere, from copies of the blocks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
@@ -41,7 +39,7 @@ _UNSUPPORTED = ("position_bias", "head_mask")
 
 
 # Not an argument: not every model passes those that it does not know down to its layers.
-_CURRENT: ContextVar[StepPlan] = ContextVar("step plan")
+_CURRENT: "ContextVar[StepPlan]" = ContextVar("step plan")
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,6 @@ the row's, at the right of the padding. Each chunk of a prompt is a pass of its 
 verifies at load that this is right for the model.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence as Rows
 from typing import Any

@@ -7,8 +7,6 @@ Rows that only pad a bucket read and write block 0, which no sequence owns. The 
 without graphs; `record` is a parameter so that buckets and buffers can be tested without a GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from functools import partial

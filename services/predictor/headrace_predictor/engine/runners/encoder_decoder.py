@@ -7,8 +7,6 @@ encoder, the layers compute the prompt's keys and values for cross-attention. `p
 right for the model.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from collections.abc import Sequence as Rows

@@ -12,8 +12,6 @@ The rest of the model is transformers' own, or that of `FlatDecoder`. Layers are
 classes, and unsupported configurations, stay unchanged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 

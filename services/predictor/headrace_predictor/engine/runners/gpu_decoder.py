@@ -4,8 +4,6 @@ A layer of transformers is some sixty. Queries, keys and values are one product,
 modules keep their weights as views of the joined ones, for tokens that have adapters.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

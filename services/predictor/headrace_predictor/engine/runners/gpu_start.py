@@ -1,7 +1,5 @@
 """What a model's start does for a GPU: finds whether the kernels run there and are right, and records passes."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

@@ -10,8 +10,6 @@ While a pass runs, its sequences have no state. If it fails, their ids are compu
 are if a step is repeated after its states have advanced.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence as Rows
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """The interface of model runners, which compute the steps; each runner serves a family of models."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Rows
 from typing import Protocol
 

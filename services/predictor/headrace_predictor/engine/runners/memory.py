@@ -5,8 +5,6 @@ leave free, of the machine or below the container's limit. On CUDA the cache get
 after the weights: with N predictors on one GPU each gets its share, whatever the order in which they start.
 """
 
-from __future__ import annotations
-
 import re
 from contextlib import suppress
 from dataclasses import fields

@@ -4,8 +4,6 @@ Tokens of all rows are packed into one row of ids with explicit positions; only 
 ends and the next begins. `proof.py` verifies at load that this is right for the model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Rows
 from typing import Any
 

@@ -6,8 +6,6 @@ selects) are set to a few positions meanwhile. The test crosses them by the chun
 by that one's decoding, and behind a prefix from the cache.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What a proof changes in the model that it runs, until it has ended: limits, layers, the width of numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -6,8 +6,6 @@ self-attention. Both have the same size, and nothing is stored elsewhere: the bl
 the memory in use, and a step can be repeated, whatever its rows.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass

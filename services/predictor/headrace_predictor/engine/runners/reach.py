@@ -4,8 +4,6 @@ Not read from a configuration, where each family has names of its own: transform
 model's layers a mask of ours, which only their attention reads, and so each layer shows what it would look at.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ Here the model's own rotary module runs once for each stage (`Scaling`) in the r
 stage's last. Used only by the engine's thread.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
@@ -40,7 +38,7 @@ class SequenceRotary:
             module.forward = partial(self._forward, module.forward, _grows(module))
 
     @classmethod
-    def of(cls, model: Any, context: int) -> SequenceRotary | None:
+    def of(cls, model: Any, context: int) -> "SequenceRotary | None":
         """For a model whose factors change within the context; else None, and the model is unchanged."""
         modules = [module for module in model.modules() if _limits(module)]
         changes = any(limit < context for module in modules for limit in _limits(module))

@@ -5,8 +5,6 @@ for each row. `CausalRunner` and `EncoderDecoderRowRunner` keep a cache for each
 `CachelessRunner` computes every id at each step, for models with another kind of memory.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence as Rows
 from contextlib import nullcontext

@@ -4,8 +4,6 @@ A pass takes the first slots, so what it computes together is moved there if it 
 comes or goes, nothing while the same sequences decode. A slot is free when nothing refers to its `State` any more.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 

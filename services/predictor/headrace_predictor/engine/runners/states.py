@@ -5,8 +5,6 @@ the next id of each row. `recurrent_states` finds where a model keeps them. A pa
 given.
 """
 
-from __future__ import annotations
-
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator

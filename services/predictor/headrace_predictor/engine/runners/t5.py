@@ -8,8 +8,6 @@ tokens from the request are computed like generated ones. Norms, projections and
 modules; the order of a block's parts, the bias and the clamping for float16 follow transformers' T5Block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from typing import Any

@@ -3,8 +3,6 @@
 A module without its weight refuses to compute, so that no answer comes from weights that are not there.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ anything to change. The rules concern the ids that the decoder has seen: prompt 
 model's start token and output.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -19,8 +19,6 @@ Sources: splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom numb
 (Keskar et al. 2019, CTRL); nucleus sampling (Holtzman et al. 2019); min-p (Nguyen et al. 2024, "Turning up the heat").
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter

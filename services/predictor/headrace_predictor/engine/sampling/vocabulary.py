@@ -6,8 +6,6 @@ each row separately, with rounding that does not depend on the number of rows. R
 vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Rows
 
 import numpy as np

@@ -9,8 +9,6 @@ rows write there.
 Source: prefix caching by hashed blocks (Kwon et al. 2023, PagedAttention; vLLM's design notes).
 """
 
-from __future__ import annotations
-
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable

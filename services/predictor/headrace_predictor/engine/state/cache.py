@@ -4,8 +4,6 @@ A block is contiguous, so that the memory in use grows with the tokens. A virtua
 first write to a page of 2 MiB: with a pool for each layer, all pools would come to a new page in the same step.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 import mmap

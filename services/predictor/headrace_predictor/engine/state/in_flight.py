@@ -3,8 +3,6 @@
 Pure. It decides only which sequence leaves a full queue; the scheduler, which is built on it, decides the rest.
 """
 
-from __future__ import annotations
-
 from bisect import insort
 from dataclasses import dataclass
 from itertools import count as counter

@@ -4,8 +4,6 @@ There is no prefill phase and no decode phase: a sequence has ids, and `computed
 its blocks. A step computes some of the rest; if it computes the last, it samples.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator
@@ -256,7 +254,7 @@ class Row:
         self.samples = self.start + self.count - len(self.proposed) == len(self.sequence.ids)
 
     @classmethod
-    def of_coming(cls, sequence: Sequence) -> Row:
+    def of_coming(cls, sequence: Sequence) -> "Row":
         """The row of the id that the step under way chooses."""
         row = cls(sequence, len(sequence.ids), 1)
         row.samples = True
@@ -266,7 +264,7 @@ class Row:
     def ids(self) -> list[int]:
         return [*self.sequence.ids[self.start : self.start + self.count], *self.proposed]
 
-    def parts(self) -> Iterator[tuple[Row, SamplingRow]]:
+    def parts(self) -> "Iterator[tuple[Row, SamplingRow]]":
         """The part for each token that is sampled, with the sampler's input; a row with proposals has one other id."""
         if not self.proposed:
             yield self, self.sequence.row

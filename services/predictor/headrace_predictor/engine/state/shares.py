@@ -10,8 +10,6 @@ With one client nothing is counted. Pure: no clock. Source: the virtual token co
 Serving Large Language Models), to which slots, blocks and short steps are added.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable

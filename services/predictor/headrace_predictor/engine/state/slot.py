@@ -4,8 +4,6 @@ A slow reader gets bigger chunks, not a longer queue: memory is bounded by the r
 wake the reader by itself: the engine wakes all readers of a step at once.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections import defaultdict

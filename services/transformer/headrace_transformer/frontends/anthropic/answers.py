@@ -11,8 +11,6 @@ Errors have the same source: `{"type": "error", "error": {"type", "message"}, "r
 All models that generate text are one page of a list.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any

@@ -5,8 +5,6 @@ joined by newlines. Beside Anthropic's fields those of the sampling table are re
 are not read, such as `cache_control`, are named as ignored. Source: Anthropic's API reference.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 

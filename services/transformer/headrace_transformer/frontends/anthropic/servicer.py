@@ -4,8 +4,6 @@ A stream that broke is not continued by `Last-Event-ID`; with the same `Idempote
 Source: Anthropic's API reference.
 """
 
-from __future__ import annotations
-
 from contextlib import aclosing
 
 from google.api.httpbody_pb2 import HttpBody

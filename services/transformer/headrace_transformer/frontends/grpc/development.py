@@ -5,8 +5,6 @@ at the first that has the request and so kills itself. Several replicas may have
 the others continue.
 """
 
-from __future__ import annotations
-
 import time
 from contextlib import suppress
 

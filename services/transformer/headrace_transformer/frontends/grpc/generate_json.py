@@ -3,8 +3,6 @@
 Unknown fields are refused, because a misspelt parameter would have no effect.
 """
 
-from __future__ import annotations
-
 from google.protobuf import json_format
 from google.protobuf.descriptor import FieldDescriptor
 

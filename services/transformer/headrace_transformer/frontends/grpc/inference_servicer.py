@@ -5,8 +5,6 @@ answers of relayed models pass as bytes, see `add_to_server`. The REST front end
 `infer` for the one answer to a request, `answers` for all of them as they come.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`headrace.v1.TextGeneration`: text in, a stream of text out; and the same by REST, with a JSON request."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from itertools import islice

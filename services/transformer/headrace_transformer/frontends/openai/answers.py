@@ -7,8 +7,6 @@ no log probability. Source: OpenAI's API reference, and vLLM's answers where it 
 Reasoning has two names: `reasoning`, vLLM's, and `reasoning_content`, which DeepSeek's API has and vLLM had before.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar

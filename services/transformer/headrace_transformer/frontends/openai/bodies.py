@@ -3,8 +3,6 @@
 Several generations of one request run side by side. Choices of a request without a seed have those of the answer's own.
 """
 
-from __future__ import annotations
-
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence

@@ -3,8 +3,6 @@
 Source: OpenAI's API reference, and vLLM's.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from typing import Any, Self

@@ -4,8 +4,6 @@
 Source: OpenAI's API reference, and the error classes of its Python client.
 """
 
-from __future__ import annotations
-
 import reprlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Requests for completions and chat completions."""
 
-from __future__ import annotations
-
 import hashlib
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ fields that are known and not supported here are refused, unless their value ask
 good as absent. All raises InvalidRequestError. Source: OpenAI's API reference, and vLLM's for the fields beyond it.
 """
 
-from __future__ import annotations
-
 import re
 from array import array
 from collections.abc import Callable, Container, Mapping, Sequence

@@ -6,8 +6,6 @@ with one label, or the cosine of the vectors of an embedding model, or what its 
 Source of the shapes: OpenAI's API reference, and vLLM's OpenAI-compatible server.
 """
 
-from __future__ import annotations
-
 import base64
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

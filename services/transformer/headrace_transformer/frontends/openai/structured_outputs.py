@@ -2,8 +2,6 @@
 `guided_json`, `guided_regex`, `guided_choice` and `guided_grammar`. One of them at a time.
 """
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Mapping
 from typing import Any

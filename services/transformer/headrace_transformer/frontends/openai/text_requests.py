@@ -3,8 +3,6 @@
 Apart from what serves them: the processes that parse large bodies import this, and no tokenizer with it.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 

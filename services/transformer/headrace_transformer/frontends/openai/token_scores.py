@@ -4,8 +4,6 @@
 which JSON lacks, is written as -9999. Source: OpenAI's API reference, and vLLM's OpenAI-compatible server.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

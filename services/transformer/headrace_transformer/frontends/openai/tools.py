@@ -4,8 +4,6 @@ A function's declaration is kept as JSON text, as it goes into the chat template
 Source: OpenAI's API reference.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar

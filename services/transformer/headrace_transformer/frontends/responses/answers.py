@@ -4,8 +4,6 @@ Each event has the next `sequence_number`. A stream ends in `response.completed`
 maximum of tokens ended it, or in `response.failed`. Source: OpenAI's API reference.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from itertools import count
 from typing import Any

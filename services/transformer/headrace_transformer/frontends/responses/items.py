@@ -4,8 +4,6 @@ An item has the parts of an answer that belong together; the next one begins whe
 Source: OpenAI's API reference.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 from abc import ABC, abstractmethod

@@ -6,8 +6,6 @@ Reasoning, a message of the assistant and calls of functions that follow each ot
 chat templates have it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self

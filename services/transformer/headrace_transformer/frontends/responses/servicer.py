@@ -5,8 +5,6 @@ log; the log records a request in either case. A stream that broke is not contin
 `Idempotency-Key` its answer is repeated. Source: OpenAI's API reference.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any

@@ -5,8 +5,6 @@ finds the record, a random part, which the record's parameters repeat, and a sig
 from this stack costs a look at the log. The texts are those of the record: redacted where a rule redacts them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import binascii

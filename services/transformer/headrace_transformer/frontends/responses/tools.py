@@ -5,8 +5,6 @@ function of one text. A tool of a namespace has the namespace's name before its 
 have no function: the model cannot call them, as if it chose not to. Source: OpenAI's API reference.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 

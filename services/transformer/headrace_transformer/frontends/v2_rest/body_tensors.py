@@ -6,8 +6,6 @@ The header `inference-header-content-length` is the size of the JSON. The conten
 Raises InvalidRequestError. Source: the protocol's "Tensor Data" section and Triton's binary tensor data extension.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Annotated, Any

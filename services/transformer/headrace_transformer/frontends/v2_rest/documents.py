@@ -7,8 +7,6 @@ Source: Triton's extensions for model configuration, repository, statistics, tra
 tritonclient.http sends and reads.
 """
 
-from __future__ import annotations
-
 import base64
 from collections.abc import MutableMapping
 from typing import Any

@@ -14,8 +14,6 @@ its name: a value where it is one element, else a flat list.
 Source: Triton's generate extension, and its http_server.cc for shapes and fields.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -14,8 +14,6 @@ A body that a client has compressed by `deflate` (zlib's format) is inflated; th
 exceed the gateway's limit is refused before. Source: RFC 9110, section 8.4.1.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -9,8 +9,6 @@ Raises InvalidRequestError. Large tensors are worked on a slice at a time, see j
 Source: the protocol's "Tensor Data" section and Triton's http_server.cc.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Sequence

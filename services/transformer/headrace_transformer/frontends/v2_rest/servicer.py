@@ -4,8 +4,6 @@ Only bodies are read and written here: each method calls its gRPC counterpart in
 makes a REST error of the status and message of its exceptions, see frontends/http.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Another server need not have ModelConfig, nor our parameters in it: missing values are None.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

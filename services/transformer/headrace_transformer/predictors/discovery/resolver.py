@@ -5,8 +5,6 @@ stands for those of the hosts in its SRV records, with their ports. A name that 
 servers do not answer, a name keeps the addresses that it had.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import logging

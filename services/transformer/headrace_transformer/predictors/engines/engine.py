@@ -8,8 +8,6 @@ places are all taken, nor one of an unknown kind, where that token might only wa
 Owned by the event loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -4,8 +4,6 @@ An answer that ends, breaks or falls silent before its end raises; a part of an 
 Source: WHATWG HTML, "Server-sent events".
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import time

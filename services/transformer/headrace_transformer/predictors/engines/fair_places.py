@@ -5,8 +5,6 @@ others wait here. Of the clients that wait, the next place is for the one with t
 weight. Owned by the event loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter, deque
 from contextlib import ExitStack

@@ -8,8 +8,6 @@ continues it exactly, and an answer that comes out as another one ends with an e
 Events pass unparsed in all but the model's name; those of a later engine get the id of the first. Pure.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -6,8 +6,6 @@ prompt's beginning cached, or to the least loaded one, as among predictors (link
 Owned by the event loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import socket

@@ -6,8 +6,6 @@ already are compared and left out. So does each answer that has a form: an engin
 Where an engine does not repeat itself, an answer without a form goes on from its ids, as an approximation.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ Only what a request, or its model's generation config, states is sent: the rest 
 vLLM's OpenAI-compatible server (`return_token_ids`, `return_tokens_as_token_ids`), llama.cpp's server (`/completion`).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from itertools import combinations, pairwise

@@ -12,8 +12,6 @@ each message would pass one more process, and an end of the gateway would cut ev
 Owned by the event loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ The link writes, one task reads. A slow reader gets larger chunks, not a longer 
 request's `max_tokens`. Owned by the event loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from typing import Protocol
@@ -31,7 +29,7 @@ class Link(Protocol):
     @property
     def is_leaving(self) -> bool: ...
 
-    def cancel(self, call: LinkCall) -> None: ...
+    def cancel(self, call: "LinkCall") -> None: ...
 
 
 class LinkCall:

@@ -9,8 +9,6 @@ Source: Thaler and Ravishankar, "Using Name-Based Mappings to Increase Hit Rates
 Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads" (the bound).
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import math

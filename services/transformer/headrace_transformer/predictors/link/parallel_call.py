@@ -9,8 +9,6 @@ another predictor has the same weights; the generation ends with an error only w
 on the event loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ ModelConfig) are replaced or omitted. A generation there is one `ModelStreamInfe
 flow control are HTTP/2's own. Predictors of ours generate over links.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager, suppress
 

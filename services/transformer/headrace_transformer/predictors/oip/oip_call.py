@@ -3,8 +3,6 @@
 Errors in a predictor's answer are the predictor's fault, never the caller's.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress

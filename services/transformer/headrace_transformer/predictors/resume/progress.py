@@ -12,8 +12,6 @@ A request can end the engine that computes it, and its predictor reports that. A
 most likely killed, replaced or cut off, so that is half a crash. No I/O.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import time

@@ -24,8 +24,6 @@ are quarantined: so it cannot crash all replicas, and requests beside it continu
 Owned by the event loop; one `ResumingGenerator` for all requests.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -104,7 +102,7 @@ class ResumingGenerator:
         start_wait_s: float | None = None,
         fingerprint: str = "",
         output_ids: Sequence[int] = (),
-    ) -> TokenStream:
+    ) -> "TokenStream":
         """The tokens of a generation; the submission has its `sampling`.
 
         `elsewhere`: a server that is not ours, or engines that generate in place of predictors; `start_wait_s`: the

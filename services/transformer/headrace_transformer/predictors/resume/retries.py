@@ -7,8 +7,6 @@ and the pause doubles up to half a second, less a random part, so that streams t
 together. Owned by one request, on the event loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time
