@@ -42,7 +42,7 @@ from headrace_predictor.engine.state.sequence import Row, Sequence, detached_seq
 
 NAME = "headrace_encoder_decoder"
 _PAST = "past_key_values_length"
-_STEP = 16  # Prompts are padded to multiples of this, long ones to those of an eighth to a quarter of their length.
+_STEP = 8  # Prompts are padded to multiples of this, long ones to those of a sixteenth to an eighth of their length.
 _ENCODED = 4096  # The maximum of ids in a pass of the encoder, with padding; but one prompt at least.
 
 
@@ -146,7 +146,7 @@ class EncoderDecoderRunner:
 
     def _width(self, length: int) -> tuple[int, bool]:
         """The padded length of a prompt, and whether it is padded; those with an equal value are encoded together."""
-        step = max(_STEP, 1 << max(0, length.bit_length() - 3))
+        step = max(_STEP, 1 << max(0, length.bit_length() - 4))
         width = (length // step + 1) * step
         if self._longest is not None:
             width = max(length, min(width, self._longest))

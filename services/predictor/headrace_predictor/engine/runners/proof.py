@@ -266,7 +266,8 @@ class Proof:
         """As `_difference`, for two prompts whose answers continue by some ids and then one by one."""
         runner, start = make(), decoder_start(self._model)
         # Of unequal lengths that are encoded together.
-        prompts, output = (self._ids, self._ids[: max(1, len(self._ids) - _PROMPT)]), self._ids[:_OUTPUT]
+        prompts = [self._ids[: max(1, len(self._ids) - fewer)] for fewer in (1, _PROMPT)]
+        output = self._ids[:_OUTPUT]
         expected = [
             self._model(
                 input_ids=self._tensor(prompt), decoder_input_ids=self._tensor([start, *output]), use_cache=False
