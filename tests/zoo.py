@@ -14,9 +14,7 @@ import torch
 import transformers as hf
 
 VOCABULARY = 1536
-PAGED, HYBRID, BATCHED, RAGGED, SEQ2SEQ, ROW = RUNNERS = (
-    "paged", "hybrid", "batched", "ragged decoder", "encoder-decoder", "one row",
-)  # fmt: skip
+PAGED, HYBRID, BATCHED, SEQ2SEQ, ROW = RUNNERS = "paged", "hybrid", "batched", "encoder-decoder", "one row"
 
 _IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _DECODER = {
@@ -314,10 +312,10 @@ def _families() -> Iterator[Family]:
     yield _vision("PaliGemma", "paligemma", _OTHERWISE, {"model_type": "gemma"})
     yield _vision("GLM 4.1V", "glm4v", PAGED, _MROPE)
     yield _vision("Voxtral", "voxtral", PAGED, {"model_type": "llama"}, "voxtral_encoder")
-    yield Family("T5", "t5", RAGGED, {}, _T5)
-    yield Family("FLAN-T5", "t5", RAGGED, {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}, _T5)
-    yield Family("mT5", "mt5", RAGGED, {}, _T5)
-    yield Family("UMT5", "umt5", RAGGED, {}, _T5)
+    yield Family("T5", "t5", SEQ2SEQ, {}, _T5)
+    yield Family("FLAN-T5", "t5", SEQ2SEQ, {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}, _T5)
+    yield Family("mT5", "mt5", SEQ2SEQ, {}, _T5)
+    yield Family("UMT5", "umt5", SEQ2SEQ, {}, _T5)
     yield Family("LongT5", "longt5", SEQ2SEQ, {}, _T5)
     yield Family("Switch Transformers", "switch_transformers", SEQ2SEQ, {"num_experts": 4}, _T5)
     yield Family("T5Gemma", "t5gemma", SEQ2SEQ, {"encoder": _BLOCK, "decoder": _BLOCK}, {})

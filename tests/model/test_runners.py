@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headrace_predictor.engine.cpu import kernel
-from headrace_predictor.engine.cpu.packed_linear import pack_linears
+from headrace_predictor.engine.cpu.packed_linear import pack_called, pack_linears
 from headrace_predictor.engine.runners import memory
 from headrace_predictor.engine.runners.encoder_decoder import EncoderDecoderRunner
 from headrace_predictor.engine.runners.hybrid import HybridRunner
@@ -16,7 +16,6 @@ from headrace_predictor.engine.runners.memory import cache_shape, plan_memory
 from headrace_predictor.engine.runners.reach import find_reaches
 from headrace_predictor.engine.runners.slots import Slots
 from headrace_predictor.engine.runners.states import key_layers, state_bytes
-from headrace_predictor.engine.runners.t5 import T5Runner
 from headrace_predictor.settings import PredictorSettings
 from tests.model.step_loop import Loop, make_requests
 from tests.random_models import greedy
@@ -25,9 +24,8 @@ from tests.zoo import FAMILIES, VOCABULARY
 
 FEW_BLOCKS = 14  # The longest request takes seven.
 REQUESTS = make_requests(16, seed=3)
-T5 = {"T5": T5Runner, "FLAN-T5": T5Runner}
-# Learned positions, computed ones that depend on the ids, a relative bias, rotary ones with windows.
-OTHERS = dict.fromkeys(("BART", "M2M, NLLB", "LongT5", "T5Gemma"), EncoderDecoderRunner)
+# A relative bias, learned positions, computed ones that depend on the ids, rotary ones with windows.
+SEQ2SEQ = dict.fromkeys(("T5", "FLAN-T5", "BART", "M2M, NLLB", "LongT5", "T5Gemma"), EncoderDecoderRunner)
 # With attention in other layers, in the same, and without; prompts as a whole, and rows one by one.
 HYBRID = {
     "Qwen 3.5, text": HybridRunner,
@@ -35,7 +33,7 @@ HYBRID = {
     "Mamba": partial(HybridRunner, whole=True),
     "RWKV": partial(HybridRunner, together=False),
 }
-RUNNERS = {**T5, **OTHERS, **HYBRID}
+RUNNERS = {**SEQ2SEQ, **HYBRID}
 # Of each runner; the others, which differ by their model alone, run with FULL=1 beside the crowds below.
 USUAL = {"T5", "BART", "Qwen 3.5, text", "RWKV"}
 _FAMILIES = {family.name: family for family in FAMILIES}
@@ -63,14 +61,13 @@ def loop_of(name, model=None, **limits):
 
 
 def second_layer(name, model):
-    """The decoder's second layer, or what the runner calls of it."""
+    """The decoder's second layer."""
     if name == "RWKV":
         return model.rwkv.blocks[1]
     if name in HYBRID:
         return model.base_model.layers[1]
     decoder = model.get_decoder()
-    layers = decoder.block if hasattr(decoder, "block") else decoder.layers
-    return layers[1].layer[-1] if name in T5 else layers[1]
+    return (decoder.block if hasattr(decoder, "block") else decoder.layers)[1]
 
 
 # tests/model/test_zoo.py has crowds of the others with compiled attention.
@@ -127,7 +124,7 @@ def test_interrupted_steps_can_be_repeated(name):
     assert [sequence.output_ids for sequence in sequences] == generated(name)[1][:6]
 
 
-@each(OTHERS)
+@each(SEQ2SEQ)
 def test_a_prompt_that_fails_between_layers_leaves_rows_that_decode_as_they_are(name):
     loop = loop_of(name)
     sequence = loop.add(*REQUESTS[0])
@@ -174,7 +171,7 @@ def test_it_continues_from_output_of_any_length(name, step_tokens):
     assert [sequence.output_ids for sequence in sequences] == [expected] * 16
 
 
-@each(OTHERS | HYBRID)
+@each(SEQ2SEQ | HYBRID)
 def test_rows_that_decode_pass_the_model_together(name):
     loop = loop_of(name)
     for _ in range(8):
@@ -186,6 +183,17 @@ def test_rows_that_decode_pass_the_model_together(name):
     passes.clear()
     loop.step()
     assert len(passes) == (8 if name == "RWKV" else 1)
+
+
+@each(SEQ2SEQ)
+def test_prompts_pass_the_encoder_together(name):
+    loop = loop_of(name, step_tokens=1000)
+    sequences = [loop.add([5, 7, 11, 13][:count], 4) for count in (1, 4, 2, 3, 4, 2)]
+    passes = []
+    loop.model.get_encoder().register_forward_pre_hook(lambda *_: passes.append(None))
+    loop.step()
+    assert all(sequence.output_ids for sequence in sequences)
+    assert len(passes) == 1
 
 
 @each(["FLAN-T5", *HYBRID], ("FLAN-T5", "Qwen 3.5, text"))
@@ -249,14 +257,16 @@ def test_experts_that_leave_out_tokens_of_a_crowd_are_refused():
         Loop(model, partial(EncoderDecoderRunner, model))
 
 
-@each([name for name in HYBRID if name != "Mamba"])
+@each([name for name in RUNNERS if name != "Mamba"])
 def test_a_row_has_the_same_logits_in_every_crowd(name):
     """To the last bit, with packed products; Mamba 1 has one that cannot be packed."""
     rows, prompts = {}, [prompt for prompt, _ in REQUESTS[:6]]
     for crowd in ([0], [0, 1], [5, 0, 3, 2, 1, 4]):
         loop = loop_of(name, step_tokens=1000)
         with torch.inference_mode():
-            loop.runner.pack()
+            pack_called(loop.model, loop.runner.probe)
+            if name in SEQ2SEQ:
+                loop.runner.shorten()
             for index in crowd:
                 loop.add(prompts[index], 8, [9] * 3)
             loop.run(loop.scheduler.schedule(1000))

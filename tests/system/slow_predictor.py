@@ -14,8 +14,9 @@ from headrace_predictor import __main__
 def prepare() -> None:
     """Slows the runners in each engine process."""
     from headrace_predictor.engine import build
+    from headrace_predictor.engine.runners import proof
+    from headrace_predictor.engine.runners.encoder_decoder import EncoderDecoderRunner
     from headrace_predictor.engine.runners.paged import PagedRunner
-    from headrace_predictor.engine.runners.t5 import T5Runner
 
     pause_s = float(os.environ.get("SLOW_MS", 20)) / 1000
 
@@ -28,13 +29,13 @@ def prepare() -> None:
             time.sleep(pause_s)
             return made
 
-    class SlowT5Runner(T5Runner):
+    class SlowEncoderDecoderRunner(EncoderDecoderRunner):
         def run(self, rows):
             made = super().run(rows)
             time.sleep(pause_s)
             return made
 
-    build.PagedRunner, build.T5Runner = SlowPagedRunner, SlowT5Runner
+    build.PagedRunner, proof.EncoderDecoderRunner = SlowPagedRunner, SlowEncoderDecoderRunner
 
 
 if __name__ == "__main__":

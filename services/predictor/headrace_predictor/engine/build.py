@@ -1,9 +1,9 @@
 """Builds the engine of a loaded transformers model: memory, runner, scheduler.
 
-Of six kinds of runners the fastest that supports the model is chosen: paged for decoders that take an attention
-function (see proof.py), hybrid for those with recurrent states, batched for other decoders; ragged for T5 and its
-family, encoder-decoder for others of that kind; one row at a time for the rest. A model or memory that cannot be served
-raises StartupError here, with one line of text.
+Of five kinds of runners the fastest that supports the model is chosen: paged for decoders that take an attention
+function (see proof.py), hybrid for those with recurrent states, batched for other decoders; encoder-decoder for models
+of that kind; one row at a time for the rest. A model or memory that cannot be served raises StartupError here, with one
+line of text.
 """
 
 from __future__ import annotations

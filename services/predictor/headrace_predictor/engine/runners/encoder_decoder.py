@@ -1,14 +1,18 @@
-"""Runs encoder-decoder models of transformers that take an attention function: all rows that decode pass together.
+"""Runs encoder-decoder models of transformers that take an attention function: one decoder pass for all rows of a step.
 
-The encoder is the model's own, for one prompt at a time. So is the decoder, over [rows, 1] ids, or over [1, ids] where
-a row has several. Only attention and positions differ: each row attends to its own sequence's blocks (ragged.py), and a
-module that embeds positions is called for each row with that row's number of earlier ids. In the pass that follows the
-encoder, the layers compute the prompt's keys and values for cross-attention. `proof.py` verifies at load that this is
-right for the model.
+The encoder is the model's own, for all new prompts of like length together. So is the decoder, over [ids, 1] of all
+rows: only attention and positions differ. Each id attends to its own sequence's blocks (ragged.py), and a module that
+embeds positions is called for each row with that row's number of earlier ids. The layers of the pass that follows the
+encoder compute the prompts' keys and values for cross-attention. `proof.py` verifies at load that this is right for the
+model.
+
+A prompt is padded to a length that depends on nothing but its own, and always by some ids, so that there is a mask: its
+numbers are the same to the last bit, whatever is encoded beside it.
 """
 
 import inspect
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 from functools import partial
@@ -16,35 +20,48 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from headrace_predictor.engine.cpu import kernel
+from headrace_predictor.engine.faults import check_numbers
+from headrace_predictor.engine.runners.memory import stated_context
 from headrace_predictor.engine.runners.ragged import (
-    RaggedRunner,
+    RaggedAttention,
     Range,
     decoder_ids,
     prompt_places,
     ranges_of,
     relative_biases,
 )
-from headrace_predictor.engine.state.cache import CacheShape
-from headrace_predictor.engine.state.sequence import Row
+from headrace_predictor.engine.runners.row import decoder_start
+from headrace_predictor.engine.state.cache import CacheShape, KeyValueCache
+from headrace_predictor.engine.state.sequence import Row, Sequence, detached_sequence
 
 NAME = "headrace_encoder_decoder"
 _PAST = "past_key_values_length"
+_STEP = 8  # Prompts are padded to multiples of this, long ones to those of a sixteenth to an eighth of their length.
+_ENCODED = 4096  # The maximum of ids in a pass of the encoder, with padding; but one prompt at least.
 
 
-class EncoderDecoderRunner(RaggedRunner):
-    """See the module."""
+class EncoderDecoderRunner:
+    """See the module. `blocks` is the size of the cache, with the reserved block."""
 
     description = "encoder-decoder"
+    reuses_prefixes = False
+    scores_prompts = False
+    scaling = None
 
     def __init__(self, model: Any, shape: CacheShape, blocks: int) -> None:
         """Raises ValueError for a model whose experts take a limited share of a pass's tokens."""
         if getattr(model.config, "moe_eval_capacity_token_fraction", 1.0) < 1:
             raise ValueError("its experts leave out tokens, others in another crowd")
-        super().__init__(model, shape, blocks)
+        self.start_ids: tuple[int, ...] = (decoder_start(model),)
+        self._model = model
+        self._cache = KeyValueCache(shape, blocks, model.device)
+        self._attention = RaggedAttention(self._cache)
         self._decoder = model.get_decoder()
         self._takes_positions = "decoder_position_ids" in inspect.signature(model.forward).parameters
         self._positional = [
@@ -56,56 +73,98 @@ class EncoderDecoderRunner(RaggedRunner):
         self._configs: list[Any] = [*{id(part.config): part.config for part in parts}.values()]
         self._own_attention = [config._attn_implementation for config in self._configs]
         self._biases = relative_biases(self._decoder) if hasattr(self._decoder, "block") else []
+        self._longest = stated_context(model.config.get_text_config(decoder=True))
         self._prompt: Range | None = None
         self._outputs: Range | None = None
-        self._places: tuple[Tensor, Tensor] | None = None  # Of the prompt whose keys a pass computes.
+        self._places: tuple[Tensor, Tensor] | None = None  # Of the prompts whose keys a pass computes.
         self._from_encoder = torch.empty((1, shape.heads, 0, shape.head_size), dtype=model.dtype, device=model.device)
         self._memory = self._make_memory(shape.layers)
-        self._nothing = self._encode([0])  # Where layers read the prompt's keys from the blocks.
+        # Where layers read the prompts' keys from the blocks.
+        self._nothing = self._encode([detached_sequence([0])], 1)
 
     def run(self, rows: Rows[Row]) -> Tensor:
-        logits: dict[Row, Tensor] = {}
-        decodes = [row for row in rows if row.start and row.count == 1]
-        if decodes:
-            logits.update(zip(decodes, self._decode(decodes), strict=True))
-        for row in rows:
-            if row.start == 0:
-                logits[row] = self._begin(row)
-            elif row not in logits:
-                logits[row] = self._decode([row])[0]
-        sampled = [logits[row] for row in rows if row.samples]
-        return torch.stack(sampled) if sampled else torch.empty(0)
+        new = [row.sequence for row in rows if row.start == 0]
+        ends = np.cumsum([len(decoder_ids(row)) for row in rows])
+        ids = np.concatenate([decoder_ids(row) for row in rows])[:, None]
+        # Layers mark themselves one by one, also in a pass that fails between them.
+        self._memory.is_updated = {} if new else dict.fromkeys(range(self._cache.shape.layers), True)
+        self._places = None
+        if new:
+            blocks, offsets = zip(*(prompt_places(sequence) for sequence in new), strict=True)
+            self._places = self._tensor(np.concatenate(blocks)), self._tensor(np.concatenate(offsets))
+        encoded = self._encode(new, len(ids)) if new else self._nothing
+        sampled = [int(end) - 1 for end, row in zip(ends, rows, strict=True) if row.samples]
+        logits = self._decode(rows, ids, ends, encoded, sampled or [0])
+        return logits[: len(sampled)]
 
-    def _encode(self, prompt: list[int]) -> Any:
-        return self._model.get_encoder()(input_ids=self._tensor(np.array([prompt])), return_dict=True)
+    def shorten(self) -> None:
+        """Shortens what a pass of the model computes beside the products, for good."""
+        for module in [*self._model.modules()]:
+            if getattr(module, "is_decoder", False) and hasattr(module, "compute_bias"):
+                module.compute_bias = lambda *_, **__: self._from_encoder  # `attend` has its own.
+            for name, child in [*module.named_children()]:
+                short = _short(child)
+                if short is not None and not isinstance(module, nn.ModuleList | nn.Sequential):
+                    delattr(module, name)
+                    setattr(module, name, short)
+        self.probe()
 
-    def _begin(self, row: Row) -> Tensor:
-        """Encodes a prompt, and computes what follows it."""
-        sequence = row.sequence
-        encoded = self._encode(sequence.input_ids)
-        blocks, offsets = prompt_places(sequence)
-        self._memory.is_updated = {}
-        self._places = self._tensor(blocks), self._tensor(offsets)
-        try:
-            return self._decode([row], encoded)[0]
-        finally:
-            self._places = None
-            # Layers mark themselves one by one: after a pass that failed between them, none may wait for a prompt.
-            self._memory.is_updated = dict.fromkeys(range(self._cache.shape.layers), True)
+    def clear(self, blocks: Rows[int]) -> None:
+        self._cache.clear(blocks)
 
-    def _decode(self, rows: Rows[Row], encoded: Any = None) -> Tensor:
-        """The last logits [rows, vocabulary] of rows with as many ids each for the decoder."""
+    def probe(self) -> None:
+        sequence = detached_sequence([0], self.start_ids)
+        sequence.blocks = [0]
+        check_numbers(self.run([Row(sequence, 0, 2)]))
+        sequence.ids.append(0)
+        check_numbers(self.run([Row(sequence, 2, 1)]))
+
+    def _encode(self, sequences: Rows[Sequence], rows: int) -> Any:
+        """The encoder's output for the prompts, one after the other in so many rows, with zeros at the end.
+
+        Some layers need as many rows of it as the decoder has.
+        """
+        groups = defaultdict[tuple[int, bool], list[int]](list)
+        for number, sequence in enumerate(sequences):
+            groups[self._width(len(sequence.input_ids))].append(number)
+        own: dict[int, Tensor] = {}
+        output: Any = None
+        for (width, _), group in groups.items():
+            count = max(1, _ENCODED // width)
+            for part in (group[i : i + count] for i in range(0, len(group), count)):
+                prompts = [sequences[number].input_ids for number in part]
+                ids = np.array([prompt + [0] * (width - len(prompt)) for prompt in prompts])
+                mask = np.arange(width) < np.array([len(prompt) for prompt in prompts])[:, None]
+                output = self._model.get_encoder()(
+                    input_ids=self._tensor(ids), attention_mask=self._tensor(mask.astype(np.int64)), return_dict=True
+                )
+                for number, prompt, padded in zip(part, prompts, output.last_hidden_state, strict=True):
+                    own[number] = padded[: len(prompt)]
+        packed = torch.cat([own[number] for number in range(len(sequences))])
+        packed = nn.functional.pad(packed, (0, 0, 0, -len(packed) % rows))
+        return type(output)(last_hidden_state=packed.view(rows, -1, packed.shape[-1]))
+
+    def _width(self, length: int) -> tuple[int, bool]:
+        """The padded length of a prompt, and whether it is padded; those with an equal value are encoded together."""
+        step = max(_STEP, 1 << max(0, length.bit_length() - 4))
+        width = (length // step + 1) * step
+        if self._longest is not None:
+            width = max(length, min(width, self._longest))
+        return width, width > length
+
+    def _decode(
+        self, rows: Rows[Row], ids: NDArray[Any], ends: NDArray[Any], encoded: Any, wanted: list[int]
+    ) -> Tensor:
+        """The logits [wanted, vocabulary] of some of the ids [ids, 1] of all rows, which end at `ends`."""
         self._prompt, self._outputs = ranges_of(self._cache, rows)
-        ids = [decoder_ids(row) for row in rows]
         earlier = [max(0, row.start - len(row.sequence.input_ids)) for row in rows]
         positions = {}
         if self._takes_positions:
-            numbers = np.array(earlier)[:, None] + np.arange(len(ids[0]))
-            positions = {"decoder_position_ids": self._tensor(numbers)}
-        with self._attending(earlier):
+            positions = {"decoder_position_ids": (self._outputs.ends - self._outputs.firsts - 1)[:, None].long()}
+        with self._attending(ends.tolist(), earlier, wanted if len(wanted) < len(ids) else None):
             output = self._model(
-                encoder_outputs=encoded or self._nothing,
-                decoder_input_ids=self._tensor(np.array(ids)),
+                encoder_outputs=encoded,
+                decoder_input_ids=self._tensor(ids),
                 past_key_values=self._memory,
                 use_cache=True,
                 **positions,
@@ -114,10 +173,14 @@ class EncoderDecoderRunner(RaggedRunner):
         return logits
 
     @contextmanager
-    def _attending(self, earlier: list[int]) -> Iterator[None]:
-        """Lets the decoder attend to blocks, in rows that follow so many ids."""
+    def _attending(self, ends: list[int], earlier: list[int], wanted: list[int] | None) -> Iterator[None]:
+        """Lets the decoder attend to blocks, in rows that end at `ends` and follow so many ids."""
+        handle = None
+        if wanted is not None:  # The logits of all ids may take far more memory than their keys and values.
+            head = self._model.get_output_embeddings()
+            handle = head.register_forward_pre_hook(lambda _, inputs: (inputs[0][wanted],))
         for module, signature in self._positional:
-            module.forward = partial(_by_row, module.forward, signature, earlier)
+            module.forward = partial(_by_row, module.forward, signature, ends, earlier)
         for config in self._configs:
             config._attn_implementation_internal = NAME
         try:
@@ -127,6 +190,8 @@ class EncoderDecoderRunner(RaggedRunner):
                 config._attn_implementation_internal = own
             for module, _ in self._positional:
                 del module.forward
+            if handle is not None:
+                handle.remove()
 
     def _make_memory(self, layers: int) -> Any:
         """A cache that keeps nothing itself."""
@@ -142,10 +207,11 @@ class EncoderDecoderRunner(RaggedRunner):
         return memory
 
     def _keep(self, layer: int, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Stores the keys and values [1, heads, ids, head size] of a prompt."""
+        """Stores the keys and values [rows, heads, ids, head size] of prompts, with padding behind the last."""
         if self._places is None:
             raise ValueError("keys of a prompt in a pass without one")
-        self._cache.write(layer, self._places, keys[0].transpose(0, 1), values[0].transpose(0, 1))
+        count = len(self._places[0])
+        self._cache.write(layer, self._places, _tokens(keys)[:count], _tokens(values)[:count])
         return self._from_encoder, self._from_encoder
 
     def attend(
@@ -158,26 +224,43 @@ class EncoderDecoderRunner(RaggedRunner):
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """Output [rows, ids, heads x head size] of queries [rows, heads, ids, head size]."""
+        """Output [ids, 1, heads x head size] of queries [ids, heads, 1, head size]."""
         if self._prompt is None or self._outputs is None:
             raise ValueError("attention outside of a pass")
         looks_at, written, bias = self._prompt, None, None
         if key is not self._from_encoder:
             looks_at = self._outputs
-            written = _tokens(key), _tokens(value)
+            written = key.squeeze(2), value.squeeze(2)
             bias = self._biases[module.layer_idx] if self._biases else None
             if window:
                 firsts = torch.maximum(looks_at.firsts, looks_at.ends - window)
                 looks_at = Range(looks_at.table, looks_at.owners, firsts, looks_at.ends)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         output = self._attention(
-            module.layer_idx, looks_at, _tokens(query), written, bias=bias, scale=scale, softcap=softcap
+            module.layer_idx, looks_at, query.squeeze(2), written, bias=bias, scale=scale, softcap=softcap
         )
-        return output.view(len(query), query.shape[2], -1)
+        return output.unsqueeze(1)
+
+    def _tensor(self, array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(self._cache.device)
 
 
 def _as_they_are(_: int, keys: Tensor, values: Tensor, *__: Any, **___: Any) -> tuple[Tensor, Tensor]:
     return keys, values
+
+
+def _short(module: Any) -> Callable[[Tensor], Tensor] | None:
+    """A function that gives what a module does, in less time; None if there is none."""
+    if isinstance(module, nn.Dropout):
+        return lambda x: x
+    if hasattr(module, "variance_epsilon") and kernel.takes(module.weight):
+        return partial(_normed, kernel.RmsNorm(module))
+    return None
+
+
+def _normed(norm: kernel.RmsNorm, x: Tensor) -> Tensor:
+    rows = x.flatten(0, -2)
+    return norm(rows, kernel.Buffer(rows.shape, x.dtype)).view(x.shape)
 
 
 def _tokens(heads: Tensor) -> Tensor:
@@ -185,22 +268,25 @@ def _tokens(heads: Tensor) -> Tensor:
     return heads.transpose(1, 2).flatten(0, 1)
 
 
-def _by_row(forward: Any, signature: inspect.Signature, earlier: list[int], *given: Any, **named: Any) -> Tensor:
-    """Embeds the positions [rows, ids, size] of rows that follow so many ids, by calls for one row each."""
+def _by_row(
+    forward: Any, signature: inspect.Signature, ends: list[int], earlier: list[int], *given: Any, **named: Any
+) -> Tensor:
+    """Embeds the positions [ids, 1, size] of rows that end at `ends` and follow so many ids, by a call for each row."""
     arguments = signature.bind(*given, **named).arguments
-    rows = []
-    for row, past in enumerate(earlier):
-        own = {name: _row_of(value, row) for name, value in arguments.items() if name != "position_ids"}
+    rows, begin = [], 0
+    for end, past in zip(ends, earlier, strict=True):
+        own = {name: _part(value, begin, end) for name, value in arguments.items() if name != "position_ids"}
         embedded: Tensor = forward(**own | {_PAST: past})
-        rows.append(embedded.reshape(1, -1, embedded.shape[-1]))
+        rows.append(embedded.reshape(end - begin, 1, embedded.shape[-1]))
+        begin = end
     return torch.cat(rows)
 
 
-def _row_of(value: Any, row: int) -> Any:
-    """A row of a tensor [rows, …], or the shape of one."""
+def _part(value: Any, begin: int, end: int) -> Any:
+    """Some ids of a tensor [ids, 1, …] as one row, or the shape of one."""
     if isinstance(value, Tensor):
-        return value[row : row + 1]
-    return (1, *value[1:]) if isinstance(value, tuple) else value
+        return value[begin:end].transpose(0, 1)
+    return (1, end - begin) if isinstance(value, tuple) else value
 
 
 def _attention(

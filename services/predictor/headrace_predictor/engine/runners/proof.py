@@ -32,7 +32,6 @@ from headrace_predictor.engine.runners.reach import attention_functions, find_re
 from headrace_predictor.engine.runners.rotary import SequenceRotary
 from headrace_predictor.engine.runners.row import CachelessRunner, CausalRunner, EncoderDecoderRowRunner, decoder_start
 from headrace_predictor.engine.runners.states import key_layers, recurrent_states
-from headrace_predictor.engine.runners.t5 import T5Runner
 from headrace_predictor.engine.runners.unread import as_zeros
 from headrace_predictor.engine.state.blocks import RESERVED
 from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape
@@ -248,14 +247,15 @@ class Proof:
     def encoder_decoder_runner(self, blocks: int) -> tuple[ModelRunner, str | None]:
         """The runner of an encoder-decoder model, and why it computes one row at a time."""
         model = self._model
-        maker = T5Runner if T5Runner.supports(model) else EncoderDecoderRunner
 
-        def difference() -> float:
-            return self._difference_of_decoder(lambda: maker(model, self._shape, 6))  # Of the width of the moment.
+        def difference() -> float:  # Of the width of the moment.
+            return self._difference_of_decoder(lambda: EncoderDecoderRunner(model, self._shape, 6))
 
         reason = self._fault(partial(self._excess, difference), "its attention is of another kind")
         if reason is None:
-            return self._finished(maker(model, self._shape, blocks), pack_called), None
+            runner = self._finished(EncoderDecoderRunner(model, self._shape, blocks), pack_called)
+            runner.shorten()
+            return runner, None
         # Some decoders cannot continue with several ids; one at a time is what `generate` does.
         stepwise = True
         with suppress(*_FAILURES), near_limits(model, self.rotary, self._far):
@@ -265,7 +265,9 @@ class Proof:
     def _difference_of_decoder(self, make: Callable[[], ModelRunner]) -> float:
         """As `_difference`, for two prompts whose answers continue by some ids and then one by one."""
         runner, start = make(), decoder_start(self._model)
-        prompts, output = (self._ids, self._ids[:_PROMPT]), self._ids[:_OUTPUT]
+        # Of unequal lengths that are encoded together.
+        prompts = [self._ids[: max(1, len(self._ids) - fewer)] for fewer in (1, _PROMPT)]
+        output = self._ids[:_OUTPUT]
         expected = [
             self._model(
                 input_ids=self._tensor(prompt), decoder_input_ids=self._tensor([start, *output]), use_cache=False

@@ -1,4 +1,4 @@
-"""Attention of a decoder's tokens to ranges of their own sequences' blocks, and the base of runners with it.
+"""Attention of a decoder's tokens to ranges of their own sequences' blocks.
 
 A sequence's ids are prompt, decoder start token, output. Its blocks hold keys and values of each at its position: for
 the prompt those that cross-attention reads, computed once by the encoder, for the rest those of the decoder's
@@ -6,10 +6,9 @@ self-attention. Both have the same size, and nothing is stored elsewhere: the bl
 the memory in use, and a step can be repeated, whatever its rows.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -17,10 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace_predictor.engine.cpu import kernel
-from headrace_predictor.engine.faults import check_numbers
-from headrace_predictor.engine.runners.row import decoder_start
-from headrace_predictor.engine.state.cache import BLOCK_TOKENS, CacheShape, KeyValueCache
-from headrace_predictor.engine.state.sequence import Row, Sequence, detached_sequence
+from headrace_predictor.engine.state.cache import BLOCK_TOKENS, KeyValueCache
+from headrace_predictor.engine.state.sequence import Row, Sequence
 
 _COPIED_TOKENS = 64  # The number of tokens whose blocks are copied at a time if there is no kernel.
 
@@ -38,12 +35,21 @@ class Range:
     firsts: Tensor
     ends: Tensor
 
+    @cached_property
+    def arrays(self) -> kernel.Ranges:
+        """The same for the kernel."""
+        return kernel.Ranges.of(self.table, self.owners, self.firsts, self.ends)
+
 
 class RaggedAttention:
-    """The attention of all layers that share these heads; `bias` and `scale` as in kernel.Attention."""
+    """The attention of all layers that share these heads; `bias`, `scale` and cap as in kernel.Attention.
+
+    They are the same in each call for a layer that writes, and for one that does not.
+    """
 
     def __init__(self, cache: KeyValueCache) -> None:
         self._cache = cache
+        self._kernels: dict[tuple[int, bool], kernel.Attention] = {}
 
     def __call__(
         self,
@@ -67,9 +73,11 @@ class RaggedAttention:
                 self._cache.write(layer, (block, last % BLOCK_TOKENS), *written)
             return self._in_copies(layer, looks_at, query, bias, scale, softcap)
         packed = query if written is None else torch.cat((query, *written), dim=1)
-        ranges = kernel.Ranges.of(looks_at.table, looks_at.owners, looks_at.firsts, looks_at.ends)
-        attend = kernel.Attention(query.shape[1], scale, softcap or 0.0, bias)
-        return attend(self._cache.arrays[layer], ranges, packed, kernel.Buffer(query.shape, query.dtype))
+        attend = self._kernels.get((layer, written is None))
+        if attend is None:
+            attend = kernel.Attention(query.shape[1], scale, softcap or 0.0, bias)
+            self._kernels[layer, written is None] = attend
+        return attend(self._cache.arrays[layer], looks_at.arrays, packed, kernel.Buffer(query.shape, query.dtype))
 
     def _in_copies(
         self, layer: int, looks_at: Range, query: Tensor, bias: Tensor | None, scale: float, softcap: float | None
@@ -95,37 +103,6 @@ class RaggedAttention:
             weights = scores.masked_fill(hidden[:, None, None], -torch.inf).softmax(-1).to(values.dtype)
             outputs.append(torch.matmul(weights, values).reshape(-1, heads * size))
         return torch.cat(outputs)
-
-
-class RaggedRunner(ABC):
-    """What the runners of encoder-decoder models share. `blocks` is the size of the cache, with the reserved block."""
-
-    reuses_prefixes = False
-    scores_prompts = False
-    scaling = None
-
-    def __init__(self, model: Any, shape: CacheShape, blocks: int) -> None:
-        self.start_ids: tuple[int, ...] = (decoder_start(model),)
-        self._model = model
-        self._cache = KeyValueCache(shape, blocks, model.device)
-        self._attention = RaggedAttention(self._cache)
-
-    @abstractmethod
-    def run(self, rows: Rows[Row]) -> Tensor:
-        """See ModelRunner."""
-
-    def clear(self, blocks: Rows[int]) -> None:
-        self._cache.clear(blocks)
-
-    def probe(self) -> None:
-        sequence = detached_sequence([0], self.start_ids)
-        sequence.blocks = [0]
-        check_numbers(self.run([Row(sequence, 0, 2)]))
-        sequence.ids.append(0)
-        check_numbers(self.run([Row(sequence, 2, 1)]))
-
-    def _tensor(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self._cache.device)
 
 
 def decoder_ids(row: Row) -> list[int]:
