@@ -10,6 +10,7 @@ from hashlib import sha256
 from os.path import expanduser
 from pathlib import Path
 
+import torch
 from numba.core import config
 
 # Without Python's checks: callers construct the shapes, so no exception can occur. Without contraction or another order
@@ -17,10 +18,14 @@ from numba.core import config
 OPTIONS = {"nogil": True, "error_model": "numpy", "cache": True}
 
 
+# Whether the system lets this process, and those that it forks, use the tiles of AMX.
+HAS_TILES: bool = torch.cpu._init_amx()
+
+
 def _digest() -> str:
     folder = Path(__file__).parent
     files = [*sorted(folder.glob("*.py")), folder.parent / "state" / "cache.py"]
-    return sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
+    return sha256(b"".join(path.read_bytes() for path in files) + bytes([HAS_TILES])).hexdigest()[:16]
 
 
 CODE = _digest()

@@ -28,7 +28,7 @@ from headrace_predictor.engine.runners.unread import grouped_matrix
 from headrace_predictor.engine.state.cache import Array
 
 try:
-    from headrace_predictor.engine.cpu import decode, formats, panels, products
+    from headrace_predictor.engine.cpu import decode, formats, pairs, panels
     from headrace_predictor.engine.cpu.attention import parts
     from headrace_predictor.engine.cpu.compiled import CODE
     from headrace_predictor.engine.cpu.grouped import Grouped, pack_grouped, padded_bytes
@@ -70,7 +70,7 @@ def weight_format(name: str, model: Any, wanted: str) -> str | None:
         if reason is not None:
             raise StartupError(f"model {name}: PREDICTOR_WEIGHTS={wanted} is not for it: {reason}")
         return wanted
-    streams = reason is None and model.dtype == torch.bfloat16 and products.HAS_BF16
+    streams = reason is None and model.dtype == torch.bfloat16 and pairs.HAS_BF16
     return "bf16" if streams and not has_matrix_unit() else None
 
 
