@@ -16,7 +16,6 @@ from headrace.errors import StartupError
 from headrace_predictor.engine.cpu.angles import inverse_frequencies, scaled
 from headrace_predictor.engine.cpu.formats import pack
 from headrace_predictor.engine.cpu.packed_file import PackedFile
-from headrace_predictor.engine.cpu.packed_linear import has_matrix_unit
 from headrace_predictor.engine.cpu.pairs import HAS_BF16
 from headrace_predictor.engine.runners.memory import cache_shape
 from headrace_predictor.engine.runners.paged import PagedRunner
@@ -190,8 +189,7 @@ def test_what_cannot_be_computed_is_refused_by_name(architecture, reason):
 
 def test_bfloat16_is_streamed_where_the_processor_multiplies_it():
     model = random_model("llama").to(torch.bfloat16)
-    streams = HAS_BF16 and not has_matrix_unit()
-    assert weight_format("chat", model, "auto") == ("bf16" if streams else None)
+    assert weight_format("chat", model, "auto") == ("bf16" if HAS_BF16 else None)
     assert weight_format("chat", model.float(), "auto") is None
 
 

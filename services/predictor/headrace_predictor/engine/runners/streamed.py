@@ -19,7 +19,6 @@ from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM,
 
 from headrace.errors import StartupError
 from headrace_predictor.engine.cpu.packed_file import SUFFIX, PackedFile
-from headrace_predictor.engine.cpu.packed_linear import has_matrix_unit
 from headrace_predictor.engine.runners.attention import StepPlan
 from headrace_predictor.engine.runners.fused_layers import SWISH
 from headrace_predictor.engine.runners.reach import Reach
@@ -51,9 +50,8 @@ _FEW_TOKENS = 8  # The heads of so few are divided among threads.
 def weight_format(name: str, model: Any, wanted: str) -> str | None:
     """The format in which a paged model's weights are streamed; None: they are not.
 
-    `wanted`: auto, int8, int4 or q8_0. bfloat16 is streamed where the processor multiplies its vectors but has no
-    matrix unit (AMX), which oneDNN uses; quantised matrices of a file as they are, if all are such. Raises StartupError
-    for an integer format that cannot be computed.
+    `wanted`: auto, int8, int4 or q8_0. bfloat16 is streamed where the processor multiplies it; quantised matrices of a
+    file as they are, if all are such. Raises StartupError for an integer format that cannot be computed.
     """
     reason = _reason_against(model)
     outer = model.get_input_embeddings(), model.get_output_embeddings()
@@ -71,7 +69,7 @@ def weight_format(name: str, model: Any, wanted: str) -> str | None:
             raise StartupError(f"model {name}: PREDICTOR_WEIGHTS={wanted} is not for it: {reason}")
         return wanted
     streams = reason is None and model.dtype == torch.bfloat16 and pairs.HAS_BF16
-    return "bf16" if streams and not has_matrix_unit() else None
+    return "bf16" if streams else None
 
 
 def _reason_against(model: Any) -> str | None:
