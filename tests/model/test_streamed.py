@@ -16,8 +16,7 @@ from headrace.errors import StartupError
 from headrace_predictor.engine.cpu.angles import inverse_frequencies, scaled
 from headrace_predictor.engine.cpu.formats import pack
 from headrace_predictor.engine.cpu.packed_file import PackedFile
-from headrace_predictor.engine.cpu.packed_linear import has_matrix_unit
-from headrace_predictor.engine.cpu.products import HAS_BF16
+from headrace_predictor.engine.cpu.pairs import HAS_BF16
 from headrace_predictor.engine.runners.memory import cache_shape
 from headrace_predictor.engine.runners.paged import PagedRunner
 from headrace_predictor.engine.runners.reach import find_reaches
@@ -31,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 PROMPT = [(7 * i * i + 3 * i) % 200 + 4 for i in range(60)]
 # The relative error of the last logits of a random model, whose weights are as hard to round as any.
 ERRORS = {"bf16": 0.03, "int8": 0.08, "int4": 0.8}
-CACHES = {"bf16": torch.float32, "int8": torch.bfloat16, "int4": torch.float32}
+CACHES = {"bf16": torch.bfloat16, "int8": torch.bfloat16, "int4": torch.float32}
 # A window, biases, norms of heads.
 USUAL = {("mistral", "bf16"), ("qwen2", "int8"), ("qwen3", "int4")}
 ANSWERS, TOKENS = 20, 500
@@ -191,8 +190,7 @@ def test_what_cannot_be_computed_is_refused_by_name(architecture, reason):
 
 def test_bfloat16_is_streamed_where_the_processor_multiplies_it():
     model = random_model("llama").to(torch.bfloat16)
-    streams = HAS_BF16 and not has_matrix_unit()
-    assert weight_format("chat", model, "auto") == ("bf16" if streams else None)
+    assert weight_format("chat", model, "auto") == ("bf16" if HAS_BF16 else None)
     assert weight_format("chat", model.float(), "auto") is None
 
 

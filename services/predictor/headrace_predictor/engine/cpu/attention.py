@@ -16,6 +16,9 @@ a slot of each. The output [T, query heads, value size]. table int32 [sequences,
 being ends - 1 if keys are written; both ascend along the tokens of a sequence. Values at or beyond a tile's end are
 never read.
 
+Where queries and cache are bfloat16 and the processor multiplies it, queries, after their rotation and scaling, and
+weights, before the division by their sum, are rounded to bfloat16 (pairs.py); sums stay float32. Else all is float32.
+
 Scores: above a cap of 0, a score becomes cap * tanh(score / cap). bias float32 [query heads, n] is added by distance,
 the furthest first; it is constant from distance n - 1 on; [query heads, 0] for none. sinks float32 [query heads] are
 scores of positions without values, which take their share of the weights; [0] for none.
@@ -28,9 +31,19 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import njit, prange
+from numba import njit, prange, types
+from numba.extending import overload
 
 from headrace_predictor.engine.cpu.compiled import OPTIONS
+from headrace_predictor.engine.cpu.pairs import (
+    PANEL_COLUMNS,
+    STEP,
+    add_products,
+    narrow_row,
+    pair_rows,
+    product_type,
+    write_products,
+)
 from headrace_predictor.engine.cpu.vectors import (
     add_weighted_rows,
     array_at,
@@ -44,6 +57,7 @@ from headrace_predictor.engine.state.cache import BLOCK_TOKENS
 # Queries that read the cache together: neighbours in a prompt attend to nearly the same positions.
 _TILE_ROWS = 64
 _FEW_ROWS = 8  # For so few, a block is not worth a copy in float32.
+_SEGMENT = 8 * BLOCK_TOKENS  # Positions whose keys or values are paired at once: these stay in the cache.
 _SINK = 16  # Scores behind the last block, for a sink: `exponentiate` takes multiples of this.
 
 POOL = threading.Lock()
@@ -54,16 +68,17 @@ _ZERO, _ONE, _LOWEST = np.float32(0), np.float32(1), np.float32(-3e38)
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _turn(source: Any, cosines: Any, sines: Any, factor: Any, target: Any) -> None:
-    """Multiplies a head [head size] by a factor and, if there are cosines, rotates it; float32."""
+    """Multiplies a head [head size] by a factor and, if there are cosines, rotates it."""
     if len(cosines) == 0:
         for d in range(len(target)):
-            target[d] = widen(source[d]) * factor
+            target[d] = narrow(widen(source[d]) * factor, target[d])
         return
     half = len(target) // 2
     for d in range(half):
         near, far = widen(source[d]), widen(source[d + half])
-        target[d] = (near * widen(cosines[d]) - far * widen(sines[d])) * factor
-        target[d + half] = (far * widen(cosines[d + half]) + near * widen(sines[d + half])) * factor
+        target[d] = narrow((near * widen(cosines[d]) - far * widen(sines[d])) * factor, target[d])
+        turned = (far * widen(cosines[d + half]) + near * widen(sines[d + half])) * factor
+        target[d + half] = narrow(turned, target[d + half])
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
@@ -110,6 +125,18 @@ def _widen_rows(stored: Any, rows: Any) -> None:
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
+def _blocks_of(first: Any, end: Any) -> Any:
+    """The range of positions of the blocks of [first, end)."""
+    return first // BLOCK_TOKENS * BLOCK_TOKENS, (end + BLOCK_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
+def _padded(size: Any) -> Any:
+    """The next multiple of what bfloat16 products take."""
+    return (size + STEP - 1) // STEP * STEP
+
+
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _reaching(firsts: Any, ends: Any, start: Any) -> Any:
     """The range of those tokens that attend to any position of the block from `start` on."""
     near, far = 0, len(ends)
@@ -120,21 +147,23 @@ def _reaching(firsts: Any, ends: Any, start: Any) -> Any:
     return near, far
 
 
-@njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _score(
-    queries: Any, keys: Any, slot: Any, blocks: Any, firsts: Any, ends: Any, h: Any, key: Any, scores: Any
+    like: Any, queries: Any, keys: Any, slot: Any, blocks: Any, firsts: Any, ends: Any, h: Any, memory: Any, scores: Any
 ) -> None:
-    """Adds the products of queries [rows, head size] and a head's keys to scores [rows, positions]."""
+    """Writes the products of queries [rows, head size] and a head's keys to scores [rows, positions]."""
+    scores[:, firsts[0] // BLOCK_TOKENS * BLOCK_TOKENS :] = _ZERO
+    key = memory[: keys.shape[3] * BLOCK_TOKENS].reshape((keys.shape[3], BLOCK_TOKENS))
     group = len(queries) // len(ends)
     for start in range(firsts[0] // BLOCK_TOKENS * BLOCK_TOKENS, ends[-1], BLOCK_TOKENS):
         near, far = _reaching(firsts, ends, start)
         rows, positions = slice(near * group, far * group), slice(start, start + BLOCK_TOKENS)
         stored = keys[blocks[start // BLOCK_TOKENS], slot, h]
+        own = queries[rows, : len(stored)]
         if len(queries) <= _FEW_ROWS:
-            add_weighted_rows(queries[rows], stored, scores[rows, positions])
+            add_weighted_rows(own, stored, scores[rows, positions])
         else:
             _widen_rows(stored, key)
-            add_weighted_rows(queries[rows], key, scores[rows, positions])
+            add_weighted_rows(own, key, scores[rows, positions])
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
@@ -143,7 +172,7 @@ def _weigh(scores: Any, first: Any, end: Any, cap: Any, bias: Any, sink: Any) ->
 
     `sink` has one number or none; behind the blocks of [first, end) are `_SINK` scores that nothing reads.
     """
-    start, stop = first // BLOCK_TOKENS * BLOCK_TOKENS, (end + BLOCK_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    start, stop = _blocks_of(first, end)
     if cap > 0:
         cap_numbers(scores[start:stop], cap)
     furthest = len(bias) - 1
@@ -162,22 +191,86 @@ def _weigh(scores: Any, first: Any, end: Any, cap: Any, bias: Any, sink: Any) ->
     return _ONE / exponentiate(scores[start:stop])
 
 
-@njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _sum(
-    weights: Any, values: Any, slot: Any, blocks: Any, firsts: Any, ends: Any, h: Any, value: Any, sums: Any
+    like: Any, weights: Any, values: Any, slot: Any, blocks: Any, firsts: Any, ends: Any, h: Any, memory: Any, sums: Any
 ) -> None:
     """Adds a head's values, times weights [rows, positions], to sums [rows, value size]."""
+    value = memory[: BLOCK_TOKENS * values.shape[4]].reshape((BLOCK_TOKENS, values.shape[4]))
     group = len(sums) // len(ends)
     for start in range(firsts[0] // BLOCK_TOKENS * BLOCK_TOKENS, ends[-1], BLOCK_TOKENS):
         near, far = _reaching(firsts, ends, start)
         used = min(BLOCK_TOKENS, ends[-1] - start)
         rows, positions = slice(near * group, far * group), slice(start, start + used)
         stored = values[blocks[start // BLOCK_TOKENS], slot, h, :used]
+        own = sums[rows, : values.shape[4]]
         if len(sums) <= _FEW_ROWS:
-            add_weighted_rows(weights[rows, positions], stored, sums[rows])
+            add_weighted_rows(weights[rows, positions], stored, own)
         else:
             _widen_rows(stored, value[:used])
-            add_weighted_rows(weights[rows, positions], value[:used], sums[rows])
+            add_weighted_rows(weights[rows, positions], value[:used], own)
+
+
+@njit(**OPTIONS)  # type: ignore[untyped-decorator]
+def _pair_block(stored: Any, used: Any, pairs: Any) -> None:
+    """Puts the first `used` rows of stored bfloat16 [n, m] into pairs, and zeros for the rest of these."""
+    for panel in range(len(pairs)):
+        first = panel * PANEL_COLUMNS
+        columns = min(PANEL_COLUMNS, stored.shape[1] - first)
+        whole = used // 2 if columns == PANEL_COLUMNS else 0
+        pair_rows(stored[:, first:], pairs[panel, :whole])
+        pairs[panel, whole:] = 0
+        for row in range(2 * whole, used):
+            for d in range(columns):
+                pairs[panel, row // 2, d] |= np.uint32(stored[row, first + d]) << np.uint32(row % 2 * 16)
+
+
+@overload(_score, jit_options=OPTIONS, strict=False)  # type: ignore[untyped-decorator]
+def _choose_score(like: Any, *_: Any) -> Any:
+    return _score_pairs if like == types.uint16 else _score
+
+
+def _score_pairs(
+    like: Any, queries: Any, keys: Any, slot: Any, blocks: Any, firsts: Any, ends: Any, h: Any, memory: Any, scores: Any
+) -> None:
+    """`_score` in bfloat16."""
+    start, stop = _blocks_of(firsts[0], ends[-1])
+    halves = queries.shape[1] // 2
+    for first in range(start, stop, _SEGMENT):
+        end = min(first + _SEGMENT, stop)
+        pairs = memory.view(np.uint32)[: halves * (end - first)].reshape((-1, halves, PANEL_COLUMNS))
+        for i in range(len(pairs)):
+            stored = keys[blocks[first // BLOCK_TOKENS + i], slot, h]
+            _pair_block(stored, len(stored), pairs[i : i + 1])
+        write_products(queries, pairs, scores[:, first:end])
+
+
+@overload(_sum, jit_options=OPTIONS, strict=False)  # type: ignore[untyped-decorator]
+def _choose_sum(like: Any, *_: Any) -> Any:
+    return _sum_pairs if like == types.uint16 else _sum
+
+
+def _sum_pairs(
+    like: Any, weights: Any, values: Any, slot: Any, blocks: Any, firsts: Any, ends: Any, h: Any, memory: Any, sums: Any
+) -> None:
+    """`_sum` in bfloat16, to which it rounds the weights, in their own memory."""
+    start, stop = _blocks_of(firsts[0], ends[-1])
+    rounded = weights.view(np.uint16)
+    group = len(weights) // len(ends)
+    for row in range(len(weights)):
+        near, far = _blocks_of(firsts[row // group], ends[row // group])
+        narrow_row(weights[row, near:far], rounded[row, near:far])
+        rounded[row, start:near] = 0
+        rounded[row, far:stop] = 0
+    panels = sums.shape[1] // PANEL_COLUMNS
+    for first in range(start, stop, _SEGMENT):
+        end = min(first + _SEGMENT, stop)
+        count = (end - first) // 2
+        pairs = memory.view(np.uint32)[: panels * count * PANEL_COLUMNS].reshape((panels, count, PANEL_COLUMNS))
+        for at in range(first, end, BLOCK_TOKENS):
+            stored = values[blocks[at // BLOCK_TOKENS], slot, h]
+            begin = (at - first) // 2
+            _pair_block(stored, min(BLOCK_TOKENS, ends[-1] - at), pairs[:, begin : begin + BLOCK_TOKENS // 2])
+        add_products(rounded[:, first:end], pairs, sums)
 
 
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
@@ -198,35 +291,37 @@ def attend_tile(
     sinks: Any,
     out: Any,
     heads: Any,
+    like: Any,
 ) -> None:
-    """Attends for neighbouring tokens of one sequence, whose blocks are `blocks`, with a range of key heads."""
+    """Attends for neighbouring tokens of one sequence, whose blocks are `blocks`, with a range of key heads.
+
+    `like`: zero of the type, float32 or bfloat16, in which queries and weights are multiplied.
+    """
     tokens, query_heads, value_size = out.shape
     size = keys.shape[3]
     group = query_heads // keys.shape[2]
     rows = tokens * group  # For each token one row for each of the query heads that share a key head.
     # Both ends of the range ascend along the tokens.
-    first_block, end_block = firsts[0] // BLOCK_TOKENS, (ends[-1] + BLOCK_TOKENS - 1) // BLOCK_TOKENS
-    queries = np.empty((rows, size), np.float32)
-    scores = np.empty((rows, end_block * BLOCK_TOKENS + _SINK), np.float32)
+    _, stop = _blocks_of(firsts[0], ends[-1])
+    scores = np.empty((rows, stop + _SINK), np.float32)
     inverses = np.empty(rows, np.float32)
-    sums = np.empty((rows, value_size), np.float32)
-    key = np.empty((size, BLOCK_TOKENS), np.float32)
-    value = np.empty((BLOCK_TOKENS, value_size), np.float32)
+    queries = np.full((rows, _padded(size)), like)
+    sums = np.empty((rows, _padded(value_size)), np.float32)
+    memory = np.empty(max(queries.shape[1], sums.shape[1]) * _SEGMENT // 2, np.float32)
     for h in range(heads[0], heads[1]):
         for i in range(tokens):
             turning = i if len(cosines) else 0
             for g in range(group):
-                start = (h * group + g) * size
-                query = packed[i, start : start + size]
-                _turn(query, cosines[turning], sines[turning], scale, queries[i * group + g])
-        scores[:, first_block * BLOCK_TOKENS :] = _ZERO
-        _score(queries, keys, key_slot, blocks, firsts, ends, h, key, scores)
+                first = (h * group + g) * size
+                query = packed[i, first : first + size]
+                _turn(query, cosines[turning], sines[turning], scale, queries[i * group + g, :size])
+        _score(like, queries, keys, key_slot, blocks, firsts, ends, h, memory, scores)
         for i in range(tokens):
             for g in range(group):
                 row, a = i * group + g, h * group + g
                 inverses[row] = _weigh(scores[row], firsts[i], ends[i], cap, bias[a], sinks[a : a + 1])
         sums[:] = _ZERO
-        _sum(scores, values, value_slot, blocks, firsts, ends, h, value, sums)
+        _sum(like, scores, values, value_slot, blocks, firsts, ends, h, memory, sums)
         for i in range(tokens):
             for g in range(group):
                 row, a = i * group + g, h * group + g
@@ -289,7 +384,7 @@ def _attending(loop: Any) -> Any:
             turning = slice(i, j) if len(cosines) else slice(0, 1)
             attend_tile(
                 *(packed[i:j], cosines[turning], sines[turning], keys, values, key_slot, value_slot, table[owners[i]]),
-                *(firsts[i:j], ends[i:j], scale, cap, bias, sinks, out[i:j], work[n, 2:]),
+                *(firsts[i:j], ends[i:j], scale, cap, bias, sinks, out[i:j], work[n, 2:], product_type(packed, keys)),
             )
 
     return attend

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numba
+import torch
 from numba.core import config
 from numba.core.caching import UserProvidedCacheLocator
 
@@ -19,10 +20,15 @@ from numba.core.caching import UserProvidedCacheLocator
 OPTIONS = {"nogil": True, "error_model": "numpy", "cache": True}
 
 
+# Whether the system lets this process, and those that it forks, use the tiles of AMX.
+HAS_TILES: bool = torch.cpu._init_amx()
+
+
 def _digest() -> str:
     folder = Path(__file__).parent
     files = [*sorted(folder.glob("*.py")), folder.parent / "state" / "cache.py"]
-    return sha256(b"".join([numba.__version__.encode(), *(path.read_bytes() for path in files)])).hexdigest()[:16]
+    code = b"".join(path.read_bytes() for path in files)
+    return sha256(numba.__version__.encode() + code + bytes([HAS_TILES])).hexdigest()[:16]
 
 
 CODE = _digest()

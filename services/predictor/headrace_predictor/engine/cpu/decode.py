@@ -22,8 +22,9 @@ from headrace_predictor.engine.cpu.atomics import add_to, give_way, pause, publi
 from headrace_predictor.engine.cpu.attention import attend_tile, write_tokens
 from headrace_predictor.engine.cpu.compiled import OPTIONS
 from headrace_predictor.engine.cpu.formats import convert_row, is_bf16, is_grouped
-from headrace_predictor.engine.cpu.panels import BLOCK, GROUP, HALF, PANEL, ROWS
-from headrace_predictor.engine.cpu.products import is_int4, multiply
+from headrace_predictor.engine.cpu.pairs import product_type
+from headrace_predictor.engine.cpu.panels import BLOCK, GROUP, HALF, PANEL
+from headrace_predictor.engine.cpu.products import is_int4, multiply, rows_at_once
 from headrace_predictor.engine.cpu.vectors import add_squares, array_at, swish_times
 
 _LINE = 8  # Numbers of a cache line.
@@ -278,6 +279,7 @@ def multiply_panels(
     """Multiplies tokens `first` to `end` with panels `panel` to `panels`, and puts the results where they belong."""
     blocks = product[BLOCKS]
     inputs, sums = _strides(marker, product)
+    rows = rows_at_once(marker)
     results = np.zeros((panels - panel, end - first, PANEL), np.float32)
     # Nothing interrupts the reading of the weights.
     for p in range(panel, panels):
@@ -287,11 +289,11 @@ def multiply_panels(
             entry = array_at(product[WEIGHTS] + p * 3 * 8, (3,), _L)
             at, kind, block_bytes = entry[0], entry[1], entry[2]
         for block in range(0, blocks, _BLOCKS_AT_ONCE):
-            for token in range(first, end, ROWS):
+            for token in range(first, end, rows):
                 multiply(
                     marker,
                     kind,
-                    min(ROWS, end - token),
+                    min(rows, end - token),
                     at + block * block_bytes,
                     parameters[INPUTS] + token * inputs + block * (inputs // blocks),
                     inputs,
@@ -358,7 +360,7 @@ def _write(token: Any, parameters: Any, layer: Any, model: Any) -> None:
 @njit(**OPTIONS)  # type: ignore[untyped-decorator]
 def _attend(chunk: Any, parameters: Any, layer: Any, model: Any) -> None:
     """Attends for a part of the step's tokens and heads: see `parts` in attention.py."""
-    _, sizes, numbers, _, keys, values = model
+    _, sizes, numbers, marker, keys, values = model
     query_heads, size = sizes[QUERY_HEADS], sizes[HEAD_SIZE]
     heads = query_heads + 2 * sizes[KEY_HEADS]
     part = array_at(parameters[PARTITION] + chunk * 4 * 8, (4,), _L)
@@ -381,4 +383,5 @@ def _attend(chunk: Any, parameters: Any, layer: Any, model: Any) -> None:
         np.empty(0, np.float32),
         array_at(parameters[ATTENDED] + first * query_heads * size * 4, (count, query_heads, size), _F),
         part[2:],
+        product_type(marker, keys),
     )

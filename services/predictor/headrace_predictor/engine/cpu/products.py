@@ -13,11 +13,20 @@ from functools import partial
 from typing import Any
 
 from llvmlite import ir
-from llvmlite.binding import get_host_cpu_features
 from numba import types
-from numba.core import cgutils, config
+from numba.core import cgutils
 from numba.extending import intrinsic
 
+from headrace_predictor.engine.cpu.pairs import (
+    FEATURES,
+    HAS_MATRICES,
+    STEP,
+    TILES_ROWS,
+    Rows,
+    add_tiles,
+    add_vectors,
+    with_tiles,
+)
 from headrace_predictor.engine.cpu.panels import BLOCK, GROUP, GROUP_BYTES, KINDS, PANEL, ROWS, Kind
 from headrace_predictor.engine.cpu.vectors import splat
 
@@ -29,29 +38,7 @@ _FLOAT = ir.FloatType()
 _INTS, _FLOATS = ir.VectorType(_WORD, _LANES), ir.VectorType(_FLOAT, _LANES)
 
 
-def _features() -> set[str]:
-    """What the processor has that code is compiled for, as Numba chooses it."""
-    if config.CPU_FEATURES is not None:
-        return {word[1:] for word in config.CPU_FEATURES.split(",") if word.startswith("+")}
-    return {name for name, has in get_host_cpu_features().items() if has}
-
-
-_HAS = _features()
-HAS_BF16 = "avx512bf16" in _HAS
-_HAS_VNNI = "avx512vnni" in _HAS
-
-
-class _BFloat(ir.Type):  # type: ignore[misc]
-    """LLVM's bfloat, which llvmlite lacks."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
+_HAS_VNNI = "avx512vnni" in FEATURES
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -78,15 +65,18 @@ def multiply(
     less of int8 inputs) and of sums.
     """
     emitters: dict[Any, list[Callable[..., None]]] = {
-        types.uint16: [_bfloat16],
         types.uint8: [_bits_8],
         types.int8: [_bits_4, _bits_8],
         types.int32: [partial(_grouped, kind) for kind in KINDS],
     }
-    kinds = emitters[weights.dtype]
+    kinds = emitters.get(weights.dtype, [])
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, other, count, *rest = arguments
+        if weights.dtype == types.uint16:
+            at, inputs, stride, *_, blocks, out = rest
+            _bfloat16(builder, count, blocks, Rows(inputs, stride), at, out)
+            return context.get_dummy_value()
         for flag, emit in enumerate(kinds):
             wanted = builder.icmp_signed("==", other, _SIZE(flag)) if len(kinds) > 1 else ir.Constant(ir.IntType(1), 1)
             for n in range(1, ROWS + 1):
@@ -95,6 +85,16 @@ def multiply(
         return context.get_dummy_value()
 
     return types.void(weights, *(types.int64,) * 10), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def rows_at_once(typing_context: Any, weights: Any) -> Any:
+    """How many rows `multiply` takes for an empty array of the format's type."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return _SIZE(TILES_ROWS if HAS_MATRICES and weights.dtype == types.uint16 else ROWS)
+
+    return types.int64(weights), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -136,17 +136,22 @@ def _tile(
         builder.store(builder.load(total), _pointer(builder, place, 0, _FLOATS), align=4)
 
 
-def _bfloat16(builder: Any, at: Any, inputs: Any, scales: Any, sums: Any, block: Any, totals: Any) -> None:
-    pairs = GROUP // 2
-    with _groups(builder, block) as group:
-        weights = builder.add(at, builder.mul(group, _SIZE(2 * GROUP * PANEL)))
-        own = [builder.add(row, builder.mul(group, _SIZE(2 * GROUP))) for row in inputs]
-        for k in range(pairs):
-            panel = _panel(builder, weights, k)
-            for row, row_totals in zip(own, totals, strict=True):
-                pair = splat(builder, _load(builder, row, 4 * k, _WORD, 4), _LANES)
-                for vector, total in zip(panel, row_totals, strict=True):
-                    builder.store(_add_pairs(builder, builder.load(total), vector, pair), total)
+def _bfloat16(builder: Any, count: Any, blocks: Any, inputs: Rows, at: Any, out: Any) -> None:
+    steps = builder.mul(blocks, _SIZE(BLOCK // STEP))
+    weights, target = Rows(at, _SIZE(4 * PANEL)), Rows(out, _SIZE(4 * PANEL))
+    if not HAS_MATRICES:
+        for n in range(1, ROWS + 1):
+            with builder.if_then(builder.icmp_signed("==", count, _SIZE(n))):
+                add_vectors(builder, n, _VECTORS, steps, inputs, weights, target)
+        return
+
+    def add(tiles: int) -> None:
+        across = 4 // tiles  # Few rows read the weights in the order of their memory.
+        for column in range(0, 4 * PANEL, 64 * across):
+            right, sums = (rows.at(builder, _SIZE(0), column) for rows in (weights, target))
+            add_tiles(builder, tiles, across, steps, inputs, right, sums)
+
+    with_tiles(builder, count, add)
 
 
 def _bits_8(builder: Any, at: Any, inputs: Any, scales: Any, sums: Any, block: Any, totals: Any) -> None:
@@ -268,20 +273,6 @@ def _add_quads(builder: Any, total: Any, weights: Any, inputs: Any) -> Any:
             for first in (0, 1)
         ]
         total = builder.add(total, builder.add(*halves))
-    return total
-
-
-def _add_pairs(builder: Any, total: Any, weights: Any, inputs: Any) -> Any:
-    """Adds, in each lane, two products of bfloat16 numbers."""
-    if HAS_BF16:
-        pairs = ir.VectorType(_BFloat(), 2 * _LANES)
-        return _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", total, weights, inputs, pairs)
-    low, high = (
-        (builder.shl(part, _all(_INTS, 16)), builder.and_(part, _all(_INTS, 0xFFFF0000))) for part in (weights, inputs)
-    )
-    for own, other in zip(low, high, strict=True):
-        product = builder.fmul(builder.bitcast(own, _FLOATS), builder.bitcast(other, _FLOATS), flags=("contract",))
-        total = builder.fadd(total, product, flags=("contract",))
     return total
 
 

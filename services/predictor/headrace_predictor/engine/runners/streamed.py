@@ -17,7 +17,6 @@ from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM,
 
 from headrace.errors import StartupError
 from headrace_predictor.engine.cpu.packed_file import SUFFIX, PackedFile
-from headrace_predictor.engine.cpu.packed_linear import has_matrix_unit
 from headrace_predictor.engine.runners.attention import StepPlan
 from headrace_predictor.engine.runners.fused_layers import SWISH
 from headrace_predictor.engine.runners.reach import Reach
@@ -26,9 +25,9 @@ from headrace_predictor.engine.runners.unread import grouped_matrix
 from headrace_predictor.engine.state.cache import Array
 
 try:
-    from headrace_predictor.engine.cpu import decode, formats, panels, products
+    from headrace_predictor.engine.cpu import decode, formats, pairs, panels
     from headrace_predictor.engine.cpu.attention import parts
-    from headrace_predictor.engine.cpu.compiled import CODE
+    from headrace_predictor.engine.cpu.compiled import CODE, HAS_TILES
     from headrace_predictor.engine.cpu.grouped import Grouped, pack_grouped, padded_bytes
     from headrace_predictor.engine.cpu.team import Team
 
@@ -50,9 +49,9 @@ _FEW_TOKENS = 8  # The heads of so few are divided among threads.
 def weight_format(name: str, model: Any, wanted: str) -> str | None:
     """The format in which a paged model's weights are streamed; None: they are not.
 
-    `wanted`: auto, int8, int4 or q8_0. bfloat16 is streamed where the processor multiplies its vectors but has no
-    matrix unit (AMX), which oneDNN uses; quantised matrices of a file as they are, if all are such. Raises StartupError
-    for an integer format that cannot be computed; int8 and int4 can in the linear layers of other models too.
+    `wanted`: auto, int8, int4 or q8_0. bfloat16 is streamed where the processor multiplies it; quantised matrices of a
+    file as they are, if all are such. Raises StartupError for an integer format that cannot be computed; int8 and int4
+    can in the linear layers of other models too.
     """
     reason = _reason_against(model)
     outer = model.get_input_embeddings(), model.get_output_embeddings()
@@ -71,8 +70,8 @@ def weight_format(name: str, model: Any, wanted: str) -> str | None:
         if reason is not None:
             raise StartupError(f"model {name}: PREDICTOR_WEIGHTS={wanted} is not for it: {reason}")
         return wanted
-    streams = reason is None and model.dtype == torch.bfloat16 and products.HAS_BF16
-    return "bf16" if streams and not has_matrix_unit() else None
+    streams = reason is None and model.dtype == torch.bfloat16 and pairs.HAS_BF16
+    return "bf16" if streams else None
 
 
 def _reason_against_kernels(model: Any) -> str | None:
@@ -144,7 +143,8 @@ class StreamedDecoder:
         self._inner: int = decoder.layers[0].mlp.up_proj.out_features
         self._vocabulary: int = model.lm_head.out_features
         self._angles = RotaryAngles(decoder.rotary_emb, self._head_size)
-        self.origin = self._angles.origin
+        # Tiles add in another order than vectors.
+        self.origin = self._angles.origin + (" tiles" if format_ == "bf16" and HAS_TILES else "")
         self._layers = np.zeros((len(decoder.layers) + 1, decode.LAYER_NUMBERS), np.int64)
         for numbers, layer in zip(self._layers, decoder.layers, strict=False):
             self._set_layer(numbers, layer)

@@ -1,0 +1,273 @@
+"""Products of bfloat16 numbers, by the processor's instruction: of matrices (AMX) or of vectors (AVX512_BF16).
+
+A matrix [n, m] lies in pairs, in panels of some columns: each is uint32 [n / 2, columns], with the bits of two rows,
+and n is a multiple of STEP. Sums are float32. A sum has one order, that of the instruction, for any number of rows, and
+products with zero change nothing. Both instructions take numbers below 2^-126 as zero.
+
+A tile of AMX is 16 rows of 64 bytes. Each call configures the tiles of its thread and releases them, as oneDNN does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
+from numba import types
+from numba.core import cgutils, config
+from numba.extending import intrinsic
+
+from headrace_predictor.engine.cpu.compiled import HAS_TILES
+from headrace_predictor.engine.cpu.vectors import splat
+
+STEP = 32
+PANEL_COLUMNS = 32  # Of `add_paired_rows`.
+_LANES = 16
+_TOGETHER = (8, 2, 1)  # Rows whose sums are in registers, for panels of 32 columns.
+_TILE = 16  # Rows of a tile.
+TILES_ROWS = 2 * _TILE  # Rows that read the pairs together.
+
+_SIZE, _BYTE, _HALF, _WORD = (ir.IntType(bits) for bits in (64, 8, 16, 32))
+_POINTER = _BYTE.as_pointer()
+_INTS, _FLOATS, _HALVES = (ir.VectorType(kind, _LANES) for kind in (_WORD, ir.FloatType(), _HALF))
+
+
+def _features() -> set[str]:
+    """What the processor has that code is compiled for, as Numba chooses it."""
+    if config.CPU_FEATURES is not None:
+        return {word[1:] for word in config.CPU_FEATURES.split(",") if word.startswith("+")}
+    return {name for name, has in get_host_cpu_features().items() if has}
+
+
+FEATURES = _features()
+HAS_BF16 = "avx512bf16" in FEATURES
+HAS_MATRICES = HAS_BF16 and "amx-bf16" in FEATURES and HAS_TILES
+
+
+class _BFloat(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite lacks."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+class Rows(NamedTuple):
+    """Rows in memory, in LLVM's values: the address of the first, and the bytes from one to the next."""
+
+    address: Any
+    stride: Any
+
+    def at(self, builder: Any, row: Any, column: int | Any = 0) -> Rows:
+        """The rows from `row` on, without the first `column` bytes of each."""
+        column = _SIZE(column) if isinstance(column, int) else column
+        return Rows(builder.add(builder.add(self.address, builder.mul(row, self.stride)), column), self.stride)
+
+    def pointer(self, builder: Any, kind: Any) -> Any:
+        """A pointer to the first row."""
+        return builder.inttoptr(self.address, kind.as_pointer())
+
+
+def _rows_of(context: Any, builder: Any, signature: Any, arguments: Any) -> list[tuple[Rows, list[Any]]]:
+    """The rows of arrays, by the stride of their last axis but one or of the only one, and their shapes."""
+    found = []
+    for kind, argument in zip(signature.args, arguments, strict=True):
+        array = context.make_array(kind)(context, builder, argument)
+        stride = cgutils.unpack_tuple(builder, array.strides)[-2:][0]
+        found.append((Rows(builder.ptrtoint(array.data, _SIZE), stride), cgutils.unpack_tuple(builder, array.shape)))
+    return found
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def product_type(typing_context: Any, numbers: Any, stored: Any) -> Any:
+    """Zero of bfloat16's type if both arrays have it and the processor multiplies it, else of float32."""
+    both = numbers.dtype == stored.dtype == types.uint16
+    result = types.uint16 if HAS_BF16 and both else types.float32
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return context.get_constant(result, 0)
+
+    return result(numbers, stored), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def narrow_row(typing_context: Any, numbers: Any, target: Any) -> Any:
+    """Writes float32 numbers [n] as bfloat16, which may begin in memory of theirs; n is a multiple of 16."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        (source, (count,)), (out, _) = _rows_of(context, builder, signature, arguments)
+        with cgutils.for_range_slice(builder, _SIZE(0), count, _SIZE(_LANES), _SIZE) as (at, _):
+            wide = builder.load(source.at(builder, at).pointer(builder, _FLOATS), align=4)
+            narrow = builder.bitcast(builder.fptrunc(wide, ir.VectorType(_BFloat(), _LANES)), _HALVES)
+            builder.store(narrow, out.at(builder, at).pointer(builder, _HALVES), align=2)
+        return context.get_dummy_value()
+
+    return types.void(numbers, target), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def pair_rows(typing_context: Any, stored: Any, pairs: Any) -> Any:
+    """Writes the first PANEL_COLUMNS columns of bfloat16 rows [2 n, m] to pairs [n, PANEL_COLUMNS]."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        (rows, _), (out, (count, _)) = _rows_of(context, builder, signature, arguments)
+        with cgutils.for_range_slice(builder, _SIZE(0), count, _SIZE(1), _SIZE) as (k, _):
+            own = rows.at(builder, builder.mul(k, _SIZE(2)))
+            for at in range(0, PANEL_COLUMNS, _LANES):
+                places = (own.at(builder, _SIZE(i), 2 * at).pointer(builder, _HALVES) for i in range(2))
+                low, high = (builder.zext(builder.load(place, align=2), _INTS) for place in places)
+                both = builder.or_(low, builder.shl(high, ir.Constant(_INTS, [16] * _LANES)))
+                builder.store(both, out.at(builder, k, 4 * at).pointer(builder, _INTS), align=4)
+        return context.get_dummy_value()
+
+    return types.void(stored, pairs), generate
+
+
+def _products(is_new: bool) -> Any:
+    """The operation that writes products, or adds them."""
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def compute(typing_context: Any, weights: Any, pairs: Any, sums: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            (left, (count, _)), (right, (panels, halves, _)), (out, _) = _rows_of(
+                context, builder, signature, arguments
+            )
+            steps = builder.udiv(halves, _SIZE(STEP // 2))
+
+            def add(row: Any, emit: Callable[..., None]) -> None:
+                with cgutils.for_range_slice(builder, _SIZE(0), panels, _SIZE(1), _SIZE) as (panel, _):
+                    own = right.at(builder, builder.mul(panel, halves))
+                    target = out.at(builder, row, builder.mul(panel, _SIZE(4 * PANEL_COLUMNS)))
+                    emit(steps, left.at(builder, row), own, target)
+
+            begin = _SIZE(0)
+            for together in (TILES_ROWS,) if HAS_MATRICES else _TOGETHER:
+                end = count if HAS_MATRICES else builder.and_(count, _SIZE(-together))
+                with cgutils.for_range_slice(builder, begin, end, _SIZE(together), _SIZE) as (row, _):
+                    if HAS_MATRICES:
+                        with_tiles(
+                            builder,
+                            builder.sub(count, row),
+                            lambda tiles: add(row, partial(add_tiles, builder, tiles, 2, is_new=is_new)),
+                        )
+                    else:
+                        add(row, partial(add_vectors, builder, together, 2, is_new=is_new))
+                begin = end
+            return context.get_dummy_value()
+
+        return types.void(weights, pairs, sums), generate
+
+    return compute
+
+
+# Of weights [q, n], bfloat16, and a matrix [n, m] in pairs [m / PANEL_COLUMNS, n / 2, PANEL_COLUMNS] to float32 [q, m];
+# rows are contiguous.
+write_products, add_products = _products(is_new=True), _products(is_new=False)
+
+
+def with_tiles(builder: Any, rows: Any, emit: Callable[[int], None]) -> None:
+    """Emits code for the first of so many rows: for two tiles of rows or for one, which `emit` gets."""
+    whole = _SIZE(_TILE)
+    has_two = builder.icmp_unsigned(">", rows, whole)
+    rest = builder.sub(rows, whole)
+    rest = builder.select(builder.icmp_unsigned(">", rest, whole), whole, rest)
+    first, upper, other = (builder.select(has_two, *pair) for pair in ((whole, rows), (rest, rows), (rest, whole)))
+    memory = builder.bitcast(cgutils.alloca_once(builder, ir.ArrayType(_BYTE, 64)), _POINTER)
+    cgutils.memset(builder, memory, _SIZE(64), 0)
+    builder.store(_BYTE(1), memory)  # The palette.
+    # Sums 0 to 3; weights 4 and, of two tiles, 5; pairs up to 7.
+    for tile, own in enumerate((first, first, upper, upper, first, other, whole, whole)):
+        builder.store(_BYTE(64), builder.gep(memory, [_SIZE(16 + 2 * tile)]))
+        builder.store(builder.trunc(own, _BYTE), builder.gep(memory, [_SIZE(48 + tile)]))
+    _call(builder, "llvm.x86.ldtilecfg", memory)
+    with builder.if_else(has_two) as (two, one):
+        with two:
+            emit(2)
+        with one:
+            emit(1)
+    _call(builder, "llvm.x86.tilerelease")
+
+
+def add_tiles(
+    builder: Any, tiles: int, across: int, steps: Any, left: Rows, right: Rows, out: Rows, is_new: bool = False
+) -> None:
+    """Emits the code for `tiles` times `across` tiles of sums, four at most, over `steps` times STEP rows."""
+    sums = {
+        (i, j): (_BYTE(2 * i + j), out.at(builder, _SIZE(_TILE * i), 64 * j))
+        for i in range(tiles)
+        for j in range(across)
+    }
+    for tile, place in sums.values():
+        if is_new:
+            _call(builder, "llvm.x86.tilezero", tile)
+        else:
+            _load_tile(builder, tile, place)
+    with cgutils.for_range_slice(builder, _SIZE(0), steps, _SIZE(1), _SIZE) as (step, _):
+        for i in range(tiles):
+            own = left.at(builder, _SIZE(_TILE * i), builder.mul(step, _SIZE(2 * STEP)))
+            _load_tile(builder, _BYTE(4 + i), own)
+        for j in range(across):
+            pairs = _BYTE(4 + tiles + j % (4 - tiles))
+            _load_tile(builder, pairs, right.at(builder, builder.mul(step, _SIZE(STEP // 2)), 64 * j))
+            for i in range(tiles):
+                _call(builder, "llvm.x86.tdpbf16ps", sums[i, j][0], _BYTE(4 + i), pairs)
+    for tile, place in sums.values():
+        _call(builder, "llvm.x86.tilestored64", tile, place.pointer(builder, _BYTE), place.stride)
+
+
+def _load_tile(builder: Any, tile: Any, rows: Rows) -> None:
+    _call(builder, "llvm.x86.tileloadd64", tile, rows.pointer(builder, _BYTE), rows.stride)
+
+
+def _call(builder: Any, name: str, *arguments: Any) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
+    builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
+
+
+def add_vectors(
+    builder: Any, rows: int, vectors: int, steps: Any, left: Rows, right: Rows, out: Rows, is_new: bool = False
+) -> None:
+    """Emits the code for `rows` times `vectors` of 16 sums, over `steps` times STEP rows."""
+    places = [
+        [out.at(builder, _SIZE(i), 64 * v).pointer(builder, _FLOATS) for v in range(vectors)] for i in range(rows)
+    ]
+    zeros = ir.Constant(_FLOATS, [0.0] * _LANES)
+    totals = [
+        [cgutils.alloca_once_value(builder, zeros if is_new else builder.load(place, align=4)) for place in row]
+        for row in places
+    ]
+    with cgutils.for_range_slice(builder, _SIZE(0), steps, _SIZE(1), _SIZE) as (step, _):
+        for k in range(STEP // 2):
+            pair = builder.add(builder.mul(step, _SIZE(STEP // 2)), _SIZE(k))
+            own = [right.at(builder, pair, 64 * v).pointer(builder, _INTS) for v in range(vectors)]
+            panel = [builder.load(place, align=4) for place in own]
+            for i, row in enumerate(totals):
+                place = left.at(builder, _SIZE(i), builder.mul(pair, _SIZE(4)))
+                weight = splat(builder, builder.load(place.pointer(builder, _WORD), align=2), _LANES)
+                for vector, total in zip(panel, row, strict=True):
+                    builder.store(_add_pairs(builder, builder.load(total), vector, weight), total)
+    for row, own_totals in zip(places, totals, strict=True):
+        for place, total in zip(row, own_totals, strict=True):
+            builder.store(builder.load(total), place, align=4)
+
+
+def _add_pairs(builder: Any, total: Any, weights: Any, inputs: Any) -> Any:
+    """Adds, in each lane, two products of bfloat16 numbers."""
+    if HAS_BF16:
+        pairs = ir.VectorType(_BFloat(), 2 * _LANES)
+        kind = ir.FunctionType(total.type, [total.type, pairs, pairs])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
+        return builder.call(function, [total, builder.bitcast(weights, pairs), builder.bitcast(inputs, pairs)])
+    sixteen, upper = (ir.Constant(_INTS, [number] * _LANES) for number in (16, 0xFFFF0000))
+    low, high = ((builder.shl(part, sixteen), builder.and_(part, upper)) for part in (weights, inputs))
+    for own, other in zip(low, high, strict=True):
+        product = builder.fmul(builder.bitcast(own, _FLOATS), builder.bitcast(other, _FLOATS), flags=("contract",))
+        total = builder.fadd(total, product, flags=("contract",))
+    return total
