@@ -11,17 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numba
-import torch
 from numba.core import config
 from numba.core.caching import UserProvidedCacheLocator
+
+from headrace_predictor.engine.cpu.packed_linear import HAS_TILES
 
 # Without Python's checks: callers construct the shapes, so no exception can occur. Without contraction or another order
 # of sums, results are the same on every machine.
 OPTIONS = {"nogil": True, "error_model": "numpy", "cache": True}
-
-
-# Whether the system lets this process, and those that it forks, use the tiles of AMX.
-HAS_TILES: bool = torch.cpu._init_amx()
 
 
 def _digest() -> str:

@@ -21,6 +21,8 @@ _ROWS = 32  # The packing is optimised for this number of rows, the size of a sl
 _SLICED_INPUTS = 512
 _TRIAL_NUMBERS, _TRIAL_ROWS = 2**15, 128  # In bfloat16 few numbers differ.
 _DTYPES = (torch.float32, torch.bfloat16)
+# Whether the system lets this process, and those that it forks, multiply matrices of bfloat16 by the tiles of AMX.
+HAS_TILES: bool = torch.cpu._init_amx()
 
 
 class WeightKind(NamedTuple):
@@ -43,7 +45,7 @@ class PackedLinear(nn.Module):
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _ROWS)
         self._bias = None if bias is None else bias.detach()
         is_half = weight.dtype == torch.bfloat16
-        self._is_sliced = is_half and has_matrix_unit() and weight.shape[1] >= _SLICED_INPUTS
+        self._is_sliced = is_half and HAS_TILES and weight.shape[1] >= _SLICED_INPUTS
         rows = 2 * max(1, min(_TRIAL_NUMBERS // weight.shape[0], _TRIAL_ROWS)) if is_half else 2
         trial = torch.randn(rows, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
         self._needs_two_rows = any(
@@ -102,11 +104,6 @@ def _in_slices(compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
 def _twice(x: Tensor) -> Tensor:
     return x.expand(*x.shape[:-2], 2, x.shape[-1]).contiguous()
-
-
-def has_matrix_unit() -> bool:
-    """Whether the processor multiplies matrices of bfloat16 (AMX)."""
-    return torch.cpu._is_amx_tile_supported()
 
 
 def packs(device: torch.device, dtype: torch.dtype) -> bool:

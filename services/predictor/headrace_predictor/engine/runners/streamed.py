@@ -27,7 +27,7 @@ from headrace_predictor.engine.state.cache import Array
 try:
     from headrace_predictor.engine.cpu import decode, formats, pairs, panels
     from headrace_predictor.engine.cpu.attention import parts
-    from headrace_predictor.engine.cpu.compiled import CODE, HAS_TILES
+    from headrace_predictor.engine.cpu.compiled import CODE
     from headrace_predictor.engine.cpu.grouped import Grouped, pack_grouped, padded_bytes
     from headrace_predictor.engine.cpu.team import Team
 
@@ -144,7 +144,7 @@ class StreamedDecoder:
         self._vocabulary: int = model.lm_head.out_features
         self._angles = RotaryAngles(decoder.rotary_emb, self._head_size)
         # Tiles add in another order than vectors.
-        self.origin = self._angles.origin + (" tiles" if format_ == "bf16" and HAS_TILES else "")
+        self.origin = self._angles.origin + (" tiles" if format_ == "bf16" and pairs.HAS_MATRICES else "")
         self._layers = np.zeros((len(decoder.layers) + 1, decode.LAYER_NUMBERS), np.int64)
         for numbers, layer in zip(self._layers, decoder.layers, strict=False):
             self._set_layer(numbers, layer)
