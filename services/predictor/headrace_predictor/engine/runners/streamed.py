@@ -5,6 +5,8 @@ all other numbers between products are float32. A step with adapters (LoRA) comp
 one: its products, norms and attention are the same code, called one by one.
 """
 
+from __future__ import annotations
+
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -241,7 +243,7 @@ class StreamedDecoder:
                 self._team.run(decode.DECODER, step.parameters)
         return logits
 
-    def _compute_adapted(self, step: "_Step", index: int, plan: StepPlan) -> None:
+    def _compute_adapted(self, step: _Step, index: int, plan: StepPlan) -> None:
         """Computes a layer of a step with adapters: their products are added to those of the layer."""
         numbers, epsilon = self._layers[index], self._model[2][decode.EPSILON]
         prefix = f"model.layers.{index}."
@@ -280,7 +282,7 @@ class StreamedDecoder:
         step.hidden.copy_(output + step.hidden)
         add(step.inner, step.hidden, 0, "mlp.down_proj")
 
-    def _linear(self, step: "_Step", numbers: Array, at: int, x: Tensor, out: Tensor, width: int = 0) -> None:
+    def _linear(self, step: _Step, numbers: Array, at: int, x: Tensor, out: Tensor, width: int = 0) -> None:
         """Writes one product of inputs [T, in] to an output [T, out]; `width`: its width if it is not the product's."""
         parameters = step.parameters.copy()
         parameters[decode.PRODUCT : decode.FIRSTS] = numbers[at : at + 8]
