@@ -16,8 +16,9 @@ a slot of each. The output [T, query heads, value size]. table int32 [sequences,
 being ends - 1 if keys are written; both ascend along the tokens of a sequence. Values at or beyond a tile's end are
 never read.
 
-Where queries and cache are bfloat16 and the processor multiplies it, queries, after their rotation and scaling, and
-weights, before the division by their sum, are rounded to bfloat16 (pairs.py); sums stay float32. Else all is float32.
+Where queries and cache are bfloat16 and the processor multiplies matrices of it (AMX), queries, after their rotation
+and scaling, and weights, before the division by their sum, are rounded to bfloat16 (pairs.py); sums stay float32. Else
+all is float32.
 
 Scores: above a cap of 0, a score becomes cap * tanh(score / cap). bias float32 [query heads, n] is added by distance,
 the furthest first; it is constant from distance n - 1 on; [query heads, 0] for none. sinks float32 [query heads] are

@@ -23,9 +23,8 @@ from headrace_predictor.engine.cpu.packed_linear import HAS_TILES
 from headrace_predictor.engine.cpu.vectors import splat
 
 STEP = 32
-PANEL_COLUMNS = 32  # Of `add_paired_rows`.
+PANEL_COLUMNS = 32  # Of `write_products` and `add_products`.
 _LANES = 16
-_TOGETHER = (8, 2, 1)  # Rows whose sums are in registers, for panels of 32 columns.
 _TILE = 16  # Rows of a tile.
 TILES_ROWS = 2 * _TILE  # Rows that read the pairs together.
 
@@ -87,9 +86,9 @@ def _rows_of(context: Any, builder: Any, signature: Any, arguments: Any) -> list
 
 @intrinsic  # type: ignore[untyped-decorator]
 def product_type(typing_context: Any, numbers: Any, stored: Any) -> Any:
-    """Zero of bfloat16's type if both arrays have it and the processor multiplies it, else of float32."""
+    """Zero of bfloat16's type if both arrays have it and the processor multiplies its matrices, else of float32."""
     both = numbers.dtype == stored.dtype == types.uint16
-    result = types.uint16 if HAS_BF16 and both else types.float32
+    result = types.uint16 if HAS_MATRICES and both else types.float32
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return context.get_constant(result, 0)
@@ -147,19 +146,12 @@ def _products(is_new: bool) -> Any:
                     target = out.at(builder, row, builder.mul(panel, _SIZE(4 * PANEL_COLUMNS)))
                     emit(steps, left.at(builder, row), own, target)
 
-            begin = _SIZE(0)
-            for together in (TILES_ROWS,) if HAS_MATRICES else _TOGETHER:
-                end = count if HAS_MATRICES else builder.and_(count, _SIZE(-together))
-                with cgutils.for_range_slice(builder, begin, end, _SIZE(together), _SIZE) as (row, _):
-                    if HAS_MATRICES:
-                        with_tiles(
-                            builder,
-                            builder.sub(count, row),
-                            lambda tiles: add(row, partial(add_tiles, builder, tiles, 2, is_new=is_new)),
-                        )
-                    else:
-                        add(row, partial(add_vectors, builder, together, 2, is_new=is_new))
-                begin = end
+            with cgutils.for_range_slice(builder, _SIZE(0), count, _SIZE(TILES_ROWS), _SIZE) as (row, _):
+                with_tiles(
+                    builder,
+                    builder.sub(count, row),
+                    lambda tiles: add(row, partial(add_tiles, builder, tiles, 2, is_new=is_new)),
+                )
             return context.get_dummy_value()
 
         return types.void(weights, pairs, sums), generate
@@ -167,8 +159,8 @@ def _products(is_new: bool) -> Any:
     return compute
 
 
-# Of weights [q, n], bfloat16, and a matrix [n, m] in pairs [m / PANEL_COLUMNS, n / 2, PANEL_COLUMNS] to float32 [q, m];
-# rows are contiguous.
+# By AMX. Of weights [q, n], bfloat16, and a matrix [n, m] in pairs [m / PANEL_COLUMNS, n / 2, PANEL_COLUMNS] to float32
+# [q, m]; rows are contiguous.
 write_products, add_products = _products(is_new=True), _products(is_new=False)
 
 
@@ -231,18 +223,12 @@ def _call(builder: Any, name: str, *arguments: Any) -> None:
     builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
 
 
-def add_vectors(
-    builder: Any, rows: int, vectors: int, steps: Any, left: Rows, right: Rows, out: Rows, is_new: bool = False
-) -> None:
+def add_vectors(builder: Any, rows: int, vectors: int, steps: Any, left: Rows, right: Rows, out: Rows) -> None:
     """Emits the code for `rows` times `vectors` of 16 sums, over `steps` times STEP rows."""
     places = [
         [out.at(builder, _SIZE(i), 64 * v).pointer(builder, _FLOATS) for v in range(vectors)] for i in range(rows)
     ]
-    zeros = ir.Constant(_FLOATS, [0.0] * _LANES)
-    totals = [
-        [cgutils.alloca_once_value(builder, zeros if is_new else builder.load(place, align=4)) for place in row]
-        for row in places
-    ]
+    totals = [[cgutils.alloca_once_value(builder, builder.load(place, align=4)) for place in row] for row in places]
     with cgutils.for_range_slice(builder, _SIZE(0), steps, _SIZE(1), _SIZE) as (step, _):
         for k in range(STEP // 2):
             pair = builder.add(builder.mul(step, _SIZE(STEP // 2)), _SIZE(k))
