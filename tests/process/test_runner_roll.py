@@ -59,6 +59,7 @@ def test_every_service_is_replaced_with_the_settings_of_the_command(runner: Runn
     assert not (runner.settings.run_folder / "roll.json").exists()
     # A service that ends later is restarted with them, and the next roll keeps them.
     assert command(runner, "roll").returncode == 0
-    assert all(
-        process.environ()["LOGGER_LOG_LEVEL"] == "DEBUG" for process in runner.services() if process not in before
-    )
+    assert gone(after)
+    last = [process for process in runner.services() if process not in envoy]
+    assert len(last) == 3
+    assert all(process.environ()["LOGGER_LOG_LEVEL"] == "DEBUG" for process in last)
