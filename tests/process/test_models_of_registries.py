@@ -12,6 +12,8 @@ from headrace.errors import StartupError, StartupFault
 from headrace.models.downloads import MODEL_FILES
 from headrace.models.hub import fetch
 from headrace.models.sources import parse_location
+from tests.gguf_files import write_gguf
+from tests.model.test_gguf import random_model
 from tests.support.registry import (
     ARTIFACT,
     LAYER,
@@ -38,7 +40,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def pushed():
-    """A modelcar of two layers, one of several machines, an artifact of files, and one of Ollama's."""
+    """A modelcar of two layers, one of several machines, and an artifact of files."""
     pushed = Pushed()
     in_models = {f"models/{name}": data for name, data in FILES.items()}
     car = pushed.push(
@@ -52,7 +54,6 @@ def pushed():
         *(("application/octet-stream", data, name) for name, data in {**FILES, "README.md": b"text"}.items()),
         config=ARTIFACT,
     )
-    pushed.push("ollama", (GGUF, WEIGHTS, ""), ("application/vnd.ollama.image.template", b"t", ""), config=ARTIFACT)
     return pushed
 
 
@@ -74,10 +75,13 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.skipif(shutil.which("docker-registry") is None, reason="needs Debian's docker-registry")
 def test_images_and_artifacts_of_a_real_registry_are_fetched(pushed, tmp_path):
+    write_gguf(tmp_path / "made.gguf", random_model("llama")[0], "Q4_0")
+    data = (tmp_path / "made.gguf").read_bytes()
+    pushed.push("ollama", (GGUF, data, ""), ("application/vnd.ollama.image.template", b"t", ""), config=ARTIFACT)
     with real_registry("docker-registry", tmp_path, pushed, REPOSITORY) as address:
         for tag in (":car", ":cars", ":artifact"):
             assert contents(fetched(address, tag)) == FILES
-        assert contents(fetched(address, ":ollama", ("*.json",))) == {"model.gguf": WEIGHTS}
+        assert (fetched(address, ":ollama", ("*.json",)) / "model.gguf").read_bytes() == data
         with pytest.raises(StartupError, match=r"models/story:nothing is not there$"):
             fetched(address, ":nothing")
 
