@@ -140,18 +140,14 @@ def _products(is_new: bool) -> Any:
             )
             steps = builder.udiv(halves, _SIZE(STEP // 2))
 
-            def add(row: Any, emit: Callable[..., None]) -> None:
+            def add(row: Any, tiles: int) -> None:
                 with cgutils.for_range_slice(builder, _SIZE(0), panels, _SIZE(1), _SIZE) as (panel, _):
                     own = right.at(builder, builder.mul(panel, halves))
                     target = out.at(builder, row, builder.mul(panel, _SIZE(4 * PANEL_COLUMNS)))
-                    emit(steps, left.at(builder, row), own, target)
+                    add_tiles(builder, tiles, 2, steps, left.at(builder, row), own, target, is_new)
 
             with cgutils.for_range_slice(builder, _SIZE(0), count, _SIZE(TILES_ROWS), _SIZE) as (row, _):
-                with_tiles(
-                    builder,
-                    builder.sub(count, row),
-                    lambda tiles: add(row, partial(add_tiles, builder, tiles, 2, is_new=is_new)),
-                )
+                with_tiles(builder, builder.sub(count, row), partial(add, row))
             return context.get_dummy_value()
 
         return types.void(weights, pairs, sums), generate
