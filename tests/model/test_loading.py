@@ -173,6 +173,17 @@ def test_a_model_of_16_bits_is_computed_in_bfloat16_where_that_is_fast_and_exact
     assert "KV cache of 0.0" in line
 
 
+@pytest.mark.parametrize(
+    ("has", "multiplies"),
+    [({"avx512_bf16": True}, True), ({"avx512_bf16": False}, False), ({"bf16": True}, True), ({}, False)],
+)
+@pytest.mark.skipif(not torch.cpu.get_capabilities().get("avx512_bf16"), reason="bfloat16 is not multiplied here")
+def test_the_processor_is_asked_whether_it_multiplies_bfloat16(monkeypatch, has, multiplies):
+    # A timed product would differ on a busy machine, and so would the numbers of a predictor that restarts there.
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
+    assert weights.multiplies_bfloat16.__wrapped__() == multiplies
+
+
 def test_a_large_model_takes_all_of_a_few_cores_and_nothing_more_than_is_set(monkeypatch):
     taken = []
     monkeypatch.setattr(torch, "set_num_threads", taken.append)

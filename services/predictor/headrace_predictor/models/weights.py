@@ -2,9 +2,8 @@
 
 import logging
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from timeit import timeit
 from typing import Any
 
 import torch
@@ -27,8 +26,7 @@ _NAMED = 3
 # Smaller models are faster without a helper on the core that the services need. More cores than a few do not make the
 # reading of weights faster.
 _LARGE_BYTES, _FEW_CORES = 128 << 20, 4
-_WIDTH, _TRIALS = 512, 9  # Of the products that are timed.
-_EMULATED = 1.5  # Times as long as in float32.
+_WIDTH, _FEW, _MANY = 512, 4, 64  # Inputs, outputs and rows of a product that is tried.
 _STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -60,29 +58,18 @@ def choose_device(setting: str) -> torch.device:
 
 @cache
 def multiplies_bfloat16() -> bool:
-    """Whether the processor multiplies bfloat16 numbers, and rows are equal among few and among many.
+    """Whether the processor multiplies bfloat16 numbers, and a row's product is the same among few and among many.
 
-    Takes some milliseconds. Where bfloat16 is emulated, products of more than one row take more than twice as long. A
-    limit between both answers is the same for each predictor of a machine, however busy: predictors with unlike numbers
-    cannot continue each other's answers.
+    It is asked and not timed: each predictor of a machine must find the same, however busy the machine is, because
+    predictors with unlike numbers cannot continue each other's answers.
     """
-    if not all(packs(torch.device("cpu"), dtype) for dtype in (torch.bfloat16, torch.float32)):
+    has = torch.cpu.get_capabilities()
+    if not packs(torch.device("cpu"), torch.bfloat16) or not (has.get("avx512_bf16") or has.get("bf16")):
         return False
-    weight, many = torch.randn(_WIDTH, _WIDTH), torch.randn(64, _WIDTH).bfloat16()
-    few, threads = many[:4], torch.get_num_threads()
-    torch.set_num_threads(1)  # Their start would take longer than the product.
-    try:
-        half, single = PackedLinear(weight.bfloat16(), None), PackedLinear(weight, None)
-        for x in few, many:
-            pairs = ((half, x), (single, x.float()))
-            times = [[timeit(partial(layer.forward, rows), number=1) for layer, rows in pairs] for _ in range(_TRIALS)]
-            if min(half_s for half_s, _ in times) > _EMULATED * min(single_s for _, single_s in times):
-                return False
-        return torch.equal(half.forward(few), half.forward(many)[: len(few)])
-    except RuntimeError:  # The processor lacks the instructions.
-        return False
-    finally:
-        torch.set_num_threads(threads)
+    generator = torch.Generator().manual_seed(0)
+    weight, rows = (torch.randn(count, _WIDTH, generator=generator).bfloat16() for count in (_WIDTH, _MANY))
+    layer = PackedLinear(weight, None)
+    return torch.equal(layer.forward(rows[:_FEW]), layer.forward(rows)[:_FEW])
 
 
 def load_weights(name: str, folder: Path, auto: Any, dtype: str, device: torch.device, optional: str = "-") -> Any:
