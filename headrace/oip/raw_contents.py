@@ -7,9 +7,11 @@ Source of the format: protobuf's wire encoding; field numbers are those of infer
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import TypeVar
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from headrace.oip.tensors import BYTES, RawTensor, Tensor, check_dtype, encode_raw
 from headrace.oip.wire_fields import field_head, fields
@@ -22,23 +24,28 @@ M = TypeVar("M", pb.ModelInferRequest, pb.ModelInferResponse)
 
 _SMALL_BYTES = 4096  # A message of this size is parsed as a whole.
 # Beyond so many fields the C parser is faster than a scan, and no message can block the event loop with one.
-MAX_SCANNED_FIELDS = 1024
+_MAX_SCANNED_FIELDS = 1024
+
+
+def scan(data: bytes) -> Sequence[tuple[int, int, int, int]] | None:
+    """The fields of a message, see wire_fields.py; None for one that the parser reads faster, or better."""
+    try:
+        found = list(islice(fields(data), _MAX_SCANNED_FIELDS + 1))
+    except DecodeError:
+        return None
+    return found if len(found) <= _MAX_SCANNED_FIELDS else None
 
 
 def split(kind: type[M], data: bytes) -> tuple[M, Sequence[Contents]]:
     """The parsed message and its raw contents, which the message itself may lack; raises protobuf's DecodeError."""
-    if len(data) <= _SMALL_BYTES:
-        return _whole(kind, data)
-    view, rest, contents = memoryview(data), [], []
-    raw_field = RAW_INPUTS if kind is pb.ModelInferRequest else RAW_OUTPUTS
-    for count, (field, start, begin, end) in enumerate(fields(data)):
-        if count >= MAX_SCANNED_FIELDS:
-            return _whole(kind, data)
-        if field == raw_field:
-            contents.append(view[begin:end])
-        else:
-            rest.append(view[start:end])
-    return kind.FromString(b"".join(rest)), contents
+    found = None if len(data) <= _SMALL_BYTES else scan(data)
+    if found is None:
+        message = kind.FromString(data)
+        is_request = isinstance(message, pb.ModelInferRequest)
+        return message, message.raw_input_contents if is_request else message.raw_output_contents
+    view, raw_field = memoryview(data), RAW_INPUTS if kind is pb.ModelInferRequest else RAW_OUTPUTS
+    rest = b"".join(view[start:end] for field, start, _, end in found if field != raw_field)
+    return kind.FromString(rest), [view[begin:end] for field, _, begin, end in found if field == raw_field]
 
 
 def joined(message: pb.ModelInferRequest | pb.ModelInferResponse, contents: Iterable[Contents]) -> bytes:
@@ -61,10 +68,3 @@ def raw_contents(tensor: Tensor | RawTensor) -> Contents:
         return encode_raw(tensor)
     check_dtype(tensor)
     return tensor.array.reshape(-1).view(np.uint8).data
-
-
-def _whole(kind: type[M], data: bytes) -> tuple[M, Sequence[Contents]]:
-    message = kind.FromString(data)
-    if isinstance(message, pb.ModelInferRequest):
-        return message, message.raw_input_contents
-    return message, message.raw_output_contents
