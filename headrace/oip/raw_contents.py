@@ -41,8 +41,9 @@ def split(kind: type[M], data: bytes) -> tuple[M, Sequence[Contents]]:
     found = None if len(data) <= _SMALL_BYTES else scan(data)
     if found is None:
         message = kind.FromString(data)
-        is_request = isinstance(message, pb.ModelInferRequest)
-        return message, message.raw_input_contents if is_request else message.raw_output_contents
+        if isinstance(message, pb.ModelInferRequest):
+            return message, message.raw_input_contents
+        return message, message.raw_output_contents
     view, raw_field = memoryview(data), RAW_INPUTS if kind is pb.ModelInferRequest else RAW_OUTPUTS
     rest = b"".join(view[start:end] for field, start, _, end in found if field != raw_field)
     return kind.FromString(rest), [view[begin:end] for field, _, begin, end in found if field == raw_field]
