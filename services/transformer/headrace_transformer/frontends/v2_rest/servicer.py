@@ -186,12 +186,12 @@ class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
         return json_body(documents.index_of(answer))
 
     async def RepositoryLoad(self, request: ModelBody, context: Context) -> HttpBody:
-        message = documents.load_request(request.model, request.body.data)
+        message = documents.repository_request(pb.RepositoryModelLoadRequest, request.model, request.body.data)
         await self.inference.RepositoryModelLoad(message, context)
         return json_body({})
 
     async def RepositoryUnload(self, request: ModelBody, context: Context) -> HttpBody:
-        message = documents.unload_request(request.model, request.body.data)
+        message = documents.repository_request(pb.RepositoryModelUnloadRequest, request.model, request.body.data)
         await self.inference.RepositoryModelUnload(message, context)
         return json_body({})
 
