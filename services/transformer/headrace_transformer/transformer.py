@@ -18,7 +18,10 @@ from headrace_protos.headrace_pb2_grpc import (
     add_DevelopmentServicer_to_server,
     add_TextGenerationServicer_to_server,
 )
-from headrace_transformer.batches.runner import BatchService
+from headrace_transformer.batches.line_calls import methods_of
+from headrace_transformer.batches.runner import BatchRunner, store_of
+from headrace_transformer.batches.running import Resources
+from headrace_transformer.batches.servicer import BatchesServicer
 from headrace_transformer.frontends.anthropic.answers import anthropic_error
 from headrace_transformer.frontends.anthropic.servicer import AnthropicServicer
 from headrace_transformer.frontends.grpc.development import DevelopmentServicer
@@ -71,6 +74,7 @@ class Transformer:
     def __init__(self, settings: TransformerSettings) -> None:
         self._settings = settings
         self._bodies = BodyProcesses()
+        self._batch_bodies = BodyProcesses()  # Apart from those of requests that somebody waits for.
         self._tap = _started_tap(settings)
         self._log = open_channel(settings.logger, "logger")
         self._log_stub = PayloadLogStub(self._log)
@@ -111,7 +115,7 @@ class Transformer:
             server.at_stop(stop)
         server.at_stop(partial(self._tap.stop, _TAP_DRAIN_S))
         server.at_stop(self._bodies.close)
-        server.at_stop(self._batches.close)
+        server.at_stop(self._batch_bodies.close)
         if settings.listen == "take-over":
             await self._load()
             server.own("watch", catalogue.watch(self._report_ready))
@@ -152,7 +156,7 @@ class Transformer:
         if self._settings.development:
             add_DevelopmentServicer_to_server(DevelopmentServicer(self._replicas), grpc)
 
-    def _add_http(self) -> BatchService:
+    def _add_http(self) -> BatchRunner:
         """The front ends for the HTTP server, and the batches that two of them answer."""
         settings, pipeline, bodies, router = self._settings, self._pipeline, self._bodies, self._router
         http = HttpServer(self._server.interceptor, error_body(openai_error), shares_port=settings.listen != "alone")
@@ -161,13 +165,15 @@ class Transformer:
         passing = Passing(router, self._predictor, self._tap, self._quota, pipeline, models, keep_alive_s)
         front = FrontEnd(pipeline, router, bodies, passing, keep_alive_s)
         openai, responses = OpenAIServicer(front, encoders), ResponsesServicer(front, self._log_stub)
-        batches = BatchService(settings, openai, responses, router)
+        store, methods, batch_bodies = store_of(settings), methods_of(openai, responses), self._batch_bodies
         http.add(*http_methods("OpenAI", openai, openai_error))
         http.add(*http_methods("Responses", responses, openai_error))
         http.add(*http_methods("Anthropic", AnthropicServicer(front), anthropic_error))
-        http.add(*http_methods("Batches", batches.servicer, openai_error))
+        http.add(*http_methods("Batches", BatchesServicer(store, methods, batch_bodies), openai_error))
         self._server.add_port(http, settings.http_port)
-        return batches
+        if store is None:
+            return BatchRunner(None)
+        return BatchRunner(Resources(store, batch_bodies, methods, router.wait_for, settings.batch_concurrency))
 
     def _own_tasks(self, keys: KeyFile | None) -> None:
         settings, server = self._settings, self._server
