@@ -11,7 +11,7 @@ from headrace.rpc.limits.admission import Admission
 from headrace.rpc.server.listeners import READY
 from headrace.rpc.server.server import Server
 from headrace.telemetry.picking import PickerMetrics
-from headrace.threads import run_in_daemon_thread
+from headrace.threads import FairThreads, run_in_daemon_thread
 from headrace_protos import rest_pb2_grpc
 from headrace_protos.headrace_pb2_grpc import (
     PayloadLogStub,
@@ -45,7 +45,6 @@ from headrace_transformer.inference.infer import Inference
 from headrace_transformer.keys import KeyFile
 from headrace_transformer.models.catalogue import Catalogue
 from headrace_transformer.models.processors import RunningProcessor
-from headrace_transformer.models.work_pool import WorkPool
 from headrace_transformer.predictors.discovery.replicas import Replicas
 from headrace_transformer.predictors.engines.pools import Engines
 from headrace_transformer.predictors.link.links import Links
@@ -79,7 +78,8 @@ class Transformer:
         self._log = open_channel(settings.logger, "logger")
         self._log_stub = PayloadLogStub(self._log)
         self._tokenizing = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="tokenizer")
-        self._work = WorkPool(settings.processor_threads, settings.processor_waiting, "processor")
+        places = settings.processor_threads + settings.processor_waiting
+        self._work = FairThreads(settings.processor_threads, places, "processor")
         self._processors = {source.name: RunningProcessor(source, self._work) for source in settings.processors}
         self._predictor = PredictorClient(settings.predictor, settings.predictor_wait, settings.predictor_start_wait)
         self._replicas = Replicas(settings.predictor_replicas, self._predictor)
