@@ -122,8 +122,10 @@ def check_request_id(given: str) -> None:
 
 def deadline_of(context: Context) -> Deadline:
     """A call's gRPC deadline, or that of the REST header `x-timeout-ms`, which the gateway has checked; the sooner."""
-    left = [left_s for left_s in (context.time_remaining(), _header_timeout_s(context)) if left_s is not None]
-    return Deadline.after(min(left, default=None))
+    left, header = [context.time_remaining()], dict(call_metadata(context)).get(_TIMEOUT_MS)
+    if isinstance(header, str) and header.isdecimal():
+        left.append(int(header) / 1000)
+    return Deadline.after(min((left_s for left_s in left if left_s is not None), default=None))
 
 
 def first_token_timeout_s(metadata: Iterable[tuple[str, str | bytes]] | None) -> float | None:
@@ -136,13 +138,6 @@ def first_token_timeout_s(metadata: Iterable[tuple[str, str | bytes]] | None) ->
             f"{_FIRST_TOKEN_TIMEOUT_MS} must be a whole number of milliseconds from 1 to {_MAX_TIMEOUT_MS}"
         )
     return int(text) / 1000
-
-
-def _header_timeout_s(context: Context) -> float | None:
-    for key, value in call_metadata(context):
-        if key == _TIMEOUT_MS and isinstance(value, str) and value.isdecimal():
-            return int(value) / 1000
-    return None
 
 
 def check_development(context: Context) -> None:
