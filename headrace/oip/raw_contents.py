@@ -44,9 +44,14 @@ def split(kind: type[M], data: bytes) -> tuple[M, Sequence[Contents]]:
         if isinstance(message, pb.ModelInferRequest):
             return message, message.raw_input_contents
         return message, message.raw_output_contents
-    view, raw_field = memoryview(data), RAW_INPUTS if kind is pb.ModelInferRequest else RAW_OUTPUTS
-    rest = b"".join(view[start:end] for field, start, _, end in found if field != raw_field)
-    return kind.FromString(rest), [view[begin:end] for field, _, begin, end in found if field == raw_field]
+    view, rest, contents = memoryview(data), [], []
+    raw_field = RAW_INPUTS if kind is pb.ModelInferRequest else RAW_OUTPUTS
+    for field, start, begin, end in found:
+        if field == raw_field:
+            contents.append(view[begin:end])
+        else:
+            rest.append(view[start:end])
+    return kind.FromString(b"".join(rest)), contents
 
 
 def joined(message: pb.ModelInferRequest | pb.ModelInferResponse, contents: Iterable[Contents]) -> bytes:

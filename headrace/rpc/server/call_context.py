@@ -122,10 +122,11 @@ def check_request_id(given: str) -> None:
 
 def deadline_of(context: Context) -> Deadline:
     """A call's gRPC deadline, or that of the REST header `x-timeout-ms`, which the gateway has checked; the sooner."""
-    left, header = [context.time_remaining()], dict(call_metadata(context)).get(_TIMEOUT_MS)
-    if isinstance(header, str) and header.isdecimal():
-        left.append(int(header) / 1000)
-    return Deadline.after(min((left_s for left_s in left if left_s is not None), default=None))
+    left_s = context.time_remaining()
+    for key, value in call_metadata(context):
+        if key == _TIMEOUT_MS and isinstance(value, str) and value.isdecimal():
+            return Deadline.after(int(value) / 1000 if left_s is None else min(left_s, int(value) / 1000))
+    return Deadline.after(left_s)
 
 
 def first_token_timeout_s(metadata: Iterable[tuple[str, str | bytes]] | None) -> float | None:

@@ -17,24 +17,27 @@ from headrace.oip.raw_contents import Contents, scan, split
 from headrace.rpc.server.call_context import ServedModel
 from headrace_protos import inference_pb2 as pb
 
-# model_name, model_version, id, parameters.
-_HEAD_FIELDS = frozenset({1, 2, 3, 4})
+_HEAD_FIELDS = 4  # The first ones: model_name, model_version, id, parameters.
 _NO_VERSION = b"\x12\x00"  # Field 2, empty, which protobuf would not write.
 
 
 class InferRequest:
     """See the module; `data` is the whole request as it came over the wire. Raises DecodeError."""
 
+    _message: pb.ModelInferRequest | None  # Once it is parsed.
+
     def __init__(self, data: bytes) -> None:
         found = scan(data)
-        parts = [data[start:end] for field, start, _, end in found or () if field in _HEAD_FIELDS]
-        head = pb.ModelInferRequest.FromString(data if found is None else b"".join(parts))
+        if found is None:
+            head = self._message = pb.ModelInferRequest.FromString(data)
+        else:
+            parts = [data[start:end] for field, start, _, end in found if field <= _HEAD_FIELDS]
+            head, self._message = pb.ModelInferRequest.FromString(b"".join(parts)), None
         self.data = data
         self.model_name = head.model_name
         self.model_version = head.model_version
         self.id = head.id
         self.parameters: Mapping[str, pb.InferParameter] = head.parameters
-        self._message = head if found is None else None
 
     def for_model(self, served: ServedModel) -> InferRequest:
         """The same request to another model; protobuf uses the last value of a repeated scalar field."""

@@ -38,8 +38,21 @@ class FairPlaces:
         """How many wait; on any thread."""
         return sum(map(len, tuple(self._waiting.values())))
 
+    @property
+    def _has_room(self) -> bool:
+        return self._running.total() < (self.limit or inf)
+
     async def take(self, client: str, weight: float) -> ExitStack:
         """A place for a request, once there is one, until it is closed; raises OverloadedError where too many wait."""
+        if self._waiting or not self._has_room:
+            await self._turn(client, weight)
+        else:
+            self._running[client] += 1
+        place = ExitStack()
+        place.callback(self.give_back, client)
+        return place
+
+    async def _turn(self, client: str, weight: float) -> None:
         if self.waiting >= _MAX_WAITING:
             raise OverloadedError("too many requests wait for an engine", retry_after_ms=_RETRY_AFTER_MS)
         turn = _Turn(weight or 1.0, asyncio.get_running_loop().create_future())
@@ -53,13 +66,10 @@ class FairPlaces:
             else:
                 self.give_back(client)
             raise
-        place = ExitStack()
-        place.callback(self.give_back, client)
-        return place
 
     def serve(self) -> None:
         """Gives free places to those that wait."""
-        while self._waiting and self._running.total() < (self.limit or inf):
+        while self._waiting and self._has_room:
             client = min(self._waiting, key=lambda name: self._running[name] / self._waiting[name][0].weight)
             turn = self._waiting[client][0]
             self._remove(client, turn)
