@@ -9,17 +9,11 @@ import asyncio
 from collections import Counter, deque
 from contextlib import ExitStack
 from math import inf
-from typing import NamedTuple
 
 from headrace.errors import OverloadedError
 
 _MAX_WAITING = 2048
 _RETRY_AFTER_MS = 1000
-
-
-class _Turn(NamedTuple):
-    weight: float
-    came: asyncio.Future[None]
 
 
 class FairPlaces:
@@ -31,59 +25,62 @@ class FairPlaces:
     def __init__(self) -> None:
         self.limit = 0
         self._running: Counter[str] = Counter()
-        self._waiting: dict[str, deque[_Turn]] = {}
+        self._weights: dict[str, float] = {}
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
     @property
     def waiting(self) -> int:
         """How many wait; on any thread."""
         return sum(map(len, tuple(self._waiting.values())))
 
-    @property
-    def _has_room(self) -> bool:
-        return self._running.total() < (self.limit or inf)
-
     async def take(self, client: str, weight: float) -> ExitStack:
         """A place for a request, once there is one, until it is closed; raises OverloadedError where too many wait."""
-        if self._waiting or not self._has_room:
-            await self._turn(client, weight)
+        if self._running.total() >= (self.limit or inf) or self._waiting:
+            if self.waiting >= _MAX_WAITING:
+                raise OverloadedError("too many requests wait for an engine", retry_after_ms=_RETRY_AFTER_MS)
+            self._weights[client] = weight or 1.0
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.setdefault(client, deque()).append(turn)
+            self.serve()
+            try:
+                await turn
+            except asyncio.CancelledError:
+                self._forget(client, turn)
+                if turn.done() and not turn.cancelled():
+                    self.give_back(client)
+                else:
+                    self._clean_up(client)
+                raise
         else:
+            self._weights[client] = weight or 1.0
             self._running[client] += 1
         place = ExitStack()
         place.callback(self.give_back, client)
         return place
 
-    async def _turn(self, client: str, weight: float) -> None:
-        if self.waiting >= _MAX_WAITING:
-            raise OverloadedError("too many requests wait for an engine", retry_after_ms=_RETRY_AFTER_MS)
-        turn = _Turn(weight or 1.0, asyncio.get_running_loop().create_future())
-        self._waiting.setdefault(client, deque()).append(turn)
-        self.serve()
-        try:
-            await turn.came
-        except asyncio.CancelledError:
-            if turn.came.cancelled():
-                self._remove(client, turn)
-            else:
-                self.give_back(client)
-            raise
-
     def serve(self) -> None:
         """Gives free places to those that wait."""
-        while self._waiting and self._has_room:
-            client = min(self._waiting, key=lambda name: self._running[name] / self._waiting[name][0].weight)
-            turn = self._waiting[client][0]
-            self._remove(client, turn)
-            if not turn.came.done():
+        while self._waiting and self._running.total() < (self.limit or inf):
+            client = min(self._waiting, key=lambda name: self._running[name] / self._weights[name])
+            turn = self._waiting[client].popleft()
+            if not self._waiting[client]:
+                del self._waiting[client]
+            if not turn.done():
                 self._running[client] += 1
-                turn.came.set_result(None)
+                turn.set_result(None)
 
     def give_back(self, client: str) -> None:
         self._running[client] -= 1
-        if not self._running[client]:
-            del self._running[client]
+        self._clean_up(client)
         self.serve()
 
-    def _remove(self, client: str, turn: _Turn) -> None:
+    def _clean_up(self, client: str) -> None:
+        if not self._running[client]:
+            del self._running[client]
+            if client not in self._waiting:
+                self._weights.pop(client, None)
+
+    def _forget(self, client: str, turn: asyncio.Future[None]) -> None:
         turns = self._waiting.get(client)
         if turns is not None and turn in turns:
             turns.remove(turn)
