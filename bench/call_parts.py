@@ -134,7 +134,7 @@ def _pieces(tap: PayloadTap) -> dict[str, Piece]:
     context: Any = _Context()
 
     async def head() -> None:
-        InferRequest.received(_REQUEST)
+        InferRequest(_REQUEST)
 
     async def of_call() -> None:
         call_context(context, INFER)
@@ -195,7 +195,7 @@ def _served(telemetry: ServerTelemetry | None) -> Piece:
 
 
 async def _unary_handler(_: Any) -> Any:
-    return grpc.unary_unary_rpc_method_handler(_answer, InferRequest.received, bytes)
+    return grpc.unary_unary_rpc_method_handler(_answer, InferRequest, bytes)
 
 
 async def _measure(piece: Piece) -> float:

@@ -18,6 +18,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic_core import from_json
+
 from headrace.json_schemas import enforceable
 
 MAX_BYTES = 64 * 1024  # Of the text.
@@ -117,15 +119,9 @@ def _parsed(text: str) -> Any:
     if len(text) > MAX_BYTES:
         raise _too_large()
     try:
-        return json.loads(text, parse_constant=_refuse)
-    except RecursionError:
-        raise ValueError("is nested too deep") from None
-    except json.JSONDecodeError as error:
+        return from_json(text, allow_inf_nan=False)
+    except ValueError as error:
         raise ValueError(f"is not JSON: {error}") from None
-
-
-def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _too_large() -> ValueError:

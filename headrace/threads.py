@@ -6,6 +6,7 @@ n counts as n later arrivals. A caller without a name is this stack itself and h
 """
 
 import asyncio
+import contextvars
 import heapq
 import threading
 from collections import Counter
@@ -14,6 +15,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import count
 from typing import Any, TypeVar
+
+from headrace.errors import OverloadedError
+
+_RETRY_AFTER_MS = 100
 
 T = TypeVar("T")
 
@@ -49,6 +54,16 @@ class FairThreads:
             heapq.heappush(self._waiting[caller], (number + cost, number, cost, future, work))
         self._executor.submit(self._next)
         return future
+
+    async def run(self, caller: str, function: Callable[..., T], *arguments: Any) -> T:
+        """The same for a task, whose context the function has; raises OverloadedError where there is no place.
+
+        A caller that leaves does not end what runs: a thread cannot be stopped.
+        """
+        future = self.submit(caller, contextvars.copy_context().run, function, *arguments)
+        if future is None:
+            raise OverloadedError("too many requests wait for a thread; retry later", retry_after_ms=_RETRY_AFTER_MS)
+        return await asyncio.wrap_future(future)
 
     def close(self, last: Callable[[], object] = bool) -> None:
         """Takes no more work, drops what waits, and ends with `last` on a thread; does not wait for what runs."""

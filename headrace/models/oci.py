@@ -3,18 +3,26 @@
 An image has its model in `/models`, as KServe's modelcars do; its layers are archives. An artifact has files as layers,
 named by their annotations (ORAS, ModelPack), or by their media type: those of Ollama and Docker are a GGUF file. The
 digest of the manifest names the contents, and every manifest and layer must have its own digest.
+
+A layer of an image is an archive that anybody may have made: only plain files below one folder are written, and only
+those that services read. A link is written as a second name of its target, so nothing on the disk leads out of it.
 """
 
 import hashlib
 import json
+import lzma
+import os
 import platform
 import re
+import shutil
+import tarfile
+import zlib
 from collections.abc import Iterator, Mapping
 from functools import partial
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from headrace.errors import StartupError, StartupFault
-from headrace.models.archives import unpack
 from headrace.models.downloads import Listing, RemoteFile, is_plain
 from headrace.models.registry import Registry
 from headrace.models.urls import parse_image
@@ -30,6 +38,7 @@ _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 _MAX_MANIFEST_BYTES = 4 << 20
 _READ_BYTES = 1 << 20
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_REMOVED = ".wh."  # How a layer removes a file of an earlier one.
 
 
 def resolve(location: str) -> Listing:
@@ -77,7 +86,7 @@ def _file(registry: Registry, layer: Mapping[str, Any], folder: str) -> RemoteFi
         raise StartupError(f"{registry.location}: layers in zstd are not read; build the image with gzip")
     if is_archive:
         # A marker of this name says that the archive was unpacked.
-        found = partial(unpack, registry.location, folder)
+        found = partial(_unpack, registry.location, folder)
         return RemoteFile(f".layer-{sha256}", size, read, sha256, unpack=found)
     name = name or ("model.gguf" if kind in _GGUF else "")
     return RemoteFile(name, size, read, sha256) if is_plain(name) else None
@@ -90,3 +99,60 @@ def _read(registry: Registry, digest: str, start: int) -> Iterator[bytes]:
             if len(data) > skipped:
                 yield data[skipped:]
             skipped = max(0, skipped - len(data))
+
+
+def _unpack(location: str, root: str, archive: Path, folder: Path) -> None:
+    """Writes what the archive has below `root`, which "" says is all of it, into the folder; raises StartupError."""
+    links: list[tuple[str, str]] = []
+    try:
+        with tarfile.open(archive) as members:
+            for member in members:
+                if member.size > shutil.disk_usage(folder).free:
+                    raise ValueError(f"{member.name} has {member.size / 1e6:.1f} MB, more than the disk")
+                name = _name(member.name, root)
+                if PurePosixPath(name).name.startswith(_REMOVED):
+                    raise ValueError(f"{member.name} removes a file of an earlier layer; build the image without that")
+                if not is_plain(name) or member.isdir():
+                    continue
+                if member.issym():
+                    links.append(
+                        (name, _name(os.path.normpath(f"{PurePosixPath(member.name).parent}/{member.linkname}"), root))
+                    )
+                elif member.islnk():
+                    links.append((name, _name(member.linkname, root)))
+                elif member.isfile() and not member.issparse():
+                    _write(members, member, folder / name)
+                else:
+                    raise ValueError(f"{member.name} is not a file")
+        for name, target in links:
+            if not is_plain(target) or not (folder / target).is_file():
+                raise ValueError(f"{name} is a link that leads out of the model")
+            (folder / name).unlink(missing_ok=True)
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            os.link(folder / target, folder / name)
+    except (ValueError, tarfile.TarError, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise StartupError(f"{location}: a layer cannot be unpacked: {str(error).splitlines()[0]}") from None
+
+
+def _name(path: str, root: str) -> str:
+    """A member's path relative to `root`; "" for one that is not below it. Raises ValueError for one that climbs."""
+    parts = [part for part in path.split("/") if part not in ("", ".")]
+    if ".." in parts:
+        raise ValueError(f"{path} leads out of the archive")
+    if root and parts[:1] != [root]:
+        return ""
+    return "/".join(parts[1:] if root else parts)
+
+
+def _write(members: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.unpacking")
+    source = members.extractfile(member)
+    if source is None:
+        raise ValueError(f"{member.name} is not a file")
+    try:
+        with source, unfinished.open("wb") as output:
+            shutil.copyfileobj(source, output, 1 << 20)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)

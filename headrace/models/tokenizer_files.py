@@ -14,7 +14,8 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,13 +95,19 @@ def own_eos_id(folder: Path) -> int | None:
 
 
 def _read(path: Path, contents: bytes) -> Tokenizer:
-    try:
+    with readable(str(path)):
         return Tokenizer.from_buffer(contents)
+
+
+@contextmanager
+def readable(what: str) -> Iterator[None]:
+    """Makes ValueError of what tokenizers raises in the block: bare Exceptions, and PanicException, which is none."""
+    try:
+        yield
     except BaseException as error:
-        # tokenizers raises bare Exceptions, and PanicException, which is none.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise ValueError(f"{path} cannot be read: {_one_line(error)}") from None
+        raise ValueError(f"{what} cannot be read: {_one_line(error)}") from None
 
 
 def _declared(folder: Path, config: Mapping[str, Any]) -> list[tuple[str, AddedToken]]:

@@ -9,10 +9,12 @@ Source: triton_json.h of triton-inference-server/common, whose flags allow the t
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import orjson
+from pydantic_core import from_json
 
 from headrace.errors import InvalidRequestError, TooLargeError
 from headrace.oip.tensors import Array
@@ -21,7 +23,6 @@ SLICE = 65536  # Elements: a few milliseconds.
 
 _MAX_NESTED = 8 * 1024 * 1024  # Lists and objects, which take 64 bytes and more each.
 _NON_FINITE = re.compile(rb"NaN|Inf")
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def load_object(data: bytes | memoryview) -> dict[str, Any]:
@@ -30,28 +31,20 @@ def load_object(data: bytes | memoryview) -> dict[str, Any]:
         return {}
     if len(data) > _MAX_NESTED and sum(bytes(data).count(opener) for opener in (b"[", b"{")) > _MAX_NESTED:
         raise TooLargeError(f"the body has more than {_MAX_NESTED} lists and objects")
-    try:
-        values = orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        values = _load_with_names(data, error)
+    values = _load(data)
     if not isinstance(values, dict):
         raise InvalidRequestError("the body is not a JSON object")
     return values
 
 
-def _load_with_names(data: bytes | memoryview, refused: orjson.JSONDecodeError) -> Any:
-    """Reads the names of numbers that orjson does not know, by the slower parser."""
-    if _NON_FINITE.search(data):
-        try:
-            values = json.loads(bytes(data))
-            if _SURROGATE.search(data):  # orjson refuses strings that are not UTF-8, Python's parser does not.
-                json.dumps(values, ensure_ascii=False).encode()
-            return values
-        except UnicodeEncodeError:
-            raise InvalidRequestError("the body is not JSON: a string has half of a surrogate pair") from None
-        except (ValueError, RecursionError):
-            pass  # The message of orjson is better.
-    raise InvalidRequestError(f"the body is not JSON: {refused}") from None
+def _load(data: bytes | memoryview) -> Any:
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        if _NON_FINITE.search(data):  # Names of numbers that orjson does not know; its messages are better.
+            with suppress(ValueError):
+                return from_json(bytes(data))
+        raise InvalidRequestError(f"the body is not JSON: {error}") from None
 
 
 def dump_array(array: Array) -> bytes:

@@ -7,9 +7,11 @@ Source of the format: protobuf's wire encoding; field numbers are those of infer
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import TypeVar
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from headrace.oip.tensors import BYTES, RawTensor, Tensor, check_dtype, encode_raw
 from headrace.oip.wire_fields import field_head, fields
@@ -22,18 +24,29 @@ M = TypeVar("M", pb.ModelInferRequest, pb.ModelInferResponse)
 
 _SMALL_BYTES = 4096  # A message of this size is parsed as a whole.
 # Beyond so many fields the C parser is faster than a scan, and no message can block the event loop with one.
-MAX_SCANNED_FIELDS = 1024
+_MAX_SCANNED_FIELDS = 1024
+
+
+def scan(data: bytes) -> Sequence[tuple[int, int, int, int]] | None:
+    """The fields of a message, see wire_fields.py; None for one that the parser reads faster, or better."""
+    try:
+        found = list(islice(fields(data), _MAX_SCANNED_FIELDS + 1))
+    except DecodeError:
+        return None
+    return found if len(found) <= _MAX_SCANNED_FIELDS else None
 
 
 def split(kind: type[M], data: bytes) -> tuple[M, Sequence[Contents]]:
     """The parsed message and its raw contents, which the message itself may lack; raises protobuf's DecodeError."""
-    if len(data) <= _SMALL_BYTES:
-        return _whole(kind, data)
+    found = None if len(data) <= _SMALL_BYTES else scan(data)
+    if found is None:
+        message = kind.FromString(data)
+        if isinstance(message, pb.ModelInferRequest):
+            return message, message.raw_input_contents
+        return message, message.raw_output_contents
     view, rest, contents = memoryview(data), [], []
     raw_field = RAW_INPUTS if kind is pb.ModelInferRequest else RAW_OUTPUTS
-    for count, (field, start, begin, end) in enumerate(fields(data)):
-        if count >= MAX_SCANNED_FIELDS:
-            return _whole(kind, data)
+    for field, start, begin, end in found:
         if field == raw_field:
             contents.append(view[begin:end])
         else:
@@ -61,10 +74,3 @@ def raw_contents(tensor: Tensor | RawTensor) -> Contents:
         return encode_raw(tensor)
     check_dtype(tensor)
     return tensor.array.reshape(-1).view(np.uint8).data
-
-
-def _whole(kind: type[M], data: bytes) -> tuple[M, Sequence[Contents]]:
-    message = kind.FromString(data)
-    if isinstance(message, pb.ModelInferRequest):
-        return message, message.raw_input_contents
-    return message, message.raw_output_contents

@@ -1,7 +1,7 @@
 """The length-delimited fields of a serialized protobuf message: no copy, no parsing, and the head of a new one.
 
-Fields of the other types, which none of the messages here has by itself, are skipped like unknown fields. Invalid data
-raise protobuf's DecodeError, as the generated parsers do.
+Numbers, which none of the messages here has by itself, are skipped like unknown fields. Data that are invalid, or that
+have a group, raise protobuf's DecodeError: what they are is for the generated parsers to say.
 Source of the format: protobuf's wire encoding.
 """
 
@@ -9,10 +9,9 @@ from collections.abc import Iterator
 
 from google.protobuf.message import DecodeError
 
-from headrace.rpc.limits.wire_limits import END_GROUP, FIXED32, FIXED64, LENGTH_DELIMITED, START_GROUP, VARINT, varint
+from headrace.rpc.limits.wire_limits import FIXED32, FIXED64, LENGTH_DELIMITED, VARINT, varint
 
 _FIXED_BYTES = {FIXED64: 8, FIXED32: 4}
-_MAX_DEPTH = 100  # Of groups in groups, as in the generated parsers.
 
 
 def fields(data: bytes | memoryview) -> Iterator[tuple[int, int, int, int]]:
@@ -24,16 +23,16 @@ def fields(data: bytes | memoryview) -> Iterator[tuple[int, int, int, int]]:
         tag, at = (data[at], at + 1) if data[at] < 0x80 else varint(data, at)
         kind = tag & 7
         if kind == LENGTH_DELIMITED:
-            if at < size and data[at] < 0x80 and data[at] < size - at:
-                contents = at + 1
-                at = contents + data[at]
-            else:
-                contents, at = _contents(data, at)
-            if not tag >> 3:
-                raise DecodeError("a field has no number")
-            yield tag >> 3, start, contents, at
+            length, contents = (data[at], at + 1) if at < size and data[at] < 0x80 else varint(data, at)
+            at = contents + length
+        elif kind == VARINT:
+            _, at = varint(data, at)
         else:
-            at = _end_of(data, tag, at)
+            at += _FIXED_BYTES.get(kind, size)
+        if at > size or not tag >> 3:
+            raise DecodeError("a field has no number, or ends beyond the message")
+        if kind == LENGTH_DELIMITED:
+            yield tag >> 3, start, contents, at
 
 
 def field_head(number: int, size: int) -> bytes:
@@ -48,40 +47,3 @@ def _as_varint(value: int) -> bytes:
         value >>= 7
     encoded.append(value)
     return bytes(encoded)
-
-
-def _end_of(data: bytes | memoryview, tag: int, at: int) -> int:
-    """Where a field ends whose contents begin at a position, a group with all that is in it."""
-    groups: list[int] = []
-    while True:
-        number, kind = tag >> 3, tag & 7
-        if not number:
-            raise DecodeError("a field has no number")
-        if kind == START_GROUP:
-            if len(groups) == _MAX_DEPTH:
-                raise DecodeError("too many groups in groups")
-            groups.append(number)
-        elif kind == END_GROUP:
-            if not groups or groups.pop() != number:
-                raise DecodeError("a group ends that has not begun")
-        elif kind == LENGTH_DELIMITED:
-            _, at = _contents(data, at)
-        elif kind == VARINT:
-            _, at = varint(data, at)
-        elif kind in _FIXED_BYTES:
-            at += _FIXED_BYTES[kind]
-            if at > len(data):
-                raise DecodeError("a field ends beyond the message")
-        else:
-            raise DecodeError("a field has no type")
-        if not groups:
-            return at
-        tag, at = varint(data, at)
-
-
-def _contents(data: bytes | memoryview, at: int) -> tuple[int, int]:
-    """Where the contents of a length-delimited field begin and end whose length is at a position."""
-    length, at = varint(data, at)
-    if length > len(data) - at:
-        raise DecodeError("a field ends beyond the message")
-    return at, at + length

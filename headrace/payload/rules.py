@@ -61,19 +61,10 @@ class Digest(StrEnum):
 
 
 @dataclass(frozen=True)
-class Modes:
-    """The modes of single models, and the default of all other models."""
-
-    default: Mode = Mode.ALL
-    models: Mapping[str, Mode] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return ",".join([self.default.value, *(f"{name}={mode.value}" for name, mode in self.models.items())])
-
-
-@dataclass(frozen=True)
 class PayloadRules:
-    """See the module. `metadata` are the names of the request headers that are kept.
+    """See the module. `models` have the modes of single models, `default` is that of all others.
+
+    `metadata` are the names of the request headers that are kept.
 
     `tensor_bytes` is the maximum size of contents that are kept. `tensor_digest` is the digest of every tensor, however
     large; without a digest, larger contents are not read.
@@ -86,6 +77,10 @@ class PayloadRules:
     metadata: frozenset[str] = frozenset()
     tensor_bytes: int = 0
     tensor_digest: Digest = Digest.OFF
+
+    def __str__(self) -> str:
+        """The modes, as `parse_modes` reads them."""
+        return ",".join([self.default.value, *(f"{name}={mode.value}" for name, mode in self.models.items())])
 
     def mode(self, model: str, request_id: str, client: str = "") -> Mode:
         """The mode of a request; if it is not sampled, METADATA for a named client, else OFF."""
@@ -107,8 +102,8 @@ class PayloadRules:
             redaction.redact(record)
 
 
-def parse_modes(text: str) -> Modes:
-    """A comma list of one mode for all models and `model=mode` for single ones; raises ValueError."""
+def parse_modes(text: str) -> PayloadRules:
+    """The rules by a comma list of one mode for all models and `model=mode` for single ones; raises ValueError."""
     default: Mode | None = None
     models: dict[str, Mode] = {}
     for item in filter(None, map(str.strip, text.split(","))):
@@ -126,7 +121,7 @@ def parse_modes(text: str) -> Modes:
             raise ValueError(f"two modes for the model {name!r}")
         else:
             models[name] = mode
-    return Modes(default or Mode.ALL, models)
+    return PayloadRules(default or Mode.ALL, models)
 
 
 def parse_metadata(text: str) -> frozenset[str]:

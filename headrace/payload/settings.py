@@ -1,5 +1,6 @@
 """The settings of a service that records requests: where records wait for the logger, and what they contain."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -7,10 +8,10 @@ from pydantic import ByteSize, Field, InstanceOf
 from pydantic_settings import NoDecode
 
 from headrace.payload.redaction import Redaction, parse_redactions
-from headrace.payload.rules import Digest, Modes, PayloadRules, parse_metadata, parse_modes
+from headrace.payload.rules import Digest, PayloadRules, parse_metadata, parse_modes
 from headrace.settings import ServiceSettings, read_by
 
-LogModes = Annotated[Modes, NoDecode, read_by(parse_modes)]
+LogModes = Annotated[InstanceOf[PayloadRules], NoDecode, read_by(parse_modes)]
 Redactions = Annotated[tuple[InstanceOf[Redaction], ...], NoDecode, read_by(parse_redactions)]
 LoggedMetadata = Annotated[frozenset[str], NoDecode, read_by(parse_metadata)]
 
@@ -36,7 +37,7 @@ class RecordingSettings(ServiceSettings):
         ),
     )
     payload_log: LogModes = Field(
-        Modes(),
+        PayloadRules(),
         description=(
             "What records contain: all, request, response, metadata (neither) or off (no record); model=mode "
             "after it for single models, as in all,storyteller=metadata."
@@ -71,9 +72,8 @@ class RecordingSettings(ServiceSettings):
 
     @property
     def payload_rules(self) -> PayloadRules:
-        return PayloadRules(
-            default=self.payload_log.default,
-            models=self.payload_log.models,
+        return replace(
+            self.payload_log,
             sample=self.payload_sample,
             redactions=self.payload_redact,
             metadata=self.payload_metadata,

@@ -48,40 +48,21 @@ class Gathered:
             self._give(values, dict(items))
 
 
-class _Instruments:
-    """Those of one meter, by name; an instrument without values of its own asks for theirs at each collection."""
-
-    def __init__(self, meter: Meter) -> None:
-        self.by_name: dict[str, Gathered] = {}
-        meter.create_observable_counter("headrace.gathered", [self._collect])
-
-    def _collect(self, _: CallbackOptions) -> Iterable[Observation]:
-        for instrument in tuple(self.by_name.values()):
-            instrument.hand_over()
-        return ()
-
-
-_instruments: WeakKeyDictionary[Meter, _Instruments] = WeakKeyDictionary()
+_by_name: WeakKeyDictionary[Meter, dict[str, Gathered]] = WeakKeyDictionary()
 
 
 def histogram(meter: Meter | None, name: str, unit: str, description: str, buckets: Sequence[float]) -> Gathered:
     """A histogram of `meter`, None: the global one; the same object for the same name."""
     meter = meter or metrics.get_meter("headrace")
-    by_name = _of(meter).by_name
-    if name not in by_name:
-        made = meter.create_histogram(name, unit, description, explicit_bucket_boundaries_advisory=buckets)
-        by_name[name] = Gathered(lambda values, attributes: made.record(_Batch(values), attributes))
-    return by_name[name]
+    made = meter.create_histogram(name, unit, description, explicit_bucket_boundaries_advisory=buckets)
+    return _gathered(meter, name, lambda values, attributes: made.record(_Batch(values), attributes))
 
 
 def counter(meter: Meter | None, name: str, unit: str, description: str) -> Gathered:
     """A counter of `meter`, None: the global one; the same object for the same name."""
     meter = meter or metrics.get_meter("headrace")
-    by_name = _of(meter).by_name
-    if name not in by_name:
-        made = meter.create_counter(name, unit, description)
-        by_name[name] = Gathered(lambda values, attributes: made.add(sum(values), attributes))
-    return by_name[name]
+    made = meter.create_counter(name, unit, description)
+    return _gathered(meter, name, lambda values, attributes: made.add(sum(values), attributes))
 
 
 def gathered_views() -> list[View]:
@@ -89,11 +70,19 @@ def gathered_views() -> list[View]:
     return [View(instrument_type=metrics.Histogram, aggregation=_BatchHistogram())]
 
 
-def _of(meter: Meter) -> _Instruments:
-    instruments = _instruments.get(meter)
-    if instruments is None:
-        instruments = _instruments[meter] = _Instruments(meter)
-    return instruments
+def _gathered(meter: Meter, name: str, give: Callable[[list[float], Attributes], None]) -> Gathered:
+    """The instrument; one without values of its own asks for those of all others at each collection."""
+    by_name = _by_name.get(meter)
+    if by_name is None:
+        by_name = _by_name[meter] = {}
+
+        def collect(_: CallbackOptions) -> Iterable[Observation]:
+            for instrument in tuple(by_name.values()):
+                instrument.hand_over()
+            return ()
+
+        meter.create_observable_counter("headrace.gathered", [collect])
+    return by_name.setdefault(name, Gathered(give))
 
 
 def _taken(waiting: deque[tuple[float, Attributes]]) -> Iterator[tuple[float, Attributes]]:

@@ -10,9 +10,9 @@ import pytest
 
 from headrace.errors import OverloadedError, StartupError
 from headrace.oip.tensors import Tensor, add_input, bytes_tensor, decode_outputs
+from headrace.threads import FairThreads
 from headrace_protos import inference_pb2 as pb
 from headrace_transformer.models.processors import ProcessorSource, RunningProcessor, parse_processors
-from headrace_transformer.models.work_pool import WorkPool
 from tests.process.foreign_server import ForeignServer, foreign_server
 from tests.support.transformer_fixtures import transformer
 from tests.system.calls import each
@@ -167,25 +167,25 @@ async def test_a_processor_without_its_model_is_not_ready(processor):
 
 
 async def test_blocking_code_delays_no_other_model_and_its_queue_is_bounded():
-    pool, release = WorkPool(threads=1, max_waiting=1, name="test"), threading.Event()
-    blocked = [asyncio.create_task(pool.run(release.wait, 30)) for _ in range(2)]
+    pool, release = FairThreads(1, 2, "test"), threading.Event()
+    blocked = [asyncio.create_task(pool.run("", release.wait, 30)) for _ in range(2)]
     await asyncio.sleep(0)
     with pytest.raises(OverloadedError):
-        await pool.run(int)
+        await pool.run("", int)
     release.set()
     assert all(await asyncio.gather(*blocked))
-    assert await pool.run(int) == 0
+    assert await pool.run("", int) == 0
     pool.close()
 
 
 async def test_a_caller_that_leaves_keeps_its_thread_taken_until_the_code_ends():
-    pool, release = WorkPool(threads=1, max_waiting=0, name="test"), threading.Event()
-    left = asyncio.create_task(pool.run(release.wait, 30))
+    pool, release = FairThreads(1, 1, "test"), threading.Event()
+    left = asyncio.create_task(pool.run("", release.wait, 30))
     await asyncio.sleep(0)
     left.cancel()
     await asyncio.gather(left, return_exceptions=True)
     with pytest.raises(OverloadedError):
-        await pool.run(int)
+        await pool.run("", int)
     release.set()
     pool.close()
 
@@ -242,5 +242,5 @@ def test_the_setting_names_modules_and_files():
 async def test_an_unusable_processor_is_refused_at_the_start_in_one_line(tmp_path, code, name, text):
     (tmp_path / "it.py").write_text(code)
     with pytest.raises(StartupError, match=text) as raised:
-        await RunningProcessor(ProcessorSource("it", str(tmp_path / "it.py"), name), WorkPool(1, 1, "test")).load()
+        await RunningProcessor(ProcessorSource("it", str(tmp_path / "it.py"), name), FairThreads(1, 2, "test")).load()
     assert "\n" not in str(raised.value)

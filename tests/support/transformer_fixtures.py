@@ -12,6 +12,7 @@ from headrace.models.sources import parse_models
 from headrace.payload.tap import PayloadTap
 from headrace.rpc.http2.server import HttpServer
 from headrace.rpc.server.handlers import Interceptor
+from headrace.threads import FairThreads
 from headrace_protos.headrace_pb2_grpc import add_TextGenerationServicer_to_server
 from headrace_protos.inference_pb2_grpc import GRPCInferenceServiceStub
 from headrace_protos.rest_pb2_grpc import add_OpenInferenceServicer_to_server
@@ -29,7 +30,6 @@ from headrace_transformer.inference.encoder_calls import EncoderCalls
 from headrace_transformer.inference.infer import Inference
 from headrace_transformer.models.catalogue import Catalogue
 from headrace_transformer.models.processors import RunningProcessor, parse_processors
-from headrace_transformer.models.work_pool import WorkPool
 from headrace_transformer.predictors.discovery.replicas import Replicas
 from headrace_transformer.predictors.link.links import Links
 from headrace_transformer.predictors.oip.client import PredictorClient
@@ -60,7 +60,7 @@ async def transformer(
     bodies = BodyProcesses()
     client, links = PredictorClient(predictor, wait_s), Links(replicas or (predictor,), silence_limit_s)
     predictors = Replicas(replicas, client)
-    threads, work = ThreadPoolExecutor(1), WorkPool(2, 1, "processor")
+    threads, work = ThreadPoolExecutor(1), FairThreads(2, 3, "processor")
     running = {source.name: RunningProcessor(source, work) for source in parse_processors(processors)}
     catalogue = Catalogue(parse_models(models) if models else (), client, predictors, threads, bodies, running)
     await asyncio.to_thread(catalogue.load_all)

@@ -278,10 +278,7 @@ async def find_model(name, version, call):
 async def taken(kept, batch, service, concurrency=2):
     """A batch as a process runs it that has taken it."""
 
-    slots = asyncio.Semaphore(concurrency)
-    shared = running.Resources(
-        kept, None, {ENDPOINT: service.complete}, find_model, slots, concurrency, running.count_requests()
-    )
+    shared = running.Resources(kept, None, {ENDPOINT: service.complete}, find_model, concurrency)
     found, lock = kept.take(batch.id)
     with ThreadPoolExecutor(1) as thread:
         yield running.RunningBatch(shared, found, thread).run()
@@ -412,7 +409,7 @@ async def test_a_process_takes_batches_until_it_stops(tmp_path, monkeypatch):
 
     async def run(service, stopping):
         methods = {ENDPOINT: service.complete}
-        shared = running.Resources(kept, None, methods, find_model, asyncio.Semaphore(2), 2, running.count_requests())
+        shared = running.Resources(kept, None, methods, find_model, 2)
         await runner.BatchRunner(shared).run(stopping)
 
     first, stopping = Service(held="abc"), asyncio.Event()

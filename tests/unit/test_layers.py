@@ -17,7 +17,7 @@ from tests.support.requirements import PARTS, closure, requirements
 HEADRACE = (
     ("headrace.endpoints", "headrace.json_schemas"),
     ("headrace.errors", "headrace.processes", "headrace.structured_outputs"),
-    ("headrace.clients", "headrace.deadline", "headrace.grammars", "headrace.sampling"),
+    ("headrace.clients", "headrace.deadline", "headrace.grammars", "headrace.sampling", "headrace.threads"),
     ("headrace.validation",),
     ("headrace.models",),
     ("headrace.telemetry",),

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.payload.redaction import REDACTED, parse_redactions
-from headrace.payload.rules import Mode, Modes, PayloadRules, parse_metadata, parse_modes
+from headrace.payload.rules import Mode, PayloadRules, parse_metadata, parse_modes
 from headrace_protos.headrace_pb2 import PayloadChunk, PayloadRecord, PayloadTensor
 
 CARD = "4111111111111111"
@@ -41,11 +41,10 @@ def ids(record):
 
 def test_modes_apply_to_all_models_or_to_single_ones():
     modes = parse_modes(" request, storyteller=metadata ,normalizer=off")
-    assert modes == Modes(Mode.REQUEST, {"storyteller": Mode.METADATA, "normalizer": Mode.OFF})
+    assert modes == PayloadRules(Mode.REQUEST, {"storyteller": Mode.METADATA, "normalizer": Mode.OFF})
     assert parse_modes(str(modes)) == modes
-    assert parse_modes("a=off") == Modes(Mode.ALL, {"a": Mode.OFF})
-    rule = PayloadRules(modes.default, modes.models)
-    assert [rule.mode(model, "r") for model in ("storyteller", "other")] == [Mode.METADATA, Mode.REQUEST]
+    assert parse_modes("a=off") == PayloadRules(Mode.ALL, {"a": Mode.OFF})
+    assert [modes.mode(model, "r") for model in ("storyteller", "other")] == [Mode.METADATA, Mode.REQUEST]
 
 
 @pytest.mark.parametrize(

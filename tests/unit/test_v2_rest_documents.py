@@ -14,6 +14,9 @@ from headrace_protos import model_config_pb2
 from headrace_transformer.frontends.v2_rest import documents, infer_body
 from headrace_transformer.frontends.v2_rest.infer_body import inflated, is_small
 
+load_request = partial(documents.repository_request, pb.RepositoryModelLoadRequest)
+unload_request = partial(documents.repository_request, pb.RepositoryModelUnloadRequest)
+
 
 def posted(value):
     return json.dumps(value).encode()
@@ -71,14 +74,14 @@ def test_an_index_leaves_out_unknown_fields():
 
 def test_a_load_carries_its_configuration_and_files():
     parameters = {"config": "{}", "file:1/model.py": "AAE=", "number": 3, "flag": True}
-    request = documents.load_request("m", posted({"parameters": parameters}))
+    request = load_request("m", posted({"parameters": parameters}))
     assert request.model_name == "m"
     assert request.parameters["config"].string_param == "{}"
     assert request.parameters["file:1/model.py"].bytes_param == b"\x00\x01"
     assert request.parameters["number"].int64_param == 3
     assert request.parameters["flag"].bool_param is True
-    assert documents.load_request("m", b"") == pb.RepositoryModelLoadRequest(model_name="m")
-    unload = documents.unload_request("m", posted({"parameters": {"unload_dependents": False}}))
+    assert load_request("m", b"") == pb.RepositoryModelLoadRequest(model_name="m")
+    unload = unload_request("m", posted({"parameters": {"unload_dependents": False}}))
     assert unload.parameters["unload_dependents"].WhichOneof("parameter_choice") == "bool_param"
 
 
@@ -101,9 +104,7 @@ def test_settings_are_read_and_written_in_the_form_of_tritons_client():
 
 
 INDEX, LOG = documents.index_request, documents.log_request
-LOAD, UNLOAD, TRACE = (
-    partial(read, "m") for read in (documents.load_request, documents.unload_request, documents.trace_request)
-)
+LOAD, UNLOAD, TRACE = (partial(read, "m") for read in (load_request, unload_request, documents.trace_request))
 
 
 @pytest.mark.parametrize(

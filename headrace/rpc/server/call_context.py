@@ -122,8 +122,11 @@ def check_request_id(given: str) -> None:
 
 def deadline_of(context: Context) -> Deadline:
     """A call's gRPC deadline, or that of the REST header `x-timeout-ms`, which the gateway has checked; the sooner."""
-    left = [left_s for left_s in (context.time_remaining(), _header_timeout_s(context)) if left_s is not None]
-    return Deadline.after(min(left, default=None))
+    left_s = context.time_remaining()
+    for key, value in call_metadata(context):
+        if key == _TIMEOUT_MS and isinstance(value, str) and value.isdecimal():
+            return Deadline.after(int(value) / 1000 if left_s is None else min(left_s, int(value) / 1000))
+    return Deadline.after(left_s)
 
 
 def first_token_timeout_s(metadata: Iterable[tuple[str, str | bytes]] | None) -> float | None:
@@ -136,13 +139,6 @@ def first_token_timeout_s(metadata: Iterable[tuple[str, str | bytes]] | None) ->
             f"{_FIRST_TOKEN_TIMEOUT_MS} must be a whole number of milliseconds from 1 to {_MAX_TIMEOUT_MS}"
         )
     return int(text) / 1000
-
-
-def _header_timeout_s(context: Context) -> float | None:
-    for key, value in call_metadata(context):
-        if key == _TIMEOUT_MS and isinstance(value, str) and value.isdecimal():
-            return int(value) / 1000
-    return None
 
 
 def check_development(context: Context) -> None:

@@ -35,100 +35,91 @@ class _WorkerRefusedError(Exception):
     """A worker cannot run, and has logged the reason."""
 
 
-class _Orders:
-    """The orders by signals: `stop` soon, or `retire` once the calls in flight have ended."""
-
-    def __init__(self) -> None:
-        self.stop = asyncio.Event()
-        self.retire = asyncio.Event()
-
-    def end(self) -> bool:
-        """Whether a worker that ends is not started again."""
-        return self.stop.is_set() or self.retire.is_set()
-
-
 async def supervise(settings: TransformerSettings) -> None:
     """Runs the workers until SIGTERM, SIGINT or RETIRE; raises StartupError, or SystemExit with a worker's refusal."""
-    orders = _Orders()
-    loop = asyncio.get_running_loop()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, orders.stop.set)
-    grace_s, is_shared = settings.drain_s + _GRACE_S, settings.listen != "alone"
-    workers = [str(number) for number in range(settings.workers)]
+    loop, is_shared = asyncio.get_running_loop(), settings.listen != "alone"
     with ExitStack() as held:
         port = held.enter_context(reserved(settings.host, settings.port, is_shared))
         http_port = held.enter_context(reserved(settings.host, settings.http_port, is_shared))
         environment = {**os.environ, "TRANSFORMER_PORT": str(port), "TRANSFORMER_HTTP_PORT": str(http_port)}
-        pages = {worker: held.enter_context(reserved("127.0.0.1", 0)) for worker in workers}
+        pages = {str(number): held.enter_context(reserved("127.0.0.1", 0)) for number in range(settings.workers)}
         if settings.metrics_port:
             registry = CollectorRegistry()
             registry.register(WorkerPages(lambda: pages))
             page = MetricsPage(settings.host, settings.metrics_port, registry, is_shared)
             held.enter_context(closing(page))
+        workers = _Workers(environment, settings.drain_s + _GRACE_S)
 
         def retire() -> None:
             held.close()  # The ports and the page are the successor's.
-            orders.retire.set()
+            workers.end(RETIRE)
 
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, workers.end, signal.SIGTERM)
         loop.add_signal_handler(RETIRE, retire)
         try:
             async with asyncio.TaskGroup() as group:
-                for worker in workers:
-                    work = _keep(worker, pages[worker], environment, orders, grace_s)
-                    group.create_task(work, name=f"worker-{worker}")
+                for worker, page_port in pages.items():
+                    group.create_task(workers.keep(worker, page_port), name=f"worker-{worker}")
         except* _WorkerRefusedError:
             raise SystemExit(os.EX_CONFIG) from None
 
 
-async def _keep(worker: str, page: int, environment: Mapping[str, str], orders: _Orders, grace_s: float) -> None:
-    """One worker, started again until the parent is to end."""
-    delay_s, is_first = _FIRST_DELAY_S, True
-    while not orders.end():
-        started = time.monotonic()
-        exit_code = await _run(page, environment, orders, grace_s)
-        if orders.end():
-            return
-        if exit_code == os.EX_CONFIG and is_first:
-            raise _WorkerRefusedError
-        is_first = False
-        if time.monotonic() - started >= _STEADY_S:
-            delay_s = _FIRST_DELAY_S
-        logger.error("worker %s ended with exit code %d; starting it again in %.1f s", worker, exit_code, delay_s)
-        with suppress(TimeoutError):
-            await asyncio.wait_for(orders.stop.wait(), delay_s)
-        delay_s = min(2 * delay_s, _MAX_DELAY_S)
+class _Workers:
+    """Owned by the event loop."""
 
+    def __init__(self, environment: Mapping[str, str], grace_s: float) -> None:
+        self._environment = environment
+        self._grace_s = grace_s
+        self._ending = asyncio.Event()  # A worker that ends is not started again.
+        self._order: signal.Signals | None = None  # The latest.
+        self._processes: set[asyncio.subprocess.Process] = set()
 
-async def _run(page: int, environment: Mapping[str, str], orders: _Orders, grace_s: float) -> int:
-    """One life of a worker; its exit code."""
-    command = (sys.executable, "-m", "headrace_transformer", str(os.getpid()), str(page))
-    process = await asyncio.create_subprocess_exec(*command, env=environment, stdin=asyncio.subprocess.DEVNULL)
-    ended = asyncio.create_task(process.wait(), name="worker's end")
-    stopping = asyncio.create_task(orders.stop.wait(), name="stop")
-    retiring = asyncio.create_task(orders.retire.wait(), name="retirement")
-    try:
-        await asyncio.wait({ended, stopping, retiring}, return_when=asyncio.FIRST_COMPLETED)
-        if retiring.done() and not ended.done() and not stopping.done():
-            _signal(process, RETIRE)
-            await asyncio.wait({ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        return await ended if ended.done() else await _stop(process, grace_s)
-    finally:
-        stopping.cancel()
-        retiring.cancel()
-        if not ended.done():  # Cancelled, since another worker refused.
-            await _stop(process, grace_s)
-        await asyncio.gather(ended, stopping, retiring, return_exceptions=True)
+    def end(self, order: signal.Signals) -> None:
+        """Passes on SIGTERM, which has `grace_s`, or RETIRE, which lets the calls in flight end."""
+        self._order = order
+        self._ending.set()
+        self._signal_all(order)
+        if order is signal.SIGTERM:
+            asyncio.get_running_loop().call_later(self._grace_s, self._signal_all, signal.SIGKILL)
 
+    async def keep(self, worker: str, page: int) -> None:
+        """One worker, started again until the parent is to end."""
+        delay_s, is_first = _FIRST_DELAY_S, True
+        while True:
+            started = time.monotonic()
+            exit_code = await self._run(page)
+            if self._ending.is_set():
+                return
+            if exit_code == os.EX_CONFIG and is_first:
+                raise _WorkerRefusedError
+            is_first = False
+            if time.monotonic() - started >= _STEADY_S:
+                delay_s = _FIRST_DELAY_S
+            logger.error("worker %s ended with exit code %d; starting it again in %.1f s", worker, exit_code, delay_s)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), delay_s)
+                return
+            delay_s = min(2 * delay_s, _MAX_DELAY_S)
 
-def _signal(process: asyncio.subprocess.Process, signum: signal.Signals) -> None:
-    with suppress(ProcessLookupError):
-        process.send_signal(signum)
+    async def _run(self, page: int) -> int:
+        """One life of a worker; its exit code."""
+        command = (sys.executable, "-m", "headrace_transformer", str(os.getpid()), str(page))
+        no_input = asyncio.subprocess.DEVNULL
+        process = await asyncio.create_subprocess_exec(*command, env=self._environment, stdin=no_input)
+        self._processes.add(process)
+        try:
+            if self._order is not None:  # It came meanwhile.
+                self._signal_all(self._order)
+            return await process.wait()
+        except asyncio.CancelledError:  # Another worker refused.
+            self.end(signal.SIGTERM)
+            await process.wait()
+            raise
+        finally:
+            self._processes.discard(process)
 
-
-async def _stop(process: asyncio.subprocess.Process, grace_s: float) -> int:
-    _signal(process, signal.SIGTERM)
-    try:
-        return await asyncio.wait_for(process.wait(), grace_s)
-    except TimeoutError:
-        _signal(process, signal.SIGKILL)
-        return await process.wait()
+    def _signal_all(self, signum: signal.Signals) -> None:
+        for process in self._processes:
+            with suppress(ProcessLookupError):
+                process.send_signal(signum)

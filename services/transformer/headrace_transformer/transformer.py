@@ -11,14 +11,17 @@ from headrace.rpc.limits.admission import Admission
 from headrace.rpc.server.listeners import READY
 from headrace.rpc.server.server import Server
 from headrace.telemetry.picking import PickerMetrics
-from headrace.threads import run_in_daemon_thread
+from headrace.threads import FairThreads, run_in_daemon_thread
 from headrace_protos import rest_pb2_grpc
 from headrace_protos.headrace_pb2_grpc import (
     PayloadLogStub,
     add_DevelopmentServicer_to_server,
     add_TextGenerationServicer_to_server,
 )
-from headrace_transformer.batches.runner import BatchService
+from headrace_transformer.batches.line_calls import methods_of
+from headrace_transformer.batches.runner import BatchRunner, store_of
+from headrace_transformer.batches.running import Resources
+from headrace_transformer.batches.servicer import BatchesServicer
 from headrace_transformer.frontends.anthropic.answers import anthropic_error
 from headrace_transformer.frontends.anthropic.servicer import AnthropicServicer
 from headrace_transformer.frontends.grpc.development import DevelopmentServicer
@@ -42,7 +45,6 @@ from headrace_transformer.inference.infer import Inference
 from headrace_transformer.keys import KeyFile
 from headrace_transformer.models.catalogue import Catalogue
 from headrace_transformer.models.processors import RunningProcessor
-from headrace_transformer.models.work_pool import WorkPool
 from headrace_transformer.predictors.discovery.replicas import Replicas
 from headrace_transformer.predictors.engines.pools import Engines
 from headrace_transformer.predictors.link.links import Links
@@ -71,11 +73,13 @@ class Transformer:
     def __init__(self, settings: TransformerSettings) -> None:
         self._settings = settings
         self._bodies = BodyProcesses()
+        self._batch_bodies = BodyProcesses()  # Apart from those of requests that somebody waits for.
         self._tap = _started_tap(settings)
         self._log = open_channel(settings.logger, "logger")
         self._log_stub = PayloadLogStub(self._log)
         self._tokenizing = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="tokenizer")
-        self._work = WorkPool(settings.processor_threads, settings.processor_waiting, "processor")
+        places = settings.processor_threads + settings.processor_waiting
+        self._work = FairThreads(settings.processor_threads, places, "processor")
         self._processors = {source.name: RunningProcessor(source, self._work) for source in settings.processors}
         self._predictor = PredictorClient(settings.predictor, settings.predictor_wait, settings.predictor_start_wait)
         self._replicas = Replicas(settings.predictor_replicas, self._predictor)
@@ -111,7 +115,7 @@ class Transformer:
             server.at_stop(stop)
         server.at_stop(partial(self._tap.stop, _TAP_DRAIN_S))
         server.at_stop(self._bodies.close)
-        server.at_stop(self._batches.close)
+        server.at_stop(self._batch_bodies.close)
         if settings.listen == "take-over":
             await self._load()
             server.own("watch", catalogue.watch(self._report_ready))
@@ -152,7 +156,7 @@ class Transformer:
         if self._settings.development:
             add_DevelopmentServicer_to_server(DevelopmentServicer(self._replicas), grpc)
 
-    def _add_http(self) -> BatchService:
+    def _add_http(self) -> BatchRunner:
         """The front ends for the HTTP server, and the batches that two of them answer."""
         settings, pipeline, bodies, router = self._settings, self._pipeline, self._bodies, self._router
         http = HttpServer(self._server.interceptor, error_body(openai_error), shares_port=settings.listen != "alone")
@@ -161,13 +165,15 @@ class Transformer:
         passing = Passing(router, self._predictor, self._tap, self._quota, pipeline, models, keep_alive_s)
         front = FrontEnd(pipeline, router, bodies, passing, keep_alive_s)
         openai, responses = OpenAIServicer(front, encoders), ResponsesServicer(front, self._log_stub)
-        batches = BatchService(settings, openai, responses, router)
+        store, methods, batch_bodies = store_of(settings), methods_of(openai, responses), self._batch_bodies
         http.add(*http_methods("OpenAI", openai, openai_error))
         http.add(*http_methods("Responses", responses, openai_error))
         http.add(*http_methods("Anthropic", AnthropicServicer(front), anthropic_error))
-        http.add(*http_methods("Batches", batches.servicer, openai_error))
+        http.add(*http_methods("Batches", BatchesServicer(store, methods, batch_bodies), openai_error))
         self._server.add_port(http, settings.http_port)
-        return batches
+        if store is None:
+            return BatchRunner(None)
+        return BatchRunner(Resources(store, batch_bodies, methods, router.wait_for, settings.batch_concurrency))
 
     def _own_tasks(self, keys: KeyFile | None) -> None:
         settings, server = self._settings, self._server

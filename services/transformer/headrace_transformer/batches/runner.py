@@ -13,15 +13,9 @@ from contextlib import suppress
 from typing import IO
 
 from headrace.errors import StartupError, may_pass
-from headrace_transformer.batches.line_calls import methods_of
 from headrace_transformer.batches.objects import Batch
-from headrace_transformer.batches.running import Resources, RunningBatch, count_requests
-from headrace_transformer.batches.servicer import BatchesServicer
+from headrace_transformer.batches.running import Resources, RunningBatch
 from headrace_transformer.batches.store import Limits, Store
-from headrace_transformer.frontends.openai.servicer import OpenAIServicer
-from headrace_transformer.frontends.responses.servicer import ResponsesServicer
-from headrace_transformer.processes.body_processes import BodyProcesses
-from headrace_transformer.routing.router import Router
 from headrace_transformer.settings import TransformerSettings
 
 logger = logging.getLogger(__name__)
@@ -33,9 +27,9 @@ _REMOVE_EVERY_S = 600.0
 
 
 class BatchRunner:
-    """Owned by the event loop."""
+    """Owned by the event loop; nothing runs without a store."""
 
-    def __init__(self, shared: Resources) -> None:
+    def __init__(self, shared: Resources | None) -> None:
         self._shared = shared
         self._running: dict[str, tuple[str, asyncio.Task[None]]] = {}  # Client and task, by batch.
         self._not_before: dict[str, float] = {}
@@ -43,11 +37,13 @@ class BatchRunner:
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Runs batches until `stopping` is set; then their unfinished lines are left to others at once."""
+        if (shared := self._shared) is None:
+            return
         try:
             while not stopping.is_set():
                 wait_s = _POLL_S
                 try:
-                    await self._look()
+                    await self._look(shared)
                 except Exception:
                     logger.exception("looking for batches has failed; trying again")
                     wait_s = _RETRY_AFTER_S
@@ -59,9 +55,9 @@ class BatchRunner:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _look(self) -> None:
+    async def _look(self, shared: Resources) -> None:
         """Takes batches, as many as there is room for."""
-        store, now = self._shared.store, time.monotonic()
+        store, now = shared.store, time.monotonic()
         if now - self._removed_at >= _REMOVE_EVERY_S:
             self._removed_at = now
             await asyncio.to_thread(store.remove_old)
@@ -83,13 +79,13 @@ class BatchRunner:
                 continue
             if taken is not None:
                 of_client[client] += 1
-                self._running[batch_id] = client, asyncio.create_task(self._run(*taken), name=batch_id)
+                self._running[batch_id] = client, asyncio.create_task(self._run(shared, *taken), name=batch_id)
 
-    async def _run(self, batch: Batch, lock: IO[str]) -> None:
+    async def _run(self, shared: Resources, batch: Batch, lock: IO[str]) -> None:
         thread = ThreadPoolExecutor(1, thread_name_prefix="batch")
         try:
             logger.info("running batch %s", batch.id)
-            await RunningBatch(self._shared, batch, thread).run()
+            await RunningBatch(shared, batch, thread).run()
         except Exception:
             logger.exception("batch %s has failed here; trying again", batch.id)
             self._not_before[batch.id] = time.monotonic() + _RETRY_AFTER_S
@@ -99,34 +95,8 @@ class BatchRunner:
             thread.shutdown(wait=False)
 
 
-class BatchService:
-    """Without a folder in the settings the methods are refused, and nothing runs. Raises StartupError."""
-
-    def __init__(
-        self, settings: TransformerSettings, openai: OpenAIServicer, responses: ResponsesServicer, router: Router
-    ) -> None:
-        self._bodies = BodyProcesses()  # Apart from those of requests that somebody waits for.
-        store = _store(settings)
-        methods = methods_of(openai, responses)
-        self.servicer = BatchesServicer(store, methods, self._bodies)
-        self._runner: BatchRunner | None = None
-        if store is not None:
-            slots = asyncio.Semaphore(settings.batch_concurrency)
-            find, concurrency = router.wait_for, settings.batch_concurrency
-            self._runner = BatchRunner(
-                Resources(store, self._bodies, methods, find, slots, concurrency, count_requests())
-            )
-
-    async def run(self, stopping: asyncio.Event) -> None:
-        """Runs batches until `stopping` is set."""
-        if self._runner is not None:
-            await self._runner.run(stopping)
-
-    async def close(self) -> None:
-        await self._bodies.close()
-
-
-def _store(settings: TransformerSettings) -> Store | None:
+def store_of(settings: TransformerSettings) -> Store | None:
+    """The store in the settings' folder, None without one; raises StartupError."""
     if settings.batches is None:
         return None
     try:

@@ -11,8 +11,10 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from opentelemetry import metrics
 
@@ -52,22 +54,24 @@ _CANCELLED = {"code": "batch_cancelled", "message": "the batch was cancelled bef
 T = TypeVar("T")
 
 
-class Resources(NamedTuple):
-    """What all batches of a process share; `slots` bounds the lines that are answered at once."""
+@dataclass(frozen=True, eq=False)
+class Resources:
+    """What all batches of a process share; of their lines `concurrency` are answered at once, each in a slot."""
 
     store: Store
     bodies: BodyProcesses
     methods: Mapping[str, Method]
     find_model: Callable[[str, str, CallContext], Awaitable[object]]  # Router.wait_for.
-    slots: asyncio.Semaphore
     concurrency: int
-    requests: metrics.Counter
 
+    @cached_property
+    def slots(self) -> asyncio.Semaphore:
+        return asyncio.Semaphore(self.concurrency)
 
-def count_requests() -> metrics.Counter:
-    """The counter of the requests of batches."""
-    description = "Requests of batches, by outcome; repeated ones run again."
-    return metrics.get_meter("headrace").create_counter("headrace.batch.requests", "{request}", description)
+    @cached_property
+    def requests(self) -> metrics.Counter:
+        description = "Requests of batches, by outcome; repeated ones run again."
+        return metrics.get_meter("headrace").create_counter("headrace.batch.requests", "{request}", description)
 
 
 class RunningBatch:

@@ -44,13 +44,6 @@ CREATE TABLE IF NOT EXISTS batches (
 );
 """
 _VISIBLE = "(client = :client OR :is_admin)"
-_MAY_PASS = {
-    sqlite3.SQLITE_BUSY,
-    sqlite3.SQLITE_CANTOPEN,
-    sqlite3.SQLITE_FULL,
-    sqlite3.SQLITE_IOERR,
-    sqlite3.SQLITE_READONLY,
-}
 
 
 class Limits(NamedTuple):
@@ -343,14 +336,11 @@ def _refusing_when_full() -> Iterator[None]:
     """Makes OverloadedError of a disk that is full or read-only, and of a database that is locked for too long."""
     try:
         yield
-    except OSError as error:
+    except (OSError, sqlite3.OperationalError) as error:
         if not may_pass(error):
             raise
-        raise OverloadedError(f"the disk of the folder of batches: {error.strerror}; nothing was kept") from None
-    except sqlite3.OperationalError as error:
-        if error.sqlite_errorcode & 0xFF not in _MAY_PASS:
-            raise
-        raise OverloadedError(f"the disk of the folder of batches: {error}; nothing was kept") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise OverloadedError(f"the disk of the folder of batches: {reason}; nothing was kept") from None
 
 
 def _seen_by(client: Client, **others: Any) -> dict[str, Any]:

@@ -8,13 +8,14 @@ from headrace.deadline import Deadline
 from headrace.errors import ContextLengthError, InvalidRequestError
 from headrace.grammars import PARAMETER, check_grammar
 from headrace.oip.prompt_scores import PROMPT_LOGPROBS, check_asked
+from headrace.rpc.limits.admission import caller_of_call
 from headrace.sampling import ContextLimits, SamplingParameters
 from headrace.structured_outputs import constraint_of, read_structured_outputs
+from headrace.threads import FairThreads
 from headrace_protos.steps_pb2 import Submission
 from headrace_transformer.generation.chunks import Origin
 from headrace_transformer.generation.requests import TextRequest
 from headrace_transformer.models.models import TextModel
-from headrace_transformer.models.work_pool import WorkPool
 from headrace_transformer.predictors.discovery.descriptions import Dialect
 from headrace_transformer.predictors.resume.progress import sampling_json
 from headrace_transformer.processes.body_processes import BodyProcesses
@@ -24,7 +25,7 @@ from headrace_transformer.text.tokenizer import Chat, Messages, TextTokenizer, c
 from headrace_transformer.text.tools import ToolUse
 
 _MAX_CUT = 1024 * 1024  # Tokens of a prompt before it is cut; longer ones are refused.
-_THREADS, _MAX_WAITING = 2, 256  # Of checks of grammars.
+_THREADS, _PLACES = 2, 258  # Of checks of grammars.
 _KEPT = 256
 _PROMPT_END = 16  # Tokens that are enough for a mark of the reasoning.
 _PASSED = "the deadline passed while the grammar of structured_outputs was checked"
@@ -255,7 +256,7 @@ class GrammarChecks:
     """Owned by the event loop."""
 
     def __init__(self) -> None:
-        self._threads = WorkPool(_THREADS, _MAX_WAITING, "grammars")
+        self._threads = FairThreads(_THREADS, _PLACES, "grammars")
         self._results: OrderedDict[str, InvalidRequestError | None] = OrderedDict()
 
     async def check(self, text: str, deadline: Deadline) -> None:
@@ -265,7 +266,7 @@ class GrammarChecks:
             refusal = self._results[text]
         else:
             async with deadline.scope(_PASSED):
-                refusal = await self._threads.run(_refusal, text)
+                refusal = await self._threads.run(caller_of_call(), _refusal, text)
             self._results[text] = refusal
             if len(self._results) > _KEPT:
                 self._results.popitem(last=False)

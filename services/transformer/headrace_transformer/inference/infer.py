@@ -128,7 +128,7 @@ class Inference:
         return answer + (pb.ModelStreamInferResponse(infer_response=name) if is_streamed else name).SerializeToString()
 
     def _recorded(self, request: InferRequest, call: CallContext) -> AbstractContextManager[Recording]:
-        inputs = request_tensors(request.received_data or request.message)
+        inputs = request_tensors(request.data)
         return recorded(self.tap, call, request.model_name, inputs=inputs)
 
     async def _find(self, request: InferRequest, call: CallContext) -> Answering:
@@ -138,7 +138,7 @@ class Inference:
 
     def _read(self, model: TextModel, request: InferRequest, call: CallContext) -> TextCall:
         with self.pipeline.recording_refusals(call, request.model_name):
-            size, context_length = len(request.received_data or b""), model.limits.context_length
+            size, context_length = len(request.data), model.limits.context_length
             if size > model.tokenizer.most_bytes(context_length) + _BESIDE_PROMPT:
                 raise ContextLengthError(
                     f"the request has {size} bytes, more than a prompt of {context_length} tokens can have"

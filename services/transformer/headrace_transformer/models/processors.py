@@ -25,7 +25,8 @@ from headrace.oip.model_description import TensorSpec
 from headrace.oip.tensors import Array, RawTensor, Tensor
 from headrace.processor import Processor, ProcessorRequest
 from headrace.python_tensors import BadResultError, as_mapping, as_tensor
-from headrace_transformer.models.work_pool import WorkPool
+from headrace.rpc.limits.admission import caller_of_call
+from headrace.threads import FairThreads
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ def parse_processors(text: str) -> tuple[ProcessorSource, ...]:
 class RunningProcessor:
     """One processor; `model` is the predictor's that it calls. Its methods raise HeadraceError."""
 
-    def __init__(self, source: ProcessorSource, pool: WorkPool) -> None:
+    def __init__(self, source: ProcessorSource, pool: FairThreads) -> None:
         self.name = source.name
         self._pool = pool
         self._processor = _made(source)
@@ -109,7 +110,7 @@ class RunningProcessor:
     async def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
         if inspect.iscoroutinefunction(method):
             return await method(*arguments)
-        return await self._pool.run(_without_exits, method, *arguments)
+        return await self._pool.run(caller_of_call(), _without_exits, method, *arguments)
 
     def _declared(self, attribute: str) -> Sequence[TensorSpec] | None:
         given = getattr(self._processor, attribute)

@@ -203,10 +203,8 @@ class InferenceServicer(OpenInferenceBase):
     def add_to_server(self, server: grpc.aio.Server) -> None:
         """Registers the service; the two inference methods take requests of which only the head is parsed."""
         handlers = {
-            "ModelInfer": grpc.unary_unary_rpc_method_handler(self.ModelInfer, InferRequest.received, serialized),
-            "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(
-                self.ModelStreamInfer, InferRequest.received, serialized
-            ),
+            "ModelInfer": grpc.unary_unary_rpc_method_handler(self.ModelInfer, InferRequest, serialized),
+            "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self.ModelStreamInfer, InferRequest, serialized),
         }
         # The first generic handler of a method wins, and the last registered one; a server uses one of the two kinds.
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))

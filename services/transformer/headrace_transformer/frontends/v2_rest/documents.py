@@ -8,8 +8,7 @@ tritonclient.http sends and reads.
 """
 
 import base64
-from collections.abc import MutableMapping
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
@@ -22,6 +21,8 @@ from headrace_transformer.predictors.link.link import PredictorLink
 MAX_DOCUMENT_BYTES = 64 * 1024  # More than any settings take; parsed on the event loop.
 _FILE = "file:"
 _TRACE_LEVEL = "trace_level"
+
+LoadT = TypeVar("LoadT", pb.RepositoryModelLoadRequest, pb.RepositoryModelUnloadRequest)
 
 
 def predictor(link: PredictorLink, client: Client) -> dict[str, Any]:
@@ -77,15 +78,27 @@ def index_request(data: bytes) -> pb.RepositoryIndexRequest:
     return pb.RepositoryIndexRequest(ready=ready)
 
 
-def load_request(model: str, data: bytes) -> pb.RepositoryModelLoadRequest:
-    request = pb.RepositoryModelLoadRequest(model_name=model)
-    _read_parameters(data, request.parameters)
-    return request
-
-
-def unload_request(model: str, data: bytes) -> pb.RepositoryModelUnloadRequest:
-    request = pb.RepositoryModelUnloadRequest(model_name=model)
-    _read_parameters(data, request.parameters)
+def repository_request(kind: type[LoadT], model: str, data: bytes) -> LoadT:
+    """The request to load or unload a model, with the parameters in a body; those of files are contents in base64."""
+    request = kind(model_name=model)
+    given = _document(data).get("parameters") or {}
+    if not isinstance(given, dict):
+        raise InvalidRequestError("parameters must be an object")
+    for name, value in given.items():
+        parameter = request.parameters[name]
+        if name.startswith(_FILE):
+            try:
+                parameter.bytes_param = base64.b64decode(value, validate=True)
+            except (TypeError, ValueError):
+                raise InvalidRequestError(f"parameter {name!r} must be a file's contents in base64") from None
+        elif isinstance(value, bool):
+            parameter.bool_param = value
+        elif isinstance(value, int) and -(2**63) <= value < 2**63:
+            parameter.int64_param = value
+        elif isinstance(value, str):
+            parameter.string_param = value
+        else:
+            raise InvalidRequestError(f"parameter {name!r} must be true, false, a string or a whole number")
     return request
 
 
@@ -137,25 +150,3 @@ def _document(data: bytes) -> dict[str, Any]:
     if len(data) > MAX_DOCUMENT_BYTES:
         raise TooLargeError(f"the body has {len(data)} bytes, at most {MAX_DOCUMENT_BYTES} are allowed here")
     return load_object(data)
-
-
-def _read_parameters(data: bytes, parameters: MutableMapping[str, pb.ModelRepositoryParameter]) -> None:
-    """Reads the parameters in a body; those of files are contents in base64."""
-    given = _document(data).get("parameters") or {}
-    if not isinstance(given, dict):
-        raise InvalidRequestError("parameters must be an object")
-    for name, value in given.items():
-        parameter = parameters[name]
-        if name.startswith(_FILE):
-            try:
-                parameter.bytes_param = base64.b64decode(value, validate=True)
-            except (TypeError, ValueError):
-                raise InvalidRequestError(f"parameter {name!r} must be a file's contents in base64") from None
-        elif isinstance(value, bool):
-            parameter.bool_param = value
-        elif isinstance(value, int) and -(2**63) <= value < 2**63:
-            parameter.int64_param = value
-        elif isinstance(value, str):
-            parameter.string_param = value
-        else:
-            raise InvalidRequestError(f"parameter {name!r} must be true, false, a string or a whole number")

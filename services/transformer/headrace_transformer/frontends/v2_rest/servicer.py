@@ -102,7 +102,7 @@ class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
     async def Infer(self, request: ModelBody, context: Context) -> HttpBody:
         call = call_context(context, f"{_SERVICE}/Infer")
         form, data = await self._read(self._read_infer, request, call)
-        message = InferRequest.received(data)
+        message = InferRequest(data)
         answer = await self.inference.infer(message, call.with_id(message.id))
         header_length, body = await self._write(write_body, answer, call, form, here=not form.wants_json)
         if header_length is None:
@@ -149,7 +149,7 @@ class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
         arguments = request.model, request.version, metadata.SerializeToString()
         is_small = len(data) <= SMALL_BYTES
         _, message = await self.bodies.run_unless(is_small, read_generate, arguments, data, call.deadline)
-        return InferRequest.received(message)
+        return InferRequest(message)
 
     async def _body(self, request: ModelBody, call: CallContext) -> bytes:
         data: bytes = request.body.data
@@ -186,12 +186,12 @@ class OpenInferenceServicer(rest_pb2_grpc.OpenInferenceServicer):
         return json_body(documents.index_of(answer))
 
     async def RepositoryLoad(self, request: ModelBody, context: Context) -> HttpBody:
-        message = documents.load_request(request.model, request.body.data)
+        message = documents.repository_request(pb.RepositoryModelLoadRequest, request.model, request.body.data)
         await self.inference.RepositoryModelLoad(message, context)
         return json_body({})
 
     async def RepositoryUnload(self, request: ModelBody, context: Context) -> HttpBody:
-        message = documents.unload_request(request.model, request.body.data)
+        message = documents.repository_request(pb.RepositoryModelUnloadRequest, request.model, request.body.data)
         await self.inference.RepositoryModelUnload(message, context)
         return json_body({})
 
