@@ -39,7 +39,7 @@ class GenerateUser(GrpcUser):
         request = headrace_pb2.GenerateRequest(
             model=self.model.name, prompt=prompt, max_tokens=max_tokens, ignore_eos=True
         )
-        return self._stub.Generate(request, timeout=self.options.deadline_s, metadata=self.metadata_of(call))
+        return self._stub.Generate(request, timeout=self.options.deadline, metadata=self.metadata_of(call))
 
 
 class StreamUser(GenerateUser):
@@ -86,7 +86,7 @@ class TritonStreamUser(GrpcUser):
             request.inputs.add(name="stream", datatype="BOOL", shape=[1]).contents.bool_contents.append(True)
             set_parameters(request.parameters, {"max_tokens": max_tokens, "ignore_eos": True})
             stream = self._stub.ModelStreamInfer(
-                iter([request]), timeout=self.options.deadline_s, metadata=self.metadata_of(call)
+                iter([request]), timeout=self.options.deadline, metadata=self.metadata_of(call)
             )
             try:
                 for response in stream:

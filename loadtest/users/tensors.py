@@ -57,7 +57,7 @@ class TensorUser(GrpcUser):
         if generation:
             set_parameters(request.parameters, {"max_tokens": max_tokens})
         with self.measured(arrival) as call:
-            answer = self._stub.ModelInfer(request, timeout=self.options.deadline_s, metadata=self.metadata_of(call))
+            answer = self._stub.ModelInfer(request, timeout=self.options.deadline, metadata=self.metadata_of(call))
             call.size = answer.ByteSize()
             if not answer.outputs or not (any(answer.raw_output_contents) or answer.outputs[0].HasField("contents")):
                 raise CallFailedError("the response has no tensors")
