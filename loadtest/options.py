@@ -51,7 +51,7 @@ def parse_objective(text: str) -> Objective:
     for term in text.split(",") if text.strip() else ():
         match = _TERM.fullmatch(term)
         if match is None or (measure := match["measure"].lower()) not in MEASURES:
-            raise ValueError(f"has {term!r}, which is not like 'TTFT <= 300 ms' ({', '.join(MEASURES)}; ms or s)")
+            raise ValueError(f"is not like 'TTFT <= 300 ms, gap <= 1 s' ({', '.join(MEASURES)}; ms or s)")
         limits[measure] = float(match["value"]) * _MILLISECONDS[match["unit"].lower()]
     return Objective(limits)
 

@@ -101,7 +101,7 @@ def _set_exit_code(environment: Any, **_: Any) -> None:
     if not environment.parsed_options.check or isinstance(environment.runner, WorkerRunner):
         return
     session = session_of(environment)
-    found = verdicts(session.measures.total, session.options.good_percent / 100)
+    found = verdicts(session.measures.total, session.options.good_percent)
     for row, (held, words) in found.items():
         _log.info("%s %s: %s", "held  " if held else "BROKEN", row, words)
     if not found:

@@ -33,8 +33,7 @@ class Level:
 
 def measured(found: Figures, users: int, seconds: int, least_percent: float) -> Level:
     """The level of some seconds' figures; without a finished request it broke."""
-    share = found.good_share()
-    good_percent = 100 * (share or 0.0)
+    good_percent = found.good_percent() or 0.0
     times = {
         f"{measure}_{name}": value
         for measure in (figures.TTFT, figures.GAP, figures.WHOLE)
@@ -42,7 +41,7 @@ def measured(found: Figures, users: int, seconds: int, least_percent: float) -> 
     }
     return Level(
         users=users,
-        held=share is not None and good_percent >= least_percent,
+        held=good_percent >= least_percent,
         requests=found.count(figures.REQUESTS),
         failed=found.count(figures.FAILED),
         good_percent=good_percent,
