@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from opentelemetry.metrics import Meter
 
@@ -33,17 +32,11 @@ _PROMPT_OUTPUTS = (
 )
 
 
-class Resumable(Protocol):
-    """A sequence that can resume elsewhere."""
-
-    def fail(self, error: HeadraceError) -> None:
-        """Ends it with an error, after the tokens that it already has."""
-
-
 class GenerationModel:
     """A ServedModel; it dies when its engine dies.
 
-    `close` is for an adapter, whose engine is its base's: it takes the adapter out of there, and the engine stays.
+    `resumable`: for each sequence that can resume elsewhere, what ends it here with an error, after the tokens that it
+    already has. `close` is for an adapter: it takes it out of the engine of its base, which stays.
     """
 
     def __init__(
@@ -52,7 +45,7 @@ class GenerationModel:
         self.name = loaded.name
         self.description = _describe(loaded)
         self.telemetry = GenerationTelemetry(loaded.name, meter)
-        self.resumable: set[Resumable] = set()
+        self.resumable: set[Callable[[HeadraceError], None]] = set()
         self.loaded = loaded
         self.engine = loaded.engine
         self._close = close or loaded.engine.close
@@ -83,8 +76,8 @@ class GenerationModel:
                 yield response
 
     def hand_back(self) -> None:
-        for sequence in tuple(self.resumable):
-            sequence.fail(DrainingError(f"model {self.name!r} is handed back"))
+        for hand_back in tuple(self.resumable):
+            hand_back(DrainingError(f"model {self.name!r} is handed back"))
 
     async def warm_up(self) -> None:
         """Generates two tokens with the engine: a model that is ready has generated before."""

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 
-from headrace.deadline import Deadline
 from headrace.errors import (
     DrainingError,
     HeadraceError,
@@ -25,7 +24,7 @@ from headrace_predictor.engine_process.remote_engine import RemoteEngine
 from headrace_predictor.generation.model import GenerationModel
 from headrace_predictor.generation.requests import complete
 from headrace_predictor.repository.repository import ModelRepository
-from headrace_predictor.steps.sequence import SequenceCall, SequenceTelemetry, StepsSequence, status_of
+from headrace_predictor.steps.sequence import SequenceTelemetry, StepsSequence
 from headrace_protos import engine_pb2, steps_pb2
 
 logger = logging.getLogger(__name__)
@@ -111,19 +110,19 @@ class TransformerSession:
         message = steps_pb2.Submission.FromString(serialized)
         if message.number in self._sequences:
             raise InvalidRequestError(f"sequence {message.number} is in flight already")
-        call = SequenceCall(message, self._telemetry)
+        sequence = StepsSequence(message, self._telemetry)
         try:
-            self._begin(call, message, serialized)
+            self._begin(sequence, message, serialized)
         except HeadraceError as error:
             self._refuse(message.number, error)
-            call.end(status_of(error))
+            sequence.end(error)
         except Exception:
             logger.exception("request %s could not be submitted", message.request_id)
             failure = RequestFailedError("internal error")
             self._refuse(message.number, failure)
-            call.end(status_of(failure))
+            sequence.end(failure)
 
-    def _begin(self, call: SequenceCall, message: steps_pb2.Submission, serialized: bytes) -> None:
+    def _begin(self, sequence: StepsSequence, message: steps_pb2.Submission, serialized: bytes) -> None:
         """Submits a sequence to its engine; raises the HeadraceError of a refusal."""
         serving = self._repository.get(message.model)
         if self._stopping.is_set():
@@ -133,18 +132,14 @@ class TransformerSession:
             raise InvalidRequestError(f"model {message.model!r} does not generate tokens")
         if not isinstance(model.engine, RemoteEngine):
             raise NotImplementedMethodError(f"model {message.model!r} has no engine process")
-        deadline = Deadline.after(message.timeout_s if message.HasField("timeout_s") else None)
+        sequence.lease(serving)
         stream = self._stream(model.engine)
-        sequence = StepsSequence(call, serving, model, message, deadline, partial(stream.hand_back, message.number))
-        try:
-            # The concatenation of serialized messages is the serialization of their merger.
-            serialized += complete(model.loaded, message, stream.channel, deadline).SerializeToString()
-            stream.begin(message.number, sequence, serialized)
-        except Exception as error:
-            sequence.release(error)
-            raise
+        # The concatenation of serialized messages is the serialization of their merger.
+        serialized += complete(model.loaded, message, stream.channel, sequence.deadline).SerializeToString()
+        stream.begin(message.number, sequence, serialized)
+        sequence.begin(model, partial(stream.hand_back, message.number))
         self._sequences[message.number] = stream
-        accepted = steps_pb2.Accepted(number=message.number, fingerprint=serving.fingerprint, span=call.traceparent)
+        accepted = steps_pb2.Accepted(number=message.number, fingerprint=serving.fingerprint, span=sequence.traceparent)
         self._pending.append(steps_pb2.Step(accepted=[accepted]).SerializeToString())
         if self._accepted is None:
             self._accepted = self._loop.call_later(_ACCEPTANCE_S, self.send_soon)
@@ -247,7 +242,6 @@ class EngineStream:
     def begin(self, number: int, sequence: StepsSequence, submission: bytes) -> None:
         self.engine.generate(self.channel, number, submission, sequence.timeline)
         self._sequences[number] = sequence
-        sequence.begin()
 
     def take(self, step: bytes, ended: Sequence[engine_pb2.SequenceEnd], alone: Sequence[int]) -> None:
         """Passes a step on to the transformer, ends the sequences that it ends, and notes those that run isolated."""
