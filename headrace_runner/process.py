@@ -25,7 +25,7 @@ from typing import IO
 from headrace.errors import StartupError
 from headrace.processes import how_it_ended
 from headrace.rpc.server.listeners import NOTIFY_SOCKET, READY_MESSAGE, RETIRE
-from headrace_runner.running import Retiring, ended, short_path, signal_to, spawn
+from headrace_runner.running import ended, short_path, signal_to, spawn
 
 FIRST_DELAY_S = 0.2
 MAX_DELAY_S = 10.0
@@ -77,7 +77,7 @@ class Process:
         self._supervision: asyncio.Task[None] | None = None
         self.has_served = False  # Then its settings are right: whatever ends it may pass.
         self._replaced = asyncio.Event()
-        self._retiring: Retiring | None = None
+        self._retiring: asyncio.Task[None] | None = None
         self._end_of_predecessor: asyncio.Task[int] | None = None
 
     @property
@@ -127,22 +127,17 @@ class Process:
                 await ended(successor)
                 raise
         self.spec = spec
-        self._retiring = Retiring(running, patience_s)
         self._process = successor
         self._replaced.set()
-        signal_to(running, RETIRE)
+        self._retiring = asyncio.create_task(self._retire(running, patience_s), name=f"retirement of {spec.name}")
 
     async def predecessor_ended(self) -> None:
         """Returns when the process that was replaced last has ended; its patience limits the wait."""
         if self._retiring is not None:
-            await self._retiring.end(self.spec.grace_s)
-            self._retiring = None
+            await self._retiring
 
     async def stop(self) -> None:
         """Ends the process, by SIGKILL after its grace period, a predecessor that is retiring, and the supervision."""
-        retiring, self._retiring = self._retiring, None
-        if retiring is not None:
-            retiring.terminate()
         self._stopping.set()
         if self._supervision is None:
             return
@@ -152,8 +147,7 @@ class Process:
             self._say(f"{self.spec.name} did not stop within {self.spec.grace_s:g} s and was killed")
             self._signal(signal.SIGKILL)
         await asyncio.gather(self._supervision, return_exceptions=True)
-        if retiring is not None:
-            await retiring.end(self.spec.grace_s)
+        await self.predecessor_ended()
 
     def last_line(self) -> str:
         """The log's last line that is not empty; empty if there is no log."""
@@ -208,6 +202,17 @@ class Process:
                 return await end
             self._replaced.clear()
             self._end_of_predecessor, process = end, self._process
+
+    async def _retire(self, process: Running, patience_s: float) -> None:
+        """Lets a predecessor finish its calls for its patience, or until the stop, and then ends it as at a stop."""
+        signal_to(process, RETIRE)
+        end = asyncio.create_task(process.wait(), name=f"{self.spec.name}'s predecessor")
+        stop = asyncio.create_task(self._stopping.wait(), name=f"{self.spec.name}'s stop")
+        await asyncio.wait({end, stop}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        for signum in (signal.SIGTERM, signal.SIGKILL):
+            signal_to(process, signum)
+            await asyncio.wait({end}, timeout=self.spec.grace_s)
 
     async def _until_listening(self, successor: Running, ready: socket.socket) -> None:
         loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""Processes that run: how the runner starts one, ends it with its children, and lets one finish its calls."""
+"""Processes that run: how the runner starts one, and ends it with its children."""
 
 import asyncio
 import os
@@ -56,28 +56,3 @@ def short_path() -> Iterator[str]:
             yield f"/proc/{os.getpid()}/fd/{descriptor}"
         finally:
             os.close(descriptor)
-
-
-class Retiring:
-    """A process that finishes its calls, terminated after its patience."""
-
-    def __init__(self, process: Running, patience_s: float) -> None:
-        self._process = process
-        loop = asyncio.get_running_loop()
-        self._ends_at = loop.time() + patience_s
-        self._timer = loop.call_later(patience_s, self.terminate)
-
-    def terminate(self) -> None:
-        """Gives its calls the time of an ordinary stop."""
-        self._timer.cancel()
-        self._ends_at = asyncio.get_running_loop().time()
-        signal_to(self._process, signal.SIGTERM)
-
-    async def end(self, grace_s: float) -> None:
-        """Returns when it has ended, killed after its patience and the grace period."""
-        left_s = self._ends_at + grace_s - asyncio.get_running_loop().time()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), max(0.0, left_s))
-        self._timer.cancel()
-        signal_to(self._process, signal.SIGKILL)
-        await self._process.wait()
