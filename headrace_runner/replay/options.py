@@ -59,11 +59,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="send the prompts' texts and messages instead of their ids: compares tokenizer and chat template too",
     )
     parser.add_argument(
-        "--concurrency", type=_up_to(_MAX_CONCURRENCY), default=CONCURRENCY, metavar="N", help="default: %(default)s"
+        "--concurrency", type=up_to(_MAX_CONCURRENCY), default=CONCURRENCY, metavar="N", help="default: %(default)s"
     )
     parser.add_argument(
         "--limit",
-        type=_up_to(_MAX_LIMIT),
+        type=up_to(_MAX_LIMIT),
         default=LIMIT,
         metavar="N",
         help="replay at most this many streams, of a stack the newest (default: %(default)s)",
@@ -137,7 +137,9 @@ def _address(text: str) -> str:
     return text
 
 
-def _up_to(most: int) -> Callable[[str], int]:
+def up_to(most: int) -> Callable[[str], int]:
+    """The type of an argument from 1 to a maximum."""
+
     def number(text: str) -> int:
         if not text.isdecimal() or not 1 <= int(text) <= most:
             raise argparse.ArgumentTypeError(f"{text!r} is not between 1 and {most}")
