@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 
+from opentelemetry import trace
 from opentelemetry.metrics import Meter
 
 from headrace.deadline import Deadline
@@ -109,11 +110,12 @@ class GenerationModel:
     ) -> Iterator[tuple[OutputSlot, ObservedGeneration]]:
         """Submits a request; yields its output slot and its telemetry. Leaving the block cancels the request."""
         slot = self.engine.submit(read_request(self.loaded, request, deadline, caller))
-        with self.telemetry.observed(slot.timeline) as observed:
-            try:
-                yield slot, observed
-            finally:
-                slot.cancel()
+        observed = self.telemetry.observe(slot.timeline, trace.get_current_span())
+        try:
+            yield slot, observed
+        finally:
+            slot.cancel()
+            observed.end()
 
 
 def _describe(loaded: LoadedModel) -> ModelDescription:
