@@ -1,12 +1,11 @@
 """A generation model as the servicer sees it: passes OIP requests to the engine and its chunks back as responses."""
 
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from opentelemetry import trace
 from opentelemetry.metrics import Meter
 
-from headrace.deadline import Deadline
 from headrace.errors import DrainingError, HeadraceError, StartupError
 from headrace.oip.model_description import FINGERPRINT, INPUT_IDS, OUTPUT_IDS, ModelDescription, TensorSpec
 from headrace.oip.prompt_scores import PROMPT_LOGPROBS, PROMPT_TOP_LOGPROB_IDS, PROMPT_TOP_LOGPROBS
@@ -21,7 +20,7 @@ from headrace_predictor.generation.requests import (
     read_request,
     write_response,
 )
-from headrace_predictor.models.served_model import ANY_CALLER, Caller
+from headrace_predictor.models.served_model import ANY_CALLER, Caller, Responses
 from headrace_predictor.telemetry import GenerationTelemetry, ObservedGeneration
 from headrace_protos import inference_pb2 as pb
 from headrace_protos.steps_pb2 import Submission
@@ -55,19 +54,15 @@ class GenerationModel:
     def statistics(self) -> EngineStatistics:
         return self.engine.statistics
 
-    async def infer(
-        self, request: pb.ModelInferRequest, deadline: Deadline, caller: Caller = ANY_CALLER
-    ) -> pb.ModelInferResponse:
-        with self._generation(request, deadline, caller) as (slot, observed):
+    async def infer(self, request: pb.ModelInferRequest, caller: Caller = ANY_CALLER) -> pb.ModelInferResponse:
+        with self._generation(request, caller) as (slot, observed):
             chunks = [observed.take(await slot.read())]
             while chunks[-1].finish_reason is None:
                 chunks.append(observed.take(await slot.read()))
         return write_response(request, merged(chunks), caller.client)
 
-    async def stream(
-        self, request: pb.ModelInferRequest, deadline: Deadline, caller: Caller = ANY_CALLER
-    ) -> AsyncGenerator[pb.ModelInferResponse, None]:
-        with self._generation(request, deadline, caller) as (slot, observed):
+    async def stream(self, request: pb.ModelInferRequest, caller: Caller = ANY_CALLER) -> Responses:
+        with self._generation(request, caller) as (slot, observed):
             ended = False
             while not ended:
                 chunk = observed.take(await slot.read())
@@ -106,10 +101,10 @@ class GenerationModel:
 
     @contextmanager
     def _generation(
-        self, request: pb.ModelInferRequest, deadline: Deadline, caller: Caller
+        self, request: pb.ModelInferRequest, caller: Caller
     ) -> Iterator[tuple[OutputSlot, ObservedGeneration]]:
         """Submits a request; yields its output slot and its telemetry. Leaving the block cancels the request."""
-        slot = self.engine.submit(read_request(self.loaded, request, deadline, caller))
+        slot = self.engine.submit(read_request(self.loaded, request, caller))
         observed = self.telemetry.observe(slot.timeline, trace.get_current_span())
         try:
             yield slot, observed
