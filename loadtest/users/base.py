@@ -22,7 +22,8 @@ from gevent.pool import Pool
 from grpc.experimental import ChannelOptions
 from locust import User, task
 
-from loadtest.gateway import GatewayError, Model, key_headers, parse_address
+from headrace_protos.inference_pb2 import ModelMetadataResponse
+from loadtest.gateway import GatewayError, key_headers, parse_address
 from loadtest.options import REPLAY
 from loadtest.prompts import Prompt
 from loadtest.session import DEFAULT_HOST, session_of
@@ -50,7 +51,7 @@ class StackUser(User):
         self.options = self.session.options
         self.address = parse_address(self.host or "")
         self.metadata = tuple(key_headers(self.options.key).items())
-        self.found: Model | None = None
+        self.found: ModelMetadataResponse | None = None
         self._requests = Pool(_IN_FLIGHT)
 
     def wait_time(self) -> float:
@@ -63,16 +64,16 @@ class StackUser(User):
     def close(self) -> None:
         """Closes connections."""
 
-    def find_model(self) -> Model:
+    def find_model(self) -> ModelMetadataResponse:
         """The model, with its inputs where the user needs them; raises GatewayError."""
-        return Model(self.session.model_name(text=self.text))
+        return ModelMetadataResponse(name=self.session.model_name(text=self.text))
 
     def request(self, arrival: float, prompt: str, max_tokens: int) -> None:
         """Sends one request and reads its answer, within `measured`."""
         raise NotImplementedError
 
     @property
-    def model(self) -> Model:
+    def model(self) -> ModelMetadataResponse:
         """The model that `find_model` found."""
         if self.found is None:
             raise CallFailedError("no model")

@@ -5,7 +5,8 @@ from argparse import ArgumentParser, Namespace
 
 import pytest
 
-from loadtest.gateway import GatewayError, Model, PredictorState, TensorDescription, parse_address, states_of
+from headrace_protos.inference_pb2 import ModelMetadataResponse
+from loadtest.gateway import GatewayError, PredictorState, parse_address, states_of
 from loadtest.options import add_fields, parse
 from loadtest.prompts import Prompt, Workload, read_prompts, replayed
 from loadtest.tensors import with_inputs
@@ -96,7 +97,7 @@ def test_arrivals_of_records_are_in_order_and_without_those_that_have_no_prompt(
 
 def test_a_model_of_an_unknown_type_is_refused():
     with pytest.raises(GatewayError, match="x of m is BF16"):
-        with_inputs(Model("m", (TensorDescription("x", "BF16", (1,)),)), (1,))
+        with_inputs(ModelMetadataResponse(name="m", inputs=[{"name": "x", "datatype": "BF16", "shape": [1]}]), (1,))
 
 
 def test_addresses():
