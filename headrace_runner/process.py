@@ -36,7 +36,6 @@ STEADY_S = 30.0  # After a run of this length the backoff starts at the first de
 _LOAD_TIMEOUT_S = 1800.0  # The same as compose.yaml's time for a download.
 _TAIL_BYTES = 4096
 _REASONED = (os.EX_CONFIG, os.EX_TEMPFAIL)  # Exit codes after a line with the reason.
-_ENDING = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 
 Say = Callable[[str], None]
 
@@ -94,13 +93,6 @@ class Process:
         self.log.write_bytes(b"")
         self._supervision = asyncio.create_task(self._supervise(), name=f"supervise {self.spec.name}")
         return self._supervision
-
-    async def kill(self, signum: signal.Signals) -> None:
-        """Sends a signal to the running process; returns after its end if the signal asks for it."""
-        process = self._process
-        os.kill(self.pid, signum)
-        if process is not None and signum in _ENDING:
-            await process.wait()
 
     async def replace(self, spec: ProcessSpec, listen: str, patience_s: float) -> None:
         """Replaces the process by one of `spec`; returns when it takes all new calls.
