@@ -13,7 +13,7 @@ Errors: StartupError if the database cannot be read.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from typing import Any
 
@@ -43,10 +43,12 @@ class Snapshot:
     def __init__(self, database: Location, filters: Filters) -> None:
         self._database = database
         self._engine = open_for_reading(database)
-        with self._connect() as connection:
+        with ExitStack() as undo, self._connect() as connection:
+            undo.callback(self._engine.dispose)
             check_version(version_of(connection), name_of(database))
             self.last: int = reading.newest_position(connection)
             self.last_ever: int = reading.last_position(connection)
+            undo.pop_all()
         self._clauses = [records.c.position <= self.last, *filters.clauses(records)]
 
     def count(self) -> int:
