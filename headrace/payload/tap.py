@@ -140,14 +140,7 @@ class PayloadTap:
         options = channel_options(_KEEPALIVE_S, _KEEPALIVE_TIMEOUT_S)
         self._channel = grpc.insecure_channel(self._target, options=options)
         append: AppendCall = self._channel.stream_stream(_APPEND, response_deserializer=AppendResponse.FromString)
-        ship = partial(
-            SourceShipper,
-            append,
-            self._target,
-            drops=self._drops,
-            hop=self._recorder.hop,
-            freed=self._writer.wake,
-        )
+        ship = partial(SourceShipper, append, self._target, recorder=self._recorder)
         self._own = ship(own, ends=False)
         self._orphans = deque(ship(orphan, ends=True) for orphan in orphans)
         self._writer.start(own, lambda: sum(orphan.size for orphan in orphans), self._own.wake)
