@@ -16,7 +16,7 @@ from headrace_predictor.counts import RequestCounts
 from headrace_predictor.models.served_model import ANY_CALLER, VERSION, Caller, Responses
 from headrace_predictor.settings import PredictorSettings
 from headrace_predictor.tensor_models.batching import BatchWorker
-from headrace_predictor.tensor_models.rows import ATTENTION_MASK, RowLimits, RowNetwork, Rows, Vectors, read_rows
+from headrace_predictor.tensor_models.rows import ATTENTION_MASK, RowNetwork, Rows, Vectors, read_rows
 from headrace_protos import inference_pb2 as pb
 
 
@@ -24,21 +24,16 @@ class EncoderModel:
     """A ServedModel; owns its thread."""
 
     def __init__(
-        self,
-        name: str,
-        network: RowNetwork,
-        limits: RowLimits,
-        description: ModelDescription,
-        settings: PredictorSettings,
+        self, name: str, network: RowNetwork, description: ModelDescription, settings: PredictorSettings
     ) -> None:
         self.name = name
         self.description = description
         self._output = description.outputs[0].name
-        self._limits = limits
+        self._limits = network.limits
         self._worker: BatchWorker[Rows, Vectors] = BatchWorker(
             name,
             network.run,
-            max_rows=limits.max_rows,
+            max_rows=network.limits.max_rows,
             max_delay_s=settings.batch_delay_ms / 1000,
             # Requests that will form the next batch do not count as waiting.
             max_waiting=settings.max_waiting + settings.batch_rows,
