@@ -100,7 +100,7 @@ class KneeShape(LoadTestShape):
     def _say(self, search: KneeSearch) -> None:
         above = f", broke at {search.broken}" if search.broken else ""
         self._session.knee = (
-            f"Knee of {self._kind.__name__}: held {search.held}{above}; measuring {search.level} users."
+            f"Knee of {self._kind.__name__}: held {search.knee}{above}; measuring {search.level} users."
         )
 
     def _finish(self) -> None:
