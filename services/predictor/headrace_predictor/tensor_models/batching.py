@@ -19,9 +19,9 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar
 
 from headrace.deadline import Deadline
 from headrace.errors import (
@@ -48,14 +48,13 @@ _STOP_TIMEOUT_S = 2.0
 
 @dataclass(eq=False)
 class Waiting(Generic[T]):
-    """A request in the queue; its caller needs the answer by `deadline`, and waits for `result`."""
+    """A request in the queue; its caller needs the answer by `deadline`."""
 
     item: T
     rows: int
     length: int
     since: float
     deadline: float = math.inf
-    result: Future[Any] = field(default_factory=Future)
 
 
 class BatchQueue(Generic[T]):
@@ -138,6 +137,20 @@ def bucket_of(length: int) -> int:
     return max(_SHORTEST_BUCKET, 1 << (length - 1).bit_length())
 
 
+@dataclass(frozen=True)
+class _Job(Generic[T, R]):
+    """A request and the future for its result."""
+
+    item: T
+    future: asyncio.Future[R]
+
+    def report(self, set_outcome: Callable[[], None]) -> None:
+        """Sets the outcome on the event loop, unless the caller has left."""
+        loop = self.future.get_loop()
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(lambda: None if self.future.done() else set_outcome())
+
+
 class BatchWorker(Generic[T, R]):
     """See the module. `run` takes a batch's items and returns one result for each."""
 
@@ -155,8 +168,8 @@ class BatchWorker(Generic[T, R]):
         self.counts = RequestCounts()
         self._name = name
         self._run_batch = run
-        self._queue: BatchQueue[T] = BatchQueue(max_rows, max_delay_s, max_waiting)
-        self._running: set[Waiting[T]] = set()
+        self._queue: BatchQueue[_Job[T, R]] = BatchQueue(max_rows, max_delay_s, max_waiting)
+        self._running: set[Waiting[_Job[T, R]]] = set()
         self._fatal = fatal
         self._changed = threading.Condition()  # Guards the queue and the counters.
         self._stopping = False
@@ -171,17 +184,16 @@ class BatchWorker(Generic[T, R]):
     async def submit(self, item: T, rows: int, length: int, deadline: Deadline) -> R:
         """Returns the item's result; cancelling removes the item from the queue."""
         now = time.monotonic()
-        entry = Waiting(item, rows, length, now, deadline.at)
+        job: _Job[T, R] = _Job(item, asyncio.get_running_loop().create_future())
+        entry = Waiting(job, rows, length, now, deadline.at)
         with self._changed:
             if self._stopping or self._dead.is_set():
                 raise NotReadyError("the model is stopping")
             self._queue.add(entry, self.counts.retry_after_ms)
             self._changed.notify()
         try:
-            result: R = await asyncio.wrap_future(entry.result)
-            return result
+            return await job.future
         except asyncio.CancelledError:
-            entry.result.cancel()
             with self._changed:
                 if self._queue.remove(entry):
                     ended = time.monotonic()
@@ -230,7 +242,7 @@ class BatchWorker(Generic[T, R]):
         for entry in waiting:
             self._fail(entry, NotReadyError("the model is stopping"), now)
 
-    def _next_batch(self) -> list[Waiting[T]] | None:
+    def _next_batch(self) -> list[Waiting[_Job[T, R]]] | None:
         """Waits for a batch that is due; returns None when the worker stops."""
         while True:
             with self._changed:
@@ -247,7 +259,7 @@ class BatchWorker(Generic[T, R]):
             if batch:
                 return batch
 
-    def _serve(self, batch: list[Waiting[T]]) -> None:
+    def _serve(self, batch: list[Waiting[_Job[T, R]]]) -> None:
         with self._changed:
             self._running.update(batch)
         try:
@@ -263,29 +275,27 @@ class BatchWorker(Generic[T, R]):
             for entry in batch:
                 self._serve([entry])
 
-    def _run_together(self, batch: list[Waiting[T]]) -> None:
+    def _run_together(self, batch: list[Waiting[_Job[T, R]]]) -> None:
         started_at = time.monotonic()
         with self._changed:
             self.counts.steps += 1
             self._batch_under_way = self.counts.steps
         try:
-            results = self._run_batch([entry.item for entry in batch])
+            results = self._run_batch([entry.item.item for entry in batch])
         finally:
             self._batch_under_way = None
         if self._dead.is_set():  # Too late: the requests have failed already.
             return
         for entry, result in zip(batch, results, strict=True):
-            if self._finish(entry, "succeeded", started_at):
-                entry.result.set_result(result)
+            self._finish(entry, "succeeded", started_at)
+            entry.item.report(partial(entry.item.future.set_result, result))
 
-    def _fail(self, entry: Waiting[T], error: HeadraceError, started_at: float) -> None:
-        if self._finish(entry, "failed", started_at):
-            entry.result.set_exception(error)
+    def _fail(self, entry: Waiting[_Job[T, R]], error: HeadraceError, started_at: float) -> None:
+        self._finish(entry, "failed", started_at)
+        entry.item.report(partial(entry.item.future.set_exception, error))
 
-    def _finish(self, entry: Waiting[T], outcome: Outcome, started_at: float) -> bool:
-        """Counts a request that has ended; returns whether its caller still waits."""
-        is_awaited = entry.result.set_running_or_notify_cancel()
+    def _finish(self, entry: Waiting[_Job[T, R]], outcome: Outcome, started_at: float) -> None:
+        left = entry.item.future.cancelled()
         with self._changed:
             self._running.discard(entry)
-            self.counts.add(outcome if is_awaited else "cancelled", entry.since, started_at, time.monotonic())
-        return is_awaited
+            self.counts.add("cancelled" if left else outcome, entry.since, started_at, time.monotonic())
